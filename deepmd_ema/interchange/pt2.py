@@ -27,7 +27,7 @@ from deepmd_ema.interchange.dp.files import PACKAGED_TREE, Tree, opened_package,
 from deepmd_ema.model.compile import without_compiler
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.extended import ExtendedModel
-from deepmd_ema.model.interpolation import seal
+from deepmd_ema.model.tabulated import seal
 
 # F frames, N atoms of a frame, E atoms of a frame and images of them, L slots as given
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.interchange.dp.files import VARIABLES
-from deepmd_ema.interchange.dp.networks import PartTree, array, fill, precision_of
+from deepmd_ema.interchange.dp.networks import PartTree, array, precision_of
 
 
 class FakeTree(PartTree):
@@ -17,7 +17,3 @@ class FakeTree(PartTree):
 
     def unavailable(self, tree):
         return {}
-
-    def fill(self, part, tree):
-        for name, tensor in part.state_dict().items():
-            fill(name, tensor, tree[VARIABLES][name.replace(".", "_")])

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
+from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.families.dpa2.module import DPA2Descriptor
 from deepmd_ema.families.dpa2.repformer_layer import RepformerLayer
-from deepmd_ema.families.se_atten.tree import block_tree, env_mat_tree, fill_block, has_exp_switch
+from deepmd_ema.families.se_atten.tree import block_tree, check_angular_means, env_mat_tree, has_exp_switch
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import (
     PartTree,
     array,
     chosen,
-    fill,
-    fill_layer,
-    fill_norm,
-    fill_statistics,
-    fill_type_embedding,
     layer_tree,
     norm_tree,
+    parts_of,
     precision_of,
     statistics_tree,
     type_embedding_tree,
 )
-from deepmd_ema.model.nn.layers import Layer
 from deepmd_ema.model.nn.norm import eps_of
 from deepmd_ema.model.ops.reference import LOGIT_SHIFT
 
@@ -42,6 +37,22 @@ LAYER_OPTIONS = (
     "g1_out_mlp",
 )  # fmt: skip
 PAIR_OPTIONS = ("update_g2_has_g1g1", "update_g2_has_attn", "update_h2")  # false in the last layer
+# names of the parts of a layer there, names here
+DENSE = {
+    "linear1": "linear_node",
+    "g1_self_mlp": "node_mlp",
+    "proj_g1g2": "conv",
+    "loc_attn.mapq": "attention.query",
+    "loc_attn.mapkv": "attention.key_value",
+    "loc_attn.head_map": "attention.head_map",
+    "linear2": "linear_pair",
+    "proj_g1g1g2": "product",
+    "attn2g_map.mapqk": "pair_attention.query_key",
+    "attn2_mh_apply.mapv": "pair_attention.value",
+    "attn2_mh_apply.head_map": "pair_attention.head_map",
+    "attn2_ev_apply.head_map": "pair_attention.vector_map",
+}
+RESIDUALS = {"g1_residual": "node_update", "g2_residual": "pair_update", "h2_residual": "vector_update"}
 LATER_OPTIONS = ("use_sqrt_nnei", "g1_out_conv", "g1_out_mlp")  # false in files before version 3
 
 
@@ -53,7 +64,7 @@ class DPA2Tree(PartTree):
         (r"\.(repinit|repinit_three_body|repformers)\.", r".\1_variable."),
     )
 
-    def write(self, part: DPA2Descriptor, config: ModelConfig) -> Tree:
+    def write(self, part: DPA2Descriptor, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor."""
         options, types = plain(config.descriptor), config.type_map
         repformer_args = {**options["repformer"], "ln_eps": eps_of(options["repformer"]["ln_eps"])}
@@ -102,51 +113,11 @@ class DPA2Tree(PartTree):
         # files of version 1 do not say that the type embedding has a bias
         return {"use_tebd_bias": True, **super().section(tree), "repinit": tree["repinit_args"], "repformer": later}
 
-    def fill(self, part: DPA2Descriptor, tree: Mapping[str, Any]) -> None:
+    def fill(self, part: DPA2Descriptor, config: StandardConfig, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the descriptor."""
-        fill_type_embedding(part.type_embedding, tree["type_embedding"])
-        fill_block(part.repinit, tree["repinit_variable"], "repinit: ")
         if part.angles is not None:
-            fill_block(part.angles, tree["repinit_three_body_variable"], "repinit_three_body: ")
-        if part.to_repformer is not None:
-            fill_layer("g1_shape_tranform", part.to_repformer, tree["g1_shape_tranform"])
-        if part.add_element is not None:
-            fill_layer("tebd_transform", part.add_element, tree["tebd_transform"])
-        values = tree["repformers_variable"]
-        fill_layer("g2_embd", part.repformer.pair_embedding, values["g2_embd"])
-        fill_statistics(part.repformer, values, "repformers: ")
-        layers = values["repformer_layers"]
-        if len(layers) != len(part.repformer.stack):
-            raise ValueError(f"repformer_layers: {len(layers)} layers, expected {len(part.repformer.stack)}")
-        for index, (layer, one) in enumerate(zip(part.repformer.stack, layers)):
-            _fill_layer(f"repformer_layers[{index}]", layer, one)
-
-
-def _dense_layers(layer: RepformerLayer) -> Iterator[tuple[tuple[str, ...], Layer]]:
-    """Yield the dense layers of a layer by the place of their trees."""
-    found: list[tuple[tuple[str, ...], Layer | None]] = [
-        (("linear1",), layer.linear_node),
-        (("g1_self_mlp",), layer.node_mlp),
-        (("proj_g1g2",), layer.conv),
-    ]
-    if layer.attention is not None:
-        attention = layer.attention
-        found += [
-            (("loc_attn", "mapq"), attention.query),
-            (("loc_attn", "mapkv"), attention.key_value),
-            (("loc_attn", "head_map"), attention.head_map),
-        ]
-    if not layer.last:
-        found += [(("linear2",), layer.linear_pair), (("proj_g1g1g2",), layer.product)]
-    if not layer.last and layer.pair_attention is not None:
-        pairs = layer.pair_attention
-        found += [
-            (("attn2g_map", "mapqk"), pairs.query_key),
-            (("attn2_mh_apply", "mapv"), pairs.value),
-            (("attn2_mh_apply", "head_map"), pairs.head_map),
-            (("attn2_ev_apply", "head_map"), pairs.vector_map),
-        ]
-    yield from ((place, dense) for place, dense in found if dense is not None)
+            check_angular_means(tree["repinit_three_body_variable"], "repinit_three_body: ")
+        super().fill(part, config, tree)
 
 
 def _layer_tree(layer: RepformerLayer, part: DPA2Descriptor, args: Mapping[str, Any]) -> Tree:
@@ -181,37 +152,13 @@ def _layer_tree(layer: RepformerLayer, part: DPA2Descriptor, args: Mapping[str, 
         "attn2_mh_apply": {"@class": "Atten2MultiHeadApply", **common, **of_pair},
         "attn2_ev_apply": {"@class": "Atten2EquiVarApply", **common, **of_pair},
     }
-    for place, dense in _dense_layers(layer):
-        owner: Any = tree if len(place) == 1 else tree.setdefault(place[0], heads[place[0]])
-        owner[place[-1]] = layer_tree(dense, resnet=False)
-    if not layer.last and layer.norm is not None:
-        tree["attn2_lm"] = norm_tree(layer.norm)
+    for place, dense in parts_of(layer, DENSE):
+        head, _, name = place.rpartition(".")
+        owner: Any = tree.setdefault(head, heads[head]) if head else tree
+        owner[name] = layer_tree(dense, resnet=False)
+    for name, norm in parts_of(layer, {"attn2_lm": "norm"}):
+        tree[name] = norm_tree(norm)
     if args["update_style"] == "res_residual":
-        lists = {name: [array(r) for r in update.factors] for name, update in _updates(layer).items()}
-        tree[VARIABLES] = {"g2_residual": [], "h2_residual": [], **lists}
+        lists = {name: [array(r) for r in update.factors] for name, update in parts_of(layer, RESIDUALS)}
+        tree[VARIABLES] = {**{name: [] for name in RESIDUALS}, **lists}
     return tree
-
-
-def _fill_layer(name: str, layer: RepformerLayer, tree: Mapping[str, Any]) -> None:
-    """Write the arrays of the tree of one layer; ``name`` is for messages."""
-    for place, dense in _dense_layers(layer):
-        owner = tree if len(place) == 1 else tree[place[0]]
-        fill_layer(".".join([name, *place]), dense, owner[place[-1]])
-    if not layer.last and layer.norm is not None:
-        fill_norm(f"{name}.attn2_lm", layer.norm, tree["attn2_lm"])
-    for key, update in _updates(layer).items():
-        values = tree.get(VARIABLES, {}).get(key, [])
-        if len(values) != len(update.factors):
-            raise ValueError(f"{name}.{key}: {len(values)} arrays, expected {len(update.factors)}")
-        for residual, value in zip(update.factors, values):
-            fill(f"{name}.{key}", residual, value)
-
-
-def _updates(layer: RepformerLayer) -> dict[str, Any]:
-    """Return the modules with the residual weights of a layer, by the names of their lists."""
-    found = {"g1_residual": layer.node_update}
-    if not layer.last:
-        found["g2_residual"] = layer.pair_update
-        if layer.vector_update is not None:
-            found["h2_residual"] = layer.vector_update
-    return found

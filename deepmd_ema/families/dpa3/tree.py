@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
+from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.families.dpa3.layers import RepflowLayer
 from deepmd_ema.families.dpa3.module import DPA3Descriptor
 from deepmd_ema.families.dpa3.section import RepflowConfig
@@ -16,17 +16,12 @@ from deepmd_ema.interchange.dp.networks import (
     PartTree,
     array,
     chosen,
-    fill,
-    fill_layer,
-    fill_statistics,
-    fill_type_embedding,
     layer_tree,
+    parts_of,
     precision_of,
     statistics_tree,
     type_embedding_tree,
 )
-from deepmd_ema.model.nn.layers import Layer
-from deepmd_ema.model.nn.update import Update
 
 OPTIONS = (
     "concat_output_tebd", "activation_function", "exclude_types", "env_protection", "trainable", "use_econf_tebd",
@@ -56,7 +51,7 @@ class DPA3Tree(PartTree):
 
     renamed = ((r"\.repflows\.layers\.", ".repflows.repflow_layers."), (r"\.repflows\.", ".repflow_variable."))
 
-    def write(self, part: DPA3Descriptor, config: ModelConfig) -> Tree:
+    def write(self, part: DPA3Descriptor, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor."""
         options = plain(config.descriptor)
         flow = part.flow
@@ -99,23 +94,12 @@ class DPA3Tree(PartTree):
             "repflow": chosen(tree["repflow_args"], FLOW_OPTIONS),
         }
 
-    def fill(self, part: DPA3Descriptor, tree: Mapping[str, Any]) -> None:
+    def fill(self, part: DPA3Descriptor, config: StandardConfig, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the descriptor."""
         values = tree["repflow_variable"]
-        fill_statistics(part, values)
-        fill_type_embedding(part.type_embedding, tree["type_embedding"])
-        fill_layer("edge_embd", part.edge_embedding, values["edge_embd"])
-        fill_layer("angle_embd", part.angle_embedding, values["angle_embd"])
-        if len(values["repflow_layers"]) != len(part.layers):
-            raise ValueError(f"repflow_layers: {len(values['repflow_layers'])} layers, expected {len(part.layers)}")
-        for index, (layer, theirs) in enumerate(zip(part.repflow_layers, values["repflow_layers"])):
-            name = f"repflow_layers[{index}]"
-            for key, linear in _linear_layers(layer):
-                fill_layer(f"{name}.{key}", linear, theirs[key])
-            residuals = theirs.get(VARIABLES, theirs)  # files of version 1 have them beside the options
-            for key, update in _updates(layer):
-                for k, factors in enumerate(update.factors):
-                    fill(f"{name}.{key}[{k}]", factors, residuals[key][k])
+        # files of version 1 have the trained factors beside the options
+        layers = [{VARIABLES: layer, **layer} for layer in values["repflow_layers"]]
+        super().fill(part, config, {**tree, "repflow_variable": {**values, "repflow_layers": layers}})
 
 
 def _layer_tree(layer: RepflowLayer, part: DPA3Descriptor, options: Mapping[str, Any]) -> Tree:
@@ -127,22 +111,9 @@ def _layer_tree(layer: RepflowLayer, part: DPA3Descriptor, options: Mapping[str,
         "ntypes": part.num_types,
         "activation_function": options["activation_function"],
         "precision": precision_of(part.dtype),
-        **{key: layer_tree(linear, resnet=False) for key, linear in _linear_layers(layer)},
+        **{key: layer_tree(linear, resnet=False) for key, linear in parts_of(layer, LINEAR)},
     }
     if options["repflow"]["update_style"] == "res_residual":
-        found = {key: [array(factors) for factors in update.factors] for key, update in _updates(layer)}
+        found = {key: [array(factors) for factors in update.factors] for key, update in parts_of(layer, RESIDUALS)}
         tree[VARIABLES] = {**{key: [] for key in RESIDUALS}, **found}
     return tree
-
-
-def _linear_layers(layer: RepflowLayer) -> Iterator[tuple[str, Layer]]:
-    """Yield the linear maps that a layer has, by their names in a tree."""
-    for key, name in LINEAR.items():
-        linear = getattr(layer, name, None)
-        if linear is not None:
-            yield key, linear
-
-
-def _updates(layer: RepflowLayer) -> Iterator[tuple[str, Update]]:
-    """Yield the trained factors that a layer has, by their names in a tree."""
-    return ((key, getattr(layer, name)) for key, name in RESIDUALS.items() if hasattr(layer, name))

@@ -10,7 +10,7 @@ from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.families.ener.module import EnergyFitting
 from deepmd_ema.families.ener.section import EnerFittingConfig
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, fill, fill_networks, network_trees, precision_of
+from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, network_trees, precision_of
 
 STATISTICS = ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
 
@@ -20,7 +20,8 @@ class EnerTree(PartTree):
 
     def write(self, part: EnergyFitting, config: StandardConfig) -> Tree:
         """Return the tree of a fitting network."""
-        section, ntypes = cast("EnerFittingConfig", config.fitting_net), len(config.type_map)
+        section = cast("EnerFittingConfig", config.fitting_net)
+        ndim, ntypes = 0 if part.mixed_types else 1, len(config.type_map)
         options = plain(section) | {"precision": precision_of(part.dtype)}
         trained = section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
         common = chosen(options, ("neuron", "activation_function", "resnet_dt", "precision"))
@@ -42,14 +43,7 @@ class EnerTree(PartTree):
             **chosen(options, ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam", "rcond")),
             "mixed_types": part.mixed_types,
             "exclude_types": list(config.atom_exclude_types),
-            "nets": network_trees(
-                "fitting_network",
-                part.networks,
-                network,
-                ndim=0 if part.mixed_types else 1,
-                ntypes=ntypes,
-                hidden_only=False,
-            ),
+            "nets": network_trees("fitting_network", part.networks, network, ndim, ntypes, hidden_only=False),
             VARIABLES: {
                 "bias_atom_e": array(part.bias_atom_e),
                 "case_embd": array(part.case_embd),
@@ -79,15 +73,10 @@ class EnerTree(PartTree):
         trained = all(tree.get("trainable", [True]))  # one for each layer; here all of them or none are trained
         return {**super().section(tree), "atom_ener": tree.get("atom_ener") or [], "trainable": trained}
 
-    def fill(self, part: EnergyFitting, tree: Mapping[str, Any]) -> None:
+    def fill(self, part: EnergyFitting, config: StandardConfig, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the fitting network."""
         if bool(tree.get("mixed_types")) != part.mixed_types:
             raise ValueError(
                 f"mixed_types of the fitting is {tree.get('mixed_types')}, which its descriptor is not made for"
             )
-        fill_networks("nets", part.networks, tree["nets"]["networks"])
-        fill("bias_atom_e", part.bias_atom_e, tree[VARIABLES]["bias_atom_e"])
-        fill("case_embd", part.case_embd, tree[VARIABLES].get("case_embd"))
-        for name in STATISTICS:
-            if hasattr(part, name):  # only where there are such parameters
-                fill(name, getattr(part, name), tree[VARIABLES][name])
+        super().fill(part, config, tree)

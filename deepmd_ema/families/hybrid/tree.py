@@ -46,7 +46,7 @@ class HybridTree(PartTree):
         of_parts = (tree_by_type(DESCRIPTORS, part.type).places(part) for part in section.list)
         return (r"\.descrpt_list\.", ".list."), *chain.from_iterable(of_parts)
 
-    def fill(self, part: HybridDescriptor, tree: Mapping[str, Any]) -> None:
+    def fill(self, part: HybridDescriptor, config: StandardConfig, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the descriptor."""
         for one, section, values in zip(part.descriptors, part.section.list, tree["list"], strict=True):
-            tree_by_type(DESCRIPTORS, section.type).fill(one, values)
+            tree_by_type(DESCRIPTORS, section.type).fill(one, replace(config, descriptor=section), values)

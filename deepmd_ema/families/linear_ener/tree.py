@@ -35,8 +35,21 @@ class LinearTree:
         return {**whole, "@version": 3, "type": "linear_ener", "models": parts, "weights": config.weights}
 
     def normalized(self, tree: Tree) -> Tree:
-        """Return the tree with the energies of elements that parts add on their own in that of the whole."""
-        return with_own_biases_of_parts(tree)
+        """Return the tree with the energies of elements that parts add on their own in that of the whole.
+
+        Raises:
+            ValueError: if a part excludes types on its own, or is a network of other elements.
+        """
+        parts, weights = tree["models"], weights_of(tree)
+        factors = weights if isinstance(weights, list) else [1 / len(parts) if weights == "mean" else 1.0] * len(parts)
+        bias = np.array(tree[VARIABLES]["out_bias"], dtype=np.float64)
+        for part, weight in zip(parts, factors, strict=True):
+            refuse_own_exclusions(part)
+            own, whole = list(part["type_map"]), list(tree["type_map"])
+            if part["type"] != "pairtab" and own != whole:
+                raise ValueError(f"a part has the elements {own}, the model {whole}: not available here")
+            bias += weight * part_bias(part)[:, [own.index(name) for name in whole]]
+        return {**tree, VARIABLES: {**tree[VARIABLES], "out_bias": bias}}
 
     def section(self, tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree:
         """Return the sections of the parts and their weights."""
@@ -77,21 +90,3 @@ def weights_of(tree: Mapping[str, Any]) -> str | list[float]:
     """Return the weights of the parts as the section ``model`` has them."""
     weights = tree.get("weights", "mean")
     return weights if isinstance(weights, str) else [float(weight) for weight in weights]
-
-
-def with_own_biases_of_parts(tree: Mapping[str, Any]) -> Tree:
-    """Return the tree with the energies of elements that parts add on their own in that of the whole.
-
-    Raises:
-        ValueError: if a part excludes types on its own, or is a network of other elements.
-    """
-    parts, weights = tree["models"], weights_of(tree)
-    factors = weights if isinstance(weights, list) else [1 / len(parts) if weights == "mean" else 1.0] * len(parts)
-    bias = np.array(tree[VARIABLES]["out_bias"], dtype=np.float64)
-    for part, weight in zip(parts, factors, strict=True):
-        refuse_own_exclusions(part)
-        own = list(part["type_map"])
-        if part["type"] != "pairtab" and own != list(tree["type_map"]):
-            raise ValueError(f"a part has the elements {own}, the model {list(tree['type_map'])}: not available here")
-        bias += weight * part_bias(part)[:, [own.index(name) for name in tree["type_map"]]]
-    return {**tree, VARIABLES: {**tree[VARIABLES], "out_bias": bias}}

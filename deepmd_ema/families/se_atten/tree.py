@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
+from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.families.se_atten.layers import SeAttenBlock
 from deepmd_ema.families.se_atten.module import DPA1Descriptor
 from deepmd_ema.families.se_e3_tebd.layers import SeTTebdBlock
@@ -17,11 +17,6 @@ from deepmd_ema.interchange.dp.networks import (
     PartTree,
     chosen,
     embedding_tree,
-    fill_layer,
-    fill_networks,
-    fill_norm,
-    fill_statistics,
-    fill_type_embedding,
     layer_tree,
     network_trees,
     norm_tree,
@@ -29,6 +24,7 @@ from deepmd_ema.interchange.dp.networks import (
     statistics_tree,
     type_embedding_tree,
 )
+from deepmd_ema.model.descriptor.type_embedded import OneBlockDescriptor
 from deepmd_ema.model.nn.attention import AttentionLayer
 from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.nn.norm import eps_of
@@ -46,27 +42,18 @@ class SeAttenTree(PartTree):
 
     renamed = ((r"\.se_atten\.", "."), (r"\.dpa1_attention\.", ".attention_layers."))
 
-    def write(self, part: DPA1Descriptor, config: ModelConfig) -> Tree:
+    def write(self, part: DPA1Descriptor, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor."""
-        section, block = config.descriptor, part.block
-        options = plain(section)
-        ntypes = len(config.type_map)
+        section, options = config.descriptor, plain(config.descriptor)
         own = {"type": section.type}
         if section.type == "se_atten":
             own = {"type": "dpa1", **chosen(options, ("tebd_input_mode", "smooth_type_embedding"))}
         return {
-            "@class": "Descriptor",
             "@version": 2,
             **own,
-            **chosen(options, OPTIONS),
-            "sel": [part.sel],
-            "ntypes": ntypes,
             "ln_eps": eps_of(options["ln_eps"]),
-            "type_map": list(config.type_map),
-            "precision": precision_of(part.dtype),
-            **block_tree(block, options, ntypes),
-            "attention_layers": attention_tree(block, options),
-            "type_embedding": type_embedding_tree(part.type_embedding, config.type_map, options["trainable"]),
+            **one_block_tree(part, config, OPTIONS),
+            "attention_layers": attention_tree(part.block, options),
             "spin": None,
         }
 
@@ -84,20 +71,6 @@ class SeAttenTree(PartTree):
         # files of version 1 do not say that the type embedding has a bias
         return {"use_tebd_bias": True, **super().section(tree)}
 
-    def fill(self, part: DPA1Descriptor, tree: Mapping[str, Any]) -> None:
-        """Write the arrays of the tree into the descriptor."""
-        block = part.block
-        fill_type_embedding(part.type_embedding, tree["type_embedding"])
-        fill_block(block, tree)
-        layers = tree["attention_layers"]["attention_layers"]
-        if len(layers) != len(block.layers):
-            raise ValueError(f"attention_layers: {len(layers)} layers, expected {len(block.layers)}")
-        for index, (layer, values) in enumerate(zip(block.attention_layers, layers)):
-            name = f"attention_layers[{index}]"
-            fill_layer(f"{name}.in_proj", layer.attention.in_proj, values["attention_layer"]["in_proj"])
-            fill_layer(f"{name}.out_proj", layer.attention.out_proj, values["attention_layer"]["out_proj"])
-            fill_norm(f"{name}.attn_layer_norm", layer.norm, values["attn_layer_norm"])
-
 
 def env_mat_tree(block: Any) -> Tree:
     """Return the tree of the environment matrix of a block."""
@@ -114,6 +87,21 @@ def has_exp_switch(tree: Mapping[str, Any]) -> bool:
     return bool((tree.get("env_mat") or {}).get("use_exp_switch"))
 
 
+def one_block_tree(part: OneBlockDescriptor, config: StandardConfig, names: Sequence[str]) -> Tree:
+    """Return the entries of a descriptor of one block; ``names`` are the options that the tree has."""
+    options, ntypes = plain(config.descriptor), len(config.type_map)
+    return {
+        "@class": "Descriptor",
+        **chosen(options, names),
+        "sel": [part.sel],
+        "ntypes": ntypes,
+        "type_map": list(config.type_map),
+        "precision": precision_of(part.dtype),
+        **block_tree(part.block, options, ntypes),
+        "type_embedding": type_embedding_tree(part.type_embedding, config.type_map, options["trainable"]),
+    }
+
+
 def block_tree(block: SeAttenBlock | SeTTebdBlock, options: Mapping[str, Any], ntypes: int) -> Tree:
     """Return the entries of a block: embedding networks, environment matrix, means and spreads."""
 
@@ -127,16 +115,16 @@ def block_tree(block: SeAttenBlock | SeTTebdBlock, options: Mapping[str, Any], n
     return {**out, "env_mat": env_mat_tree(block), VARIABLES: statistics_tree(block)}
 
 
-def fill_block(block: SeAttenBlock | SeTTebdBlock, tree: Mapping[str, Any], name: str = "") -> None:
-    """Write embedding networks, means and spreads of a tree into a block; ``name`` is for messages."""
-    if isinstance(block, SeTTebdBlock) and np.any(np.asarray(tree[VARIABLES]["davg"])[..., 1:]):
+def check_angular_means(tree: Mapping[str, Any], name: str = "") -> None:
+    """Refuse the statistics of a block of pairs of neighbors that would make energies depend on the orientation.
+
+    Raises:
+        ValueError: naming them; ``name`` is that of the block.
+    """
+    if np.any(np.asarray(tree[VARIABLES]["davg"])[..., 1:]):
         raise ValueError(
             f"{name}davg: means of angular columns other than 0, which make energies depend on orientation"
         )
-    fill_statistics(block, tree, name)
-    fill_networks("embeddings", [block.embedding], tree["embeddings"]["networks"])
-    if block.pair_embedding is not None:
-        fill_networks("embeddings_strip", [block.pair_embedding], tree["embeddings_strip"]["networks"])
 
 
 def attention_tree(block: SeAttenBlock, options: Mapping[str, Any]) -> Tree:

@@ -11,8 +11,7 @@ from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import (
     PartTree,
     chosen,
-    fill_networks,
-    fill_statistics,
+    embedding_tree,
     network_trees,
     precision_of,
     statistics_tree,
@@ -39,28 +38,15 @@ class SeE2ATree(PartTree):
     def write(self, part: ByTypeDescriptor, config: ModelConfig) -> Tree:
         """Return the tree of a descriptor."""
         options = plain(config.descriptor) | {"sel": list(part.sel), "precision": precision_of(part.dtype)}
-        network = {
-            "@class": "EmbeddingNetwork",
-            "@version": 2,
-            "in_dim": 1,
-            **chosen(options, ("neuron", "activation_function", "resnet_dt")),
-            "bias": True,
-            "precision": options["precision"],
-        }
-        nets, ntypes = self._networks(part), len(config.type_map)
+        nets = self._networks(part)
+        common = embedding_tree(nets[0], options["activation_function"], options["resnet_dt"])
+        ndim, ntypes = self._ndim(part), len(config.type_map)
         return {
             "@class": "Descriptor",
             "type": self.type,
             "@version": 2,
             **chosen(options, SHAPE),
-            "embeddings": network_trees(
-                "embedding_network",
-                nets,
-                network,
-                ndim=self._ndim(part),
-                ntypes=ntypes,
-                hidden_only=True,
-            ),
+            "embeddings": network_trees("embedding_network", nets, common, ndim, ntypes, hidden_only=True),
             "env_mat": {
                 **chosen(options, ("rcut", "rcut_smth")),
                 "protection": options["env_protection"],
@@ -91,8 +77,3 @@ class SeE2ATree(PartTree):
             "spin": bool(tree.get("spin")),
             "an exponential switch": bool((tree.get("env_mat") or {}).get("use_exp_switch")),
         }
-
-    def fill(self, part: ByTypeDescriptor, tree: Mapping[str, Any]) -> None:
-        """Write the arrays of the tree into the descriptor."""
-        fill_statistics(part, tree)
-        fill_networks("embeddings", part.networks, tree["embeddings"]["networks"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.families.se_e2_a.tree import SeE2ATree
@@ -23,19 +22,11 @@ class SeE3Tree(SeE2ATree):
         tree = super().write(part, config)
         return {name: value for name, value in tree.items() if name != "spin"}
 
-    def fill(self, part: ByTypeDescriptor, tree: Mapping[str, Any]) -> None:
-        """Write the arrays of the tree into the descriptor."""
-        assert isinstance(part, SeE3Descriptor)
-        nets = tree["embeddings"]["networks"]
-        if len(nets) != part.num_types**2:
-            raise ValueError(f"embeddings: {len(nets)} networks, expected {part.num_types**2}")
-        used = [nets[a + b * part.num_types] for a, b in part.pairs]
-        super().fill(part, {**tree, "embeddings": {"networks": used}})
-
     def _networks(self, part: ByTypeDescriptor) -> list[Network]:
         assert isinstance(part, SeE3Descriptor)
         by_pair = dict(zip(part.pairs, part.networks, strict=True))
         types = range(part.num_types)
+        # the used one of a pair is the later one, so that its arrays are those that `fill` leaves
         return [by_pair[min(a, b), max(a, b)] for b in types for a in types]
 
     def _ndim(self, part: ByTypeDescriptor) -> int:

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepmd_ema.config import ModelConfig
-from deepmd_ema.config.fields import plain
-from deepmd_ema.families.se_atten.tree import block_tree, fill_block, has_exp_switch
+from deepmd_ema.config.schema.model import StandardConfig
+from deepmd_ema.families.se_atten.tree import check_angular_means, has_exp_switch, one_block_tree
 from deepmd_ema.families.se_e3_tebd.module import SeE3TebdDescriptor
 from deepmd_ema.interchange.dp.files import Tree
-from deepmd_ema.interchange.dp.networks import (
-    PartTree,
-    chosen,
-    fill_type_embedding,
-    precision_of,
-    type_embedding_tree,
-)
+from deepmd_ema.interchange.dp.networks import PartTree
 
 OPTIONS = (
     "rcut", "rcut_smth", "neuron", "tebd_dim", "tebd_input_mode", "resnet_dt", "set_davg_zero", "activation_function",
@@ -29,21 +22,9 @@ class SeE3TebdTree(PartTree):
 
     renamed = ((r"\.se_ttebd\.", "."),)
 
-    def write(self, part: SeE3TebdDescriptor, config: ModelConfig) -> Tree:
+    def write(self, part: SeE3TebdDescriptor, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor."""
-        block, options, ntypes = part.block, plain(config.descriptor), len(config.type_map)
-        return {
-            "@class": "Descriptor",
-            "type": "se_e3_tebd",
-            "@version": 1,
-            **chosen(options, OPTIONS),
-            "sel": [part.sel],
-            "ntypes": ntypes,
-            "type_map": list(config.type_map),
-            "precision": precision_of(part.dtype),
-            **block_tree(block, options, ntypes),
-            "type_embedding": type_embedding_tree(part.type_embedding, config.type_map, options["trainable"]),
-        }
+        return {"type": "se_e3_tebd", "@version": 1, **one_block_tree(part, config, OPTIONS)}
 
     def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
         """Return features that are not available here, and whether the tree uses them."""
@@ -57,7 +38,7 @@ class SeE3TebdTree(PartTree):
         # this option is only in the tree of the type embedding
         return {**super().section(tree), "use_tebd_bias": bool(tree["type_embedding"].get("use_tebd_bias", True))}
 
-    def fill(self, part: SeE3TebdDescriptor, tree: Mapping[str, Any]) -> None:
+    def fill(self, part: SeE3TebdDescriptor, config: StandardConfig, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the descriptor."""
-        fill_type_embedding(part.type_embedding, tree["type_embedding"])
-        fill_block(part.block, tree)
+        check_angular_means(tree)
+        super().fill(part, config, tree)

@@ -197,9 +197,10 @@ def model_from_tree(config: ModelConfig, tree: Mapping[str, Any]) -> EnergyModel
         ValueError: if a shape or the number of networks or layers differs.
     """
     model = build_model(config)
-    fill("out_bias", model.out_bias, tree[VARIABLES]["out_bias"])
+    own = {"out_bias": array(model.out_bias)}
     if tree[VARIABLES].get("out_std") is not None:
-        fill("out_std", model.out_std, tree[VARIABLES]["out_std"])
+        own["out_std"] = array(model.out_std)
+    fill({VARIABLES: own}, tree)
     tree_of_model(config).fill(model, config, tree)
     return model
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -55,13 +56,18 @@ class PartTree:
         """Return the patterns and replacements for a section."""
         return self.renamed
 
-    def fill(self, part: Any, tree: Mapping[str, Any]) -> None:
-        """Write the arrays of the tree into parameters and buffers.
+    def fill(self, part: Any, config: StandardConfig, tree: Mapping[str, Any]) -> None:
+        """Write the arrays of the tree into the parameters and buffers of a part, each where ``write`` reads it.
+
+        Args:
+            part: on the CPU.
+            config: the section ``model`` with the section of the part.
+            tree: in the form of ``write``; one of an older version is brought into it first.
 
         Raises:
-            ValueError: if a shape or a number of networks or layers differs.
+            ValueError: if a shape, an activation function or a number of networks or layers differs.
         """
-        raise NotImplementedError
+        fill(self.write(part, config), tree)
 
 
 _NO_ACTIVATION = {"none", "linear"}  # of the last layer, by version
@@ -141,19 +147,6 @@ def layer_tree(layer: Layer, resnet: bool) -> Tree:
     }
 
 
-def fill_layer(name: str, layer: Layer, tree: Mapping[str, Any]) -> None:
-    """Write the arrays of the tree of a dense layer into ``layer``; ``name`` is for messages.
-
-    Raises:
-        ValueError: if a shape or the activation function differs, or an array is missing.
-    """
-    kind = str(tree["activation_function"]).lower()  # None, in old files, is no activation either
-    if kind != layer.activation.name and {kind, layer.activation.name} - _NO_ACTIVATION:
-        raise ValueError(f"{name}: activation_function {kind!r}, expected {layer.activation.name!r}")
-    for parameter, theirs in ((layer.weight, "w"), (layer.bias, "b"), (layer.idt, "idt")):
-        fill(f"{name}: {theirs}", parameter, tree[VARIABLES].get(theirs))
-
-
 def embedding_tree(net: Network, activation: str, timestep: bool) -> Tree:
     """Return the entries of an embedding network before its layers; the network has no linear layer at the end."""
     first = net.stack[0]
@@ -181,16 +174,6 @@ def norm_tree(norm: LayerNorm) -> Tree:
     }
 
 
-def fill_norm(name: str, norm: LayerNorm, tree: Mapping[str, Any]) -> None:
-    """Write the arrays of a tree into ``norm``; ``name`` is for messages.
-
-    Raises:
-        ValueError: if a shape differs.
-    """
-    fill(f"{name}: w", norm.weight, tree[VARIABLES]["w"])
-    fill(f"{name}: b", norm.bias, tree[VARIABLES]["b"])
-
-
 def type_embedding_tree(embedding: TypeEmbedding, type_map: Sequence[str], trainable: bool) -> Tree:
     """Return the tree of a type embedding. Its row of zeros for virtual atoms is not stored."""
     net = embedding.net
@@ -210,64 +193,78 @@ def type_embedding_tree(embedding: TypeEmbedding, type_map: Sequence[str], train
     }
 
 
-def fill_type_embedding(embedding: TypeEmbedding, tree: Mapping[str, Any]) -> None:
-    """Write the arrays of a tree into ``embedding``.
-
-    Raises:
-        ValueError: if a shape differs.
-    """
-    fill_networks("type_embedding", [embedding.net], [tree["embedding"]])
-
-
-def fill_networks(name: str, nets: Sequence[Network], trees: list[Tree]) -> None:
-    """Write the layers of ``trees`` into networks; ``name`` is for messages.
-
-    Raises:
-        ValueError: if a shape or the number of networks or layers differs.
-    """
-    if len(nets) != len(trees):
-        raise ValueError(f"{name}: {len(trees)} networks, expected {len(nets)}")
-    for index, (net, tree) in enumerate(zip(nets, trees)):
-        if len(net.stack) != len(tree["layers"]):
-            raise ValueError(f"{name}[{index}]: {len(tree['layers'])} layers, expected {len(net.stack)}")
-        for number, (layer, values) in enumerate(zip(net.stack, tree["layers"])):
-            fill_layer(f"{name}[{index}].layers[{number}]", layer, values)
-
-
-def fill(name: str, target: torch.Tensor | None, value: Any) -> None:
-    """Write an array into a parameter or buffer; both may be missing, but not one of them.
-
-    Raises:
-        ValueError: if one is missing, or the shapes differ.
-    """
-    if target is None or value is None:
-        if target is not None or value is not None:
-            raise ValueError(f"{name} is {'given' if target is None else 'missing'}")
-        return
-    found = np.asarray(value)
-    if found.shape != tuple(target.shape):
-        raise ValueError(f"{name}: shape {found.shape}, expected {tuple(target.shape)}")
-    with torch.no_grad():
-        target.copy_(torch.from_numpy(np.asarray(found, order="C")))
-
-
 def statistics_tree(module: Any) -> Tree:
     """Return the arrays of the means and spreads by which a module normalises its environment matrix."""
     return {"davg": array(module.mean), "dstd": array(module.stddev)}
 
 
-def fill_statistics(module: Any, tree: Mapping[str, Any], name: str = "") -> None:
-    """Write the means and spreads of a tree into a module; ``name`` is for messages.
+def fill(own: Any, given: Any, name: str = "") -> None:
+    """Write the arrays of a tree that was read into those of a tree that was written: the tensors of its model change.
+
+    Entries of ``own`` without arrays are not compared, but for the activation functions of dense layers.
+
+    Args:
+        own: the tree of a model on the CPU, or a part of it.
+        given: the tree that was read; what it has beside the entries of ``own`` is left out.
+        name: of the part, for messages.
 
     Raises:
-        ValueError: if a shape differs.
+        ValueError: if a shape, an activation function or a number of networks, layers or arrays differs, or if an array
+            is there in one of the trees only.
     """
-    fill(f"{name}davg", module.mean, tree[VARIABLES]["davg"])
-    fill(f"{name}dstd", module.stddev, tree[VARIABLES]["dstd"])
+    if isinstance(own, list):
+        given = [] if given is None else given
+        if len(given) != len(own):
+            kind = "arrays" if not isinstance(own[0], Mapping) else "networks" if "layers" in own[0] else "layers"
+            raise ValueError(f"{name}: {len(given)} {kind}, expected {len(own)}")
+        for index, one in enumerate(own):
+            fill(one, given[index], f"{name}[{index}]")
+    elif isinstance(own, Mapping):
+        if own.get("@class") == "Layer":
+            _check_activation(own, given, name)
+        for key, value in own.items():
+            if key == VARIABLES:
+                for place, target in value.items():
+                    fill(target, given[VARIABLES].get(place), f"{name}: {place}" if name else place)
+            elif _has_arrays(value):
+                fill(value, given[key], name if key == "networks" else f"{name}.{key}" if name else key)
+    else:
+        _fill_array(own, given, name)
+
+
+def _check_activation(own: Any, given: Any, name: str) -> None:
+    kind, expected = (str(tree["activation_function"]).lower() for tree in (given, own))  # None in old files
+    if kind != expected and {kind, expected} - _NO_ACTIVATION:
+        raise ValueError(f"{name}: activation_function {kind!r}, expected {expected!r}")
+
+
+def _fill_array(own: np.ndarray | None, given: Any, name: str) -> None:
+    if own is None or given is None:
+        if own is not None or given is not None:
+            raise ValueError(f"{name} is {'given' if own is None else 'missing'}")
+        return
+    found = np.asarray(given)
+    if found.shape != own.shape:
+        raise ValueError(f"{name}: shape {found.shape}, expected {own.shape}")
+    np.copyto(own, found, casting="same_kind")
+
+
+def _has_arrays(tree: Any) -> bool:
+    if isinstance(tree, Mapping):
+        return VARIABLES in tree or any(map(_has_arrays, tree.values()))
+    return isinstance(tree, list) and any(map(_has_arrays, tree))
+
+
+def parts_of(module: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield the parts that a module has, by their names in a tree; ``names`` are their names in the module by these."""
+    for key, path in names.items():
+        part = reduce(lambda owner, name: getattr(owner, name, None), path.split("."), module)
+        if part is not None:
+            yield key, part
 
 
 def array(tensor: torch.Tensor | None) -> np.ndarray | None:
-    """Return a copy on the CPU, or None."""
+    """Return the numbers of a tensor, in its own memory where it is on the CPU, or None."""
     return None if tensor is None else tensor.detach().cpu().numpy()
 
 

@@ -146,8 +146,8 @@ def fill_networks(config: StandardConfig, descriptor: Descriptor, fitting: Fitti
     Raises:
         ValueError: if a shape or the number of networks or layers differs.
     """
-    tree_by_type(DESCRIPTORS, config.descriptor.type).fill(descriptor, tree["descriptor"])
-    tree_by_type(FITTINGS, config.fitting_net.type).fill(fitting, tree["fitting"])
+    tree_by_type(DESCRIPTORS, config.descriptor.type).fill(descriptor, config, tree["descriptor"])
+    tree_by_type(FITTINGS, config.fitting_net.type).fill(fitting, config, tree["fitting"])
 
 
 def unavailable_networks(path: Path, tree: Mapping[str, Any]) -> tuple[list[str], list[str]]:

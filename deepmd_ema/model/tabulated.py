@@ -1,0 +1,104 @@
+"""The interpolations of a model, and tables of models that are only evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from deepmd_ema.model.descriptor.env_statistics import radial_range
+from deepmd_ema.model.interpolation.interpolation import ALWAYS, AUTO, Interpolation
+from deepmd_ema.model.interpolation.series import Series
+from deepmd_ema.model.interpolation.tables import Tables
+
+if TYPE_CHECKING:
+    from deepmd_ema.batch import Batch
+    from deepmd_ema.model.energy import EnergyModel
+
+MIN_DISTANCE = 0.7  # angstrom, where the shortest distance of the training data is not known; H2 has 0.74
+NEARER = 0.9  # atoms that move come a bit nearer than in the training data
+# of layers, for a pair and for all pairs of a batch, from which on "auto" uses tables (decision 0016)
+MIN_WIDTH, MIN_NUMBERS = 40, 200_000
+
+
+def interpolations_of(model: nn.Module) -> dict[str, Interpolation]:
+    """Return the interpolations of a model by the names of the modules whose nets they evaluate."""
+    named = {name: module for name, module in model.named_modules() if isinstance(module, Interpolation)}
+    return {name.rpartition(".")[0]: module for name, module in named.items()}
+
+
+def tabulate(model: EnergyModel, always: bool = False) -> bool:
+    """Let a model that is only evaluated use tables of its nets, and return whether it does (decision 0016).
+
+    Its parameters get no gradients from then on. Tables are made by the first evaluation.
+
+    Args:
+        model: on a CPU; on another device nothing is done but that.
+        always: tables for nets of any size, in batches of any size, also where ``interpolate`` is ``never``.
+    """
+    model.requires_grad_(False)
+    return _add_tables(model, always)
+
+
+@contextmanager
+def tables_in(models: Iterable[EnergyModel]) -> Iterator[None]:
+    """Evaluate models that are trained as :func:`tabulate` evaluates them, within the body.
+
+    Weights must not change in it. Every rank may call this; with gradients nets are evaluated directly.
+    """
+    found = list(models)
+    try:
+        for model in found:
+            _add_tables(model, always=False)
+        yield
+    finally:
+        for model in found:
+            model.has_tables = False
+            for interpolation in interpolations_of(model).values():
+                interpolation.tables = None
+
+
+def make_tables(model: EnergyModel, batch: Batch) -> list[Series]:
+    """Make the tables of a tabulated model that a graph can read, which then serve batches of any size.
+
+    Those for each element of the centre need atoms in the order of their types, which images lack: such nets are
+    evaluated directly.
+
+    Args:
+        model: on which ``tabulate`` was called.
+        batch: with all elements.
+    """
+    found = [(one, one.tables) for one in interpolations_of(model).values() if one.tables is not None]
+    for _, tables in found:
+        tables.min_pairs = 0
+    model(batch)
+    for one, tables in found:
+        if tables.by_centre:
+            one.tables = None
+    return [series for _, tables in found if not tables.by_centre for series in tables.made]
+
+
+def seal(model: nn.Module) -> None:
+    """From now on use the tables that there are for all batches, whether or not weights have changed."""
+    for interpolation in interpolations_of(model).values():
+        if interpolation.tables is not None:
+            interpolation.tables.sealed = True
+
+
+def min_table_distance(model: EnergyModel) -> float:
+    """Return the distance of two atoms down to which tables reach, angstrom."""
+    return min(NEARER * (model.min_nbor_dist or MIN_DISTANCE), 0.5 * model.layout.rcut)
+
+
+def _add_tables(model: EnergyModel, always: bool) -> bool:
+    """Give nets of a model on a CPU tables, and return whether some have them."""
+    if model.out_bias.device.type == "cpu":
+        for owner, own in interpolations_of(model).items():
+            min_pairs = 0 if always or own.choice == ALWAYS else MIN_NUMBERS // max(own.width, 1)
+            if not min_pairs or (own.choice == AUTO and own.width >= MIN_WIDTH):
+                low, high = radial_range(model.get_submodule(owner), min_table_distance(model))
+                own.tables = Tables(low, high, own.precision, min_pairs)
+    model.has_tables = any(one.tables is not None for one in interpolations_of(model).values())
+    return model.has_tables
