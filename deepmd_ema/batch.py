@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -114,11 +113,6 @@ class Batch:
     def num_frames(self) -> int:
         """Number of frames."""
         return self.num_atoms.shape[0]
-
-    @property
-    def sections(self) -> tuple[slice, ...]:
-        """For each section the slice of its slots."""
-        return tuple(slice(end - n, end) for end, n in zip(accumulate(self.slots), self.slots))
 
     @property
     def occupied(self) -> Tensor:

@@ -67,20 +67,16 @@ class StoredTensor:
         return self.read(0, self.shape[0] if self.shape else 1)
 
 
-def whole(value: Any) -> Any:
+def whole(tree: Any) -> Any:
     """Return nested dictionaries, lists and tuples with every :class:`StoredTensor` read; one of two names once."""
     seen: dict[int, Tensor] = {}
 
-    def change(value: Any) -> Any:
-        if isinstance(value, StoredTensor):
-            if id(value) not in seen:
-                seen[id(value)] = value.whole()
-            return seen[id(value)]
-        if isinstance(value, Mapping):
-            return {key: change(each) for key, each in value.items()}
-        return type(value)(map(change, value)) if isinstance(value, list | tuple) else value
+    def read(stored: StoredTensor) -> Tensor:
+        if id(stored) not in seen:
+            seen[id(stored)] = stored.whole()
+        return seen[id(stored)]
 
-    return change(value)
+    return map_tensors(read, tree, StoredTensor)
 
 
 def precision(name: str) -> torch.dtype:
@@ -135,8 +131,7 @@ def cpu_copy(tree: Any) -> Any:
 
     The copy shares no memory with ``tree``. A tensor that occurs under several names is copied once.
     """
-    copies = HostCopies(wait=True)
-    return map_tensors(copies, tree)
+    return map_tensors(HostCopies(wait=True), tree)
 
 
 def on_cpu(tree: Any) -> Any:
@@ -150,7 +145,10 @@ def on_cpu(tree: Any) -> Any:
         key = _place_of(tensor)
         if key not in seen:
             host = tensor.detach().to("cpu")
-            seen[key] = host if _fills_its_memory(host) else host.clone(memory_format=torch.contiguous_format)
+            # files hold all of the memory behind a tensor
+            if not (host.is_contiguous() and host.untyped_storage().nbytes() == host.nbytes):
+                host = host.clone(memory_format=torch.contiguous_format)
+            seen[key] = host
         return seen[key]
 
     return map_tensors(plain, tree)
@@ -194,14 +192,14 @@ class HostCopies:
         return wait
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return nested dictionaries, lists and tuples with ``change`` of every tensor in its place."""
-    if isinstance(tree, Tensor):
+def map_tensors(change: Callable[[Any], Tensor], tree: Any, kind: type = Tensor) -> Any:
+    """Return nested dictionaries, lists and tuples with ``change`` of every tensor, of a ``kind``, in its place."""
+    if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(change, value) for key, value in tree.items()}
+        return {key: map_tensors(change, value, kind) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        changed = [map_tensors(change, value) for value in tree]
+        changed = [map_tensors(change, value, kind) for value in tree]
         return tuple(changed) if isinstance(tree, tuple) else changed
     return tree
 
@@ -244,8 +242,3 @@ def _place_of(tensor: Tensor) -> Any:
     if not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _fills_its_memory(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is contiguous and all of its memory: files hold the memory behind a tensor."""
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
