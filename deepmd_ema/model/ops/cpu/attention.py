@@ -49,9 +49,10 @@ def attended_moments(
     if options.gated:
         sides = given.direction * sides if smooth else given.direction
     if not smooth:
-        switch = torch.ones_like(switch)
+        switch = torch.ones_like(switch)  # the mask is in `sides`, and queries and keys are not scaled by it
     if counts is None:
         counts = torch.full_like(mask[:, 0], rows.shape[1], dtype=torch.int64)
+    # atoms with equally many neighbors next to each other: a portion is as wide as its widest atom
     counts, order = counts.sort(stable=True)
     most = max(1, int(counts[-1]))
     parts = portions(len(counts), most * len(layers[0].in_bias), numbers_in_cache)
@@ -60,7 +61,7 @@ def attended_moments(
     evaluation = _Attention(options, sized, None if smooth else mask, given.num_slots)
     weights = [weight for layer in layers for weight in layer]
     found, _ = value_and_vjp(evaluation, (given.embed(*inputs), rows, switch, sides), weights)
-    return found.index_select(0, order.argsort())
+    return found.index_select(0, order.argsort())  # back in the order of the batch
 
 
 class _Portion(NamedTuple):
@@ -115,6 +116,7 @@ class _Attention(Evaluation):
         """Return the gradients by the inputs, and their intermediate values by portion and layer."""
         found, cotangents = [torch.zeros_like(one) for one in self._inputs], []
         for portion in self._portions:
+            # views, which are written to: slots beyond the width of a portion keep the gradient 0
             by_pairs, by_rows, by_switch, by_sides = portion.of(found)
             torch.bmm(portion.out, grad[portion.part].transpose(1, 2), out=by_rows)
             given, of_portion = torch.bmm(portion.rows, grad[portion.part]).flatten(0, 1), []

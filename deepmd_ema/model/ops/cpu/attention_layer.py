@@ -110,6 +110,7 @@ def evaluate(pairs: Tensor, around: Surroundings, weights: Weights, options: Att
     inverse = torch.ones_like(scale)
     if options.unit:
         inverse = torch.linalg.vector_norm(projected, dim=-1, keepdim=True).clamp_(min=EPS).reciprocal_()
+    # into memory of its own: `projected` is a view with gaps, of which bmm would make copies
     rows = torch.mul(projected, scale * inverse, out=pairs.new_empty(projected.shape))
     query, key, value = rows.unbind(0)
     attention, absent = _attention(query, key, around, options)
@@ -119,6 +120,7 @@ def evaluate(pairs: Tensor, around: Surroundings, weights: Weights, options: Att
     out, mean, spread = torch.native_layer_norm(
         summed, summed.shape[-1:], weights.norm_weight, weights.norm_bias, options.eps
     )
+    # S . by_S / f is the gradient by f; a neighbor with f = 0 has S = 0, and the switch is flat there
     share = torch.where(scale == 0, 0, scale.reciprocal())
     values = Values(
         around, pairs, scale, share, inverse, rows, attention, absent, mixed, attended, summed, mean, spread
@@ -143,7 +145,8 @@ def _attention(
     switch = around.switch
     logits = (switch * options.shift).unsqueeze(2) * switch.unsqueeze(1)
     logits.baddbmm_(query, key.transpose(1, 2))
-    others: Tensor | float = float(around.absent)
+    others: Tensor | float = float(around.absent)  # exp(0) each: the logits are those of the formula plus 20
+    # rows of length 1 have logits of at most this sum, whose exponential is finite: no pass for the largest one
     if not options.unit or abs(options.scaling) + options.shift > MAX_EXPONENT:
         largest = logits.amax(-1, keepdim=True).clamp_(min=0)
         logits.sub_(largest)
@@ -176,6 +179,7 @@ def pull(
         cot, change = past
         by_weights.baddbmm_(cot.attended, change.rows[2].transpose(1, 2))
         by_value.baddbmm_(change.weights.transpose(1, 2), cot.attended)
+    # U = P G and G = sides sides^T: by_P * P is by_U * U, so that G is not needed
     logits = by_weights * v.weights
     if past is not None:
         logits.addcmul_(cot.weights, change.weights).addcmul_(change.attention, cot.total, value=-1)
@@ -207,6 +211,7 @@ def _pull_norm(v: Values, given: Tensor, weights: Weights, sums: Weights | None,
     if past is None:
         return summed
     cot, change = past
+    # the derivative of the gradient of a layer norm: three terms, each along x, the gradient or the change
     x = (v.summed - v.mean).mul_(v.spread)
     pushed = change.spread
     first, second = _mean_product(cot.given * weights.norm_weight, x), _mean_product(x, change.summed)
@@ -224,7 +229,7 @@ def _mean_product(a: Tensor, b: Tensor) -> Tensor:
 def _pull_rows(v: Values, rows: Tensor, along: Tensor, past: Past | None, options: AttentionOptions) -> Tensor:
     """Return the gradient by ``Z`` (A N, 3 H) from that by the rows."""
     flat = rows.new_empty(v.pairs.shape[0], 3 * rows.shape[-1])
-    out, factor = _in_three(flat, v.around.switch), v.inverse * v.scale
+    out, factor = _in_three(flat, v.around.switch), v.inverse * v.scale  # a view: the caller multiplies `flat` at once
     if not options.unit:
         torch.mul(rows, factor, out=out)
         if past is not None:
@@ -260,6 +265,7 @@ def by_surroundings(v: Values, by: Cotangents, options: AttentionOptions) -> tup
     by_sides = torch.bmm(of_products, sides).baddbmm_(of_products.transpose(1, 2), sides)
     if options.shift is None:
         return torch.zeros_like(switch), by_sides
+    # of queries and keys; both of their factors are a constant times w
     by_switch = (by.along[:2] * v.share[1]).sum(0)
     column = (switch * options.shift).unsqueeze(-1)
     by_switch.baddbmm_(by.logits, column).baddbmm_(by.logits.transpose(1, 2), column)
@@ -292,12 +298,14 @@ def push(
     d_query, d_key, d_value = rows.unbind(0)
     logits = torch.bmm(d_query, key.transpose(1, 2)).baddbmm_(query, d_key.transpose(1, 2))
     if options.shift is not None:
+        # the change of w w^T as one product of (N, 2) and (2, N)
         both = torch.stack([d_switch, switch], 2)
         logits.baddbmm_(both, both.flip(2).transpose(1, 2), alpha=options.shift)
     attention = logits * v.attention
     mean = attention.sum(-1, keepdim=True)
     attention.addcmul_(v.attention, mean, value=-1)
     mixed = torch.bmm(sides, sides.transpose(1, 2)).mul_(attention)
+    # the change of h h^T, likewise
     left, right = torch.cat([d_sides, sides], -1), torch.cat([sides, d_sides], -1)
     mixed.addcmul_(torch.bmm(left, right.transpose(1, 2), out=logits), v.attention)
     attended = torch.bmm(mixed, value).baddbmm_(v.weights, d_value).flatten(0, 1)

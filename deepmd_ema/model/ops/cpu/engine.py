@@ -55,6 +55,7 @@ class Evaluation:
 
     def pop_past(self) -> list[tuple[Any, Any]]:
         """Return and forget the records of the gradients that were differentiated in this backward pass."""
+        # those of another pass were left by one that did not reach the value, such as one that raised
         now, past, self._past = backward_pass(), self._past, []
         return [(cotangents, changes) for made, cotangents, changes in past if made == now]
 
@@ -68,6 +69,7 @@ def value_and_vjp(
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
     """Return D and a function from the gradient by it to those by the inputs, which depends on the weights."""
     number = len(inputs)
+    # D is an input of the gradient, so that in a backward pass the gradient comes before the value
     found: Tensor = _Value.apply(evaluation, number, *inputs, *weights)
     return found, lambda grad: _Gradient.apply(_Kept(evaluation), number, grad, found, *inputs, *weights)
 
@@ -93,6 +95,7 @@ class _Value(torch.autograd.Function):
             found = _Gradient.apply(_Kept(evaluation), number, grad, output, *tensors)
             return None, None, *found, *[None] * len(weights)
         past, trained = evaluation.pop_past(), evaluation.num_trained
+        # by positions only while the gradient is evaluated, by parameters only in the backward pass of a loss
         of_inputs: list[Tensor | None] = [None] * number
         if any(needed[trained:number]):
             if past:
@@ -135,7 +138,8 @@ class _Gradient(torch.autograd.Function):
         weights, evaluation = ctx.saved_tensors, ctx.kept.evaluation
         change, details = evaluation.change(changes, weights)
         evaluation.keep_past(ctx.kept.cotangents, details)
-        # the gradients by inputs and weights come from _Value, to which zeros lead in any case
+        # the gradients by inputs and weights come from _Value, to which zeros lead in any case; expanded, they take no
+        # memory
         return None, None, change, change.new_zeros(()).expand_as(change), *[None] * (ctx.number + len(weights))
 
 
@@ -152,5 +156,6 @@ def portions(count: int, numbers: int, in_cache: int) -> list[slice]:
         numbers: that an evaluation has for each row.
         in_cache: numbers of a portion, for each thread.
     """
+    # torch gives each thread a part of a portion
     step = max(1, in_cache * torch.get_num_threads() // max(1, numbers))
     return [slice(start, start + step) for start in range(0, count, step)] if numbers else []

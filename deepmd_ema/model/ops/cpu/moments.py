@@ -26,6 +26,7 @@ def tanh_moments(rows: Tensor, net: Network, numbers_in_cache: int) -> Moments:
     """
     flat = [p for layer in net.stack for p in (layer.weight, layer.bias)]
     copies = tuple(layer.copies for layer in net.stack)
+    # values and derivatives of the widest layer, which are read and written again for each operation
     width = 2 * rows.shape[1] * max(layer.weight.shape[1] for layer in net.stack)
     parts = portions(len(rows), width, numbers_in_cache)
     if torch.is_grad_enabled():
@@ -78,7 +79,7 @@ class _TanhMoments(torch.autograd.Function):
         flat, jets = saved[: 2 * num_layers], saved[2 * num_layers :]
         grads = [torch.zeros_like(p) for p in flat]
         for part in ctx.parts:
-            grad = grad_jet[part].clone()
+            grad = grad_jet[part].clone()  # autograd may use the gradient elsewhere
             grad[:, 0].baddbmm_(rows[part], grad_value[part])
             for index in range(num_layers - 1, 0, -1):
                 before = jets[index - 1][part]
@@ -106,6 +107,7 @@ def _tanh_jets(s_all: Tensor, parts: list[slice], copies: tuple[int, ...], flat:
     ]
     for part in parts:
         s = s_all[part, :, None]
+        # without a backward pass the inner layers are written to scratch memory, which stays in the cache
         jet = jets[0][part] if keep or last == 0 else s.new_empty(len(s), 2, num_slots, weights[0].shape[1])
         torch.addcmul(biases[0], s, weights[0], out=jet[:, 0])
         square = jet[:, 0].tanh_().square()
@@ -116,6 +118,7 @@ def _tanh_jets(s_all: Tensor, parts: list[slice], copies: tuple[int, ...], flat:
             value = z[:, 0].add_(biases[index]).tanh_()
             z[:, 1].addcmul_(value.square(), z[:, 1], value=-1)
             out = jets[index][part] if keep or index == last else z
+            # z holds tanh and its derivative alone, so the skip connection is added on the way out
             if copies[index]:
                 torch.add(_split(z, num_in), _split(jet, num_in), out=_split(out, num_in))
             elif out is not z:

@@ -24,6 +24,7 @@ def _has_onednn() -> bool:
 
 
 def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
+    # it multiplies by the transpose of its second argument, the weight of a linear layer
     found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
     return found
 
@@ -50,10 +51,12 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return ``out`` (N, M) after ``a @ b`` was added to it, without a gradient of its own."""
+    # MKL adds without a further pass; oneDNN does not, and is still faster
     return out.add_(product(a, b)) if USES_ONEDNN and a.dtype == torch.float32 else out.addmm_(a, b)
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` (B, N, M) of matrices (B, N, K) and (B, K, M), without a gradient of its own."""
+    # oneDNN has no product of batches here: a loop pays as soon as each matrix alone is large enough
     each = USES_ONEDNN and a.dtype == torch.float32 and a.device.type == "cpu" and a[0].numel() * b.shape[2] >= MIN_WORK
     return torch.stack([product(x, y) for x, y in zip(a, b)]) if each else torch.bmm(a, b)

@@ -34,7 +34,7 @@ def repformer_layers_and_vjp(
     Returns:
         The features (A, C) and a function from their gradient to those by node, rows and weight.
     """
-    *start, layers = stack.weights()
+    *start, layers = stack.weights()  # flat from here, as autograd wants them: the embedding, then layer by layer
     evaluation = _Repformer(Neighbors(around.neighbor, around.reverse), stack.layer_options(around))
     weights = [*start, *(part for one in layers for part in one)]
     found, vjp = value_and_vjp(evaluation, (node, rows, around.weight), weights)
@@ -82,6 +82,7 @@ class _Repformer(Evaluation):
         by_start = torch.ops.aten.tanh_backward(by_pair, start.pair)
         vectors = self._rows[..., 1:]
         by_rows = torch.cat([by_start @ weights[0].T, by_sides * self._pairs.weight], -1)
+        # so far with w h fixed; w is also a factor of that
         by_weight = by_weight.add_((by_sides * vectors).sum(-1, keepdim=True)).squeeze(-1)
         by_node = torch.ops.aten.tanh_backward(grad, start.node)
         return (by_node, by_rows, by_weight), (found[::-1], grad, by_pair, by_start)
@@ -115,6 +116,7 @@ class _Repformer(Evaluation):
             grad, by_pair, cot = layer.pull(v, grad, by_pair, self._pairs, self._near, own, of_layer, self._options)
             found = [*layer.by_weights(v, cot, of_layer, own, self._options), *found]
         start = self._values[0]
+        # tanh'' = -2 tanh tanh', and the factor tanh' follows below
         if past is not None:
             grad = torch.addcmul(grad, by_first * d_node, start.node, value=-2)
             by_pair = torch.addcmul(by_pair, by_first_pair * d_embedded, start.pair, value=-2)

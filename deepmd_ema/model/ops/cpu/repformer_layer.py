@@ -74,6 +74,7 @@ class Neighbors:
 
     def __init__(self, neighbor: Tensor, reverse: Tensor) -> None:
         if reverse.numel():
+            # a part with a shorter cutoff has few of the slots of the list: those of none go last, and are cut off
             reverse = reverse.sort(1).values
             most = int((reverse < neighbor.numel()).any(0).sum())
             reverse = reverse[:, : max(1, most)]
@@ -89,7 +90,7 @@ class Neighbors:
         width = factors[0][1].shape[2]
         num_slots = self._neighbor.shape[0]
         padded = factors[0][0].new_empty(num_slots + 1, width)
-        padded[-1] = 0
+        padded[-1] = 0  # read by `reverse` where there is none; all else is written below
         pairs = padded[:-1].view(*self._shape, width)
         torch.bmm(*factors[0], out=pairs)
         for left, right in factors[1:]:
@@ -166,6 +167,7 @@ def evaluate(
     """Return the features of atoms (A, C) and the channels of pairs (A, K, G), changed, and what led there."""
     factors = torch.cat([pair * pairs.weight, pairs.sides], -1)
     gathered = near.gather(node)
+    # the convolution and the moments in one product, because both sum over the same features
     sums = torch.bmm(factors.transpose(1, 2), gathered)
     outer, of_atoms = sums[:, : pair.shape[2]], sums[:, pair.shape[2] :] * options.per_moment
     of_pairs = torch.bmm(pairs.sides.transpose(1, 2), pair).mul_(options.per_moment)
@@ -176,7 +178,7 @@ def evaluate(
     out = torch.addcmul(node, own, weights.own_factor).addcmul_(conv, weights.conv_factor)
     out = _times_(out.addcmul_(all_terms, weights.terms_factor), options.node_scale)
     of_pair, changed = None, pair
-    if weights.pair_weight is not None:
+    if weights.pair_weight is not None:  # not in the last layer, whose pairs nobody reads
         of_pair = torch.addmm(weights.pair_bias, pair.flatten(0, 1), weights.pair_weight).tanh_().view(pair.shape)
         changed = _times_(torch.addcmul(pair, of_pair, weights.pair_factor), options.pair_scale)
     values = Values(
@@ -266,7 +268,7 @@ def pull(
     outer = weights.conv_weight * (by_node * weights.conv_factor * options.per_neighbor).unsqueeze(1)
     sums = torch.cat([outer, of_atoms], 1)
     factors = torch.bmm(v.gathered, sums.transpose(1, 2))
-    summed = [(v.factors, sums)]
+    summed = [(v.factors, sums)]  # added up per slot before the slots of an atom are read once
     if cot is not None:
         factors.baddbmm_(change.gathered, cot.sums.transpose(1, 2))
         summed.append((change.factors, cot.sums))
@@ -315,7 +317,7 @@ def by_weights(
             of_pair.addmm_(change.pair.flatten(0, 1).T, cot.of_pair.flatten(0, 1))
             pair_factor.addcmul_(cot.pair, _times_slope(change.of_pair, v.of_pair))
         pair_factor = pair_factor.flatten(0, 1).sum(0)
-    trained = weights.own_factor.dim()
+    trained = weights.own_factor.dim()  # numbers, without dimensions, are options
     own_factor, conv_factor, terms_factor = (found.sum(0) if trained else None for found in factors)
     return [
         own, by.own.sum(0), conv.sum(0), terms, by.terms.sum(0), own_factor, conv_factor, terms_factor,
@@ -362,4 +364,4 @@ def _times_slope(given: Tensor, tanh: Tensor) -> Tensor:
 
 
 def _times_(x: Tensor, number: float) -> Tensor:
-    return x if number == 1 else x.mul_(number)
+    return x if number == 1 else x.mul_(number)  # the usual style has no scale: no pass over x

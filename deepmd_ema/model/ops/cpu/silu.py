@@ -43,6 +43,7 @@ class _SiluVjp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
         grad, z = ctx.saved_tensors
+        # made again: to keep it would take as much memory as z, for every layer
         s = torch.sigmoid(z)
         second = torch.addcmul(s, s, s, value=-1) * (torch.addcmul(z, z, s, value=-2) + 2)
         return torch.ops.aten.silu_backward(grad_out, z), second * grad * grad_out

@@ -87,7 +87,7 @@ class _ValuesAndGradients(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             ctx.shares, ctx.copies, ctx.num_flat = shares, copies, len(flat)
             ctx.save_for_backward(*flat, *(part for net in kept for part in net))
-            ctx.set_materialize_grads(False)
+            ctx.set_materialize_grads(False)  # a loss of energies alone has no gradient H, nor the work for it
         return torch.cat(values), torch.cat(grads)
 
     @staticmethod
@@ -111,6 +111,7 @@ def _evaluate(x: Tensor, flat: Sequence[Any], copies: Sequence[int]) -> tuple[Te
     inputs, tanhs, kept = [x], [], []
     for layer in layers:
         tanhs.append(product(x, layer.weight).add_(layer.bias).tanh_())
+        # a copy, because the skip connection is added in place and t is kept
         y = tanhs[-1].clone() if layer.idt is None else tanhs[-1] * layer.idt
         x = layer.add_skip(y, x)
         inputs.append(x)
@@ -138,6 +139,7 @@ def _differentiate(
             of_slope = change * v.grad
             of_weight, of_idt = product(grad_grad.T, v.by_z), of_slope * v.slope
             past.append((of_weight, layer.times_idt_(of_slope.mul_(v.tanh).mul_(-2)), of_idt))
+            # in place: `change` is not read any more
             grad_grad = layer.add_skip(layer.times_idt_(change.mul_(v.slope)), grad_grad)
         of_last += grad_grad.sum(0)
     grad = torch.outer(grad_value, last)
@@ -149,7 +151,7 @@ def _differentiate(
         of_weight = add_product_(past[k][0], v.x.T, by_z) if past else product(v.x.T, by_z)
         of_idt = torch.addcmul(past[k][2], grad, v.tanh) if past else grad * v.tanh
         found = [of_weight, by_z.sum(0), None if layer.idt is None else of_idt.sum(0), *found]
-        if k or wants_x:
+        if k or wants_x:  # features of a descriptor that is not trained need no gradient
             grad = layer.below(by_z, grad)
     return grad, found
 

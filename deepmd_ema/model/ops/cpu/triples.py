@@ -72,6 +72,7 @@ class _Triples(Evaluation):
         self._c = c = pairs.chosen(inputs[0])
         z = first.T.index_select(1, pairs.first).add_(second.T.index_select(1, pairs.second))
         jet = self._jets.evaluate(c, z, of_c, flat)
+        # d(c G)/dc, of which both the gradient and the change are made
         self._slopes = torch.addcmul(jet[:, 0], jet[:, 1], c)
         return pairs.sums(jet[:, 0] * c)
 
@@ -115,6 +116,7 @@ class _Pairs:
         num_atoms, width = types.shape
         self.shape = (num_atoms, width, width)
         first, second = (t.expand(self.shape).reshape(-1) for t in (types[:, :, None], types[:, None]))
+        # picked, not masked: a slot without a neighbor would cost the net as much as one with two
         self._place = (mask[:, :, None] & mask[:, None]).view(-1).nonzero().squeeze(1)
         self._atom = self._place.div(max(1, width * width), rounding_mode="floor")
         self.first, self.second = (t.index_select(0, self._place) for t in (first, second))
@@ -157,7 +159,7 @@ class _Jets:
             of_c: (M,) the weights of c in the first layer.
             flat: weight and bias of each other layer.
         """
-        value = z.addr_(of_c, c).tanh_()
+        value = z.addr_(of_c, c).tanh_()  # in place: z has no other reader
         jet = torch.stack([value, torch.addcmul(of_c[:, None], value.square(), of_c[:, None], value=-1)], 1)
         self._jets = [jet]
         for weight, bias, copies in zip(flat[::2], flat[1::2], self._copies):
@@ -181,7 +183,7 @@ class _Jets:
         found: list[Tensor] = []
         for index in range(len(self._copies) - 1, -1, -1):
             jet, before, copies, weight = self._jets[index + 1], self._jets[index], self._copies[index], flat[2 * index]
-            if copies:
+            if copies:  # tanh alone, which the derivatives are functions of
                 jet = (jet.view(copies, *before.shape) - before).view(jet.shape)
             grad_z = _by_z(grad, jet)
             found = [torch.mm(before.flatten(1), grad_z.flatten(1).T), grad_z[:, 0].sum(1), *found]
@@ -203,4 +205,5 @@ def _by_z(grad: Tensor, jet: Tensor) -> Tensor:
 
 def _added(values: Tensor, index: Tensor, number: int) -> Tensor:
     """Return (M, number): the numbers (M, P) added up by ``index``, in a fixed order."""
+    # on a CPU it goes through the index in order, with any number of threads: a restart is bitwise
     return values.new_zeros(len(values), number).index_add_(1, index, values)
