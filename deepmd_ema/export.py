@@ -22,7 +22,7 @@ from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, load_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interface import Composite
-from deepmd_ema.model.interpolation import make_tables, min_table_distance, tabulate
+from deepmd_ema.model.tabulated import make_tables, min_table_distance, tabulate
 
 SUFFIXES = (".dp", ".yaml", ".yml", COMPILED_SUFFIX)
 WEIGHTS = ".pt"

@@ -26,8 +26,8 @@ from deepmd_ema.model import compile as compiling
 from deepmd_ema.model.build import share_parts
 from deepmd_ema.model.compile import CompileOptions, Compiler, explained
 from deepmd_ema.model.energy import run
-from deepmd_ema.model.interpolation import interpolations_of
 from deepmd_ema.model.interpolation.series import MIN_TERMS
+from deepmd_ema.model.tabulated import interpolations_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]  # dynamo's own; compiling takes time
 

@@ -19,7 +19,7 @@ from toy_models import TRICLINIC, toy_atoms, toy_model
 from deepmd_ema.geometry import KeptPairs
 from deepmd_ema.infer.load import LoadedModel, Provenance
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.model.interpolation import interpolations_of
+from deepmd_ema.model.tabulated import interpolations_of
 
 NATOMS = 12
 SINGLE = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"}

@@ -20,7 +20,7 @@ from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.model.compile import CompileOptions, Compiler
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.interpolation import Interpolation, interpolations_of
+from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.series import (
     MAX_ERROR,
     MAX_TERMS,
@@ -33,6 +33,7 @@ from deepmd_ema.model.interpolation.series import (
 from deepmd_ema.model.interpolation.sums import DirectSum
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.tabulated import interpolations_of
 from deepmd_ema.train.loop.interpolation import InterpolationControl
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,9 +12,10 @@ from toy_models import toy_atoms, toy_model
 
 from deepmd_ema import Potential
 from deepmd_ema.infer.load import LoadedModel, Provenance
-from deepmd_ema.model.interpolation import Interpolation, interpolations_of, tabulate
+from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.series import MAX_ERROR, MULTIPLE, fit, transform
 from deepmd_ema.model.interpolation.tables import MARGIN, Tables, make_table
+from deepmd_ema.model.tabulated import interpolations_of, tabulate
 
 pytestmark = pytest.mark.timeout(120)
 

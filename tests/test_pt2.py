@@ -34,7 +34,7 @@ from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.extended import ExtendedModel
-from deepmd_ema.model.interpolation import interpolations_of, make_tables, seal, tabulate
+from deepmd_ema.model.tabulated import interpolations_of, make_tables, seal, tabulate
 
 TYPES = np.array([1, 0, 2, 1, 1, 0, 2, 0, 1])
 SMALL = {"model__descriptor__neuron": [2], "model__descriptor__axis_neuron": 1, "model__fitting_net__neuron": [2]}

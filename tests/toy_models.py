@@ -16,7 +16,7 @@ from deepmd_ema.interchange import read_dp, write_dp
 from deepmd_ema.interchange.dp.files import read_tree, write_tree
 from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.interpolation import Interpolation
+from deepmd_ema.model.interpolation.interpolation import Interpolation
 
 TYPES = ["O", "H", "Na"]
 FLOW = DESCRIPTORS["dpa3"].example["repflow"]

@@ -30,8 +30,8 @@ from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, LABELS, METRI
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.model.compile import CompileOptions, Compiler, explained
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.interpolation import tabulate
 from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.model.tabulated import tabulate
 from deepmd_ema.report.table import Column, Table, render
 
 WORST = 10  # frames shown at the end

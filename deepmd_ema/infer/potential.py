@@ -29,7 +29,7 @@ from deepmd_ema.infer.short_pairs import describe_short_pair
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
 from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.interpolation import tabulate
+from deepmd_ema.model.tabulated import tabulate
 
 if TYPE_CHECKING:
     from deepmd_ema.infer.images import Images

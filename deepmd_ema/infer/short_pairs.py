@@ -9,7 +9,7 @@ from torch import nn
 
 from deepmd_ema.data.source import Frame
 from deepmd_ema.geometry import find_pairs
-from deepmd_ema.model.pair_energy import PairEnergies
+from deepmd_ema.model.pair_table import PairEnergies
 
 SAME_PLACE = 1e-3  # angstrom; two atoms this close leave no direction between them
 

@@ -53,7 +53,11 @@ class FrameEnergies:
     _predicted: list[Array] = field(default_factory=list)
 
     def add(self, batch: Batch, predicted: Tensor | None = None) -> None:
-        """Take in the labels of a batch, and what a model gives for it: (F,) eV."""
+        """Take in the labels of a batch, and what a model gives for it: (F,) eV.
+
+        Raises:
+            DataError: if the model gives no finite energy for a frame.
+        """
         if ENERGY not in batch.labels:
             return
         num_types = len(self.config.type_map)
@@ -62,8 +66,16 @@ class FrameEnergies:
         counts = torch.bincount(cell, minlength=batch.num_frames * num_types)
         self._counts.append(counts.view(-1, num_types).numpy()[seen].astype(float))
         self._labels.append(batch.labels[ENERGY].numpy()[seen])
-        if predicted is not None:
-            self._predicted.append(_finite(predicted.cpu().numpy(), batch)[seen])
+        if predicted is None:
+            return
+        energy = predicted.cpu().numpy()
+        if len(bad := np.flatnonzero(~np.isfinite(energy))):
+            system, frame = batch.frames[bad[0]]
+            raise DataError(
+                f"{system}: frame {frame} (from 0): the model gives no finite energy. Does it hold nan, or do two "
+                "atoms stand in one place?"
+            )
+        self._predicted.append(energy[seen])
 
     def __len__(self) -> int:
         return sum(map(len, self._labels))
@@ -203,14 +215,3 @@ def _given_energies(config: ModelConfig, atomic: Array | None) -> tuple[Array, A
 
 def _joined(parts: list[Array], *shape: int) -> Array:
     return np.concatenate([np.zeros((0, *shape)), *parts])
-
-
-def _finite(energy: Array, batch: Batch) -> Array:
-    bad = np.flatnonzero(~np.isfinite(energy))
-    if len(bad):
-        system, frame = batch.frames[bad[0]]
-        raise DataError(
-            f"{system}: frame {frame} (from 0): the model gives no finite energy. Does it hold nan, or do two atoms "
-            "stand in one place?"
-        )
-    return energy

@@ -92,7 +92,14 @@ def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> Non
 
 def standard_parts(config: StandardConfig, seed: int) -> Parts:
     """Return the parts of a model of one descriptor and one fitting network."""
-    return *build_networks(config, config.descriptor, config.fitting_net, seed), _short_range(config)
+    networks = build_networks(config, config.descriptor, config.fitting_net, seed)
+    if config.use_srtab is None:
+        return *networks, None
+    assert config.sw_rmin is not None
+    assert config.sw_rmax is not None
+    switch = Switch(config.smin_alpha, config.sw_rmin, config.sw_rmax)
+    table = PairTable.of_rows(config.use_srtab, config.descriptor.cutoff)
+    return *networks, ShortRange(table, switch, len(config.type_map), tuple(config.atom_exclude_types))
 
 
 def build_networks(
@@ -109,14 +116,3 @@ def build_descriptor(config: DescriptorConfig, num_types: int, seed: int) -> Des
     """Return the descriptor of a section ``model.descriptor``."""
     descriptor: Descriptor = DESCRIPTORS[config.type].load("module")(config, num_types, seed)
     return descriptor
-
-
-def _short_range(config: StandardConfig) -> ShortRange | None:
-    """Return the pair energies that take over at short distances, or None."""
-    if config.use_srtab is None:
-        return None
-    assert config.sw_rmin is not None
-    assert config.sw_rmax is not None
-    switch = Switch(config.smin_alpha, config.sw_rmin, config.sw_rmax)
-    table = PairTable.of_rows(config.use_srtab, config.descriptor.cutoff)
-    return ShortRange(table, switch, len(config.type_map), tuple(config.atom_exclude_types))

@@ -115,23 +115,21 @@ class Compiler:
 
     def _evaluate(self, model: EnergyModel, batch: Batch, up: Round) -> dict[str, Tensor]:
         filled = fill(batch, model.layout, up)
-        before, hits, began = _count(), _cache_hits(), time.perf_counter()
+        (graphs, hits), began = _graphs_and_hits(), time.perf_counter()
         if self.options.mode in _IN_CUDA_GRAPHS:
             torch.compiler.cudagraph_mark_step_begin()
         with _settings():
             prediction = self._run(model, filled.batch)  # with virials: tasks without them share the graph
-        if _count() > before:
+        graphs_now, hits_now = _graphs_and_hits()
+        if graphs_now > graphs:
             seconds, reason = time.perf_counter() - began, _reason() if self.graphs else ""
-            purpose = "training" if model.training else "validation"
-            self._add(Graph(purpose, seconds, cached=_cache_hits() > hits, reason=reason))
+            graph = Graph("training" if model.training else "validation", seconds, hits_now > hits, reason)
+            self.graphs.append(graph)
+            logger.info(
+                "compiled graph %d for %s in %.1f s%s%s", len(self.graphs), graph.purpose, graph.seconds,
+                " (code from the cache)" if graph.cached else "", f": {graph.reason}" if graph.reason else "",
+            )  # fmt: skip
         return filled.take(prediction)
-
-    def _add(self, graph: Graph) -> None:
-        self.graphs.append(graph)
-        logger.info(
-            "compiled graph %d for %s in %.1f s%s%s", len(self.graphs), graph.purpose, graph.seconds,
-            " (code from the cache)" if graph.cached else "", f": {graph.reason}" if graph.reason else "",
-        )  # fmt: skip
 
     def describe(self) -> str:
         """Return the number of graphs and the time that they took."""
@@ -147,20 +145,14 @@ class Compiler:
 # what torch counts is private to it, and is used for log lines only: without it there are none
 
 
-def _counted(kind: str, name: str) -> int:
+def _graphs_and_hits() -> tuple[int, int]:
+    """Return the numbers of graphs that were made and of those whose code was found in a cache."""
     try:
         from torch._dynamo.utils import counters
     except ImportError:
-        return 0
-    return int(counters[kind][name])
-
-
-def _count() -> int:
-    return _counted("stats", "unique_graphs")
-
-
-def _cache_hits() -> int:
-    return _counted("aot_autograd", "autograd_cache_hit") + _counted("inductor", "fxgraph_cache_hit")
+        return 0, 0
+    hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+    return counters["stats"]["unique_graphs"], hits
 
 
 def _reason() -> str:

@@ -71,15 +71,19 @@ def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) 
     _check_names(have, targets)
     problems = _of_sections(old, new, places, have)
     slots = {} if None in places else _slots(old, places)
-    of_states = _of_electronic_states(new)
+    of_states = {  # weights of type embeddings whose rows are electronic states, not elements
+        part + _TYPE_EMBEDDING.removeprefix("type_embedding")
+        for part, module in new.named_modules()
+        if isinstance(module, TypeEmbedding) and module.electrons
+    }
     for name, target in targets.items() if not problems else ():
         source = _source(name, places, have, targets)
         if source is not None:
             of_slots = re.fullmatch(_STATISTICS, name) is not None
             order = next((found for prefix, found in slots.items() if of_slots and name.startswith(prefix)), None)
             values = have[source] if order is None else have[source][:, order]
-            axis = None if name in of_states else _axis(name)
-            problems += _copy(name, values, target, places, axis)
+            axes = (axis for pattern, axis in _AXES if re.fullmatch(pattern, name) and name not in of_states)
+            problems += _copy(name, values, target, places, next(axes, None))
     if problems:
         raise ElementsError(problems)
     return state
@@ -123,25 +127,14 @@ def _slots(old: EnergyModel, places: Places) -> dict[str, list[int]]:
     return slots
 
 
-def _of_electronic_states(model: EnergyModel) -> set[str]:
-    """Return the names of the weights of type embeddings whose rows are electronic states, not elements."""
-    parts = model.named_modules()
-    own = _TYPE_EMBEDDING.removeprefix("type_embedding")
-    return {name + own for name, part in parts if isinstance(part, TypeEmbedding) and part.electrons}
-
-
-def _axis(name: str) -> int | None:
-    """Return the dim of a tensor that counts elements, or None."""
-    return next((axis for pattern, axis in _AXES if re.fullmatch(pattern, name)), None)
-
-
 def _copy(name: str, source: Tensor, target: Tensor, places: Places, axis: int | None) -> list[str]:
     """Copy ``source`` into ``target``, by element where the dim ``axis`` counts them; return what is wrong."""
     one, two = (list(tensor.shape) for tensor in (source, target))
     if axis is not None and len(one) == len(two):
         one[axis] = two[axis]
     if one != two:
-        return [f"{name} is {tuple(source.shape)} there, {tuple(target.shape)} here{_reason(name)}"]
+        reason = " (sel must be that of there: features are divided by it)" if re.fullmatch(_STATISTICS, name) else ""
+        return [f"{name} is {tuple(source.shape)} there, {tuple(target.shape)} here{reason}"]
     if axis is None:
         target.copy_(source)
         return []
@@ -162,10 +155,6 @@ def _skipped(weight: Tensor) -> Tensor:
     return (
         torch.cat([eye] * (width // num_types), 1) if width in (num_types, 2 * num_types) else torch.zeros_like(weight)
     )
-
-
-def _reason(name: str) -> str:
-    return " (sel must be that of there: features are divided by it)" if re.fullmatch(_STATISTICS, name) else ""
 
 
 def _source(name: str, places: Places, have: dict[str, Tensor], targets: dict[str, Tensor]) -> str | None:
@@ -204,12 +193,10 @@ def _check_names(have: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
         ElementsError: naming those that one of them does not have.
     """
     old, new = ({_OF_NETWORK.sub(r"\g<nets>.*.\g<tensor>", name): name for name in names} for names in (have, targets))
-    problems = []
-    for title, names in (
-        ("missing there", [new[part] for part in new if part not in old]),
-        ("not of this model", [old[part] for part in old if part not in new]),
-    ):
-        if names:
-            problems.append(f"{title}: {first_few(names)}")
+    differences = {
+        "missing there": [new[part] for part in new if part not in old],
+        "not of this model": [old[part] for part in old if part not in new],
+    }
+    problems = [f"{title}: {first_few(names)}" for title, names in differences.items() if names]
     if problems:
         raise ElementsError(problems)

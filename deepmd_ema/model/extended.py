@@ -102,20 +102,13 @@ class ExtendedModel(nn.Module):
         """
         frames, extended = atype.shape
         num_atoms = nlist.shape[1]
-        model = self.model
-        # picked, not sliced: a graph depends on whether a slice is the whole, and would hold for one of the cases only
-        frame = torch.arange(frames, device=atype.device)
-        own = (torch.arange(num_atoms, device=atype.device) + (frame * extended)[:, None]).flatten()
-        order, counts = _by_type(atype.flatten()[own], model)
-        batch, place = extended_batch(
-            coord, atype, nlist, mapping, own[order], order, counts, model, keeps_order=self._keeps_order
-        )
+        batch, place = _batch(coord, atype, nlist, mapping, self.model, keeps_order=self._keeps_order)
         conditions = {} if fparam is None else {FPARAM: fparam}
         if aparam is not None:
-            conditions[APARAM] = aparam.flatten(0, 1)[order]
+            conditions[APARAM] = aparam.flatten(0, 1)[batch.atom_order]
         batch = replace(batch, conditions=conditions)
         with torch.no_grad():
-            sorted_energy, pair = model.energy_and_gradient(batch)
+            sorted_energy, pair = self.model.energy_and_gradient(batch)
         energy = batch.in_file_order(sorted_energy).view(frames, num_atoms)
         force = coord.new_zeros(frames * extended, 3)
         force = force.index_add(0, batch.atom_frame * extended + batch.atom_order % num_atoms, pair.sum(1))
@@ -134,17 +127,8 @@ class ExtendedModel(nn.Module):
         }
 
 
-def extended_batch(
-    coord: Tensor,
-    atype: Tensor,
-    nlist: Tensor,
-    mapping: Tensor,
-    own: Tensor,
-    order: Tensor,
-    counts: tuple[int, ...],
-    model: EnergyModel,
-    *,
-    keeps_order: bool,
+def _batch(
+    coord: Tensor, atype: Tensor, nlist: Tensor, mapping: Tensor, model: EnergyModel, *, keeps_order: bool
 ) -> tuple[ExtendedBatch, Tensor]:
     """Return a batch in the layout of the model, and the place (A, K) of each neighbor among all F E atoms and images.
 
@@ -153,9 +137,6 @@ def extended_batch(
         atype: (F, E).
         nlist: (F, N, L).
         mapping: (F, E).
-        own: (A,) place of the atom in each row of the batch among all atoms and images.
-        order: (A,) the atom in each row of the batch.
-        counts: atoms of each type, or one number for all.
         model: for its layout.
         keeps_order: whether neighbors at one distance stay in the order of ``nlist``.
     """
@@ -163,6 +144,10 @@ def extended_batch(
     frames, extended = atype.shape
     num_atoms = nlist.shape[1]
     frame = torch.arange(frames, device=atype.device)
+    # picked, not sliced: a graph depends on whether a slice is the whole, and would hold for one of the cases only
+    own = (torch.arange(num_atoms, device=atype.device) + (frame * extended)[:, None]).flatten()
+    order, counts = _by_type(atype.flatten()[own], model)
+    own = own[order]  # place of the atom in each row of the batch among all atoms and images
     given = torch.where(nlist >= 0, nlist + (frame * extended)[:, None, None], -1).flatten(0, 1)[order]
     flat_coord, flat_type = coord.flatten(0, 1), atype.flatten()
     place, filled, slots = _sorted_slots(

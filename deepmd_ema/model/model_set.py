@@ -42,32 +42,35 @@ class ModelSet(nn.Module):
         """The models by task. They are called through this set, which ranks may have sharded as a whole."""
         return dict(zip(self._tasks, self._models))  # type: ignore[arg-type]
 
-    def forward(
-        self,
-        task: str,
-        batch: Batch,
-        create_graph: bool | None = None,
-        need_virial: bool = True,
-        need_hessian: bool = False,
-    ) -> dict[str, Tensor]:
-        """Return the predictions of the model of ``task``, see :class:`~deepmd_ema.model.energy.EnergyModel`."""
-        model: EnergyModel = self._models[self._tasks.index(task)]  # type: ignore[assignment]
-        if self.compiler is not None and self.compiler.serves(model) and create_graph is None and not need_hessian:
+    def forward(self, task: str, batch: Batch, **wanted: bool | None) -> dict[str, Tensor]:
+        """Return the predictions of the model of ``task``.
+
+        Args:
+            task: name of the task.
+            batch: as for :class:`~deepmd_ema.model.energy.EnergyModel`.
+            wanted: further arguments of the model.
+        """
+        model = self.by_task[task]
+        is_usual = wanted.get("create_graph") is None and not wanted.get("need_hessian")
+        if self.compiler is not None and self.compiler.serves(model) and is_usual:
             return self.compiler(model, batch)
-        prediction: dict[str, Tensor] = model(batch, create_graph, need_virial, need_hessian)
+        prediction: dict[str, Tensor] = model(batch, **wanted)
         return prediction
 
     def of(self, task: str) -> TaskModel:
         """Return the model of ``task`` as a module that is called with batches only."""
         return TaskModel(self, task)
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters under the names that files use."""
-        if recurse:  # the set itself has none
-            found = self._named({task: m.named_parameters(remove_duplicate=False) for task, m in self.by_task.items()})
-            yield from _under(prefix, found, remove_duplicate)
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield modules under the names that files use, which those of parameters and buffers follow."""
+        memo = set() if memo is None else memo
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for task, model in self.by_task.items():
+            yield from model.named_modules(memo, ".".join(filter(None, (prefix, task))), remove_duplicate)
 
     def first_names(self) -> dict[str, str]:
         """Return for each name of a parameter, all of a shared one, that which :meth:`named_parameters` has."""
@@ -79,27 +82,15 @@ class ModelSet(nn.Module):
         own = {task: set(map(id, model.parameters())) for task, model in self.by_task.items()}
         return {name: [task for task in own if id(p) in own[task]] for name, p in self.named_parameters()}
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield buffers under the names that files use."""
-        if recurse:
-            found = self._named({task: m.named_buffers(remove_duplicate=False) for task, m in self.by_task.items()})
-            yield from _under(prefix, found, remove_duplicate)
-
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return all tensors under the names that files use."""
-        return dict(self._named({task: m.state_dict(*args, **kwargs).items() for task, m in self.by_task.items()}))
+        found = {task: model.state_dict(*args, **kwargs) for task, model in self.by_task.items()}
+        return {prefix_of(task) + name: tensor for task, own in found.items() for name, tensor in own.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Take in the tensors of a state dict with exactly these names; a shared one as the first task has it."""
         for task, model in reversed(self.by_task.items()):  # averages hold a shared tensor under its first name only
             model.load_state_dict(of_task(state_dict, task), *args, **kwargs)
-
-    def _named(self, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        for task, named in found.items():
-            for name, tensor in named:
-                yield prefix_of(task) + name, tensor
 
 
 class TaskModel(nn.Module):
@@ -120,11 +111,9 @@ class TaskModel(nn.Module):
         """(1, T, 1) eV, energy added for each atom of a type."""
         return self.models.by_task[self.task].out_bias
 
-    def forward(
-        self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True, need_hessian: bool = False
-    ) -> dict[str, Tensor]:
-        """Return the predictions of the model."""
-        prediction: dict[str, Tensor] = self.models(self.task, batch, create_graph, need_virial, need_hessian)
+    def forward(self, batch: Batch, **wanted: bool | None) -> dict[str, Tensor]:
+        """Return the predictions of the model, with the arguments of it."""
+        prediction: dict[str, Tensor] = self.models(self.task, batch, **wanted)
         return prediction
 
 
@@ -142,12 +131,3 @@ def unnested(by_task: Mapping[str, T]) -> T | dict[str, T]:
 def nested(value: Any, tasks: Iterator[str] | tuple[str, ...]) -> dict[str, Any]:
     """Return the values by task of which :func:`unnested` made ``value``; tasks that it does not know are left out."""
     return {"": value} if tuple(tasks) == ("",) else {task: value[task] for task in tasks if task in value}
-
-
-def _under(prefix: str, named: Iterator[tuple[str, T]], once: bool) -> Iterator[tuple[str, T]]:
-    seen: set[int] = set()
-    for name, tensor in named:
-        if once and id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        yield f"{prefix}.{name}" if prefix else name, tensor

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.ops.environment import switch_and_derivative
-from deepmd_ema.model.pair_energy import PairEnergies
+from deepmd_ema.model.pair_table import PairEnergies
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Vjp

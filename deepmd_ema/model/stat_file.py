@@ -105,12 +105,8 @@ def _write_folder(path: Path, items: Mapping[str, Array]) -> None:
 
 
 def _read_folder(path: Path, root: str, names: list[str]) -> dict[str, Array]:
-    there = [name for name in names if (path / root / name).is_file()]
-    out = {}
-    for name in there:
-        with (path / root / name).open("rb") as stream:
-            out[name] = np.load(stream, allow_pickle=False)
-    return out
+    files = {name: path / root / name for name in names}
+    return {name: np.load(file, allow_pickle=False) for name, file in files.items() if file.is_file()}
 
 
 def _write_hdf5(path: Path, items: Mapping[str, Array]) -> None:

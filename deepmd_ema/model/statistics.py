@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -42,8 +42,8 @@ class Statistics:
     """
 
     type_map: tuple[str, ...]
-    measured: Mapping[str, Array]
-    conditions: Mapping[str, Array]
+    measured: dict[str, Array]
+    conditions: dict[str, Array]
     bias: Array
     bias_std: Array
     observed: tuple[str, ...] = ()
@@ -74,17 +74,29 @@ def collect_statistics(model: EnergyModel, config: ModelConfig, batches: Iterabl
         config: its section ``model``.
         batches: on the CPU, in the layout of the model.
     """
-    sums = _Sums(config)
+    num_types, fitting = len(config.type_map), config.fitting_net
+    num_atoms, atomic, energies = np.zeros(num_types), np.zeros((num_types, 3)), FrameEnergies(config)
+    measured: dict[str, Array] = {}
+    conditions: dict[str, Array] = {}
     for batch in batches:
-        sums.add(batch, model.descriptor.measure(batch))
-    fit = set_bias(sums.energies, sums.atomic)
+        num_atoms += batch.type_counts
+        energies.add(batch)
+        _accumulate(measured, model.descriptor.measure(batch))
+        for name, number in ((FPARAM, fitting.numb_fparam), (APARAM, fitting.numb_aparam)):
+            if number and name in batch.conditions:
+                _accumulate(conditions, {name: _moments(batch.conditions[name])})
+        if ATOM_ENERGY in batch.labels:
+            has_label = batch.has_label[ATOM_ENERGY][batch.atom_frame]
+            energy = batch.labels[ATOM_ENERGY].view(-1)
+            atomic += sum_by_type(torch.stack([has_label, has_label * energy, has_label * energy**2], 1), batch)
+    fit = set_bias(energies, atomic)
     return Statistics(
         type_map=tuple(config.type_map),
-        measured=sums.measured,
-        conditions=sums.conditions,
+        measured=measured,
+        conditions=conditions,
         bias=fit.bias,
         bias_std=fit.std,
-        observed=tuple(sorted(name for name, count in zip(config.type_map, sums.num_atoms) if count)),
+        observed=tuple(sorted(name for name, count in zip(config.type_map, num_atoms) if count)),
         protect=config.data_stat_protect,
         rmse_per_atom=fit.rmse_per_atom,
         undetermined=fit.undetermined,
@@ -105,60 +117,30 @@ def shared_statistics(
     for link in links:
         if link.level == 0 and link.part != "type_map":
             groups.setdefault(link.key, []).append(link)
-    together = {task: (dict(of.measured), dict(of.conditions)) for task, of in found.items()}
+    together = {
+        task: replace(of, measured=dict(of.measured), conditions=dict(of.conditions)) for task, of in found.items()
+    }
     for group in groups.values():
         most = max(shares[link.task] for link in group)
         total: dict[str, Array] = {}
         for link in group:
             weight = shares[link.task] / most
-            _accumulate(total, {name: weight * of for name, of in _sums_of(found[link.task], link).items()})
+            prefix, sums = _prefix(link), _sums_of(found[link.task], link)
+            own = {name.removeprefix(prefix): of for name, of in sums.items() if name.startswith(prefix)}
+            _accumulate(total, {name: weight * of for name, of in own.items()})
         for link in group:
-            measured, conditions = together[link.task]
-            (conditions if link.part == "fitting_net" else measured).update(
-                {_prefix(link) + name: of for name, of in total.items()}
-            )
-    return {task: replace(found[task], measured=m, conditions=c) for task, (m, c) in together.items()}
+            _sums_of(together[link.task], link).update({_prefix(link) + name: of for name, of in total.items()})
+    return together
 
 
 def _sums_of(found: Statistics, link: Link) -> dict[str, Array]:
-    """Return the sums of a part of a model under the names that it has for them."""
-    if link.part == "fitting_net":
-        return dict(found.conditions)
-    prefix = _prefix(link)
-    return {name.removeprefix(prefix): of for name, of in found.measured.items() if name.startswith(prefix)}
+    """Return the sums of the statistics to which those of a part of a model belong."""
+    return found.conditions if link.part == "fitting_net" else found.measured
 
 
 def _prefix(link: Link) -> str:
     """Return the prefix of the names of the sums of a part of a hybrid descriptor."""
     return f"{link.place[-1]}_" if isinstance(link.place[-1], int) else ""
-
-
-@dataclass
-class _Sums:
-    config: ModelConfig
-    measured: dict[str, Array] = field(default_factory=dict)
-    conditions: dict[str, Array] = field(default_factory=dict)
-    num_atoms: Array = field(init=False)
-    atomic: Array = field(init=False)
-    energies: FrameEnergies = field(init=False)
-
-    def __post_init__(self) -> None:
-        num_types = len(self.config.type_map)
-        self.num_atoms, self.atomic = np.zeros(num_types), np.zeros((num_types, 3))
-        self.energies = FrameEnergies(self.config)
-
-    def add(self, batch: Batch, measured: Mapping[str, Array]) -> None:
-        self.num_atoms += batch.type_counts
-        _accumulate(self.measured, measured)
-        fitting = self.config.fitting_net
-        for name, number in ((FPARAM, fitting.numb_fparam), (APARAM, fitting.numb_aparam)):
-            if number and name in batch.conditions:
-                _accumulate(self.conditions, {name: _moments(batch.conditions[name])})
-        self.energies.add(batch)
-        if ATOM_ENERGY in batch.labels:
-            seen_atoms = batch.has_label[ATOM_ENERGY][batch.atom_frame]
-            energy = batch.labels[ATOM_ENERGY].view(-1)
-            self.atomic += sum_by_type(torch.stack([seen_atoms, seen_atoms * energy, seen_atoms * energy**2], 1), batch)
 
 
 def _accumulate(total: dict[str, Array], sums: Mapping[str, Array]) -> None:

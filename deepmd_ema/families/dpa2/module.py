@@ -13,6 +13,7 @@ from deepmd_ema.families.dpa2.repformer import Repformer
 from deepmd_ema.families.se_atten.layers import SeAttenBlock
 from deepmd_ema.families.se_e3_tebd.layers import SeTTebdBlock
 from deepmd_ema.model.descriptor.by_type import joined
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
 from deepmd_ema.model.nn.layers import freeze, linear
 from deepmd_ema.model.nn.type_embedding import pick
@@ -67,15 +68,9 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
         )
         if not config.trainable:
             freeze(self, False)
-        self.environments = [
-            self._environment(self.repinit, first.rcut, first.rcut_smth, self.repinit.sel, first.set_davg_zero),
-            self._environment(self.repformer, later.rcut, later.rcut_smth, self.repformer.sel, later.set_davg_zero),
-        ]
-        if self.angles is not None:
-            inner = config.angle_block
-            self.environments.append(
-                self._environment(self.angles, inner.rcut, inner.rcut_smth, self.angles.sel, first.set_davg_zero)
-            )
+        parts = (self.repinit, first), (self.repformer, later), (self.angles, first)
+        zero_means = [(part, options.set_davg_zero) for part, options in parts if part is not None]
+        self.environments = [EnvironmentStatistics(part, config.exclude_types, zero) for part, zero in zero_means]
 
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
         repinit = self.section.repinit

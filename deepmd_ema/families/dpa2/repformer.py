@@ -112,15 +112,15 @@ class Repformer(UsesOperations):
         """
         mask, vector = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped, neighborhood.vector
         distance = torch.linalg.vector_norm(vector, dim=-1)
-        matrix = environment(self, vector, distance, dropped, batch.atom_type)
+        rows, rows_vjp = environment(self, vector, dropped, batch.atom_type)
         switch, slope = switch_and_derivative(distance, self.rcut, self.rcut_smth)
         around = self._surroundings(neighborhood, mask, torch.where(mask, switch, 0).to(self.dtype))
-        features, by_features = self.ops.repformer_layers_and_vjp(self, node, matrix.rows, around)
+        features, by_features = self.ops.repformer_layers_and_vjp(self, node, rows, around)
         along = torch.where(mask, slope / distance, 0)[..., None] * vector  # gradient of the switch
 
         def vjp(grad: Tensor) -> tuple[Tensor, Tensor]:
             by_node, by_rows, by_weight = by_features(grad)
-            by_vector = matrix.vjp(by_rows)
+            by_vector = rows_vjp(by_rows)
             if self.smooth:
                 by_vector = torch.addcmul(by_vector, by_weight.double()[..., None], along)
             return by_node, by_vector

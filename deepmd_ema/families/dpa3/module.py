@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.families.dpa3.layers import Geometry, RepflowLayer
-from deepmd_ema.model.descriptor.env_statistics import add_normalisation, normalised
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics, add_normalisation, normalised
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import freeze, linear
@@ -65,7 +65,8 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
         self.has_angles = flow.update_angle and (flow.sequential_update or flow.nlayers >= 2)
         freeze(self, config.trainable)
         add_normalisation(self, (num_types, self.sel, 4), self.dtype, flow.fix_stat_std or 1.0)
-        measured = self._environment(self, flow.e_rcut, flow.e_rcut_smth, self.sel, zero_mean=True)
+        self.rcut, self.rcut_smth, self.protection = flow.e_rcut, flow.e_rcut_smth, config.env_protection
+        measured = EnvironmentStatistics(self, config.exclude_types, zero_mean=True)
         self.environments = [] if flow.fix_stat_std else [measured]
 
     @property
@@ -90,9 +91,9 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
 
     def _edges(self, vector: Tensor, mask: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the first edges (A, K, E), angular rows times the switch (A, K, 3), and the switch (A, K)."""
-        flow, protection = self.flow, self.section.env_protection
+        flow, cutoffs = self.flow, (self.rcut, self.rcut_smth, self.protection)
         distance = torch.linalg.vector_norm(vector, dim=-1)
-        raw, weight = environment_rows(vector, distance, flow.e_rcut, flow.e_rcut_smth, protection, flow.use_exp_switch)
+        raw, weight = environment_rows(vector, distance, *cutoffs, flow.use_exp_switch)
         rows, weight = normalised(raw, self, batch.atom_type), torch.where(mask, weight, 0)
         first = distance[..., None] if flow.edge_init_use_dist else rows[..., :1]
         edge: Tensor = self.edge_embedding(first.to(self.dtype))

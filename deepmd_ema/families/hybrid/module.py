@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
@@ -104,36 +105,21 @@ class HybridDescriptor(nn.Module):
         """Return those of the parts."""
         return [block for part in self.descriptors for block in part.blocks()]
 
-    def forward(self, batch: Batch) -> tuple[Tensor, HybridVjp]:
-        """Return the features (A, D) and their vector-Jacobian product."""
+    def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
+        """Return the features (A, D) and their vector-Jacobian product, the sum of those of the parts."""
         views = self._views(batch)
-        made = [part(view.batch) for part, view in zip(self.descriptors, views, strict=True)]
-        features = [of_part.to(self.dtype) for of_part, _ in made]
+        features, vjps = zip(
+            *(part(view.batch) for part, view in zip(self.descriptors, views, strict=True)), strict=True
+        )
         widths = [one.shape[1] for one in features]
-        parts = [(view, vjp, of_part.dtype) for view, (of_part, vjp) in zip(views, made, strict=True)]
-        return torch.cat(features, 1), HybridVjp(widths, parts)
+
+        def vjp(grad_features: Tensor) -> Tensor:
+            parts = zip(grad_features.split(widths, 1), features, views, vjps, strict=True)
+            of_parts = [view.vjp(of_part(own.to(one.dtype))) for own, one, view, of_part in parts]
+            return reduce(torch.add, of_parts)
+
+        return torch.cat([one.to(self.dtype) for one in features], 1), vjp
 
     def _views(self, batch: Batch) -> list[View]:
         whole = self.layout(frozenset())
         return [view_of(batch, whole, part.layout(frozenset()), self.knows_cutoffs) for part in self.descriptors]
-
-
-class HybridVjp:
-    """Vector-Jacobian product: the sum of those of the parts.
-
-    Args:
-        widths: features of each part.
-        parts: of each part its view of the batch, its vector-Jacobian product and the precision of its features.
-    """
-
-    def __init__(self, widths: list[int], parts: list[tuple[View, Vjp, torch.dtype]]) -> None:
-        self._widths, self._parts = widths, parts
-
-    def __call__(self, grad_features: Tensor) -> Tensor:
-        """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that of the features (A, D)."""
-        grads = grad_features.split(self._widths, 1)
-        of_parts = [view.vjp(vjp(grad.to(dtype))) for grad, (view, vjp, dtype) in zip(grads, self._parts, strict=True)]
-        total = of_parts[0]
-        for more in of_parts[1:]:
-            total = total + more
-        return total

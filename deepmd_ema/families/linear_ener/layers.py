@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.model.pair_energy import PairEnergies
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor
+from deepmd_ema.model.pair_table import PairEnergies
 
 if TYPE_CHECKING:
-    from deepmd_ema.model.interface import Block, Sums
+    from deepmd_ema.model.interface import Block, Sums, Vjp
     from deepmd_ema.model.pair_table import PairTable
 
 # A atoms, K neighbor slots, T types
 
 
-class PairTableDescriptor(nn.Module):
+class PairTableDescriptor(EnvironmentDescriptor):
     """A table of pair energies in the place of a descriptor: its one feature of an atom is half of its pair energies.
+
+    It measures nothing.
 
     Args:
         table: pair energies of all elements of the model.
@@ -29,12 +31,11 @@ class PairTableDescriptor(nn.Module):
     dtype = torch.float64
     mixed_types = True
     passes_messages = False
-    sum_names: tuple[str, ...] = ()
     dim_out = 1
 
     def __init__(self, table: PairTable, sel: int) -> None:
         super().__init__()
-        self.pairs, self.sel = PairEnergies(table), sel
+        self.pairs, self.sel, self.environments = PairEnergies(table), sel, []
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return a layout of the nearest ``sel`` neighbors of all types."""
@@ -42,43 +43,13 @@ class PairTableDescriptor(nn.Module):
             self.pairs.rcut, (self.sel,), self.pairs.num_types, by_type=False, excluded_pairs=excluded_pairs
         )
 
-    def forward(self, batch: Batch) -> tuple[Tensor, PairVjp]:
+    def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the energies (A, 1) float64, eV, and their vector-Jacobian product."""
         distance = torch.linalg.vector_norm(batch.vector, dim=-1)
         # an empty slot is beyond the cutoff of the list, which is not nearer than that of the table
         energy, slope = self.pairs(batch, distance, distance < self.pairs.rcut)
         along = (0.5 * slope / distance).unsqueeze(-1) * batch.vector
-        return 0.5 * energy.sum(1, keepdim=True), PairVjp(along)
-
-    def measure(self, batch: Batch) -> Sums:
-        """Return nothing: a table has no statistics."""
-        return {}
-
-    def apply_statistics(self, sums: Sums) -> None:
-        """Take nothing."""
-
-    def stat_settings(self) -> Mapping[str, Any]:
-        """Return nothing: no sums depend on it."""
-        return {}
-
-    def blocks(self) -> list[Block]:
-        """Return none."""
-        return []
-
-
-class PairVjp:
-    """Vector-Jacobian product of pair energies.
-
-    Args:
-        along: (A, K, 3) derivative of the energy of each atom with respect to the vectors.
-    """
-
-    def __init__(self, along: Tensor) -> None:
-        self._along = along
-
-    def __call__(self, grad_features: Tensor) -> Tensor:
-        """Return the gradient (A, K, 3) with respect to ``vector`` from that of the energies (A, 1)."""
-        return grad_features.unsqueeze(-1) * self._along
+        return 0.5 * energy.sum(1, keepdim=True), lambda grad: grad.unsqueeze(-1) * along
 
 
 class PairTableFitting(nn.Module):

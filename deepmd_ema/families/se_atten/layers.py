@@ -11,12 +11,13 @@ from torch.nn import functional
 
 from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.by_type import joined
-from deepmd_ema.model.descriptor.env_statistics import environment, normalised, radial_range
+from deepmd_ema.model.descriptor.env_statistics import environment, normalised
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock
-from deepmd_ema.model.interpolation import InterpolatedNets, Interpolation, NeighborSum, numbers_per_pair
-from deepmd_ema.model.nn.attention import AttentionLayer, GatedAttention
+from deepmd_ema.model.interpolation.interpolation import Interpolation
+from deepmd_ema.model.interpolation.sums import NeighborSum
+from deepmd_ema.model.nn.attention import AttentionLayer
 from deepmd_ema.model.nn.layers import freeze
-from deepmd_ema.model.nn.norm import LayerNorm, eps_of
+from deepmd_ema.model.nn.norm import eps_of
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
 from deepmd_ema.model.ops.environment import environment_rows
 from deepmd_ema.model.ops.reference import (
@@ -54,7 +55,7 @@ class SeAttenBlock(ElementBlock):
     def __init__(self, options: SeAttenV2Config, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__(options, sel, num_types, dtype, seed, num_elements=1 if options.type_one_side else 2)
         self.one_side, self.num_axis = options.type_one_side, options.axis_neuron
-        self.interpolation = Interpolation(options.interpolate, dtype)
+        self.interpolation = Interpolation(options.interpolate, dtype, sum(options.neuron))
         scaling = options.temperature
         if scaling is None:
             scaling = (options.attn * options.scaling_factor) ** -0.5
@@ -67,8 +68,12 @@ class SeAttenBlock(ElementBlock):
         )
         self.layers = nn.ModuleList(
             AttentionLayer(
-                GatedAttention(self.num_channels, options.attn, dtype=dtype, seed=seed_for("attention", seed, index)),
-                LayerNorm(self.num_channels, eps=self.attends.eps, trainable=options.trainable_ln, dtype=dtype),
+                self.num_channels,
+                options.attn,
+                eps=self.attends.eps,
+                trainable_norm=options.trainable_ln,
+                dtype=dtype,
+                seed=seed_for("attention", seed, index),
             )
             for index in range(options.attn_layer)
         )
@@ -84,11 +89,6 @@ class SeAttenBlock(ElementBlock):
     def dim_out(self) -> int:
         """Number of features of an atom."""
         return self.num_channels * self.num_axis
-
-    def interpolated_nets(self, min_distance: float) -> InterpolatedNets:
-        """Return the network of ``s``, and the range of ``s`` for atoms that are not nearer (angstrom)."""
-        width = numbers_per_pair(self.embedding)
-        return InterpolatedNets(self.interpolation, width, *radial_range(self, min_distance))
 
     def forward(
         self, vector: Tensor, neighborhood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
@@ -146,9 +146,8 @@ class SeAttenBlock(ElementBlock):
         gradient is written out.
         """
         mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
-        distance = torch.linalg.vector_norm(neighborhood.vector, dim=-1)
-        matrix = environment(self, neighborhood.vector, distance, dropped, batch.atom_type)
-        rows, of_type = matrix.rows, one_hot(_neighbor_type(mask, batch), len(table), self.dtype).unsqueeze(2)
+        rows, rows_vjp = environment(self, neighborhood.vector, dropped, batch.atom_type)
+        of_type = one_hot(_neighbor_type(mask, batch), len(table), self.dtype).unsqueeze(2)
         sums = self._interpolated_sums((rows.unsqueeze(3) * of_type).flatten(2), rows[..., 0], table, batch)
         moments = joined([one.value for one in sums])
         moments = self._of_all_slots(moments, None, rows.shape[1], table, batch)
@@ -158,7 +157,7 @@ class SeAttenBlock(ElementBlock):
             parts = by_moments.split([one.left.shape[0] for one in sums])
             of_left, of_s = zip(*(one.vjp(part) for one, part in zip(sums, parts, strict=True)))
             by_rows = (joined(list(of_left)).unflatten(2, (4, -1)) * of_type).sum(3)
-            return matrix.vjp(by_rows + functional.pad(joined(list(of_s)).unsqueeze(2), (0, 3)))
+            return rows_vjp(by_rows + functional.pad(joined(list(of_s)).unsqueeze(2), (0, 3)))
 
         return axis_features(moments, self.num_axis), vjp
 

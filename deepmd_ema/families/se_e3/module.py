@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
+from deepmd_ema.model.descriptor.env_statistics import normalisation
 from deepmd_ema.model.ops.environment import environment_rows
 from deepmd_ema.model.ops.reference import with_vjp
 
@@ -39,7 +40,7 @@ class SeE3Descriptor(ByTypeDescriptor):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, M) and their vector-Jacobian product."""
-        _, spread = self._normalisation(batch)
+        _, spread = normalisation(self, self._slots(batch), batch.atom_type)
         dropped = self._dropped(batch)
         return with_vjp(lambda vector: self._features(vector, spread, dropped, batch), batch.vector)
 

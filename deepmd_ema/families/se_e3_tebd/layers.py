@@ -89,16 +89,15 @@ class SeTTebdBlock(ElementBlock):
         gradient is written out.
         """
         mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
-        distance = torch.linalg.vector_norm(neighborhood.vector, dim=-1)
-        matrix = environment(self, neighborhood.vector, distance, dropped, batch.atom_type)
-        rows, neighbor_type = matrix.rows[..., 1:], batch.neighbor_type[:, : mask.shape[1]]
+        matrix, matrix_vjp = environment(self, neighborhood.vector, dropped, batch.atom_type)
+        rows, neighbor_type = matrix[..., 1:], batch.neighbor_type[:, : mask.shape[1]]
         products = torch.bmm(rows, rows.transpose(1, 2))
         summed, by_summed = self.ops.triple_sums_and_vjp(products, neighbor_type, mask, table, self.embedding)
 
         def vjp(grad: Tensor) -> Tensor:
             by_products = by_summed(grad / self.sel**2)
             by_rows = torch.bmm(by_products + by_products.transpose(1, 2), rows)
-            return matrix.vjp(functional.pad(by_rows, (1, 0)))
+            return matrix_vjp(functional.pad(by_rows, (1, 0)))
 
         return summed / self.sel**2, vjp
 

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import reduce
 from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
+from deepmd_ema.model.descriptor.env_statistics import (
+    EnvironmentDescriptor,
+    EnvironmentStatistics,
+    add_normalisation,
+    environment,
+)
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
-from deepmd_ema.model.interpolation import Interpolation, NeighborSum
+from deepmd_ema.model.interpolation.interpolation import Interpolation
+from deepmd_ema.model.interpolation.sums import NeighborSum
 from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
-from deepmd_ema.model.ops.environment import Environment, RadialEnvironment, radial_parts
 from deepmd_ema.model.ops.reference import UsesOperations
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor_bases import PerElementSection
-
-E = TypeVar("E", Environment, RadialEnvironment)
 
 GradRows: TypeAlias = Callable[[Tensor], Tensor]
 """From the gradient of sums over neighbors to that of the rows of the environment matrix."""
@@ -43,7 +47,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
 
     Attributes:
         num_columns: C, 4 or, of a descriptor that is radial only, 1.
-        interpolation: of the networks, if they have one input.
+        interpolation: of the networks, if the section has the option.
     """
 
     mixed_types = False
@@ -51,6 +55,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
     num_columns: ClassVar[int] = 4
     mean: Tensor
     stddev: Tensor
+    interpolation: Interpolation | None
 
     def __init__(self, config: PerElementSection, num_types: int, seed: int) -> None:
         super().__init__()
@@ -61,7 +66,6 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
         self.one_side = config.type_one_side
         self.num_types, self.num_channels = num_types, config.neuron[-1]
         self.dtype = precision(config.precision)
-        self.interpolation: Interpolation | None = None
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         start = seed if config.seed is None else config.seed
         self.embeddings = nn.ModuleList(
@@ -70,17 +74,9 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
         )
         freeze(self.embeddings, config.trainable)
         add_normalisation(self, (num_types, sum(self.sel), self.num_columns), self.dtype)
-        measured = EnvironmentStatistics(
-            self,
-            config.rcut,
-            config.rcut_smth,
-            config.env_protection,
-            self.sel,
-            by_type=True,
-            exclude_types=config.exclude_types,
-            zero_mean=config.set_davg_zero,
-        )
-        self.environments = [measured]
+        self.environments = [EnvironmentStatistics(self, config.exclude_types, config.set_davg_zero)]
+        choice = getattr(config, "interpolate", None)
+        self.interpolation = None if choice is None else Interpolation(choice, self.dtype, sum(config.neuron))
 
     @property
     def networks(self) -> list[Network]:
@@ -114,20 +110,46 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
             return [self.networks]
         return [[self.networks[centre + neighbor * self.num_types] for neighbor in types] for centre in types]
 
-    def _environment_matrix(self, kind: type[E], batch: Batch) -> E:
-        """Return the normalised environment matrix of all slots, of the columns that ``kind`` has."""
-        distance = torch.linalg.vector_norm(batch.vector, dim=-1)
-        parts = radial_parts(distance, self.rcut, self.rcut_smth, self.protection)
-        return kind(batch.vector, parts, *self._normalisation(batch), self._dropped(batch), self.dtype)
+    def _sums(
+        self,
+        batch: Batch,
+        left_of: Callable[[Tensor], Tensor],
+        of_sum: Callable[[NeighborSum], Sums],
+        evaluated: Callable[[Tensor, Network], Sums],
+    ) -> tuple[Tensor, GradRows, list[Tensor] | None]:
+        """Return sums of the nets over the neighbors that the batch has.
 
-    def _normalisation(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return mean and spread of each slot (A, K, C) in float64."""
+        Args:
+            batch: frames with their neighbors.
+            left_of: makes of rows (A, K, C) the factors of the nets.
+            of_sum: makes of the interpolated sums of a section those of the descriptor.
+            evaluated: returns these from the rows of a section and its net.
+
+        Returns:
+            The sums (A, ...), their vector-Jacobian product to ``batch.vector``, and the embedding of empty slots as of
+            :meth:`_interpolated`.
+        """
+        rows, rows_vjp = environment(self, batch.vector, self._dropped(batch), batch.atom_type, self._slots(batch))
+        parts, embedded = self._rows_by_net(rows, batch), None
+        assert self.interpolation is not None
+        if self.interpolation.serves(batch):
+            interpolated, embedded = self._interpolated(parts, left_of)
+            groups = [[of_sum(one) for one in group] for group in interpolated]
+        else:
+            groups = [[evaluated(own, net) for own, net in part] for part in parts]
+        summed = [reduce(torch.add, [value for value, _ in group]) for group in groups]
+
+        def vjp(grad: Tensor) -> Tensor:
+            shares = zip(grad.split([one.shape[0] for one in summed]), groups, strict=True)
+            return rows_vjp(joined([joined([of_rows(own) for _, of_rows in group], 1) for own, group in shares]))
+
+        return joined(summed), vjp, embedded
+
+    def _slots(self, batch: Batch) -> Tensor:
+        """Return the places (K,) of the slots of a batch among those of all sections."""
         assert all(n <= sel for n, sel in zip(batch.slots, self.sel)), f"slots {batch.slots} exceed sel {self.sel}"
-        # picked, not sliced: a graph would depend on whether a slice is shorter than its table
         starts = accumulate(self.sel, initial=0)
-        columns = torch.cat([torch.arange(n, device=self.mean.device) + start for start, n in zip(starts, batch.slots)])
-        mean, spread = (table[:, columns].double()[batch.atom_type] for table in (self.mean, self.stddev))
-        return mean, spread
+        return torch.cat([torch.arange(n, device=self.mean.device) + start for start, n in zip(starts, batch.slots)])
 
     def _dropped(self, batch: Batch) -> Tensor | None:
         """Return (A, K) bool, pairs that do not see each other, however far, or None where all do."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.model.ops.environment import Environment, radial_parts, switch
+from deepmd_ema.model.ops.environment import normalised_environment, radial_parts, switch
 from deepmd_ema.model.sums import mean_and_spread, sum_by_type
 
 if TYPE_CHECKING:
@@ -29,48 +29,36 @@ class EnvironmentStatistics:
     """Measurement of the sums of the environment matrix of a module, and its mean and spread.
 
     Args:
-        module: with the buffers of ``add_normalisation``.
-        rcut: cutoff radius, angstrom.
-        rcut_smth: start of the switch, angstrom.
-        protection: added to distances before division, angstrom.
-        sel: most neighbors, per element or one number for all.
-        by_type: whether neighbors come in one section per element.
+        module: with the buffers of ``add_normalisation``, its cutoffs, its protection and ``sel``: the most neighbors
+            of each element, which come in one section each, or one number for all.
         exclude_types: pairs of types that do not see each other in this descriptor.
         zero_mean: whether the mean is zero instead of measured.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        rcut: float,
-        rcut_smth: float,
-        protection: float,
-        sel: tuple[int, ...],
-        *,
-        by_type: bool,
-        exclude_types: Sequence[Sequence[int]],
-        zero_mean: bool,
-    ) -> None:
-        self.rcut, self.most = rcut, sum(sel)
-        self._module, self._zero_mean, self._protection, self._rcut_smth = module, zero_mean, protection, rcut_smth
+    def __init__(self, module: Any, exclude_types: Sequence[Sequence[int]], zero_mean: bool) -> None:
+        self._module, self._zero_mean = module, zero_mean
+        self.rcut, self._rcut_smth, self._protection, _ = (getattr(module, name) for name in _SETTINGS)
+        mixed_types = isinstance(module.sel, int)
+        sel: list[int] = [module.sel] if mixed_types else list(module.sel)
+        self.most = sum(sel)
         self._num_types, _, num_columns = module.get_buffer("mean").shape
         self._radial_only = num_columns == 1
         # what DeePMD-kit hashes for the name of the folder of a stat file, and what that rounds or leaves out
         identity = {
             "type": "se_r" if self._radial_only else "se_a",
             "ntypes": self._num_types,
-            "rcut": round(rcut, 2),
-            "rcut_smth": round(rcut_smth, 2),
-            "nsel": sum(sel),
-            "sel": list(sel),
-            "mixed_types": not by_type,
+            "rcut": round(self.rcut, 2),
+            "rcut_smth": round(self._rcut_smth, 2),
+            "nsel": self.most,
+            "sel": sel,
+            "mixed_types": mixed_types,
         }
         self._folder = hashlib.sha1(json.dumps(identity).encode(), usedforsecurity=False).hexdigest()
         self.settings = {
-            "rcut": rcut,
-            "rcut_smth": rcut_smth,
+            "rcut": self.rcut,
+            "rcut_smth": self._rcut_smth,
             "exclude_types": sorted(sorted(pair) for pair in exclude_types),
-            "env_protection": protection,
+            "env_protection": self._protection,
         }
 
     @property
@@ -195,30 +183,32 @@ def radial_range(module: nn.Module, min_distance: float) -> tuple[float, float]:
 
 def normalised(rows: Tensor, module: nn.Module, atom_type: Tensor) -> Tensor:
     """Return rows (A, K, C) in float64 minus the mean and over the spread of their slots and types of centre (A,)."""
-    mean, stddev = _normalisation(module, rows.shape[1], atom_type)
+    mean, stddev = normalisation(module, rows.shape[1], atom_type)
     return (rows - mean) / stddev
 
 
 def environment(
-    module: nn.Module, vector: Tensor, distance: Tensor, dropped: Tensor | None, atom_type: Tensor
-) -> Environment:
-    """Return the normalised environment matrix of a module, with its vector-Jacobian product.
+    module: nn.Module, vector: Tensor, dropped: Tensor | None, atom_type: Tensor, slots: Tensor | None = None
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return the normalised environment matrix of a module and its vector-Jacobian product.
 
     Args:
         module: with the buffers of ``add_normalisation``, its cutoffs, protection and precision.
         vector: (A, K, 3) float64, angstrom.
-        distance: (A, K) its length.
         dropped: (A, K) bool, pairs that do not see each other, or None.
         atom_type: (A,) of the centres.
+        slots: (K,) of the vectors; None: the first ones.
     """
     rcut, rcut_smth, protection, dtype = (getattr(module, name) for name in _SETTINGS)
-    parts = radial_parts(distance, rcut, rcut_smth, protection)
-    return Environment(vector, parts, *_normalisation(module, vector.shape[1], atom_type), dropped, dtype)
+    parts = radial_parts(torch.linalg.vector_norm(vector, dim=-1), rcut, rcut_smth, protection)
+    mean, spread = normalisation(module, vector.shape[1] if slots is None else slots, atom_type)
+    return normalised_environment(vector, parts, mean, spread, dropped, dtype)
 
 
-def _normalisation(module: nn.Module, width: int, atom_type: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and spread (A, K, C) in float64 of the first K slots of each atom."""
+def normalisation(module: nn.Module, slots: Tensor | int, atom_type: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and spread (A, K, C) in float64 of slots (K,), or of the first ones, by type of centre (A,)."""
     # selected, not sliced: whether a slice is contiguous depends on its length, on which a compiled graph would depend
-    slots = torch.arange(width, device=atom_type.device)
+    if not isinstance(slots, Tensor):  # a number, or a symbol of a graph
+        slots = torch.arange(slots, device=atom_type.device)
     mean, stddev = (module.get_buffer(name).index_select(1, slots).double()[atom_type] for name in ("mean", "stddev"))
     return mean, stddev

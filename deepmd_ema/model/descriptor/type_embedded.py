@@ -110,21 +110,6 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         out: Tensor = part(inside, neighborhood, features, batch, self.excluded(batch, neighborhood))
         return out
 
-    def _environment(
-        self, module: nn.Module, rcut: float, rcut_smth: float, most: int, zero_mean: bool
-    ) -> EnvironmentStatistics:
-        """Return the statistics of the environment matrix of ``module``, of the ``most`` nearest neighbors."""
-        return EnvironmentStatistics(
-            module,
-            rcut,
-            rcut_smth,
-            self.section.env_protection,
-            (most,),
-            by_type=False,
-            exclude_types=self.section.exclude_types,
-            zero_mean=zero_mean,
-        )
-
     def _seen(self, batch: Batch, environment: EnvironmentStatistics) -> tuple[Tensor, Tensor | None]:
         """Return the vectors of a matrix, and which pairs do not see each other, or None."""
         neighborhood = batch.within(environment.rcut, environment.most)
@@ -185,9 +170,7 @@ class OneBlockDescriptor(TypeEmbeddedDescriptor):
         super().__init__(config, num_types, seed, config.tebd_dim)
         self.block: Any = self.make_block(config, self.sel, num_types, self.dtype, self.start)
         self.num_features = self.block.dim_out
-        self.environments = [
-            self._environment(self.block, config.rcut, config.rcut_smth, self.sel, config.set_davg_zero)
-        ]
+        self.environments = [EnvironmentStatistics(self.block, config.exclude_types, config.set_davg_zero)]
 
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
         if not self.block.is_written_out(batch):

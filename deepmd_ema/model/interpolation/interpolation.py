@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,13 @@ class Interpolation(nn.Module):
     one that is too short is not used: it is made again with more terms, or the net is evaluated at each pair. A model
     that is only evaluated has tables. There are no parameters, and no state that files hold.
 
+    The module that has it as ``interpolation`` also has the buffers and cutoffs from which s follows
+    (:func:`~deepmd_ema.model.descriptor.env_statistics.radial_range`).
+
     Args:
         choice: ``always``, ``never``, or ``auto``, which leaves it to a training run.
         precision: of the nets, for the accuracy.
+        width: numbers that the layers of one of the nets have for a pair.
 
     Attributes:
         terms: N of the first series of an evaluation; 0: each pair is evaluated directly.
@@ -54,9 +58,9 @@ class Interpolation(nn.Module):
         tables: of a model that is only evaluated; None: the range of s is that of each batch.
     """
 
-    def __init__(self, choice: str, precision: torch.dtype) -> None:
+    def __init__(self, choice: str, precision: torch.dtype, width: int = 0) -> None:
         super().__init__()
-        self.choice, self.precision, self.terms = choice, precision, 0
+        self.choice, self.precision, self.width, self.terms = choice, precision, width, 0
         self.max_error = MAX_ERROR[precision]
         self.recording = False
         self.needed = self.direct_numbers = self.evaluated_sites = 0
@@ -117,42 +121,10 @@ class Interpolation(nn.Module):
         made, beyond, terms, error = fit(net, beside, centre.unsqueeze(0), half, constants, self.max_error, further)
         # evaluations without gradients may be of averaged weights, whose number must not change the training
         if not torch.compiler.is_dynamo_compiling() and (torch.is_grad_enabled() or self.recording):
-            self.direct_numbers += s.numel() * numbers_per_pair(net)
+            self.direct_numbers += s.numel() * sum(layer.weight.shape[1] for layer in net.stack)
             self.evaluated_sites += terms if beside is None else terms * len(beside)
-            self.needed = max(self.needed, MAX_TERMS + MULTIPLE if made is None else self._enough(terms, error))
+            enough = terms  # for later batches, as far as the error says it
+            if math.isfinite(error):
+                enough = min(terms_for(terms, error, self.max_error / MARGIN), MAX_TERMS)
+            self.needed = max(self.needed, MAX_TERMS + MULTIPLE if made is None else enough)
         return DirectSum(left, s, net, beside) if made is None else made.sum(left, s, in_place), beyond
-
-    def _enough(self, terms: int, error: float) -> int:
-        """Return the terms for later batches, if ``terms`` have the ``error``."""
-        if not math.isfinite(error):
-            return terms
-        return min(terms_for(terms, error, self.max_error / MARGIN), MAX_TERMS)
-
-
-class InterpolatedNets(NamedTuple):
-    """Embedding nets of one number per pair.
-
-    Attributes:
-        interpolation: that evaluates them.
-        width: numbers that the layers of one of the nets have for a pair.
-        low: least s that a pair has.
-        high: largest s that a pair has.
-    """
-
-    interpolation: Interpolation
-    width: int
-    low: float
-    high: float
-
-
-@runtime_checkable
-class HasInterpolation(Protocol):
-    """A descriptor, or a block of one, whose embedding nets can be interpolated."""
-
-    def interpolated_nets(self, min_distance: float) -> InterpolatedNets:
-        """Return the nets, and the range of their input for atoms that are not nearer (angstrom)."""
-
-
-def numbers_per_pair(net: Network) -> int:
-    """Return the number of values in the layers of an embedding net for a pair."""
-    return sum(layer.weight.shape[1] for layer in net.stack)

@@ -30,6 +30,10 @@ class Activation:
     derivative: Callable[[Tensor, Tensor], Tensor]
     bend: float | None = None
 
+    def __reduce__(self) -> tuple[Callable[[str], Activation], tuple[str]]:
+        """Pickle and copy the name, because functions without one cannot be pickled."""
+        return activation, (self.name,)
+
 
 @cache
 def activation(name: str) -> Activation:
@@ -43,34 +47,6 @@ def activation(name: str) -> Activation:
         value, derivative = partial(_silut, bend=read.bend), partial(_silut_derivative, bend=read.bend)
         return Activation(str(name), value, derivative, read.bend)
     return Activation(str(name), *_KNOWN[read.kind], math.inf if read.kind == "silu" else None)
-
-
-def _same(z: Tensor) -> Tensor:
-    return z
-
-
-def _one(z: Tensor, _: Tensor) -> Tensor:
-    return torch.ones_like(z)
-
-
-def _tanh_derivative(_: Tensor, y: Tensor) -> Tensor:
-    return 1 - y * y
-
-
-def _relu_derivative(z: Tensor, _: Tensor) -> Tensor:
-    return (z > 0).to(z.dtype)
-
-
-def _relu6_derivative(z: Tensor, _: Tensor) -> Tensor:
-    return ((z > 0) & (z < 6)).to(z.dtype)
-
-
-def _softplus_derivative(z: Tensor, _: Tensor) -> Tensor:
-    return torch.sigmoid(z)
-
-
-def _sigmoid_derivative(_: Tensor, y: Tensor) -> Tensor:
-    return y * (1 - y)
 
 
 def _gelu(z: Tensor) -> Tensor:
@@ -104,15 +80,16 @@ def _silu_at(z: float) -> tuple[float, float]:
     return z * s, s * (1 + z * (1 - s))
 
 
+# y(z) and dy/dz as a function of z and y
 _KNOWN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "tanh": (torch.tanh, _tanh_derivative),
-    "relu": (functional.relu, _relu_derivative),
-    "relu6": (functional.relu6, _relu6_derivative),
-    "softplus": (functional.softplus, _softplus_derivative),
-    "sigmoid": (torch.sigmoid, _sigmoid_derivative),
+    "tanh": (torch.tanh, lambda _, y: 1 - y * y),
+    "relu": (functional.relu, lambda z, _: (z > 0).to(z.dtype)),
+    "relu6": (functional.relu6, lambda z, _: ((z > 0) & (z < 6)).to(z.dtype)),
+    "softplus": (functional.softplus, lambda z, _: torch.sigmoid(z)),
+    "sigmoid": (torch.sigmoid, lambda _, y: y * (1 - y)),
     "gelu": (_gelu, _gelu_derivative),
     "gelu_tf": (_gelu, _gelu_derivative),
     "silu": (functional.silu, _silu_derivative),
-    "none": (_same, _one),
-    "linear": (_same, _one),
+    "none": (lambda z: z, lambda z, _: torch.ones_like(z)),
+    "linear": (lambda z: z, lambda z, _: torch.ones_like(z)),
 }

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.model.nn.layers import linear
+from deepmd_ema.model.nn.norm import LayerNorm
 from deepmd_ema.seeds import seed_for
-
-if TYPE_CHECKING:
-    from deepmd_ema.model.nn.norm import LayerNorm
 
 # A atoms, K neighbor slots, M channels of a pair, H hidden width
 
@@ -42,23 +40,25 @@ class GatedAttention(nn.Module):
         self.in_proj = linear(width, 3 * hidden, dtype, seed_for("in_proj", seed))
         self.out_proj = linear(hidden, width, dtype, seed_for("out_proj", seed))
 
-    def of_no_neighbor(self, pairs: Tensor) -> Tensor:
-        """Return the update of the channels (..., M) of an empty slot, which attends to nothing."""
-        nothing = pairs.new_zeros(*pairs.shape[:-1], len(self.out_proj.weight))
-        return self.out_proj(nothing)
-
 
 class AttentionLayer(nn.Module):
     """Attention with a skip connection, normalised.
 
     Args:
-        attention: the attention.
-        norm: the normalisation.
+        width: M.
+        hidden: H.
+        eps: of the layer norm.
+        trainable_norm: whether weight and bias of the layer norm are trained.
+        dtype: precision of the parameters.
+        seed: of the initial parameters.
     """
 
-    def __init__(self, attention: GatedAttention, norm: LayerNorm) -> None:
+    def __init__(
+        self, width: int, hidden: int, *, eps: float, trainable_norm: bool, dtype: torch.dtype, seed: int
+    ) -> None:
         super().__init__()
-        self.attention, self.norm = attention, norm
+        self.attention = GatedAttention(width, hidden, dtype=dtype, seed=seed)
+        self.norm = LayerNorm(width, eps=eps, trainable=trainable_norm, dtype=dtype)
 
     @property
     def weights(self) -> Weights:
@@ -69,5 +69,7 @@ class AttentionLayer(nn.Module):
         return Weights(first.weight, first.bias, last.weight, last.bias, norm.weight, norm.bias)
 
     def of_no_neighbor(self, pairs: Tensor) -> Tensor:
-        """Return the channels (..., M) of an empty slot."""
-        return cast("Tensor", self.norm(pairs + self.attention.of_no_neighbor(pairs)))
+        """Return the channels (..., M) of an empty slot, which attends to nothing."""
+        out_proj = self.attention.out_proj
+        nothing = pairs.new_zeros(*pairs.shape[:-1], len(out_proj.weight))
+        return cast("Tensor", self.norm(pairs + out_proj(nothing)))

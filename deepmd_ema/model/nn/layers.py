@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.model.nn.activation import activation
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.schema.descriptor_bases import ListSection
 
 # B rows, in one or more dimensions; N inputs, M outputs of a layer
 
@@ -182,23 +185,7 @@ def linear(num_in: int, num_out: int, dtype: torch.dtype, source: torch.Generato
     return Layer(num_in, num_out, "none", residual=False, timestep=False, dtype=dtype, generator=generator, bias=bias)
 
 
-class EmbeddingOptions(Protocol):
-    """Options of an embedding network, as the sections of descriptors name them."""
-
-    @property
-    def neuron(self) -> list[int]:
-        """Return the widths of its layers."""
-
-    @property
-    def activation_function(self) -> str:
-        """Return its activation function."""
-
-    @property
-    def resnet_dt(self) -> bool:
-        """Return whether skip connections have a trained step size."""
-
-
-def embedding_network(options: EmbeddingOptions, num_in: int, dtype: torch.dtype, seed: int) -> Network:
+def embedding_network(options: ListSection, num_in: int, dtype: torch.dtype, seed: int) -> Network:
     """Return the embedding network of ``num_in`` inputs that the options of a descriptor ask for."""
     widths = [num_in, *options.neuron]
     return Network(widths, options.activation_function, timestep=options.resnet_dt, dtype=dtype, seed=seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -83,73 +84,39 @@ def environment_rows(
     return torch.cat([s.unsqueeze(-1), (s * inverse).unsqueeze(-1) * vector], -1), weight
 
 
-class Environment:
-    """Normalised environment matrix of a batch and its vector-Jacobian product.
+def normalised_environment(
+    vector: Tensor, parts: RadialParts, mean: Tensor, spread: Tensor, dropped: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return the normalised environment matrix of a batch and its vector-Jacobian product.
 
     Args:
         vector: (A, K, 3) float64, angstrom.
         parts: of the lengths of ``vector``.
-        mean: (A, K, 4) float64, subtracted from the rows.
-        spread: (A, K, 4) float64, the rows are divided by it.
+        mean: (A, K, 4) float64, subtracted from the rows, or (A, K, 1): there is the radial column alone.
+        spread: of the shape of ``mean``, the rows are divided by it.
         dropped: (A, K) bool, pairs whose rows are zero after normalisation, or None; no empty slots.
         dtype: precision of the rows.
 
-    Attributes:
-        rows: (A, K, 4). An empty slot has the row ``-mean / spread``.
+    Returns:
+        The rows (A, K, 4) or (A, K, 1), ``-mean / spread`` in an empty slot, and a function from the gradient by them
+        to that by ``vector`` (A, K, 3) float64.
     """
+    scale = spread.reciprocal()
+    keep = None if dropped is None else (~dropped).unsqueeze(-1).to(scale.dtype)
+    if mean.shape[-1] == 1:
+        scale = scale if keep is None else scale * keep
+        ds_dvector = scale * parts.ds_over_r.unsqueeze(-1) * vector
+        rows = (parts.s.unsqueeze(-1) - mean) * scale
+        return rows.to(dtype), lambda grad_rows: grad_rows.double() * ds_dvector
+    raw = torch.cat([parts.s.unsqueeze(-1), parts.c.unsqueeze(-1) * vector], -1)
+    rows = raw.sub_(mean).mul_(scale)
+    if keep is not None:
+        rows, scale = rows * keep, scale * keep
 
-    def __init__(
-        self,
-        vector: Tensor,
-        parts: RadialParts,
-        mean: Tensor,
-        spread: Tensor,
-        dropped: Tensor | None,
-        dtype: torch.dtype,
-    ) -> None:
-        self._vector, self._parts = vector, parts
-        self._scale = spread.reciprocal()
-        raw = torch.cat([parts.s.unsqueeze(-1), parts.c.unsqueeze(-1) * vector], -1)
-        rows = raw.sub_(mean).mul_(self._scale)
-        if dropped is not None:
-            keep = (~dropped).unsqueeze(-1).to(rows.dtype)
-            rows = rows * keep
-            self._scale = self._scale * keep
-        self.rows = rows.to(dtype)
-
-    def vjp(self, grad_rows: Tensor) -> Tensor:
-        """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that with respect to ``rows``."""
-        parts, vector = self._parts, self._vector
-        grad = grad_rows.double() * self._scale
+    def vjp(grad_rows: Tensor) -> Tensor:
+        grad = grad_rows.double() * scale
         angular = grad[..., 1:]
         along = parts.ds_over_r * grad[..., 0] + parts.dc_over_r * (vector * angular).sum(-1)
         return torch.addcmul(parts.c.unsqueeze(-1) * angular, along.unsqueeze(-1), vector)
 
-
-class RadialEnvironment:
-    """Radial column of the normalised environment matrix of a batch and its vector-Jacobian product.
-
-    Arguments are those of `Environment`, ``mean`` and ``spread`` with one column.
-
-    Attributes:
-        rows: (A, K, 1). An empty slot has the row ``-mean / spread``.
-    """
-
-    def __init__(
-        self,
-        vector: Tensor,
-        parts: RadialParts,
-        mean: Tensor,
-        spread: Tensor,
-        dropped: Tensor | None,
-        dtype: torch.dtype,
-    ) -> None:
-        scale = spread.reciprocal()
-        if dropped is not None:
-            scale = scale * (~dropped).unsqueeze(-1)
-        self.rows = ((parts.s.unsqueeze(-1) - mean) * scale).to(dtype)
-        self._along = scale * parts.ds_over_r.unsqueeze(-1) * vector  # ds/dvector
-
-    def vjp(self, grad_rows: Tensor) -> Tensor:
-        """Return the gradient with respect to ``vector`` (A, K, 3) float64 from that with respect to ``rows``."""
-        return grad_rows.double() * self._along
+    return rows.to(dtype), vjp

@@ -20,8 +20,8 @@ from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.data.loader import num_batches, sequential_batches
 from deepmd_ema.dist.world import World
 from deepmd_ema.metrics import Errors, evaluate
-from deepmd_ema.model.interpolation import tables_in
 from deepmd_ema.model.model_set import ModelSet, nested, unnested
+from deepmd_ema.model.tabulated import tables_in
 from deepmd_ema.report.tables import ValidationLog
 from deepmd_ema.train.loop.saver import Saver
 from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask
