@@ -56,13 +56,8 @@ class EnergyLoss:
             ATOM_PREF: self._weighted_force,
             HESSIAN: self._hessian,
         }
-        terms = []
-        for name, function in compute.items():
-            symbol = LABELS[name].symbol
-            start, limit = (getattr(config, f"{when}_pref_{symbol}") for when in ("start", "limit"))
-            if start or limit:
-                terms.append(_Term(symbol, start, limit, function))
-        self.terms = tuple(terms)
+        terms = [_term(config, LABELS[name].symbol, function) for name, function in compute.items()]
+        self.terms = tuple(term for term in terms if term.start or term.limit)
         names = {term.name for term in self.terms}
         self.labels: tuple[str, ...] = config.labels
         self.display_names: tuple[str, ...] = tuple(sorted(["rmse", *(f"{self._kind}_{name}" for name in names)]))
@@ -198,6 +193,11 @@ class _Term:
 
     def prefactor(self, progress: float) -> float:
         return self.limit + (self.start - self.limit) * progress
+
+
+def _term(config: EnerLossConfig, symbol: str, compute: Callable[[Mapping[str, Tensor], Batch], _Error]) -> _Term:
+    start, limit = (getattr(config, f"{when}_pref_{symbol}") for when in ("start", "limit"))
+    return _Term(symbol, start, limit, compute)
 
 
 def _label(batch: Batch, name: str) -> tuple[Tensor, Tensor]:

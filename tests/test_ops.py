@@ -21,11 +21,10 @@ from deepmd_ema.model.interpolation.series import SeriesSum
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.cpu.moments import CPUMoments
 from deepmd_ema.model.ops.cpu.operations import CPU, CPUOperations
 from deepmd_ema.model.ops.environment import exponential_switch, switch, switch_and_derivative
 from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
-from deepmd_ema.model.ops.reference import REFERENCE, Attended, AttentionOptions, Moments, occupied_slots
+from deepmd_ema.model.ops.reference import REFERENCE, Attended, AttentionOptions, occupied_slots
 
 RCUT = 4.0
 LAYOUT = NeighborLayout(RCUT, (60,), 3, by_type=False)
@@ -53,7 +52,6 @@ def arguments(name):
     s, (centre, half) = rows[..., 0], torch.tensor([0.0, 4.0], dtype=torch.float64)
     return {
         "moments": (rows, net),
-        "moments_vjp": (draw(num_atoms, 4, 8), draw(num_atoms, 2, num_slots, 8), rows),
         "series_sum": (rows, s, draw(16, 8, seed=4), centre, half, 8),
         "values_and_gradients": (draw(6, 4), fitting_networks(), (4, 0, 2)),
         "silu": (draw(num_atoms, 8), activation("silu")),
@@ -64,17 +62,11 @@ def arguments(name):
     }[name]  # fmt: skip
 
 
-def vjp_of(kind):
-    """Return the vector-Jacobian product of moments of a kind, a function of what it depends on."""
-    return lambda grad, jet, rows: kind(rows, grad, jet).vjp(grad)
-
-
 # the version for a CPU and the reference
 OPERATIONS = {
     **{name: (getattr(CPU, name), getattr(REFERENCE, name)) for name in (
         "moments", "values_and_gradients", "triple_sums", "attended_moments", "repformer_layers"
     )},
-    "moments_vjp": (vjp_of(CPUMoments), vjp_of(Moments)),
     **dict.fromkeys(("silu", "silut"), (CPU.activated, REFERENCE.activated)),
     "series_sum": (series._sum_in_place, series._plain_sum),
 }  # fmt: skip

@@ -29,7 +29,8 @@ def test_products_inside_written_out_functions_are_counted_as_by_hand(scripts):
     rows = torch.rand(atoms, slots, 4, dtype=torch.float64)
     with scripts("speed_bound").Operations() as seen:
         moments = CPU.moments(rows, net)
-        total = moments.value.sum() + moments.vjp(torch.ones_like(moments.value)).square().sum()
+        grad = torch.ones_like(moments.value, requires_grad=True)
+        total = moments.value.sum() + moments.vjp(grad).square().sum()
         total.backward()
     pairs, last = atoms * slots, widths[-1]
     # values and derivatives: each of the two later layers forward, and backward to its input and its weights

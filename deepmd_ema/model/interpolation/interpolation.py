@@ -123,8 +123,11 @@ class Interpolation(nn.Module):
         if not torch.compiler.is_dynamo_compiling() and (torch.is_grad_enabled() or self.recording):
             self.direct_numbers += s.numel() * sum(layer.weight.shape[1] for layer in net.stack)
             self.evaluated_sites += terms if beside is None else terms * len(beside)
-            enough = terms  # for later batches, as far as the error says it
-            if math.isfinite(error):
-                enough = min(terms_for(terms, error, self.max_error / MARGIN), MAX_TERMS)
-            self.needed = max(self.needed, MAX_TERMS + MULTIPLE if made is None else enough)
+            self.needed = max(self.needed, MAX_TERMS + MULTIPLE if made is None else self._enough(terms, error))
         return DirectSum(left, s, net, beside) if made is None else made.sum(left, s, in_place), beyond
+
+    def _enough(self, terms: int, error: float) -> int:
+        """Return the terms for later batches, if ``terms`` have the ``error``."""
+        if not math.isfinite(error):
+            return terms
+        return min(terms_for(terms, error, self.max_error / MARGIN), MAX_TERMS)

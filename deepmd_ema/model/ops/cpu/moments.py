@@ -30,32 +30,9 @@ def tanh_moments(rows: Tensor, net: Network, numbers_in_cache: int) -> Moments:
     width = 2 * rows.shape[1] * max(layer.weight.shape[1] for layer in net.stack)
     parts = portions(len(rows), width, numbers_in_cache)
     if torch.is_grad_enabled():
-        return CPUMoments(rows, *_TanhMoments.apply(rows, parts, copies, *flat))
+        return Moments(rows, *_TanhMoments.apply(rows, parts, copies, *flat))
     jet = _tanh_jets(rows[..., 0], parts, copies, flat, keep=False)[-1]
-    return CPUMoments(rows, torch.bmm(rows.transpose(1, 2), jet[:, 0]), jet)
-
-
-class CPUMoments(Moments):
-    """Moments with a written-out derivative of their vector-Jacobian product."""
-
-    def vjp(self, grad_moments: Tensor) -> Tensor:
-        """Return the gradient with respect to the rows (A, K, 4), also through s, from that of the moments."""
-        found: Tensor = _MomentsVjp.apply(grad_moments, self.jet, self.rows)
-        return found
-
-
-class _MomentsVjp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad_moments: Tensor, jet: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(grad_moments, jet, rows)
-        return Moments(rows, grad_moments, jet).vjp(grad_moments)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad_moments, jet, rows = ctx.saved_tensors
-        both = torch.stack([grad_out, rows * grad_out[..., :1]], 1).flatten(1, 2)
-        return torch.bmm(both.transpose(1, 2), jet.flatten(1, 2)), torch.bmm(both, grad_moments).view_as(jet), None
+    return Moments(rows, torch.bmm(rows.transpose(1, 2), jet[:, 0]), jet)
 
 
 class _TanhMoments(torch.autograd.Function):
