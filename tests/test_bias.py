@@ -24,7 +24,7 @@ from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.labels import ENERGY
-from deepmd_ema.model.bias import change_bias, energies_of, set_bias
+from deepmd_ema.model.output_bias import change_bias, energies_of, set_bias
 from deepmd_ema.model.statistics import collect_statistics
 from deepmd_ema.train.loop import refit_bias as bias_module
 from deepmd_ema.train.loop.refit_bias import refit

@@ -24,7 +24,7 @@ from deepmd_ema.infer import evaluate as evaluating
 from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model import compile as compiling
 from deepmd_ema.model.build import share_parts
-from deepmd_ema.model.compile import CompileOptions, Compiler, explained
+from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
 from deepmd_ema.model.energy import run
 from deepmd_ema.model.interpolation.series import MIN_TERMS
 from deepmd_ema.model.tabulated import interpolations_of

@@ -8,7 +8,7 @@ from toy_models import SECTIONS, TRICLINIC, TYPES, disturb, evaluate, model_sect
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.elements import ElementsError, carried_over
+from deepmd_ema.model.element_mapping import ElementsError, carried_over
 
 SAME_MATH = 1e-10
 every_descriptor = pytest.mark.parametrize("descriptor", sorted(SECTIONS))

@@ -227,5 +227,5 @@ print(*(name for name in sys.modules if name.startswith("deepmd_ema.")))
     found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
     modules = [name for name in found.split() if re.search(r"families\.\w+\.(module|layers|tree)", name)]
     assert modules == ["deepmd_ema.families.se_e2_r.module", "deepmd_ema.families.ener.module"]
-    assert not {"deepmd_ema.interchange.pt2", "deepmd_ema.model.extended", "deepmd_ema.infer.images",
+    assert not {"deepmd_ema.interchange.pt2", "deepmd_ema.model.extended_model", "deepmd_ema.infer.images",
                 "deepmd_ema.optim.lkf", "deepmd_ema.train.loop.kalman"} & {*found.split()}  # fmt: skip

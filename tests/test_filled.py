@@ -9,7 +9,7 @@ import pytest
 import torch
 from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, toy_atoms, toy_model
 
-from deepmd_ema.model.filled import at_least_two, fill, to_half_octave, to_prime
+from deepmd_ema.model.dummy_atoms import at_least_two, fill, to_half_octave, to_prime
 
 ROUNDS = {"two": lambda: at_least_two, "half an octave": lambda: to_half_octave, "primes": lambda: to_prime({5, 7})}
 # elements of the atoms of each frame, and its cell

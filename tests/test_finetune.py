@@ -19,7 +19,7 @@ from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interchange import write_dp
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.elements import carried_over
+from deepmd_ema.model.element_mapping import carried_over
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import content_digest

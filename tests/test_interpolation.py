@@ -18,7 +18,7 @@ from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.evaluate import measure
-from deepmd_ema.model.compile import CompileOptions, Compiler
+from deepmd_ema.model.compiler import CompileOptions, Compiler
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.series import (

@@ -33,7 +33,7 @@ from deepmd_ema.interchange import pt2
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
-from deepmd_ema.model.extended import ExtendedModel
+from deepmd_ema.model.extended_model import ExtendedModel
 from deepmd_ema.model.tabulated import interpolations_of, make_tables, seal, tabulate
 
 TYPES = np.array([1, 0, 2, 1, 1, 0, 2, 0, 1])

@@ -82,14 +82,14 @@ def test_options_of_the_compiler_have_the_names_that_are_set():
     import torch.fx.experimental._config as shapes
 
     for name in ("recompile_limit", "optimize_ddp"):
-        assert hasattr(torch._dynamo.config, name), gone(f"torch._dynamo.config.{name}", "model/compile.py")
-    assert hasattr(shapes, "use_duck_shape"), gone("torch.fx.experimental._config.use_duck_shape", "model/compile.py")
+        assert hasattr(torch._dynamo.config, name), gone(f"torch._dynamo.config.{name}", "model/compiler.py")
+    assert hasattr(shapes, "use_duck_shape"), gone("torch.fx.experimental._config.use_duck_shape", "model/compiler.py")
 
 
 def test_the_compiler_counts_graphs_for_log_lines():
     from torch._dynamo.utils import counters, get_compilation_metrics
 
-    assert counters["stats"]["unique_graphs"] >= 0, gone("torch._dynamo.utils.counters", "model/compile.py")
+    assert counters["stats"]["unique_graphs"] >= 0, gone("torch._dynamo.utils.counters", "model/compiler.py")
     assert callable(get_compilation_metrics)
 
 

@@ -21,8 +21,8 @@ from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, ModelFile, load_models
 from deepmd_ema.labels import ENERGY
-from deepmd_ema.model.bias import BiasFit, FrameEnergies, change_bias, energies_of, fixed_elements, set_bias
 from deepmd_ema.model.model_set import ModelSet, unnested
+from deepmd_ema.model.output_bias import BiasFit, FrameEnergies, change_bias, energies_of, fixed_elements, set_bias
 from deepmd_ema.report.table import Column, Table, render
 from deepmd_ema.tensors import prefix_of
 from deepmd_ema.weight_names import LIVE

@@ -28,7 +28,7 @@ from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.short_pairs import SAME_PLACE, describe_short_pair
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
 from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
-from deepmd_ema.model.compile import CompileOptions, Compiler, explained
+from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.tabulated import tabulate

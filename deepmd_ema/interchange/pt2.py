@@ -24,9 +24,9 @@ from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, NotCompiledError, UserError
 from deepmd_ema.files import atomic_write
 from deepmd_ema.interchange.dp.files import PACKAGED_TREE, Tree, opened_package, packaged_text
-from deepmd_ema.model.compile import without_compiler
+from deepmd_ema.model.compiler import without_compiler
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.extended import ExtendedModel
+from deepmd_ema.model.extended_model import ExtendedModel
 from deepmd_ema.model.tabulated import seal
 
 # F frames, N atoms of a frame, E atoms of a frame and images of them, L slots as given

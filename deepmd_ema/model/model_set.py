@@ -11,7 +11,7 @@ from deepmd_ema.tensors import prefix_of
 
 if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
-    from deepmd_ema.model.compile import Compiler
+    from deepmd_ema.model.compiler import Compiler
     from deepmd_ema.model.energy import EnergyModel
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from deepmd_ema.labels import APARAM, ATOM_ENERGY, FPARAM
-from deepmd_ema.model.bias import FrameEnergies, set_bias
+from deepmd_ema.model.output_bias import FrameEnergies, set_bias
 from deepmd_ema.model.sums import sum_by_type
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from deepmd_ema.config import RunConfig
 from deepmd_ema.config.fields import plain
 from deepmd_ema.dist.world import World
 from deepmd_ema.labels import HESSIAN
-from deepmd_ema.model.compile import CompileOptions, Compiler, explained
+from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
 from deepmd_ema.model.model_set import ModelSet
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from torch import Tensor
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.sampler import Sampler, permutation
-from deepmd_ema.model.bias import FrameEnergies, change_bias, energies_of
+from deepmd_ema.model.output_bias import FrameEnergies, change_bias, energies_of
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import prefix_of
 from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask, stream_of

@@ -12,7 +12,7 @@ from typing import Any
 from deepmd_ema.config import ModelConfig, RunConfig, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.infer.load import LoadedModel
-from deepmd_ema.model.elements import ElementsError, carried_over
+from deepmd_ema.model.element_mapping import ElementsError, carried_over
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.train.start.from_weights import report_differences

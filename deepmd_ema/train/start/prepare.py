@@ -25,10 +25,10 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.files import writing
 from deepmd_ema.geometry import NeighborStatistics
-from deepmd_ema.model.bias import change_bias, energies_of
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
+from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.seeds import seed_for

@@ -1,4 +1,4 @@
-"""Batches filled up with atoms that no frame has, so that compiled code sees few kinds of sizes."""
+"""Batches filled up with dummy atoms, which are in frames of their own, so that few graphs are compiled."""
 
 from __future__ import annotations
 

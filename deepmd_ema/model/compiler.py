@@ -19,8 +19,8 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.files import writing
 from deepmd_ema.labels import ENERGY
+from deepmd_ema.model.dummy_atoms import Round, at_least_two, fill, to_half_octave, to_prime
 from deepmd_ema.model.energy import EnergyModel, run
-from deepmd_ema.model.filled import Round, at_least_two, fill, to_half_octave, to_prime
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Compiler:
 
     Every parameter and buffer is an input of a graph, and torch guards everything else that a graph depends on, so that
     models of one structure share one graph and no model runs with the constants of another. Batches are filled up so
-    that their sizes are of one kind (:mod:`~deepmd_ema.model.filled`); gradients and values are those of the batch.
+    that their sizes are of one kind (:mod:`~deepmd_ema.model.dummy_atoms`); gradients and values stay the same.
 
     Attributes:
         options: of torch.
