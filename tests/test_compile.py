@@ -22,7 +22,7 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import UserError
 from deepmd_ema.infer import evaluate as evaluating
 from deepmd_ema.loss import EnergyLoss
-from deepmd_ema.model import compile as compiling
+from deepmd_ema.model import compiler as compiling
 from deepmd_ema.model.build import share_parts
 from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
 from deepmd_ema.model.energy import run
@@ -149,8 +149,8 @@ def test_a_batch_for_which_the_series_of_a_graph_are_too_short_is_evaluated_agai
     compiler = Compiler(TRACED)
     (batch, *_) = batches_of(model)
     with torch.no_grad():
-        for net in model.descriptor.networks:
-            net.stack[0].weight *= 8
+        for net in model.descriptor.embeddings:
+            net.layers[0].weight *= 8
     graph = compiler._evaluate(model, batch, compiler._up)
     assert torch.isnan(graph["energy"]).any()
     found = outputs_loss_and_gradients(compiler, model, batch)

@@ -45,7 +45,7 @@ ALWAYS = {"model__descriptor__interpolate": "always"}
 def net_of(activation="tanh", dtype=torch.float64, steep=1.0):
     net = Network([1, 4, 8], activation, timestep=True, dtype=dtype, seed=1)
     with torch.no_grad():
-        net.stack[0].weight *= steep
+        net.layers[0].weight *= steep
     return net
 
 
@@ -96,7 +96,7 @@ def test_the_gradient_by_rows_is_that_by_both_where_s_is_their_first_column():
     of_left, of_s = found.vjp(grad)
     expected = torch.cat([of_left[..., :1] + of_s[..., None], of_left[..., 1:]], -1)
     rows = found.rows_vjp(grad)
-    weight = net.stack[0].weight
+    weight = net.layers[0].weight
     gradients = [torch.autograd.grad(one.square().sum(), weight, retain_graph=True) for one in (rows, expected)]
     torch.testing.assert_close(rows, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
@@ -173,7 +173,7 @@ def test_a_series_that_is_too_short_for_a_batch_is_not_used_for_it():
     interpolation.use(MIN_TERMS)
     for factor in (1.0, 6.0, 20.0):
         with torch.no_grad():
-            model.descriptor.networks[0].stack[0].weight *= factor
+            model.descriptor.embeddings[0].layers[0].weight *= factor
         assert error_of_forces(model, batch) < 3e-9
         assert interpolation.terms == MIN_TERMS  # of the next evaluation
 
@@ -187,11 +187,11 @@ def test_no_derivative_of_a_series_is_off_by_more_than_the_bound(seed, precision
         neuron = [[4, 8], [25, 50, 100], [10, 10, 20]][source.integers(3)]
         net = Network([1, *neuron], "tanh", timestep=False, dtype=torch.float64, seed=int(source.integers(1 << 30)))
         with torch.no_grad():
-            for layer in net.stack:
+            for layer in net.layers:
                 layer.weight *= float(10 ** source.uniform(-1, 0.7))
             # a narrow feature that is faint as well
-            net.stack[0].weight[0, 0] *= float(10 ** source.uniform(0, 1.5))
-            net.stack[1].weight[0] *= float(10 ** source.uniform(-6, 0))
+            net.layers[0].weight[0, 0] *= float(10 ** source.uniform(0, 1.5))
+            net.layers[1].weight[0] *= float(10 ** source.uniform(-6, 0))
         low = float(source.uniform(-3, 1))
         s = torch.linspace(low, low + float(10 ** source.uniform(-1, 1.2)), 3001, dtype=torch.float64)
         interpolation = Interpolation("always", precision)
@@ -233,7 +233,7 @@ def test_a_net_that_hardly_depends_on_the_distance_is_evaluated_at_each_pair():
     """Its derivative is small beside the rounding of its values, which a series amplifies."""
     net = net_of()
     with torch.no_grad():
-        net.stack[0].weight *= 1e-9
+        net.layers[0].weight *= 1e-9
     left, s, interpolation = drawn(5, 40, 4), 3 * drawn(5, 40, seed=1), Interpolation("always", torch.float64)
     interpolation.use(40)
     found, expected = interpolation(left, s, net), DirectSum(left, s, net, None)
@@ -258,7 +258,7 @@ def test_terms_are_added_when_a_net_gets_steeper_and_taken_away_when_it_is_smoot
     interpolation, control, batch = controlled(choice="always")
     model: EnergyModel = control.models.by_task[""]
     first = interpolation.terms
-    weight = model.descriptor.networks[0].stack[0].weight
+    weight = model.descriptor.embeddings[0].layers[0].weight
     seen = []
     for factor in (6.0, 1 / 6.0):
         with torch.no_grad():
@@ -292,8 +292,8 @@ def test_a_section_that_needs_fewer_terms_does_not_keep_another_from_growing():
     interpolation, control, batch = controlled(choice="always")
     model: EnergyModel = control.models.by_task[""]
     with torch.no_grad():
-        model.descriptor.networks[0].stack[0].weight *= 0.1
-        model.descriptor.networks[1].stack[0].weight *= 8
+        model.descriptor.embeddings[0].layers[0].weight *= 0.1
+        model.descriptor.embeddings[1].layers[0].weight *= 8
     before = interpolation.terms
     assert error_of_forces(model, batch) < 3e-9
     control.before_step(1)
@@ -305,7 +305,7 @@ def test_averaged_weights_and_other_evaluations_without_gradients_leave_the_seri
     interpolation, control, batch = controlled(choice="always")
     model: EnergyModel = control.models.by_task[""]
     with torch.no_grad():
-        model.descriptor.networks[0].stack[0].weight *= 6
+        model.descriptor.embeddings[0].layers[0].weight *= 6
     before = interpolation.terms
     model(batch, create_graph=False)
     assert not interpolation.needed
@@ -326,7 +326,7 @@ def test_a_net_that_gets_a_kink_is_evaluated_directly_before_a_check_says_so():
     interpolation, control, batch = controlled(choice="always")
     model: EnergyModel = control.models.by_task[""]
     with torch.no_grad():
-        model.descriptor.networks[0].stack[0].weight *= 1000
+        model.descriptor.embeddings[0].layers[0].weight *= 1000
     assert error_of_forces(model, batch) < 3e-9
     control.before_step(1)
     assert interpolation.terms == 0
@@ -340,7 +340,7 @@ def test_a_step_that_is_not_finite_leaves_the_series_as_they_are():
         control.before_step(step)
     before = interpolation.terms
     with torch.no_grad():
-        model.descriptor.networks[0].stack[0].weight.fill_(float("nan"))
+        model.descriptor.embeddings[0].layers[0].weight.fill_(float("nan"))
     assert torch.isnan(model(batch, create_graph=True)["energy"]).all()
     control.before_step(3)
     assert interpolation.terms == before <= MAX_TERMS

@@ -101,7 +101,7 @@ def test_a_table_is_made_once_and_again_when_a_weight_has_changed(monkeypatch):
     model(batch)
     assert all(now is before for now, before in zip(interpolation.tables.made, tables, strict=True))
     with torch.no_grad():
-        model.descriptor.networks[0].stack[1].bias += 0.5
+        model.descriptor.embeddings[0].layers[1].bias += 0.5
     found = model(batch)
     assert sum(now is not before for now, before in zip(interpolation.tables.made, tables, strict=True)) == 1
     interpolation.tables, interpolation.terms = None, 0
@@ -113,7 +113,7 @@ def test_gradients_by_parameters_go_around_tables():
     model.eval()
     batch = one_batch(model)
     model.descriptor.interpolation.use(0)
-    weight = model.descriptor.networks[0].stack[0].weight
+    weight = model.descriptor.embeddings[0].layers[0].weight
     (expected,) = torch.autograd.grad(model(batch, create_graph=True)["force"].square().sum(), weight)
     tabulate(model)
     model.requires_grad_(True)

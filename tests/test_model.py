@@ -73,10 +73,10 @@ def test_value_and_gradient_of_a_network_agree_with_autograd(widths):
 
 def test_skip_connections_stand_where_widths_allow_them():
     net = Network([3, 3, 6, 7], "tanh", timestep=True, dtype=torch.float64, seed=1, num_out=1)
-    assert [layer.copies for layer in net.stack] == [1, 2, 0, 0]
-    assert [layer.idt is not None for layer in net.stack] == [True, True, False, False]
+    assert [layer.copies for layer in net.layers] == [1, 2, 0, 0]
+    assert [layer.idt is not None for layer in net.layers] == [True, True, False, False]
     x = torch.randn(4, 3, dtype=torch.float64)
-    first, second, *_ = net.stack
+    first, second, *_ = net.layers
     y = torch.tanh(x @ first.weight + first.bias) * first.idt + x
     torch.testing.assert_close(first(x), y)
     z = torch.tanh(y @ second.weight + second.bias) * second.idt + torch.cat([y, y], 1)
@@ -85,12 +85,12 @@ def test_skip_connections_stand_where_widths_allow_them():
 
 def test_first_parameters_have_the_spread_of_deepmd_kit():
     net = Network([200, 200], "tanh", timestep=True, dtype=torch.float64, seed=1)
-    (layer,) = net.stack
+    (layer,) = net.layers
     assert abs(layer.weight.std() * 400**0.5 - 1) < 0.02
     assert abs(layer.bias.std() - 1) < 0.2
     assert abs(layer.idt.mean() - 0.1) < 1e-3
     assert 5e-4 < layer.idt.std() < 2e-3
-    single = Network([200, 200], "tanh", timestep=True, dtype=torch.float32, seed=1).stack[0]
+    single = Network([200, 200], "tanh", timestep=True, dtype=torch.float32, seed=1).layers[0]
     assert torch.equal(single.weight, layer.weight.float())
 
 

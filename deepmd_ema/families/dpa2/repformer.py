@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.families.dpa2.repformer_attention import Surroundings
 from deepmd_ema.families.dpa2.repformer_layer import RepformerLayer
 from deepmd_ema.model.descriptor.env_statistics import add_normalisation, environment, normalised
 from deepmd_ema.model.nn.activation import activation
-from deepmd_ema.model.nn.layers import linear
+from deepmd_ema.model.nn.layers import linear, module_list
 from deepmd_ema.model.ops.cpu.repformer_layer import LayerOptions, LayerWeights
 from deepmd_ema.model.ops.environment import environment_rows, switch_and_derivative
 from deepmd_ema.model.ops.reference import UsesOperations
@@ -63,17 +63,12 @@ class Repformer(UsesOperations):
         self.rcut, self.rcut_smth, self.sel = options.rcut, options.rcut_smth, int(options.nsel)
         self.act = activation(options.activation_function).value
         self.pair_embedding = linear(1, options.g2_dim, dtype, seed_for("pair_embedding", seed))
-        self.layers = nn.ModuleList(
+        self.layers = module_list(
             RepformerLayer(options, last=n == options.nlayers - 1, dtype=dtype, seed=seed_for("layer", seed, n))
             for n in range(options.nlayers)
         )
-        self.is_fused = all(layer.can_be_fused for layer in self.stack)
+        self.is_fused = all(layer.can_be_fused for layer in self.layers)
         add_normalisation(self, (num_types, self.sel, 4), dtype)
-
-    @property
-    def stack(self) -> list[RepformerLayer]:
-        """The layers, first to last."""
-        return cast("list[RepformerLayer]", list(self.layers))
 
     def forward(
         self, vector: Tensor, neighborhood: Neighborhood, node: Tensor, batch: Batch, dropped: Tensor | None
@@ -137,7 +132,7 @@ class Repformer(UsesOperations):
         """
         pair, vectors = rows.split([1, 3], -1)
         node, pair = self.act(node), self.act(self.pair_embedding(pair))
-        for layer in self.stack:
+        for layer in self.layers:
             node, pair, vectors = layer(node, pair, vectors, around)
         return node + self._nothing(pair, vectors)
 
@@ -145,11 +140,11 @@ class Repformer(UsesOperations):
         """Return the parameters of the embedding of pairs and of the layers."""
         embedding = self.pair_embedding
         assert embedding.bias is not None
-        return embedding.weight, embedding.bias, [layer.weights() for layer in self.stack]
+        return embedding.weight, embedding.bias, [layer.weights() for layer in self.layers]
 
     def layer_options(self, around: Surroundings) -> LayerOptions:
         """Return the options that the fused layers have in common, between these neighbors."""
-        first = self.stack[0]
+        first = self.layers[0]
         return LayerOptions(
             num_axis=self.options.axis_neuron,
             node_scale=first.node_update.scale,

@@ -167,12 +167,4 @@ class RepformerLayer(nn.Module):
         return linear(num_in, num_out, self._dtype, seed_for(name, self._seed), bias)
 
     def _update(self, num_changes: int, width: int, name: str = "node") -> Update:
-        return Update(
-            width,
-            num_changes,
-            style=self.options.update_style,
-            size=self.options.update_residual,
-            init=self.options.update_residual_init,
-            dtype=self._dtype,
-            seed=seed_for(name, self._seed),
-        )
+        return Update(width, num_changes, self.options, dtype=self._dtype, seed=seed_for(name, self._seed))

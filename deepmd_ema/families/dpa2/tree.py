@@ -9,12 +9,14 @@ from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.families.dpa2.module import DPA2Descriptor
 from deepmd_ema.families.dpa2.repformer_layer import RepformerLayer
-from deepmd_ema.families.se_atten.tree import block_tree, check_angular_means, env_mat_tree, has_exp_switch
+from deepmd_ema.families.se_atten.tree import block_tree, check_angular_means
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import (
     PartTree,
     array,
     chosen,
+    env_mat_tree,
+    has_exp_switch,
     layer_tree,
     norm_tree,
     parts_of,
@@ -83,7 +85,7 @@ class DPA2Tree(PartTree):
             "repinit_variable": block_tree(part.repinit, options["repinit"], len(types)),
             "repformers_variable": {
                 "g2_embd": layer_tree(part.repformer.pair_embedding, resnet=False),
-                "repformer_layers": [_layer_tree(layer, part, repformer_args) for layer in part.repformer.stack],
+                "repformer_layers": [_layer_tree(layer, part, repformer_args) for layer in part.repformer.layers],
                 "env_mat": env_mat_tree(part.repformer),
                 VARIABLES: statistics_tree(part.repformer),
             },

@@ -82,24 +82,13 @@ class RepflowLayer(UsesOperations):
         n, e, a = options.n_dim, options.e_dim, options.a_dim
         generator = torch.Generator().manual_seed(seed_for("layers", seed))
 
-        def update(of: str, width: int, num_updates: int) -> Update:
-            return Update(
-                width,
-                num_updates,
-                style=options.update_style,
-                size=options.update_residual,
-                init=options.update_residual_init,
-                dtype=dtype,
-                seed=seed_for(of, seed),
-            )
-
         heads = options.n_multi_edge_message
         self.node_self = linear(n, n, dtype, generator)
         self.node_sym = linear((n + e) * options.axis_neuron, n, dtype, generator)
         self.node_edge = linear(2 * n + e, heads * n, dtype, generator)
         self.edge_self = linear(2 * n + e, e, dtype, generator)
-        self.node_update = update("node", n, 2 + heads)
-        self.edge_update = update("edge", e, 2 if options.update_angle else 1)
+        self.node_update = Update(n, 2 + heads, options, dtype=dtype, seed=seed_for("node", seed))
+        self.edge_update = Update(e, 1 + options.update_angle, options, dtype=dtype, seed=seed_for("edge", seed))
         if not options.update_angle:
             return
         n_part, e_part = options.n_angle_dim, options.e_angle_dim
@@ -109,7 +98,7 @@ class RepflowLayer(UsesOperations):
         self.edge_angle = linear(a + n_part + 2 * e_part, e, dtype, generator)
         self.edge_angle_out = linear(e, e, dtype, generator)
         self.angle_self = linear(a + n_part + 2 * e_part, a, dtype, generator)
-        self.angle_update = update("angle", a, 1)
+        self.angle_update = Update(a, 1, options, dtype=dtype, seed=seed_for("angle", seed))
 
     def idle_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of updates that have no effect."""

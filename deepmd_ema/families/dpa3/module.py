@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.families.dpa3.layers import Geometry, RepflowLayer
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics, add_normalisation, normalised
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
 from deepmd_ema.model.nn.activation import activation
-from deepmd_ema.model.nn.layers import freeze, linear
+from deepmd_ema.model.nn.layers import freeze, linear, module_list
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.model.ops.environment import environment_rows, exponential_switch, switch
 from deepmd_ema.model.ops.reference import UsesOperations
@@ -51,7 +51,7 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
         self.edge_embedding = linear(1, flow.e_dim, self.dtype, generator)
         self.angle_embedding = linear(1, flow.a_dim, self.dtype, generator, bias=False)
         to_come = range(flow.nlayers - 1, -1, -1)  # layers after each: an angle acts on edges, and these on nodes
-        self.layers = nn.ModuleList(
+        self.layers = module_list(
             RepflowLayer(
                 flow,
                 config.activation_function,
@@ -69,11 +69,6 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
         measured = EnvironmentStatistics(self, config.exclude_types, zero_mean=True)
         self.environments = [] if flow.fix_stat_std else [measured]
 
-    @property
-    def repflow_layers(self) -> list[RepflowLayer]:
-        """The layers, first to last."""
-        return cast("list[RepflowLayer]", list(self.layers))
-
     def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:
         # as far as the list reaches: in a hybrid an exponential switch is small, but not zero, beyond the cutoff
         neighborhood = batch.within()
@@ -85,7 +80,7 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
             neighborhood.neighbor, neighborhood.reverse, weighted, edge_switch, angle_switch, has_angles
         )
         node = self.ops.activated(pick(table, batch.atom_type), self.activation)
-        for layer in self.repflow_layers:
+        for layer in self.layers:
             node, edge, angle = layer(node, edge, angle, geometry)
         return node + self._nothing()
 
@@ -117,7 +112,7 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
 
     def _nothing(self) -> Tensor:
         """Return 0, to which parameters without effect are tied: every parameter has a gradient, on every rank."""
-        idle = [p for layer in self.repflow_layers for p in layer.idle_parameters()]
+        idle = [p for layer in self.layers for p in layer.idle_parameters()]
         if not self.has_angles:
             idle += self.angle_embedding.parameters()
         return sum((0 * p.sum() for p in idle), torch.zeros((), dtype=self.dtype, device=self.mean.device))

@@ -68,7 +68,7 @@ class DPA3Tree(PartTree):
             "repflow_variable": {
                 "edge_embd": layer_tree(part.edge_embedding, resnet=False),
                 "angle_embd": layer_tree(part.angle_embedding, resnet=False),
-                "repflow_layers": [_layer_tree(layer, part, options) for layer in part.repflow_layers],
+                "repflow_layers": [_layer_tree(layer, part, options) for layer in part.layers],
                 # what DeePMD-kit writes whatever the options, and does not read
                 "env_mat": {
                     "rcut": flow.e_rcut,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.labels import APARAM, FPARAM
-from deepmd_ema.model.nn.layers import Network, freeze
+from deepmd_ema.model.nn.layers import Network, freeze, module_list
 from deepmd_ema.model.ops.reference import Operations, UsesOperations
 from deepmd_ema.model.sums import mean_and_spread
 from deepmd_ema.seeds import seed_for
@@ -66,7 +66,7 @@ class EnergyFitting(UsesOperations):
         self.skips_absent = True  # the nets of elements that a batch does not have, in evaluation
         start = seed if config.seed is None else config.seed
         self.num_inputs = dim_in + config.numb_fparam + config.numb_aparam + config.dim_case_embd
-        self.nets = nn.ModuleList(
+        self.nets = module_list(
             FittingNetwork(
                 [self.num_inputs, *config.neuron],
                 config.activation_function,
@@ -77,7 +77,7 @@ class EnergyFitting(UsesOperations):
             )
             for t in range(1 if mixed_types else num_types)
         )
-        freeze(self.nets, config.trainable)
+        freeze(self, config.trainable)
         counted = torch.tensor([t not in self.excluded_types for t in range(num_types)], dtype=torch.float64)
         self._counted: Tensor
         self.register_buffer("_counted", counted, persistent=False)
@@ -93,11 +93,6 @@ class EnergyFitting(UsesOperations):
         default = None if config.default_fparam is None else torch.tensor(config.default_fparam, dtype=torch.float64)
         self._default_fparam: Tensor | None
         self.register_buffer("_default_fparam", default, persistent=False)
-
-    @property
-    def networks(self) -> list[FittingNetwork]:
-        """The networks, one per type or one for all."""
-        return cast("list[FittingNetwork]", list(self.nets))
 
     def share_networks(self, other: EnergyFitting, whose: str) -> None:
         """Take the networks of ``other`` and what their inputs are measured by; ``whose`` names both for messages.
@@ -153,7 +148,7 @@ class EnergyFitting(UsesOperations):
 
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
         """Return the outputs of the networks (A,) and their gradients with respect to the inputs (A, N)."""
-        nets = self.networks
+        nets = self.nets
         if not self.skips_absent:  # each gathers its parameters when it is called
             found = [net.evaluate(own, self.ops) for net, own in zip(nets, inputs.split(shares), strict=True)]
             energies, gradients = zip(*found, strict=True)
@@ -171,7 +166,7 @@ class EnergyFitting(UsesOperations):
         for index in self.from_vacuum:
             mine = inputs.split(shares)[index]
             vacuum = torch.cat([torch.zeros_like(mine[:, : self.dim_in]), mine[:, self.dim_in :]], 1)
-            parts[index] = parts[index] - self.networks[index](vacuum)[:, 0]
+            parts[index] = parts[index] - self.nets[index](vacuum)[:, 0]
         return torch.cat(parts)
 
     def _parameters_of(self, batch: Batch) -> list[Tensor]:

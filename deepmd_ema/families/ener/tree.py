@@ -28,7 +28,7 @@ class EnerTree(PartTree):
         network = {
             "@class": "FittingNetwork",
             "@version": 1,
-            "in_dim": part.networks[0].stack[0].weight.shape[0],
+            "in_dim": part.nets[0].layers[0].weight.shape[0],
             "out_dim": 1,
             **common,
             "bias_out": True,
@@ -43,7 +43,7 @@ class EnerTree(PartTree):
             **chosen(options, ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam", "rcond")),
             "mixed_types": part.mixed_types,
             "exclude_types": list(config.atom_exclude_types),
-            "nets": network_trees("fitting_network", part.networks, network, ndim, ntypes, hidden_only=False),
+            "nets": network_trees("fitting_network", part.nets, network, ndim, ntypes, hidden_only=False),
             VARIABLES: {
                 "bias_atom_e": array(part.bias_atom_e),
                 "case_embd": array(part.case_embd),

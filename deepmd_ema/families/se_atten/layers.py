@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from deepmd_ema.batch import Batch, Neighborhood
@@ -16,7 +17,7 @@ from deepmd_ema.model.descriptor.type_embedded import ElementBlock
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.sums import NeighborSum
 from deepmd_ema.model.nn.attention import AttentionLayer
-from deepmd_ema.model.nn.layers import freeze
+from deepmd_ema.model.nn.layers import freeze, module_list
 from deepmd_ema.model.nn.norm import eps_of
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
 from deepmd_ema.model.ops.environment import environment_rows
@@ -66,7 +67,7 @@ class SeAttenBlock(ElementBlock):
             shift=LOGIT_SHIFT if options.smooth else None,
             eps=eps_of(options.ln_eps),
         )
-        self.layers = nn.ModuleList(
+        self.layers = module_list(
             AttentionLayer(
                 self.num_channels,
                 options.attn,
@@ -79,11 +80,6 @@ class SeAttenBlock(ElementBlock):
         )
         if not options.trainable:
             freeze(self, False)
-
-    @property
-    def attention_layers(self) -> list[AttentionLayer]:
-        """The attention layers, first to last."""
-        return cast("list[AttentionLayer]", list(self.layers))
 
     @property
     def dim_out(self) -> int:
@@ -119,17 +115,13 @@ class SeAttenBlock(ElementBlock):
             if counts is not None:
                 rows = torch.where((torch.arange(width, device=rows.device) < counts[:, None])[..., None], rows, 0)
             inputs = rows[..., :1], batch.atom_type[:, None], neighbor_type, switch[..., None]
-
-            def embed(s: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor) -> Tensor:
-                return self._embed(s, table, centre, neighbor, switch)
-
-            weights = [layer.weights for layer in self.attention_layers]
-            given = Attended(rows, embed, inputs, counts, mask, switch, direction, self.sel)
+            weights = [layer.weights for layer in self.layers]
+            given = Attended(rows, partial(self._embed, table), inputs, counts, mask, switch, direction, self.sel)
             moments = self.ops.attended_moments(given, weights, self.attends)
         elif self._is_interpolated(batch):
             moments = self._interpolated_moments(rows, table, neighbor_type, switch, batch)
         else:
-            pairs = self._embed(rows[..., :1], table, batch.atom_type[:, None], neighbor_type, switch[..., None])
+            pairs = self._embed(table, rows[..., :1], batch.atom_type[:, None], neighbor_type, switch[..., None])
             moments = torch.bmm(rows.transpose(1, 2), pairs)
         return axis_features(self._of_all_slots(moments, counts, width, table, batch), self.num_axis)
 
@@ -173,7 +165,7 @@ class SeAttenBlock(ElementBlock):
             moments = moments + self._absent_moments(counts, width, table, batch.first_type, batch)
         return moments / self.sel
 
-    def _embed(self, s: Tensor, table: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor) -> Tensor:
+    def _embed(self, table: Tensor, s: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor) -> Tensor:
         """Return the channels (..., K, M) of pairs from ``s`` and ``switch`` (..., K, 1) and their types (..., K)."""
         if self.pair_embedding is None:
             shape = s.shape[:-1]
@@ -254,8 +246,8 @@ class SeAttenBlock(ElementBlock):
         centre = torch.arange(num_types, device=rows.device)[None, :, None]
         neighbor = filler[:, None, None].expand(-1, num_types, rows.shape[1])
         s = rows[None, ..., :1].expand(filler.shape[0], -1, -1, -1)
-        pairs = self._embed(s, table, centre, neighbor, torch.zeros_like(s))
-        for layer in self.attention_layers:
+        pairs = self._embed(table, s, centre, neighbor, torch.zeros_like(s))
+        for layer in self.layers:
             pairs = layer.of_no_neighbor(pairs)
         moments = torch.einsum("tkc,ftkm->ftcm", rows, pairs)
         moments = moments.flatten(0, 1)[batch.atom_frame * num_types + batch.atom_type]

@@ -17,6 +17,8 @@ from deepmd_ema.interchange.dp.networks import (
     PartTree,
     chosen,
     embedding_tree,
+    env_mat_tree,
+    has_exp_switch,
     layer_tree,
     network_trees,
     norm_tree,
@@ -70,21 +72,6 @@ class SeAttenTree(PartTree):
         """Return the options of its section that the tree gives."""
         # files of version 1 do not say that the type embedding has a bias
         return {"use_tebd_bias": True, **super().section(tree)}
-
-
-def env_mat_tree(block: Any) -> Tree:
-    """Return the tree of the environment matrix of a block."""
-    return {
-        "rcut": block.rcut,
-        "rcut_smth": block.rcut_smth,
-        "protection": block.protection,
-        "use_exp_switch": False,
-    }
-
-
-def has_exp_switch(tree: Mapping[str, Any]) -> bool:
-    """Whether the environment matrix of a tree has an exponential switch."""
-    return bool((tree.get("env_mat") or {}).get("use_exp_switch"))
 
 
 def one_block_tree(part: OneBlockDescriptor, config: StandardConfig, names: Sequence[str]) -> Tree:
@@ -161,5 +148,5 @@ def attention_tree(block: SeAttenBlock, options: Mapping[str, Any]) -> Tree:
         "layer_num": len(block.layers),
         **shape,
         **norms,
-        "attention_layers": [layer_tree_of(layer) for layer in block.attention_layers],
+        "attention_layers": [layer_tree_of(layer) for layer in block.layers],
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from deepmd_ema.config import ModelConfig
@@ -12,6 +12,8 @@ from deepmd_ema.interchange.dp.networks import (
     PartTree,
     chosen,
     embedding_tree,
+    env_mat_tree,
+    has_exp_switch,
     network_trees,
     precision_of,
     statistics_tree,
@@ -47,11 +49,7 @@ class SeE2ATree(PartTree):
             "@version": 2,
             **chosen(options, SHAPE),
             "embeddings": network_trees("embedding_network", nets, common, ndim, ntypes, hidden_only=True),
-            "env_mat": {
-                **chosen(options, ("rcut", "rcut_smth")),
-                "protection": options["env_protection"],
-                "use_exp_switch": False,
-            },
+            "env_mat": env_mat_tree(part),
             **chosen(options, ("exclude_types", "env_protection")),
             VARIABLES: statistics_tree(part),
             "type_map": list(config.type_map),
@@ -59,8 +57,8 @@ class SeE2ATree(PartTree):
             "spin": None,
         }
 
-    def _networks(self, part: ByTypeDescriptor) -> list[Network]:
-        return part.networks
+    def _networks(self, part: ByTypeDescriptor) -> Sequence[Network]:
+        return part.embeddings
 
     def _ndim(self, part: ByTypeDescriptor) -> int:
         """Return the number of types that a network depends on."""
@@ -75,5 +73,5 @@ class SeE2ATree(PartTree):
         return {
             "descriptor version 3 (compressed)": tree.get("@version", 2) > 2,
             "spin": bool(tree.get("spin")),
-            "an exponential switch": bool((tree.get("env_mat") or {}).get("use_exp_switch")),
+            "an exponential switch": has_exp_switch(tree),
         }

@@ -52,7 +52,7 @@ class SeE3Descriptor(ByTypeDescriptor):
             rows = rows.masked_fill(dropped[..., None], 0)
         by_type = rows.to(self.dtype).split(batch.slots, 1)
         parts = []
-        for (a, b), net in zip(self.pairs, self.networks, strict=True):
+        for (a, b), net in zip(self.pairs, self.embeddings, strict=True):
             products = torch.bmm(by_type[a], by_type[b].transpose(1, 2)).unsqueeze(-1)  # (A, J, K, 1)
             parts.append((products * net(products)).sum((1, 2)) / max(self.sel[a] * self.sel[b], 1))
         return reduce(torch.add, parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from deepmd_ema.config import ModelConfig
@@ -22,9 +23,9 @@ class SeE3Tree(SeE2ATree):
         tree = super().write(part, config)
         return {name: value for name, value in tree.items() if name != "spin"}
 
-    def _networks(self, part: ByTypeDescriptor) -> list[Network]:
+    def _networks(self, part: ByTypeDescriptor) -> Sequence[Network]:
         assert isinstance(part, SeE3Descriptor)
-        by_pair = dict(zip(part.pairs, part.networks, strict=True))
+        by_pair = dict(zip(part.pairs, part.embeddings, strict=True))
         types = range(part.num_types)
         # the used one of a pair is the later one, so that its arrays are those that `fill` leaves
         return [by_pair[min(a, b), max(a, b)] for b in types for a in types]

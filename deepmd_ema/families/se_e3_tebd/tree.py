@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepmd_ema.config.schema.model import StandardConfig
-from deepmd_ema.families.se_atten.tree import check_angular_means, has_exp_switch, one_block_tree
+from deepmd_ema.families.se_atten.tree import check_angular_means, one_block_tree
 from deepmd_ema.families.se_e3_tebd.module import SeE3TebdDescriptor
 from deepmd_ema.interchange.dp.files import Tree
-from deepmd_ema.interchange.dp.networks import PartTree
+from deepmd_ema.interchange.dp.networks import PartTree, has_exp_switch
 
 OPTIONS = (
     "rcut", "rcut_smth", "neuron", "tebd_dim", "tebd_input_mode", "resnet_dt", "set_davg_zero", "activation_function",

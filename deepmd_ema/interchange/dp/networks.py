@@ -123,8 +123,8 @@ def network_trees(kind: str, nets: Sequence[Network], common: Tree, ndim: int, n
                 **common,
                 "layers": [
                     # DeePMD-kit adds the input only where the widths allow it
-                    layer_tree(layer, resnet=hidden_only or layer is not net.stack[-1])
-                    for layer in net.stack
+                    layer_tree(layer, resnet=hidden_only or layer is not net.layers[-1])
+                    for layer in net.layers
                 ],
             }
             for net in nets
@@ -149,12 +149,12 @@ def layer_tree(layer: Layer, resnet: bool) -> Tree:
 
 def embedding_tree(net: Network, activation: str, timestep: bool) -> Tree:
     """Return the entries of an embedding network before its layers; the network has no linear layer at the end."""
-    first = net.stack[0]
+    first = net.layers[0]
     return {
         "@class": "EmbeddingNetwork",
         "@version": 2,
         "in_dim": first.weight.shape[0],
-        "neuron": [layer.weight.shape[1] for layer in net.stack],
+        "neuron": [layer.weight.shape[1] for layer in net.layers],
         "activation_function": activation,
         "resnet_dt": timestep,
         "bias": first.bias is not None,
@@ -178,7 +178,7 @@ def type_embedding_tree(embedding: TypeEmbedding, type_map: Sequence[str], train
     """Return the tree of a type embedding. Its row of zeros for virtual atoms is not stored."""
     net = embedding.net
     entry = embedding_tree(net, "Linear", timestep=False)
-    layers = [{**layer_tree(layer, resnet=True), "activation_function": "Linear"} for layer in net.stack]
+    layers = [{**layer_tree(layer, resnet=True), "activation_function": "Linear"} for layer in net.layers]
     return {
         "@class": "TypeEmbedNet",
         "@version": 2,
@@ -196,6 +196,21 @@ def type_embedding_tree(embedding: TypeEmbedding, type_map: Sequence[str], train
 def statistics_tree(module: Any) -> Tree:
     """Return the arrays of the means and spreads by which a module normalises its environment matrix."""
     return {"davg": array(module.mean), "dstd": array(module.stddev)}
+
+
+def env_mat_tree(block: Any) -> Tree:
+    """Return the tree of the environment matrix of a module that has one."""
+    return {
+        "rcut": block.rcut,
+        "rcut_smth": block.rcut_smth,
+        "protection": block.protection,
+        "use_exp_switch": False,
+    }
+
+
+def has_exp_switch(tree: Mapping[str, Any]) -> bool:
+    """Whether the environment matrix of a tree has an exponential switch."""
+    return bool((tree.get("env_mat") or {}).get("use_exp_switch"))
 
 
 def fill(own: Any, given: Any, name: str = "") -> None:

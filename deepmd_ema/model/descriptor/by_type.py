@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import reduce
 from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar, TypeAlias, cast
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.model.descriptor.env_statistics import (
@@ -20,7 +20,7 @@ from deepmd_ema.model.descriptor.env_statistics import (
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.sums import NeighborSum
-from deepmd_ema.model.nn.layers import Network, embedding_network, freeze
+from deepmd_ema.model.nn.layers import Network, embedding_network, freeze, module_list
 from deepmd_ema.model.ops.reference import UsesOperations
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
@@ -68,20 +68,16 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
         self.dtype = precision(config.precision)
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         start = seed if config.seed is None else config.seed
-        self.embeddings = nn.ModuleList(
+        # one per neighbor type, or per pair at ``centre + neighbor * T``
+        self.embeddings = module_list(
             embedding_network(config, 1, self.dtype, seed_for("embedding", start, index))
             for index in range(self._num_networks())
         )
-        freeze(self.embeddings, config.trainable)
+        freeze(self, config.trainable)
         add_normalisation(self, (num_types, sum(self.sel), self.num_columns), self.dtype)
         self.environments = [EnvironmentStatistics(self, config.exclude_types, config.set_davg_zero)]
         choice = getattr(config, "interpolate", None)
         self.interpolation = None if choice is None else Interpolation(choice, self.dtype, sum(config.neuron))
-
-    @property
-    def networks(self) -> list[Network]:
-        """The embedding nets: one per neighbor type, or per pair at ``centre + neighbor * T``."""
-        return cast("list[Network]", list(self.embeddings))
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return the layout of neighbors of this descriptor."""
@@ -94,21 +90,12 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
     def _num_networks(self) -> int:
         return self.num_types if self.one_side else self.num_types**2
 
-    def _rows_by_net(self, rows: Tensor, batch: Batch) -> list[list[tuple[Tensor, Network]]]:
-        """Return for all atoms, or for those of each type, the rows (A', K', C) and the net of each neighbor type."""
-        # split, not sliced: a slice compares its ends with the size, on which a compiled graph would depend
-        centres = [rows] if self.one_side else rows.split(batch.type_counts)
-        nets = self._nets_of_centres()
-        return [
-            list(zip(part.split(batch.slots, 1), own, strict=True)) for part, own in zip(centres, nets, strict=True)
-        ]
-
     def _nets_of_centres(self) -> list[list[Network]]:
         """Return for all atoms, or for those of each type, the net of each neighbor type."""
         types = range(self.num_types)
         if self.one_side:
-            return [self.networks]
-        return [[self.networks[centre + neighbor * self.num_types] for neighbor in types] for centre in types]
+            return [list(self.embeddings)]
+        return [[self.embeddings[centre + neighbor * self.num_types] for neighbor in types] for centre in types]
 
     def _sums(
         self,
@@ -130,7 +117,12 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
             :meth:`_interpolated`.
         """
         rows, rows_vjp = environment(self, batch.vector, self._dropped(batch), batch.atom_type, self._slots(batch))
-        parts, embedded = self._rows_by_net(rows, batch), None
+        # split, not sliced: a slice compares its ends with the size, on which a compiled graph would depend
+        centres = [rows] if self.one_side else rows.split(batch.type_counts)
+        nets = zip(centres, self._nets_of_centres(), strict=True)
+        # for all atoms, or for those of each type, the rows (A', K', C) and the net of each neighbor type
+        parts = [list(zip(own.split(batch.slots, 1), of_own, strict=True)) for own, of_own in nets]
+        embedded = None
         assert self.interpolation is not None
         if self.interpolation.serves(batch):
             interpolated, embedded = self._interpolated(parts, left_of)
@@ -161,7 +153,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
         """Return sums of interpolated networks over the neighbors in each section, and the embedding of empty slots.
 
         Args:
-            parts: of :meth:`_rows_by_net`.
+            parts: for all atoms, or for those of each type, the rows and the net of each neighbor type.
             left_of: makes of rows (A, K, C) what is summed.
 
         Returns:
@@ -185,7 +177,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
         embedded = [joined([values for _, values in section]) for section in zip(*found, strict=True)]
         return [[summed for summed, _ in part] for part in found], embedded
 
-    def _trimmed(self, batch: Batch, embedded: list[Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _trimmed(self, batch: Batch, embedded: list[Tensor] | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the content of the empty slots of each section beyond those of the batch, by type of centre.
 
         They are normalised like all slots, so each holds the row ``-mean / stddev`` of its type of centre: a constant
@@ -201,7 +193,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
         rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)
         tables = None if self.interpolation is None or torch.is_grad_enabled() else self.interpolation.tables
         if embedded is None and tables is not None:
-            made_of = [self.mean, self.stddev, *self.embeddings.parameters()]
+            made_of = [self.mean, self.stddev, *(p for net in self.embeddings for p in net.parameters())]
             embedded = tables.padding(made_of, self._embedded_padding)
         made = self._embedded_padding() if embedded is None else embedded
         for end, sel, used, values in zip(accumulate(self.sel), self.sel, batch.slots, made):

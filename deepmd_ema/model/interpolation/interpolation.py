@@ -121,7 +121,7 @@ class Interpolation(nn.Module):
         made, beyond, terms, error = fit(net, beside, centre.unsqueeze(0), half, constants, self.max_error, further)
         # evaluations without gradients may be of averaged weights, whose number must not change the training
         if not torch.compiler.is_dynamo_compiling() and (torch.is_grad_enabled() or self.recording):
-            self.direct_numbers += s.numel() * sum(layer.weight.shape[1] for layer in net.stack)
+            self.direct_numbers += s.numel() * sum(layer.weight.shape[1] for layer in net.layers)
             self.evaluated_sites += terms if beside is None else terms * len(beside)
             self.needed = max(self.needed, MAX_TERMS + MULTIPLE if made is None else self._enough(terms, error))
         return DirectSum(left, s, net, beside) if made is None else made.sum(left, s, in_place), beyond

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from deepmd_ema.model.nn.activation import activation
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor_bases import ListSection
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 # B rows, in one or more dimensions; N inputs, M outputs of a layer
 
@@ -102,6 +104,11 @@ class Layer(nn.Module):
         return y + (x if self.copies == 1 else torch.cat([x, x], -1))
 
 
+def module_list(modules: Iterable[ModuleT]) -> Sequence[ModuleT]:
+    """Return a ``torch.nn.ModuleList``, for type checkers as a sequence of modules of their own type."""
+    return cast("Sequence[ModuleT]", nn.ModuleList(modules))
+
+
 class Network(nn.Module):
     """Dense layers one after the other.
 
@@ -138,19 +145,14 @@ class Network(nn.Module):
         ]
         if num_out is not None:
             hidden.append(linear(widths[-1], num_out, dtype, generator))
-        self.layers = nn.ModuleList(hidden)
+        self.layers = module_list(hidden)
         tanhs = [one.activation.name == "tanh" and one.bias is not None for one in hidden]
         self.is_tanh = all(tanhs) and not hidden[0].copies and all(one.idt is None for one in hidden)
         self.is_scalar_tanh = num_out == 1 and bias and all(tanhs[:-1])
 
-    @property
-    def stack(self) -> list[Layer]:
-        """The layers, first to last."""
-        return cast("list[Layer]", list(self.layers))
-
     def forward(self, x: Tensor) -> Tensor:
         """Return the output (B, M)."""
-        for layer in self.stack:
+        for layer in self.layers:
             x = layer(x)
         return x
 
@@ -160,11 +162,11 @@ class Network(nn.Module):
         Both are ordinary functions of the parameters: a loss of the gradient needs one backward pass, not two.
         """
         derivatives = []
-        for layer in self.stack:
+        for layer in self.layers:
             x, derivative = layer.with_derivative(x)
             derivatives.append(derivative)
         grad = torch.ones_like(x)
-        for layer, derivative in zip(reversed(self.stack), reversed(derivatives)):
+        for layer, derivative in zip(reversed(self.layers), reversed(derivatives)):
             grad = layer.vjp(grad, derivative)
         return x.sum(1), grad
 
@@ -173,7 +175,7 @@ class Network(nn.Module):
         dx = torch.ones_like(x)
         if x.shape[-1] > 1:
             dx = torch.cat([dx[..., :1], torch.zeros_like(x[..., 1:])], -1)
-        for layer in self.stack:
+        for layer in self.layers:
             x, derivative = layer.with_derivative(x)
             dx = layer.jvp(dx, derivative)
         return x, dx

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,16 @@ class Update(nn.Module):
     Args:
         width: of the features and the updates.
         num_updates: n.
-        style: ``res_residual`` with trained vectors ``r_k``, ``res_incr`` or ``res_avg``, in the order above.
-        size: of the ``r_k`` at the start.
-        init: ``const`` (all are ``size``) or ``norm`` (random, of the spread ``size``).
+        options: a section with ``update_style``, which is ``res_residual`` with trained vectors ``r_k``, ``res_incr``
+            or ``res_avg``, in the order above; ``update_residual``, the size of the ``r_k`` at the start; and
+            ``update_residual_init``, ``const`` (all have this size) or ``norm`` (random, of this spread).
         dtype: precision of the ``r_k``.
         seed: of the ``r_k``.
     """
 
-    def __init__(
-        self, width: int, num_updates: int, *, style: str, size: float, init: str, dtype: torch.dtype, seed: int
-    ) -> None:
+    def __init__(self, width: int, num_updates: int, options: Any, *, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
+        style, size, is_random = options.update_style, options.update_residual, options.update_residual_init == "norm"
         self.factor = {"res_incr": num_updates**-0.5}.get(style, 1.0)
         self.scale = (num_updates + 1) ** -0.5 if style == "res_avg" else 1.0
         self.num_updates = num_updates
@@ -35,7 +35,7 @@ class Update(nn.Module):
             generator = torch.Generator().manual_seed(seed_for("update", seed, k))
             # drawn in float64 whatever the precision, so that both precisions start from the same numbers
             drawn = torch.randn(width, dtype=torch.float64, generator=generator)
-            self.factors.append((size * (drawn if init == "norm" else torch.ones_like(drawn))).to(dtype))
+            self.factors.append((size * (drawn if is_random else torch.ones_like(drawn))).to(dtype))
 
     def forward(self, features: Tensor, updates: Sequence[Tensor]) -> Tensor:
         """Return the updated features (..., width)."""

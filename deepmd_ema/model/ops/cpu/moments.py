@@ -24,10 +24,10 @@ def tanh_moments(rows: Tensor, net: Network, numbers_in_cache: int) -> Moments:
         net: G.
         numbers_in_cache: of a portion.
     """
-    flat = [p for layer in net.stack for p in (layer.weight, layer.bias)]
-    copies = tuple(layer.copies for layer in net.stack)
+    flat = [p for layer in net.layers for p in (layer.weight, layer.bias)]
+    copies = tuple(layer.copies for layer in net.layers)
     # values and derivatives of the widest layer, which are read and written again for each operation
-    width = 2 * rows.shape[1] * max(layer.weight.shape[1] for layer in net.stack)
+    width = 2 * rows.shape[1] * max(layer.weight.shape[1] for layer in net.layers)
     parts = portions(len(rows), width, numbers_in_cache)
     if torch.is_grad_enabled():
         return Moments(rows, *_TanhMoments.apply(rows, parts, copies, *flat))

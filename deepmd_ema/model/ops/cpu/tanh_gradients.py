@@ -35,10 +35,10 @@ def values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequence[in
     """
     flat: list[Tensor | None] = []
     for net in nets:
-        *hidden, last = net.stack
+        *hidden, last = net.layers
         flat += [p for layer in hidden for p in (layer.weight, layer.bias, layer.idt)]
         flat += [last.weight, last.bias]
-    copies = tuple(layer.copies for layer in nets[0].stack[:-1])
+    copies = tuple(layer.copies for layer in nets[0].layers[:-1])
     values, grads = _ValuesAndGradients.apply(x, tuple(shares), copies, *flat)
     return values, grads
 

@@ -40,7 +40,7 @@ def triple_sums_and_vjp(
         table: (T, E) type embeddings.
         net: G, of tanh layers.
     """
-    start, *later = net.stack
+    start, *later = net.layers
     assert start.bias is not None
     of_c, *of_elements = start.weight.split([1, table.shape[1], table.shape[1]])
     first, second = (table @ weight for weight in of_elements)
