@@ -6,10 +6,10 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from queue import Queue
 
 from deepmd_ema.dist.world import World, clear_announced
 from deepmd_ema.errors import RankLostError
@@ -57,10 +57,9 @@ class Writer:
         self._world, self._writes = world, everywhere or world.is_main
         self._step: int | None = None  # whose tensors may be copied
         self._last: int | None = None  # that had a job
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
+        self._jobs: Queue[Callable[[], None] | None] = Queue()  # None ends the thread
         self._thread: threading.Thread | None = None
-        self._busy = self._ends = self._has_given_up = False
+        self._has_given_up = False
         self._error: BaseException | None = None
 
     def begin(self, step: int) -> None:
@@ -71,27 +70,23 @@ class Writer:
         """
         with self._world.all_ranks_ok():
             if step != self._step:
-                self.times.waits += self._is_working()
+                self.times.waits += self._jobs.unfinished_tasks > 0
                 self.wait()
                 self._step = step
             self._raise()
 
     def submit(self, job: Callable[[], None]) -> None:
         """Have ``job`` done after those before it; ranks that do not write do nothing."""
-        if not self._writes:
+        if not self._writes or self._has_given_up:
             return
-        with self._changed:
-            if self._has_given_up:
-                return
-            if self._step != self._last:
-                self.times.steps += 1
-                self._last = self._step
-            self._jobs.append(job)
-            if self._thread is None:
-                # a daemon: a process that is to end at once does not wait for a disk that hangs
-                self._thread = threading.Thread(target=self._work, name=_NAME, daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+        if self._step != self._last:
+            self.times.steps += 1
+            self._last = self._step
+        self._jobs.put(job)
+        if self._thread is None:
+            # a daemon: a process that is to end at once does not wait for a disk that hangs
+            self._thread = threading.Thread(target=self._work, name=_NAME, daemon=True)
+            self._thread.start()
 
     @property
     def has_failed(self) -> bool:
@@ -110,9 +105,7 @@ class Writer:
     def wait(self) -> None:
         """Wait until every file is written or given up; call it before files of the run are read."""
         began = time.perf_counter()
-        with self._changed:
-            while self._is_working():
-                self._changed.wait()
+        self._jobs.join()
         self.times.waited_s += time.perf_counter() - began
 
     def finish(self) -> None:
@@ -130,15 +123,10 @@ class Writer:
     def close(self) -> None:
         """Wait until every file is written or given up, and end the thread."""
         self.wait()
-        with self._changed:
-            thread, self._thread = self._thread, None
-            self._ends = True
-            self._changed.notify_all()
+        thread, self._thread = self._thread, None
         if thread is not None:
+            self._jobs.put(None)
             thread.join()
-
-    def _is_working(self) -> bool:
-        return self._busy or bool(self._jobs)
 
     def _raise(self) -> None:
         # an error that another rank reported to the thread is reported again here: both must be in the same collective
@@ -148,24 +136,17 @@ class Writer:
 
     def _work(self) -> None:
         _step_back()
-        while True:
-            with self._changed:
-                while not self._jobs and not self._ends:
-                    self._changed.wait()
-                if not self._jobs:
-                    return
-                job = self._jobs.popleft()
-                self._busy = True
+        while (job := self._jobs.get()) is not None:
             began = time.perf_counter()
-            error = _error_of(job)
+            if not self._has_given_up:
+                try:
+                    job()
+                except BaseException as error:  # whatever it is, it is raised again in the thread of training
+                    self._error, self._has_given_up = clear_announced(error), True
             del job  # else its tensors would stay until the next one
-            with self._changed:
-                self.times.written_s += time.perf_counter() - began
-                self._busy = False
-                if error is not None:
-                    self._error, self._has_given_up = error, True
-                    self._jobs.clear()
-                self._changed.notify_all()
+            self.times.written_s += time.perf_counter() - began
+            self._jobs.task_done()
+        self._jobs.task_done()
 
 
 def _step_back() -> None:
@@ -177,11 +158,3 @@ def _step_back() -> None:
         with suppress(OSError):  # a container may forbid it
             own = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + NICENESS)
-
-
-def _error_of(job: Callable[[], None]) -> BaseException | None:
-    try:
-        job()
-    except BaseException as error:  # whatever it is, it is raised again in `begin` or `wait`
-        return clear_announced(error)
-    return None
