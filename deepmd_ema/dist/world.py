@@ -56,18 +56,14 @@ class World(Launch):
 
     def all_reduce_max(self, number: int, group: dist.ProcessGroup | None = None) -> int:
         """Return the largest ``number`` of all ranks; waits for them, but not for the device."""
-        if self.size == 1:
-            return number
-        largest = torch.tensor(number)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group or self.cpu_group)
-        return int(largest)
+        return self.all_reduce_max_each([number], group)[0]
 
-    def all_reduce_max_each(self, numbers: Sequence[int]) -> list[int]:
+    def all_reduce_max_each(self, numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
         """Return the largest over the ranks of each of as many numbers."""
         if self.size == 1 or not numbers:
             return list(numbers)
         largest = torch.tensor(numbers)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.cpu_group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group or self.cpu_group)
         return largest.tolist()
 
     def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
