@@ -81,17 +81,20 @@ class LKF:
         """
         good = ok > 0
         covariances = list(_of_task(task, self._covariances, self._block_owners))
-        row = torch.cat([_in_row(g).to(covariances[0].dtype) for g in gradients]).split([len(c) for c in covariances])
-        gains = [covariance @ part for covariance, part in zip(covariances, row)]
+        # in the row the first dim of a parameter runs fastest
+        row = torch.cat([g.permute(*reversed(range(g.ndim))).reshape(-1).to(covariances[0].dtype) for g in gradients])
+        parts = row.split([len(c) for c in covariances])
+        gains = [covariance @ part for covariance, part in zip(covariances, parts)]
         memory = self._memory.to(gains[0].dtype)
-        spread = torch.stack([memory + part @ gain for part, gain in zip(row, gains)]).sum()
+        spread = torch.stack([memory + part @ gain for part, gain in zip(parts, gains)]).sum()
         change = torch.cat(gains) * (error.to(gains[0].dtype) / spread)
         inverse, divisor = torch.where(good, 1 / spread, 0), torch.where(good, memory, 1)
         for covariance, gain in zip(covariances, gains):
             _take_in(covariance, torch.where(good, gain, 0), inverse, divisor)
         parameters = self.parameters_of(task)
         for p, part in zip(parameters, change.split([p.numel() for p in parameters])):
-            p.copy_(torch.where(good, p + _from_row(part, p).to(p.dtype), p))
+            moved = part.view(tuple(reversed(p.shape))).permute(*reversed(range(p.ndim)))
+            p.copy_(torch.where(good, p + moved.to(p.dtype), p))
         self._memory.copy_(torch.where(good, MEMORY_RATE * self._memory + (1 - MEMORY_RATE), self._memory))
 
     def state_dict(self, copy: Callable[[Tensor], Any] = cpu_copy) -> dict[str, Any]:
@@ -156,12 +159,3 @@ def _take_in(covariance: Tensor, gain: Tensor, inverse: Tensor, divisor: Tensor)
 
 def _of_task(task: str, values: Iterable[T], owners: Iterable[Sequence[str]]) -> Iterator[T]:
     return (value for value, of in zip(values, owners, strict=True) if task in of)
-
-
-def _in_row(tensor: Tensor) -> Tensor:
-    """Return the elements of a parameter in the order of the row: its first dim runs fastest."""
-    return tensor.permute(*reversed(range(tensor.ndim))).reshape(-1)
-
-
-def _from_row(part: Tensor, like: Tensor) -> Tensor:
-    return part.view(tuple(reversed(like.shape))).permute(*reversed(range(like.ndim)))
