@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -35,6 +35,7 @@ class FromWeights(Start):
         payload: its content.
     """
 
+    continues: ClassVar[bool] = False  # the run of the file: then its options and tasks are compared later, all of them
     path: Path
     payload: Mapping[str, Any]
 
@@ -59,7 +60,8 @@ class FromWeights(Start):
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with ``sel`` as in the file where the input leaves it open."""
         models, saved = {}, self._saved
-        self.check_tasks(config)
+        if not self.continues:
+            self._check_tasks(config)
         for name, task in config.tasks.items():
             if name not in saved:
                 continue
@@ -71,10 +73,11 @@ class FromWeights(Start):
                 )
             if model.descriptor.neighbors is None:
                 models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(saved[name].descriptor))
-            self.report_differences(saved[name], model, task.place("model"))
+            if not self.continues:
+                report_differences(saved[name], model, task.place("model"))
         return config.with_models(models) if models else config
 
-    def check_tasks(self, config: RunConfig) -> None:
+    def _check_tasks(self, config: RunConfig) -> None:
         """Check that the file has a model for each task.
 
         Raises:
@@ -92,10 +95,6 @@ class FromWeights(Start):
             )
         raise CheckpointError(f"{self.path}: holds {text}")
 
-    def report_differences(self, saved: ModelConfig, model: ModelConfig, place: str) -> None:
-        """Warn of options with which the same weights mean another thing."""
-        report_differences(saved, model, place)
-
     def run_id(self, config: RunConfig) -> str:
         """Return the identifier of this trajectory of weights."""
         return digest(to_dict(config), str(self.path))
@@ -106,8 +105,21 @@ class FromWeights(Start):
         return found
 
     def load_weights(self, models: ModelSet) -> None:
-        """Put the weights of the file into ``models``."""
-        put_weights(models, self._weights(), self._tasks_in(models), self.path)
+        """Put the weights of the file into ``models``, also into what new tasks share with those of the file.
+
+        Raises:
+            CheckpointError: naming every missing, extra or reshaped tensor.
+        """
+        # a restart may have new tasks, and the file some that the run has no longer
+        known = ModelSet({task: model for task, model in models.by_task.items() if task in self._saved})
+        prefixes = tuple(map(prefix_of, known.by_task))
+        found = {name: tensor for name, tensor in self._weights().items() if name.startswith(prefixes)}
+        check_weights({name: tuple(tensor.shape) for name, tensor in known.state_dict().items()}, found, self.path)
+        known.load_state_dict(found)
+        new = [model.fitting for task, model in models.by_task.items() if task not in self._saved]
+        taken = {model.fitting.case for model in known.by_task.values()}
+        for fitting, case in zip(new, (n for n in range(len(models.by_task) + len(taken)) if n not in taken)):
+            fitting.set_case(case)  # a task that stays has the case of before, whatever the names of new ones are
         step = "step not known" if self.payload["step"] is None else f"step {self.payload['step']}"
         logger.info("weights of %s (%s, %s)", self.path, self.payload["weights"] or "live or averaged", step)
 
@@ -115,34 +127,8 @@ class FromWeights(Start):
     def _saved(self) -> dict[str, ModelConfig]:
         return saved_models(self.payload["config"], str(self.path)).configs
 
-    def _tasks_in(self, models: ModelSet) -> list[str]:
-        """Return the tasks of ``models`` that the file must have."""
-        return list(models.by_task)
-
     def _weights(self) -> Mapping[str, Tensor]:
         return checkpoint.weights_in(self.payload, self.path)[0]
-
-
-def put_weights(models: ModelSet, weights: Mapping[str, Tensor], tasks: Sequence[str], path: Path) -> None:
-    """Put the weights of some tasks into ``models``, also into what the others share with them.
-
-    Args:
-        models: of a run.
-        weights: of a file, by the names that it has for them; those of other tasks are not looked at.
-        tasks: those whose weights the file must have.
-        path: the file, for messages.
-
-    Raises:
-        CheckpointError: naming every missing, extra or reshaped tensor.
-    """
-    known = ModelSet({task: models.by_task[task] for task in tasks})
-    found = {n: tensor for n, tensor in weights.items() if n.startswith(tuple(map(prefix_of, tasks)))}
-    check_weights({name: tuple(tensor.shape) for name, tensor in known.state_dict().items()}, found, path)
-    known.load_state_dict(found)
-    new = [model.fitting for task, model in models.by_task.items() if task not in tasks]
-    taken = {model.fitting.case for model in known.by_task.values()}
-    for fitting, case in zip(new, (n for n in range(len(models.by_task) + len(taken)) if n not in taken)):
-        fitting.set_case(case)  # a task that stays has the case of before, whatever the names of new ones are
 
 
 def report_differences(saved: ModelConfig, model: ModelConfig, place: str) -> None:

@@ -17,7 +17,7 @@ from deepmd_ema.config import RunConfig, config_from_dict, to_dict
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.outputs import BEST, POINTER, Output, Outputs, suffix_of, suffixed
 from deepmd_ema.errors import CheckpointError, UserError, collect_problems
-from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, sync, writing
+from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, size_of, sync, writing
 from deepmd_ema.locks import locked
 from deepmd_ema.train.start.request import TrainRequest
 from deepmd_ema.weight_names import LIVE
@@ -130,7 +130,7 @@ def _pile(folder: Path) -> str:
     kept = [path for path in folder.glob(f"{EARLIER}-*") if path.is_dir()]
     if len(kept) < 2:
         return ""
-    size = sum(file.stat().st_size for path in kept for file in path.rglob("*") if not file.is_symlink())
+    size = sum(map(size_of, kept))
     where = f"{folder.absolute()}/{EARLIER}-*"
     return f" {len(kept)} such folders are kept, {size / 1e6:,.1f} MB: {where}. Remove those that you do not need."
 

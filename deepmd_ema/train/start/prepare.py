@@ -170,17 +170,13 @@ def _check_data(
             found[name] = report.neighbors
     if problems:
         raise DataError(problems)
-    return _with_neighbors(config, found), nearest, dates
-
-
-def _with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) -> RunConfig:
-    """Return the config with ``sel`` resolved; a descriptor that tasks share has room for the neighbors in all."""
     models = {}
     for name, task in config.tasks.items():
         if task.model.descriptor.neighbors is None:
+            # a descriptor that tasks share has room for the neighbors in all
             of_all = reduce(NeighborStatistics.with_counts_of, [found[other] for other in config.sharing_with(name)])
             models[name] = task.model.with_descriptor(task.model.descriptor.with_neighbors(of_all))
-    return config.with_models(models) if models else config
+    return config.with_models(models) if models else config, nearest, dates
 
 
 def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema.config import ModelConfig, RunConfig, saved_config, saved_models, to_dict
+from deepmd_ema.config import RunConfig, saved_config, saved_models, to_dict
 from deepmd_ema.config.differences import differences_of, shortened, without_tasks
 from deepmd_ema.config.messages import of_one_task
 from deepmd_ema.config.schema.optim import LKFConfig
@@ -49,6 +49,8 @@ _ADVICE = (
 class Restart(FromWeights):
     """The continuation of a run, bitwise what it would have been without a break."""
 
+    continues = True
+
     @property
     def step(self) -> int:
         """Optimizer steps done before the start."""
@@ -67,17 +69,11 @@ class Restart(FromWeights):
             return config
         return replace(config, training=replace(config.training, seed=self.payload["config"]["training"]["seed"]))
 
-    def check_tasks(self, config: RunConfig) -> None:
-        """Check nothing: ``check_resumable`` reports tasks that come and go."""
-
-    def report_differences(self, saved: ModelConfig, model: ModelConfig, place: str) -> None:
-        """Report nothing: ``check_resumable`` refuses them."""
-
     def check_resumable(self, config: RunConfig, allow_change: bool) -> None:
         """Compare the config with that of the checkpoint."""
-        if ("" in self._tasks) != ("" in config.tasks):
+        if ("" in self._saved) != ("" in config.tasks):
             raise ConfigError(
-                f"{self.path}: of a run of {_describe_tasks(self._tasks)}, and the input has "
+                f"{self.path}: of a run of {_describe_tasks(self._saved)}, and the input has "
                 f"{_describe_tasks(config.tasks)}: no restart. Start anew from its weights with --finetune, "
                 f"{'and --model-branch' if '' in config.tasks else 'and finetune_head for each task'}."
             )
@@ -85,7 +81,7 @@ class Restart(FromWeights):
         if before != now:
             # both in today's form: the checkpoint may be of an older version, with options under other names
             before = to_dict(saved_config(before, str(self.path)))
-        came, went = sorted(config.tasks.keys() - self._tasks), sorted(self._tasks - config.tasks.keys())
+        came, went = sorted(config.tasks.keys() - self._saved.keys()), sorted(self._saved.keys() - config.tasks.keys())
         found = without_tasks(differences_of(before, now), [*came, *went])
         differences = [d for d in found if not d[0].endswith(_OF_THE_START)]
         for path, old, new in differences:
@@ -120,7 +116,7 @@ class Restart(FromWeights):
 
     def needs_statistics(self, config: RunConfig) -> bool:
         """Whether there are new tasks."""
-        return bool(config.tasks.keys() - self._tasks)
+        return bool(config.tasks.keys() - self._saved.keys())
 
     def run_id(self, config: RunConfig) -> str:
         """Return that of the run that is continued."""
@@ -149,16 +145,9 @@ class Restart(FromWeights):
             "restart after step %d of %s: weights, optimizer, averages, order of frames, learning rate and logs are "
             "continued", self.step, self.path,
         )  # fmt: skip
-        if self._tasks == models.by_task.keys():
+        if self._saved.keys() == models.by_task.keys():
             return self.payload
         return _state_of_tasks(models, self.payload, streams, str(self.path))
-
-    @property
-    def _tasks(self) -> set[str]:
-        return set(self._saved)
-
-    def _tasks_in(self, models: ModelSet) -> list[str]:
-        return [task for task in models.by_task if task in self._tasks]
 
     def _weights(self) -> Mapping[str, Tensor]:
         raw: Mapping[str, Tensor] = whole(self.payload["model"])  # whatever was made of them after training

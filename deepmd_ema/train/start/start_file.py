@@ -101,24 +101,21 @@ def _choose(known: Mapping[str, Sequence[str]], heads: Mapping[str, str | None],
             chosen[task] = task, False, bool(task)
         else:
             chosen[task] = first, True, False
-            _report_fresh(file, task, known)
+            has, missing = "one model" if "" in known else ", ".join(known), "no --model-branch chooses one"
+            if task:
+                names = ONLY if "" in known else "a name"
+                missing = (
+                    f"no model.model_dict.{task}.finetune_head chooses one "
+                    f'({names}; "{RANDOM}" says that this is meant)'
+                )
+            of_task = f" of task {task}" * bool(task)
+            logger.warning("%s holds %s: %s, so the fitting network%s starts anew", file, has, missing, of_task)
     return chosen
 
 
 def _named(known: Mapping[str, Sequence[str]], head: str, file: str) -> str:
     """Return the name of the model of a file that a head means."""
     return "" if set(known) == {""} and head == ONLY else choose_head(known, head, file, _CHOOSES)
-
-
-def _report_fresh(file: str, task: str, known: Mapping[str, Sequence[str]]) -> None:
-    has = "one model" if "" in known else ", ".join(known)
-    missing = "no --model-branch chooses one"
-    if task:
-        heads = ONLY if "" in known else "a name"
-        missing = f'no model.model_dict.{task}.finetune_head chooses one ({heads}; "{RANDOM}" says that this is meant)'
-    logger.warning(
-        "%s holds %s: %s, so the fitting network%s starts anew", file, has, missing, f" of task {task}" * bool(task)
-    )
 
 
 def _is_frozen(path: str) -> bool:
