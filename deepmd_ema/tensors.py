@@ -192,7 +192,7 @@ class HostCopies:
         return wait
 
 
-def map_tensors(change: Callable[[Any], Tensor], tree: Any, kind: type = Tensor) -> Any:
+def map_tensors(change: Callable[[Any], Any], tree: Any, kind: type = Tensor) -> Any:
     """Return nested dictionaries, lists and tuples with ``change`` of every tensor, of a ``kind``, in its place."""
     if isinstance(tree, kind):
         return change(tree)

@@ -20,7 +20,7 @@ from deepmd_ema.checkpoint import shards
 from deepmd_ema.checkpoint.folder import HEAD
 from deepmd_ema.cli.main import main
 from deepmd_ema.dist import dtensor
-from deepmd_ema.dist.own_rows import OwnRows
+from deepmd_ema.dist.saved_tensors import OwnRows
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_models

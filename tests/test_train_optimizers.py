@@ -10,12 +10,12 @@ from helpers import assert_same, tiny_input
 from test_optim_lkf import GOLDEN, PEER, numbered
 from torch import nn
 
-from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
+from deepmd_ema.config.schema.optim import EnerLossConfig, ExpScheduleConfig, LKFConfig
+from deepmd_ema.dist.saved_tensors import WholeTensors
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.loss import EnergyLoss
-from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.train.loop import kalman
 from deepmd_ema.train.loop.kalman import KalmanStep, measure_energy, measure_force
 from deepmd_ema.train.run import run_training
@@ -100,10 +100,12 @@ def measured():
 
 
 def kalman_step(model, **factors):
-    config = LKFConfig(**(factors or {"kf_start_pref_e": 1.5, "kf_limit_pref_e": 1.5}))
+    optimizer = LKFConfig(kf_blocksize=100, **(factors or {"kf_start_pref_e": 1.5, "kf_limit_pref_e": 1.5}))
+    config = SimpleNamespace(optimizer=optimizer, learning_rate=ExpScheduleConfig(start_lr=1.0))
+    model.tasks_of_parameters = lambda: {name: [""] for name, _ in model.named_parameters()}
     loss = EnergyLoss(EnerLossConfig(), 1.0, World())
     task = SimpleNamespace(models=lambda _, batch, **how: model(batch, **how), loss=loss, name="")
-    return task, KalmanStep(model, LKF(model.named_parameters(), 100), lambda _: 1.0, config, 10, 0)
+    return task, KalmanStep(SimpleNamespace(models=model, config=config, seed=0), 10)
 
 
 def test_a_step_of_the_kalman_filter_is_that_of_deepmd_kit(measured, monkeypatch):
@@ -166,10 +168,10 @@ def test_frames_without_a_label_do_not_count(measured):
     batch.has_label = {name: torch.zeros(3, dtype=torch.float64) for name in (ENERGY, FORCE)}
     before = [p.detach().clone() for p in model.parameters()]
     task, step = kalman_step(model)
-    memory = step.state_dict()
+    memory = step.state_dict(WholeTensors())
     assert step(task, batch, 1).ok == 1
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))
-    assert_same(memory, step.state_dict())
+    assert_same(memory, step.state_dict(WholeTensors()))
 
 
 @pytest.mark.parametrize("poison", [1, 3])

@@ -206,16 +206,16 @@ class HeldUp(Callback):
 
     def __init__(self, monkeypatch):
         self.gate, self.writes = threading.Event(), []
-        from deepmd_ema.checkpoint import store
+        from deepmd_ema.checkpoint import series
 
-        save = store.save
+        save = series.save
 
         def late(path, *arguments):
             assert self.gate.wait(30)
             self.writes.append((path.name, self.step))
             save(path, *arguments)
 
-        monkeypatch.setattr(store, "save", late)
+        monkeypatch.setattr(series, "save", late)
         self.step = 0
 
     def after_update(self, trainer):

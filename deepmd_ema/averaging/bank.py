@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from deepmd_ema.averaging.average import Average
 from deepmd_ema.averaging.binding import Binding, canonical, unwrap
-from deepmd_ema.averaging.exchange import Exchange, full_tensors, reshard, signals_wait
+from deepmd_ema.averaging.exchange import Exchange, signals_wait, taken
 from deepmd_ema.averaging.profile import Profile
 from deepmd_ema.averaging.storage import lerp
-from deepmd_ema.dist.dtensor import full_tensor, is_sharded
-from deepmd_ema.dist.own_rows import OwnRows
+from deepmd_ema.dist.saved_tensors import Take, WholeTensors
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.tensors import HostCopies, check_weights, prefix_of
+from deepmd_ema.tensors import check_weights, prefix_of
 from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
@@ -125,41 +124,26 @@ class AverageBank:
                 self._exchange = None
 
     @torch.no_grad()
-    def weights(
-        self, name: str, copy: bool | HostCopies = True, keep: bool = True, own_rows: OwnRows | None = None
-    ) -> dict[str, Any]:
+    def weights(self, name: str, copy: bool = True, take: Take | None = None) -> dict[str, Any]:
         """Return the model under the average ``name``: averaged tensors, everything else live.
 
         Names and order are those of the state dict. Every rank must call this when weights are sharded.
 
         Args:
             name: of the average; ``live`` for the raw weights, also while an average is swapped in.
-            copy: whether the tensors are copies on the CPU, or what makes these; else they may share memory with the
-                averages and the model.
-            keep: whether this process wants them; else it only takes part in the collectives, and the result is empty.
-            own_rows: takes the rows that this process writes into a sharded checkpoint, which are returned instead.
+            copy: whether the tensors are copies on the CPU; else they may share memory with the averages and the model.
+            take: in place of ``copy``: what this rank saves of each tensor, without those of which it saves nothing.
         """
         average = None if name == LIVE else self._averages[name]
-        copies = HostCopies(wait=True) if copy is True else copy or None
-        averaged = full_tensors(
-            average, self._exchange, [*self._binding.shards, *self._binding.buffers], keep, copies, own_rows
-        )
+        take = take or (WholeTensors() if copy else WholeTensors(None))
+        averaged = taken(average, self._exchange, [*self._binding.shards, *self._binding.buffers], take)
         found: dict[str, Any] = {}
         for task, module in self._modules.items():
             for name, value in unwrap(module).state_dict().items():
                 if isinstance(value, Tensor):
                     key = prefix_of(task) + canonical(name)
-                    is_averaged = key in self._binding.names
-                    if own_rows is not None:
-                        found[key] = averaged[key] if is_averaged else own_rows(value)
-                        continue
-                    whole = averaged.get(key) if is_averaged else full_tensor(value)
-                    if not keep or whole is None:
-                        continue
-                    if copies is not None and not is_averaged:
-                        whole = whole.cpu() if is_sharded(value) else copies(whole)
-                    found[key] = whole
-        return found
+                    found[key] = averaged.get(key) if key in self._binding.names else take(value)
+        return {key: kept for key, kept in found.items() if kept is not None}
 
     @torch.no_grad()
     def copy_to(self, name: str, module: nn.Module, task: str = "") -> None:
@@ -187,16 +171,15 @@ class AverageBank:
         }
 
     @torch.no_grad()
-    def state_dict(self, keep: bool = True, weights: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    def state_dict(self, weights: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """Return all averages by parameter name with their counters, as copies on the CPU.
 
         It is right also while an average is swapped in. Every rank must call this when weights are sharded.
 
         Args:
-            keep: whether this process wants the tensors; else it only takes part in collectives; then there are none.
             weights: what :meth:`weights` has returned for every average; it is taken as it is and not gathered again.
         """
-        profiles, copy = {}, HostCopies(wait=True)
+        profiles, take = {}, WholeTensors()
         for name, average in self._averages.items():
             updates, mean_step = average.counts()
             profiles[name] = {
@@ -204,7 +187,7 @@ class AverageBank:
                 "updates": updates,
                 "mean_age": average.mean_age(self._steps),
                 "mean_step": mean_step,
-                "weights": full_tensors(average, self._exchange, average.storage.shards, keep, copy)
+                "weights": taken(average, self._exchange, average.storage.shards, take)
                 if weights is None
                 else {n: weights[name][n] for n in average.tensor_names if n in weights[name]},
             }
@@ -266,7 +249,12 @@ class AverageBank:
         self._averages = averages
 
     def _reshard(self) -> None:
-        reshard(self._modules.values() if self._around is None else [self._around])
+        """Drop the gathered weights of sharded modules; they would hide what is copied into the shards."""
+        for module in self._modules.values() if self._around is None else [self._around]:
+            for part in module.modules():
+                drop = getattr(part, "reshard", None)  # an FSDPModule
+                if callable(drop):
+                    drop()
 
     def __reduce__(self) -> tuple[Any, ...]:
         assert self._exchange is None, "a bank is pickled while an average is swapped in"

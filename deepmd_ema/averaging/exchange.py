@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepmd_ema.averaging.average import Average
 from deepmd_ema.averaging.binding import Shard
-from deepmd_ema.dist.dtensor import full_tensor
-from deepmd_ema.dist.launch import END_SIGNALS
-from deepmd_ema.dist.own_rows import OwnRows
+from deepmd_ema.dist.launch import END_SIGNALS, handling
+from deepmd_ema.dist.saved_tensors import Take
 
 
 class Exchange:
@@ -64,11 +62,6 @@ class Exchange:
                 _swap(shard.local, storage.tensors[i])
             self._done = i
 
-    @property
-    def aside(self) -> Iterable[Tensor]:
-        """Live weights that do not stand in the average meanwhile."""
-        return self._aside.values()
-
     def live(self, i: int) -> Tensor:
         """Return the raw weights of shard ``i``, wherever they are now, sharded as the parameter is."""
         storage = self.average.storage
@@ -82,89 +75,50 @@ class Exchange:
         return storage.shards[i].as_tensor(storage.shards[i].local) if in_weights else storage.as_tensor(i)
 
 
-def full_tensors(
-    average: Average | None,
-    exchange: Exchange | None,
-    shards: Sequence[Shard],
-    keep: bool,
-    copy: Callable[[Tensor], Tensor] | None = None,
-    own_rows: OwnRows | None = None,
-) -> dict[str, Any]:
-    """Return the tensors of ``shards`` under ``average``, or live where it has none or has not started; all whole.
+def taken(average: Average | None, exchange: Exchange | None, shards: Sequence[Shard], take: Take) -> dict[str, Any]:
+    """Return ``shards`` under ``average`` as this rank saves them, live where it has none or has not started.
 
-    Gathered tensors go to host memory, so that the whole model is never on a device that holds a part of it.
+    Every rank must call this when weights are sharded.
 
     Args:
         average: of the weights, or None for the live ones.
         exchange: the average that is in the place of the live weights, if there is one.
         shards: what is wanted.
-        keep: whether this process wants the tensors; else it only takes part in the collectives.
-        copy: makes copies of what is in the memory of the model or of an average; None: it is returned itself.
-        own_rows: takes the rows that this process writes, which are returned instead.
+        take: what is saved of a tensor.
+
+    Returns:
+        By every name of a shard; nothing where ``take`` keeps nothing.
     """
-    # by first name: the shard as it is held there, and what reads it; later entries take the place of earlier ones
-    reads: dict[str, tuple[Shard, Callable[[], Tensor]]] = {
-        shard.names[0]: (shard, partial(shard.as_tensor, shard.local)) for shard in shards
-    }
+    # by first name; later entries take the place of earlier ones
+    reads: dict[str, Callable[[], Tensor]] = {s.names[0]: partial(s.as_tensor, s.local) for s in shards}
     if exchange is not None:
         own = exchange.average.storage.shards
-        reads |= {shard.names[0]: (shard, partial(exchange.live, i)) for i, shard in enumerate(own)}
+        reads |= {shard.names[0]: partial(exchange.live, i) for i, shard in enumerate(own)}
     if average is not None and average.started:
         average.flush()
         is_swapped = exchange is not None and exchange.average is average
         place = exchange.averaged if exchange is not None and is_swapped else average.storage.as_tensor
-        own = average.storage.shards
-        reads |= {shard.names[0]: (shard, partial(place, i)) for i, shard in enumerate(own)}
-    held = {_memory_of(shard.local) for shard in shards}
-    for own_average in filter(None, (average, exchange.average if exchange is not None else None)):
-        held |= {_memory_of(buffer.flat) for buffer in own_average.storage.buffers}
-    held |= {_memory_of(tensor) for tensor in exchange.aside} if exchange is not None else set()
+        reads |= {shard.names[0]: partial(place, i) for i, shard in enumerate(average.storage.shards)}
     found: dict[str, Any] = {}
-    for wanted in shards:
-        shard, read = reads[wanted.names[0]]
-        tensor = read()
-        if own_rows is not None:
-            found |= dict.fromkeys(wanted.names, own_rows(tensor))
-            continue
-        tensor = full_tensor(tensor)  # also without `keep`: it is a collective where shards are gathered
-        if keep:
-            if copy is not None and _memory_of(tensor) in held:
-                tensor = copy(tensor)
-            found |= dict.fromkeys(wanted.names, tensor.cpu() if shard.is_sharded else tensor)
+    for shard in shards:
+        kept = take(reads[shard.names[0]]())
+        if kept is not None:
+            found |= dict.fromkeys(shard.names, kept)
     return found
-
-
-def reshard(modules: Iterable[nn.Module]) -> None:
-    """Drop the gathered weights of sharded modules; they would hide what is copied into the shards."""
-    for module in modules:
-        for part in module.modules():
-            drop = getattr(part, "reshard", None)  # an FSDPModule
-            if callable(drop):
-                drop()
 
 
 @contextmanager
 def signals_wait() -> Iterator[None]:
     """Hold SIGINT, SIGTERM and SIGHUP back until the body is done, then deliver them as they would have been."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread only
-        return
     arrived: list[int] = []
-    held = {s: h for s in (signal.SIGINT, *END_SIGNALS) if callable(h := signal.getsignal(s))}
-    for s in held:
-        signal.signal(s, lambda number, _frame: arrived.append(number))
+    held = [s for s in (signal.SIGINT, *END_SIGNALS) if callable(signal.getsignal(s))]
     try:
-        yield
+        with handling(held, lambda number, _frame: arrived.append(number)):
+            yield
     finally:
-        for s, handler in held.items():
-            signal.signal(s, handler)
         with ExitStack() as deliveries:  # each one, also after one whose handler raises
             for number in reversed(arrived):
                 deliveries.callback(signal.raise_signal, number)
-
-
-def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _swap(one: Tensor, other: Tensor) -> None:

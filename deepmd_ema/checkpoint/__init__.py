@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +76,12 @@ def save(
         CheckpointError: if the disk is full or the folder cannot be written; an older file of that name is kept.
     """
     path = Path(path)
-    try:
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as part:
-                write_archive(part, payload)
-                if check is not None:
-                    check(part)
-    except WriteError as error:
-        raise CheckpointError(_cannot_write(path, error.cause, fallback)) from error
+    with _writing(path, fallback):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as part:
+            write_archive(part, payload)
+            if check is not None:
+                check(part)
 
 
 def save_sharded(path: Path, payload: Mapping[str, Any], world: World, fallback: Path | None = None) -> None:
@@ -100,11 +97,8 @@ def save_sharded(path: Path, payload: Mapping[str, Any], world: World, fallback:
     Raises:
         CheckpointError: where it cannot be written; on other ranks :class:`RankLostError`. An older folder is kept.
     """
-    try:
-        with writing(path):
-            write_folder(path, payload, world)
-    except WriteError as error:
-        raise CheckpointError(_cannot_write(path, error.cause, fallback)) from error
+    with _writing(path, fallback):
+        write_folder(path, payload, world)
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -422,14 +416,18 @@ def _nearby(path: Path) -> str:
     return f"Available in {folder}: {first_few([p.name for p in sorted(files, key=key)])}."
 
 
-def _cannot_write(path: Path, cause: BaseException, fallback: Path | None) -> str:
-    folder = next(f for f in path.absolute().parents if f.is_dir())
-    free = shutil.disk_usage(folder).free / 2**20
-    usable = f" {fallback} is whole and still usable." if fallback is not None else ""
-    if is_disk_full(cause):
-        advice = (
-            f"The disk is full ({free:.0f} MiB free in {folder}). Make room there, or set training.save_dir elsewhere."
-        )
-    else:
-        advice = f"Reason: {reason_of(cause)} ({free:.0f} MiB free in {folder})."
-    return f"{path}: the checkpoint could not be written. {advice}{usable}"
+@contextmanager
+def _writing(path: Path, fallback: Path | None) -> Iterator[None]:
+    """Turn what the system refuses in the body into a message that names ``fallback``, which is still usable."""
+    try:
+        with writing(path):
+            yield
+    except WriteError as error:
+        folder = next(f for f in path.absolute().parents if f.is_dir())
+        free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free in {folder}"
+        if is_disk_full(error.cause):
+            advice = f"The disk is full ({free}). Make room there, or set training.save_dir elsewhere."
+        else:
+            advice = f"Reason: {reason_of(error.cause)} ({free})."
+        usable = f" {fallback} is whole and still usable." if fallback is not None else ""
+        raise CheckpointError(f"{path}: the checkpoint could not be written. {advice}{usable}") from error

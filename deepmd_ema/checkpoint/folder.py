@@ -149,7 +149,4 @@ def _put(content: dict[str, Any], place: list[str], tensor: StoredTensor) -> Non
     parent: Any = content
     for key in above:
         parent = parent[int(key)] if isinstance(parent, list) else parent.setdefault(key, {})
-    if isinstance(parent, list):
-        parent[int(name)] = tensor
-    else:
-        parent[name] = tensor
+    parent[int(name) if isinstance(parent, list) else name] = tensor

@@ -13,11 +13,6 @@ _SUFFIX = f"(?:{'|'.join(map(re.escape, SUFFIXES))})"
 _NUMBERED = re.compile(rf"(.+)-(\d+){_SUFFIX}")
 
 
-def link_name(series: str, suffix: str = GATHERED_SUFFIX) -> str:
-    """Return the name of the link to the newest file of a series."""
-    return f"{series}{suffix}"
-
-
 def numbered_name(series: str, step: int, suffix: str = GATHERED_SUFFIX) -> str:
     """Return the name of the file of ``step``."""
     return f"{series}-{step}{suffix}"

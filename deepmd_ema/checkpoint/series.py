@@ -4,17 +4,60 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepmd_ema.checkpoint import names
-from deepmd_ema.checkpoint.store import GATHERED, Store
-from deepmd_ema.config.outputs import POINTER, suffixed
+from deepmd_ema.checkpoint import names, save, save_sharded
+from deepmd_ema.config.outputs import GATHERED_SUFFIX, POINTER, SHARDED_SUFFIX, suffixed
+from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError, WriteError, reason_of
 from deepmd_ema.files import atomic_write, link, move, remove, spare_of
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Store:
+    """Writes gathered files, called on one rank; or sharded ones, called on every rank, in one thread and one order.
+
+    Attributes:
+        world: the processes that write sharded files together, from :meth:`World.for_writer`; None: files are gathered.
+    """
+
+    world: World | None = None
+
+    @property
+    def suffix(self) -> str:
+        """End of the names of the files."""
+        return GATHERED_SUFFIX if self.world is None else SHARDED_SUFFIX
+
+    def save(self, path: Path, payload: Mapping[str, Any], fallback: Path | None = None) -> None:
+        """Write one file or folder whole, or leave what is there.
+
+        Args:
+            path: the file.
+            payload: its content.
+            fallback: an older checkpoint, named in the message when the writing fails.
+
+        Raises:
+            CheckpointError: if it cannot be written.
+        """
+        if self.world is None:
+            save(path, payload, fallback)
+        else:
+            save_sharded(path, payload, self.world, fallback)
+
+    def on_rank0(self, change: Callable[[], None]) -> None:
+        """Have one rank change names of files, and end all that write together if it fails."""
+        world = self.world or World()
+        with world.all_ranks_ok():
+            if world.is_main:
+                change()
+
+
+GATHERED = Store()
 
 
 class CheckpointSeries:
@@ -34,7 +77,6 @@ class CheckpointSeries:
         keep: how many files are kept; less than 1 keeps all.
         start: the step that this run starts from (0 anew, n at a restart from n); None leaves files of other runs
             with lower steps than the first save alone.
-        pointer: text file that names the newest file, or None.
         store: writes the files.
     """
 
@@ -45,16 +87,15 @@ class CheckpointSeries:
         save_dir: str | Path | None = None,
         keep: int = 5,
         start: int | None = None,
-        pointer: str | Path | None = None,
         store: Store = GATHERED,
     ) -> None:
         prefix = Path(prefix)
         self.store = store
         self.name = suffixed(prefix, suffix).name
         self.folder = Path(save_dir) if save_dir is not None else prefix.parent
-        self.link = prefix.parent / names.link_name(self.name, store.suffix)
+        self.link = prefix.parent / f"{self.name}{store.suffix}"
         self.keep = keep
-        self._pointer = Path(pointer) if pointer is not None else (None if suffix else Path(POINTER))
+        self._is_live = not suffix
         self._last = start
         self._noted = False
 
@@ -67,14 +108,14 @@ class CheckpointSeries:
         return sorted(names.numbered(self.folder, self.name))
 
     def update_links(self, step: int) -> None:
-        """Move the link, then the pointer, to the file of ``step``."""
+        """Move the link, then for live weights the pointer (``checkpoint``), to the file of ``step``."""
         link(self.link, self.file(step))
         for suffix in names.SUFFIXES:  # that of another format would lead to an older file
-            other = self.link.with_name(names.link_name(self.name, suffix))
+            other = self.link.with_name(f"{self.name}{suffix}")
             if other != self.link and other.is_symlink():
                 other.unlink()
-        if self._pointer is not None:
-            with atomic_write(self._pointer) as part:
+        if self._is_live:
+            with atomic_write(POINTER) as part:
                 part.write_text(str(self.file(step)), encoding="utf-8", errors="surrogateescape")
 
     def rotate(self, step: int) -> None:
@@ -166,28 +207,26 @@ class BestFiles:
         """Return the metric and the records, best first."""
         return {"metric": str(self.metric), "records": [list(record) for record in self.records]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[tuple[float, int]]:
         """Continue with the records of ``state`` whose files still exist, and correct the ranks in their names.
 
-        A process that does not write takes the records as they are: those that the writing one has checked.
+        Called where the files are written; other processes take the records that are returned.
         """
         if state["metric"] != self.metric:
             logger.warning(
                 "best files are chosen by %s now, by %s before: starts without records", self.metric, state["metric"]
             )
-            return
-        records = [(float(value), int(step)) for value, step in state["records"]]
-        if not self.writes:
-            self.records = records
-            return
-        there = self._on_disk()
-        for value, step in records:
-            if step not in there:
+            return []
+        records, there = [], self._on_disk()
+        for value, step in state["records"]:
+            if step in there:
+                records.append((float(value), int(step)))
+            else:
                 text = "%s of step %d (%s %.5g) is gone and no longer counts as best"
                 logger.warning(text, self.prefix, step, self.metric, value)
-        records = [r for r in records if r[1] in there]
         self.records = records[: self.keep]
         self._arrange(records)
+        return self.records
 
     def _arrange(self, records: list[tuple[float, int]]) -> None:
         """Give the files of ``records`` their ranks; names differ by step, so no move can hit another file."""

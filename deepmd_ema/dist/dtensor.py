@@ -37,10 +37,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Return ``tensor`` gathered from all ranks, in memory of its own. Every rank must call this if it is sharded."""
     if not is_sharded(tensor):
         return tensor
-    from torch.distributed.tensor import Shard
-
     mesh = tensor.device_mesh
-    if tensor.placements != (Shard(0),):  # what an operation on shards returned, as a norm
+    if not is_row_sharded(tensor):  # what an operation on shards returned, as a norm
         return tensor.full_tensor().clone()  # where it is the same on all ranks, it is the local one
     # DTensor's own way takes twice as long: most of it is bookkeeping, and the tensors of a model are small
     return all_gather_rows(local_shard(tensor).detach(), tensor.shape[0], mesh.size(), mesh.get_group())

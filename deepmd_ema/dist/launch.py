@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -19,14 +19,27 @@ ADDRESS = ("MASTER_ADDR", PORT)
 # rank, number of ranks, rank on this machine; the first that a launcher sets wins
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-
-
 END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of a launcher or a batch system, and of a terminal that is closed
 
 
-def handled(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Return the signals of ``numbers`` that a run reacts to: not SIGHUP where ``nohup`` has it ignored."""
-    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+@contextlib.contextmanager
+def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Have ``handler`` called at these signals in the body; nothing changes outside of the main thread.
+
+    SIGHUP stays ignored where ``nohup`` has it ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread only
+        return
+    taken = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in taken}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            # an error keeps what the rendezvous has set: a rank that reports one ignores them until it has ended
+            if signal.getsignal(number) == handler:
+                signal.signal(number, old)
 
 
 @dataclass(frozen=True)
@@ -102,17 +115,8 @@ def raise_on_end(launch: Launch) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         raise Terminated(signal_number=number)
 
-    if launch.size == 1 or threading.current_thread() is not threading.main_thread():
+    with handling(END_SIGNALS if launch.size > 1 else (), handle):
         yield
-        return
-    before = {number: signal.signal(number, handle) for number in handled(END_SIGNALS)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            # an error keeps what the rendezvous has set: a rank that reports one ignores them until it has ended
-            if signal.getsignal(number) is handle:
-                signal.signal(number, handler)
 
 
 def write_error_file(message: str, environ: Mapping[str, str] = os.environ) -> None:

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepmd_ema.config.schema import optim as sections
-from deepmd_ema.dist.dtensor import full_tensor, is_sharded, local_shard, shard_like
-from deepmd_ema.dist.own_rows import OwnRows
+from deepmd_ema.dist.dtensor import local_shard, shard_like
+from deepmd_ema.dist.saved_tensors import Take, WholeTensors
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state
 from deepmd_ema.optim.muon import AdaMuon, HybridMuon, routed
-from deepmd_ema.tensors import cpu_copy
 
 OF_CHECKPOINT = "optimizer state of the checkpoint"
 NORM_GUARD = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeePMD-kit: no division by zero
@@ -118,40 +117,28 @@ def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: NamedParameters,
-    keep: bool = True,
-    copy: Callable[[Tensor], Tensor] = cpu_copy,
-    own_rows: OwnRows | None = None,
+    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters, take: Take | None = None
 ) -> dict[str, Any]:
     """Return a copy in host memory of the whole state: ``{"type": name, "state": {parameter: {key: tensor}}}``.
 
     Hyperparameters and the learning rate are not in it: they follow from the config and the step. When the state is
-    sharded, every rank must call this; rank 0 gets all of it, and the others nothing if ``keep`` is off.
+    sharded, every rank must call this; rank 0 gets all of it.
 
     Args:
         optimizer: one from :func:`build_optimizer`.
         named_parameters: those that it was made for.
-        keep: whether this rank wants the state.
-        copy: copies to host memory what is not gathered.
-        own_rows: takes the rows that this process writes into a sharded checkpoint, which are returned instead, without
-            communication.
+        take: what this rank saves of each tensor; copies of whole ones if None.
     """
-    local = _local(optimizer)
+    local, take = _local(optimizer), take or WholeTensors()
     shared = local is not optimizer
+    read = take.owned if shared else take
     state: dict[str, Any] = {}
-    if own_rows is not None:
-        take = own_rows.owned if shared else own_rows
-        held = ((name, local.state.get(p, {})) for name, p in dict(named_parameters).items())
-        state = {name: {key: take(value) for key, value in of.items()} for name, of in held if of}
-        return {"type": type(local).__name__, "state": state}
     for name, p in dict(named_parameters).items():
         for key, value in local.state.get(p, {}).items():
-            full = full_tensor(value)  # a collective when sharded; one tensor at a time bounds the memory
-            if keep or shared:
-                gathered = shared or is_sharded(value)  # what is sent to rank 0 must have arrived
-                state.setdefault(name, {})[key] = full.to("cpu", copy=shared) if gathered else copy(full)
-    if shared:
+            kept = read(value)
+            if kept is not None:
+                state.setdefault(name, {})[key] = kept
+    if shared and isinstance(take, WholeTensors):
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(state, parts)
         state = {name: tensors for part in parts or [] for name, tensors in part.items()}

@@ -18,7 +18,8 @@ from deepmd_ema.errors import ConfigError
 from deepmd_ema.report.table import Table, render
 from deepmd_ema.train.assembly.assemble import assemble
 from deepmd_ema.train.assembly.summary import end_table
-from deepmd_ema.train.loop import Callback, Hook, Trainer
+from deepmd_ema.train.loop.averages import Hook
+from deepmd_ema.train.loop.trainer import Callback, Trainer
 from deepmd_ema.train.start.new_run import Start
 from deepmd_ema.train.start.output_files import check_outputs, lock_outputs, write_config
 from deepmd_ema.train.start.prepare import prepare
@@ -73,8 +74,7 @@ def run_training(
         prepared = prepare(config, start, world, request.skip_neighbor_stat)
         world.broadcast_from_rank0(partial(write_config, prepared.config, request.output, is_new=start.step == 0))
         make = partial(assemble, prepared, start, world, should_update, request.input_file, callback)
-        summarize = partial(end_table, config=prepared.config, input_file=request.input_file)
-        logger.info("%s", "\n".join(render(_train(make, world, summarize, began), "  ")))
+        logger.info("%s", "\n".join(render(_train(make, prepared.config, world, began), "  ")))
 
 
 def _config(request: TrainRequest, start: Start, launch: Launch, num_ranks: int) -> RunConfig:
@@ -103,11 +103,11 @@ def _warn_idle_heads(config: RunConfig, request: TrainRequest) -> None:
             logger.warning('%s.finetune_head = "%s": no effect without --finetune%s', place, head, also)
 
 
-def _train(make: Callable[[], Trainer], world: World, summarize: Callable[..., Table], began: float) -> Table:
+def _train(make: Callable[[], Trainer], config: RunConfig, world: World, began: float) -> Table:
     """Train and return the summary."""
     # a function of its own, because the trainer must be gone when the process group is destroyed
     with world.all_ranks_ok():
         trainer = make()
     first = trainer.step
     trainer.run()
-    return summarize(trainer, steps=trainer.step - first, seconds=time.monotonic() - began)
+    return end_table(trainer, config, steps=trainer.step - first, seconds=time.monotonic() - began)

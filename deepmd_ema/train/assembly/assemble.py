@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
-from deepmd_ema.config import config_warnings
+from deepmd_ema.batch import Batch
+from deepmd_ema.checkpoint.series import Store
+from deepmd_ema.config import RunConfig, config_warnings
+from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.dist.world import World
-from deepmd_ema.report.progress import IntervalTimes
+from deepmd_ema.labels import HESSIAN
+from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
+from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.report.table import render
-from deepmd_ema.train import loop
-from deepmd_ema.train.assembly.compile_models import compile_models
 from deepmd_ema.train.assembly.summary import start_table
+from deepmd_ema.train.loop.averages import Hook, build_bank
+from deepmd_ema.train.loop.interpolation import InterpolationControl
+from deepmd_ema.train.loop.refit_bias import refit
+from deepmd_ema.train.loop.reporter import Reporter
+from deepmd_ema.train.loop.saver import Saver, StateBuilder
+from deepmd_ema.train.loop.sharding import parallelize
+from deepmd_ema.train.loop.step import GradientStep, Step, context_of_products
+from deepmd_ema.train.loop.task import TaskMixture
+from deepmd_ema.train.loop.trainer import Callback, Trainer
+from deepmd_ema.train.loop.validate import FullValidation
 from deepmd_ema.train.start.new_run import Start
 from deepmd_ema.train.start.prepare import PreparedRun
 
@@ -24,53 +38,53 @@ def assemble(
     prepared: PreparedRun,
     start: Start,
     world: World,
-    should_update: Mapping[str, loop.Hook] | None = None,
+    should_update: Mapping[str, Hook] | None = None,
     input_file: str = "input.json",
-    callback: loop.Callback | None = None,
-) -> loop.Trainer:
+    callback: Callback | None = None,
+) -> Trainer:
     """Return the trainer of a run at the step of ``start``."""
     config, models = prepared.config, prepared.models.to(world.device)
-    tasks = loop.TaskMixture.build(prepared, world)
+    tasks = TaskMixture(prepared, world)
     num_steps = tasks.num_steps(config)
     # of rank 0: all ranks choose series and compile for the same frames, and so does a restart
     first = world.broadcast_from_rank0(lambda: {task.name: task.train_loader.batch(0) for task in tasks})
     batches = {name: batch.to(world.device) for name, batch in first.items()}
-    interpolation = loop.InterpolationControl(models, world)
+    interpolation = InterpolationControl(models, world)
     interpolation.begin(batches, start.interpolation)
     # before the models are sharded: one rank may then compile while others wait for its code
     used = compile_models(config, models, batches, world)
-    module = loop.parallelize(models, world, config.training.zero_stage)
+    module = parallelize(models, world, config.training.zero_stage)
     if start.loads_after_sharding(config):
         start.load_shards(models)
-    bank = loop.build_bank(config, models, tasks.steps_per, should_update)
-    times = IntervalTimes()
-    reporter = loop.Reporter.build(config, tasks, bank, num_steps, start.step, times, world)
-    store = loop.build_store(config, world)
-    rows = loop.build_rows(prepared, num_steps, store, world)
-    builder = loop.StateBuilder.build(prepared, used, bank, start.run_id(config), world)
-    bests, tables = [row.best for row in rows], [*reporter.curves.values(), *(row.log for row in rows)]
-    saver = loop.Saver.build(config, num_steps, start.step, builder, bests, tables, store, world)
+    bank = build_bank(config, models, tasks.steps_per, should_update)
+    reporter = Reporter(config, tasks, bank, num_steps, start.step, world)
+    store = Store(world.for_writer() if config.training.writes_shards else None)
+    validator = FullValidation(prepared, bank, num_steps, store, world)
+    builder = StateBuilder.build(prepared, used, bank, start.run_id(config), world)
+    bests = [row.best for row in validator.rows if row.best is not None]
+    tables = [t for t in (*reporter.curves.values(), *(row.log for row in validator.rows)) if t is not None]
+    saver = Saver(config, num_steps, start.step, builder, bests, tables, store, world)
     if isinstance(config.optimizer, LKFConfig):
         from deepmd_ema.train.loop.kalman import KalmanStep
 
-        take_step: loop.Step = KalmanStep.build(prepared, num_steps)
+        take_step: Step = KalmanStep(prepared, num_steps)
     else:
-        take_step = loop.GradientStep.build(prepared, module, num_steps, world)
-    trainer = loop.Trainer(
+        take_step = GradientStep(prepared, module, num_steps, world)
+    trainer = Trainer(
         tasks=tasks,
         take_step=take_step,
         bank=bank,
-        validator=loop.FullValidation.build(prepared, bank, rows, saver, num_steps, world),
+        validator=validator,
         saver=saver,
         reporter=reporter,
-        times=times,
+        times=reporter.times,
         num_steps=num_steps,
         world=world,
         interpolation=interpolation,
-        products=loop.context_of_products(config, world.device),
-        refit=partial(loop.refit, prepared, bank) if config.training.change_bias_after_training else None,
+        products=context_of_products(config, world.device),
+        refit=partial(refit, prepared, bank) if config.training.change_bias_after_training else None,
         input_file=input_file,
-        callback=callback or loop.Callback(),
+        callback=callback or Callback(),
     )
     for line in render(start_table(prepared, tasks, bank, num_steps, world, interpolation.describe())):
         logger.info("%s", line)
@@ -81,3 +95,41 @@ def assemble(
         trainer.load_state_dict(start.step, state)
     models.train()
     return trainer
+
+
+def compile_models(config: RunConfig, models: ModelSet, batches: Mapping[str, Batch], world: World) -> RunConfig:
+    """Compile ``models`` if the input says so, and return the config with the modes that are compiled.
+
+    All ranks compile for the same batches, so that those of one machine find the code in the cache. Must be called by
+    every rank, before the models are sharded.
+
+    Args:
+        config: of the run.
+        models: on the device they compute on.
+        batches: one of each task, the same on all ranks and at every restart.
+        world: the processes of the run.
+
+    Raises:
+        UserError: if they cannot be compiled.
+    """
+    advice = "Set it to false to train eagerly"
+    in_training, infer = config.training.enable_compile, config.validating.compiled_infer
+    if not in_training and not infer:
+        return config
+    in_validation = (in_training if infer is None else infer) and config.has_validation_data
+    if in_training or in_validation:
+        compiler = Compiler(CompileOptions(**plain(config.training.compile_options)), in_training, in_validation)
+        hessians = any(HESSIAN in task.loss.labels for task in config.tasks.values())
+        eager = "; batches with Hessians are evaluated eagerly" * hessians
+        logger.info("compiling with %s, which takes minutes the first time%s", compiler.options.backend, eager)
+        for training in [True] * in_training + [False] * in_validation:
+            models.train(training)
+            # the first rank of each machine, then the others, which find the code in the cache
+            for is_turn in (world.local_rank == 0, world.local_rank != 0):
+                with world.all_ranks_ok(world.long_timeout_group), explained("training.enable_compile", advice):
+                    for name, model in models.by_task.items() if is_turn else ():
+                        compiler.trace(model, batches[name])
+        models.train()
+        models.compiler = compiler
+        logger.info("compiled: %s", compiler.describe())
+    return replace(config, validating=replace(config.validating, compiled_infer=in_validation))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
 
 import torch
 
@@ -70,13 +69,12 @@ def start_table(
     return facts(f"{program}, on {device} ({name})", pairs)
 
 
-def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, seconds: float) -> Table:
+def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -> Table:
     """Return the files of a run that has ended, its last errors, and what to do next.
 
     Args:
         trainer: that has taken its last step.
         config: of the run.
-        input_file: as the user has named it.
         steps: that this process has taken.
         seconds: that it took in all.
     """
@@ -84,7 +82,11 @@ def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, 
     averages = {name: series.link for name, series in saver.averages.items()}
     heads = [name for name in config.tasks if name]
     pairs = [("heads", ", ".join(heads)), *(("averaged", f"{link} ({name})") for name, link in averages.items())]
-    pairs += [("best", line) for line in _best_lines(trainer)]
+    for row in trainer.validator.rows:
+        if row.best is not None and row.best.records:
+            value, step = row.best.records[0]
+            shown = f"{row.name}, {row.best.metric} = {show_metric(row.best.metric, value)}"
+            pairs.append(("best", f"{row.best.path(step)} ({shown})"))
     refitted = " before the bias was fitted again" * config.training.change_bias_after_training
     when = f"step {trainer.reporter.validated_step:,}{refitted}"
     pairs += [
@@ -101,7 +103,7 @@ def end_table(trainer: Trainer, config: RunConfig, input_file: str, steps: int, 
     validated = [name for name, task in config.tasks.items() if task.validation_data is not None]
     if validated:
         head = f" --head {validated[0]}" * bool(heads)
-        pairs.append(("next", f"dp-ema test -m {model}{head} --valid-data {input_file} --plot"))
+        pairs.append(("next", f"dp-ema test -m {model}{head} --valid-data {trainer.input_file} --plot"))
     pairs.append(("next", f"dp-ema freeze -c {model}" + (f" --head {heads[0]}" if heads else "")))
     return facts(f"trained model: {saver.link}", pairs)
 
@@ -114,11 +116,3 @@ def _describe_saving(times: WriterTimes) -> str:
         f"files of {counted(times.steps, 'step')} written in {duration(times.written_s)} beside training, which waited "
         f"{duration(times.waited_s)} for them{late}"
     )
-
-
-def _best_lines(trainer: Trainer) -> Iterator[str]:
-    for row in trainer.validator.rows:
-        if row.best is not None and row.best.records:
-            value, step = row.best.records[0]
-            shown = show_metric(row.best.metric, value)
-            yield f"{row.best.path(step)} ({row.name}, {row.best.metric} = {shown})"

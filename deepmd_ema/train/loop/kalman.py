@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config.schema import optim as sections
-from deepmd_ema.dist.own_rows import OwnRows
+from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.optim.lkf import LKF
-from deepmd_ema.optim.schedule import Schedule, build_schedule
+from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.seeds import seed_for
-from deepmd_ema.tensors import cpu_copy
 from deepmd_ema.train.loop.step import Outcome, Step
 from deepmd_ema.train.loop.task import Task
 from deepmd_ema.train.start.prepare import PreparedRun
@@ -42,32 +41,20 @@ class KalmanStep(Step):
     task of the step does not have as they are; the memory factor is one for all.
 
     Args:
-        module: owner of the parameters.
-        filter: over ``module``'s trainable parameters.
-        schedule: learning rate as a function of the 0-based step; for the displayed loss only.
-        config: with the factors c.
+        prepared: models and config of the run.
         num_steps: length of the run.
-        seed: of the run.
     """
 
     skipped = "by that step after its first update that was not finite"
     remedy = "or lower optimizer.kf_start_pref_e and optimizer.kf_start_pref_f"
 
-    def __init__(
-        self, module: nn.Module, filter: LKF, schedule: Schedule, config: sections.LKFConfig, num_steps: int, seed: int
-    ) -> None:
-        super().__init__(module)
-        self._filter, self._schedule, self._config = filter, schedule, config
-        self._num_steps, self._seed = num_steps, seed
-
-    @classmethod
-    def build(cls, prepared: PreparedRun, num_steps: int) -> KalmanStep:
-        """Return the step of a run of ``num_steps`` steps with the optimizer LKF."""
+    def __init__(self, prepared: PreparedRun, num_steps: int) -> None:
         models, config = prepared.models, prepared.config.optimizer
         assert isinstance(config, sections.LKFConfig)
-        kalman = LKF(models.named_parameters(), config.kf_blocksize, models.tasks_of_parameters())
-        schedule = build_schedule(prepared.config.learning_rate, num_steps)
-        return cls(models, kalman, schedule, config, num_steps, prepared.seed)
+        super().__init__(models)
+        self._filter = LKF(models.named_parameters(), config.kf_blocksize, models.tasks_of_parameters())
+        self._schedule = build_schedule(prepared.config.learning_rate, num_steps)  # for the displayed loss only
+        self._config, self._num_steps, self._seed = config, num_steps, prepared.seed
 
     def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
         """Update the weights with one batch; ``step`` counts from 1."""
@@ -90,11 +77,9 @@ class KalmanStep(Step):
             prediction = {}
         return Outcome(rate, values, ok)
 
-    def state_dict(
-        self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy, own_rows: OwnRows | None = None
-    ) -> dict[str, Any]:
-        """Return the covariances of the filter, if this process is to ``keep`` them."""
-        return self._filter.state_dict(own_rows or copy) if keep else {}
+    def state_dict(self, take: Take) -> dict[str, Any]:
+        """Return the covariances of the filter."""
+        return self._filter.state_dict(take)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the covariances of ``state``."""

@@ -26,91 +26,59 @@ from deepmd_ema.train.loop.task import Task, TaskMixture
 from deepmd_ema.weight_names import LIVE
 
 
-@dataclass
 class Reporter:
     """Shows the progress of a run: a row holds the values of all tasks.
 
-    Attributes:
+    Args:
+        config: of the run.
         tasks: whose errors are shown.
-        progress: the bar, or plain lines.
-        times: stopwatch of the current interval.
-        every: steps between two rows; step 1 has a row as well.
+        bank: averages, or None; some have learning curves of their own.
+        num_steps: steps of the whole run.
+        start: steps done before it, at a restart.
         world: the processes over whose frames errors are summed.
-        average: whether a row shows the mean over its interval instead of the last batch of each task.
+
+    Attributes:
+        times: stopwatch of the current interval.
         curves: ``live`` and names of averages to the files of their learning curves, on the same batches; None on
             ranks that write nothing.
-        bank: holds these averages.
-        board: TensorBoard writer, or None.
-        board_every: steps between two points on the board.
+        validated: errors of the last full validation, by row.
+        validated_step: its step.
     """
 
-    tasks: TaskMixture
-    progress: Progress
-    times: IntervalTimes
-    every: int
-    world: World
-    average: bool = False
-    curves: Mapping[str, LcurveFile | None] = field(default_factory=dict)
-    bank: AverageBank | None = None
-    board: Any = None
-    board_every: int = 1
-    _shown_step: int = 0
-    _shown_at: float = field(default_factory=time.perf_counter)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, config: RunConfig, tasks: TaskMixture, bank: AverageBank | None, num_steps: int, start: int, world: World
+    ) -> None:
+        training, outputs = config.training, Outputs(config)
+        self._tasks, self._bank, self._world, self.times = tasks, bank, world, IntervalTimes()
+        self._progress = Progress(num_steps, None if world.is_main else False, tasks.frames_per_step)
+        # a row shows the mean over its interval, or the last batch of each task
+        self._every, self._shows_means = training.disp_freq, training.disp_avg
+        names = {task.name: task.loss.display_names for task in tasks}
+        with_valid = {task.name for task in tasks if task.display_loader is not None}
+        averages = [average.name for average in training.averaging if average.lcurve]
+        shown = [LIVE, *averages] if training.disp_training else []
+        self.curves = {w: LcurveFile(outputs.lcurve(w), names, with_valid) if world.is_main else None for w in shown}
+        has_board = training.tensorboard and world.is_main
+        self._board: Any = open_board(training.tensorboard_log_dir, start) if has_board else None
+        self._board_every = training.tensorboard_freq
+        self._shown_step, self._shown_at = 0, time.perf_counter()
         # by task: values of its last step, and their mean over its steps in the current interval
         self._last: dict[str, Mapping[str, Tensor]] = {}
-        self._means = {task.name: _Mean() for task in self.tasks}
-        # for the end of the run: the last full validation
+        self._means = {task.name: _Mean() for task in tasks}
         self.validated_step = 0
         self.validated: Mapping[str, Errors] = {}
 
-    @classmethod
-    def build(
-        cls, config: RunConfig, tasks: TaskMixture, bank: AverageBank | None, num_steps: int, start: int,
-        times: IntervalTimes, world: World,
-    ) -> Reporter:  # fmt: skip
-        """Return the progress bar and the learning curves of the live weights and of averages that ask for one.
-
-        Args:
-            config: of the run.
-            tasks: whose errors are shown.
-            bank: averages, or None.
-            num_steps: steps of the whole run.
-            start: steps done before it, at a restart.
-            times: stopwatch of the current interval.
-            world: the processes of the run.
-        """
-        training, outputs = config.training, Outputs(config)
-        names = {task.name: task.loss.display_names for task in tasks}
-        validated = {task.name for task in tasks if task.display_loader is not None}
-        averages = [average.name for average in training.averaging if average.lcurve]
-        shown = [LIVE, *averages] if training.disp_training else []
-        board = training.tensorboard and world.is_main
-        return cls(
-            tasks,
-            Progress(num_steps, None if world.is_main else False, tasks.frames_per_step),
-            times=times,
-            every=training.disp_freq,
-            world=world,
-            average=training.disp_avg,
-            curves={w: LcurveFile(outputs.lcurve(w), names, validated) if world.is_main else None for w in shown},
-            bank=bank,
-            board=open_board(training.tensorboard_log_dir, start) if board else None,
-            board_every=training.tensorboard_freq,
-        )
-
     def is_due(self, step: int) -> bool:
         """Whether ``step`` has a row."""
-        return step == 1 or step % self.every == 0
+        return step == 1 or step % self._every == 0
 
     def record(self, step: int, task: Task, outcome: Outcome) -> None:
         """Record a step; nothing waits for the device unless a point on the board is due."""
-        self.progress.advance(step)
+        self._progress.advance(step)
         self._last[task.name] = outcome.values
-        if self.average:
+        if self._shows_means:
             self._means[task.name].add(outcome.values)
-        if self.board is not None and (step == 1 or step % self.board_every == 0):
+        if self._board is not None and (step == 1 or step % self._board_every == 0):
             prefix = f"{task.name or 'Default'}/"
             self._add_points(prefix, {"lr": outcome.learning_rate, **outcome.values}, step)
 
@@ -124,42 +92,42 @@ class Reporter:
             outcome: of the step.
         """
         rate = outcome.learning_rate
-        train = {t.name: self._train_values(t.name) for t in self.tasks}
+        train = {t.name: self._train_values(t.name) for t in self._tasks}
         with self.times.of("validation"):
-            batches = {t.name: t.next_display_batches() for t in self.tasks}
+            batches = {t.name: t.next_display_batches() for t in self._tasks}
             valid = self._mean_values(batches, rate)
             rows = {LIVE: (train, valid)}
             for name in (name for name in self.curves if name != LIVE):
-                assert self.bank is not None
-                with self.bank.swapped_in(name):
+                assert self._bank is not None
+                with self._bank.swapped_in(name):
                     rows[name] = self._mean_values({task.name: [batch]}, rate), self._mean_values(batches, rate)
         for name, (of_train, of_valid) in rows.items():
             if (file := self.curves.get(name)) is not None:
                 file.write(step, rate, of_train, of_valid)
             if name != LIVE:
-                self.progress.show_average(step, name, of_valid if any(of_valid.values()) else of_train)
+                self._progress.show_average(step, name, of_valid if any(of_valid.values()) else of_train)
         now = time.perf_counter()
         seconds = (now - self._shown_at) / max(1, step - self._shown_step)
-        self.progress.show(step, rate, train, valid, seconds, self.times.split())
+        self._progress.show(step, rate, train, valid, seconds, self.times.split())
         self._shown_step, self._shown_at = step, now
         self._means = {name: _Mean() for name in self._means}
 
     def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
         """Set the errors of the live and the averaged weights side by side."""
         self.validated_step, self.validated = step, results
-        self.progress.show_validation(step, results)
-        if self.board is not None:
+        self._progress.show_validation(step, results)
+        if self._board is not None:
             for weights, errors in results.items():
                 self._add_points(f"validation/{weights}/", errors.summary(), step)
 
     def _add_points(self, prefix: str, values: Mapping[str, float | Tensor], step: int) -> None:
         with writing("training.tensorboard_log_dir"):
             for name, value in values.items():
-                self.board.add_scalar(prefix + name, float(value), step)
+                self._board.add_scalar(prefix + name, float(value), step)
 
     def _train_values(self, task: str) -> dict[str, float]:
         """Return the values of a row for the training batches of a task; nothing if it has had no step."""
-        if self.average:
+        if self._shows_means:
             return self._means[task].values()
         return {name: float(value) for name, value in self._last.get(task, {}).items()}
 
@@ -173,7 +141,7 @@ class Reporter:
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """Continue the current interval after ``step``; later rows are cut from the learning curve."""
-        device, tasks = self.world.device, tuple(self._means)
+        device, tasks = self._world.device, tuple(self._means)
         counts = nested(state.get("counts", state.get("count")), tasks)
         for name, sums in nested(state["sums"], tasks).items():
             of_task = counts[name]
@@ -186,28 +154,28 @@ class Reporter:
         for file in self.curves.values():
             if file is not None:
                 file.cut_after(step)
-        self.progress.start_at(step)
+        self._progress.start_at(step)
 
     def close(self) -> None:
         """Close the bar and the board."""
-        self.progress.close()
-        if self.board is not None:
+        self._progress.close()
+        if self._board is not None:
             with writing("training.tensorboard_log_dir"):
-                self.board.close()
+                self._board.close()
 
     def _mean_values(self, batches: Mapping[str, Sequence[Batch]], rate: float) -> dict[str, dict[str, float]]:
         """Return each displayed value by task over its batches, weighted by their atoms; empty without any."""
         means: dict[str, dict[str, float]] = {}
-        for task in self.tasks:
+        for task in self._tasks:
             mean = _Mean()
             was_training = task.models.training
             task.models.eval()
-            for batch in (b.to(self.world.device) for b in batches.get(task.name, ())):
+            for batch in (b.to(self._world.device) for b in batches.get(task.name, ())):
                 prediction = task.models(task.name, batch, **task.loss.needs(batch))
                 _, values = task.loss(prediction, batch, rate)
                 atoms = 0 if batch.padding else batch.atom_type.shape[0]
-                own = torch.tensor(atoms, dtype=torch.float64, device=self.world.device)
-                mean.add(values, self.world.all_reduce_sum(own))
+                own = torch.tensor(atoms, dtype=torch.float64, device=self._world.device)
+                mean.add(values, self._world.all_reduce_sum(own))
             task.models.train(was_training)
             means[task.name] = mean.values()
         return means

@@ -10,30 +10,28 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, keep_count, save_together
-from deepmd_ema.checkpoint.store import GATHERED, ShardedStore, Store
+from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, Store, keep_count, save_together
 from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.config import RunConfig, to_dict
 from deepmd_ema.config.outputs import Outputs, suffix_of
-from deepmd_ema.dist.own_rows import OwnRows
+from deepmd_ema.dist.saved_tensors import OwnRows, Take, WholeTensors
 from deepmd_ema.dist.world import World
 from deepmd_ema.model.model_set import unnested
 from deepmd_ema.report.tables import RowTable
 from deepmd_ema.tensors import HostCopies
 from deepmd_ema.train.loop.averages import snapshot_every
 from deepmd_ema.train.loop.refit_bias import OUT_BIAS, Biases
-from deepmd_ema.train.loop.sharding import saved_state
 from deepmd_ema.train.start.prepare import PreparedRun
 from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
 
-MakeState: TypeAlias = Callable[[HostCopies, OwnRows | None], Mapping[str, Any]]
-"""Returns the state of a run beside weights and averages, its tensors copied by the arguments."""
+MakeState: TypeAlias = Callable[[Take], Mapping[str, Any]]
+"""Returns the state of a run beside weights and averages, with what the argument saves of each tensor."""
 
 
 @dataclass
@@ -50,9 +48,9 @@ class StateBuilder:
         min_nbor_dist: nearest pair in the training data, angstrom, or None when it was not looked for; by task if there
             are several.
         run: identifies the trajectory of weights; a restart keeps that of the checkpoint.
-        writes: whether this process writes the files; the others take part where weights are sharded, and keep nothing.
-        shares: for sharded checkpoints, copies the rows that this process writes; None: tensors are whole.
+        take_from: what this process saves of a tensor, made from the copies of a step.
         copies: copies of the tensors of a step. From a GPU they arrive later: see :meth:`HostCopies.arrival`.
+        take: what this process saves of a tensor of that step, if it is to ``keep`` anything.
     """
 
     models: nn.Module
@@ -60,34 +58,31 @@ class StateBuilder:
     config: Mapping[str, Any]
     min_nbor_dist: float | Mapping[str, float | None] | None
     run: str
-    writes: bool = True
-    shares: Callable[[HostCopies], OwnRows] | None = None
-    copies: HostCopies = field(default_factory=HostCopies, init=False)
+    take_from: Callable[[HostCopies], Take] = WholeTensors
+    copies: HostCopies = field(init=False)
+    take: Take = field(init=False)
     _step: int | None = field(default=None, init=False)
     _models: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.forget()
 
     @classmethod
     def build(
         cls, prepared: PreparedRun, used: RunConfig, bank: AverageBank | None, run: str, world: World
     ) -> StateBuilder:
         """Return the builder of model files that hold the config ``used``."""
-        models, sharded = prepared.models, prepared.config.training.writes_shards
-        return cls(
-            models,
-            bank,
-            to_dict(used),
-            unnested({name: model.min_nbor_dist for name, model in models.by_task.items()}),
-            run,
-            writes=world.is_main or sharded,
-            shares=partial(OwnRows, world.rank, world.size) if sharded else None,
-        )
+        own_rows, whole = partial(OwnRows, world.rank, world.size), partial(WholeTensors, keep=world.is_main)
+        distances = unnested({name: model.min_nbor_dist for name, model in prepared.models.by_task.items()})
+        take_from = own_rows if prepared.config.training.writes_shards else whole
+        return cls(prepared.models, bank, to_dict(used), distances, run, take_from)
 
     def training(self, step: int, state: MakeState) -> dict[str, Any]:
         """Return the content of ``model.ckpt-<step>.pt``: raw weights, averages and everything that a restart needs."""
-        content = {"model": self._weights(LIVE, step), **state(self.copies, self._own_rows())}
+        content = {"model": self._weights(LIVE, step), **state(self.take)}
         if self.bank is not None:
             averaged = {name: self._weights(name, step) for name in self.bank.names}
-            content["averages"] = self.bank.state_dict(self.writes, averaged)
+            content["averages"] = self.bank.state_dict(averaged)
         return self._content("training", LIVE, step, content)
 
     def weights(self, name: str, step: int, kind: str) -> dict[str, Any]:
@@ -101,14 +96,12 @@ class StateBuilder:
         """Return the content of a copy of the average ``name`` for ``dp-ema posthoc``, to be :func:`narrowed`."""
         assert self.bank is not None
         content = self.weights(name, step, "snapshot")
-        return {**content, "averaged": list(self.bank[name].tensor_names)} if self.writes else content
+        return {**content, "averaged": list(self.bank[name].tensor_names)} if self.take.keep else content
 
     def forget(self) -> None:
         """Keep no copies any longer than files need them."""
         self._step, self._models, self.copies = None, {}, HostCopies()
-
-    def _own_rows(self) -> OwnRows | None:
-        return self.shares(self.copies) if self.shares is not None else None
+        self.take = self.take_from(self.copies)
 
     def _weights(self, name: str, step: int) -> dict[str, Any]:
         if step != self._step:
@@ -116,21 +109,17 @@ class StateBuilder:
             self._step = step
         if name not in self._models:
             if name == LIVE or self.bank is None:
-                self._models[name] = saved_state(self.models, self.writes, self.copies, self._own_rows())
+                taken = {n: self.take(tensor) for n, tensor in self.models.state_dict().items()}
+                self._models[name] = {n: kept for n, kept in taken.items() if kept is not None}
             else:
-                self._models[name] = self.bank.weights(name, self.copies, self.writes, self._own_rows())
+                self._models[name] = self.bank.weights(name, take=self.take)
         return self._models[name]
 
     def _content(self, kind: str, weights: str, step: int, content: Mapping[str, Any]) -> dict[str, Any]:
-        if not self.writes:
+        if not self.take.keep:
             return {"average": content.get("average")}
         head = checkpoint.payload_head(kind, weights, step, self.config, self.min_nbor_dist, run=self.run)
         return {**head, **content}
-
-
-def build_store(config: RunConfig, world: World) -> Store:
-    """Return the writer of model files: gathered, or by every rank its rows. Must be called by every rank, once."""
-    return ShardedStore(world=world.for_writer()) if config.training.writes_shards else GATHERED
 
 
 def narrowed(snapshot: Mapping[str, Any], buffers: Iterable[str]) -> dict[str, Any]:
@@ -147,62 +136,30 @@ def narrowed(snapshot: Mapping[str, Any], buffers: Iterable[str]) -> dict[str, A
     return {**snapshot, "model": model}
 
 
-@dataclass(frozen=True)
-class Snapshots:
-    """Kept copies of one average, from which ``dp-ema posthoc`` makes averages of other lengths.
-
-    Attributes:
-        name: of the average.
-        series: names of the files; all of them stay.
-        every: steps between two.
-    """
-
-    name: str
-    series: CheckpointSeries
-    every: int
-
-
-@dataclass
 class Saver:
     """Has the files of a step written beside training; live and averaged files of one step are one transaction.
+
+    Args:
+        config: of the run.
+        num_steps: steps of the whole run.
+        start: steps done before it, at a restart.
+        builder: makes the content of the files.
+        bests: best files, which are pruned once a checkpoint knows of them.
+        tables: their rows are on the disk before a checkpoint, so that a restart does not write them again.
+        store: writes the files.
+        world: the processes of the run.
 
     Attributes:
         builder: makes the content of the files.
         writer: writes them, in the order in which they are given.
         live: names and rotation of ``model.ckpt-*.pt``.
         averages: the same for each average, by its name.
-        bests: best files, which are pruned once a checkpoint knows of them.
-        every: steps between two checkpoints; 0 or less writes only the last.
-        snapshots: kept copies of averages, at a cadence of their own and after the last step, also of a stopped run.
-        tables: their rows are on the disk before a checkpoint, so that a restart does not write them again.
     """
 
-    builder: StateBuilder
-    writer: Writer
-    live: CheckpointSeries
-    averages: Mapping[str, CheckpointSeries]
-    bests: Sequence[BestFiles]
-    every: int
-    snapshots: Sequence[Snapshots]
-    tables: Sequence[RowTable] = ()
-
-    @classmethod
-    def build(
-        cls, config: RunConfig, num_steps: int, start: int, builder: StateBuilder, bests: Iterable[BestFiles | None],
-        tables: Iterable[RowTable | None], store: Store, world: World,
-    ) -> Saver:  # fmt: skip
-        """Return the saver of the files of the live weights and of every average.
-
-        Args:
-            config: of the run.
-            num_steps: steps of the whole run.
-            start: steps done before it, at a restart.
-            builder: makes the content of the files.
-            bests: best files, which are pruned once a checkpoint knows of them; None where there are none.
-            tables: whose rows are older than a checkpoint; None on ranks that write nothing.
-            store: writes the files.
-            world: the processes of the run.
-        """
+    def __init__(
+        self, config: RunConfig, num_steps: int, start: int, builder: StateBuilder, bests: Sequence[BestFiles],
+        tables: Sequence[RowTable], store: Store, world: World,
+    ) -> None:  # fmt: skip
         training, folder = config.training, Outputs(config).snapshot_folder
         files_of = partial(CheckpointSeries, training.save_ckpt, start=start, store=store)
 
@@ -211,20 +168,17 @@ class Saver:
             keep = keep_count(most, training.ckpt_keep_ratio, num_steps, training.save_freq)
             return files_of(suffix_of(weights), training.save_dir, keep)
 
-        return cls(
-            builder,
-            Writer(world, everywhere=training.writes_shards),
-            series(LIVE, None),
-            {a.name: series(a.name, a.ckpt_keep) for a in training.averaging},
-            bests=[best for best in bests if best is not None],
-            every=training.save_freq,
-            snapshots=[
-                Snapshots(a.name, files_of(suffix_of(a.name), folder, 0), every)
-                for a in training.averaging
-                if (every := snapshot_every(a, training.save_freq))
-            ],
-            tables=[table for table in tables if table is not None],
-        )
+        self.builder, self._bests, self._tables = builder, bests, tables
+        self.writer = Writer(world, everywhere=training.writes_shards)
+        self.live = series(LIVE, None)
+        self.averages = {a.name: series(a.name, a.ckpt_keep) for a in training.averaging}
+        self._save_every = training.save_freq
+        # copies of averages for `dp-ema posthoc`: all of them stay; and the steps between two
+        self._snapshots = {
+            a.name: (files_of(suffix_of(a.name), folder, 0), every)
+            for a in training.averaging
+            if (every := snapshot_every(a, training.save_freq))
+        }
 
     @property
     def link(self) -> Path:
@@ -233,20 +187,20 @@ class Saver:
 
     def is_due(self, step: int, last: bool) -> bool:
         """Whether a checkpoint is written after ``step``."""
-        return last or (self.every > 0 and step % self.every == 0)
+        return last or (self._save_every > 0 and step % self._save_every == 0)
 
-    def snapshots_due(self, step: int, last: bool) -> list[Snapshots]:
-        """Return the averages of which a copy is kept after ``step``."""
-        return [s for s in self.snapshots if last or step % s.every == 0]
+    def snapshots_due(self, step: int, last: bool) -> list[str]:
+        """Return the averages of which a copy is kept after ``step``: at a pace of their own and after the last one."""
+        return [name for name, (_, every) in self._snapshots.items() if last or step % every == 0]
 
-    def keep_snapshots(self, due: Sequence[Snapshots], step: int) -> None:
+    def keep_snapshots(self, due: Sequence[str], step: int) -> None:
         """Write the snapshots of ``step`` of averages that have begun, and remove those of earlier runs up to it."""
         self.writer.begin(step)
         buffers = [name for name, _ in self.builder.models.named_buffers()]
-        for kept in due:
-            content = self.builder.snapshot(kept.name, step)
+        for name in due:
+            content = self.builder.snapshot(name, step)
             if content["average"]["updates"]:
-                self._submit(partial(_write_snapshot, kept, step, content, buffers))
+                self._submit(partial(_write_snapshot, self._snapshots[name][0], step, content, buffers))
 
     def keep_best(self, best: BestFiles, weights: str, step: int, done: Callable[[Path], None]) -> None:
         """Write the best file of ``step``, which ``best`` has entered.
@@ -275,18 +229,17 @@ class Saver:
         self.writer.begin(step)
         training = self.builder.training(step, state)
         if biases:
-            training["refitted_bias"] = {name: _plain_bias(found) for name, found in biases.items()}
+            # the bias itself where there is one model
+            training["refitted_bias"] = {
+                name: found[OUT_BIAS] if set(found) == {OUT_BIAS} else dict(found) for name, found in biases.items()
+            }
         files = [(self.live, training)]
         for name, series in self.averages.items():
             content = self.builder.weights(name, step, "average")
-            if biases and self.builder.writes:
+            if biases and self.builder.take.keep:
                 content["model"].update((n, bias.clone()) for n, bias in biases[name].items())
             files.append((series, content))
         self._submit(partial(self._write, step, files, words))
-
-    def end_step(self) -> None:
-        """Give the copies of a step free as soon as its files are written: nothing more is due after it."""
-        self.builder.forget()
 
     def _submit(self, job: Callable[[], None]) -> None:
         arrived = self.builder.copies.arrival()
@@ -298,18 +251,13 @@ class Saver:
         self.writer.submit(write)
 
     def _write(self, step: int, files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]], words: str) -> None:
-        for table in self.tables:
+        for table in self._tables:
             table.sync()
-        logger.info("saved %s", ", ".join(map(str, save_together(step, files, self.bests))))
+        logger.info("saved %s", ", ".join(map(str, save_together(step, files, self._bests))))
         if words:
             logger.info("%s", words)
 
 
-def _write_snapshot(kept: Snapshots, step: int, content: Mapping[str, Any], buffers: Iterable[str]) -> None:
-    kept.series.store.save(kept.series.file(step), narrowed(content, buffers))
-    kept.series.store.on_rank0(lambda: kept.series.rotate(step))
-
-
-def _plain_bias(biases: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-    """Return the bias itself where there is one model."""
-    return biases[OUT_BIAS] if set(biases) == {OUT_BIAS} else dict(biases)
+def _write_snapshot(series: CheckpointSeries, step: int, content: Mapping[str, Any], buffers: Iterable[str]) -> None:
+    series.store.save(series.file(step), narrowed(content, buffers))
+    series.store.on_rank0(lambda: series.rotate(step))

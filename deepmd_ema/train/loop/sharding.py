@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deepmd_ema.dist.dtensor import full_tensor, is_sharded
-from deepmd_ema.dist.own_rows import OwnRows
+from deepmd_ema.dist.dtensor import is_sharded
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import UserError, first_few
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.tensors import content_digest, cpu_copy
+from deepmd_ema.tensors import content_digest
 
 LAST_REPLICATED_STAGE = 1  # the largest stage at which every rank holds all parameters
 
@@ -74,30 +73,6 @@ def check_replicas(models: nn.Module, world: World, step: int) -> None:
                 )
 
 
-def saved_state(
-    model: nn.Module,
-    keep: bool = True,
-    copy: Callable[[Tensor], Tensor] = cpu_copy,
-    own_rows: OwnRows | None = None,
-) -> dict[str, Any]:
-    """Return the state dict with whole tensors in host memory, gathered one by one; a collective when sharded.
-
-    Args:
-        model: sharded or not.
-        keep: whether this rank wants them; else the result is empty.
-        copy: copies to host memory what is not gathered.
-        own_rows: takes the rows that this rank writes into a sharded checkpoint, which are returned instead.
-    """
-    if own_rows is not None:
-        return {name: own_rows(value) for name, value in model.state_dict().items()}
-    state: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        whole = full_tensor(value)
-        if keep:
-            state[name] = whole.cpu() if is_sharded(value) else copy(whole)
-    return state
-
-
 def _shard(models: ModelSet, world: World, reshard: bool) -> None:
     # they take half a second to import, which a run that shards nothing saves
     from torch.distributed.device_mesh import init_device_mesh
@@ -123,9 +98,8 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
                 register_fsdp_forward_method(block, method)
     # what tasks share must be sharded before the models around it, which would each take it for their own
     for module in _shared(each):
-        shard(
-            module, reshard=False
-        )  # its weights are needed until the model has its forces, after its own forward pass
+        # its weights are needed until the model has its forces, after its own forward pass
+        shard(module, reshard=False)
     for model in each:
         shard(model)
     shard(models)  # the root, through which all forward passes go

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.schema.optim import LKFConfig
-from deepmd_ema.dist.own_rows import OwnRows
+from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError, RankLostError, first_few
 from deepmd_ema.optim.build import build_optimizer, clip_gradients, guarded_step, load_optimizer_state, optimizer_state
-from deepmd_ema.optim.schedule import Schedule, build_schedule
-from deepmd_ema.tensors import cpu_copy
+from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.train.loop.sharding import LAST_REPLICATED_STAGE
 from deepmd_ema.train.loop.task import Task, TaskMixture
 from deepmd_ema.train.start.prepare import PreparedRun
@@ -86,16 +85,8 @@ class Step:
         """Update the weights with one batch; ``step`` counts from 1."""
         raise NotImplementedError
 
-    def state_dict(
-        self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy, own_rows: OwnRows | None = None
-    ) -> dict[str, Any]:
-        """Return the state of the optimizer, by parameter name; every rank takes part, those that ``keep`` get it.
-
-        Args:
-            keep: whether this rank wants it.
-            copy: copies tensors to host memory.
-            own_rows: takes the rows that this rank writes into a sharded checkpoint, in place of copies of the whole.
-        """
+    def state_dict(self, take: Take) -> dict[str, Any]:
+        """Return the state of the optimizer as this rank saves it (``take``). Must be called by every rank."""
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,37 +141,22 @@ class GradientStep(Step):
     """Follows the gradient of the loss with an optimizer.
 
     Args:
-        module: owner of the parameters, by the names that checkpoints use.
-        parallel_module: what is called: ``module``, or what exchanges gradients between ranks.
-        optimizer: from :func:`build_optimizer`, over ``module``'s trainable parameters.
-        schedule: learning rate as a function of the 0-based step.
-        max_norm: largest global L2 norm of the gradient, or None for no clipping.
-        all_reduce_sum: adds a scalar up over the ranks, when each holds a part of every gradient.
+        prepared: models and config of the run.
+        parallel_module: what is called: the models, or what exchanges gradients between ranks.
+        num_steps: length of the run.
+        world: the processes of the run.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parallel_module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
-        max_norm: float | None,
-        all_reduce_sum: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        super().__init__(module)
-        self._parallel_module, self._all_reduce_sum = parallel_module, all_reduce_sum
-        self._optimizer, self._schedule, self._max_norm = optimizer, schedule, max_norm
-
-    @classmethod
-    def build(cls, prepared: PreparedRun, parallel_module: nn.Module, num_steps: int, world: World) -> GradientStep:
-        """Return the step of a run of ``num_steps`` steps."""
-        config, models, stage = prepared.config, prepared.models, prepared.config.training.zero_stage
+    def __init__(self, prepared: PreparedRun, parallel_module: nn.Module, num_steps: int, world: World) -> None:
+        config, stage = prepared.config, prepared.config.training.zero_stage
         assert not isinstance(config.optimizer, LKFConfig)
-        schedule = build_schedule(config.learning_rate, num_steps)
-        optimizer = build_optimizer(config.optimizer, dict(models.named_parameters()), shared=stage == 1)
-        all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
-        max_norm = config.training.gradient_max_norm or None
-        return cls(models, parallel_module, optimizer, schedule, max_norm, all_reduce_sum)
+        super().__init__(prepared.models)
+        self._parallel_module = parallel_module
+        self._schedule = build_schedule(config.learning_rate, num_steps)
+        self._optimizer = build_optimizer(config.optimizer, self._named, shared=stage == 1)
+        self._max_norm = config.training.gradient_max_norm or None  # 0: no clipping
+        # where each rank holds a part of every gradient
+        self._all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
 
     def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
         """Update the weights with one batch; ``step`` counts from 1."""
@@ -198,11 +174,9 @@ class GradientStep(Step):
         guarded_step(self._optimizer, 1 - ok)
         return Outcome(rate, values, ok)
 
-    def state_dict(
-        self, keep: bool = True, copy: Callable[[Tensor], Tensor] = cpu_copy, own_rows: OwnRows | None = None
-    ) -> dict[str, Any]:
-        """Return moments and counters by parameter name; every rank takes part, and those that ``keep`` get them."""
-        return optimizer_state(self._optimizer, self._named, keep, copy, own_rows)
+    def state_dict(self, take: Take) -> dict[str, Any]:
+        """Return moments and counters by parameter name. Must be called by every rank."""
+        return optimizer_state(self._optimizer, self._named, take)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the moments and counters of ``state``."""

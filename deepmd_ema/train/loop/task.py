@@ -107,26 +107,17 @@ class TaskMixture:
     """Draws the task of each step, with given probabilities, as a function of the seed and the step.
 
     Args:
-        tasks: at least one task, names all different.
-        shares: probability of each task by its name; they add up to one; equal when not given.
-        seed: the run's seed.
+        prepared: models, frames and shares of the tasks of a run.
+        world: the processes of the run.
     """
 
-    def __init__(self, tasks: Sequence[Task], shares: Mapping[str, float] | None = None, seed: int = 0) -> None:
-        self._tasks = list(tasks)
-        numbers = [shares[task.name] if shares else 1 / len(self._tasks) for task in self._tasks]
-        self._shares = [(share, task.train_loader.sampler) for share, task in zip(numbers, self._tasks)]
-        self._cumulative = np.cumsum(numbers)
-        self._seed = seed
-
-    @classmethod
-    def build(cls, prepared: PreparedRun, world: World) -> TaskMixture:
-        """Return the tasks of a run with the loaders of their frames, and of validation frames that are displayed."""
-        config, tasks = prepared.config, []
+    def __init__(self, prepared: PreparedRun, world: World) -> None:
+        config, self._seed = prepared.config, prepared.seed
+        self._tasks: list[Task] = []
         for name, task in prepared.tasks.items():
             make = partial(_build_loader, task, prepared.seed, world)
             valid = task.config.displayed_data if config.training.disp_training else None
-            tasks.append(
+            self._tasks.append(
                 Task(
                     name,
                     prepared.models,
@@ -137,7 +128,8 @@ class TaskMixture:
                     split=task.split,
                 )
             )
-        return cls(tasks, prepared.shares, prepared.seed)
+        self._shares = [(prepared.shares[task.name], task.train_loader.sampler) for task in self._tasks]
+        self._cumulative = np.cumsum([share for share, _ in self._shares])
 
     def __iter__(self) -> Iterator[Task]:
         return iter(self._tasks)

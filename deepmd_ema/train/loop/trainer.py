@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -13,16 +12,14 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from torch import Tensor
-
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch
-from deepmd_ema.dist.launch import END_SIGNALS, handled
-from deepmd_ema.dist.own_rows import OwnRows
+from deepmd_ema.dist.launch import END_SIGNALS, handling
+from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.report.progress import IntervalTimes
-from deepmd_ema.tensors import cpu_copy, map_tensors
+from deepmd_ema.tensors import map_tensors
 from deepmd_ema.train.loop.averages import describe_averages
 from deepmd_ema.train.loop.interpolation import InterpolationControl
 from deepmd_ema.train.loop.refit_bias import Biases
@@ -40,22 +37,12 @@ WRITER_FAILED = 1 << 16  # sent through the same all-reduce as signal numbers, s
 SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
 
 
-class StopRequest(AbstractContextManager["StopRequest"]):
+class StopRequest:
     """Holds SIGTERM, SIGHUP and Ctrl-C until the loop checks them after a step; a second Ctrl-C ends at once."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._since = 0.0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self.request) for s in handled((*END_SIGNALS, signal.SIGINT))}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def request(self, number: int, _frame: FrameType | None = None) -> None:
         """Ask the run to stop, as the signal ``number`` does."""
@@ -142,10 +129,10 @@ class Trainer:
             Interrupted: after SIGTERM, SIGHUP or Ctrl-C, with the current step saved.
             DivergedError: at the first non-finite loss or gradient; nothing bad was saved.
         """
-        with self.stop:
+        with handling((*END_SIGNALS, signal.SIGINT), self.stop.request):
             try:
                 self.callback.on_start(self)
-                self._check_replicas()
+                check_replicas(self.validator.models, self.world, self.step)
                 self._loop()
                 self.saver.writer.finish()
             except BaseException:
@@ -198,7 +185,7 @@ class Trainer:
                     self.bank.update(ok, epoch=number / self.tasks.batches_per_epoch)
             self.callback.after_update(self)
             self._do_what_is_due(task, batch, outcome)
-            self.saver.end_step()
+            self.saver.builder.forget()  # nothing more is due: copies are kept only as long as files need them
         self.callback.after_step(self)
 
     def _is_stopped(self) -> bool:
@@ -236,7 +223,7 @@ class Trainer:
         self._validation_pending = True
         entered = partial(self.callback.in_validation, self)
         with self.callback.during(self, "validation"), self.times.of("validation"):
-            results = self.validator.run(self.step, self._is_stopped, entered)
+            results = self.validator.run(self.step, self.saver, self._is_stopped, entered)
         self._validation_pending = False
         self.reporter.show_validation(self.step, results)
 
@@ -249,11 +236,8 @@ class Trainer:
                 biases = self.refit()
             self._write(biases)
 
-    def _check_replicas(self) -> None:
-        check_replicas(self.saver.builder.models, self.world, self.step)
-
     def _write(self, biases: Biases | None = None) -> None:
-        self._check_replicas()
+        check_replicas(self.validator.models, self.world, self.step)
         words = ""
         if self.bank is not None:
             words = f"averages of step {self.step:,}: {describe_averages(self.bank)}"
@@ -265,9 +249,9 @@ class Trainer:
         """Save the current step and end the run."""
         self._raise_if_diverged()
         # of the last step, with which `dp-ema posthoc` ends; those of a regular pace are there already
-        self.saver.keep_snapshots(
-            [s for s in self.saver.snapshots_due(self.step, True) if self.step % s.every], self.step
-        )
+        there = self.saver.snapshots_due(self.step, False)
+        due = [name for name in self.saver.snapshots_due(self.step, True) if name not in there]
+        self.saver.keep_snapshots(due, self.step)
         if self._saved != self.step or self._validation_pending:
             self._save()
         self.saver.writer.finish()
@@ -282,17 +266,12 @@ class Trainer:
     def _raise_if_diverged(self) -> None:
         self.take_step.raise_if_diverged(self.tasks, self.step, self.world)
 
-    def state_dict(
-        self, copy: Callable[[Tensor], Tensor] = cpu_copy, own_rows: OwnRows | None = None
-    ) -> dict[str, Any]:
-        """Return everything a restart needs beside weights and averages, with tensors copied to the CPU by ``copy``.
-
-        With ``own_rows`` this rank has the rows of large tensors that it writes into a sharded checkpoint.
-        """
+    def state_dict(self, take: Take) -> dict[str, Any]:
+        """Return everything a restart needs beside weights and averages, with what ``take`` saves of each tensor."""
         state: dict[str, Any] = {
-            "optimizer": self.take_step.state_dict(self.world.is_main, copy, own_rows),
+            "optimizer": self.take_step.state_dict(take),
             "streams": self.tasks.state_dict(),
-            "display": map_tensors(copy, self.reporter.state_dict()),
+            "display": map_tensors(take, self.reporter.state_dict()),
             "validation_pending": self._validation_pending,
             "interpolation": self.interpolation.state_dict(),
         }
