@@ -13,7 +13,7 @@ from torch import Tensor
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.data.sampler import Sampler, permutation
-from deepmd_ema.model.output_bias import FrameEnergies, change_bias, energies_of
+from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import prefix_of
 from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask, stream_of
@@ -50,8 +50,13 @@ def refit(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dict[str
                 before = model.out_bias.view(-1).cpu().numpy()
                 frames = energies_of(model, task.config.model, batches)
                 if len(frames):
-                    bias = _fit(frames, before, f"{name} {weights}" if name else weights)
-                    fitted.setdefault(weights, {})[prefix_of(name) + OUT_BIAS] = bias
+                    bias = change_bias(frames, before).bias
+                    logger.info(
+                        "output bias fitted again with the weights %s on %s frames: %s",
+                        f"{name} {weights}" if name else weights, f"{len(frames):,}",
+                        frames.describe_means(bias - before),
+                    )  # fmt: skip
+                    fitted.setdefault(weights, {})[prefix_of(name) + OUT_BIAS] = torch.from_numpy(bias).view(1, -1, 1)
                 elif weights == LIVE:
                     logger.warning(
                         "training.change_bias_after_training: no training frame%s has an energy, so there is nothing "
@@ -59,15 +64,6 @@ def refit(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dict[str
                         f" of task {name}" if name else "",
                     )
     return fitted
-
-
-def _fit(frames: FrameEnergies, before: np.ndarray, name: str) -> Tensor:
-    fit = change_bias(frames, before)
-    logger.info(
-        "output bias fitted again with the weights %s on %s frames: %s",
-        name, f"{len(frames):,}", frames.describe_means(fit.bias - before),
-    )  # fmt: skip
-    return torch.from_numpy(fit.bias).view(1, -1, 1)
 
 
 def chosen_frames(task: PreparedTask, seed: int, most: int) -> list[Sequence[int]]:

@@ -38,7 +38,7 @@ SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is
 
 
 class StopRequest:
-    """Holds SIGTERM, SIGHUP and Ctrl-C until the loop checks them after a step; a second Ctrl-C ends at once."""
+    """The first SIGTERM, SIGHUP or Ctrl-C, which the loop checks after a step; a second Ctrl-C ends at once."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

@@ -94,7 +94,7 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
     text = as_text(to_dict(config)) + "\n"
     outputs = Outputs(config)
     # a copied folder may have files in place of the links, which would be replaced
-    files = [path for path in _links(config) if not path.is_symlink()]
+    files = [path for path in map(outputs.checkpoint_link, _names(config)) if not path.is_symlink()]
     if is_new:
         files += _in_the_way(config)
         path = Path(output)
@@ -140,11 +140,6 @@ def _names(config: RunConfig) -> list[str]:
     return [LIVE, *(average.name for average in config.training.averaging)]
 
 
-def _links(config: RunConfig) -> list[Path]:
-    """Return the links to the newest checkpoints of the live weights and of every average."""
-    return [Outputs(config).checkpoint_link(name) for name in _names(config)]
-
-
 def _real_model_file(given: str) -> Path:
     """Return the file or folder that a name of a model file leads to."""
     path = Path(given)
@@ -154,7 +149,7 @@ def _real_model_file(given: str) -> Path:
 def _in_the_way(config: RunConfig) -> Iterator[Path]:
     """Yield the files that a run from step 0 would replace or remove."""
     outputs = Outputs(config)
-    yield from _links(config)
+    yield from map(outputs.checkpoint_link, _names(config))
     yield from (o.path for o in outputs if o.has_rows)
     yield Path(POINTER)
     for name in _names(config):
