@@ -166,14 +166,12 @@ SETTINGS: dict[str, Rule] = {
 }
 PROGRESS: dict[str, Rule] = {"updates": COUNT, "mean_age": NUMBER}
 AVERAGE = _parts({}, {**SETTINGS, **PROGRESS})
-TRACKED = _parts(
-    {"type": TEXT, "start_step": COUNT, "update_every": POSITIVE, **PROGRESS}, SETTINGS
-)  # what `dp-ema posthoc` computes with
-HELD = _parts(  # in a training checkpoint: -1 update before the start
-    {"updates": _value(lambda v: _is_int(v) and v >= -1, "a whole number of at least -1"), "mean_age": NUMBER,
-     "weights": TENSORS},
-    {**SETTINGS, "mean_step": NUMBER},
-)  # fmt: skip
+# what `dp-ema posthoc` computes with
+TRACKED = _parts({"type": TEXT, "start_step": COUNT, "update_every": POSITIVE, **PROGRESS}, SETTINGS)
+_UPDATES = _value(lambda v: _is_int(v) and v >= -1, "a whole number of at least -1")  # -1: before the start
+HELD = _parts(  # in a training checkpoint
+    {"updates": _UPDATES, "mean_age": NUMBER, "weights": TENSORS}, {**SETTINGS, "mean_step": NUMBER}
+)
 
 _GRADIENT = _parts({"type": TEXT, "state": _each(TENSORS)})
 _KALMAN = _parts(

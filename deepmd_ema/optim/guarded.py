@@ -10,9 +10,8 @@ from torch import Tensor
 
 from deepmd_ema.dist.dtensor import local_shard
 
-BATCH_ENTRIES = (
-    2**22
-)  # that are updated together, if not of a single parameter: more would take memory and no less time
+# that are updated together, if not of a single parameter: more would take memory and no less time
+BATCH_ENTRIES = 2**22
 ADAM_EPS = 1e-8  # the default of Adam (arXiv:1412.6980, algorithm 1), of torch and of DeePMD-kit
 
 

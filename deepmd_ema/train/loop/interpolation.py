@@ -75,9 +75,8 @@ class InterpolationControl:
         known = _of_today(saved)
         for name, one in chosen.items():
             one.recording, one.needed = False, 0
-            if (
-                name in known["terms"] and known["choice"].get(name) == one.choice
-            ):  # not if a restart has changed the option
+            # not if a restart has changed the option
+            if name in known["terms"] and known["choice"].get(name) == one.choice:
                 one.use(known["terms"][name])
                 one.needed = known["needed"].get(name, 0)
             else:
