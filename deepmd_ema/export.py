@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError, counted
 from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, load_model
+from deepmd_ema.interchange import deepmd_kit
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interface import Composite
 from deepmd_ema.model.tabulated import make_tables, min_table_distance, tabulate
 
 SUFFIXES = (".dp", ".yaml", ".yml", COMPILED_SUFFIX)
 WEIGHTS = ".pt"
-CONVERTED = (".pth", ".pb", ".pte", ".savedmodel", ".savedmodeltf")  # what `dp convert-backend` makes of a .dp
+FOLDERS = (".savedmodel", ".savedmodeltf")  # that `dp convert-backend` makes of a .dp
 # largest difference between the file that was read back and the checkpoint, relative to the largest number
 SAME_MATH = {torch.float64: 1e-10, torch.float32: 1e-4}
 FROM_TABLES = {torch.float64: 1e-8, torch.float32: 1e-4}  # the same of a file with tables of its networks
@@ -44,6 +46,7 @@ class Frozen:
         difference: largest difference to the checkpoint, by quantity, in eV and eV/angstrom.
         only_here: why DeePMD-kit's torch backend does not read it, or an empty string.
         tables: description of the tables of its networks, or an empty string.
+        kit: the DeePMD-kit that has written the file from a .dp file, or an empty string.
     """
 
     path: Path
@@ -52,6 +55,7 @@ class Frozen:
     difference: Mapping[str, float]
     only_here: str = ""
     tables: str = ""
+    kit: str = ""
 
     def text(self) -> str:
         """Return a line about the file: size, largest difference to the checkpoint, and programs that read it."""
@@ -61,7 +65,9 @@ class Frozen:
             if self.path.suffix.lower() == WEIGHTS
             else "for deepmd_ema.calculator.DP, dp-ema test and DeePMD-kit 3.2.0, on machines like this one"
             if self.path.suffix == COMPILED_SUFFIX
-            else f"for LAMMPS with DeePMD-kit: dp convert-backend {self.path} {self.path.with_suffix('.pth')}"
+            else f"written by {self.kit} from the .dp file that was compared; for LAMMPS with DeePMD-kit"
+            if self.kit
+            else f"for LAMMPS with DeePMD-kit: dp-ema freeze -c {self.path} -o {self.path.with_suffix(COMPILED_SUFFIX)}"
         )
         return (
             f"{self.path}: {self.source}; {self.num_bytes / 1e6:.2f} MB\n{self.tables}"
@@ -70,21 +76,24 @@ class Frozen:
         )
 
 
-def convert(loaded: LoadedModel, output: str | Path) -> Frozen:
+def convert(loaded: LoadedModel, output: str | Path, program: str | None = None) -> Frozen:
     """Write a model to another kind of file, read it back, and compare the two before the file takes its name.
 
     Args:
         loaded: the model with where its weights come from, which the file records.
-        output: ``.dp``, ``.yaml``, or ``.pt``: then a file of kind ``weights``, without what a restart needs.
+        output: as for :func:`freeze`, or ``.pt``: then a file of kind ``weights``, without what a restart needs.
+        program: the command of DeePMD-kit, for the formats that it writes.
 
     Raises:
         UserError: if the name says no format, or there is something else.
         CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
     """
     path = Path(output)
-    if path.suffix.lower() not in (*SUFFIXES, *CONVERTED, WEIGHTS):
+    if path.suffix.lower() not in (*SUFFIXES, *deepmd_kit.SUFFIXES, *FOLDERS, WEIGHTS):
         raise UserError(f"OUT {path}: expected a name that ends in {', '.join(SUFFIXES)} or {WEIGHTS}.")
-    return _write_weights(loaded, path) if path.suffix.lower() == WEIGHTS else freeze(loaded, path, "OUT")
+    if path.suffix.lower() == WEIGHTS:
+        return _write_weights(loaded, path)
+    return freeze(loaded, path, "OUT", program=program)
 
 
 def freeze(
@@ -93,31 +102,31 @@ def freeze(
     option: str = "-o",
     device: str | None = None,
     compress: bool | None = None,
+    program: str | None = None,
 ) -> Frozen:
     """Write a model to ``output``, read it back, and compare the two before the file takes its name.
 
     Args:
         loaded: the model with where its weights come from, which the file records.
-        output: ``.dp``, ``.yaml``, or ``.pt2``, which takes minutes to compile; ``.dp`` is added without a suffix.
+        output: ``.dp``, ``.yaml``, ``.pt2``, which takes minutes to compile, or ``.pth``, ``.pte``, ``.pb``, which an
+            installed DeePMD-kit writes; ``.dp`` is added without a suffix.
         option: what names the file, for messages.
         device: what a ``.pt2`` is compiled for: ``cpu``, ``cuda``; CUDA when there is one if not given.
         compress: whether a ``.pt2`` has tables of the embedding networks instead of the networks; None: for a CPU and
             networks of which tables are faster.
+        program: the command of DeePMD-kit, for the formats that it writes; None: ``dp`` on the PATH.
 
     Raises:
-        UserError: if a ``.pt2`` cannot be compiled here, or ``device`` or ``compress`` is given for another format.
+        UserError: if a ``.pt2`` cannot be compiled here, ``device``, ``compress`` or ``program`` is given for another
+            format, or there is no DeePMD-kit for a format that it writes, or it fails.
         CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
     """
     path = _target(Path(output), option)
     refuse_to_lose(path, option, MODEL_FILE, [loaded.info.path])
     info, compiled = loaded.info, path.suffix == COMPILED_SUFFIX
-    if device is not None and not compiled:
-        raise UserError(f"--device {device}: {path} is for any device. Leave it out, or write a .pt2 file.")
-    if compress is not None and not compiled:
-        raise UserError(
-            f"{'--compress' if compress else '--no-compress'}: {path} holds the networks themselves. dp-ema evaluates "
-            "them from tables by default. Leave it out, or write a .pt2 file."
-        )
+    only_here = _only_here(loaded.model, loaded.config)
+    _refuse_options(path, device, compress, program)
+    kit = _deepmd_kit_for(path, program, only_here)
     section, extra = dict(info.config["model"]), {**info.as_dict(), "config": dict(info.config)}
     difference: dict[str, float] = {}
     tables = ""
@@ -137,10 +146,62 @@ def freeze(
         tree, target = interchange.file_tree(loaded.model, section, info.min_nbor_dist, extra), select_device(device)
         model, tables = _with_tables(loaded, target, compress)
         write_pt2(path, model, loaded.config, tree, target, check=read_back)
+    elif kit is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            frozen = Path(folder) / "model.dp"
+            interchange.write_dp(frozen, loaded.model, section, info.min_nbor_dist, extra, check=read_back)
+            kit.write(["convert-backend", str(frozen), "{}"], path)
     else:
         interchange.write_dp(path, loaded.model, section, info.min_nbor_dist, extra, check=read_back)
-    source, only_here = f"{info.describe()}, from {info.path}", _only_here(loaded.model, loaded.config)
-    return Frozen(path, source, path.stat().st_size, difference, only_here, tables)
+    source, written_by = f"{info.describe()}, from {info.path}", str(kit or "")
+    return Frozen(path, source, path.stat().st_size, difference, only_here, tables, written_by)
+
+
+def compress(source: Path, target: Path, device: str | None = None, program: str | None = None) -> str:
+    """Write a frozen model with tables of its embedding networks, and return lines about the file.
+
+    Args:
+        source: a ``.pt2``, which is compiled again, or a file that an installed DeePMD-kit compresses.
+        target: of the same kind.
+        device: what a ``.pt2`` is compiled for.
+        program: the command of DeePMD-kit.
+
+    Raises:
+        UserError: if no network of the model can have tables, or there is no DeePMD-kit for the kind of file.
+        CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
+    """
+    if source.suffix.lower() == COMPILED_SUFFIX:
+        return freeze(load_model(source), target, device=device, compress=True, program=program).text()
+    _refuse_options(target, device, None, program)
+    refuse_to_lose(target, "-o", MODEL_FILE, [source])
+    _check_folder(target, "-o")
+    kit = deepmd_kit.find_deepmd_kit(target, program)
+    flag = "--pt" if target.suffix.lower() == ".pth" else "--pt-expt"
+    kit.write([flag, "compress", "-i", str(source.absolute()), "-o", "{}"], target)
+    return f"{target}: {source} with tables of DeePMD-kit; {target.stat().st_size / 1e6:.2f} MB\nwritten by {kit}"
+
+
+def _refuse_options(path: Path, device: str | None, compress: bool | None, program: str | None) -> None:
+    """Raise an error for an option that the format of ``path`` would ignore."""
+    compiled = path.suffix == COMPILED_SUFFIX
+    if device is not None and not compiled:
+        raise UserError(f"--device {device}: {path} is for any device. Leave it out, or write a .pt2 file.")
+    if compress is not None and not compiled:
+        raise UserError(
+            f"{'--compress' if compress else '--no-compress'}: {path} holds the networks themselves. dp-ema evaluates "
+            "them from tables by default. Leave it out, or write a .pt2 file."
+        )
+    if program is not None and path.suffix not in deepmd_kit.SUFFIXES:
+        raise UserError(f"--dp {program}: {path} is written without DeePMD-kit. Leave it out.")
+
+
+def _deepmd_kit_for(path: Path, program: str | None, only_here: str) -> deepmd_kit.DeepmdKit | None:
+    """Return the DeePMD-kit that writes the format of ``path``, or None: it is one of ours."""
+    if path.suffix not in deepmd_kit.SUFFIXES:
+        return None
+    if only_here:
+        raise UserError(f"{path}: {only_here}. Write a .dp or a .pt2 file.")
+    return deepmd_kit.find_deepmd_kit(path, program)
 
 
 def _with_tables(loaded: LoadedModel, device: torch.device, compress: bool | None) -> tuple[EnergyModel, str]:
@@ -257,12 +318,12 @@ def _write_weights(loaded: LoadedModel, path: Path) -> Frozen:
 
 
 def _target(path: Path, option: str) -> Path:
-    if path.suffix in CONVERTED:
+    if path.suffix in FOLDERS:
         raise UserError(
-            f"{option} {path}: dp-ema writes .dp and .pt2 files. Write {path.with_suffix('.dp')}, then "
+            f"{option} {path}: dp-ema writes files. Write {path.with_suffix('.dp')}, then "
             f"`dp convert-backend {path.with_suffix('.dp')} {path}` with DeePMD-kit."
         )
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in (*SUFFIXES, *deepmd_kit.SUFFIXES):
         path = path.with_name(f"{path.name}.dp")
     _check_folder(path, option)
     return path

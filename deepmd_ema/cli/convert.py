@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.options import add_weights, num_frames, number_below, path
+from deepmd_ema.cli.options import add_deepmd_kit, add_weights, num_frames, number_below, path
 from deepmd_ema.errors import UserError
 
 SUMMARY = "a model file as another kind of model file, or data of other programs as deepmd/npy folders"
-_OF_MODELS = {"head": "--head", "use_ema": "--use-ema", "average": "--average"}
+_OF_MODELS = {"head": "--head", "use_ema": "--use-ema", "average": "--average", "dp": "--dp"}
 _OF_DATA = {"validation": "--validation", "mixed": "--mixed", "format": "--format", "seed": "--seed"}
 
 
@@ -22,10 +22,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "output",
         metavar="OUT",
         type=path,
-        help="of a model: a .dp, a .yaml, or a .pt with weights only; of data: a new folder",
+        help="of a model: a .dp, a .yaml, a .pt2, a .pt with weights only, or a .pth (written by an installed "
+        "DeePMD-kit); of data: a new folder",
     )
     models = parser.add_argument_group("models")
     add_weights(models)
+    add_deepmd_kit(models)
     data = parser.add_argument_group("data")
     data.add_argument("--validation", metavar="SHARE", type=number_below(1, "a share of the frames, such as 0.1"),
                       help="keep this share of the frames of each kind apart, near copies together")  # fmt: skip
@@ -63,7 +65,7 @@ def _convert_model(args: argparse.Namespace) -> None:
         from deepmd_ema.infer.load import load_model
 
     loaded = load_model(args.input[0], use_average=args.use_ema, average=args.average, head=args.head)
-    written = convert(loaded, args.output)
+    written = convert(loaded, args.output, args.dp)
     print(f"read {loaded.info.path}: {loaded.info.version}, elements {' '.join(loaded.config.type_map)}, "
           f"{loaded.config.descriptor.summary()}")  # fmt: skip
     print(f"wrote {written.text()}")

@@ -5,21 +5,26 @@ from __future__ import annotations
 import argparse
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.options import add_weights, file_to_write, path
+from deepmd_ema.cli.options import add_deepmd_kit, add_weights, file_to_write, path, with_suffix_of_backend
+from deepmd_ema.errors import UserError
 
-SUMMARY = "write a checkpoint as a .dp file that DeePMD-kit reads, or compile it to a .pt2 file"
+SUMMARY = "write a checkpoint as a .dp, .pt2 or .pth file, which DeePMD-kit and LAMMPS read"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("-c", "--checkpoint", "--checkpoint-folder", metavar="CKPT", type=path, default=".",
                         help="checkpoint, or the folder of a run with its latest (default: this folder)")  # fmt: skip
-    parser.add_argument("-o", "--output", metavar="FILE", default="frozen_model.dp", type=file_to_write,
-                        help="frozen_model.dp; a name that ends in .pt2 is compiled, which takes minutes")  # fmt: skip
+    parser.add_argument("-o", "--output", metavar="FILE", default="frozen_model", type=file_to_write,
+                        help="frozen_model.dp (`dp-ema --pt freeze`: frozen_model.pth); a name that ends in .pt2 is "
+                        "compiled, which takes minutes; .pth, .pte and .pb are written by DeePMD-kit")  # fmt: skip
     parser.add_argument("--device", metavar="D", help="of a .pt2: cpu, cuda (default: CUDA when there is one)")
     parser.add_argument("--compress", action=argparse.BooleanOptionalAction, default=None,
                         help="of a .pt2: tables of the embedding networks instead of the networks, or not (default: "
                         "on a CPU, where they are faster)")  # fmt: skip
+    parser.add_argument("--lower-kind", choices=["nlist", "graph"], default=None,
+                        help="of a .pt2, as DeePMD-kit calls it: nlist is the one that is written")  # fmt: skip
+    add_deepmd_kit(parser)
     add_weights(parser)
 
 
@@ -29,5 +34,11 @@ def run(args: argparse.Namespace) -> None:
         from deepmd_ema.export import freeze
         from deepmd_ema.infer.load import load_model
 
+    output = with_suffix_of_backend(args.output, args.backend)
+    if args.lower_kind == "graph":
+        raise UserError(
+            f"--lower-kind graph: {output} takes neighbor lists (nlist), which LAMMPS gives to every descriptor that "
+            "dp-ema has. Use --lower-kind nlist, or leave it out."
+        )
     loaded = load_model(args.checkpoint, use_average=args.use_ema, average=args.average, head=args.head)
-    print(freeze(loaded, args.output, device=args.device, compress=args.compress).text())
+    print(freeze(loaded, output, device=args.device, compress=args.compress, program=args.dp).text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepmd_ema.cli import unsupported
-from deepmd_ema.cli.options import file_to_write
+from deepmd_ema.cli.options import BACKENDS, backend, file_to_write
 from deepmd_ema.cli.streams import flush_results, prepare_streams, say_error, settle_streams
 from deepmd_ema.dist.launch import Launch, find_launch, write_error_file
 from deepmd_ema.errors import (
@@ -40,6 +41,8 @@ LESS_MEMORY = (
     "Use a smaller batch_size, fewer neighbors (rcut, sel) or smaller layers (neuron), or a machine with more memory; "
     "`dp-ema check` estimates what the largest batch takes."
 )
+# of options that may be given before the command, where those of a parser would overwrite them
+DEFAULTS = {"debug": False, "log_level": "INFO", "log_path": None, "backend": None}
 EXIT_BUG, EXIT_USER, EXIT_PIPE = 1, 2, 141
 
 # modules of optional extras, and how to get them
@@ -59,7 +62,7 @@ INSTALL = {
 COMMANDS: dict[str, ModuleType] = {
     name: import_module(f"deepmd_ema.cli.{name.replace('-', '_')}")
     for name in (
-        "train", "check", "freeze", "test", "model-devi", "neighbor-stat", "posthoc", "change-bias", "convert", "show",
+        "train", "check", "freeze", "compress", "test", "model-devi", "neighbor-stat", "posthoc", "change-bias", "convert", "show",
         "plot", "doc",
     )
 }  # fmt: skip
@@ -79,11 +82,13 @@ def _run(words: list[str]) -> int:
     launch = Launch()
     try:
         args = _parse(words)
-        args.launch = launch = find_launch()
+        args.launch, args.words = (launch := find_launch()), words
         if args.command not in WITHOUT_LOG:
             from deepmd_ema.report.logs import set_up_logging
 
             set_up_logging(args.log_level, args.log_path, is_main=launch.is_main)
+            if args.backend is not None and args.command not in ("freeze", "compress"):
+                logging.getLogger(__name__).info("backend %s: accepted, dp-ema has one backend", args.backend)
         args.run(args)
         flush_results()
     except BrokenPipeError:  # the reader of the pipe has left
@@ -116,6 +121,13 @@ def build_parser() -> _Parser:
                         help="write the log to a file as well")  # fmt: skip
     parser = _Parser(prog="dp-ema", description="Train Deep Potential models with averaged weights.",
                      parents=[common], allow_abbrev=False, argument_default=argparse.SUPPRESS)  # fmt: skip
+    backends = parser.add_mutually_exclusive_group()
+    backends.add_argument("-b", "--backend", type=backend, metavar="NAME",
+                          help="as for DeePMD-kit: pytorch or pytorch-exportable; it sets the suffix of the file that "
+                          "freeze and compress write where -o has none, and nothing else")  # fmt: skip
+    for name in ("pt", "pt-expt"):
+        backends.add_argument(f"--{name}", dest="backend", action="store_const", const=BACKENDS[name],
+                              help=f"-b {BACKENDS[name]}")  # fmt: skip
     parser.add_argument("--version", action="version", version=f"dp-ema {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
     for name, command in COMMANDS.items():
@@ -198,8 +210,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if not words:
         parser.print_help()
         raise SystemExit(EXIT_USER)
-    # defaults of the parser would overwrite options before the command
-    args, rest = parser.parse_known_args(list(words), argparse.Namespace(debug=False, log_level="INFO", log_path=None))
+    args, rest = parser.parse_known_args(list(words), argparse.Namespace(**DEFAULTS))
     if args.log_path is not None and args.command in WITHOUT_LOG:
         name = args.command
         raise UserError(f"-l {args.log_path}: {name} keeps no log. Its output is kept by `dp-ema {name} ... > FILE`.")

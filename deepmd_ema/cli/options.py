@@ -11,6 +11,11 @@ from pathlib import Path
 
 from deepmd_ema.errors import ConfigError, UserError, show_text
 
+BACKENDS = {"pt": "pytorch", "pytorch": "pytorch", "pt-expt": "pytorch-exportable",
+            "pytorch-exportable": "pytorch-exportable"}  # fmt: skip
+"""Names of DeePMD-kit for its backends that train with torch."""
+# of the files that `dp freeze` writes where the output has no suffix
+BACKEND_SUFFIXES = {"pytorch": ".pth", "pytorch-exportable": ".pte", None: ".dp"}
 EVALUATED = ".pt2 (machine code, which runs when it is loaded: only from whom you trust)"
 
 
@@ -22,6 +27,12 @@ def add_input(parser: argparse.ArgumentParser) -> None:
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add ``--device``."""
     parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:0 (default: CUDA when there is one)")
+
+
+def add_deepmd_kit(parser: argparse._ActionsContainer) -> None:
+    """Add ``--dp``: the DeePMD-kit that writes what only it writes."""
+    text = "command of the DeePMD-kit that writes .pth, .pte and .pb (default: dp on the PATH)"
+    parser.add_argument("--dp", metavar="PATH", type=path, help=text)
 
 
 def add_weights(parser: argparse._ActionsContainer, several: bool = False) -> None:
@@ -53,6 +64,13 @@ def add_systems(
     if valid_data:
         group.add_argument("--valid-data", metavar="INPUT", type=path, help="the validation systems of an input.json")
     return group
+
+
+def backend(text: str) -> str:
+    """Return the backend of DeePMD-kit that is given on the command line; those that do not use torch are refused."""
+    if text not in BACKENDS:
+        raise argparse.ArgumentTypeError(f"{text!r}: dp-ema trains with PyTorch: {', '.join(BACKENDS)}")
+    return BACKENDS[text]
 
 
 def num_frames(text: str) -> int:
@@ -92,6 +110,12 @@ def file_to_write(text: str) -> str:
     if Path(text).name.strip() in ("", "..") or text.endswith(os.sep):
         raise argparse.ArgumentTypeError(f"{show_text(text)}: expected the name of a file")
     return text
+
+
+def with_suffix_of_backend(name: str, backend: str | None) -> str:
+    """Return the name of a model file; one without a suffix gets that of the backend given before the command."""
+    known = (".dp", ".yaml", ".yml", ".pt2", ".pth", ".pte", ".pb", ".savedmodel", ".savedmodeltf")
+    return name if Path(name).suffix.lower() in known else name + BACKEND_SUFFIXES[backend]
 
 
 def chosen_systems(args: argparse.Namespace, default: list[str]) -> tuple[list[str], list[str] | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING
 from deepmd_ema.allocator import keep_freed_memory
 from deepmd_ema.cli.loading import libraries_of_torch, loading
 from deepmd_ema.cli.options import add_device, add_input, file_to_write, path
-from deepmd_ema.dist.launch import raise_on_end
-from deepmd_ema.errors import ReportedElsewhere, Terminated
+from deepmd_ema.dist.launch import launch_ranks, raise_on_end
+from deepmd_ema.errors import ReportedElsewhere, Terminated, show_text
 
 if TYPE_CHECKING:
     from deepmd_ema.train.start.request import TrainRequest
@@ -29,8 +30,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_input(parser)
     start = parser.add_mutually_exclusive_group()
     start.add_argument("-r", "--restart", metavar="CKPT", type=path, help="continue exactly from a checkpoint")
-    start.add_argument("-i", "--init-model", metavar="FILE", type=path,
-                       help="start from the weights of a .pt (live or averaged), .dp or .yaml")  # fmt: skip
+    start.add_argument("-i", "--init-model", "-f", "--init-frz-model", dest="init_model", metavar="FILE", type=path,
+                       help="start from the weights of a .pt (live or averaged) or of a frozen model")  # fmt: skip
     start.add_argument("-t", "--finetune", metavar="FILE", type=path,
                        help="fine-tune such a file on other data, perhaps of other elements")  # fmt: skip
     parser.add_argument("--model-branch", "--head", dest="model_branch", metavar="NAME",
@@ -41,11 +42,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-neighbor-stat", action="store_true", help="take sel as given, not counted in the data")
     parser.add_argument("--allow-config-change", action="store_true",
                         help="restart although the input differs from that of the checkpoint")  # fmt: skip
+    parser.add_argument("--nproc-per-node", metavar="N", type=_processes,
+                        help="train on N processes of this machine, as torchrun starts them; gpu: one per GPU, auto: "
+                        "the same, or one where there is no GPU")  # fmt: skip
     add_device(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Train."""
+    if args.nproc_per_node is not None:
+        _request(args)  # its mistakes are reported once, before any process is started
+        launch_ranks(args.nproc_per_node, args.launch, args.words)
     keep_freed_memory()
     if args.launch.launched:
         # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
@@ -74,6 +81,13 @@ def _request(args: argparse.Namespace) -> TrainRequest:
         if args.launch.size == 1 and not args.use_pretrain_script and args.model_branch is None:
             _ = request.input.config
         return request
+
+
+def _processes(text: str) -> str:
+    """Return the number of processes that is given on the command line: a number, ``gpu`` or ``auto``."""
+    if text not in ("gpu", "auto") and not re.fullmatch(r"[1-9][0-9]{0,3}", text):
+        raise argparse.ArgumentTypeError(f"{show_text(text)}: expected a number of processes, gpu or auto")
+    return text
 
 
 @contextmanager

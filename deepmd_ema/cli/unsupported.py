@@ -4,16 +4,22 @@ from __future__ import annotations
 
 # by command, and "" for those before the command
 OPTIONS = {
-    "": {"-b --backend --pt --pt-expt --tf --tf2 --jax --pd --dp": "there is one backend, PyTorch: leave it out"},
+    "": {
+        "-b --backend --pt --pt-expt": "give the backend before the command, or leave it out: there is one, PyTorch",
+        "--tf --tf2 --jax --pd --dp": "there is one backend, PyTorch: leave it out, or use --pt",
+    },
     "train": {
-        "-f --init-frz-model": "--init-model model.dp starts from the weights of a frozen model",
         "--force-load": "weights are loaded whole or not at all, and the message names what does not fit",
         "-m --mpi-log": "rank 0 speaks for all ranks",
     },
     "freeze": {
         "--hessian": "the .dp file holds the whole model; what is evaluated is up to its reader",
-        "--lower-kind": "the .dp file holds the model, not a graph: convert it with DeePMD-kit",
         "-n -w": "node names are of TensorFlow",
+    },
+    "compress": {
+        "-s --step -e --extrapolate -f --frequency": "tables have the number of terms that their error bound requires",
+        "-c --checkpoint-folder -t --training-script": "the file that is compressed has all that this needs",
+        "-m --mpi-log": "there is one process",
     },
     "test": {
         "--train-data": "give the systems to -s, or an input with them as validation data to --valid-data",
@@ -26,8 +32,6 @@ OPTIONS = {
 COMMANDS = {
     "doc-train-input": "use `dp-ema doc`, or `dp-ema doc --json-schema`",
     "convert-backend": "`dp-ema convert IN OUT` writes .dp, .yaml and .pt files; DeePMD-kit makes the others of a .dp",
-    "compress": "`dp-ema freeze --compress -c MODEL -o model.pt2` compiles a model with tables of its networks; for a "
-    ".pth convert the frozen .dp file with DeePMD-kit, then `dp --pt compress`",
     "eval-desc": "not here yet",
     "embed": "not here yet",
     "gui": "`dp-ema doc --json-schema` gives an editor what it needs to help with the input",

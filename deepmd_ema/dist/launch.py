@@ -6,11 +6,13 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 from deepmd_ema.errors import Terminated, UserError, show_text
 
@@ -117,6 +119,35 @@ def raise_on_end(launch: Launch) -> Iterator[None]:
 
     with handling(END_SIGNALS if launch.size > 1 else (), handle):
         yield
+
+
+def launch_ranks(number: str, launch: Launch, words: Sequence[str]) -> NoReturn:
+    """Replace this process by torchrun, which starts ``dp-ema WORDS`` on this machine; its signals and codes are ours.
+
+    Args:
+        number: of processes; ``gpu``: one per GPU; ``auto``: the same, or one where there is no GPU.
+        launch: of this process, which no launcher may have started.
+        words: the command line, from which ``--nproc-per-node`` is removed.
+
+    Raises:
+        UserError: if a launcher has started this process, or there is no GPU or not so many.
+    """
+    option = f"--nproc-per-node {number}"
+    if launch.launched:
+        raise UserError(f"{option}: a launcher has started this process already. Leave it out.")
+    import torch
+
+    gpus, on_cpu = torch.cuda.device_count(), any(word.endswith("cpu") for word in words)
+    if number == "gpu" and not gpus:
+        raise UserError(f"{option}: there is no GPU here. Give a number of processes.")
+    size = int(number) if number.isdecimal() else max(1, gpus)
+    if 0 < gpus < size and not on_cpu:
+        raise UserError(f"{option}: there are {gpus} GPUs here. Give {gpus} or fewer, or --device cpu.")
+    rest = list(words)
+    at = next(k for k, word in enumerate(rest) if word.split("=")[0] == "--nproc-per-node")
+    del rest[at : at + (1 if "=" in rest[at] else 2)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    os.execv(sys.executable, [*launcher, "-m", "deepmd_ema", *rest])
 
 
 def write_error_file(message: str, environ: Mapping[str, str] = os.environ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.infer.guards import without_modes
+from deepmd_ema.interchange import deepmd_kit
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import nested
@@ -27,7 +28,7 @@ Choose: TypeAlias = Callable[[Mapping[str, Sequence[str]]], Iterable[str]]
 """Which models of a file are meant, of all their names with aliases."""
 
 COMPILED_SUFFIX = ".pt2"
-FROZEN_SUFFIXES = (".dp", ".yaml", ".yml", ".hlo", COMPILED_SUFFIX)
+FROZEN_SUFFIXES = (".dp", ".yaml", ".yml", ".hlo", COMPILED_SUFFIX, *deepmd_kit.SUFFIXES)
 _AVERAGE_WORDS = {
     "shape": "{} decay of the learning rate",
     "part": "over the last {:.1%} of the run",
@@ -139,8 +140,8 @@ def load_model(
     """Return the model in ``path``.
 
     Args:
-        path: a checkpoint of any kind, of DeePMD-kit too, the folder of a run (its latest checkpoint), or a ``.dp`` or
-            ``.yaml`` file.
+        path: a checkpoint of any kind, of DeePMD-kit too, the folder of a run (its latest checkpoint), a ``.dp``,
+            ``.yaml`` or ``.pt2`` file, or a ``.pth``, ``.pte`` or ``.pb`` file, which an installed DeePMD-kit converts.
         use_average: takes the averaged weights out of a training checkpoint instead of the file's own weights.
         average: which average, when the checkpoint holds several; implies ``use_average``.
         head: which model of a file that holds several.
@@ -247,6 +248,10 @@ def models_of_deepmd(
 
 
 def _load_frozen(path: Path) -> LoadedModel:
+    if path.suffix.lower() in deepmd_kit.SUFFIXES and path.is_file():
+        with deepmd_kit.as_dp(path) as converted:
+            loaded = _load_frozen(converted)
+        return replace(loaded, info=replace(loaded.info, path=path))
     config, model, found = interchange.read_dp(path)
     ours = found[interchange.EXTRA]
     check_frozen_facts(ours, path)

@@ -1,0 +1,112 @@
+"""An installed DeePMD-kit, called as a program for the file formats that only it reads and writes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepmd_ema.errors import UserError
+from deepmd_ema.files import atomic_write
+
+# formats of `dp convert-backend` that are one file: TorchScript, torch.export, TensorFlow
+SUFFIXES = (".pth", ".pte", ".pb")
+PROGRAM = "dp"
+INSTALL = (
+    "Install it (pip install 'deepmd-kit[torch]==3.2.0', best in another environment) and put `dp` on the PATH, or "
+    "name it with --dp (freeze, compress, convert)"
+)
+_MAX_LINES = 3  # of an error of the program
+
+
+@dataclass(frozen=True)
+class DeepmdKit:
+    """An installed DeePMD-kit.
+
+    Attributes:
+        command: path of its command ``dp``.
+        version: that it prints.
+    """
+
+    command: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.version} ({self.command})"
+
+    def write(self, words: Sequence[str], path: Path) -> None:
+        """Run a command of DeePMD-kit that writes a file, which takes the name ``path`` when it is complete.
+
+        Args:
+            words: the command; ``{}`` is the file that it writes.
+            path: whose suffix is that of the file.
+
+        Raises:
+            UserError: if the command fails; an older file of that name stays.
+            WriteError: if the file cannot be written.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / f"model{path.suffix}"
+            command = [self.command, *(word.format(made) for word in words)]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
+            if done.returncode or not made.is_file():
+                shown = " ".join([PROGRAM, *(word.format(path) for word in words)])
+                raise UserError(f"{path}: `{shown}` of {self} failed: {_last_lines(done.stderr or done.stdout)}")
+            with atomic_write(path, "Choose another -o, or make room.") as part:
+                shutil.copyfile(made, part)
+
+
+def find_deepmd_kit(path: Path, program: str | None = None) -> DeepmdKit:
+    """Return the DeePMD-kit that reads or writes ``path``.
+
+    Args:
+        path: for the message.
+        program: its command, or None: ``dp`` on the PATH.
+
+    Raises:
+        UserError: if there is none, or what the command is does not say that it is DeePMD-kit.
+    """
+    command = shutil.which(program or PROGRAM)
+    if command is None:
+        missing = "there is no `dp` on the PATH" if program is None else f"--dp {program} is no program"
+        raise UserError(
+            f"{path}: DeePMD-kit reads and writes {path.suffix} files, and {missing}. {INSTALL}; or use a .pt2 file, "
+            "which LAMMPS with DeePMD-kit 3.2 reads as well."
+        )
+    command = str(Path(command).absolute())
+    try:
+        done = subprocess.run([command, "--version"], capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise UserError(f"{path}: {command} cannot be run ({error.strerror}). {INSTALL}.") from error
+    version = re.search(r"DeePMD-kit v(\S+)", done.stdout + done.stderr)
+    if version is None:
+        raise UserError(
+            f"{path}: {command} --version does not say that it is DeePMD-kit: "
+            f"{_last_lines(done.stderr or done.stdout)}. {INSTALL}."
+        )
+    return DeepmdKit(command, f"DeePMD-kit {version[1]}")
+
+
+@contextmanager
+def as_dp(path: Path, program: str | None = None) -> Iterator[Path]:
+    """Give the body a ``.dp`` file with the model of a file that only DeePMD-kit reads.
+
+    Raises:
+        UserError: if there is no DeePMD-kit, or it cannot read the file.
+    """
+    kit = find_deepmd_kit(path, program)
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "model.dp"
+        kit.write(["convert-backend", str(path.absolute()), "{}"], made)
+        yield made
+
+
+def _last_lines(text: str) -> str:
+    """Return the end of the output of a program, where a traceback names the error."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[-_MAX_LINES:])[-400:] or "it printed nothing"
