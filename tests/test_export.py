@@ -102,7 +102,7 @@ def test_the_command_freezes_the_newest_checkpoint_of_a_folder(run, tmp_path, mo
     assert "live.dp: live weights of step 7, from model.ckpt-7.pt" in out
     assert "averaged weights (ema) of step 7: decay 0.99" in out
     assert "largest difference 0.0e+00 (energy 0.0e+00, " in out
-    assert "dp convert-backend" in out
+    assert "for LAMMPS with DeePMD-kit: dp-ema freeze -c" in out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ema.dp", "live.dp", "profile.dp"]
 
 
@@ -170,8 +170,8 @@ def test_a_full_disk_leaves_the_old_file(run, tmp_path, monkeypatch):
 def test_a_missing_folder_and_a_foreign_suffix_are_refused(run, tmp_path):
     with pytest.raises(CheckpointError, match=r"the folder .*nowhere is not there"):
         freeze(load_model(run[0]), tmp_path / "nowhere" / "m.dp")
-    with pytest.raises(UserError, match=r"Write .*m.dp, then `dp convert-backend .*m.dp .*m.pth`"):
-        freeze(load_model(run[0]), tmp_path / "m.pth")
+    with pytest.raises(UserError, match=r"Write .*m.dp, then `dp convert-backend .*m.dp .*m.savedmodel`"):
+        freeze(load_model(run[0]), tmp_path / "m.savedmodel")
 
 
 def test_a_disk_that_fills_up_while_freezing_is_told_and_ends_nothing(tmp_path):

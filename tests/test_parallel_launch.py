@@ -12,6 +12,8 @@ import torch
 from helpers import assert_same, tiny_input
 from parallel_runs import free_port, train
 
+from deepmd_ema import cli
+
 ROOT = Path(__file__).parents[1]
 STEPS = 4
 
@@ -51,6 +53,7 @@ SPELLINGS = {
     "no-python": ("--no-python", "dp-ema"),
     "path": ("DP-EMA",),
     "module": ("-m", "deepmd_ema"),
+    "own": ("DP-EMA",),
 }
 
 
@@ -60,9 +63,10 @@ def test_torchrun_starts_a_run(tmp_path, water_like, forked, spelling):
     assert command is not None, "the package is not installed: pip install -e ."
     words = [command if word == "DP-EMA" else word for word in SPELLINGS[spelling]]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *words]
+    launcher, more = (launcher, []) if spelling != "own" else (words, ["--nproc-per-node", "2"])
     ready(tmp_path, water_like)
     done = subprocess.run(
-        [*launcher, "train", "input.json", "--device", "cpu"],
+        [*launcher, "train", "input.json", *more, "--device", "cpu"],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,
@@ -92,3 +96,44 @@ def test_the_environment_of_srun_starts_a_run(tmp_path, water_like, forked):
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert_trained(tmp_path, forked)
+
+
+def test_processes_that_cannot_be_started_are_one_message(tmp_path, water_like, monkeypatch, capsys):
+    ready(tmp_path, water_like)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("torchrun was started"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    words = ["train", "input.json", "--nproc-per-node"]
+    said = []
+    for number, gpus, more in (("gpu", 0, []), ("3", 2, []), ("2", 0, ["--restart", "x", "--init-model", "y"])):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert cli.main([*words, number, *more]) == 2
+        said.append(capsys.readouterr().err)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert cli.main([*words, "2"]) == 2
+    said.append(capsys.readouterr().err)
+    expected = (
+        "--nproc-per-node gpu: there is no GPU here. Give a number of processes.",
+        "--nproc-per-node 3: there are 2 GPUs here. Give 2 or fewer, or --device cpu.",
+        "not allowed with argument",
+        "--nproc-per-node 2: a launcher has started this process already. Leave it out.",
+    )
+    for text, phrase in zip(said, expected, strict=True):
+        assert phrase in text
+        assert text.count("\n") == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["input.json"]
+
+
+@pytest.mark.parametrize(("number", "gpus", "size"), [("gpu", 4, 4), ("auto", 4, 4), ("auto", 0, 1), ("2", 4, 2)])
+def test_torchrun_gets_the_command_without_the_option(tmp_path, water_like, monkeypatch, number, gpus, size):
+    ready(tmp_path, water_like)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append((program, words)) or sys.exit(0))
+    for option in (["--nproc-per-node", number], [f"--nproc-per-node={number}"]):
+        with pytest.raises(SystemExit):
+            cli.main(["--pt", "train", *option, "input.json", "-o", "x.json"])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    command = [*launcher, "-m", "deepmd_ema", "--pt", "train", "input.json", "-o", "x.json"]
+    assert started == [(sys.executable, command)] * 2

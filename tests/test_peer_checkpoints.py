@@ -110,7 +110,11 @@ def test_a_head_is_chosen_by_name(name, tmp_path):
         (["pt.pt", "out.dp", "--head", "water"], "so there is no head 'water'"),
         (["pt_ema.pt", "out.dp", "--use-ema"], "without averaged weights"),
         (["pt.pt", "out.dp", "--average", "slow"], "no average is called 'slow'"),
-        (["pt.pt", "out.pth"], "OUT out.pth: dp-ema writes .dp and .pt2 files. Write out.dp, then `dp convert-backend"),
+        (
+            ["pt.pt", "out.savedmodel"],
+            "OUT out.savedmodel: dp-ema writes files. Write out.dp, then `dp convert",
+        ),
+        (["pt.pt", "out.dp", "--dp", "dp"], "--dp dp: out.dp is written without DeePMD-kit. Leave it out."),
         (["pt.pt", "out"], "OUT out: expected a name that ends in .dp, .yaml, .yml, .pt2 or .pt"),
         (["pt.pt", "away/out.pt"], "the folder away is not there"),
         (["pt.pt", "text.dp"], "OUT text.dp: a file is there that is not a frozen model"),
