@@ -108,6 +108,8 @@ SLOW_MODULES = {
     "test_config_manual",
     "test_data_check",
     "test_data_loader",
+    "test_deepmd_kit",
+    "test_dpgen",
     "test_dtensor",
     "test_fake_descriptor",
     "test_files",

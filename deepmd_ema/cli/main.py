@@ -62,8 +62,8 @@ INSTALL = {
 COMMANDS: dict[str, ModuleType] = {
     name: import_module(f"deepmd_ema.cli.{name.replace('-', '_')}")
     for name in (
-        "train", "check", "freeze", "compress", "test", "model-devi", "neighbor-stat", "posthoc", "change-bias", "convert", "show",
-        "plot", "doc",
+        "train", "check", "freeze", "compress", "test", "model-devi", "neighbor-stat", "posthoc", "change-bias",
+        "convert", "show", "plot", "doc",
     )
 }  # fmt: skip
 WITHOUT_LOG = ("check", "neighbor-stat", "show", "plot", "doc")  # they print their result and nothing else
