@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import gt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -105,6 +105,11 @@ class Potential:
         return self.config.fitting_net.default_fparam
 
     @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._device
+
+    @property
     def rcut(self) -> float:
         """Cutoff radius, angstrom."""
         return self._layout.rcut
@@ -134,28 +139,68 @@ class Potential:
         """
         frames = self._frames(coord, types, box, fparam, aparam)
         count, natoms = len(frames), np.shape(types)[-1]
-        refrain_from_lost_threads()
-        with without_modes(self._device):
-            parts = self._parts(frames, natoms, kept)
+        # pairs that are kept are those of the frame before
+        together = [frames] if kept is None else [[frame] for frame in frames]
+        found = [self._arrays(some, None if kept is None else [kept]) for some in together]
         shapes = {ENERGY: (count,), FORCE: (count, natoms, 3), VIRIAL: (count, 9), ATOM_ENERGY: (count, natoms)}
-        found = Prediction(
-            *(np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)]).reshape(shape)
+        return Prediction(
+            *(np.concatenate([np.zeros(0), *(part[name] for part in found)]).reshape(shape)
               for name, shape in shapes.items())
         )  # fmt: skip
-        if not all(np.isfinite(value).all() for value in vars(found).values()):
+
+    def evaluate_systems(
+        self,
+        systems: Sequence[tuple[ArrayLike, Sequence[int] | Sequence[str] | ArrayLike, ArrayLike | None]],
+        kept: Sequence[KeptPairs] | None = None,
+    ) -> list[Prediction]:
+        """Return energies, forces, virials and atomic energies of S systems of any sizes, which share batches.
+
+        Args:
+            systems: positions (N, 3) in angstrom, types (N,) as for :meth:`evaluate`, and cell (3, 3) or None of each.
+            kept: neighbor pairs of each system, or of more, that are kept from call to call; None: all are searched.
+
+        Raises:
+            UserError: as :meth:`evaluate`.
+        """
+        rows = (self._frames(*system, None, None) for system in systems)
+        frames = [replace(frame, source=("arrays", k)) for k, (frame,) in enumerate(rows)]
+        found = self._arrays(frames, kept)
+        ends = np.cumsum([0, *(frame.num_atoms for frame in frames)])
+        return [
+            Prediction(
+                found[ENERGY][k : k + 1],
+                found[FORCE][3 * begin : 3 * end].reshape(1, -1, 3),
+                found[VIRIAL][9 * k : 9 * k + 9].reshape(1, 9),
+                found[ATOM_ENERGY][begin:end].reshape(1, -1),
+            )
+            for k, (begin, end) in enumerate(pairwise(ends))
+        ]
+
+    def _arrays(self, frames: Sequence[Frame], kept: Sequence[KeptPairs] | None) -> dict[str, NDArray[np.float64]]:
+        """Return the numbers of all frames, one after the other."""
+        refrain_from_lost_threads()
+        with without_modes(self._device):
+            parts = self._parts(frames, [None] * len(frames) if kept is None else kept)
+        names = (ENERGY, FORCE, VIRIAL, ATOM_ENERGY)
+        found = {name: np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)]) for name in names}
+        if not all(np.isfinite(value).all() for value in found.values()):
             _refuse_without_energy(frames, self)
         return found
 
-    def _parts(self, frames: Sequence[Frame], natoms: int, kept: KeptPairs | None) -> list[dict[str, Any]]:
+    def _parts(self, frames: Sequence[Frame], kept: Sequence[KeptPairs | None]) -> list[dict[str, Any]]:
         """Return the arrays of one batch after the other."""
         if isinstance(self._model, CompiledModel):
-            return [self._run(self._model, frame, kept) for frame in frames]
-        if kept is not None:
-            return [self._predict(self._model, self._placed(frame, kept)) for frame in frames]
-        size = max(1, ATOMS_AT_ONCE.get(self._device.type, 1024) // natoms)
-        paired = (pair_frame(frame, self._layout) for frame in frames)
-        groups = iter(lambda: list(islice(paired, size)), [])
-        return [self._predict(self._model, _together(group, self._layout)) for group in groups]
+            return [self._run(self._model, frame, pairs) for frame, pairs in zip(frames, kept)]
+        parts = []
+        for group in _groups(list(zip(frames, kept)), ATOMS_AT_ONCE.get(self._device.type, 1024)):
+            first, kept_pairs = group[0]
+            if len(group) == 1 and kept_pairs is not None:
+                placed = self._placed(first, kept_pairs)
+            else:
+                found = [(frame, find_pairs if pairs is None else pairs.find) for frame, pairs in group]
+                placed = _together([pair_frame(frame, self._layout, find) for frame, find in found], self._layout)
+            parts.append(self._predict(self._model, placed))
+        return parts
 
     def _placed(self, frame: Frame, kept: KeptPairs) -> Placed:
         """Return a frame with its neighbors in slots, by pairs that are kept."""
@@ -255,12 +300,24 @@ class Potential:
         return found.astype(np.int64)
 
 
+def _groups(rows: Sequence[tuple[Frame, KeptPairs | None]], most: int) -> Iterator[Sequence[tuple[Frame, Any]]]:
+    """Yield consecutive frames that together have at most ``most`` atoms, or one that has more."""
+    begin = natoms = 0
+    for end, (frame, _) in enumerate(rows):
+        if end > begin and natoms + frame.num_atoms > most:
+            yield rows[begin:end]
+            begin, natoms = end, 0
+        natoms += frame.num_atoms
+    if rows:
+        yield rows[begin:]
+
+
 def _refuse_without_energy(frames: Sequence[Frame], potential: Potential) -> None:
     """Raise UserError for frames that have no finite energies and forces; one of them spoils a batch."""
-    for k, frame in enumerate(frames):
+    for frame in frames:
         short = describe_short_pair(frame, potential._loaded.model, potential.type_map, potential.rcut)
         if short is not None:
-            raise UserError(f"frame {k} (from 0): {short}")
+            raise UserError(f"frame {frame.source[1]} (from 0): {short}")
     raise UserError(
         f"{potential.info.path}: the model gives no finite energies and forces. Does it hold nan, or are these frames "
         "far from what it was trained on?"

@@ -1,0 +1,163 @@
+"""A model for torch-sim, which simulates many systems at once; needs torch-sim to be installed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_ema.elements import SYMBOLS
+from deepmd_ema.errors import UserError
+from deepmd_ema.geometry import KeptPairs
+from deepmd_ema.infer.potential import Potential
+
+try:
+    # the class below is a subclass of torch-sim's: there is no later moment to import it
+    import torch_sim
+    from torch_sim.models.interface import ModelInterface
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "deepmd_ema.torch_sim needs torch-sim: pip install 'dp-ema[torch-sim]'", name="torch_sim"
+    ) from error
+
+
+class DPModel(ModelInterface):
+    """Energies (eV), forces (eV/angstrom) and stresses (eV/angstrom^3) of a trained model in torch-sim.
+
+    The systems of a state are evaluated together, as one batch or, where they are large, as several. Neighbors are
+    searched on the CPU. A model that takes frame parameters needs their default in its file; one that takes atomic
+    parameters is refused.
+
+    Example::
+
+        import torch_sim as ts
+        from ase.build import molecule
+        from deepmd_ema.torch_sim import DPModel
+
+        model = DPModel("water.dp")
+        state = ts.initialize_state([molecule("H2O")] * 8, model.device, model.dtype)
+        model(state)["forces"]  # (24, 3)
+        final = ts.integrate(state, model, integrator=ts.nve, n_steps=100, temperature=300, timestep=0.0005)
+
+    Args:
+        model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp``, ``.yaml`` or ``.pt2``, or a ``Potential``. A
+            ``.pt2`` is machine code, which runs when it is loaded: only from whom you trust.
+        device: where the model computes; CUDA when there is one if not given. States are on the same device.
+        dtype: of the results; the model itself computes in its own precision, from positions in float64.
+        skin: angstrom. The neighbors of a system are searched this far beyond the cutoff, and again only when an atom
+            of it has moved more than half of it or its cell has changed; 0 searches at every step.
+        head: which model of a file that holds several.
+        compute_forces: whether results have ``forces``.
+        compute_stress: whether results have ``stress``; that of an open system is 0.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Potential,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float64,
+        skin: float = 1.0,
+        head: str | None = None,
+        compute_forces: bool = True,
+        compute_stress: bool = True,
+    ) -> None:
+        super().__init__()
+        if not 0 <= skin < math.inf:
+            raise UserError(f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every step.")
+        where = None if device is None else str(device)
+        self.potential = model if isinstance(model, Potential) else Potential(model, device=where, head=head)
+        self._refuse_parameters()
+        self._device, self._dtype = self.potential.device, dtype
+        self._compute_forces, self._compute_stress = compute_forces, compute_stress
+        self._memory_scales_with = "n_atoms_x_density"
+        self._skin, self._kept = skin, list[KeptPairs]()
+        # (118,) the type of each atomic number from 1, or -1
+        self._type_of = torch.full((len(SYMBOLS) + 1,), -1)
+        for number, name in enumerate(self.potential.type_map):
+            if name in SYMBOLS:
+                self._type_of[SYMBOLS.index(name) + 1] = number
+
+    @property
+    def compute_forces(self) -> bool:
+        """Whether results have ``forces``."""
+        return self._compute_forces
+
+    @compute_forces.setter
+    def compute_forces(self, compute_forces: bool) -> None:
+        self._compute_forces = compute_forces
+
+    @property
+    def compute_stress(self) -> bool:
+        """Whether results have ``stress``."""
+        return self._compute_stress
+
+    @compute_stress.setter
+    def compute_stress(self, compute_stress: bool) -> None:
+        self._compute_stress = compute_stress
+
+    def forward(self, state: Any, **_: Any) -> dict[str, Tensor]:
+        """Return the results for the S systems of a state, with N atoms together.
+
+        Args:
+            state: a ``SimState``, or a dictionary of its tensors.
+            **_: what torch-sim passes to models that take more.
+
+        Returns:
+            ``energy`` (S,), eV; ``forces`` (N, 3), eV/angstrom; ``stress`` (S, 3, 3), eV/angstrom^3.
+
+        Raises:
+            UserError: if an element is not in the model, a system is periodic in some directions only, or the model
+                has no energy for one, as for two atoms in one place.
+        """
+        if isinstance(state, dict):
+            state = torch_sim.SimState(**{"masses": torch.ones(len(state["positions"])), **state})
+        coord = state.positions.detach().to("cpu", torch.float64).numpy()
+        cells = state.row_vector_cell.detach().to("cpu", torch.float64).numpy()
+        sizes = torch.bincount(state.system_idx.cpu(), minlength=len(cells)).tolist()
+        types, periodic = self._types(state.atomic_numbers.cpu()), _is_periodic(state.pbc)
+        self._kept += [KeptPairs(self._skin) for _ in range(len(sizes) - len(self._kept))]
+        systems, end = [], 0
+        for size, cell in zip(sizes, cells):
+            begin, end = end, end + size
+            systems.append((coord[begin:end], types[begin:end], cell if periodic else None))
+        found = self.potential.evaluate_systems(systems, self._kept if self._skin else None)
+
+        def tensor(values: Any) -> Tensor:
+            return torch.as_tensor(values, dtype=self._dtype, device=state.positions.device)
+
+        results = {"energy": tensor([float(one.energy[0]) for one in found])}
+        if self._compute_forces:
+            results["forces"] = torch.cat([tensor(one.force[0]) for one in found])
+        if self._compute_stress:
+            volumes = torch.linalg.det(state.row_vector_cell.detach().to(self._dtype)).abs()
+            virials = torch.stack([tensor(one.virial[0]).view(3, 3) for one in found])
+            results["stress"] = -virials / volumes[:, None, None] if periodic else torch.zeros_like(virials)
+        return results
+
+    def _refuse_parameters(self) -> None:
+        for name, number in self.potential.num_conditions.items():
+            if number and (name == "aparam" or not self.potential.default_fparam):
+                raise UserError(
+                    f"{self.potential.info.path}: the model takes {name} ({number} numbers), which torch-sim does not "
+                    "have. Use a model without, or one with default_fparam."
+                )
+
+    def _types(self, atomic_numbers: Tensor) -> Any:
+        """Return the type (N,) of each atom."""
+        types = self._type_of[atomic_numbers.clamp(0, len(SYMBOLS))]
+        if (types < 0).any():
+            number = int(atomic_numbers[types < 0][0])
+            name = SYMBOLS[number - 1] if 0 < number <= len(SYMBOLS) else f"atomic number {number}"
+            raise UserError(f"{name}: is not an element of the model, which has {' '.join(self.potential.type_map)}.")
+        return types.numpy()
+
+
+def _is_periodic(pbc: Any) -> bool:
+    """Return whether systems are periodic: in all directions or in none."""
+    directions = set(torch.as_tensor(pbc).flatten().tolist())
+    if len(directions) > 1:
+        raise UserError("pbc: periodic in some directions only. Expected all of them, or none.")
+    return bool(directions.pop())

@@ -1,0 +1,138 @@
+"""The model for torch-sim: its own checks, the results of single systems, relaxations and dynamics of several."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers import toy_frame
+from infer_models import write_run
+
+from deepmd_ema.errors import UserError
+from deepmd_ema.infer import potential as potentials
+from deepmd_ema.infer.potential import Potential
+
+# torch-sim and what it imports
+pytestmark = pytest.mark.filterwarnings("ignore")
+ts = pytest.importorskip("torch_sim")
+ase = pytest.importorskip("ase")
+interface = pytest.importorskip("torch_sim.models.interface")
+DPModel = pytest.importorskip("deepmd_ema.torch_sim").DPModel
+
+
+@pytest.fixture(scope="module")
+def potential(tmp_path_factory):
+    return Potential(write_run(tmp_path_factory.mktemp("run"))[0], device="cpu")
+
+
+def atoms_of(natoms, seed, pbc=True, elements="OH"):
+    coord, types, box = toy_frame(np.random.default_rng(seed), natoms)
+    atoms = ase.Atoms([elements[t] for t in types], coord, cell=box, pbc=pbc)
+    if not pbc:
+        atoms.center(vacuum=5.0)
+        atoms.pbc = False
+    return atoms
+
+
+def state_of(systems, dtype=torch.float64):
+    return ts.io.atoms_to_state(systems, torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize("skin", [0.0, 1.0])
+def test_it_fulfils_the_interface_of_torch_sim(tmp_path, skin):
+    path = write_run(tmp_path, model__type_map=["Si", "Fe"])[0]
+    model = DPModel(path, device="cpu", skin=skin)
+    interface.validate_model_outputs(model, model.device, model.dtype)
+
+
+@pytest.mark.parametrize("pbc", [True, False])
+@pytest.mark.parametrize("skin", [0.0, 1.0])
+@pytest.mark.parametrize("at_once", [16, 1024])
+def test_systems_of_any_sizes_have_the_results_that_they_have_alone(potential, monkeypatch, pbc, skin, at_once):
+    """Also where the atoms move, systems leave the state or change their places, and batches are small."""
+    monkeypatch.setitem(potentials.ATOMS_AT_ONCE, "cpu", at_once)
+    model = DPModel(potential, skin=skin)
+    systems = [atoms_of(natoms, natoms, pbc) for natoms in (12, 5, 30, 1, 12)]
+    rng = np.random.default_rng(0)
+    for step in range(8):
+        if step == 3:
+            del systems[1]
+        if step == 5:
+            systems.reverse()
+        for atoms in systems:
+            atoms.positions += rng.uniform(-0.1, 0.1, atoms.positions.shape)
+        found = model(state_of(systems))
+        known = [
+            potential.evaluate(a.positions, a.get_chemical_symbols(), a.cell.array if pbc else None) for a in systems
+        ]
+        np.testing.assert_allclose(found["energy"], [one.energy[0] for one in known], rtol=1e-12)
+        np.testing.assert_allclose(found["forces"], np.concatenate([one.force[0] for one in known]), atol=1e-11)
+        stress = [-one.virial.reshape(3, 3) / a.get_volume() * pbc for one, a in zip(known, systems)]
+        np.testing.assert_allclose(found["stress"], stress, atol=1e-12)
+
+
+def test_results_have_the_precision_and_the_parts_that_are_requested(potential):
+    model = DPModel(potential, dtype=torch.float32)
+    state = state_of([atoms_of(12, 0)], torch.float32)
+    assert {value.dtype for value in model(state).values()} == {torch.float32}
+    as_tensors = {name: getattr(state, name) for name in ("positions", "cell", "pbc", "atomic_numbers", "system_idx")}
+    torch.testing.assert_close(model(as_tensors), model(state), rtol=0, atol=0)
+    model.compute_forces, model.compute_stress = False, False
+    assert set(model(state)) == {"energy"}
+    assert (model.compute_forces, model.compute_stress, model.memory_scales_with) == (False, False, "n_atoms_x_density")
+
+
+def test_the_energy_of_each_system_is_kept_in_nve_dynamics_of_several(potential):
+    """Half the time step must give a quarter of the drift: only exact forces do."""
+    systems = [atoms_of(natoms, natoms) for natoms in (12, 20, 7)]
+    drifts = []
+    for step in (0.001, 0.0005):
+        model, energies, metal = DPModel(potential), [], ts.units.MetalUnits
+        kT = torch.tensor(300.0 * metal.temperature, dtype=torch.float64)
+        start, move = ts.nve(model=model, dt=torch.tensor(step * metal.time, dtype=torch.float64), kT=kT, seed=1)
+        state = start(state_of(systems))
+        for _ in range(round(0.02 / step)):
+            state = move(state)
+            kinetic = ts.calc_kinetic_energy(masses=state.masses, momenta=state.momenta, system_idx=state.system_idx)
+            energies.append(state.energy + kinetic)
+        drifts.append((torch.stack(energies) - energies[0]).abs().amax(0))
+    assert (drifts[0] < 0.05).all()
+    assert (drifts[1] < 0.4 * drifts[0]).all()
+
+
+def test_several_systems_are_relaxed_together(potential):
+    systems = [atoms_of(natoms, natoms) for natoms in (12, 7)]
+    model = DPModel(potential)
+    before = model(state_of(systems))
+    final = ts.optimize(state_of(systems), model, optimizer=ts.optimizers.fire, max_steps=30)
+    assert (final.energy < before["energy"]).all()
+    assert final.forces.norm(dim=1).max() < before["forces"].norm(dim=1).max()
+
+
+def test_what_it_cannot_evaluate_is_one_message(potential, tmp_path):
+    model = DPModel(potential)
+    with pytest.raises(UserError, match=r"^Fe: is not an element of the model, which has O H\.$"):
+        model(state_of([atoms_of(5, 0, elements=["O", "Fe"])]))
+    state = state_of([atoms_of(5, 0)])
+    state.pbc = torch.tensor([True, True, False])
+    with pytest.raises(UserError, match=r"^pbc: periodic in some directions only. Expected all of them, or none\.$"):
+        model(state)
+    near = [atoms_of(5, 0), atoms_of(5, 1)]
+    near[1].positions[3] = near[1].positions[0]
+    with pytest.raises(UserError, match=r"frame 1 \(from 0\): atoms (0|3) .* 0 angstrom apart"):
+        model(state_of(near))
+    with pytest.raises(UserError, match="skin = -1: expected a length in angstrom"):
+        DPModel(potential, skin=-1)
+    path = write_run(tmp_path, model__fitting_net__numb_aparam=1)[0]
+    with pytest.raises(UserError, match=r"the model takes aparam \(1 numbers\), which torch-sim does not have"):
+        DPModel(path)
+
+
+def test_without_torch_sim_the_import_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_sim", None)
+    monkeypatch.delitem(sys.modules, "deepmd_ema.torch_sim")
+    with pytest.raises(ModuleNotFoundError, match=r"deepmd_ema.torch_sim needs torch-sim: pip install 'dp-ema\[torch-"):
+        importlib.import_module("deepmd_ema.torch_sim")
