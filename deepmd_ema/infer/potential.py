@@ -68,13 +68,16 @@ class Potential:
             loaded. A ``.pt2`` is machine code, which runs when it is loaded: only from whom you trust.
         device: ``cpu``, ``cuda``, ``cuda:1``; CUDA when there is one if not given.
         head: which model of a file that holds several.
+
+    Attributes:
+        device: of the model.
     """
 
     def __init__(self, path: str | Path | LoadedModel, device: str | None = None, head: str | None = None) -> None:
         loaded = path if isinstance(path, LoadedModel) else load_model(path, head=head)
         self.info, self.config, self._loaded = loaded.info, loaded.config, loaded
         with without_modes():
-            self._model, self._device = loaded.on(device)
+            self._model, self.device = loaded.on(device)
         self._layout = self._model.layout
         # a neighbor that has changed its slot then has another energy
         self._keeps_slots = MovingFrame.serves(self._layout) and has_equal_slots(self._model)
@@ -87,7 +90,7 @@ class Potential:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the arguments of a copy, without kept pairs and images and without compiled code."""
-        return type(self), (self._loaded, str(self._device))
+        return type(self), (self._loaded, str(self.device))
 
     @property
     def type_map(self) -> tuple[str, ...]:
@@ -103,11 +106,6 @@ class Potential:
     def default_fparam(self) -> Sequence[float] | None:
         """Frame parameters of frames that are evaluated without."""
         return self.config.fitting_net.default_fparam
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return self._device
 
     @property
     def rcut(self) -> float:
@@ -137,7 +135,7 @@ class Potential:
             UserError: if an array has another shape, a number is not finite, a type is unknown, or the model has no
                 energy for a frame, as for two atoms in one place.
         """
-        frames = self._frames(coord, types, box, fparam, aparam)
+        frames = _frames(self, coord, types, box, fparam, aparam)
         count, natoms = len(frames), np.shape(types)[-1]
         # pairs that are kept are those of the frame before
         together = [frames] if kept is None else [[frame] for frame in frames]
@@ -162,7 +160,7 @@ class Potential:
         Raises:
             UserError: as :meth:`evaluate`.
         """
-        rows = (self._frames(*system, None, None) for system in systems)
+        rows = (_frames(self, *system, None, None) for system in systems)
         frames = [replace(frame, source=("arrays", k)) for k, (frame,) in enumerate(rows)]
         found = self._arrays(frames, kept)
         ends = np.cumsum([0, *(frame.num_atoms for frame in frames)])
@@ -179,7 +177,7 @@ class Potential:
     def _arrays(self, frames: Sequence[Frame], kept: Sequence[KeptPairs] | None) -> dict[str, NDArray[np.float64]]:
         """Return the numbers of all frames, one after the other."""
         refrain_from_lost_threads()
-        with without_modes(self._device):
+        with without_modes(self.device):
             parts = self._parts(frames, [None] * len(frames) if kept is None else kept)
         names = (ENERGY, FORCE, VIRIAL, ATOM_ENERGY)
         found = {name: np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)]) for name in names}
@@ -192,7 +190,7 @@ class Potential:
         if isinstance(self._model, CompiledModel):
             return [self._run(self._model, frame, pairs) for frame, pairs in zip(frames, kept)]
         parts = []
-        for group in _groups(list(zip(frames, kept)), ATOMS_AT_ONCE.get(self._device.type, 1024)):
+        for group in _groups(list(zip(frames, kept)), ATOMS_AT_ONCE.get(self.device.type, 1024)):
             first, kept_pairs = group[0]
             if len(group) == 1 and kept_pairs is not None:
                 placed = self._placed(first, kept_pairs)
@@ -216,7 +214,7 @@ class Potential:
 
     def _predict(self, model: EnergyModel, placed: Placed) -> dict[str, NDArray[np.float64]]:
         self._warn_once(list(placed.most), placed.nearest)
-        batch = placed.batch.to(self._device)
+        batch = placed.batch.to(self.device)
         found = model(batch)
         per_atom = (FORCE, ATOM_ENERGY)
         ordered = {k: batch.in_file_order(v) if k in per_atom else v for k, v in found.items()}
@@ -230,10 +228,10 @@ class Potential:
         images = self._images
         if images is None or not images.hold(frame, pairs):
             close = (self.info.min_nbor_dist or 0.0) + (0.0 if kept is None else kept.skin)
-            images = self._images = Images(frame, pairs, self._layout, close, self._device)
+            images = self._images = Images(frame, pairs, self._layout, close, self.device)
         self._warn_once(list(images.most(frame.coord)), images.nearest(frame.coord))
         given = {FPARAM: None if frame.fparam is None else frame.fparam[None], APARAM: frame.aparam}
-        conditions = {name: torch.tensor(v, device=self._device) for name, v in given.items() if v is not None}
+        conditions = {name: torch.tensor(v, device=self.device) for name, v in given.items() if v is not None}
         atype, nlist, mapping = images.tensors
         found = model.frame(images.coord(frame.coord), atype, nlist, mapping, conditions)
         return {name: value.to("cpu").numpy() for name, value in found.items()}
@@ -259,45 +257,6 @@ class Potential:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning(text, *values)
-
-    def _frames(self, coord: Any, types: Any, box: Any, fparam: Any, aparam: Any) -> list[Frame]:
-        kinds = self._type_numbers(types)
-        natoms = kinds.shape[-1]
-        coords = _coordinates(coord, natoms)
-        count = len(coords)
-        if kinds.ndim == 2 and len(kinds) != count:
-            raise UserError(f"types: shape {kinds.shape}, expected ({natoms},) or ({count}, {natoms}).")
-        kinds = np.broadcast_to(kinds, (count, natoms))
-        boxes = _boxes(box, count)
-        fitting = self.config.fitting_net
-        default = fitting.default_fparam or None  # an empty list is none
-        per_frame = _parameters("fparam", default if fparam is None else fparam, count, (fitting.numb_fparam,))
-        per_atom = _parameters("aparam", aparam, count, (natoms, fitting.numb_aparam))
-        rows, order = zip(coords, kinds, boxes, per_frame, per_atom), np.arange(natoms)
-        return [
-            Frame(x, kind, cell, fparam=frame, aparam=atoms, source=("arrays", k), file_index=order)
-            for k, (x, kind, cell, frame, atoms) in enumerate(rows)
-        ]
-
-    def _type_numbers(self, types: Any) -> NDArray[np.int64]:
-        found = np.asarray(types)
-        if found.ndim not in (1, 2) or found.shape[-1] == 0:
-            raise UserError(f"types: shape {found.shape}, expected (N,) or (F, N) with at least one atom.")
-        if found.dtype.kind in "US":
-            place = {name: k for k, name in enumerate(self.type_map)}
-            unknown = sorted(set(found.ravel().tolist()) - set(place))
-            if unknown:
-                raise UserError(
-                    f"types: the element {unknown[0]!r} is not in the model. {did_you_mean(unknown[0], self.type_map)}"
-                )
-            return np.vectorize(place.__getitem__, otypes=[np.int64])(found.astype(str))
-        if found.dtype.kind not in "iu":
-            raise UserError(f"types: values of kind {found.dtype}, expected whole numbers or element symbols.")
-        if found.min() < 0 or found.max() >= len(self.type_map):
-            bad = found.min() if found.min() < 0 else found.max()
-            why = " Leave virtual atoms out." if bad == -1 else ""
-            raise UserError(f"types: {bad} is no place in type_map {list(self.type_map)} (from 0).{why}")
-        return found.astype(np.int64)
 
 
 def _groups(rows: Sequence[tuple[Frame, KeptPairs | None]], most: int) -> Iterator[Sequence[tuple[Frame, Any]]]:
@@ -328,6 +287,47 @@ def _together(paired: Sequence[PairedFrame], layout: NeighborLayout) -> Placed:
     """Return frames as one batch."""
     most = np.max([frame.most for frame in paired], axis=0).tolist()
     return Placed(collate(paired, layout), most, min(frame.nearest for frame in paired))
+
+
+def _frames(potential: Potential, coord: Any, types: Any, box: Any, fparam: Any, aparam: Any) -> list[Frame]:
+    kinds = _type_numbers(types, potential.type_map)
+    natoms = kinds.shape[-1]
+    coords = _coordinates(coord, natoms)
+    count = len(coords)
+    if kinds.ndim == 2 and len(kinds) != count:
+        raise UserError(f"types: shape {kinds.shape}, expected ({natoms},) or ({count}, {natoms}).")
+    kinds = np.broadcast_to(kinds, (count, natoms))
+    boxes = _boxes(box, count)
+    fitting = potential.config.fitting_net
+    default = fitting.default_fparam or None  # an empty list is none
+    per_frame = _parameters("fparam", default if fparam is None else fparam, count, (fitting.numb_fparam,))
+    per_atom = _parameters("aparam", aparam, count, (natoms, fitting.numb_aparam))
+    rows, order = zip(coords, kinds, boxes, per_frame, per_atom), np.arange(natoms)
+    return [
+        Frame(x, kind, cell, fparam=frame, aparam=atoms, source=("arrays", k), file_index=order)
+        for k, (x, kind, cell, frame, atoms) in enumerate(rows)
+    ]
+
+
+def _type_numbers(types: Any, type_map: Sequence[str]) -> NDArray[np.int64]:
+    found = np.asarray(types)
+    if found.ndim not in (1, 2) or found.shape[-1] == 0:
+        raise UserError(f"types: shape {found.shape}, expected (N,) or (F, N) with at least one atom.")
+    if found.dtype.kind in "US":
+        place = {name: k for k, name in enumerate(type_map)}
+        unknown = sorted(set(found.ravel().tolist()) - set(place))
+        if unknown:
+            raise UserError(
+                f"types: the element {unknown[0]!r} is not in the model. {did_you_mean(unknown[0], type_map)}"
+            )
+        return np.vectorize(place.__getitem__, otypes=[np.int64])(found.astype(str))
+    if found.dtype.kind not in "iu":
+        raise UserError(f"types: values of kind {found.dtype}, expected whole numbers or element symbols.")
+    if found.min() < 0 or found.max() >= len(type_map):
+        bad = found.min() if found.min() < 0 else found.max()
+        why = " Leave virtual atoms out." if bad == -1 else ""
+        raise UserError(f"types: {bad} is no place in type_map {list(type_map)} (from 0).{why}")
+    return found.astype(np.int64)
 
 
 def _coordinates(coord: Any, natoms: int) -> NDArray[np.float64]:
