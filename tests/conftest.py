@@ -132,6 +132,7 @@ SLOW_MODULES = {
     "test_report_plots",
     "test_sharded_checkpoint",
     "test_short_range",
+    "test_torch_sim",
     "test_train",
     "test_train_averages",
     "test_train_optimizers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def test_every_link_of_a_page_leads_somewhere(page):
 def test_every_command_of_a_page_exists_with_its_options(page):
     parsers = next(action for action in cli.build_parser()._actions if action.dest == "command").choices
     for words in commands(page):
+        words = words[words[0] in ("--pt", "--pt-expt") :]
         if words[0].startswith("-"):
             assert words[0] in ("--help", "--version"), words
             continue
@@ -115,11 +117,14 @@ def trained(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["README.md", "doc/getting_started.md"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch-sim imports
 def test_every_python_snippet_of_a_page_runs(name, trained, capsys):
     if "ase" in (ROOT / name).read_text():
         pytest.importorskip("ase")
     snippets = blocks(ROOT / name, "python")
     assert snippets
     for text in snippets:
+        if "torch_sim" in text and find_spec("torch_sim") is None:  # there is none for Python 3.10
+            continue
         exec(compile(text, name, "exec"), {})
     assert capsys.readouterr().out

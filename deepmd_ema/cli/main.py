@@ -63,10 +63,11 @@ COMMANDS: dict[str, ModuleType] = {
     name: import_module(f"deepmd_ema.cli.{name.replace('-', '_')}")
     for name in (
         "train", "check", "freeze", "compress", "test", "model-devi", "neighbor-stat", "posthoc", "change-bias",
-        "convert", "show", "plot", "doc",
+        "convert", "pretrained", "show", "plot", "doc",
     )
 }  # fmt: skip
-WITHOUT_LOG = ("check", "neighbor-stat", "show", "plot", "doc")  # they print their result and nothing else
+# they print their result and nothing else
+WITHOUT_LOG = ("check", "neighbor-stat", "pretrained", "show", "plot", "doc")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ OPTIONS = {
         "-c --checkpoint-folder -t --training-script": "the file that is compressed has all that this needs",
         "-m --mpi-log": "there is one process",
     },
+    "pretrained": {"--cache-dir": "nothing is downloaded"},
     "test": {
         "--train-data": "give the systems to -s, or an input with them as validation data to --valid-data",
         "-S --set-prefix": "all sets of a system are read",
@@ -35,5 +36,4 @@ COMMANDS = {
     "eval-desc": "not here yet",
     "embed": "not here yet",
     "gui": "`dp-ema doc --json-schema` gives an editor what it needs to help with the input",
-    "pretrained": "not here yet",
 }

@@ -11,6 +11,7 @@ from deepmd_ema import checkpoint
 from deepmd_ema.config import choose_head
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, ModelFile, load_models, models_of_deepmd
+from deepmd_ema.interchange.pretrained import check_digest
 from deepmd_ema.model.model_set import ModelSet, unnested
 from deepmd_ema.train.start.fine_tuning import FineTune, Pretrained
 from deepmd_ema.train.start.from_weights import FromWeights
@@ -79,6 +80,8 @@ def load_pretrained(file: str, heads: Mapping[str, str | None] | None = None) ->
 
     ``RANDOM`` as a head is a fresh fitting network.
     """
+    if name := check_digest(Path(file)):
+        logger.info("%s: the published model %s, sha256 verified", file, name)
     chosen: dict[str, _Chosen] = {}
 
     def choose(known: Mapping[str, Sequence[str]]) -> set[str]:
