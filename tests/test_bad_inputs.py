@@ -130,7 +130,7 @@ def test_lack_of_memory_is_told_with_what_to_do(desk, monkeypatch, error):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(cli.main.__globals__["check"], "run", fail)
+    monkeypatch.setattr(cli.COMMANDS["check"], "run", fail)
     told = desk.run("check", "input.json")
     told.must_say("dp-ema: out of memory", "Use a smaller batch_size")
     assert "8000000000000 bytes" in told.text or "8000000000000" not in str(error)

@@ -184,7 +184,7 @@ def test_a_frozen_model_that_only_dp_ema_reads_says_so(tmp_path, descriptor, onl
 def test_it_compiles_without_a_break():
     torch._dynamo.reset()
     counters.clear()
-    _, model = toy_model("se_e2_a", {"neuron": [2], "axis_neuron": 2}, {"neuron": [2]}, **TABLE)
+    _, model = toy_model("se_e2_r", {"neuron": [2], "type_one_side": True}, {"neuron": [2]}, **TABLE)
     batch = batch_of(model.train(), (*toy_atoms(0, 7), TRICLINIC))
     compiled = torch.compile(run, dynamic=True, backend="aot_eager")(model, batch)
     for name, value in run(model, batch).items():
