@@ -37,8 +37,7 @@ from deepmd_ema.model.extended_model import ExtendedModel
 from deepmd_ema.model.tabulated import interpolations_of, make_tables, seal, tabulate
 
 TYPES = np.array([1, 0, 2, 1, 1, 0, 2, 0, 1])
-DESCRIPTOR = {"type": "se_e2_a", "sel": [46, 92], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2], "axis_neuron": 1}
-SMALL = {"model__descriptor": DESCRIPTOR, "model__fitting_net__neuron": [2]}
+SMALL = {"model__descriptor__neuron": [2], "model__descriptor__axis_neuron": 1, "model__fitting_net__neuron": [2]}
 
 # torch's own warnings; compiling takes a minute or more
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
@@ -390,15 +389,8 @@ def test_what_is_compiled_with_tables_is_the_model_also_below_their_least_distan
 
 def test_a_file_with_tables_says_so_and_computes_what_the_networks_do_at_any_distance(tmp_path, capsys):
     # of few networks, and without angles: a third of the time to compile
-    descriptor = {
-        "type": "se_e2_r",
-        "sel": [46, 92],
-        "rcut": 4.0,
-        "rcut_smth": 1.0,
-        "neuron": [2],
-        "type_one_side": True,
-    }
-    run = write_run(tmp_path / "run", **SMALL | {"model__descriptor": descriptor})
+    descriptor = {"type": "se_e2_r", "sel": [46, 92], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2]}
+    run = write_run(tmp_path / "run", model__descriptor=descriptor, model__fitting_net__neuron=[2])
     path = tmp_path / "tables.pt2"
     words = ["freeze", "-c", str(run[0]), "-o", str(path), "--device", "cpu", "--compress"]
     assert cli.main(words) == 0
