@@ -118,6 +118,7 @@ SLOW_MODULES = {
     "test_finetune_tasks",
     "test_interpolation",
     "test_kill",
+    "test_mixed_batches",
     "test_optim_muon",
     "test_optim_sharded",
     "test_parallel",

@@ -150,7 +150,6 @@ BAD = [
         [NOT_YET],
     ),
     ({"nvnmd": {"version": 0}}, "nvnmd", [NOT_YET]),
-    ({"training.training_data.batch_size": "mixed:4"}, 'training.training_data.batch_size = "mixed:4"', [NOT_YET]),
     ({"validating.tf32_infer": True}, "validating.tf32_infer = true", [NOT_YET]),
     ({"validating.validation_metric": "FM:MAE"}, "validating.validation_metric", [NOT_YET]),
 ]
@@ -320,15 +319,6 @@ BROKEN_RULES = {
         "validating.full_validation = true",
         "needs training.validation_data",
     ),
-    "mixed_precision_is_the_precision": (
-        {
-            "training.mixed_precision": {"compute_prec": "float16", "output_prec": "float32"},
-            "model.descriptor.precision": "float32",
-            "model.fitting_net.precision": "float32",
-        },
-        'training.mixed_precision.compute_prec = "float16"',
-        NOT_YET,
-    ),
     "rows_have_files_of_their_own": (
         {"validating.full_validation": True, "validating.full_val_file": "./lcurve.out"},
         "validating.full_val_file: ",
@@ -362,17 +352,13 @@ def test_each_rule_between_options_has_a_message(rule):
     assert phrase in found[0]
 
 
-@pytest.mark.parametrize("precision", ["float32", "float64"])
-def test_mixed_precision_may_say_what_precision_says(precision):
-    changes = {"training.mixed_precision": {"compute_prec": precision, "output_prec": precision}}
-    parts = {f"model.{part}.precision": precision for part in ("descriptor", "fitting_net")}
-    config = config_from_dict(spoiled(changes | parts))
-    assert [text for text in ignored_options(config) if text.startswith("training.mixed_precision = ")]
-    mixed = spoiled(changes | parts | {"model.fitting_net.precision": "default"})
-    if precision == "float64":
-        config_from_dict(mixed)
-    else:
-        assert len(problems_of(mixed)) == 2
+@pytest.mark.parametrize("given", [{"compute_prec": "float16", "output_prec": "float32"}, {}])
+def test_mixed_precision_is_accepted_with_one_line(given):
+    config = config_from_dict(spoiled({"training.mixed_precision": given}))
+    (line,) = [text for text in ignored_options(config) if text.startswith("training.mixed_precision")]
+    assert line.endswith(": no effect, the precision is that of descriptor and fitting_net")
+    (found,) = problems_of(spoiled({"training.mixed_precision": {"compute": "float16"}}))
+    assert "training.mixed_precision.compute: unknown key" in found
 
 
 def test_a_run_without_a_length_is_refused():

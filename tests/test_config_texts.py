@@ -17,13 +17,19 @@ from deepmd_ema.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "atoms"),
-    [("auto", "auto", 32), ("auto:7", "auto", 7), ("max:64", "max", 64), ("filter:3", "filter", 3)],
+    ("text", "kind", "number"),
+    [
+        ("auto", "auto", 32),
+        ("auto:7", "auto", 7),
+        ("max:64", "max", 64),
+        ("filter:3", "filter", 3),
+        ("mixed:9", "mixed", 9),
+    ],
 )
-def test_a_batch_rule_has_its_kind_and_number_of_atoms(text, kind, atoms):
+def test_a_batch_rule_has_its_kind_and_number(text, kind, number):
     rule = config_from_dict(spoiled({"training.training_data.batch_size": text})).training.training_data.batch_size
     assert isinstance(rule, BatchSizeRule)
-    assert (rule, rule.kind, rule.atoms) == (text, kind, atoms)
+    assert (rule, rule.kind, rule.number) == (text, kind, number)
 
 
 def test_a_probability_has_its_blocks():
@@ -76,7 +82,8 @@ def test_texts_with_parts_survive_copies_and_the_way_to_other_ranks(made):
     [
         (BatchSizeRule, "auto:0", "is unknown. Known: a number, a list, auto, auto:N"),
         (BatchSizeRule, "auto:²", "is unknown"),
-        (BatchSizeRule, "mixed:4", "mixed:N is not supported"),
+        (BatchSizeRule, "mixed", "is unknown.*mixed:N, mix:N"),
+        (BatchSizeRule, "mix:0", "is unknown"),
         (SystemProbability, "prob_uniform;0:1:1", "is unknown. Known: prob_uniform, prob_sys_size"),
         (SystemProbability, "prob_sys_size;0:1", '"0:1" is not start:stop:weight'),
         (SystemProbability, "prob_sys_size;2:1:1", "expected start < stop"),

@@ -79,8 +79,7 @@ def test_batches_are_those_of_the_sampler(systems):
     sampler = make_sampler(systems)
     with closing(Loader(systems, sampler, LAYOUT)) as loader:
         for n in range(20):
-            system, frames = sampler.batch(n)
-            assert next(loader).frames == tuple((systems[system].name, f) for f in frames)
+            assert next(loader).frames == tuple((systems[system].name, f) for system, f in sampler.batch(n))
         assert loader.position == 20
 
 

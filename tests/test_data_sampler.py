@@ -6,9 +6,11 @@ import math
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
-from deepmd_ema.data.sampler import Sampler, batch_sizes, permutation
+from deepmd_ema.data.epochs import permutation
+from deepmd_ema.data.sampler import Sampler, batch_sizes
 from deepmd_ema.errors import ConfigError, DataError
 
 FRAMES, ATOMS = (17, 5, 8), (10, 20, 3)
@@ -16,15 +18,18 @@ FRAMES, ATOMS = (17, 5, 8), (10, 20, 3)
 
 def frames_of_epoch(sampler, epoch):
     length = sampler.batches_per_epoch
-    return [
-        (system, f)
-        for n in range(epoch * length, (epoch + 1) * length)
-        for system, frames in [sampler.batch(n)]
-        for f in frames
-    ]
+    return [frame for n in range(epoch * length, (epoch + 1) * length) for frame in sampler.batch(n)]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 100, [2, 1, 8], "auto", "max:30"])
+def system_of(batch):
+    """Return the only system of a batch."""
+    (system,) = {system for system, _ in batch}
+    return system
+
+
+@pytest.mark.parametrize(
+    "batch_size", [1, 3, 100, [2, 1, 8], "auto", "max:30", "mixed:4", "mixed:100", "mix:32", "mix:2"]
+)
 def test_an_epoch_has_every_frame_exactly_once(batch_size):
     sampler = Sampler(FRAMES, ATOMS, batch_size, seed=4)
     every = sorted((i, f) for i, n in enumerate(FRAMES) for f in range(n))
@@ -38,16 +43,27 @@ def test_epochs_have_orders_of_their_own():
     assert len(orders) == 5
 
 
+@pytest.mark.parametrize("rule", ["mixed:4", "mix:40"])
+def test_frames_of_a_mixed_batch_meet_others_in_the_next_epoch(rule):
+    sampler = Sampler((40, 40), (7, 11), rule, seed=4)
+    length = sampler.batches_per_epoch
+    batches = [frozenset(sampler.batch(n)) for n in range(6 * length)]
+    assert len(set(batches)) > 5 * length
+
+
 def test_systems_are_mixed_within_an_epoch():
     sampler = Sampler((40, 40), (3, 3), 1, seed=4)
-    systems = [sampler.batch(n)[0] for n in range(80)]
+    systems = [system_of(sampler.batch(n)) for n in range(80)]
     assert 20 < sum(a != b for a, b in pairwise(systems)) < 60
 
 
-def test_a_batch_is_a_function_of_seed_and_number_only():
-    one, other, third = (Sampler(FRAMES, ATOMS, 2, seed=s) for s in (1, 1, 2))
+@pytest.mark.parametrize("auto_prob", ["prob_sys_size", "prob_sys_size;0:2:0.9;2:3:0.1"])
+@pytest.mark.parametrize("rule", [2, "mixed:2", "mix:25"])
+def test_a_batch_is_a_function_of_seed_and_number_only(rule, auto_prob):
+    one, other, third = (Sampler(FRAMES, ATOMS, rule, auto_prob, seed=s) for s in (1, 1, 2))
     numbers = [300, 5, 17, 0, 5, 299, 16, 15]
-    assert [one.batch(n) for n in numbers] == [Sampler(FRAMES, ATOMS, 2, seed=1).batch(n) for n in numbers]
+    fresh = [Sampler(FRAMES, ATOMS, rule, auto_prob, seed=1).batch(n) for n in numbers]
+    assert [one.batch(n) for n in numbers] == fresh
     assert [one.batch(n) for n in range(40)] == [other.batch(n) for n in range(40)]
     assert [one.batch(n) for n in range(40)] != [third.batch(n) for n in range(40)]
 
@@ -56,22 +72,24 @@ def test_the_order_never_changes_between_versions():
     """A restart with a newer numpy or a newer version of this package must go on with the same frames."""
     assert permutation(8, 1, 2, 3).tolist() == [1, 3, 7, 5, 2, 0, 4, 6]
     sampler = Sampler(FRAMES, ATOMS, 4, seed=7)
-    assert [sampler.batch(n) for n in (0, 1, 9)] == [(0, (14, 10, 8, 6)), (0, (11, 4, 0, 5)), (2, (1, 5, 2, 6))]
+    expected = {0: (0, (14, 10, 8, 6)), 1: (0, (11, 4, 0, 5)), 9: (2, (1, 5, 2, 6))}
+    for n, (system, frames) in expected.items():
+        assert sampler.batch(n) == [(system, f) for f in frames]
 
 
+@pytest.mark.parametrize("form", [int, "mixed:{}".format])
 @pytest.mark.parametrize(("world", "size"), [(2, 1), (2, 3), (3, 2), (4, 1)])
-def test_ranks_share_the_batches_of_one_process_with_a_larger_batch(world, size):
-    whole = Sampler(FRAMES, ATOMS, size * world, seed=3)
-    ranks = [Sampler(FRAMES, ATOMS, size, seed=3, rank=r, world_size=world) for r in range(world)]
+def test_ranks_share_the_batches_of_one_process_with_a_larger_batch(world, size, form):
+    whole = Sampler(FRAMES, ATOMS, form(size * world), seed=3)
+    ranks = [Sampler(FRAMES, ATOMS, form(size), seed=3, rank=r, world_size=world) for r in range(world)]
     assert {r.batches_per_epoch for r in ranks} == {whole.batches_per_epoch}
     for n in range(3 * whole.batches_per_epoch):
-        system, together = whole.batch(n)
+        together = whole.batch(n)
         shares = [r.batch(n) for r in ranks]
-        assert {s for s, _ in shares} == {system}
-        for rank, (_, mine) in enumerate(shares):
+        for rank, mine in enumerate(shares):
             assert mine == (together[rank::world] or together[rank % len(together) :][:1])
             assert 1 <= len(mine) <= size
-        assert set().union(*(mine for _, mine in shares)) == set(together)
+        assert set().union(*shares) == set(together)
 
 
 def test_probabilities_are_followed_within_two_batches_at_any_epoch():
@@ -79,7 +97,7 @@ def test_probabilities_are_followed_within_two_batches_at_any_epoch():
     assert sampler.probabilities == pytest.approx((0.01, 0.33, 0.66))
     total, per_epoch = Counter(), []
     for epoch in range(200):
-        counts = Counter(sampler.batch(n)[0] for n in range(epoch * 16, epoch * 16 + 16))
+        counts = Counter(system_of(sampler.batch(n)) for n in range(epoch * 16, epoch * 16 + 16))
         total += counts
         per_epoch.append(counts)
         for k, p in enumerate(sampler.probabilities):
@@ -92,8 +110,8 @@ def test_each_system_goes_through_whole_permutations_under_any_probability():
     sampler = Sampler(FRAMES, ATOMS, 2, sys_probs=[0.1, 0.55, 0.35], seed=3)
     seen = {k: [] for k in range(3)}
     for n in range(40 * sampler.batches_per_epoch):
-        system, frames = sampler.batch(n)
-        seen[system] += frames
+        for system, frame in sampler.batch(n):
+            seen[system].append(frame)
     for k, count in enumerate(FRAMES):
         rounds = [seen[k][i : i + count] for i in range(0, len(seen[k]) - count + 1, count)]
         assert len(rounds) > 3
@@ -135,7 +153,7 @@ def test_batch_rules_are_those_of_the_peer(rule, sizes):
 def test_a_filter_leaves_large_systems_out_and_says_so():
     sampler = Sampler(FRAMES, ATOMS, "filter:10", "prob_uniform")
     assert sampler.probabilities == pytest.approx((0.5, 0, 0.5))
-    assert {sampler.batch(n)[0] for n in range(100)} == {0, 2}
+    assert {system_of(sampler.batch(n)) for n in range(100)} == {0, 2}
     assert sampler.warnings == ['batch_size = "filter:10": left out are 1 of 3 systems, of more than 10 atoms a frame.']
     with pytest.raises(DataError, match="every system has more atoms"):
         Sampler(FRAMES, ATOMS, "filter:2")
@@ -152,8 +170,8 @@ def test_epochs_become_steps_as_the_peer_counts_them():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": "mixed:4"}, "mixed:N is not supported"),
-        ({"batch_size": "mix:4"}, "mix:N is not supported"),
+        ({"batch_size": "mixed"}, '"mixed" is unknown'),
+        ({"batch_size": "mix:0"}, '"mix:0" is unknown'),
         ({"batch_size": "autos"}, '"autos" is unknown. Known: a number'),
         ({"batch_size": "max"}, '"max" is unknown'),
         ({"batch_size": "auto:x"}, '"auto:x" is unknown'),
@@ -174,5 +192,107 @@ def test_a_wrong_rule_is_told(arguments, message):
 
 def test_access_far_ahead_is_as_quick_as_at_the_start():
     sampler = Sampler((1000, 500), (3, 3), 1, sys_probs=[0.123, 0.877], seed=1)
-    system, frames = sampler.batch(10**12)
-    assert frames[0] < (1000, 500)[system]
+    ((system, frame),) = sampler.batch(10**12)
+    assert frame < (1000, 500)[system]
+
+
+# ---- batches of several systems
+
+
+def atoms_of(batch, natoms=ATOMS):
+    sizes = [natoms[system] if isinstance(natoms[system], int) else natoms[system][frame] for system, frame in batch]
+    return [int(size) for size in sizes]
+
+
+def test_the_order_of_mixed_batches_never_changes_between_versions():
+    by_number, by_atoms = (Sampler(FRAMES, ATOMS, rule, seed=7) for rule in ("mixed:4", "mix:30"))
+    assert [by_number.batch(n) for n in (0, 9)] == [
+        [(2, 1), (0, 14), (1, 2), (0, 10)],
+        [(0, 6), (0, 15), (2, 1), (0, 4)],
+    ]
+    assert [by_atoms.batch(n) for n in (0, 20)] == [[(2, 1), (0, 14)], [(0, 7), (0, 2), (2, 2), (2, 6)]]
+
+
+def test_a_mixed_batch_has_frames_of_all_systems_and_its_number_of_them():
+    sampler = Sampler((40, 40, 41), (10, 20, 3), "mixed:8", seed=4)
+    batches = [sampler.batch(n) for n in range(sampler.batches_per_epoch)]
+    assert Counter(map(len, batches)) == {8: 15, 1: 1}
+    assert sum(len({system for system, _ in batch}) > 1 for batch in batches) >= 14
+    assert sampler.frames_per_step == pytest.approx(121 / 16)
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_no_rank_has_more_atoms_than_mix_allows_unless_one_frame_has(world):
+    natoms = (10, 20, 3, np.arange(60) % 45 + 1)
+    frames = (*FRAMES, 60)
+    ranks = [Sampler(frames, natoms, "mix:40", seed=3, rank=r, world_size=world) for r in range(world)]
+    batches = [r.batch(n) for n in range(5 * ranks[0].batches_per_epoch) for r in ranks]
+    for atoms in (atoms_of(batch, natoms) for batch in batches):
+        assert sum(atoms) <= 40 or len(atoms) == 1
+    assert {r.max_atoms for r in ranks} == {45}
+    assert np.mean([sum(atoms_of(batch, natoms)) for batch in batches]) > 0.7 * 40
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 50])
+def test_mixed_batches_of_one_system_are_those_of_that_size(size):
+    plain = Sampler((17,), (10,), size, seed=3)
+    for rule in (f"mixed:{size}", f"mix:{10 * size + 9}"):
+        mixed = Sampler((17,), (10,), rule, seed=3)
+        assert mixed.batches_per_epoch == plain.batches_per_epoch
+        assert [mixed.batch(n) for n in range(60)] == [plain.batch(n) for n in range(60)]
+        assert mixed.steps_for_epochs(2.5) == plain.steps_for_epochs(2.5)
+
+
+def test_a_frame_of_more_atoms_than_mix_allows_is_alone():
+    sampler = Sampler((3, 40), (100, 5), "mix:50", seed=3)
+    batches = [sampler.batch(n) for n in range(sampler.batches_per_epoch)]
+    assert [batch for batch in batches if len(batch) > 1 and 0 in dict(batch)] == []
+    assert sampler.max_atoms == 100
+
+
+@pytest.mark.parametrize("rule", ["mixed:3", "mix:25"])
+@pytest.mark.parametrize(
+    ("auto_prob", "sys_probs", "expected"),
+    [
+        ("prob_sys_size", None, (17 / 30, 5 / 30, 8 / 30)),
+        ("prob_uniform", None, (1 / 3, 1 / 3, 1 / 3)),
+        ("prob_sys_size; 0:2:0.9; 2:3:0.1", None, (0.9 * 17 / 22, 0.9 * 5 / 22, 0.1)),
+        ("prob_sys_size", [0.01, 0.33, -1], (0.01, 0.33, 0.66)),
+    ],
+)
+def test_probabilities_of_mixed_batches_are_those_of_frames(rule, auto_prob, sys_probs, expected):
+    sampler = Sampler(FRAMES, ATOMS, rule, auto_prob, sys_probs, seed=3)
+    assert sampler.probabilities == pytest.approx(expected)
+    total, seen = Counter(), Counter()
+    for epoch in range(100):
+        drawn = frames_of_epoch(sampler, epoch)
+        assert len(drawn) == 30
+        seen.update(drawn)
+        total.update(system for system, _ in drawn)
+        for k, p in enumerate(sampler.probabilities):
+            assert abs(total[k] - (epoch + 1) * 30 * p) < 2
+            counts = [seen[k, frame] for frame in range(FRAMES[k])]
+            assert max(counts) - min(counts) <= 1  # a system's frames come in permutations
+
+
+def test_epochs_of_mixed_batches_become_steps_as_those_of_one_system():
+    assert Sampler(FRAMES, ATOMS, "mixed:4").steps_for_epochs(3) == 3 * 8
+    assert Sampler(FRAMES, ATOMS, "mixed:4", world_size=2).steps_for_epochs(1) == 4
+    skewed = Sampler(FRAMES, ATOMS, "mixed:3", sys_probs=[0.1, 0.3, 0.6])
+    assert skewed.steps_for_epochs(2) == math.ceil(2 * 170 / 3)  # 17 frames of a system of probability 0.1
+    lengths = {Sampler(FRAMES, ATOMS, "mix:30", seed=seed).batches_per_epoch for seed in range(20)}
+    assert len(lengths) == 1
+
+
+def test_few_frames_of_very_different_sizes_keep_the_length_of_an_epoch():
+    """Epochs have two or three large frames, so that one order needs more batches than another."""
+    sampler = Sampler((2, 10), (500, 10), "mix:500", sys_probs=[0.2, 0.8], seed=5)
+    counts = [len(frames_of_epoch(sampler, epoch)) for epoch in range(300)]
+    assert set(counts) == {12}
+
+
+def test_more_ranks_than_frames_repeat_some():
+    ranks = [Sampler((2, 1), (4, 5), "mix:100", seed=1, rank=r, world_size=5) for r in range(5)]
+    assert [r.is_repeat(0) for r in ranks] == [False, False, False, True, True]
+    assert sorted(frame for r in ranks[:3] for frame in r.batch(0)) == [(0, 0), (0, 1), (1, 0)]
+    assert all(r.batches_per_epoch == 1 and len(r.batch(0)) == 1 for r in ranks)

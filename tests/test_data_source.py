@@ -187,7 +187,7 @@ def test_batch_rules_count_the_atoms_of_each_frame(rule, size, frames):
 
 def test_frames_that_a_filter_leaves_out_are_never_drawn_and_told():
     sampler = Sampler([10], [np.array(SIZES)], "filter:9")
-    drawn = [k for n in range(sampler.batches_per_epoch) for k in sampler.batch(n)[1]]
+    drawn = [k for n in range(sampler.batches_per_epoch) for _, k in sampler.batch(n)]
     assert sorted(drawn) == [k for k, size in enumerate(SIZES) if size <= 9]
     assert sampler.warnings == ['batch_size = "filter:9": left out: 3 frames of more than 9 atoms.']
 

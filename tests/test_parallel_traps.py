@@ -180,18 +180,18 @@ def test_a_step_that_is_not_finite_ends_all_ranks_and_changes_nothing(tmp_path, 
         assert all(torch.isfinite(t).all() for t in load(file)["model"].values()), file
 
 
+@pytest.mark.parametrize("size", [2, "mixed:2", "mix:20"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_union_of_the_ranks_in_an_epoch_is_every_frame_once_from_any_place_on(ranks):
+def test_the_union_of_the_ranks_in_an_epoch_is_every_frame_once_from_any_place_on(ranks, size):
     frames, atoms = (16, 9, 10, 1), (12, 7, 10, 5)
-    samplers = [Sampler(frames, atoms, 2, seed=3, rank=r, world_size=ranks) for r in range(ranks)]
+    samplers = [Sampler(frames, atoms, size, seed=3, rank=r, world_size=ranks) for r in range(ranks)]
     length = samplers[0].batches_per_epoch
     for epoch in range(3):
         seen = []
         for n in range(epoch * length, (epoch + 1) * length):
-            again = [Sampler(frames, atoms, 2, seed=3, rank=r, world_size=ranks) for r in range(ranks)]
+            again = [Sampler(frames, atoms, size, seed=3, rank=r, world_size=ranks) for r in range(ranks)]
             assert [s.batch(n) for s in samplers] == [s.batch(n) for s in again]
-            system = samplers[0].batch(n)[0]
-            seen += [(system, k) for s in samplers if not s.is_repeat(n) for k in s.batch(n)[1]]
+            seen += [frame for s in samplers if not s.is_repeat(n) for frame in s.batch(n)]
         assert sorted(seen) == [(s, k) for s, number in enumerate(frames) for k in range(number)]
 
 

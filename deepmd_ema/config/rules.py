@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import InvalidOptionError
-from deepmd_ema.config.messages import NOT_AVAILABLE, Problem, Source, dotted, render, show
+from deepmd_ema.config.messages import Problem, Source, dotted, render, show
 from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.averaging import AverageConfig
-from deepmd_ema.config.schema.common import dtype_name
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 from deepmd_ema.config.schema.run import MultiTaskRun
@@ -288,20 +287,6 @@ def validation_frames_have_one_origin(task: TaskConfig) -> Violations:
     fraction = task.data.validation_fraction
     if fraction is not None and task.validation_data is not None:
         yield "validation_fraction", f" = {fraction:g}: validation_data is given too. Remove one of the two."
-
-
-@rule("run")
-def mixed_precision_is_the_precision(run: RunConfig) -> Violations:
-    """``mixed_precision`` says no more than ``precision`` of descriptors and fitting networks."""
-    given = run.training.mixed_precision
-    used = {name for task in run.tasks.values() for name in task.model.precisions}
-    for name in ("compute_prec", "output_prec") if given is not None else ():
-        value = getattr(given, name)
-        if {dtype_name(value)} != used:
-            trained = f'"precision" of descriptor and fitting_net is {" and ".join(sorted(used))}'
-            peer = "DeePMD-kit's torch backend ignores it. Remove it, and for a faster training"
-            text = f' = {show(value)}: {NOT_AVAILABLE}; {trained}. {peer} set "precision": "float32" in both.'
-            yield f"training.mixed_precision.{name}", text
 
 
 # ---- validating

@@ -56,8 +56,7 @@ class Loader:
         pairs = PairCache() if cache is None else cache
 
         def make(n: int) -> Batch:  # no method: a thread that held this object would keep it from being forgotten
-            system, frames = sampler.batch(n)
-            batch = collate([pairs.get(systems[system], k, layout) for k in frames], layout, labels)
+            batch = collate([pairs.get(systems[system], k, layout) for system, k in sampler.batch(n)], layout, labels)
             if sampler.is_repeat(n):
                 batch = batch.as_padding()
             return batch.pin_memory() if pin else batch
@@ -69,8 +68,7 @@ class Loader:
 
     def frames_at(self, n: int) -> tuple[tuple[str, int], ...]:
         """Return the origin of the frames of batch ``n``: (system, frame number)."""
-        system, frames = self.sampler.batch(n)
-        return tuple(self.systems[system].frame(k).source for k in frames)
+        return tuple(self.systems[system].frame(k).source for system, k in self.sampler.batch(n))
 
     def batch(self, n: int) -> Batch:
         """Return batch ``n``, whatever comes next."""

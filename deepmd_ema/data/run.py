@@ -245,17 +245,15 @@ def length_lines(config: RunConfig, data: Mapping[str, TaskData], reports: Mappi
         part = f"{100 * shares[name]:.3g} % of {counted(steps, 'step')}" if name else counted(steps, "step")
         batches = counted(sampler.batches_per_epoch, "batch", "batches")
         length = f"Length: {part} = {shares[name] * steps / sampler.batches_per_epoch:.1f} epochs of {batches}"
-        lines[name] = [length, *_memory_lines(config.tasks[name], data[name].train, sampler, reports[name])]
+        lines[name] = [length, *_memory_lines(config.tasks[name], sampler, reports[name])]
     return lines
 
 
-def _memory_lines(
-    task: TaskConfig, train: Sequence[FrameSource], sampler: Sampler, report: DataReport
-) -> Iterator[str]:
+def _memory_lines(task: TaskConfig, sampler: Sampler, report: DataReport) -> Iterator[str]:
     if report.neighbors is not None:
         descriptor = task.model.descriptor.with_neighbors(report.neighbors)
         neighbors = list(descriptor.neighbors or ())
-        atoms = max(size * int(system.frame_sizes.max()) for size, system in zip(sampler.batch_size, train))
+        atoms = sampler.max_atoms
         numbers = str(neighbors) if len(neighbors) <= _MAX_NUMBERS else f"of {sum(neighbors)} neighbors together"
         batch = f"{atoms:,} atoms, {descriptor.neighbors_option} {numbers}"
         wanted = 8 * atoms * sum(neighbors) * descriptor.numbers_per_pair

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from deepmd_ema.data.epochs import permutation
 from deepmd_ema.data.formats.properties import KIND_NAMES
-from deepmd_ema.data.sampler import permutation
 from deepmd_ema.data.source import BOX, COORD, Chunk
 from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.labels import FORCE

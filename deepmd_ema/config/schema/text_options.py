@@ -31,29 +31,31 @@ class TextOption(str):
 
 
 class BatchSizeRule(TextOption):
-    """Frames of a batch by the number of their atoms.
+    """Frames of a batch.
 
     Attributes:
-        kind: ``auto`` (at least ``atoms`` atoms in a batch), ``max`` (at most) or ``filter`` (at most, and frames of
-            more are left out).
-        atoms: the number; that of a plain ``auto`` is 32, as in DeePMD-kit.
+        kind: ``auto`` (at least ``number`` atoms in a batch), ``max`` (at most), ``filter`` (at most, and frames of
+            more are left out), ``mixed`` (``number`` frames of all systems) or ``mix`` (frames of all systems with at
+            most ``number`` atoms).
+        number: of atoms or frames; that of a plain ``auto`` is 32, as in DeePMD-kit.
     """
 
     kind: str
-    atoms: int
+    number: int
 
     def _read(self) -> None:
-        found = re.fullmatch(r"(auto|max|filter):([0-9]{1,18})|auto", self)
-        if re.match(r"mix(ed)?:", self):
-            name = self.partition(":")[0]
-            raise ConfigError(
-                f'batch_size = "{self}": the rule {name}:N is not supported. Use auto:N, max:N or filter:N.'
-            )
+        found = re.fullmatch(r"(auto|max|filter|mixed|mix):([0-9]{1,18})|auto", self)
         if found is None or (found[2] is not None and int(found[2]) < 1):
             raise ConfigError(
-                f'batch_size = "{self}" is unknown. Known: a number, a list, auto, auto:N, max:N, filter:N.'
+                f'batch_size = "{self}" is unknown. Known: a number, a list, auto, auto:N, max:N, filter:N, mixed:N, '
+                "mix:N."
             )
-        self.kind, self.atoms = found[1] or "auto", int(found[2] or 32)
+        self.kind, self.number = found[1] or "auto", int(found[2] or 32)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether a batch has frames of several systems."""
+        return self.kind in ("mixed", "mix")
 
 
 class SystemProbability(TextOption):

@@ -36,7 +36,10 @@ _patterns = Check(
     lambda v: all(map(_is_pattern, v)),
     'patterns of paths below the folders of systems, e.g. ["water*", "*/bulk"], none of them beginning with /',
 )
-_batch_size = Check(_is_batch_size, 'a whole number > 0, a list of them, or "auto", "auto:N", "max:N" or "filter:N"')
+_batch_size = Check(
+    _is_batch_size,
+    'a whole number > 0, a list of them, or "auto", "auto:N", "max:N", "filter:N", "mixed:N" or "mix:N"',
+)
 _auto_prob = Check(
     lambda v: is_readable(SystemProbability, v),
     '"prob_uniform", "prob_sys_size" or "prob_sys_size;begin:end:weight;..."',
@@ -64,12 +67,12 @@ class _Data:
     batch_size: int | list[int] | BatchSizeRule = option(
         BatchSizeRule("auto"),
         check=_batch_size,
-        unavailable="mix(ed)?:",
         convert=lambda v: BatchSizeRule(v) if isinstance(v, str) else v,
         unit="frames",
         doc="Frames of a batch: a number; one number per system; `auto:N`: as few frames as have N atoms (`auto` is "
         "`auto:32`); `max:N`: as many frames as have at most N atoms; `filter:N`: the same, and systems of more than "
-        "N atoms are left out.",
+        "N atoms are left out; `mixed:N`: N frames of any systems; `mix:N`: frames of any systems with at most N "
+        "atoms.",
     )
     auto_prob: SystemProbability = option(
         SystemProbability("prob_sys_size"),
@@ -131,7 +134,7 @@ class TaskDataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecisionConfig:
-    """Precisions of a run of DeePMD-kit's TensorFlow backend; only what `precision` says anyway is accepted."""
+    """Precisions of a run of DeePMD-kit's TensorFlow backend, without effect with torch, here and there."""
 
     compute_prec: str = option("float16", doc="Precision of products.")
     output_prec: str = option("float32", doc="Precision of parameters.")
@@ -229,8 +232,7 @@ class TrainingOptions:
     tensorboard_freq: int = option(1, check=positive_int, unit="steps", doc="Steps between two TensorBoard points.")
     mixed_precision: MixedPrecisionConfig | None = option(
         None,
-        doc="Precision of numbers in training, where it is the `precision` of descriptor and fitting network; another "
-        "one is refused.",
+        doc="Has no effect, as in DeePMD-kit's torch backends: the precision is that of descriptor and fitting net.",
     )
     gradient_max_norm: float = option(
         0.0, check=not_negative, doc="Gradients with a larger norm are scaled down to it; 0: no clipping."

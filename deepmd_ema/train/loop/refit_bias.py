@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.averaging import AverageBank
+from deepmd_ema.data.epochs import permutation
 from deepmd_ema.data.loader import sequential_batches
-from deepmd_ema.data.sampler import Sampler, permutation
+from deepmd_ema.data.sampler import frames_taken
 from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import prefix_of
@@ -70,9 +71,7 @@ def chosen_frames(task: PreparedTask, seed: int, most: int) -> list[Sequence[int
     """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
     train = task.train
     # frames that `filter:N` leaves out were not trained on
-    frames = Sampler(
-        [s.num_frames for s in train], [s.frame_sizes for s in train], task.config.training_data.batch_size
-    ).frames
+    frames = frames_taken(task.config.training_data.batch_size, [system.frame_sizes for system in train])
     counts = [len(own) for own in frames]
     total = sum(counts)
     if total <= most:

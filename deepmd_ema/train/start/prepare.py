@@ -17,8 +17,9 @@ from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.data.collate import PairCache, collate
+from deepmd_ema.data.epochs import permutation
 from deepmd_ema.data.run import TaskData, check_unless_unchanged, choose_validation, open_run, split_off, task_shares
-from deepmd_ema.data.sampler import Sampler, permutation
+from deepmd_ema.data.sampler import batch_sizes, frames_taken
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.data.split import Split
 from deepmd_ema.dist.world import World
@@ -235,9 +236,9 @@ def _statistics(task: PreparedTask, seed: int, num_ranks: int) -> Statistics:
 
 def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int) -> Iterator[Batch]:
     train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
-    rule = task.config.training_data.batch_size
-    plan = Sampler([s.num_frames for s in train], [s.frame_sizes for s in train], rule)
-    for number, (system, size, frames) in enumerate(zip(train, plan.batch_size, plan.frames)):
+    rule, natoms = task.config.training_data.batch_size, [system.frame_sizes for system in train]
+    sizes, _ = batch_sizes(rule, natoms)
+    for number, (system, size, frames) in enumerate(zip(train, sizes, frames_taken(rule, natoms))):
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
         order = frames[permutation(len(frames), seed_for(stream, seed, number))]
         # as many as one process with all the frames of a step would take, so that it starts from the same model
