@@ -121,6 +121,20 @@ def test_an_input_without_any_task_has_one_message():
     assert found == ["input.json: model.model_dict: there is no task. Add the model of each, by its name."]
 
 
+def test_every_option_of_deepmd_kit_for_data_is_read_in_a_task():
+    """All of its training_data_args and validation_data_args, with their aliases."""
+    common = {"systems": "water", "rglob_patterns": None, "batch_size": "mix:64", "set_prefix": "set"}
+    training = {**common, "auto_prob_style": "prob_sys_size;0:1:1", "sys_weights": None, "min_pair_dist": 0.5}
+    validation = {**common, "auto_prob": "prob_uniform", "sys_probs": [1.0], "numb_batch": 2}
+    data = tasks()["training"]["data_dict"] | {"water": {"training_data": training, "validation_data": validation}}
+    config = config_from_dict(tasks(training__data_dict=data))
+    read = config.tasks["water"]
+    assert (read.training_data.batch_size, read.training_data.min_pair_dist) == ("mix:64", 0.5)
+    assert (read.validation_data.numb_btch, read.validation_data.sys_probs) == (2, [1.0])
+    places = [f"training.data_dict.water.{part}_data.set_prefix" for part in ("training", "validation")]
+    assert [note.split(" has no effect")[0] for note in config.notes] == places
+
+
 def test_comments_are_no_tasks_and_no_parts():
     values = tasks(model__shared_dict___note="x", model__model_dict___note="x", loss_dict___note="x")
     assert list(config_from_dict(values).tasks) == ["water", "ice"]

@@ -103,7 +103,7 @@ def change_input(**values):
         lambda: Path("valid/set.000/virial.npy").unlink(),
         lambda: Path("train/type.raw").write_text(Path("train/type.raw").read_text() + "\n"),
         lambda: change_input(model__descriptor__rcut=3.5),
-        lambda: change_input(training__training_data__min_pair_dist=0.4),
+        lambda: change_input(training__training_data__min_pair_dist=0.2),
         lambda: change_input(loss__start_pref_v=0, loss__limit_pref_v=0),
     ],
 )

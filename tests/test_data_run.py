@@ -1,9 +1,13 @@
 """The data of a run as its config names them."""
 
+import re
+
+import numpy as np
 import pytest
-from helpers import tiny_input
+from helpers import tiny_input, write_system
 
 from deepmd_ema.config import config_from_dict
+from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.data.run import check_task, length_lines, open_run
 from deepmd_ema.errors import DataError
 
@@ -66,9 +70,59 @@ def test_tasks_are_told_apart_and_each_has_its_share_of_the_length(water_like, o
     assert f"{100 - share:.3g} % of {steps} steps = 1.0 epochs" in lengths["b"][0]
 
 
-def test_a_bound_for_the_nearest_pair_is_that_of_the_input(water_like):
-    config = config_from_dict(tiny_input([water_like], training__training_data__min_pair_dist=2.0))
-    assert checked(config)[2].problems
+def with_close_atoms(folder, frames, distance, **how):
+    """Return a system in which the first two atoms of some frames are so close."""
+    system = write_system(folder, frames=6, natoms=8, **how)
+    file = system / "set.000" / "coord.npy"
+    coord = np.load(file)
+    coord[frames, 3:6] = coord[frames, :3] + np.array([distance, 0, 0])
+    np.save(file, coord)
+    return system
+
+
+def test_frames_with_atoms_closer_than_min_pair_dist_are_left_out_of_training(tmp_path, water_like):
+    close = with_close_atoms(tmp_path / "close", [1, 4], 0.2)
+    assert len(checked(config_from_dict(tiny_input([water_like, close])))[2].problems) == 2
+    options = {"training__training_data__min_pair_dist": 0.21, "training__training_data__batch_size": [2, 3]}
+    config = config_from_dict(tiny_input([water_like, close], **options))
+    _, data, report = checked(config)
+    assert [source.num_frames for source in data[""].train] == [16, 4]
+    assert [data[""].train[1].frame(k).source for k in range(4)] == [(str(close), k) for k in (0, 2, 3, 5)]
+    assert report.problems == []
+    text = f"{close}: leaves out 2 of 6 frames: two atoms are closer than min_pair_dist = 0.21 angstrom"
+    assert text in report.notes
+    accepted = tiny_input([close], training__training_data__min_pair_dist=0.19)
+    _, data, report = checked(config_from_dict(accepted))
+    assert (data[""].train[0].num_frames, report.problems) == (6, [])
+
+
+def test_frames_that_are_left_out_are_remembered(tmp_path, monkeypatch):
+    close = with_close_atoms(tmp_path / "close", [1, 4], 0.2)
+    config = config_from_dict(tiny_input([close], training__training_data__min_pair_dist=0.21))
+    memories = {"": Memory(tmp_path / "kept")}
+    first = open_run(config, memories)[""].train[0].frames.tolist()
+    monkeypatch.setattr("deepmd_ema.data.run.find_pairs_once", None)
+    assert open_run(config, memories)[""].train[0].frames.tolist() == first == [0, 2, 3, 5]
+
+
+def test_validation_frames_are_not_left_out(tmp_path, water_like):
+    close = with_close_atoms(tmp_path / "close", [1, 4], 0.4)
+    config = config_from_dict(tiny_input([water_like], [close], training__training_data__min_pair_dist=0.5))
+    _, data, report = checked(config)
+    assert (data[""].valid[0].num_frames, report.problems) == (6, [])
+
+
+def test_systems_without_a_frame_that_is_left_are_told_where_options_count_them(tmp_path, water_like):
+    close = with_close_atoms(tmp_path / "close", slice(None), 0.2)
+    options = {"training__training_data__min_pair_dist": 0.3}
+    _, data, _ = checked(config_from_dict(tiny_input([water_like, close], **options)))
+    assert [source.name for source in data[""].train] == [str(water_like)]
+    lost = f"training.training_data.min_pair_dist: all frames of {close} have atoms closer than 0.3 angstrom"
+    with pytest.raises(DataError, match=re.escape(f"{lost}. Use a smaller distance.")):
+        open_run(config_from_dict(tiny_input([close], **options)))
+    options["training__training_data__sys_probs"] = [0.5, 0.5]
+    with pytest.raises(DataError, match=re.escape(f"{lost}, and batch_size, sys_probs or auto_prob counts systems.")):
+        open_run(config_from_dict(tiny_input([water_like, close], **options)))
 
 
 def test_options_that_do_not_fit_the_systems_are_problems_by_their_path(water_like):

@@ -80,8 +80,11 @@ def _move_old_keys(upgraded: Upgraded, training: dict[str, Any]) -> None:
         if key in training:
             _move(upgraded, training, key, (*section, _RENAMED.get(key, key)))
     _drop(upgraded, ("training", "numb_test"), "validation is set by validation_data.numb_btch now")
-    for folder in (("training",), ("training", "training_data"), ("training", "validation_data")):
-        _drop(upgraded, (*folder, "set_prefix"), "sets are always found as set.*")
+    tasks = training.get("data_dict")
+    of_tasks = [("training", "data_dict", str(name)) for name in tasks] if isinstance(tasks, dict) else []
+    for folder in (("training",), *of_tasks):
+        for section in ((), ("training_data",), ("validation_data",)):
+            _drop(upgraded, (*folder, *section, "set_prefix"), "sets are always found as set.*")
 
 
 def _own_options(upgraded: Upgraded, section: type, raw: Any, path: Place, spelled: Place) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpec
 from deepmd_ema.data.split import FrameTable, Split, split_frames
 from deepmd_ema.errors import DataError, UserError, collect_problems, counted, first_few
+from deepmd_ema.geometry import find_pairs_once
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.seeds import seed_for
 
@@ -41,7 +43,7 @@ class TaskData(NamedTuple):
 
 
 def open_run(config: RunConfig, memories: Mapping[str, Memory] | None = None) -> dict[str, TaskData]:
-    """Return the data of every task by its name.
+    """Return the data of every task by its name, without training frames in which atoms are too close.
 
     Args:
         config: of the run.
@@ -60,6 +62,8 @@ def open_run(config: RunConfig, memories: Mapping[str, Memory] | None = None) ->
             if given is not None:
                 with collect_problems(problems):
                     opened[-1] = open_systems(given.systems, spec, given.rglob_patterns, f"{section}.systems")
+        with collect_problems(problems):
+            opened[0] = _without_close_pairs(task, opened[0], spec.memory)
         data[name] = TaskData(*opened)
     if problems:
         raise DataError(problems)
@@ -120,16 +124,55 @@ def _parts(task: TaskConfig, sources: Sequence[FrameSource], split: Split) -> Ta
         for part, frames in zip(parts, (np.flatnonzero(~chosen), np.flatnonzero(chosen))):
             if len(frames):
                 part.append(FrameSubset(source, frames))
-    given = task.training_data
-    if len(parts.train) < len(sources) and (
-        isinstance(given.batch_size, list) or given.sys_probs is not None or given.auto_prob.blocks
-    ):
-        lost = {source.name for source in sources} - {part.name for part in parts.train}
-        raise DataError(
-            f"{task.place('training')}.validation_fraction: all frames of {first_few(sorted(lost))} are for "
-            "validation, and batch_size, sys_probs or auto_prob counts systems. Use another seed, or none of these."
-        )
+    _refuse_to_lose(task, sources, parts.train, "validation_fraction", "are for validation", "Use another seed")
     return parts
+
+
+def _without_close_pairs(task: TaskConfig, sources: Sequence[FrameSource], memory: Memory | None) -> list[FrameSource]:
+    """Return training data without the frames that have two atoms closer than ``min_pair_dist``."""
+    bound = task.training_data.min_pair_dist
+    if bound == 0:
+        return list(sources)
+    kept: list[FrameSource] = []
+    for source in sources:
+        about = {"source": source.name, "frames": source.num_frames, "closer than": bound}
+        find = partial(_close_frames, source, bound)
+        close = recall_or_find(memory, source.files(), about, find, lambda found: {"": found}, lambda known: known[""])
+        if not close:
+            kept.append(source)
+        elif len(close) < source.num_frames:
+            rest = FrameSubset(source, np.delete(np.arange(source.num_frames), close))
+            left_out = f"leaves out {len(close):,} of {counted(source.num_frames, 'frame')}"
+            rest.notes = [*source.notes, f"{left_out}: two atoms are closer than min_pair_dist = {bound:g} angstrom"]
+            kept.append(rest)
+    why = f"have atoms closer than {bound:g} angstrom"
+    _refuse_to_lose(task, sources, kept, "training_data.min_pair_dist", why, "Use a smaller distance")
+    return kept
+
+
+def _close_frames(source: FrameSource, bound: float) -> list[int]:
+    """Return the numbers of the frames with two atoms closer than ``bound``, angstrom; none of data with faults."""
+    found = list[int]()
+    for index in range(source.num_frames):
+        with suppress(DataError):  # which the check of the data reports
+            frame = source.frame(index)
+            # a cutoff far below the distances in matter would make too many cells
+            if np.any(find_pairs_once(frame.coord, frame.box, max(bound, 1.0))[3] < bound):
+                found.append(index)
+    return found
+
+
+def _refuse_to_lose(
+    task: TaskConfig, sources: Sequence[FrameSource], kept: Sequence[FrameSource], option: str, why: str, advice: str
+) -> None:
+    """Raise DataError if no training system is left, or fewer than an option has numbers for."""
+    given = task.training_data
+    lost = sorted({source.name for source in sources} - {source.name for source in kept})
+    place = f"{task.place('training')}.{option}: all frames of {first_few(lost)} {why}"
+    if lost and not kept:
+        raise DataError(f"{place}. {advice}.")
+    if lost and (isinstance(given.batch_size, list) or given.sys_probs is not None or given.auto_prob.blocks):
+        raise DataError(f"{place}, and batch_size, sys_probs or auto_prob counts systems. {advice}, or none of these.")
 
 
 def _files_of(sources: Sequence[FrameSource]) -> dict[Path, None] | None:
@@ -157,9 +200,9 @@ def check_task(task: TaskConfig, data: TaskData) -> DataReport:
 
 
 def _least_distance(task: TaskConfig) -> float:
-    """Return the distance below which two atoms are a problem, angstrom."""
+    """Return the distance below which two atoms are a problem, angstrom; frames below a larger one are left out."""
     given = task.training_data.min_pair_dist
-    return given if given > 0 else MIN_DISTANCE
+    return min(given, MIN_DISTANCE) if given > 0 else MIN_DISTANCE
 
 
 def _option_problems(task: TaskConfig, data: TaskData) -> list[str]:

@@ -12,6 +12,8 @@ from deepmd_ema.config.fields import Check, file_name, not_negative, not_negativ
 from deepmd_ema.config.schema.averaging import AverageConfig, EmaShorthand, EmaValidationShorthand
 from deepmd_ema.config.schema.text_options import BatchSizeRule, Metric, SystemProbability, is_readable
 
+_MAX_PAIR_DISTANCE = 5.0  # angstrom, longer than any bond
+
 
 def _is_batch_size(value: Any) -> bool:
     if isinstance(value, str):
@@ -98,8 +100,9 @@ class TrainingDataConfig(_Data):
     min_pair_dist: float = option(
         0.0,
         unit="angstrom",
-        check=not_negative,
-        doc="A frame with two atoms closer than this is an error; 0 is 0.3 angstrom.",
+        check=Check(lambda v: 0 <= v <= _MAX_PAIR_DISTANCE, f"a number >= 0 and <= {_MAX_PAIR_DISTANCE:g}"),
+        doc="Frames with two atoms closer than this are left out of training. 0 leaves none out; atoms closer than 0.3 "
+        "angstrom are then an error.",
     )
 
 
