@@ -69,6 +69,8 @@ def test_every_command_of_a_page_exists_with_its_options(page):
     parsers = next(action for action in cli.build_parser()._actions if action.dest == "command").choices
     for words in commands(page):
         words = words[words[0] in ("--pt", "--pt-expt") :]
+        if words[0].startswith('"'):  # of a script that hands its words on
+            continue
         if words[0].startswith("-"):
             assert words[0] in ("--help", "--version"), words
             continue

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import dpdata
 
-NUM_FRAMES = 20
+NUM_FRAMES = 60
 
 system, folder = dpdata.LabeledSystem(sys.argv[1], fmt="deepmd/npy"), Path(sys.argv[2])
 system.sub_system(range(NUM_FRAMES)).to("deepmd/npy", folder / "init")

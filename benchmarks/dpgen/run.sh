@@ -8,7 +8,7 @@
 # WORK    new folder
 # TRAIN   dp-ema (default: that of this shell) or dp (that of LAMMPS)
 #
-# Four models are trained on 20 frames of examples/water, frozen to .pth, and explore by NVT at 400 K in LAMMPS; frames
+# Four models are trained on 60 frames of examples/water, frozen to .pth, and explore by NVT at 330 K in LAMMPS; frames
 # on which they disagree are labelled with GFN1-xTB, and the second iteration trains with them. summary.py prints what
 # happened.
 set -euo pipefail
