@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from deepmd_ema.data.source import Frame
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError, counted
 from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
-from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, load_model
+from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, ModelFile, load_model, load_models
 from deepmd_ema.interchange import deepmd_kit
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interface import Composite
@@ -32,6 +32,7 @@ FOLDERS = (".savedmodel", ".savedmodeltf")  # that `dp convert-backend` makes of
 # largest difference between the file that was read back and the checkpoint, relative to the largest number
 SAME_MATH = {torch.float64: 1e-10, torch.float32: 1e-4}
 FROM_TABLES = {torch.float64: 1e-8, torch.float32: 1e-4}  # the same of a file with tables of its networks
+FOR_DEEPMD = "for DeePMD-kit: dp --pt test, freeze, change-bias, and train with --init-model or --finetune"
 SPACING = 2.1  # angstrom, of the atoms of the frames on which the two are compared
 
 
@@ -47,6 +48,7 @@ class Frozen:
         only_here: why DeePMD-kit's torch backend does not read it, or an empty string.
         tables: description of the tables of its networks, or an empty string.
         kit: the DeePMD-kit that has written the file from a .dp file, or an empty string.
+        use: what the file is for, or an empty string: what its name says.
     """
 
     path: Path
@@ -56,24 +58,66 @@ class Frozen:
     only_here: str = ""
     tables: str = ""
     kit: str = ""
+    use: str = ""
 
     def text(self) -> str:
         """Return a line about the file: size, largest difference to the checkpoint, and programs that read it."""
         found = ", ".join(f"{name} {value:.1e}" for name, value in self.difference.items())
-        use = self.only_here or (
-            f"start a run from it: dp-ema train INPUT --init-model {self.path}"
-            if self.path.suffix.lower() == WEIGHTS
-            else "for deepmd_ema.calculator.DP, dp-ema test and DeePMD-kit 3.2.0, on machines like this one"
-            if self.path.suffix == COMPILED_SUFFIX
-            else f"written by {self.kit} from the .dp file that was compared; for LAMMPS with DeePMD-kit"
-            if self.kit
-            else f"for LAMMPS with DeePMD-kit: dp-ema freeze -c {self.path} -o {self.path.with_suffix(COMPILED_SUFFIX)}"
-        )
         return (
             f"{self.path}: {self.source}; {self.num_bytes / 1e6:.2f} MB\n{self.tables}"
             f"read back and compared on two made-up frames: largest difference {max(self.difference.values()):.1e} "
-            f"({found})\n{use}"
+            f"({found})\n{self._use()}"
         )
+
+    def _use(self) -> str:
+        """Return a line about what the file is for."""
+        if self.only_here or self.use:
+            return self.only_here or self.use
+        if self.path.suffix.lower() == WEIGHTS:
+            return f"start a run from it: dp-ema train INPUT --init-model {self.path}"
+        if self.path.suffix == COMPILED_SUFFIX:
+            return "for deepmd_ema.calculator.DP, dp-ema test and DeePMD-kit 3.2.0, on machines like this one"
+        if self.kit:
+            return f"written by {self.kit} from the .dp file that was compared; for LAMMPS with DeePMD-kit"
+        compiled = self.path.with_suffix(COMPILED_SUFFIX)
+        return f"for LAMMPS with DeePMD-kit: dp-ema freeze -c {self.path} -o {compiled}"
+
+
+def convert_to_deepmd(file: ModelFile, output: str | Path) -> Frozen:
+    """Write models to a checkpoint of DeePMD-kit, read it back, and compare them before the file takes its name.
+
+    Args:
+        file: the models; a single one gets no name there.
+        output: ends in ``.pt``.
+
+    Raises:
+        UserError: if there is something else.
+        CheckpointError: if DeePMD-kit does not have such a model, the file cannot be written or is not the same models;
+            an older file of that name stays.
+    """
+    path = Path(output)
+    models = file.models if len(file.models) > 1 else {"": next(iter(file.models.values()))}
+    info = next(iter(models.values())).info
+    _check_new_weights(path, info.path)
+    for loaded in models.values():
+        only_here = _only_here(loaded.model, loaded.config)
+        if only_here:
+            raise CheckpointError(f"{path}: {only_here}. Without --to deepmd the file is for dp-ema.")
+    difference: dict[str, float] = {}
+
+    def read_back(part: Path) -> None:
+        back = load_models(part).models
+        for task, loaded in models.items():
+            found = compare(loaded.model, back[task].model, loaded.config)
+            difference.update({name: max(value, difference.get(name, 0.0)) for name, value in found.items()})
+
+    own = {
+        task: interchange.WrittenModel(loaded.config, loaded.model, loaded.info.as_dict())
+        for task, loaded in models.items()
+    }
+    interchange.write_deepmd_pt(path, own, check=read_back)
+    source = f"{', '.join(models)}: {replace(info, head='').describe()}" if len(models) > 1 else info.describe()
+    return Frozen(path, f"{source}, from {info.path}", path.stat().st_size, difference, use=FOR_DEEPMD)
 
 
 def convert(loaded: LoadedModel, output: str | Path, program: str | None = None) -> Frozen:
@@ -302,10 +346,8 @@ def _made_up_frames(model: EnergyModel, config: ModelConfig, smallest: float) ->
 
 def _write_weights(loaded: LoadedModel, path: Path) -> Frozen:
     """Write a checkpoint of kind ``weights``."""
-    _check_folder(path, "OUT")
-    checkpoint.refuse_to_replace(path, "OUT")
     info = loaded.info
-    refuse_inputs(path, "OUT", [info.path])
+    _check_new_weights(path, info.path)
     difference: dict[str, float] = {}
 
     def read_back(part: Path) -> None:
@@ -315,6 +357,13 @@ def _write_weights(loaded: LoadedModel, path: Path) -> Frozen:
     facts = {name: dict(fact) for name, fact in (("average", info.average), ("bias", info.bias)) if fact}
     checkpoint.save(path, {**head, **facts, "model": dict(loaded.model.state_dict())}, check=read_back)
     return Frozen(path, f"{info.describe()}, from {info.path}", path.stat().st_size, difference)
+
+
+def _check_new_weights(path: Path, source: Path) -> None:
+    """Check that a file of weights may be written to ``path``."""
+    _check_folder(path, "OUT")
+    checkpoint.refuse_to_replace(path, "OUT")
+    refuse_inputs(path, "OUT", [source])
 
 
 def _target(path: Path, option: str) -> Path:

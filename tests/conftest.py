@@ -108,6 +108,7 @@ SLOW_MODULES = {
     "test_config_manual",
     "test_data_check",
     "test_data_loader",
+    "test_deepmd_checkpoints",
     "test_deepmd_kit",
     "test_dpgen",
     "test_dtensor",

@@ -247,6 +247,8 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
     try:
         kind = load_facts(path)["kind"] if path.is_file() and path.stat().st_size else ""
     except DeepmdCheckpointError as error:
+        if "dp_ema" in error.content:  # `dp-ema convert --to deepmd` has written it
+            return
         raise CheckpointError(
             f"{option} {path}: a checkpoint of DeePMD-kit is there. Choose another {option}."
         ) from error

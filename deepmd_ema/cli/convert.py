@@ -9,7 +9,7 @@ from deepmd_ema.cli.options import add_deepmd_kit, add_weights, num_frames, numb
 from deepmd_ema.errors import UserError
 
 SUMMARY = "a model file as another kind of model file, or data of other programs as deepmd/npy folders"
-_OF_MODELS = {"head": "--head", "use_ema": "--use-ema", "average": "--average", "dp": "--dp"}
+_OF_MODELS = {"to": "--to", "head": "--head", "use_ema": "--use-ema", "average": "--average", "dp": "--dp"}
 _OF_DATA = {"validation": "--validation", "mixed": "--mixed", "format": "--format", "seed": "--seed"}
 
 
@@ -22,10 +22,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "output",
         metavar="OUT",
         type=path,
-        help="of a model: a .dp, a .yaml, a .pt2, a .pt with weights only, or a .pth (written by an installed "
+        help="of a model: a .dp, a .yaml, a .pt2, a .pt (see --to), or a .pth (written by an installed "
         "DeePMD-kit); of data: a new folder",
     )
     models = parser.add_argument_group("models")
+    models.add_argument("--to", choices=("dp-ema", "deepmd"), help="whose .pt is written: a file of dp-ema with the "
+                        "weights of a model (default), or a checkpoint of DeePMD-kit (backend pt) with all models of "
+                        "IN, or that of --head")  # fmt: skip
     add_weights(models)
     add_deepmd_kit(models)
     data = parser.add_argument_group("data")
@@ -61,11 +64,20 @@ def run(args: argparse.Namespace) -> None:
 def _convert_model(args: argparse.Namespace) -> None:
     """Write the file and print its source, its size, and the largest difference between the two."""
     with loading():
-        from deepmd_ema.export import convert
-        from deepmd_ema.infer.load import load_model
+        from deepmd_ema.config import choose_head
+        from deepmd_ema.export import WEIGHTS, convert, convert_to_deepmd
+        from deepmd_ema.infer.load import load_models
 
-    loaded = load_model(args.input[0], use_average=args.use_ema, average=args.average, head=args.head)
-    written = convert(loaded, args.output, args.dp)
+    is_weights = args.output.lower().endswith(WEIGHTS)
+    if args.to is not None and not is_weights:
+        raise UserError(f"--to {args.to}: chooses between files {WEIGHTS}, and OUT is {args.output}. Leave it out.")
+    if args.dp is not None and is_weights:
+        raise UserError(f"--dp {args.dp}: {args.output} is written without DeePMD-kit. Leave it out.")
+    source, takes_all = args.input[0], args.to == "deepmd" and args.head is None
+    file = load_models(source, args.use_ema, args.average,
+                       lambda names: names if takes_all else [choose_head(names, args.head, source)])  # fmt: skip
+    loaded = next(iter(file.models.values()))
+    written = convert_to_deepmd(file, args.output) if args.to == "deepmd" else convert(loaded, args.output, args.dp)
     print(f"read {loaded.info.path}: {loaded.info.version}, elements {' '.join(loaded.config.type_map)}, "
           f"{loaded.config.descriptor.summary()}")  # fmt: skip
     print(f"wrote {written.text()}")

@@ -48,6 +48,7 @@ class Option:
         unavailable: pattern of the beginning of texts that DeePMD-kit takes and dp-ema does not.
         registry: the types of a nested section that is open to more of them; replaces ``classes``.
         left_out: types of the registry that are not taken here.
+        own: whether DeePMD-kit does not have it.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Option:
     unavailable: str | None = None
     registry: Registry | None = None
     left_out: tuple[str, ...] = ()
+    own: bool = False
 
     @property
     def sections(self) -> tuple[type, ...]:
@@ -207,15 +209,23 @@ def _parts(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
 
-def plain(value: Any) -> Any:
-    """Return a section as plain dictionaries and lists that JSON can hold, with ``type`` first where there is one."""
+def plain(value: Any, for_deepmd: bool = False) -> Any:
+    """Return a section as plain dictionaries and lists that JSON can hold, with ``type`` first where there is one.
+
+    Args:
+        value: the section.
+        for_deepmd: leaves out options that DeePMD-kit does not have, and those that are null, which it refuses.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         head = {"type": value.type} if hasattr(value, "type") else {}
-        return head | {o.name: plain(getattr(value, o.name)) for o in options(type(value))}
+        found = [(o, getattr(value, o.name)) for o in options(type(value))]
+        if for_deepmd:
+            found = [(o, inner) for o, inner in found if not o.own and inner is not None]
+        return head | {o.name: plain(inner, for_deepmd) for o, inner in found}
     if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
+        return [plain(v, for_deepmd) for v in value]
     if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
+        return {k: plain(v, for_deepmd) for k, v in value.items()}
     return str(value) if isinstance(value, str) else value  # a text with parts is a text in a file
 
 

@@ -240,8 +240,19 @@ def models_of_deepmd(
             raise CheckpointError(
                 f"{path}: a checkpoint of DeePMD-kit, no average is called {average!r}. Use --use-ema."
             )
-        config, distance = {"model": to_dict(own.config)}, own.model.min_nbor_dist
-        info = Provenance(path, "deepmd", own.weights, own.step, own.average, distance, "DeePMD-kit", config, head=head)
+        check_frozen_facts(own.facts, path)
+        info = Provenance(
+            path,
+            "deepmd",
+            own.facts.get("weights", own.weights),
+            own.facts.get("step", own.step),
+            own.facts.get("average", own.average),
+            own.model.min_nbor_dist,
+            "dp-ema" if own.facts else "DeePMD-kit",
+            {"model": to_dict(own.config)},
+            own.facts.get("bias", {}),
+            head,
+        )
         found[head] = LoadedModel(own.model, own.config, info)
     sections = {head: loaded.info.config["model"] for head, loaded in found.items()}
     return ModelFile(found, {"model": sections.get("", {"model_dict": sections})})

@@ -1,51 +1,46 @@
-"""Checkpoints of DeePMD-kit, ``.pt`` of its backends pt and pt_expt, read by way of the tree of a ``.dp`` file.
+"""Checkpoints of DeePMD-kit (``.pt``), read and written by way of the tree of a ``.dp`` file.
 
 A checkpoint holds the section ``model`` of its input and tensors under the names of modules. The section gives the tree
-of a model with its arrays in place; each tensor then has one place in that tree, and the reader of trees does the rest.
-Names of modules of one descriptor are in its ``PartTree.renamed``.
+of a model with its arrays in place, and each array has one name in a checkpoint: :func:`_name_of`, of which the names
+in one descriptor are those of its ``PartTree.modules``. Checkpoints of the backends pt and pt_expt are read, and such
+of pt are written.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from deepmd_ema.config import ModelConfig, model_config_from_dict
 from deepmd_ema.config.fields import type_names
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+from deepmd_ema.config.schema.model import MODELS
 from deepmd_ema.errors import CheckpointError, ConfigError, first_few
+from deepmd_ema.files import atomic_write
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.model import faults_as_messages, model_from_tree, model_tree
+from deepmd_ema.interchange.dp.model import EXTRA, faults_as_messages, model_from_tree, model_tree, reader_of
 from deepmd_ema.interchange.dp.networks import tree_by_type
+from deepmd_ema.interchange.dp.standard import PARTS, tree_of_model
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.tensors import on_cpu
 from deepmd_ema.weight_names import LIVE
-
-Places: TypeAlias = tuple[tuple[str, str], ...]
 
 EMA = "ema"  # the one average that such a checkpoint may hold
 _EXTRA = "_extra_state"
 _ONLY = "Default"  # name of the model in a file that has one
 # options of a section ``model`` that are about how it was trained
 _OF_TRAINING = ("finetune_head", "model_branch_alias", "info", "hessian_mode")
-# names of modules that several types have, in either backend, and the entries of the tree that they are; in this order
-_PLACES = (
-    (r"\._module_networks\.", ".networks."),
-    (r"^fitting_net\.filter_layers\.", "fitting.nets."),
-    (r"^fitting_net\.", "fitting."),
-    (r"\.filter_layers(_strip)?\.", r".embeddings\1."),
-    (r"\.type_embedding\.(embedding\.)?embedding_net\.", ".type_embedding.embedding."),
-    (r"\.mean$", ".davg"),
-    (r"\.stddev$", ".dstd"),
-    (r"\.matrix$", ".w"),
-    (r"\.bias$", ".b"),
-)
+_WITH_DESCRIPTORS = ("descriptor", "list", "models")  # options that are or hold sections of descriptors
+_PART = re.compile(r"(models\.(\d+)\.)?([^.]+)\.?(.*)")  # place in a tree: part of the model, its entry, and inside
+_IN_TABLE = ("tab_info", "tab_data")  # arrays of a table that a checkpoint holds
 _CONVERT = "With DeePMD-kit: `dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth model.dp`."
 
 
@@ -59,6 +54,7 @@ class DeepmdCheckpoint:
         weights: ``live``, ``ema``, or empty: a file with weights only does not say what they are.
         step: optimizer steps of the weights, or None.
         average: facts of the average; empty for other weights.
+        facts: what dp-ema says of the weights in a file that it has written; empty in others.
     """
 
     config: ModelConfig
@@ -66,6 +62,22 @@ class DeepmdCheckpoint:
     weights: str
     step: int | None
     average: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WrittenModel:
+    """One model for a checkpoint of DeePMD-kit.
+
+    Attributes:
+        config: its section ``model``.
+        model: as built from it; ``min_nbor_dist`` is set if it is known.
+        facts: plain facts about the weights, for :attr:`DeepmdCheckpoint.facts`.
+    """
+
+    config: ModelConfig
+    model: EnergyModel
+    facts: Mapping[str, Any]
 
 
 def is_deepmd_checkpoint(payload: Any) -> bool:
@@ -98,12 +110,35 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
             own |= averaged
         config = _config(section, path)
         tree = model_tree(build_model(config), config)
-        _put(tree, own, path, tree_by_type(DESCRIPTORS, config.descriptor.type).places(config.descriptor))
-        model = model_from_tree(config, tree)
+        _put(tree, own, path, config)
+        model = model_from_tree(config, reader_of(tree).normalized(tree))
         distance = float(own.get("min_nbor_dist", own.get("_min_nbor_dist", -1.0)))
         model.min_nbor_dist = distance if distance > 0 else None  # -1 where it is not known
+        written = (payload.get(EXTRA) or {}).get(head or "", {})
         weights = EMA if use_average else LIVE if "optimizer" in payload else ""
-        return DeepmdCheckpoint(config, model.eval(), weights, _step(extra, own), facts)
+        return DeepmdCheckpoint(config, model.eval(), weights, _step(extra, own), facts, written)
+
+
+def write_deepmd_pt(
+    path: Path, models: Mapping[str, WrittenModel], check: Callable[[Path], None] | None = None
+) -> None:
+    """Write models as a checkpoint of DeePMD-kit's backend pt; the file appears whole or not at all.
+
+    Args:
+        path: ends in ``.pt``.
+        models: by name of the task; one without a name is called ``""``.
+        check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
+
+    Raises:
+        CheckpointError: if that backend does not have such a model.
+        WriteError: if the file cannot be written.
+    """
+    payload = _payload(path, models)
+    with atomic_write(path, "Choose another OUT, or make room.") as part:
+        # no digest: DeePMD-kit changes tensors of a file and keeps what it does not know
+        torch.save(on_cpu(payload), part)
+        if check is not None:
+            check(part)
 
 
 def heads_of(payload: Any, path: Path) -> dict[str, list[str]]:
@@ -127,25 +162,27 @@ def _extra_of(payload: Any, path: Path) -> Mapping[str, Any]:
 
 
 def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:
-    if section.get("use_srtab"):
-        raise CheckpointError(f"{path}: a model with a table (use_srtab). {_CONVERT.format(path=path)}")
-    if section.get("type") == "linear_ener":
-        raise CheckpointError(f"{path}: a model of parts (linear_ener). {_CONVERT.format(path=path)}")
     options = {n: value for n, value in section.items() if n not in _OF_TRAINING}
+    if options.get("type", "standard") in MODELS:
+        try:
+            options = reader_of(options).own_section(options)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}. {_CONVERT.format(path=path)}") from error
     try:
-        return model_config_from_dict(options | {"descriptor": _as_built(options.get("descriptor"))}, str(path))
+        return model_config_from_dict(_as_built(options), str(path))
     except ConfigError as error:
         raise CheckpointError(error.problems) from error
 
 
 def _as_built(section: Any) -> Any:
-    """Return a section ``descriptor`` as the peer builds it: ``se_e2_r`` has one side, whatever its option."""
+    """Return a section as the peer builds it: every ``se_e2_r`` in it has one side, whatever its option."""
+    if isinstance(section, list):
+        return [_as_built(part) for part in section]
     if not isinstance(section, Mapping):
         return section
     if str(section.get("type")).lower() in type_names([DESCRIPTORS["se_e2_r"].section]):
         return {**section, "type_one_side": True}
-    parts = section.get("list")
-    return section if not isinstance(parts, list) else {**section, "list": [_as_built(part) for part in parts]}
+    return {**section, **{name: _as_built(section[name]) for name in _WITH_DESCRIPTORS if name in section}}
 
 
 def _average(payload: Mapping[str, Any], path: Path, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -166,25 +203,100 @@ def _step(extra: Mapping[str, Any], state: Mapping[str, Any]) -> int | None:
     return None if not isinstance(step, int) else step + ("min_nbor_dist" in state)
 
 
-def _put(tree: Tree, state: Mapping[str, Any], path: Path, places: Places) -> None:
+def _payload(path: Path, models: Mapping[str, WrittenModel]) -> dict[str, Any]:
+    """Return the content of a checkpoint; tensors that models share are the same object."""
+    sections: dict[str, Tree] = {}
+    state: dict[str, Any] = {_EXTRA: {}}
+    for task, own in models.items():
+        lacking = _not_in_pt(task, own.config)
+        if lacking:
+            raise CheckpointError(
+                f"{path}: DeePMD-kit's backend pt does not have {lacking}. Without --to deepmd the file is for dp-ema."
+            )
+        section = tree_of_model(own.config).deepmd_section(own.config)
+        section = {name: value for name, value in section.items() if name not in _OF_TRAINING}
+        if own.config.model_branch_alias:
+            section["model_branch_alias"] = list(own.config.model_branch_alias)
+        sections[task] = section
+        state |= {f"model.{task or _ONLY}.{name}": tensor for name, tensor in _tensors(own)}
+    first = next(iter(models.values()))
+    # the number of the last step, counted from 0
+    train_infos = {"lr": 0.0, "step": max(0, (first.facts.get("step") or 0) - 1)}
+    params = sections.get("") or {"model_dict": sections}
+    state[_EXTRA] = {"model_params": params, "train_infos": train_infos}
+    facts = {task: dict(own.facts) for task, own in models.items()}
+    # DeePMD-kit starts no run from a checkpoint without the entry `optimizer`, and makes a new one of None
+    return {"model": state, "optimizer": None, EXTRA: facts}
+
+
+def _not_in_pt(task: str, config: ModelConfig) -> str:
+    """Return the feature of the model of a task that DeePMD-kit's backend pt lacks, or an empty string."""
+    if task == _ONLY or "." in task or hasattr(nn.ModuleDict(), task):
+        return f"a task of the name {task!r}"
+    return tree_of_model(config).not_in_pt(config)
+
+
+def _tensors(own: WrittenModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model by the names of a checkpoint."""
+    distance = -1.0 if own.model.min_nbor_dist is None else own.model.min_nbor_dist
+    yield "min_nbor_dist", torch.tensor(distance, dtype=torch.float64)
+    tree = model_tree(own.model, own.config)
+    table = {"tab_data": (len(own.config.type_map), len(own.config.type_map), -1, 4)}
+    for place, array in [*((place, node[key]) for place, node, key in _arrays(tree)), *_added(tree)]:
+        name = _name_of(place, own.config, "pt")
+        if name is None:
+            continue
+        tensor = torch.from_numpy(np.asarray(array))
+        tensor = tensor.reshape(table.get(place.rpartition(".")[2], tensor.shape))
+        yield name, tensor
+        if ".networks." in name:
+            yield name.replace(".networks.", "._networks."), tensor
+
+
+def _added(node: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    """Yield arrays that a checkpoint has beside those of the tree, with places as if they were there.
+
+    They are empty until DeePMD-kit compresses the model, but for the default of the frame parameters.
+    """
+    if not isinstance(node, dict | list):
+        return
+    found = node.get("embeddings") if isinstance(node, dict) else None
+    if found is not None:
+        names = [f"{name}.{k}" for name in ("compress_info", "compress_data") for k in range(len(found["networks"]))]
+        names += ["type_embd_data"] * (found["ndim"] == 0)
+        precision = found["networks"][0]["precision"]
+        yield from ((f"{place}{name}", np.zeros(0, dtype=precision)) for name in names)
+    if isinstance(node, dict) and node.get("default_fparam") is not None:
+        yield f"{place}default_fparam_tensor", np.array(node["default_fparam"], dtype=np.float64)
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+        yield from _added(value, f"{place}{key}.")
+
+
+def _put(tree: Tree, state: Mapping[str, Any], path: Path, config: ModelConfig) -> None:
     """Write the tensors of one model into the arrays of its tree.
 
     Raises:
         CheckpointError: naming tensors without a place, and places without a tensor.
     """
-    names = {_place(name, places): name for name, tensor in state.items() if _is_weight(name, tensor)}
-    found = {place: state[name].detach().cpu().numpy() for place, name in names.items()}
-    missing = sorted(_fill(tree, "", found, False))
+    found = {name: tensor for name, tensor in state.items() if _is_weight(name, tensor)}
+    backend = "pt" if any(name.endswith(".matrix") for name in found) else "pt_expt"
+    missing = []
+    for place, node, key in list(_arrays(tree)):
+        name = _name_of(place, config, backend)
+        if name in found:
+            node[key] = found.pop(name).detach().cpu().numpy()
+        elif name is not None:
+            missing.append(place)
     if missing or found:
         lines = [f"{path}: the tensors of this checkpoint of DeePMD-kit are not those of its model."]
-        lines += [f"  missing: {first_few(missing)}"] * bool(missing)
-        lines += [f"  not of this model: {first_few([names[place] for place in found])}"] * bool(found)
+        lines += [f"  missing: {first_few(sorted(missing))}"] * bool(missing)
+        lines += [f"  not of this model: {first_few(list(found))}"] * bool(found)
         lines.append(f"  {_CONVERT.format(path=path)}")
         raise CheckpointError("\n".join(lines))
 
 
 def _is_weight(name: str, tensor: Any) -> bool:
-    """Whether a tensor is one of the arrays of a tree: no mask, no list of places, no table, nothing compressed."""
+    """Whether a tensor is one of the arrays of a tree: no mask, no list of places, nothing compressed."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
         return False
     return "._networks." not in name and name.rpartition(".")[2] not in (
@@ -195,24 +307,27 @@ def _is_weight(name: str, tensor: Any) -> bool:
     )
 
 
-def _place(name: str, places: Places) -> str:
-    """Return the place in the tree of the tensor ``name``."""
-    place = name.removeprefix("atomic_model.")
-    for pattern, entry in (*_PLACES, *places):
-        place = re.sub(pattern, entry, place)
-    return place
+def _name_of(place: str, config: ModelConfig, backend: str) -> str | None:
+    """Return the name in a checkpoint of the array at a place in the tree of a model, or None: it is not there."""
+    match = _PART.fullmatch(place)
+    assert match is not None, place
+    of_part, number, entry, inner = match.groups(default="")
+    if entry == "tab":
+        return f"atomic_model.{of_part}{inner}" if inner in _IN_TABLE else None
+    if entry in PARTS:
+        kinds, option = PARTS[entry]
+        section = getattr(tree_of_model(config).parts(config)[int(number or 0)], option)
+        inner = f".{tree_by_type(kinds, section.type).name_of(inner, section, backend)}"
+        entry = option
+    return f"atomic_model.{of_part}{entry}{inner}"
 
 
-def _fill(node: Any, place: str, found: dict[str, np.ndarray], is_variable: bool) -> list[str]:
-    """Replace the arrays of a tree by those ``found``, which are taken out of there; return the places without one."""
-    missing: list[str] = []
-    for key, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
+def _arrays(node: Any, place: str = "", is_variable: bool = False) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the arrays of a tree: their places, and where they are."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         inside = is_variable or key == VARIABLES
         there = place if key == VARIABLES else f"{place}.{key}" if place else str(key)
         if isinstance(value, dict | list):
-            missing += _fill(value, there, found, inside)
-        elif is_variable and there in found:
-            node[key] = found.pop(there)
+            yield from _arrays(value, there, inside)
         elif is_variable and value is not None:
-            missing.append(there)
-    return missing
+            yield there, node, key

@@ -177,7 +177,7 @@ def interpolate_option(
     """Declare an option ``interpolate``."""
     older = Check(lambda v: isinstance(v, bool) or v in _OLD_VALUES, "auto, always, never, true or false")
     about: dict[str, Any] = {"choices": ("auto", "always", "never"), "check": older, "convert": interpolate_choice}
-    return option("auto", also=(bool,), alias=("embedding_eval",), doc=doc, **about)
+    return option("auto", also=(bool,), alias=("embedding_eval",), own=True, doc=doc, **about)
 
 
 def seed_option() -> Any:

@@ -12,6 +12,8 @@ from deepmd_ema.families.dpa2.repformer_layer import RepformerLayer
 from deepmd_ema.families.se_atten.tree import block_tree, check_angular_means
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import (
+    BACKENDS,
+    STATISTICS,
     PartTree,
     array,
     chosen,
@@ -61,9 +63,13 @@ LATER_OPTIONS = ("use_sqrt_nnei", "g1_out_conv", "g1_out_mlp")  # false in files
 class DPA2Tree(PartTree):
     """Tree of dpa2."""
 
-    renamed = (
-        (r"\.repformers\.layers\.", ".repformers.repformer_layers."),
-        (r"\.(repinit|repinit_three_body|repformers)\.", r".\1_variable."),
+    modules = dict.fromkeys(
+        BACKENDS,
+        (
+            (r"^(repinit|repinit_three_body|repformers)_variable\.", r"\1."),
+            (r"^repformers\.repformer_layers\.", "repformers.layers."),
+            *STATISTICS,
+        ),
     )
 
     def write(self, part: DPA2Descriptor, config: StandardConfig) -> Tree:

@@ -13,6 +13,8 @@ from deepmd_ema.families.dpa3.module import DPA3Descriptor
 from deepmd_ema.families.dpa3.section import RepflowConfig
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import (
+    BACKENDS,
+    STATISTICS,
     PartTree,
     array,
     chosen,
@@ -49,7 +51,10 @@ RESIDUALS = {"n_residual": "node_update", "e_residual": "edge_update", "a_residu
 class DPA3Tree(PartTree):
     """Tree of dpa3."""
 
-    renamed = ((r"\.repflows\.layers\.", ".repflows.repflow_layers."), (r"\.repflows\.", ".repflow_variable."))
+    modules = dict.fromkeys(
+        BACKENDS,
+        ((r"^repflow_variable\.", "repflows."), (r"^repflows\.repflow_layers\.", "repflows.layers."), *STATISTICS),
+    )
 
     def write(self, part: DPA3Descriptor, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor."""

@@ -10,13 +10,15 @@ from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.families.ener.module import EnergyFitting
 from deepmd_ema.families.ener.section import EnerFittingConfig
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.networks import PartTree, array, chosen, network_trees, precision_of
+from deepmd_ema.interchange.dp.networks import BACKENDS, PartTree, array, chosen, network_trees, precision_of
 
 STATISTICS = ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
 
 
 class EnerTree(PartTree):
     """Tree of ener."""
+
+    modules = dict.fromkeys(BACKENDS, ())
 
     def write(self, part: EnergyFitting, config: StandardConfig) -> Tree:
         """Return the tree of a fitting network."""

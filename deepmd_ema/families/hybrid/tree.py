@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
@@ -41,10 +40,16 @@ class HybridTree(PartTree):
         known = [(one, tree_of(DESCRIPTORS, one)) for one in tree["list"]]
         return {"type": "hybrid", "list": [reader.section(one) for one, reader in known if reader is not None]}
 
-    def places(self, section: HybridConfig) -> tuple[tuple[str, str], ...]:
-        """Return those of the parts, after that of their list."""
-        of_parts = (tree_by_type(DESCRIPTORS, part.type).places(part) for part in section.list)
-        return (r"\.descrpt_list\.", ".list."), *chain.from_iterable(of_parts)
+    def name_of(self, place: str, section: HybridConfig, backend: str) -> str:
+        """Return the name of the array at a place in the tree in checkpoints of a backend of DeePMD-kit."""
+        _, number, inner = place.split(".", 2)
+        part = section.list[int(number)]
+        return f"descrpt_list.{number}.{tree_by_type(DESCRIPTORS, part.type).name_of(inner, part, backend)}"
+
+    def not_in_pt(self, section: HybridConfig) -> str:
+        """Return the feature of the parts that DeePMD-kit's backend pt lacks, or an empty string."""
+        found = (tree_by_type(DESCRIPTORS, part.type).not_in_pt(part) for part in section.list)
+        return next(filter(None, found), "")
 
     def fill(self, part: HybridDescriptor, config: StandardConfig, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the descriptor."""

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from deepmd_ema.config.fields import plain
 from deepmd_ema.families.linear_ener.layers import PairTableDescriptor
 from deepmd_ema.families.linear_ener.module import LinearDescriptor, LinearFitting
 from deepmd_ema.families.linear_ener.section import LinearConfig, PairTableConfig, Part
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.nested import part_bias, part_tree, refuse_own_exclusions, table_entries, table_rows
-from deepmd_ema.interchange.dp.standard import fill_networks, network_sections, network_trees
+from deepmd_ema.interchange.dp.nested import (
+    part_bias,
+    part_tree,
+    refuse_own_exclusions,
+    rows_of_lines,
+    table_entries,
+    table_lines,
+    table_rows,
+)
+from deepmd_ema.interchange.dp.standard import fill_networks, network_sections, network_trees, networks_not_in_pt
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interface import Descriptor, Fitting
 
@@ -66,6 +75,31 @@ class LinearTree:
         for (section, descriptor, fitting), part in zip(_parts(model, config), tree["models"], strict=True):
             if not isinstance(section, PairTableConfig):
                 fill_networks(config.standard(section), descriptor, fitting, part)
+
+    def parts(self, config: LinearConfig) -> Sequence[Part]:
+        """Return the sections of the parts."""
+        return config.models
+
+    def deepmd_section(self, config: LinearConfig) -> Tree:
+        """Return the section ``model`` as DeePMD-kit's backend pt reads it in a checkpoint."""
+        section: Tree = plain(config, for_deepmd=True)
+        for part, found in zip(config.models, section["models"], strict=True):
+            if isinstance(part, PairTableConfig):
+                found |= {"type_map": config.type_map, "tab_file": table_lines(part.rows_for(config.type_map))}
+        return section
+
+    def own_section(self, section: Mapping[str, Any]) -> Tree:
+        """Return the section ``model`` of a checkpoint of DeePMD-kit with the rows of its tables."""
+        parts = [
+            {**part, "tab_file": rows_of_lines("tab_file", part["tab_file"])} if "tab_file" in part else part
+            for part in section["models"]
+        ]
+        return {**section, "models": parts}
+
+    def not_in_pt(self, config: LinearConfig) -> str:
+        """Return the feature of a section that DeePMD-kit's backend pt lacks, or an empty string."""
+        networks = (part for part in config.models if not isinstance(part, PairTableConfig))
+        return next(filter(None, map(networks_not_in_pt, networks)), "")
 
 
 def _parts(model: EnergyModel, config: LinearConfig) -> Iterator[tuple[Part, Descriptor, Fitting]]:

@@ -14,6 +14,8 @@ from deepmd_ema.families.se_atten.module import DPA1Descriptor
 from deepmd_ema.families.se_e3_tebd.layers import SeTTebdBlock
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import (
+    BACKENDS,
+    STATISTICS,
     PartTree,
     chosen,
     embedding_tree,
@@ -42,7 +44,10 @@ OPTIONS = (
 class SeAttenTree(PartTree):
     """Tree of se_atten, in which DeePMD-kit calls it dpa1, and of se_atten_v2."""
 
-    renamed = ((r"\.se_atten\.", "."), (r"\.dpa1_attention\.", ".attention_layers."))
+    modules = dict.fromkeys(
+        BACKENDS,
+        ((r"^attention_layers\.", "dpa1_attention."), (r"^(?!type_embedding\.)", "se_atten."), *STATISTICS),
+    )
 
     def write(self, part: DPA1Descriptor, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor."""

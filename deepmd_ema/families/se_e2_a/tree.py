@@ -9,6 +9,8 @@ from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.networks import (
+    STATISTICS,
+    Names,
     PartTree,
     chosen,
     embedding_tree,
@@ -35,7 +37,7 @@ class SeE2ATree(PartTree):
     """
 
     type: ClassVar[str] = "se_e2_a"
-    renamed = ((r"\.(sea|seat)\.", "."),)
+    modules: ClassVar[Names] = {"pt": ((r"^", "sea."), *STATISTICS), "pt_expt": ()}
 
     def write(self, part: ByTypeDescriptor, config: ModelConfig) -> Tree:
         """Return the tree of a descriptor."""

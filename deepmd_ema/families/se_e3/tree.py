@@ -9,6 +9,7 @@ from deepmd_ema.config import ModelConfig
 from deepmd_ema.families.se_e2_a.tree import SeE2ATree
 from deepmd_ema.families.se_e3.module import SeE3Descriptor
 from deepmd_ema.interchange.dp.files import Tree
+from deepmd_ema.interchange.dp.networks import STATISTICS, Names
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.nn.layers import Network
 
@@ -17,6 +18,7 @@ class SeE3Tree(SeE2ATree):
     """Tree of se_e3: a network for each pair (a, b) of types, at ``a + b * T``; DeePMD-kit uses those with a <= b."""
 
     type: ClassVar[str] = "se_e3"
+    modules: ClassVar[Names] = {"pt": ((r"^", "seat."), *STATISTICS), "pt_expt": ()}
 
     def write(self, part: ByTypeDescriptor, config: ModelConfig) -> Tree:
         """Return the tree of a descriptor; the networks that are not used are those of the pair in the other order."""

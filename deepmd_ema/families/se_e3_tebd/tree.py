@@ -9,7 +9,7 @@ from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.families.se_atten.tree import check_angular_means, one_block_tree
 from deepmd_ema.families.se_e3_tebd.module import SeE3TebdDescriptor
 from deepmd_ema.interchange.dp.files import Tree
-from deepmd_ema.interchange.dp.networks import PartTree, has_exp_switch
+from deepmd_ema.interchange.dp.networks import BACKENDS, STATISTICS, PartTree, has_exp_switch
 
 OPTIONS = (
     "rcut", "rcut_smth", "neuron", "tebd_dim", "tebd_input_mode", "resnet_dt", "set_davg_zero", "activation_function",
@@ -20,7 +20,7 @@ OPTIONS = (
 class SeE3TebdTree(PartTree):
     """Tree of se_e3_tebd."""
 
-    renamed = ((r"\.se_ttebd\.", "."),)
+    modules = dict.fromkeys(BACKENDS, ((r"^(?!type_embedding\.)", "se_ttebd."), *STATISTICS))
 
     def write(self, part: SeE3TebdDescriptor, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor."""

@@ -108,7 +108,7 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
         raise CheckpointError(f"{path}: no model inside. Expected a .dp or .yaml file of DeePMD-kit or dp-ema freeze.")
     with faults_as_messages(path):
         _check_available(path, tree["model"])
-        tree["model"] = _reader(tree["model"]).normalized(tree["model"])
+        tree["model"] = reader_of(tree["model"]).normalized(tree["model"])
         config = config_from_tree(tree)
         model = model_from_tree(config, tree["model"])
         distance = tree.get(VARIABLES, {}).get("min_nbor_dist")
@@ -186,7 +186,7 @@ def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
         "atom_exclude_types": model.get("atom_exclude_types") or [],
         "preset_out_bias": model.get("preset_out_bias"),
     }
-    more = _reader(model).section(model, script)
+    more = reader_of(model).section(model, script)
     return model_config_from_dict({**section, **more}, "model")
 
 
@@ -205,7 +205,7 @@ def model_from_tree(config: ModelConfig, tree: Mapping[str, Any]) -> EnergyModel
     return model
 
 
-def _reader(tree: Mapping[str, Any]) -> ModelTree:
+def reader_of(tree: Mapping[str, Any]) -> ModelTree:
     """Return the reader of the tree of a model of a known type."""
     return next(reader for reader in model_trees() if tree.get("type", "standard") in reader.kinds)
 

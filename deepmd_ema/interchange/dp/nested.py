@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,3 +83,19 @@ def table_rows(part: Mapping[str, Any]) -> list[list[float]]:
     if rows[-1, 0] + 1e-6 < float(part["rcut"]):
         raise ValueError("its table was extrapolated to 0, which is not available here")
     return [list(map(float, row)) for row in rows]
+
+
+def table_lines(rows: Sequence[Sequence[float]]) -> list[str]:
+    """Return the lines of the file of a table."""
+    return [" ".join(map(repr, row)) for row in rows]
+
+
+def rows_of_lines(option: str, lines: Any) -> list[list[float]]:
+    """Return the rows of the table in the lines of its file; ``option`` is for the message.
+
+    Raises:
+        ValueError: if the file is named instead.
+    """
+    if not isinstance(lines, list):
+        raise ValueError(f"{option} = {lines!r} is the name of a file, which may be another one by now")
+    return [[float(number) for number in line.split()] for line in lines]

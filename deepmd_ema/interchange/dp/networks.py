@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -19,6 +20,24 @@ from deepmd_ema.model.nn.norm import LayerNorm
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 from deepmd_ema.registry import Registry
 
+Names: TypeAlias = Mapping[str, tuple[tuple[str, str], ...]]
+
+BACKENDS = ("pt", "pt_expt")  # of DeePMD-kit, whose checkpoints name the modules of a model
+STATISTICS = ((r"\bdavg$", "mean"), (r"\bdstd$", "stddev"))  # for `PartTree.modules`
+_MODULES: Names = {  # the same of the entries that any tree may have
+    "pt": (
+        (r"\bembeddings(_strip)?\.networks\.", r"filter_layers\1.networks."),
+        (r"\bnets\.networks\.", "filter_layers.networks."),
+        (r"\btype_embedding\.embedding\.", "type_embedding.embedding.embedding_net."),
+        (r"\bw$", "matrix"),
+        (r"\bb$", "bias"),
+    ),
+    "pt_expt": (
+        (r"\.networks\.", "._module_networks."),
+        (r"\btype_embedding\.embedding\.", "type_embedding.embedding_net."),
+    ),
+}
+
 
 class PartTree:
     """Writer and reader of the tree of one kind of descriptor or fitting.
@@ -30,11 +49,12 @@ class PartTree:
 
     Attributes:
         names: values of ``type`` of its trees.
-        renamed: names of its modules in checkpoints of DeePMD-kit, of either backend, that are not those of the
-            entries of its tree: patterns and replacements, applied in this order.
+        modules: names of its modules in checkpoints of DeePMD-kit, by backend, that are not those of the entries of
+            its tree: patterns of places in the tree and replacements, applied in this order. None of a backend that
+            does not have this type.
     """
 
-    renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
+    modules: ClassVar[Names] = {}
 
     def __init__(self, section: Any) -> None:
         self.names = type_names([section])
@@ -52,9 +72,15 @@ class PartTree:
         """Return the options of its section that the tree gives."""
         return chosen(tree, self._options)
 
-    def places(self, section: Any) -> tuple[tuple[str, str], ...]:
-        """Return the patterns and replacements for a section."""
-        return self.renamed
+    def name_of(self, place: str, section: Any, backend: str) -> str:
+        """Return the name of the array at a place in the tree in checkpoints of a backend of DeePMD-kit."""
+        for pattern, name in (*self.modules[backend], *_MODULES[backend]):
+            place = re.sub(pattern, name, place)
+        return place
+
+    def not_in_pt(self, section: Any) -> str:
+        """Return the feature of a section that DeePMD-kit's backend pt lacks, or an empty string."""
+        return "" if "pt" in self.modules else f"the type {section.type}"
 
     def fill(self, part: Any, config: StandardConfig, tree: Mapping[str, Any]) -> None:
         """Write the arrays of the tree into the parameters and buffers of a part, each where ``write`` reads it.
