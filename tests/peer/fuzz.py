@@ -4,8 +4,8 @@ usage: python tests/peer/fuzz.py --peer DIR [--sets 20] [--seed 1] [--kinds NAME
 
 For each set DeePMD-kit makes a model in float64, draws all its numbers at random and writes a ``.dp`` file. Read
 here, the model gives the same energies, atomic energies, forces and virials of a molecule with an isolated atom, a
-small skewed cell and a larger box; written again, every entry of the file is the same, and DeePMD-kit evaluates it to
-the same numbers. The options of the file are those that the input says here.
+small skewed cell and a larger box; written again, every entry of the file is the same, and DeePMD-kit evaluates it, and
+its checkpoint written here, to the same numbers. The options of the file are those that the input says here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 import peer_side
+import torch
 from comparing import BOUND, common, differences, in_float32, other_entries, predictions, rounded, run_peer, worst_of
 from random_options import KINDS, draw_set
 
-AGAIN = "written here"
+WRITTEN = {"written here": ".dp", "as its checkpoint": ".pt"}  # what the peer reads of dp-ema
 
 
 @dataclass
@@ -78,7 +79,7 @@ def main() -> None:
     outcomes = [_outcome(job) for job in jobs]
     read = [one for one in outcomes if not (one.theirs or one.unread)]
     if not args.keep:
-        run_peer(args.peer, args.work, [_read_again(one.job) for one in read])
+        run_peer(args.peer, args.work, [job for one in read for job in _read_again(one.job)])
     for one in read:
         _compare_read_again(one)
     more = _in_float32(read, args) if args.float32 else []
@@ -147,7 +148,7 @@ def _outcome(job: dict[str, Any]) -> Outcome:
     """Return how the peer's answer to an option set compares with ours."""
     from deepmd_ema.config import model_config_from_dict
     from deepmd_ema.errors import CheckpointError, ConfigError
-    from deepmd_ema.interchange import read_dp
+    from deepmd_ema.interchange import WrittenModel, read_deepmd_pt, read_dp, write_deepmd_pt
 
     out, one = Path(job["out"]), Outcome(job)
     error = Path(f"{out}.error")
@@ -174,6 +175,11 @@ def _outcome(job: dict[str, Any]) -> Outcome:
         one.notes += [f"option {text}" for text in _other_options(config, read)]
     one.notes += [f"file: {text}" for text in other_entries(Path(f"{out}.dp"), Path(f"{out}.ours.dp"), read, model)]
     one.worst = worst_of(predictions(Path(f"{out}.dp"), job), Path(f"{out}.npz"))
+    write_deepmd_pt(Path(f"{out}.ours.pt"), {"": WrittenModel(read, model, {"weights": "live"})})
+    again = read_deepmd_pt(torch.load(f"{out}.ours.pt", weights_only=True), Path(f"{out}.ours.pt"))
+    known = again.model.state_dict()
+    if not all(torch.equal(value, known[name]) for name, value in model.state_dict().items()):
+        one.notes.append("its tensors are other ones in a checkpoint")
     return one
 
 
@@ -184,20 +190,24 @@ def _other_options(ours: Any, read: Any) -> Iterator[str]:
     yield from differences(to_dict(ours), to_dict(read), "")
 
 
-def _read_again(job: dict[str, Any]) -> dict[str, Any]:
-    return {**job, "file": f"{job['out']}.ours.dp", "out": f"{job['out']}_ours"}
+def _read_again(job: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {**job, "file": f"{job['out']}.ours{suffix}", "out": f"{job['out']}_ours_{suffix[1:]}"}
+        for suffix in WRITTEN.values()
+    ]
 
 
 def _compare_read_again(one: Outcome) -> None:
-    """Note how the peer evaluates the file of dp-ema."""
-    again = Path(f"{one.job['out']}_ours")
-    if again.with_suffix(".error").exists():
-        text = again.with_suffix(".error").read_text().strip().splitlines()[-1]
-        one.notes.append(f"the peer does not read the file of dp-ema: {text}")
-        return
-    with np.load(again.with_suffix(".npz")) as file:
-        worst = worst_of(dict(file), Path(f"{one.job['out']}.npz"))
-    one.worst[AGAIN] = max(worst.values())
+    """Note how the peer evaluates the files of dp-ema."""
+    for name, job in zip(WRITTEN, _read_again(one.job)):
+        again = Path(job["out"])
+        if again.with_suffix(".error").exists():
+            text = again.with_suffix(".error").read_text().strip().splitlines()[-1]
+            one.notes.append(f"the peer does not read the file of dp-ema ({name}): {text}")
+            continue
+        with np.load(again.with_suffix(".npz")) as file:
+            worst = worst_of(dict(file), Path(f"{one.job['out']}.npz"))
+        one.worst[name] = max(worst.values())
 
 
 def _in_float32(outcomes: list[Outcome], args: argparse.Namespace) -> list[str]:
@@ -244,7 +254,7 @@ def _force_error(found: dict[str, np.ndarray], exact: dict[str, np.ndarray]) -> 
 def _page(outcomes: list[Outcome], args: argparse.Namespace) -> str:
     """Return the page."""
     rows = [_row(kind, [one for one in outcomes if one.job["kind"] == kind]) for kind in args.kinds]
-    header = ["kind", "sets", "not in DeePMD-kit", "compared", *peer_side.OUTPUTS, AGAIN, "differ"]
+    header = ["kind", "sets", "not in DeePMD-kit", "compared", *peer_side.OUTPUTS, *WRITTEN, "differ"]
     lines = [f"- {_name(one)}: {text}" for one in outcomes for text in _faults(one)]
     refused = Counter(one.theirs for one in outcomes if one.theirs)
     return "\n".join([
@@ -256,7 +266,7 @@ def _page(outcomes: list[Outcome], args: argparse.Namespace) -> str:
         "",
         "Largest differences relative to the largest number of each output of each system, all in float64. Bound: "
         f"{BOUND:g}.",
-        "The last column of numbers: DeePMD-kit with the file that was written here, beside its own.",
+        "The last columns of numbers: DeePMD-kit with the .dp file and the checkpoint written here, beside its own.",
         "",
         common.table(header, rows),
         "",
@@ -276,7 +286,7 @@ def _page(outcomes: list[Outcome], args: argparse.Namespace) -> str:
 
 def _row(kind: str, outcomes: list[Outcome]) -> list[str]:
     compared = [one for one in outcomes if one.worst]
-    worst = [max((one.worst.get(key, 0.0) for one in compared), default=0.0) for key in (*peer_side.OUTPUTS, AGAIN)]
+    worst = [max((one.worst.get(key, 0.0) for one in compared), default=0.0) for key in (*peer_side.OUTPUTS, *WRITTEN)]
     refused = sum(bool(one.theirs) for one in outcomes)
     differ = sum(one.differs for one in outcomes)
     return [kind, str(len(outcomes)), str(refused), str(len(compared)), *(f"{one:.1e}" for one in worst), str(differ)]

@@ -5,7 +5,7 @@ usage: DIR/bin/python tests/peer/peer_side.py JOBS.json
 JOBS.json holds a list of dictionaries with ``out``, where the answer goes, and one of
 
 - ``input``: a section ``model``. A model is made of it, all its numbers are drawn at random, and ``out``.dp is written.
-- ``file``: a ``.dp`` file that is read.
+- ``file``: a ``.dp`` file that is read, or a ``.pt`` of the backend pt, of which every tensor has to be of the model.
 - ``predict``: a file of any format, which ``DeepPot`` reads.
 - ``train``: words of a training command, run in the folder ``cwd``; nothing is predicted.
 - ``convert``: a file that what ``dp convert-backend`` calls converts to ``out``.pth, which ``DeepPot`` reads.
@@ -77,7 +77,9 @@ def _do(job: dict[str, Any], out: Path) -> dict[str, np.ndarray]:
     from deepmd.dpmodel.utils.serialization import load_dp_model, save_dp_model
     from deepmd.pt.model.model.model import BaseModel
 
-    if "file" in job:
+    if "file" in job and job["file"].endswith(".pt"):
+        model = _of_checkpoint(job["file"])
+    elif "file" in job:
         model = BaseModel.deserialize(load_dp_model(job["file"])["model"])
     else:
         section = _normalized(job["input"]) if job.get("normalize", True) else copy.deepcopy(job["input"])
@@ -88,6 +90,18 @@ def _do(job: dict[str, Any], out: Path) -> dict[str, np.ndarray]:
         data = {"model": tree, "model_def_script": job["input"], "backend": "PyTorch"}
         save_dp_model(str(out.with_suffix(".dp")), data)
     return _predictions(model.eval(), job)
+
+
+def _of_checkpoint(path: str) -> Any:
+    """Return the model of a checkpoint as commands but ``dp test`` read it: by all names of its modules."""
+    import torch
+    from deepmd.pt.model.model import get_model
+    from deepmd.pt.train.wrapper import ModelWrapper
+
+    state = torch.load(path, weights_only=True)["model"]
+    wrapper = ModelWrapper(get_model(copy.deepcopy(state["_extra_state"]["model_params"])))
+    wrapper.load_state_dict(state)
+    return wrapper.model["Default"]
 
 
 def _as_lists(preset: Any) -> Any:
