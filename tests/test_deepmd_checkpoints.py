@@ -53,7 +53,7 @@ def made(name):
 
 
 def write_one(path, config, model):
-    write_deepmd_pt(path, {"": WrittenModel(config, model, FACTS)})
+    write_deepmd_pt(Path(path), {"": WrittenModel(config, model, FACTS)})
 
 
 def convert(*words):
@@ -324,6 +324,47 @@ def test_deepmd_kit_computes_the_same_with_each_of_several_tasks(two_tasks, tmp_
             assert_near(evaluate(loaded.model, (coord, types, TRICLINIC)), tmp_path / f"{name}.{head}.out.npz")
 
 
+def dp(*words):
+    command = [Path(PEER) / "bin" / "dp", "--pt", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, (words, done.stdout + done.stderr)
+    return done.stdout + done.stderr
+
+
+@needs_peer
+@pytest.mark.timeout(900)
+def test_commands_of_deepmd_kit_take_several_tasks(two_tasks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert convert(two_tasks, "x.pt", "--use-ema") == 0
+    values = json.loads((two_tasks.parent / "input.json").read_text())
+    for task, data in values["training"]["data_dict"].items():
+        for part in data.values():
+            part["systems"] = [str(two_tasks.parent / system) for system in part["systems"]]
+        values["loss_dict"].setdefault(task, {})["type"] = "ener"
+    values["learning_rate"]["type"] = "exp"
+    values["training"] |= {"numb_steps": 1, "save_freq": 1, "enable_ema": False}
+    values["training"].pop("ema_decay", None)
+    Path("input.json").write_text(json.dumps(values))
+    dp("freeze", "-c", "x.pt", "-o", "x.pth", "--head", "ice")
+    dp("change-bias", "x.pt", "-s", str(two_tasks.parent / "ice1"), "--model-branch", "ice", "-o", "changed.pt")
+    same_bits(load_model("changed.pt", head="water").model, load_model("x.pt", head="water").model)
+    before, after = (load_model(name, head="ice").model.out_bias for name in ("x.pt", "changed.pt"))
+    assert not torch.equal(before, after)
+    for option in ("--init-model", "--finetune"):
+        dp("train", "input.json", option, "x.pt", "--skip-neighbor-stat")
+        assert list(load_models("model.ckpt-1.pt").models) == ["water", "ice"]
+
+
+@needs_peer
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["table_se_atten", "linear"])
+def test_deepmd_kit_freezes_tables_without_their_files(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_one("x.pt", *made(name))
+    dp("freeze", "-c", "x.pt", "-o", "x.pth")
+    assert Path("x.pth").stat().st_size
+
+
 @needs_peer
 @pytest.mark.timeout(900)
 def test_commands_of_deepmd_kit_take_a_checkpoint(tmp_path, monkeypatch):
@@ -335,12 +376,6 @@ def test_commands_of_deepmd_kit_take_a_checkpoint(tmp_path, monkeypatch):
     np.savez("frame.npz", coord=coord, box=TRICLINIC, types=types)
     config = tiny_input(["data"], num_steps=2, training__save_freq=2, training__disp_freq=1)
     Path("input.json").write_text(json.dumps(config))
-
-    def dp(*words):
-        command = [Path(PEER) / "bin" / "dp", "--pt", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-        assert done.returncode == 0, (words, done.stdout + done.stderr)
-        return done.stdout + done.stderr
 
     for name, average in (("live", []), ("ema", ["--use-ema"])):
         assert convert(run, f"{name}.pt", *average) == 0

@@ -267,7 +267,7 @@ def _added(node: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
         precision = found["networks"][0]["precision"]
         yield from ((f"{place}{name}", np.zeros(0, dtype=precision)) for name in names)
     if isinstance(node, dict) and node.get("default_fparam") is not None:
-        yield f"{place}default_fparam_tensor", np.array(node["default_fparam"], dtype=np.float64)
+        yield f"{place}default_fparam_tensor", np.array(node["default_fparam"], dtype=node["precision"])
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         yield from _added(value, f"{place}{key}.")
 
