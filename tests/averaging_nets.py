@@ -90,7 +90,7 @@ class Steps(nn.Module):
 
 
 def weights_of_steps(profile, num_steps, skipped=()):
-    """Return what each step counts in the average after ``num_steps`` steps (num_steps + 1), and the bank's facts."""
+    """Return the weight of each step in the average after ``num_steps`` steps (num_steps + 1), and the bank's facts."""
     net = Steps(num_steps)
     bank = AverageBank(net, [profile])
     for step in range(1, num_steps + 1):
@@ -135,7 +135,7 @@ class Recorded(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def go_on_elsewhere(module, bank, steps, connection):
+def continue_elsewhere(module, bank, steps, connection):
     """Train in another process, and send back what the averages and the weights are then."""
     train(module, bank, steps)
     connection.send_bytes(pickle.dumps((bank.state_dict(), bank.weights("live"), bank.info("ema"))))

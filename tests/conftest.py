@@ -17,7 +17,7 @@ from deepmd_ema.data.check.physics import COVALENT_RADII
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind():
-    """After a test the environment is as before, no thread goes on, and no process group is open."""
+    """After a test the environment is as before, no thread continues, and no process group is open."""
     environment, threads = dict(os.environ), set(threading.enumerate())
     yield
     current = os.environ.pop("PYTEST_CURRENT_TEST", None)
@@ -30,7 +30,7 @@ def _nothing_is_left_behind():
     }
     assert not changed, f"the test changed the environment: {changed}"
     started = [t for t in threading.enumerate() if t not in threads and t.name.startswith("dp-ema")]
-    assert not started, f"threads go on: {started}"
+    assert not started, f"threads continue: {started}"
     distributed = sys.modules.get("torch.distributed")
     assert distributed is None or not distributed.is_initialized(), "a process group is open"
 
@@ -57,7 +57,7 @@ def real_radii():
 
 @pytest.fixture(autouse=True)
 def _no_command_has_set_up_logging():
-    """Where messages go and which are kept is not what the command of an earlier test (``-v ERROR``) has set."""
+    """Remove the handlers and levels that the command of an earlier test (``-v ERROR``) has set."""
     logger = logging.getLogger("deepmd_ema")
     for handler in list(logger.handlers):
         logger.removeHandler(handler)

@@ -42,7 +42,7 @@ def flat_batch(frames, num_types=2, names=tuple(LABELS)):
 
 
 def join(frames, name, order):
-    """Return one quantity of all frames as it stands in a batch, zeros where a frame does not have it."""
+    """Return one quantity of all frames as it is in a batch, zeros where a frame does not have it."""
     parts = []
     for f in frames:
         empty = np.zeros(LABELS[name].shape_of(len(f["types"])))

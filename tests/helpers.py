@@ -232,7 +232,7 @@ def config_parts():
 
 
 def training_parts():
-    """Return what a checkpoint of a run must hold beside its weights, as little as possible."""
+    """Return the least content of a checkpoint beside its weights."""
     streams, display = {"": {"frames": 0}}, {"sums": {}, "count": 0}
     return {"optimizer": {"type": "Adam", "state": {}}, "streams": streams, "display": display,
             "validation_pending": False}  # fmt: skip

@@ -28,7 +28,7 @@ PATIENCE_S = 60  # with the others, once one has failed
 
 @dataclass(frozen=True)
 class Ended:
-    """How one process ended: what its function returned, or the name and message of its error; and what it logged."""
+    """The end of one process: the result of its function, or the name and message of its error; and what it logged."""
 
     value: Any = None
     error: str | None = None
@@ -69,7 +69,7 @@ def run_ranks(size, function, *args, limit=LIMIT_S, may_fail=False):
 def train(folder, size, config=None, limit=LIMIT_S, may_fail=False, **how):
     """Train in ``folder`` on ``size`` processes, on ``config`` if it is given; return how each ended.
 
-    What each returns is told by :func:`train_here`.
+    What each returns is reported by :func:`train_here`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def train_here(folder, how):
 
 
 def launcher_environment(rank, size, port):
-    """Return what a launcher sets for one process of ``size`` on this machine."""
+    """Return the environment that a launcher sets for one process of ``size`` on this machine."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

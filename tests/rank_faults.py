@@ -48,7 +48,7 @@ def make_run(folder, stage=0, **changes):
 
 
 def start_rank(folder, environ, fault="", words=("train", "input.json", "--device", "cpu")):
-    """Start a process in ``folder`` that is what ``environ`` says; what it says goes to ``said.txt`` there.
+    """Start a process in ``folder`` that is what ``environ`` says; what it says goes to ``reported.txt`` there.
 
     Returns:
         Its number. It leads a group of processes of its own.
@@ -61,7 +61,7 @@ def start_rank(folder, environ, fault="", words=("train", "input.json", "--devic
     try:
         os.setsid()
         os.chdir(folder)
-        said = os.open("said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        said = os.open("reported.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for number in (1, 2):
             os.dup2(said, number)
         # of pytest's until now
@@ -102,7 +102,7 @@ def wait_for(pids, limit):
 
 def last_words(folder):
     """Return the lines beside the log: what the run has ended with."""
-    lines = (folder / "said.txt").read_text(errors="replace").splitlines()
+    lines = (folder / "reported.txt").read_text(errors="replace").splitlines()
     return [line for line in lines if line.startswith((*SPOKEN, "Traceback"))]
 
 

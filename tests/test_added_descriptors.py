@@ -30,7 +30,7 @@ def site(tmp_path, monkeypatch):
 
 
 def check(capsys, descriptor, code):
-    """Return what the check of an input with this descriptor prints; it ends with ``code``."""
+    """Return the output of the check of an input with this descriptor; it ends with ``code``."""
     Path("input.json").write_text(json.dumps(tiny_input(["train"], model__descriptor=descriptor)))
     found = cli.main(["check", "--config-only", "input.json"])
     out, err = capsys.readouterr()
@@ -61,7 +61,7 @@ def test_a_package_in_a_folder_is_documented_trained_frozen_and_tested(tmp_path,
     assert "Force" in run("test", "-m", "model.dp", "-s", water_like_valid)
 
 
-# what stands in the package, and what is said of it
+# what is in the package, and what is reported of it
 BROKEN = {
     "raises": ("raise OSError('no library')", "cannot be imported (OSError: no library). Repair or uninstall"),
     "missing": ("", "broken:FAMILY cannot be imported (AttributeError: "),
@@ -87,7 +87,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("source", "message"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_package_matters_only_where_its_descriptor_is_asked_for(site, capsys, monkeypatch, source, message):
+def test_a_broken_package_matters_only_where_its_descriptor_is_requested(site, capsys, monkeypatch, source, message):
     install(site, "broken-descriptor", {"broken": "broken:FAMILY"}, broken=source)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
     said = check(capsys, {"type": "broken"}, 2)

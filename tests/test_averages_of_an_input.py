@@ -1,4 +1,4 @@
-"""From an entry of an input to its average and what that does; files of averages when a run stops and goes on."""
+"""From an entry of an input to its average and what that does; files of averages when a run stops and continues."""
 
 import signal
 

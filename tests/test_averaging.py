@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 import torch
-from averaging_nets import PLAIN, POWER, SWA, WARM, Net, assert_same, copies, go_on_elsewhere, make_net, move, train
+from averaging_nets import PLAIN, POWER, SWA, WARM, Net, assert_same, continue_elsewhere, copies, make_net, move, train
 from torch import nn
 
 import deepmd_ema.averaging
@@ -83,7 +83,7 @@ def test_the_facts_of_an_average_are_plain_values(net):
 
 
 @pytest.mark.parametrize("profile", [WARM, POWER, SWA], ids=lambda p: p.name)
-def test_a_bank_can_be_pickled_and_goes_on(net, profile):
+def test_a_bank_can_be_pickled_and_continues(net, profile):
     bank = AverageBank(net, [profile])
     train(net, bank, range(3))
     copy = pickle.loads(pickle.dumps(bank))
@@ -94,25 +94,25 @@ def test_a_bank_can_be_pickled_and_goes_on(net, profile):
     assert bank.info("ema")["updates"] == 3
 
 
-def test_a_spawned_process_goes_on_with_a_bank():
+def test_a_spawned_process_continues_with_a_bank():
     net = make_net()
     bank = AverageBank(net, [WARM, POWER_TOO])
     train(net, bank, range(4))
-    module, twin = pickle.loads(pickle.dumps((net, bank)))
-    train(module, twin, range(4, 7))
+    module, reference = pickle.loads(pickle.dumps((net, bank)))
+    train(module, reference, range(4, 7))
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=go_on_elsewhere, args=(net, bank, range(4, 7), there))
+    process = spawn.Process(target=continue_elsewhere, args=(net, bank, range(4, 7), there))
     process.start()
     there.close()
     state, live, info = pickle.loads(here.recv_bytes())
     here.close()
     process.join()
     process.close()
-    assert info == twin.info("ema")
-    assert_same(live, twin.weights("live"))
+    assert info == reference.info("ema")
+    assert_same(live, reference.weights("live"))
     for name in bank.names:
-        assert_same(state["profiles"][name]["weights"], twin.state_dict()["profiles"][name]["weights"])
+        assert_same(state["profiles"][name]["weights"], reference.state_dict()["profiles"][name]["weights"])
 
 
 POWER_TOO = deepmd_ema.averaging.PowerProfile("p", 3.0, update_every=2, device="cpu")

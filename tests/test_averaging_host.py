@@ -51,7 +51,7 @@ def test_staged_averages_are_the_same_bits_however_often_they_are_read(profile, 
             assert staged.info("ema") == direct.info("ema")
 
 
-def test_an_update_asks_for_a_copy_and_the_next_one_takes_it_in():
+def test_an_update_requests_a_copy_and_the_next_one_takes_it_in():
     net, staged, _ = pair(SWA)
     average = staged["ema"].storage
     train(net, staged, range(1))

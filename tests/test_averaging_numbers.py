@@ -71,11 +71,11 @@ def test_bfloat16_weights_are_averaged_to_1e_5_over_5000_updates(profile):
 
 
 @pytest.mark.parametrize(
-    ("weights", "asked", "held"), [("float64", "float32", "float64"), ("bfloat16", "float32", "float32")]
+    ("weights", "requested", "held"), [("float64", "float32", "float64"), ("bfloat16", "float32", "float32")]
 )
-def test_an_average_is_never_narrower_than_its_weights(weights, asked, held):
+def test_an_average_is_never_narrower_than_its_weights(weights, requested, held):
     net = make_net(dtype=getattr(torch, weights))
-    bank = AverageBank(net, [replace(PLAIN, dtype=asked)])
+    bank = AverageBank(net, [replace(PLAIN, dtype=requested)])
     first = net.first.weight.detach().clone()
     train(net, bank, [0])
     assert {t.dtype for t in bank["ema"].storage.tensors} == {getattr(torch, held)}

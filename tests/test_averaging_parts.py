@@ -1,4 +1,4 @@
-"""Averages of parts: buffers, frozen parameters, tasks. Names carry the demand that a test stands for."""
+"""Averages of parts: buffers, frozen parameters, tasks. Names carry the demand that a test is for."""
 
 import logging
 

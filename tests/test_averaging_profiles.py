@@ -1,4 +1,4 @@
-"""Profiles: their formulas, what each step counts, their settings. Names carry the demand that a test stands for."""
+"""Profiles: their formulas, what each step counts, their settings. Names carry the demand that a test is for."""
 
 import math
 import pickle
@@ -117,8 +117,8 @@ def test_an_exponential_average_has_the_weights_of_its_recursion(warmup, start, 
     assert torch.allclose(weights, expected, rtol=1e-12, atol=1e-15)
 
 
-def weights_by_hand(decays):
-    """Return what each step counts (steps + 1), from the decay of every step, one step after the other."""
+def weights_explicit(decays):
+    """Return the weight of each step (steps + 1), from the decay of every step, one step after the other."""
     weights = np.zeros(len(decays) + 1)
     weights[0] = 1
     for step, d in enumerate(decays, start=1):
@@ -140,12 +140,12 @@ def weights_by_hand(decays):
     ids=["ema-0.9", "ema-0.999", "ema-0.99999", "ema-no-warmup", "power", "swa"],
 )
 def test_updates_every_k_steps_do_not_change_the_mean_age_by_more_than_k_half(profile, decay_of_step, num_steps, every):
-    by_hand = weights_by_hand([decay_of_step(t) for t in range(num_steps)])
-    expected = float(by_hand @ (num_steps - np.arange(num_steps + 1)))
+    explicit = weights_explicit([decay_of_step(t) for t in range(num_steps)])
+    expected = float(explicit @ (num_steps - np.arange(num_steps + 1)))
     weights, info = weights_of_steps(replace(profile, update_every=every), num_steps)
     assert abs(info["mean_age"] - expected) <= every / 2
     # the weights of k steps together are those of the update after them
-    blocks = by_hand[1:].reshape(-1, every).sum(axis=1)
+    blocks = explicit[1:].reshape(-1, every).sum(axis=1)
     assert np.allclose(weights[every::every].numpy(), blocks, rtol=1e-11, atol=1e-15)
 
 
@@ -194,7 +194,7 @@ def test_settings_are_plain_values_that_rebuild_the_profile():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "phrase"),
     [
         (lambda: EmaProfile("e", 1.0), "decay 1.0, expected a number >= 0 and < 1"),
         (lambda: EmaProfile("e", -0.1), "decay -0.1, expected a number >= 0 and < 1"),
@@ -219,18 +219,18 @@ def test_settings_are_plain_values_that_rebuild_the_profile():
         (lambda: SwaProfile("a/b"), "average 'a/b': name 'a/b', expected a name"),
     ],
 )
-def test_a_wrong_setting_is_told_with_its_average(make, said):
-    with pytest.raises(ConfigError) as told:
+def test_a_wrong_setting_is_reported_with_its_average(make, phrase):
+    with pytest.raises(ConfigError) as reported:
         make()
-    assert said in str(told.value)
-    assert len(told.value.problems) == 1
-    assert told.value.problems[0].startswith("average '")
+    assert phrase in str(reported.value)
+    assert len(reported.value.problems) == 1
+    assert reported.value.problems[0].startswith("average '")
 
 
-def test_all_wrong_settings_of_a_profile_are_told_at_once():
-    with pytest.raises(ConfigError) as told:
+def test_all_wrong_settings_of_a_profile_are_reported_at_once():
+    with pytest.raises(ConfigError) as reported:
         EmaProfile("e", 2.0, start_step=-1, update_every=0, dtype="int8")
-    assert len(told.value.problems) == 4
+    assert len(reported.value.problems) == 4
 
 
 # when it is updated

@@ -1,4 +1,4 @@
-"""Averages over a restart: what is saved, what goes on, what is told. Names carry the demand a test stands for."""
+"""Averages over a restart: what is saved, what continues, what is reported. Names carry the demand a test is for."""
 
 import io
 import logging
@@ -134,7 +134,7 @@ def test_reseeding_after_other_weights_were_loaded_starts_from_them(net):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "phrase"),
     [
         (lambda w: w.pop("first.bias"), "missing: first.bias"),
         (lambda w: w.update(strange=torch.zeros(2)), "not of this model: strange"),
@@ -142,11 +142,11 @@ def test_reseeding_after_other_weights_were_loaded_starts_from_them(net):
         (lambda w: w.update({"first.weight": torch.zeros(4, 3)}), r"another shape: first.weight is \(4, 3\) there"),
     ],
 )
-def test_keys_that_do_not_fit_fail_with_their_names(net, spoil, said):
+def test_keys_that_do_not_fit_fail_with_their_names(net, spoil, phrase):
     bank = AverageBank(net, [PLAIN])
     state = bank.state_dict()
     spoil(state["profiles"]["ema"]["weights"])
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=phrase):
         bank.load_state_dict(state)
 
 
@@ -217,14 +217,14 @@ def test_the_state_of_a_bank_of_0_1_0_is_continued(net):
     assert again.info("ema")["mean_age"] == pytest.approx(reference.info("ema")["mean_age"], rel=1e-12)
 
 
-def test_an_average_of_0_1_0_that_is_a_power_profile_now_is_told(net, caplog):
+def test_an_average_of_0_1_0_that_is_a_power_profile_now_is_reported(net, caplog):
     state = AverageBank(net, [PLAIN]).state_dict()
     del state["profiles"]["ema"]["type"]
     AverageBank(net, [POWER]).load_state_dict(state)
     assert "average ema: was of type ema in the checkpoint and is power from now on" in caplog.text
 
 
-def test_the_mean_age_goes_on_to_the_last_bit(net):
+def test_the_mean_age_continues_to_the_last_bit(net):
     """An average that remembers its start: the mean step is small beside the number of steps."""
     slow = EmaProfile("ema", 0.999, warmup=False)
     bank = AverageBank(net, [slow])

@@ -19,16 +19,16 @@ KINDS = [
 
 
 @contextmanager
-def sharded_twins(tmp_path):
+def sharded_references(tmp_path):
     """Two equal networks, the first of them sharded over one process."""
     from torch.distributed.fsdp import fully_shard
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        net, twin = make_net(), make_net()
+        net, reference = make_net(), make_net()
         fully_shard(net, mesh=mesh, reshard_after_forward=False)
-        yield net, twin
+        yield net, reference
     finally:
         torch.distributed.destroy_process_group()
 
@@ -45,62 +45,65 @@ def train(model, bank, steps):
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 @pytest.mark.parametrize("profile", KINDS, ids=lambda p: p.name)
 def test_a_sharded_module_sees_the_average_and_gets_its_weights_back(tmp_path, profile, staged):
-    with sharded_twins(tmp_path) as (net, twin):
+    with sharded_references(tmp_path) as (net, reference):
         if staged:
             with through_staging():
                 bank = AverageBank(net, [profile])
         else:
             bank = AverageBank(net, [profile])
-        twin_bank, name = AverageBank(twin, [profile]), profile.name
+        reference_bank, name = AverageBank(reference, [profile]), profile.name
         train(net, bank, 5)
-        train(twin, twin_bank, 5)
-        assert_same(bank.weights(name), twin_bank.weights(name))
+        train(reference, reference_bank, 5)
+        assert_same(bank.weights(name), reference_bank.weights(name))
         x = torch.ones(2, 3, dtype=torch.float64)
         live = net(x)
-        with bank.swapped_in(name), twin_bank.swapped_in(name):
-            assert torch.equal(net(x), twin(x))
+        with bank.swapped_in(name), reference_bank.swapped_in(name):
+            assert torch.equal(net(x), reference(x))
             assert not torch.equal(net(x), live)
-            assert_same(bank.weights("live"), twin_bank.weights("live"))
-            assert_same(bank.weights(name), twin_bank.weights(name))
+            assert_same(bank.weights("live"), reference_bank.weights("live"))
+            assert_same(bank.weights(name), reference_bank.weights(name))
         assert torch.equal(net(x), live)
         again = AverageBank(net, [profile])
-        again.load_state_dict(twin_bank.state_dict())
+        again.load_state_dict(reference_bank.state_dict())
         assert_same(again.weights(name), bank.weights(name))
         assert again.info(name) == bank.info(name)
 
 
 def test_modules_inside_the_sharded_one_see_the_average(tmp_path):
     """A compiled run at zero_stage 2 validated the averages with the live weights: gathered ones hid the average."""
-    with sharded_twins(tmp_path) as (net, twin):
-        bank, twin_bank = AverageBank(dict(net.named_children()), [PLAIN], around=net), AverageBank(twin, [PLAIN])
+    with sharded_references(tmp_path) as (net, reference):
+        bank, reference_bank = (
+            AverageBank(dict(net.named_children()), [PLAIN], around=net),
+            AverageBank(reference, [PLAIN]),
+        )
         train(net, bank, 5)
-        train(twin, twin_bank, 5)
+        train(reference, reference_bank, 5)
         x = torch.ones(2, 3, dtype=torch.float64)
         live = net(x)  # leaves the weights gathered
-        with bank.swapped_in("ema"), twin_bank.swapped_in("ema"):
-            assert torch.equal(net(x), twin(x))
+        with bank.swapped_in("ema"), reference_bank.swapped_in("ema"):
+            assert torch.equal(net(x), reference(x))
             assert not torch.equal(net(x), live)
         assert torch.equal(net(x), live)
 
 
 def test_sharded_and_whole_averages_are_the_same_bits(tmp_path):
-    with sharded_twins(tmp_path) as (net, twin):
-        bank, twin_bank = AverageBank(net, KINDS), AverageBank(twin, KINDS)
+    with sharded_references(tmp_path) as (net, reference):
+        bank, reference_bank = AverageBank(net, KINDS), AverageBank(reference, KINDS)
         train(net, bank, 7)
-        train(twin, twin_bank, 7)
+        train(reference, reference_bank, 7)
         assert_same(bank.weights("whole"), bank.weights("ema"))
         for name in bank.names:
-            assert_same(bank.weights(name), twin_bank.weights(name))
+            assert_same(bank.weights(name), reference_bank.weights(name))
         other = Net()
         bank.copy_to("whole", other)
-        assert_same(copies(other), twin_bank.weights("whole"))
+        assert_same(copies(other), reference_bank.weights("whole"))
 
 
 @pytest.mark.parametrize("host_knows", [True, False])
 def test_an_update_of_shards_does_not_communicate(tmp_path, monkeypatch, host_knows):
     from torch.distributed.tensor import DTensor
 
-    with sharded_twins(tmp_path) as (net, _):
+    with sharded_references(tmp_path) as (net, _):
         shards = [profile for profile in KINDS if profile.layout == "local_shard"]
         bank, whole = AverageBank(net, shards), AverageBank(net, [KINDS[1]])
         for name in ("full_tensor", "redistribute", "from_local"):
@@ -114,7 +117,7 @@ def test_an_update_of_shards_does_not_communicate(tmp_path, monkeypatch, host_kn
 
 
 def test_a_gathered_average_is_read_without_communication(tmp_path, monkeypatch):
-    with sharded_twins(tmp_path) as (net, _):
+    with sharded_references(tmp_path) as (net, _):
         bank = AverageBank(net, [KINDS[1]])
         train(net, bank, 2)
         expected = bank.weights("whole")
@@ -127,9 +130,9 @@ def test_a_gathered_average_is_read_without_communication(tmp_path, monkeypatch)
 
 
 def test_frozen_weights_of_a_sharded_module_are_whole_in_the_averaged_model(tmp_path):
-    with sharded_twins(tmp_path) as (net, twin):
+    with sharded_references(tmp_path) as (net, reference):
         net.first.requires_grad_(False)
         bank = AverageBank(net, [PLAIN])
         weights = bank.weights("ema", copy=False)
         assert type(weights["first.weight"]) is torch.Tensor
-        assert_same(weights, copies(twin))
+        assert_same(weights, copies(reference))

@@ -34,18 +34,18 @@ def line_of(text, nth=1):
 # ---- the text of the input
 
 
-def test_a_missing_file_is_told_with_the_inputs_that_are_there(desk):
+def test_a_missing_file_is_reported_with_the_inputs_that_are_there(desk):
     desk.run("train", "inptu.json").must_say("dp-ema: inptu.json: no such file. There is: input.json.")
 
 
-def test_text_that_is_no_json_is_told_with_line_and_column(desk):
+def test_text_that_is_no_json_is_reported_with_line_and_column(desk):
     text = Path("input.json").read_text().replace('"rcut": 4.0,', '"rcut": 4.0')
     Path("input.json").write_text(text)
     place = f"input.json:{line_of('rcut_smth')}:13: not JSON: a comma"
     desk.train().must_say(place, '"rcut_smth": 1.0')
 
 
-def test_tabs_in_yaml_are_told_with_their_line(desk):
+def test_tabs_in_yaml_are_reported_with_their_line(desk):
     Path("input.yaml").write_text("model:\n\ttype_map: [O, H]\n")
     desk.run("train", "input.yaml").must_say("input.yaml:2: not YAML: a tab. Indent with spaces only.")
 
@@ -80,11 +80,11 @@ def test_tabs_in_yaml_are_told_with_their_line(desk):
         ),
     ],
 )
-def test_a_wrong_option_is_told_with_its_line_and_path(desk, changes, line, phrases):
+def test_a_wrong_option_is_reported_with_its_line_and_path(desk, changes, line, phrases):
     desk.write(**changes)
-    told = desk.train()
-    told.must_say(f"dp-ema: input.json:{line_of(line)}: ", *phrases)
-    assert len(told.text.splitlines()) == 1
+    reported = desk.train()
+    reported.must_say(f"dp-ema: input.json:{line_of(line)}: ", *phrases)
+    assert len(reported.text.splitlines()) == 1
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -138,15 +138,15 @@ AVERAGE = {"name": "slow", "decay": 0.5}
         ([{**AVERAGE, "half_life": 3}], '"half_life"', "training.averaging[0].half_life = 3: decay = 0.5 is given too"),
     ],
 )
-def test_a_wrong_average_is_told_with_its_entry_and_line(desk, bank, above, phrase):
-    """``above`` stands in the line that is named, or in the one before it where an entry begins."""
+def test_a_wrong_average_is_reported_with_its_entry_and_line(desk, bank, above, phrase):
+    """``above`` is in the line that is named, or in the one before it where an entry begins."""
     desk.write(training__averaging=bank)
-    told = desk.train()
-    told.must_say(phrase)
-    assert len(told.text.splitlines()) == 1
+    reported = desk.train()
+    reported.must_say(phrase)
+    assert len(reported.text.splitlines()) == 1
     place = line_of(above) + (above in ('"averaging"', '"_second"') and isinstance(bank, list))
-    assert told.text.startswith(f"dp-ema: input.json:{place}: training.averaging")
-    assert desk.run("check", "input.json", "--config-only").problem == told.problem
+    assert reported.text.startswith(f"dp-ema: input.json:{place}: training.averaging")
+    assert desk.run("check", "input.json", "--config-only").problem == reported.problem
 
 
 @pytest.mark.parametrize(
@@ -174,20 +174,20 @@ def test_a_wrong_average_is_told_with_its_entry_and_line(desk, bank, above, phra
         ),
     ],
 )
-def test_an_average_that_does_not_fit_the_run_is_told(desk, average, changes, phrase):
+def test_an_average_that_does_not_fit_the_run_is_reported(desk, average, changes, phrase):
     desk.write(training__averaging=[average], validating__full_validation=False, **changes)
-    told = desk.train()
-    told.must_say(phrase)
-    assert len(told.text.splitlines()) == 1
+    reported = desk.train()
+    reported.must_say(phrase)
+    assert len(reported.text.splitlines()) == 1
 
 
 def test_several_mistakes_come_on_one_screen_with_numbers(desk):
     config = desk.config(training__ema_decay=1.5, training__zero_stage=4, training__numb_epoch=2)
     config["modle"] = config["model"]["descriptor"]["rcut_smooth"] = config["loss"]["start_pref_g"] = 1
     desk.write(config)
-    told = desk.train()
-    told.must_say("dp-ema: 6 problems in input.json\n  1. input.json:", "\n  6. input.json:")
-    places = [int(line.split(":")[1]) for line in told.text.splitlines()[1:]]
+    reported = desk.train()
+    reported.must_say("dp-ema: 6 problems in input.json\n  1. input.json:", "\n  6. input.json:")
+    places = [int(line.split(":")[1]) for line in reported.text.splitlines()[1:]]
     assert places == sorted(places)
 
 
@@ -195,11 +195,11 @@ def test_a_hundred_mistakes_still_fit_one_screen(desk):
     config = desk.config()
     config["training"] |= {f"option_{n}": n for n in range(100)}
     desk.write(config)
-    told = desk.train()
-    assert told.code == USER
-    assert "100 problems in input.json" in told.text
-    assert "more; `dp-ema check` shows all" in told.text
-    assert len(told.text.splitlines()) < 30
+    reported = desk.train()
+    assert reported.code == USER
+    assert "100 problems in input.json" in reported.text
+    assert "more; `dp-ema check` shows all" in reported.text
+    assert len(reported.text.splitlines()) < 30
     assert "100. input.json" in desk.run("check", "input.json").text
 
 
@@ -280,15 +280,15 @@ BAD_DATA = {
 
 
 @pytest.mark.parametrize("kind", BAD_DATA)
-def test_wrong_data_are_told_with_file_and_frame_before_anything_is_trained(desk, kind):
+def test_wrong_data_are_reported_with_file_and_frame_before_anything_is_trained(desk, kind):
     break_it, phrases = BAD_DATA[kind]
     break_it(desk)
-    told = desk.train()
-    told.must_say(*phrases)
-    assert len(told.text.splitlines()) == 1
+    reported = desk.train()
+    reported.must_say(*phrases)
+    assert len(reported.text.splitlines()) == 1
     assert not Path("out.json").exists()
     assert not Path("lcurve.out").exists()
-    assert desk.run("check", "input.json").problem == told.problem
+    assert desk.run("check", "input.json").problem == reported.problem
 
 
 @pytest.mark.parametrize(
@@ -300,14 +300,14 @@ def test_wrong_data_are_told_with_file_and_frame_before_anything_is_trained(desk
         ({"auto_prob": "prob_sys_size;0:3:1.0"}, '"0:3:1.0" does not fit 1 system: expected 0 <= start < stop <= 1'),
     ],
 )
-def test_options_that_do_not_fit_the_systems_are_told_with_the_problems_of_the_data(desk, data, phrase):
+def test_options_that_do_not_fit_the_systems_are_reported_with_the_problems_of_the_data(desk, data, phrase):
     desk.write(**{f"training__training_data__{key}": value for key, value in data.items()})
     desk.change_array("force", put_nan)
-    told = desk.train()
-    told.must_say(
+    reported = desk.train()
+    reported.must_say(
         "2 problems in the data of input.json\n  1. training.training_data.", phrase, "\n  2. data/set.000/force"
     )
-    assert desk.run("check", "input.json").problem == told.problem
+    assert desk.run("check", "input.json").problem == reported.problem
 
 
 def test_problems_of_training_and_validation_data_come_at_once(desk):
@@ -321,9 +321,11 @@ def test_problems_of_training_and_validation_data_come_at_once(desk):
 def test_wrong_numbers_in_several_files_come_at_once(desk):
     for name in ("energy", "force", "virial"):
         desk.change_array(name, lambda a: a * np.nan)
-    told = desk.train()
-    told.must_say("3 problems in the data of input.json", "1. data/set.000/energy.npy: frame 0 and 3 more frames (of 4")
-    assert len(told.text.splitlines()) == 4
+    reported = desk.train()
+    reported.must_say(
+        "3 problems in the data of input.json", "1. data/set.000/energy.npy: frame 0 and 3 more frames (of 4"
+    )
+    assert len(reported.text.splitlines()) == 4
 
 
 # ---- data that can be trained on, with a word of warning
@@ -358,7 +360,7 @@ def test_doubtful_data_are_trained_on_with_a_warning(desk, kind):
     assert Path("model.ckpt-2.pt").exists()
 
 
-def test_the_number_that_a_warning_asks_for_is_enough(desk):
+def test_the_number_that_a_warning_requests_is_enough(desk):
     desk.write(model__descriptor__sel=[16, 40])
     assert "too small" not in desk.train().text
 
@@ -380,7 +382,7 @@ def test_the_number_that_a_warning_asks_for_is_enough(desk):
         (["plot", "input.json"], ["input.json: has no header line", "Give lcurve.out, val.log or val_ema.log."]),
     ],
 )
-def test_a_wrong_command_is_told_with_what_to_write_instead(desk, words, phrases):
+def test_a_wrong_command_is_reported_with_what_to_write_instead(desk, words, phrases):
     desk.run(*words).must_say(*phrases)
 
 

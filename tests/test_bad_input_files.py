@@ -48,7 +48,7 @@ def clean(tmp_path, systems, monkeypatch, capsys):
 
 @pytest.fixture
 def desk(clean, trained):
-    """A desk with the files of that run; its input goes on to step 8."""
+    """A desk with the files of that run; its input continues to step 8."""
     shutil.copytree(trained, clean.folder, symlinks=True, dirs_exist_ok=True)
     clean.write(num_steps=8, training__save_freq=2)
     return clean
@@ -158,7 +158,7 @@ BAD_STARTS |= {
 
 
 @pytest.mark.parametrize("kind", BAD_STARTS)
-def test_a_file_that_a_run_cannot_start_from_is_told_and_nothing_is_touched(desk, kind):
+def test_a_file_that_a_run_cannot_start_from_is_reported_and_nothing_is_touched(desk, kind):
     break_it, words, phrases = BAD_STARTS[kind]
     break_it(desk)
     before = {p.name: p.lstat().st_mtime_ns for p in desk.folder.iterdir() if p.is_file()}
@@ -188,7 +188,7 @@ def test_a_restart_on_data_that_have_grown_says_so(desk):
     )
 
 
-def test_a_restart_from_the_file_that_a_message_named_goes_on(desk):
+def test_a_restart_from_the_file_that_a_message_named_continues(desk):
     cut("model.ckpt-4.pt")
     named = desk.train("--restart", "model.ckpt.pt").text.split("before it is ")[1].split(": continue")[0]
     desk.train("--restart", named).must_say(code=GOOD)
@@ -199,17 +199,17 @@ def test_a_restart_from_the_file_that_a_message_named_goes_on(desk):
 
 
 @pytest.mark.parametrize("files_that_fit", [0, 1])
-def test_a_full_disk_is_told_and_the_old_checkpoint_stays_usable(desk, monkeypatch, files_that_fit):
+def test_a_full_disk_is_reported_and_the_old_checkpoint_stays_usable(desk, monkeypatch, files_that_fit):
     kept, save, written = Path("model.ckpt-4.pt").read_bytes(), torch.save, []
 
-    def save_while_there_is_room(content, file):
+    def save_while_there_is_space(content, file):
         written.append(file.name)
         save(content, file if len(written) <= files_that_fit else FullDisk(file, 3000))
 
-    monkeypatch.setattr(torch, "save", save_while_there_is_room)
+    monkeypatch.setattr(torch, "save", save_while_there_is_space)
     name = ("model.ckpt-6.pt", "model_ema.ckpt-6.pt")[files_that_fit]
-    told = desk.train("--restart", "model.ckpt.pt")
-    told.must_say(f"dp-ema: {name}: the checkpoint could not be written. The disk is full (", "Make room there",
+    reported = desk.train("--restart", "model.ckpt.pt")
+    reported.must_say(f"dp-ema: {name}: the checkpoint could not be written. The disk is full (", "Make room there",
                   "model.ckpt-4.pt is whole and still usable.")  # fmt: skip
     monkeypatch.setattr(torch, "save", save)
     assert Path("model.ckpt-4.pt").read_bytes() == kept
@@ -218,7 +218,7 @@ def test_a_full_disk_is_told_and_the_old_checkpoint_stays_usable(desk, monkeypat
     desk.train("--restart", "model.ckpt.pt").must_say(code=GOOD)
 
 
-def test_a_full_disk_before_the_first_checkpoint_is_told(clean, monkeypatch):
+def test_a_full_disk_before_the_first_checkpoint_is_reported(clean, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -286,16 +286,16 @@ BAD_PLACES = {
 
 
 @pytest.mark.parametrize("kind", BAD_PLACES)
-def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(clean, kind):
+def test_a_place_that_cannot_be_written_is_reported_before_anything_is_trained(clean, kind):
     break_it, changes, phrases = BAD_PLACES[kind]
     break_it()
     clean.write(**changes)
-    told = clean.train()
-    told.must_say(*phrases)
-    assert "trained parameters" not in told.text
+    reported = clean.train()
+    reported.must_say(*phrases)
+    assert "trained parameters" not in reported.text
 
 
-def test_a_log_file_that_cannot_be_written_is_told(clean):
+def test_a_log_file_that_cannot_be_written_is_reported(clean):
     clean.train("-l", "/proc/log").must_say("--log-path /proc/log: cannot be written (")
 
 
@@ -326,8 +326,8 @@ def test_no_command_writes_over_a_checkpoint_an_input_or_data(desk, kind):
     Path("details.e.out").write_text("my notes")
     before = everything()
     command, *words = NOT_OVERWRITTEN[kind]
-    told = desk.run(command, *words)
-    told.must_say(words[-1], "Choose another", code=USER)
+    reported = desk.run(command, *words)
+    reported.must_say(words[-1], "Choose another", code=USER)
     assert everything() == before
 
 
@@ -353,18 +353,20 @@ def test_statistics_are_not_added_to_data(clean):
 def test_two_runs_in_one_folder_are_refused_with_process_and_machine(desk):
     before = everything()
     with locked([Path.cwd() / LOCK]):
-        told = desk.train()
-        told.must_say("another run writes here", f"process {os.getpid()} on {socket.gethostname()}", "another folder")
+        reported = desk.train()
+        reported.must_say(
+            "another run writes here", f"process {os.getpid()} on {socket.gethostname()}", "another folder"
+        )
     assert everything() == before
 
 
-def test_a_wait_for_a_run_on_another_machine_is_told_before_it(desk, monkeypatch):
+def test_a_wait_for_a_run_on_another_machine_is_reported_before_it(desk, monkeypatch):
     monkeypatch.setattr("deepmd_ema.locks.WATCH_S", 0.2)
     holder = {"machine": "ffffffff", "host": "node12", "pid": 7, "since": "2026-01-02 03:04:05"}
     Path(LOCK).write_text(json.dumps(holder))
-    told = desk.train("--restart", "model.ckpt.pt")
-    told.must_say("process 7 on node12 held this lock", "Waiting up to 0 s", "remove the file", code=GOOD)
-    assert told.text.index("Waiting up to") < told.text.index("restart after step")
+    reported = desk.train("--restart", "model.ckpt.pt")
+    reported.must_say("process 7 on node12 held this lock", "Waiting up to 0 s", "remove the file", code=GOOD)
+    assert reported.text.index("Waiting up to") < reported.text.index("restart after step")
 
 
 def test_two_runs_may_share_a_folder_of_checkpoints_but_no_file_in_it(clean):
@@ -378,11 +380,13 @@ def test_two_runs_may_share_a_folder_of_checkpoints_but_no_file_in_it(clean):
     assert not list(away.glob(".*.lock"))
 
 
-def test_a_forgotten_restart_loses_nothing_and_is_told_before_the_first_step(desk):
+def test_a_forgotten_restart_loses_nothing_and_is_reported_before_the_first_step(desk):
     before = everything()
-    told = desk.train()
-    told.must_say("there were files of an earlier run, up to step 4: moved to earlier-1.", "use --restart", code=GOOD)
-    assert told.text.index("moved to earlier-1") < told.text.index("Batch       1")
+    reported = desk.train()
+    reported.must_say(
+        "there were files of an earlier run, up to step 4: moved to earlier-1.", "use --restart", code=GOOD
+    )
+    assert reported.text.index("moved to earlier-1") < reported.text.index("Batch       1")
     ran = [name for name in before if name.endswith((".pt", ".out", ".log", "out.json")) or name == "checkpoint"]
     assert len(ran) > 5
     after = everything()
@@ -392,9 +396,11 @@ def test_a_forgotten_restart_loses_nothing_and_is_told_before_the_first_step(des
         assert checkpoint.load(Path("earlier-1") / link)["step"] == LAST
     assert checkpoint.load("model.ckpt.pt")["step"] == 8
     assert not Path(LOCK).exists()
-    assert "are kept" not in told.text
-    told = desk.train()
-    told.must_say("moved to earlier-2", r"2 such folders are kept, ", f"MB: {Path.cwd()}/earlier-*. Remove", code=GOOD)
+    assert "are kept" not in reported.text
+    reported = desk.train()
+    reported.must_say(
+        "moved to earlier-2", r"2 such folders are kept, ", f"MB: {Path.cwd()}/earlier-*. Remove", code=GOOD
+    )
     assert checkpoint.load(Path("earlier-1") / ".")["step"] == LAST
 
 
@@ -465,20 +471,20 @@ def test_a_path_that_the_system_refuses_is_one_message(clean, kind):
         finally:
             os.chdir(here)
     clean.write(**changes)
-    told = clean.train()
+    reported = clean.train()
     subprocess.run(["rm", "-rf", "deep"], check=True)  # Python would recurse too deeply
-    told.must_say(phrase)
+    reported.must_say(phrase)
 
 
-def test_a_log_that_cannot_be_written_any_more_is_told_once(clean):
+def test_a_log_that_cannot_be_written_any_more_is_reported_once(clean):
     Path("train.log").symlink_to("/dev/full")
-    told = clean.train("-l", "train.log")
-    told.must_say("cannot be written any more (No space left on device): the run continues without it", code=GOOD)
-    assert told.text.count("/train.log") == 1
-    assert len(told.text.splitlines()) < 100
+    reported = clean.train("-l", "train.log")
+    reported.must_say("cannot be written any more (No space left on device): the run continues without it", code=GOOD)
+    assert reported.text.count("/train.log") == 1
+    assert len(reported.text.splitlines()) < 100
 
 
-def test_a_full_disk_at_the_rows_is_told_and_not_hidden_by_the_end(desk, monkeypatch):
+def test_a_full_disk_at_the_rows_is_reported_and_not_hidden_by_the_end(desk, monkeypatch):
     Path("lcurve.out").unlink()
     Path("lcurve.out").symlink_to("/dev/full")
 
@@ -486,8 +492,8 @@ def test_a_full_disk_at_the_rows_is_told_and_not_hidden_by_the_end(desk, monkeyp
         raise OSError(errno.ENOSPC, "")
 
     monkeypatch.setattr("deepmd_ema.train.loop.reporter.Reporter.close", also_full)
-    told = desk.train("-v", "ERROR")
-    told.must_say("lcurve.out: cannot be written (No space left on device). Make room", "last checkpoint is usable")
+    reported = desk.train("-v", "ERROR")
+    reported.must_say("lcurve.out: cannot be written (No space left on device). Make room", "last checkpoint is usable")
 
 
 # ---- after training
@@ -534,13 +540,13 @@ BAD_USES = {
 
 
 @pytest.mark.parametrize("kind", BAD_USES)
-def test_a_model_that_cannot_be_used_as_asked_is_told(desk, kind):
+def test_a_model_that_cannot_be_used_as_requested_is_reported(desk, kind):
     break_it, words, phrases = BAD_USES[kind]
     break_it()
     desk.run(*words).must_say(*phrases)
 
 
-def test_a_label_that_is_no_number_is_told_by_test_too(desk):
+def test_a_label_that_is_no_number_is_reported_by_test_too(desk):
     def put_nan(array):
         array[2, 4] = float("nan")
         return array
@@ -549,18 +555,18 @@ def test_a_label_that_is_no_number_is_told_by_test_too(desk):
     desk.run("test", "-m", "model.ckpt.pt", "-s", "data").must_say("data/set.000/force.npy: frame 2 (of 4, from 0)")
 
 
-def test_atoms_in_one_place_are_told_by_test_with_the_frame(desk):
+def test_atoms_in_one_place_are_reported_by_test_with_the_frame(desk):
     def move(coords):
         coords[1, 3:6] = coords[1, 0:3]
         return coords
 
     desk.change_array("coord", move)
-    told = desk.run("test", "-m", "model.ckpt.pt", "-s", "data")
-    told.must_say("data/set.000/coord.npy: frame 1 (of 4, from 0): atoms 0 (O) and 1 (H) are 0.000 angstrom apart")
-    assert len(told.text.splitlines()) == 1
+    reported = desk.run("test", "-m", "model.ckpt.pt", "-s", "data")
+    reported.must_say("data/set.000/coord.npy: frame 1 (of 4, from 0): atoms 0 (O) and 1 (H) are 0.000 angstrom apart")
+    assert len(reported.text.splitlines()) == 1
 
 
-def test_a_model_that_holds_nan_is_told_by_test(desk):
+def test_a_model_that_holds_nan_is_reported_by_test(desk):
     payload = checkpoint.load("model.ckpt-4.pt")
     payload["model"]["fitting.bias_atom_e"] *= float("nan")
     checkpoint.save("model.ckpt-4.pt", payload)
@@ -572,5 +578,5 @@ def test_a_model_that_holds_nan_is_told_by_test(desk):
 def test_the_input_that_was_normalized_is_a_good_input(desk):
     shutil.copy("out.json", "again.json")
     assert json.loads(Path("again.json").read_text())["training"]["numb_steps"] == LAST
-    told = desk.run("train", "again.json", "--restart", "model.ckpt.pt", "--device", "cpu")
-    assert told.code != USER, told.text
+    reported = desk.run("train", "again.json", "--restart", "model.ckpt.pt", "--device", "cpu")
+    assert reported.code != USER, reported.text

@@ -1,4 +1,4 @@
-"""A sample of generated bad inputs, and single ones that were once told as a bug or that misled."""
+"""A sample of generated bad inputs, and single ones that were once reported as a bug or that misled."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_anchors_that_multiply_are_refused_at_once(desk, merge):
         ),
     ],
 )
-def test_ranks_and_ports_that_are_no_numbers_are_told(desk, monkeypatch, env, phrase):
+def test_ranks_and_ports_that_are_no_numbers_are_reported(desk, monkeypatch, env, phrase):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     desk.run("check", "input.json", "--config-only").must_say(phrase)
@@ -110,7 +110,7 @@ def test_ranks_and_ports_that_are_no_numbers_are_told(desk, monkeypatch, env, ph
         ({"training__save_ckpt": "\ud800"}, "expected a text without the characters"),
     ],
 )
-def test_sizes_and_texts_that_nothing_can_hold_are_told(desk, changes, phrase):
+def test_sizes_and_texts_that_nothing_can_hold_are_reported(desk, changes, phrase):
     desk.write(**changes)
     desk.run("check", "input.json", "--config-only").must_say(phrase)
 
@@ -126,14 +126,14 @@ def test_sizes_and_texts_that_nothing_can_hold_are_told(desk, changes, phrase):
         RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB."),
     ],
 )  # fmt: skip
-def test_lack_of_memory_is_told_with_what_to_do(desk, monkeypatch, error):
+def test_lack_of_memory_is_reported_with_what_to_do(desk, monkeypatch, error):
     def fail(*_):
         raise error
 
     monkeypatch.setattr(cli.COMMANDS["check"], "run", fail)
-    told = desk.run("check", "input.json")
-    told.must_say("dp-ema: out of memory", "Use a smaller batch_size")
-    assert "8000000000000 bytes" in told.text or "8000000000000" not in str(error)
+    reported = desk.run("check", "input.json")
+    reported.must_say("dp-ema: out of memory", "Use a smaller batch_size")
+    assert "8000000000000 bytes" in reported.text or "8000000000000" not in str(error)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_the_end_of_a_run_names_its_files_and_the_next_command(desk):
         validating__full_validation=True, validating__ema_full_validation=True, validating__validation_freq=2,
         validating__full_val_start=0.0,
     )  # fmt: skip
-    told = desk.train()
-    told.must_say(
+    reported = desk.train()
+    reported.must_say(
         "trained model: model.ckpt.pt\n",
         "averaged  model_ema.ckpt.pt (ema)",
         "best      best.ckpt-2.t-1.pt (live, E:MAE = ",
@@ -174,13 +174,13 @@ def test_the_end_of_a_run_names_its_files_and_the_next_command(desk):
         "dp-ema freeze -c model_ema.ckpt.pt",
         code=GOOD,
     )
-    for line in re.findall(r"dp-ema ((?:test|freeze) .*)", told.text):
+    for line in re.findall(r"dp-ema ((?:test|freeze) .*)", reported.text):
         assert desk.run(*line.split()).code == GOOD
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["type.raw", "set.000/force.npy", "set.000/coord.npy"])
-def test_a_pipe_among_the_data_is_told_and_not_waited_for(desk, name):
+def test_a_pipe_among_the_data_is_reported_and_not_waited_for(desk, name):
     file = Path("data", name)
     file.unlink()
     os.mkfifo(file)

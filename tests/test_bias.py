@@ -149,7 +149,7 @@ def test_an_element_that_the_data_do_not_hold_keeps_its_bias():
     assert abs(mean_residual(model, frames)) < ZERO
 
 
-def test_elements_that_the_compositions_do_not_tell_apart_share_the_change():
+def test_elements_that_the_compositions_do_not_report_apart_share_the_change():
     config, model = tiny_config(), random_model(tiny_config())
     frames = [f for f in shifted_frames() if len(f.atom_type) == 12]  # six atoms of each
     before = current(model)
@@ -265,7 +265,7 @@ def same_arrays(one, two):
     assert_same(dict(ours), dict(theirs))
 
 
-def test_a_restart_goes_on_from_the_raw_bias(tmp_path, data, monkeypatch):
+def test_a_restart_continues_from_the_raw_bias(tmp_path, data, monkeypatch):
     """The last checkpoint of a run with a fitted bias continues bitwise as that of a run without."""
     folders = []
     for name, changes in (("fitted", REFIT), ("plain", {})):

@@ -163,7 +163,7 @@ def test_this_folder_is_searched_when_nothing_is_named(run, data, tmp_path, monk
                                                ("model.ckpt.pt", "model.ckpt-7_updated.pt"),
                                                ("--use-ema model.ckpt.pt", "model_ema.ckpt-7_updated.pt"),
                                                ("m.dp", "m_updated.dp"), ("m.yaml", "m_updated.yaml")])  # fmt: skip
-def test_by_default_the_file_stands_beside_the_model(run, tmp_path, name, written):
+def test_by_default_the_file_is_beside_the_model(run, tmp_path, name, written):
     shutil.copytree(run[0].parent, tmp_path / "run", symlinks=True)
     if name.startswith("m."):
         freeze(load_model(run[0]), tmp_path / "run" / name)
@@ -212,7 +212,7 @@ def test_what_the_run_needs_is_not_written_over_from_another_file(run, tmp_path,
 
 
 def test_a_value_with_an_exponent_is_not_taken_for_an_option(run, tmp_path):
-    """`-b -1e2 -2` said: expected at least one argument."""
+    """`-b -1e2 -2` reported: expected at least one argument."""
     assert change(run[1], "-o", tmp_path / "m.pt", "-b", "-1e2", "-2.5E-1") == 0
     assert bias_of(tmp_path / "m.pt") == [-100, -0.25]
 
@@ -259,7 +259,7 @@ def test_elements_that_stay_say_why(data, tmp_path, capsys, changes, remark):
     assert bias_of(tmp_path / "new.pt")[1] == bias_of(path)[1]
 
 
-def test_elements_that_the_data_do_not_hold_or_tell_apart_are_named(run, data, tmp_path, capsys):
+def test_elements_that_the_data_do_not_hold_or_report_apart_are_named(run, data, tmp_path, capsys):
     assert change(run[0], "-s", data / "oxygen", "-o", tmp_path / "new.pt") == 0
     assert "+0.000000  not in the data" in capsys.readouterr().out
     assert change(run[0], "-s", data / "water", "-o", tmp_path / "new.pt") == 0

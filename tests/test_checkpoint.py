@@ -90,7 +90,7 @@ NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8
 
 
 @pytest.mark.parametrize(
-    ("place", "error", "said"),
+    ("place", "error", "phrase"),
     [
         ("torch.load", MemoryError(), "out of memory"),
         ("torch.load", RuntimeError(NO_MEMORY), "out of memory"),
@@ -100,7 +100,7 @@ NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8
         ("zipfile.ZipFile.testzip", OSError(errno.ESTALE, "old"), "Stale file handle). The disk or the network file"),
     ],
 )
-def test_what_the_system_refuses_while_reading_is_no_damage(here, monkeypatch, place, error, said):
+def test_what_the_system_refuses_while_reading_is_no_damage(here, monkeypatch, place, error, phrase):
     for step in (1, 2):
         checkpoint.save(f"model.ckpt-{step}.pt", payload(step))
 
@@ -108,11 +108,11 @@ def test_what_the_system_refuses_while_reading_is_no_damage(here, monkeypatch, p
         raise error
 
     monkeypatch.setattr(place, refuse)
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as reported:
         checkpoint.load("model.ckpt-2.pt")
-    assert str(told.value).startswith(f"model.ckpt-2.pt: cannot be read ({said}")
-    assert "damaged" not in str(told.value)
-    assert "model.ckpt-1.pt" not in str(told.value)
+    assert str(reported.value).startswith(f"model.ckpt-2.pt: cannot be read ({phrase}")
+    assert "damaged" not in str(reported.value)
+    assert "model.ckpt-1.pt" not in str(reported.value)
 
 
 def test_a_damaged_file_without_an_older_one_says_so(here):
@@ -123,7 +123,7 @@ def test_a_damaged_file_without_an_older_one_says_so(here):
 
 
 @pytest.mark.parametrize("way", [".", "checkpoint", "other"])
-def test_a_pointer_that_leads_to_a_pointer_is_told(here, way):
+def test_a_pointer_that_leads_to_a_pointer_is_reported(here, way):
     (here / "other").mkdir()
     (here / "checkpoint").write_text("checkpoint\n" if way == "." else "other/checkpoint\n")
     (here / "other" / "checkpoint").write_text("../checkpoint\n")
@@ -179,8 +179,8 @@ def test_files_of_other_programs_are_recognised(here):
         "script.pth": "TorchScript.*`dp convert-backend script.pth script.dp`.*which dp-ema reads",
         "newer.pt": r"written by dp-ema 9.0 in format 2.*Update dp-ema",
     }
-    for name, said in expected.items():
-        with pytest.raises(CheckpointError, match=said):
+    for name, phrase in expected.items():
+        with pytest.raises(CheckpointError, match=phrase):
             checkpoint.load(name)
 
 
@@ -224,8 +224,8 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_says_that_it_is_usable(here, 
     save_together(1, [(series, payload(1))])
     kept = (here / "model.ckpt-1.pt").read_bytes()
     monkeypatch.setattr(torch, "save", lambda content, file: write(content, FullDisk(file)))
-    said = r"model.ckpt-2.pt: .*could not be written. The disk is full.*model.ckpt-1.pt is whole and still usable"
-    with pytest.raises(CheckpointError, match=said):
+    phrase = r"model.ckpt-2.pt: .*could not be written. The disk is full.*model.ckpt-1.pt is whole and still usable"
+    with pytest.raises(CheckpointError, match=phrase):
         save_together(2, [(series, payload(2))])
     assert (here / "model.ckpt-1.pt").read_bytes() == kept
     assert sorted(p.name for p in here.iterdir()) == ["checkpoint", "model.ckpt-1.pt", "model.ckpt.pt"]
@@ -233,7 +233,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_says_that_it_is_usable(here, 
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_device_without_room_is_reported_as_a_full_disk(here):
+def test_a_device_without_space_is_reported_as_a_full_disk(here):
     (here / "m.pt").symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match="The disk is full"):
         checkpoint.save("m.pt", payload())

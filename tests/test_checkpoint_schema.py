@@ -79,18 +79,18 @@ def begin(path):
     load_weights(str(path)).adopt_from_checkpoint(CONFIG)
 
 
-def go_on(path):
+def continue_run(path):
     start = load_restart(str(path))
     config = start.adopt_from_checkpoint(CONFIG)
     start.check_resumable(config, allow_change=True)
     start.run_id(config)
 
 
-COMMANDED = (load_model, describe, begin, go_on)
+COMMANDED = (load_model, describe, begin, continue_run)
 
 
-def told(use, path):
-    """Return what the user reads when a file is used; nothing if it can be."""
+def reported(use, path):
+    """Return the message when a file is used; nothing if it can be."""
     try:
         use(path)
     except UserError as error:
@@ -100,13 +100,13 @@ def told(use, path):
 
 def read_it(path, *uses):
     """Read a file as commands do; a message that names it is a good end."""
-    for said in [told(use, path) for use in uses]:
+    for said in [reported(use, path) for use in uses]:
         assert not said or path.name in said, said
         assert len(said) < 2000, said
 
 
 @pytest.mark.parametrize("file", ["model.ckpt-4.pt", "model_p05.ckpt-4.pt", "snapshots/model_p05.ckpt-4.pt"])
-def test_whatever_part_of_a_file_is_missing_or_of_another_type_it_is_read_or_told(trained, tmp_path, file):
+def test_whatever_part_of_a_file_is_missing_or_of_another_type_it_is_read_or_reported(trained, tmp_path, file):
     payload, path, draw = checkpoint.load(trained / file), tmp_path / "m.pt", random.Random(0)
     for place in places(payload):
         of_model = place[0] == "config" and len(place) > 3  # what an input may hold has tests of its own
@@ -119,7 +119,7 @@ def test_whatever_part_of_a_file_is_missing_or_of_another_type_it_is_read_or_tol
 
 @pytest.mark.parametrize("part", ["optimizer", "streams", "display", "validation_pending", "model", "config", "step"])
 @pytest.mark.parametrize("junk", ["missing", "text"])
-def test_a_checkpoint_that_lacks_a_part_is_told_with_its_name(trained, tmp_path, part, junk):
+def test_a_checkpoint_that_lacks_a_part_is_reported_with_its_name(trained, tmp_path, part, junk):
     payload = checkpoint.load(trained / "model.ckpt-4.pt")
     checkpoint.save(tmp_path / "m.pt", changed(payload, (part,), "text", drop=junk == "missing"))
     said = f"{part} is missing" if junk == "missing" else f"{part} is str 'text', expected"
@@ -139,7 +139,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_tells_of_a_part_that_is_missing(trained, tmp_path, monkeypatch, capsys, command):
+def test_every_command_reports_of_a_part_that_is_missing(trained, tmp_path, monkeypatch, capsys, command):
     shutil.copytree(trained, tmp_path / "desk")
     monkeypatch.chdir(tmp_path / "desk")
     payload = checkpoint.load("model.ckpt-4.pt")
@@ -151,7 +151,7 @@ def test_every_command_tells_of_a_part_that_is_missing(trained, tmp_path, monkey
     assert "Traceback" not in said
 
 
-def test_snapshots_that_lack_a_part_are_told_by_posthoc(trained, tmp_path, monkeypatch, capsys):
+def test_snapshots_that_lack_a_part_are_reported_by_posthoc(trained, tmp_path, monkeypatch, capsys):
     shutil.copytree(trained, tmp_path / "desk")
     monkeypatch.chdir(tmp_path / "desk")
     path = Path("snapshots/model_p05.ckpt-4.pt")
@@ -177,7 +177,7 @@ def test_show_has_words_for_every_kind():
     ],
     ids=["bytes", "zero byte", "long", "empty", "gone"],
 )
-def test_a_pointer_that_is_no_path_is_told_with_what_is_there(tmp_path, monkeypatch, content, reason):
+def test_a_pointer_that_is_no_path_is_reported_with_what_is_there(tmp_path, monkeypatch, content, reason):
     write_run(tmp_path)
     monkeypatch.chdir(tmp_path)
     Path("checkpoint").write_bytes(content)
@@ -195,7 +195,7 @@ def tree(tmp_path_factory):
     return read_tree(freeze(load_model(write_run(folder)[0], use_average=True), folder / "m.dp").path)
 
 
-def test_whatever_part_of_a_frozen_model_is_missing_or_of_another_type_it_is_read_or_told(tree, tmp_path):
+def test_whatever_part_of_a_frozen_model_is_missing_or_of_another_type_it_is_read_or_reported(tree, tmp_path):
     path, draw = tmp_path / "m.dp", random.Random(0)
     for place in places(tree):
         of_config = place[0] in ("dp_ema", "model_def_script") and len(place) > 3
@@ -220,7 +220,7 @@ def test_whatever_part_of_a_frozen_model_is_missing_or_of_another_type_it_is_rea
     ],
     ids=["brackets", "dashes", "question marks", "indentation", "anchors", "itself", "code", "number"],
 )  # fmt: skip
-def test_a_yaml_model_that_would_break_its_reader_is_told(tmp_path, text, reason):
+def test_a_yaml_model_that_would_break_its_reader_is_reported(tmp_path, text, reason):
     """50,000 levels were a segmentation fault of the reader in C."""
     path = tmp_path / "m.yaml"
     path.write_text(text)

@@ -48,7 +48,7 @@ def failing(monkeypatch):
 def test_help_answers_in_a_moment():
     fastest = float("inf")
     for _ in range(5):
-        # on a busy machine the clock goes on while the process waits for its turn
+        # on a busy machine the clock continues while the process waits for its turn
         before = os.times()
         result = run_python("-m", "deepmd_ema", "--help")
         after = os.times()
@@ -84,7 +84,7 @@ def test_a_run_loads_no_more_than_it_needs(optimizer, water_like, tmp_path):
     assert done.stdout.strip() == "0 True True set()", done.stderr
 
 
-def test_a_mistake_in_the_input_is_told_before_torch_is_imported(tmp_path):
+def test_a_mistake_in_the_input_is_reported_before_torch_is_imported(tmp_path):
     """It took as long as the import of everything, three seconds."""
     (tmp_path / "input.json").write_text('{"modle": {}}')
     code = "import sys; from deepmd_ema.cli import main; print(main(['train', 'input.json']), 'torch' in sys.modules)"
@@ -181,8 +181,8 @@ def test_several_mistakes_are_a_numbered_list(capsys):
         (UserError("no such file"), 2, "dp-ema: no such file\n"),
         (ConfigError(["a", "b"]), 2, "dp-ema: 2 problems in input.json\n  1. a\n  2. b\n"),
         (DataError(["a", "b"]), 2, "dp-ema: 2 problems in the data of input.json\n  1. a\n  2. b\n"),
-        (Interrupted("stopped; go on with X", 2), 130, "stopped; go on with X\n"),
-        (Interrupted("stopped; go on with X", 15), 143, "stopped; go on with X\n"),
+        (Interrupted("stopped; continue with X", 2), 130, "stopped; continue with X\n"),
+        (Interrupted("stopped; continue with X", 15), 143, "stopped; continue with X\n"),
         (KeyboardInterrupt(), 130, "dp-ema: stopped by Ctrl-C\n"),
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 2, "needs torch, which is not installed. pip"),
         (ModuleNotFoundError("x", name="matplotlib.figure"), 2, "pip install 'dp-ema[plot]'"),
@@ -199,7 +199,7 @@ def test_an_error_becomes_a_message_and_an_exit_code(failing, error, code, messa
 
 
 @pytest.mark.parametrize("words", [["--debug", "show", "x"], ["show", "--debug", "x"], ["show", "x", "--debug"]])
-def test_debug_shows_the_traceback_wherever_it_stands(failing, words, capsys):
+def test_debug_shows_the_traceback_wherever_it_is(failing, words, capsys):
     failing(ZeroDivisionError("by zero"))
     assert cli.main(words) == 1
     err = capsys.readouterr().err
@@ -296,7 +296,7 @@ def test_options_are_checked_without_the_data(tmp_path, capsys):
 def test_a_launcher_that_ends_the_ranks_while_torch_is_loaded_leaves_a_message(
     rank, error, speaks, monkeypatch, capsys
 ):
-    """When rank 0 was killed, nobody said anything."""
+    """When rank 0 was killed, nobody reported anything."""
 
     class Loading(types.ModuleType):
         def __getattr__(self, name):
@@ -314,11 +314,11 @@ def test_a_launcher_that_ends_the_ranks_while_torch_is_loaded_leaves_a_message(
 
 @pytest.mark.parametrize("words", [["check", "input.json"], ["doc"], ["show", "model.ckpt.pt"], ["plot", "."]])
 def test_a_command_without_a_log_refuses_a_file_for_it(words, capsys):
-    """The file was not written, and nothing said so."""
+    """The file was not written, and nothing reported so."""
     for place in (0, len(words)):
         assert cli.main([*words[:place], "-l", "a.log", *words[place:]]) == 2
-        told = f"dp-ema: -l a.log: {words[0]} keeps no log. Its output is kept by `dp-ema {words[0]} ... > FILE`.\n"
-        assert capsys.readouterr().err == told
+        reported = f"dp-ema: -l a.log: {words[0]} keeps no log. Its output is kept by `dp-ema {words[0]} ... > FILE`.\n"
+        assert capsys.readouterr().err == reported
 
 
 def test_options_before_the_command_count(tmp_path, monkeypatch, capsys):
@@ -373,7 +373,7 @@ print(kept, faults() < 4_000)
         assert run_python("-c", code, env=env | more).stdout.strip() == said
 
 
-def test_of_freed_memory_no_more_is_kept_than_asked_for(monkeypatch):
+def test_of_freed_memory_no_more_is_kept_than_requested(monkeypatch):
     for name in [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]:
         monkeypatch.delenv(name)
     set_to = {}

@@ -102,14 +102,14 @@ def test_letters_that_the_terminal_lacks_do_not_cost_the_result(run, water_like_
 
 
 @pytest.mark.parametrize("words", ["test -m model.ckpt.pt -s {}", "--help", "train --help", "--version", "doc"])
-def test_a_full_disk_under_the_results_is_told(run, water_like_valid, words):
+def test_a_full_disk_under_the_results_is_reported(run, water_like_valid, words):
     done = shell(f"{words.format(water_like_valid)} > /dev/full", run)
     assert done.returncode == 2
     assert re.fullmatch(rb"dp-ema: .*No space left on device.*Make room on the disk.*\n", done.stderr)
 
 
 @pytest.mark.parametrize("streams", [">&-", "2>&-", "<&- >&- 2>&-", "2>/dev/full"])
-def test_a_run_goes_on_without_its_terminal(run, tmp_path, streams):
+def test_a_run_continues_without_its_terminal(run, tmp_path, streams):
     (tmp_path / "input.json").write_text((run / "input.json").read_text())
     done = shell(f"train input.json --device cpu {streams}", tmp_path)
     assert done.returncode == 0, done.stderr

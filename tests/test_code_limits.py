@@ -24,7 +24,7 @@ def test_files_functions_and_classes_are_short():
 
 
 def excesses(path):
-    """Yield what is too long in a file."""
+    """Yield the parts of a file that are too long."""
     source, name = path.read_text(), path.relative_to(PACKAGE)
     tree = ast.parse(source)
     if not ast.get_docstring(tree):

@@ -445,7 +445,7 @@ def test_what_is_likely_not_meant_is_warned_about(changes, phrase):
     assert any(phrase in line for line in config_warnings(config_from_dict(spoiled(changes))))
 
 
-def test_the_summary_says_what_the_input_asks_for():
+def test_the_summary_says_what_the_input_requests():
     changes = {"training.enable_ema": True, "training.ema_decay": 0.99, "validating.ema_full_validation": True}
     lines = [f"{name}  {text}" for name, text in config_summary(config_from_dict(spoiled(changes)))]
     text = "\n".join(lines)

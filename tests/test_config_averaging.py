@@ -42,7 +42,7 @@ def lines_about(lines, word="averaging"):
 # ---- what is read
 
 
-def test_there_is_no_average_unless_asked_for():
+def test_there_is_no_average_unless_requested():
     assert config_from_dict(spoiled({})).training.averaging == []
 
 
@@ -158,7 +158,7 @@ def test_a_path_is_read_as_it_is_written():
         assert path_of(dotted(path)) == path or path == ()
 
 
-# ---- mistakes of an entry: entry -> where the one message stands, what it holds
+# ---- mistakes of an entry: entry -> where the one message is, what it holds
 
 BAD = [
     ({"decay": 0.9}, ".name", ["required, but missing", "at most 40 letters, digits, _ and -"]),
@@ -236,13 +236,13 @@ def test_a_mistake_in_an_entry_gets_one_message_with_its_place(entry, place, phr
         (True, "expected a list of sections [{...}, {...}]."),
     ],
 )
-def test_what_is_no_list_is_told_so(value, phrase):
+def test_what_is_no_list_is_named(value, phrase):
     (found,) = problems_of(spoiled({"training.averaging": value}))
     assert found.startswith("input.json: training.averaging = ")
     assert phrase in found
 
 
-def test_an_option_of_an_entry_outside_of_the_list_is_told_its_place():
+def test_an_option_of_an_entry_outside_of_the_list_is_reported_its_place():
     (found,) = problems_of(spoiled({"training.half_life": 5}))
     assert found == "input.json: training.half_life: unknown key here. It belongs to an entry of averaging."
     (found,) = problems_of(spoiled({"learning_rate.sigma_rel": 5}))
@@ -285,7 +285,7 @@ def test_mistakes_of_entries_carry_their_lines_in_yaml(tmp_path):
     assert [p.removeprefix(str(path)).split(" ")[0] for p in caught.value.problems] == [":12:", ":14:"]
 
 
-# ---- rules: name of a rule -> entries and other changes that break it, where the message stands, what it says
+# ---- rules: name of a rule -> entries and other changes that break it, where the message is, what it says
 
 DECAYS = {"name": "a", "decay": 0.9, "half_life": 10}
 BROKEN_RULES = {
@@ -591,7 +591,7 @@ def test_the_summary_names_the_averages_that_are_validated():
     assert line.endswith("all data every 5,000 steps and after the last (live and slow weights, best by E:MAE)")
 
 
-def test_the_manual_tells_of_averages_and_their_options():
+def test_the_manual_reports_of_averages_and_their_options():
     text = manual("training.averaging")
     assert "list of sections; type is ema or power or swa (ema if not given); default []" in text
     for name in ("name", "start_epoch", "[ema].half_life", "[power].sigma_rel", "snapshots"):

@@ -164,7 +164,7 @@ def test_a_mistake_gets_one_message_with_its_place(changes, place, phrases):
         assert phrase in found[0]
 
 
-# what does not fit together in the section `model` -> changes, where the message stands, what it says
+# what does not fit together in the section `model` -> changes, where the message is, what it says
 BROKEN_MODELS = {
     "elements_stand_once": ({"model.type_map": ["H", "H"]}, "model.type_map", "H occurs more than once"),
     "smoothing_begins_inside_cutoff": (
@@ -223,13 +223,13 @@ BROKEN_MODELS = {
 
 
 @pytest.mark.parametrize(("changes", "place", "phrase"), BROKEN_MODELS.values(), ids=BROKEN_MODELS)
-def test_what_does_not_fit_together_in_a_model_is_told(changes, place, phrase):
+def test_what_does_not_fit_together_in_a_model_is_reported(changes, place, phrase):
     (found,) = problems_of(spoiled(changes))
     assert found.startswith(f"input.json: {place}")
     assert phrase in found
 
 
-# name of a rule -> changes that break it, where the message stands, what it says
+# name of a rule -> changes that break it, where the message is, what it says
 BROKEN_RULES = {
     "model_fits_together": ({"model.type_map": ["H", "H"]}, "model.type_map", "H occurs more than once"),
     "descriptor_fits_together": (
@@ -590,7 +590,7 @@ def test_an_unknown_fitting_is_answered_with_those_of_the_registry(monkeypatch):
     )
 
 
-def test_an_option_given_twice_is_told_where_the_second_stands(tmp_path):
+def test_an_option_given_twice_is_reported_where_the_second_is(tmp_path):
     values = spoiled({"training.numb_steps": REMOVE})
     values["training"] |= {"stop_batch": 3, "numb_steps": 5, "num_steps": 7}
     with pytest.raises(ConfigError) as caught:

@@ -42,7 +42,7 @@ def collect():
         "an option": [spoiled(changes) for changes, *_ in test_config_errors.BAD],
         "an entry of averaging": [averaging.bank(swa, entry) for entry, *_ in averaging.BAD],
         "averaging is no list": [
-            spoiled({"training.averaging": value}) for value, _ in cases_of(averaging.test_what_is_no_list_is_told_so)
+            spoiled({"training.averaging": value}) for value, _ in cases_of(averaging.test_what_is_no_list_is_named)
         ],
         "a rule between options": [spoiled(changes) for changes, *_ in test_config_errors.BROKEN_RULES.values()],
         "a rule of averaging": [
@@ -52,12 +52,12 @@ def collect():
         ],
         "command line, an option": [
             desk_input(**changes)
-            for changes, *_ in cases_of(test_bad_input.test_a_wrong_option_is_told_with_its_line_and_path)
+            for changes, *_ in cases_of(test_bad_input.test_a_wrong_option_is_reported_with_its_line_and_path)
             if changes != {"training__zero_stage": 1}  # a mistake of the start, not of the input
         ],
         "command line, averaging": [
             desk_input(training__averaging=bank)
-            for bank, *_ in cases_of(test_bad_input.test_a_wrong_average_is_told_with_its_entry_and_line)
+            for bank, *_ in cases_of(test_bad_input.test_a_wrong_average_is_reported_with_its_entry_and_line)
         ],
         "what dargs reads as YAML does": [
             {**spoiled({}), 2: 3},

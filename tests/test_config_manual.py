@@ -96,7 +96,7 @@ def test_an_unknown_topic_of_the_manual_names_a_known_one():
     "path", ["model", "learning_rate", "optimizer", "loss", "model.descriptor", "training.averaging"]
 )
 def test_the_type_of_a_section_is_in_the_manual(path):
-    """`dp-ema doc loss.type` said "no such option"."""
+    """`dp-ema doc loss.type` reported "no such option"."""
     assert manual(f"{path}.type").startswith(f"{path}.type\n    one of ")
 
 
@@ -116,7 +116,7 @@ def test_a_topic_that_is_nearly_right_gets_the_whole_path(topic, suggested):
 
 
 def test_a_type_that_is_read_but_not_a_choice_is_not_listed():
-    """ "Available: ener, ener_hess" was said, and both are one section."""
+    """ "Available: ener, ener_hess" was reported, and both are one section."""
     assert "section; type is ener; default" in manual("loss")
     assert "ener_hess is read as well" in manual("loss.type")
 
@@ -133,7 +133,7 @@ def test_an_option_is_found_by_its_name_or_alias_alone():
     ]
 
 
-def test_the_parts_of_a_hybrid_are_told_once():
+def test_the_parts_of_a_hybrid_are_reported_once():
     assert "model.descriptor[hybrid].list" in manual().splitlines()
     assert "model.descriptor[hybrid].list[" not in manual()
 

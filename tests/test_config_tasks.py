@@ -73,7 +73,7 @@ def test_keys_beside_model_dict_hold_for_all_tasks_that_do_not_have_them():
     assert numbers == {"water": 3, "ice": 5}
 
 
-def test_an_option_for_all_tasks_without_effect_is_told_once():
+def test_an_option_for_all_tasks_without_effect_is_reported_once():
     found = ignored_options(config_from_dict(tasks(model__data_bias_nsample=5)))
     assert found == ["model.data_bias_nsample = 5: no effect, the bias is fitted on data_stat_nbatch batches"]
 
@@ -83,7 +83,7 @@ def test_an_option_for_all_tasks_that_each_has_itself_is_without_effect():
     assert found == ['model.type_map = ["H"]: no effect, every model of model.model_dict has its own']
 
 
-def test_what_tasks_have_alike_is_told_once_and_what_they_share_is_told():
+def test_what_tasks_have_alike_is_reported_once_and_what_they_share_is_reported():
     values = tasks(model__model_dict__ice__fitting_net={"neuron": [4]}, model__model_dict__ice__descriptor="dpa:1")
     rows = [row for row in config_summary(config_from_dict(values)) if row[0] in ("elements", "fitting", "shared")]
     assert rows == [
@@ -106,7 +106,7 @@ def test_a_task_without_steps_is_warned_about():
     assert found.startswith("training.model_prob.ice = 0: no step trains this task")
 
 
-def test_tasks_that_share_a_fitting_net_and_are_not_told_apart_are_warned_about():
+def test_tasks_that_share_a_fitting_net_and_are_not_distinguished_are_warned_about():
     shared = {"elements": ["O", "H"], "dpa": DPA, "net": NET}
     both = {name: model(fitting_net="net") for name in ("water", "ice")}
     (found,) = warnings_of(model__shared_dict=shared, model__model_dict=both)
@@ -151,7 +151,7 @@ def test_a_task_without_a_loss_has_the_defaults():
     assert config_from_dict(values).tasks["ice"].loss.start_pref_f == 1000
 
 
-def test_mistakes_in_a_shared_part_are_told_once_and_where_the_input_has_it(tmp_path):
+def test_mistakes_in_a_shared_part_are_reported_once_and_where_the_input_has_it(tmp_path):
     values = tasks(model__shared_dict__dpa={**DPA, "rcutt": 5.0, "neuron": "many"}, model__data_stat_nbatch=-1)
     path = write(tmp_path, values)
     with pytest.raises(Exception, match="rcutt") as caught:
@@ -166,7 +166,7 @@ def test_mistakes_in_a_shared_part_are_told_once_and_where_the_input_has_it(tmp_
     assert '"rcutt"' in lines[int(line.split(":")[1])]
 
 
-# changes -> where the message stands, what it says
+# changes -> where the message is, what it says
 WRONG = {
     "unknown name": (
         {"model__model_dict__ice__descriptor": "dpaa"},

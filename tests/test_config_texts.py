@@ -92,6 +92,6 @@ def test_texts_with_parts_survive_copies_and_the_way_to_other_ranks(made):
         (ActivationName, "tanj", "Did you mean tanh?"),
     ],
 )
-def test_a_text_that_cannot_be_read_is_told(kind, text, phrase):
+def test_a_text_that_cannot_be_read_is_reported(kind, text, phrase):
     with pytest.raises(ConfigError, match=phrase):
         kind(text)

@@ -1,4 +1,4 @@
-"""Checks of the data: each fault is told with file and frame, and sound data raise no suspicion."""
+"""Checks of the data: each fault is reported with file and frame, and sound data raise no suspicion."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_sound_data_have_neither_problems_nor_warnings(water_like, water_like_va
     report.raise_problems()
 
 
-def test_the_summary_tells_systems_elements_labels_ranges_pairs_and_neighbors(water, tmp_path):
+def test_the_summary_reports_systems_elements_labels_ranges_pairs_and_neighbors(water, tmp_path):
     write_system("open", frames=5, natoms=7, seed=2, pbc=False)
     report = check(["water", "open"], ["open"])
     text = "\n".join(report.lines())
@@ -115,7 +115,7 @@ def test_the_summary_tells_systems_elements_labels_ranges_pairs_and_neighbors(wa
         ("box", (1, slice(0, 3)), 0.0, "water/set.001/box.npy: frame 1 (of 4, from 0): the cell has no volume (0 0 0 "),
     ],
 )
-def test_broken_numbers_are_told_with_file_and_frame(water, file, index, value, message):
+def test_broken_numbers_are_reported_with_file_and_frame(water, file, index, value, message):
     edit(water / "set.001" / f"{file}.npy", put(index, value))
     report = check(["water"])
     assert len(report.problems) == 1
@@ -142,7 +142,7 @@ def test_numbers_of_virtual_atoms_may_be_anything(tmp_path):
 
 
 @pytest.mark.parametrize("virtual", [0, 2])
-def test_atoms_that_are_too_close_are_told_with_their_places_in_the_file(tmp_path, virtual):
+def test_atoms_that_are_too_close_are_reported_with_their_places_in_the_file(tmp_path, virtual):
     path = write_system(tmp_path / "w", frames=4, natoms=6, mixed=bool(virtual), virtual=virtual, seed=1)
     file = path / "set.000" / "coord.npy"
     types = np.load(path / "set.000" / "real_atom_types.npy") if virtual else np.tile([0, 1] * 3, (4, 1))
@@ -278,7 +278,7 @@ def test_an_energy_outlier_is_named(tmp_path):
         (1, 4.0, "the energy changes by 0.251 times the work"),
     ],
 )
-def test_units_that_do_not_fit_are_told_where_close_frames_show_them(tmp_path, energy_unit, force_unit, meaning):
+def test_units_that_do_not_fit_are_reported_where_close_frames_show_them(tmp_path, energy_unit, force_unit, meaning):
     path = trajectory(tmp_path / "md", energy_unit=energy_unit, force_unit=force_unit)
     warnings = [w for w in check([path], labels=("energy", "force")).warnings if "work of the forces" in w]
     if meaning is None:
@@ -334,13 +334,13 @@ def test_frame_and_atomic_parameters_are_shown(tmp_path):
     assert f"{path}" in text
 
 
-def test_parameters_that_the_model_does_not_take_are_told_once(tmp_path):
+def test_parameters_that_the_model_does_not_take_are_reported_once(tmp_path):
     """They were left out in silence."""
     path = write_system(tmp_path / "w", frames=8, fparam=2, aparam=1, sets=2)
     write_system(tmp_path / "v", frames=4, seed=5)
     names = [str(tmp_path / name) for name in "vw"]
-    told = [w for w in check(names).warnings if "is not read" in w]
-    assert told == [
+    reported = [w for w in check(names).warnings if "is not read" in w]
+    assert reported == [
         f"fparam in 1 of 2 systems (first: {path}) is not read: model.fitting_net.numb_fparam is 0. "
         "Set it to the numbers per frame, or leave it if the model shall not depend on them.",
         f"aparam in 1 of 2 systems (first: {path}) is not read: model.fitting_net.numb_aparam is 0. "

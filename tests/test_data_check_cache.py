@@ -1,4 +1,4 @@
-"""What a start remembers of the check of its data: nothing is read twice, and nothing that has changed is trusted."""
+"""Results of checks that a start remembers: nothing is read twice, and nothing that has changed is trusted."""
 
 from __future__ import annotations
 

@@ -71,10 +71,13 @@ def test_frames_come_back(name, mixed):
         write(name, frames)
     lines = convert_data([name], "out", mixed=mixed)
     assert_holds("out", read(name, ":"))
-    told = "\n".join(lines)
-    assert f"read {name}: 12 frames" in told
-    assert "virial = -volume * stress (stress in eV/angstrom^3, positive under tension, as in ASE) in 10 frames" in told
-    assert ("kind_of_frame" in told) == name.endswith(".db")
+    reported = "\n".join(lines)
+    assert f"read {name}: 12 frames" in reported
+    assert (
+        "virial = -volume * stress (stress in eV/angstrom^3, positive under tension, as in ASE) in 10 frames"
+        in reported
+    )
+    assert ("kind_of_frame" in reported) == name.endswith(".db")
     folders = [path.parent.name for path in Path("out").rglob("type.raw")]
     assert all(folder.removesuffix("_open").isdigit() == mixed for folder in folders)
     assert any(folder.endswith("_open") for folder in folders)
@@ -82,7 +85,7 @@ def test_frames_come_back(name, mixed):
 
 
 def outcar(steps=2, ended=True, converged=True, energies=(-10.0, -10.5)):
-    """Return what ASE reads of an OUTCAR: two H and one O in a cube of 4 angstrom."""
+    """Return the atoms that ASE reads from an OUTCAR: two H and one O in a cube of 4 angstrom."""
     out = [" vasp.6.3.0 20Jan22 complex"]
     out += [f" POTCAR:    PAW_PBE {e} 01Jan2001" for e in ("O", "H", "O", "H")]
     out += ["   ISPIN  =      2    spin polarized calculation?", "   ions per type =               1   2"]
@@ -108,26 +111,26 @@ def test_an_outcar_with_constraints_smearing_and_spin():
         "x\n1.0\n4 0 0\n0 4 0\n0 0 4\nO H\n1 2\nSelective dynamics\nDirect\n"
         "0 0 0 F F F\n0 0 0.25 T T T\n0 0 0.5 T T T\n"
     )
-    told = "\n".join(convert_data(["OUTCAR"], "out"))
-    assert "free_energy differs, and forces belong to it: FILE#energy=free_energy reads it (2 frames)" in told
-    assert "constraints are not applied: forces are those that were computed (2 frames)" in told
-    assert "does not read free_energy, magmom" in told
+    reported = "\n".join(convert_data(["OUTCAR"], "out"))
+    assert "free_energy differs, and forces belong to it: FILE#energy=free_energy reads it (2 frames)" in reported
+    assert "constraints are not applied: forces are those that were computed (2 frames)" in reported
+    assert "does not read free_energy, magmom" in reported
     first, second = sorted(read_all("out"), key=lambda found: -found[2]["energy"])
     assert [first[2]["energy"], second[2]["energy"]] == [-10.5, -11.5]
     assert first[0][0].tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.2, -0.3])  # of the atom that is held
     virial = np.array([[10, 1, 3], [1, 20, 2], [3, 2, 30]]) * 64 / KBAR  # positive under compression
     np.testing.assert_allclose(first[2]["virial"].reshape(3, 3), virial, rtol=1e-6)
-    told = "\n".join(convert_data(["OUTCAR#energy=free_energy"], "free"))
-    assert "differs" not in told
+    reported = "\n".join(convert_data(["OUTCAR#energy=free_energy"], "free"))
+    assert "differs" not in reported
     assert sorted(float(found[2]["energy"]) for found in read_all("free")) == [-11, -10]
 
 
-def test_an_outcar_that_is_cut_off_or_did_not_converge_is_told():
+def test_an_outcar_that_is_cut_off_or_did_not_converge_is_reported():
     Path("OUTCAR").write_text(outcar(3, ended=False, converged=False)[:-150])
-    told = "\n".join(convert_data(["OUTCAR"], "out"))
-    assert "read OUTCAR: 2 frames" in told
-    assert "the end of the file is missing: a frame that was not finished is left out" in told
-    assert "EDIFF was not reached: these are read, and may be wrong" in told
+    reported = "\n".join(convert_data(["OUTCAR"], "out"))
+    assert "read OUTCAR: 2 frames" in reported
+    assert "the end of the file is missing: a frame that was not finished is left out" in reported
+    assert "EDIFF was not reached: these are read, and may be wrong" in reported
 
 
 def vasprun(ended=True):
@@ -150,8 +153,8 @@ def vasprun(ended=True):
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_vasprun(ended):
     Path("vasprun.xml").write_text(vasprun(ended))
-    told = "\n".join(convert_data(["vasprun.xml"], "out"))
-    assert ("the end of the file is missing" in told) == (not ended)
+    reported = "\n".join(convert_data(["vasprun.xml"], "out"))
+    assert ("the end of the file is missing" in reported) == (not ended)
     [(rows, _, others)] = read_all("out")
     assert others["energy"] == -7
     assert rows[0].tolist() == [0, 0, 0, 0, 0.1, 0.2, 0]
@@ -160,7 +163,7 @@ def test_a_vasprun(ended):
 
 
 def test_a_format_of_dpdata(monkeypatch):
-    """Another package: what it gives is known from its documentation, and stands here in its place."""
+    """Another package: what it gives is known from its documentation, and is here in its place."""
     data = {
         "atom_names": ["H", "O"], "atom_numbs": [2, 1], "atom_types": np.array([1, 0, 0]), "orig": np.zeros(3),
         "coords": np.arange(18.0).reshape(2, 3, 3), "cells": np.tile(9 * np.eye(3), (2, 1, 1)), "nopbc": False,
@@ -171,10 +174,10 @@ def test_a_format_of_dpdata(monkeypatch):
     package.LabeledSystem = lambda path, fmt: types.SimpleNamespace(data=data)
     monkeypatch.setitem(sys.modules, "dpdata", package)
     Path("output").write_text("of CP2K")
-    told = "\n".join(convert_data(["output"], "out", file_format="cp2k/output"))
-    assert "reads energy, force from forces, virial (eV, -volume * stress), fparam" in told
+    reported = "\n".join(convert_data(["output"], "out", file_format="cp2k/output"))
+    assert "reads energy, force from forces, virial (eV, -volume * stress), fparam" in reported
     assert np.load("out/H2O1/set.000/fparam.npy").tolist() == [[300], [400]]
-    assert "does not read spins" in told
+    assert "does not read spins" in reported
     assert [others["virial"].tolist() for _, _, others in read_all("out")] == [[1.0] * 9] * 2
 
 
@@ -248,7 +251,7 @@ def test_a_large_share_leaves_frames_for_training():
         (["two.xyz"], {}, "two.xyz: frame 0: energy may be energy or ref_energy."),
     ],
 )
-def test_what_cannot_be_converted_is_told(inputs, options, message):
+def test_what_cannot_be_converted_is_reported(inputs, options, message):
     from ase.io import write
 
     Path("a.xyz").write_text(text() + text())
@@ -262,7 +265,7 @@ def test_what_cannot_be_converted_is_told(inputs, options, message):
     [flat] = toy_atoms(1)
     flat = type(flat)(
         flat.symbols, flat.positions, pbc=True
-    )  # what a molecule becomes that is only said to be periodic
+    )  # what a molecule becomes that is only reported to be periodic
     write("flat.traj", flat)
     with pytest.raises(UserError) as caught:
         convert_data(inputs, "out", **options)
@@ -284,7 +287,7 @@ def test_odd_names_of_elements_make_no_odd_folders():
     assert Path("out/___x1___x1/type_map.raw").read_text().split() == ["../x", "_./x"]
 
 
-def test_data_are_told_from_models():
+def test_data_are_reported_from_models():
     for name in ("a.xyz", "OUTCAR", "model.pt", "model.dp", "model.yaml"):
         Path(name).write_text("")
     assert [is_data(n) for n in ("a.xyz", "a.xyz#energy=e", "OUTCAR")] == [True] * 3
@@ -294,10 +297,10 @@ def test_data_are_told_from_models():
 def test_the_command_converts_splits_and_prints(capsys):
     write_toy("train.xyz", 20)
     assert main(["convert", "train.xyz", "out", "--validation", "0.2"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("read train.xyz: 20 frames, ")
-    assert "\nwrote out/train: 16 frames\n" in told
-    assert "\nwrote out/validation: 4 frames\n" in told
+    reported = capsys.readouterr().out
+    assert reported.startswith("read train.xyz: 20 frames, ")
+    assert "\nwrote out/train: 16 frames\n" in reported
+    assert "\nwrote out/validation: 4 frames\n" in reported
     assert len(read_all("out")) == 20
 
 
@@ -319,6 +322,6 @@ def test_the_command_refuses_what_it_cannot_do(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_read_is_told_by_name():
+def test_a_file_that_cannot_be_read_is_reported_by_name():
     with pytest.raises(DataError, match="gone"):
         convert_data(["gone.traj"], "out")

@@ -67,7 +67,7 @@ def test_a_system_that_is_a_link_to_nowhere_is_not_skipped(system, tmp_path):
     assert "other: is a link to /gone/away, which does not exist" in problem
 
 
-def test_a_link_to_itself_is_told(system):
+def test_a_link_to_itself_is_reported(system):
     (system / "set.000" / "energy.npy").unlink()
     (system / "set.000" / "energy.npy").symlink_to("energy.npy")
     [problem] = problems_of("water")
@@ -102,14 +102,14 @@ def test_a_pattern_from_the_root_is_refused(system):
 
 
 @pytest.mark.parametrize("word", ["²", "①", "9" * 30, "1e3", "-1", "٣"])
-def test_a_type_that_is_no_number_is_told(system, word):
+def test_a_type_that_is_no_number_is_reported(system, word):
     (system / "type.raw").write_text(f"0 1 0 1 0 {word}", encoding="utf-8")
     [problem] = problems_of("water")
     assert problem.startswith(f"water/type.raw: '{word}' is not a type. Expected one integer from 0 per atom.")
 
 
 @pytest.mark.parametrize("value", [1e30, np.nan, -2, 0.5])
-def test_a_type_of_a_mixed_system_that_is_no_number_is_told(tmp_path, value):
+def test_a_type_of_a_mixed_system_that_is_no_number_is_reported(tmp_path, value):
     path = write_system(tmp_path / "m", frames=3, natoms=4, mixed=True)
     file = path / "set.000" / "real_atom_types.npy"
     types = np.load(file).astype(float)
@@ -125,14 +125,14 @@ def npy(shape, descr="'<f8'"):
 
 
 @pytest.mark.parametrize("shape", ["(18446744073709551616,)", "(-4,)", "(9223372036854775807, 0)"])
-def test_a_header_of_absurd_size_is_told(system, shape):
+def test_a_header_of_absurd_size_is_reported(system, shape):
     (system / "set.000" / "energy.npy").write_bytes(npy(shape))
     [problem] = problems_of("water")
     assert problem.startswith(f"water/set.000/energy.npy: its header is damaged: it says shape {shape}")
 
 
 @pytest.mark.parametrize("header", [npy("(3.5,)"), npy("None"), npy("(4"), npy("(4,)", "'<f9'"), npy("(4,)", "[1, 2")])
-def test_a_header_that_is_damaged_is_told(system, header):
+def test_a_header_that_is_damaged_is_reported(system, header):
     (system / "set.000" / "energy.npy").write_bytes(header)
     assert problems_of("water") == [
         "water/set.000/energy.npy: is not an npy file, or it is damaged. Expected an array written by numpy.save."
@@ -140,7 +140,7 @@ def test_a_header_that_is_damaged_is_told(system, header):
 
 
 @pytest.mark.parametrize(
-    ("pbc", "value", "told"),
+    ("pbc", "value", "reported"),
     [
         (True, 1e30, "a position of 1e+30 angstrom, expected less than 1e+06. Is the file damaged?"),
         (False, 1e30, "a position of 1e+30 angstrom, expected less than 1e+06"),
@@ -148,14 +148,14 @@ def test_a_header_that_is_damaged_is_told(system, header):
         (True, 1e300, "1e+300 at atom 1. Expected finite numbers"),
     ],
 )
-def test_positions_of_no_atom_are_told_with_the_frame(tmp_path, pbc, value, told):
+def test_positions_of_no_atom_are_reported_with_the_frame(tmp_path, pbc, value, reported):
     path = write_system(tmp_path / "w", frames=4, natoms=6, seed=1, pbc=pbc)
     put(path, "coord", (2, 3), value)
     [problem] = problems_of(path)
-    assert problem.startswith(f"{path}/set.000/coord.npy: frame 2 (of 4, from 0): {told}")
+    assert problem.startswith(f"{path}/set.000/coord.npy: frame 2 (of 4, from 0): {reported}")
 
 
-def test_energies_too_large_to_be_squared_are_told(system):
+def test_energies_too_large_to_be_squared_are_reported(system):
     put(system, "energy", 1, 1e300)
     assert problems_of("water")[0].startswith("water/set.000/energy.npy: frame 1 (of 4, from 0): 1e+300. Expected")
 
@@ -173,16 +173,16 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("cell", "told"), CELLS)
-def test_a_cell_that_cannot_be_searched_is_told_with_the_frame(system, cell, told):
+@pytest.mark.parametrize(("cell", "reported"), CELLS)
+def test_a_cell_that_cannot_be_searched_is_reported_with_the_frame(system, cell, reported):
     """Some took all memory, some never ended, some ended the process without a word."""
     put(system, "box", 1, np.ravel(cell))
     [problem] = problems_of("water", rcut=6.0)
-    assert problem.startswith(f"water/set.000/box.npy: frame 1 (of 4, from 0): {told}")
+    assert problem.startswith(f"water/set.000/box.npy: frame 1 (of 4, from 0): {reported}")
 
 
-@pytest.mark.parametrize(("cell", "told"), CELLS)
-def test_neighbors_are_never_searched_in_such_a_cell(cell, told):
+@pytest.mark.parametrize(("cell", "reported"), CELLS)
+def test_neighbors_are_never_searched_in_such_a_cell(cell, reported):
     coord = np.random.default_rng(0).uniform(0, 5, (8, 3))
     with pytest.raises(DataError, match=r"the cell|an edge|position"):
         find_pairs(coord, np.array(cell, float), 6.0)
@@ -197,7 +197,7 @@ def test_a_cutoff_beyond_an_open_system_finds_all_pairs():
     assert neighbor_statistics([(coord, None, np.zeros(8, int))], 1e9, 1).max_total == 7
 
 
-def test_a_cutoff_beyond_any_cell_is_told(system):
+def test_a_cutoff_beyond_any_cell_is_reported(system):
     [problem] = problems_of("water", rcut=1e9)
     assert "within the cutoff of 1e+09 angstrom" in problem
 
@@ -267,11 +267,11 @@ def never_written(group, name):
 
 @pytest.mark.parametrize("name", ["type_map.raw", "type.raw", "set.000", "set.000/energy.npy", "set.000/coord.npy"])
 @pytest.mark.parametrize("damage", [dangling, loop, outside, folder, empty, never_written])
-def test_hdf5_that_lacks_something_is_told(system, damage, name):
+def test_hdf5_that_lacks_something_is_reported(system, damage, name):
     import h5py
 
     path = hdf5(system)
-    if name == "set.000" and damage in (folder, never_written):  # of a group the arrays are told
+    if name == "set.000" and damage in (folder, never_written):  # of a group the arrays are reported
         return
     with h5py.File(path, "a") as file:
         damage(file["w"], name)
@@ -289,7 +289,7 @@ def test_hdf5_that_lacks_something_is_told(system, damage, name):
     ), problem
 
 
-def test_hdf5_of_which_a_part_was_never_written_is_told(system):
+def test_hdf5_of_which_a_part_was_never_written_is_reported(system):
     """The part was read as zeros, and a trillion of them took all memory."""
     import h5py
 
@@ -303,7 +303,7 @@ def test_hdf5_of_which_a_part_was_never_written_is_told(system):
     assert f"and 1 of its {len(data)} chunks were written. Was the file written completely?" in problem
 
 
-def test_hdf5_with_damaged_bytes_is_told(system):
+def test_hdf5_with_damaged_bytes_is_reported(system):
     import h5py
 
     path = hdf5(system)
@@ -320,7 +320,7 @@ def test_hdf5_with_damaged_bytes_is_told(system):
 
 
 @pytest.mark.parametrize("name", ["set.002", "set.000.tar"])
-def test_a_set_that_is_a_file_is_told(tmp_path, name):
+def test_a_set_that_is_a_file_is_reported(tmp_path, name):
     """Its frames were left out in silence; an archive of a set is none."""
     path = write_system(tmp_path / "w", frames=4)
     (path / name).touch()

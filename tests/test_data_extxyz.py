@@ -1,4 +1,4 @@
-"""Extended XYZ files as training data: read as ASE reads them, every name and every fault told."""
+"""Extended XYZ files as training data: read as ASE reads them, every name and every fault reported."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_virials_and_stresses_by_their_usual_names(write_text, head, virial):
     assert open_one(name).frame(0).labels["virial"].tolist() == pytest.approx(list(virial), rel=1e-14)
 
 
-def test_names_are_found_chosen_and_told_once(write_text):
+def test_names_are_found_chosen_and_reported_once(write_text):
     frame = text(
         rows="O 0 0 0 1 2 3 1 1 1 0.5\nH 0 0 1 4 5 6 1 1 1 0.5\n",
         Properties="species:S:1:pos:R:3:REF_forces:R:3:mace_forces:R:3:charge:R:1",
@@ -155,7 +155,7 @@ def test_names_are_found_chosen_and_told_once(write_text):
 
 
 def test_a_free_energy_is_the_energy_where_there_is_no_other(write_text):
-    """The user saw: forces were trained on, energies were not, and only a note said so."""
+    """The user saw: forces were trained on, energies were not, and only a note reported so."""
     source = open_one(write_text(text(energy=None, free_energy=-7)))
     assert source.frame(0).labels["energy"] == -7
     assert source.notes == ["reads energy from free_energy, force from forces"]
@@ -193,7 +193,7 @@ def test_a_free_energy_is_the_energy_where_there_is_no_other(write_text):
         ([text(energy=f"x{k}") for k in range(9)], "the frames after this one were not read"),
     ],
 )  # fmt: skip
-def test_faults_are_told_with_file_and_frame(write_text, frames, message):
+def test_faults_are_reported_with_file_and_frame(write_text, frames, message):
     found = problems_of(write_text(*frames))
     assert message in found
     assert "a.xyz" in found
@@ -218,7 +218,7 @@ def test_a_comment_line_is_not_searched_again_after_a_value_that_does_not_end(mo
     assert sum(searched) <= len(line)
 
 
-def test_damaged_bytes_are_told(write_text):
+def test_damaged_bytes_are_reported(write_text):
     good = text().encode()
     assert "is not UTF-8 text" in problems_of(write_text(good.replace(b"species", b"sp\xffcies"), mode="wb"))
     assert "expected the number of atoms" in problems_of(write_text(bytes(range(256)) * 50, mode="wb"))
@@ -233,7 +233,7 @@ def test_damaged_bytes_are_told(write_text):
         ("stress=a,virial=b", "names a virial and a stress"),
     ],
 )
-def test_a_wrong_choice_is_told(write_text, choice, message):
+def test_a_wrong_choice_is_reported(write_text, choice, message):
     assert message in problems_of(f"{write_text(text())}#{choice}")
 
 
@@ -259,7 +259,7 @@ def test_parameters_are_read_and_missed(write_text):
     assert open_one(name, numb_fparam=1, default_fparam=[3.0]).frame(0).fparam.tolist() == [3.0]
 
 
-def test_a_file_that_changes_in_use_is_told(write_text):
+def test_a_file_that_changes_in_use_is_reported(write_text):
     source = open_one(write_text(text(), text()))
     write_text(text("O 0 0 0 1 2 3\n", natoms=1), text())
     with pytest.raises(DataError, match="frame 0 has changed while the file was in use"):
@@ -290,9 +290,9 @@ def test_a_run_on_a_file_is_checked_trained_validated_tested_and_restarted_bitwi
     )
     Path("input.json").write_text(json.dumps(content))
     assert main(["check", "input.json"]) == 0
-    told = capsys.readouterr().out
-    assert "1 system, 14 frames" in told
-    assert "train.extxyz: reads energy, force from forces, virial = -volume * stress" in told
+    reported = capsys.readouterr().out
+    assert "1 system, 14 frames" in reported
+    assert "train.extxyz: reads energy, force from forces, virial = -volume * stress" in reported
     assert main(["train", "input.json"]) == 0
     assert "valid.extxyz: reads energy" in capsys.readouterr().err
     shutil.copytree(".", tmp_path / "unbroken", symlinks=True)

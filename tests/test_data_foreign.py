@@ -46,13 +46,13 @@ def dpdata(monkeypatch):
 
 def test_an_output_of_cp2k_is_known_by_its_content_and_read_by_dpdata(dpdata, capfd):
     Path("md.out").write_text(OUTPUT)
-    told = convert_data(["md.out"], "out")
+    reported = convert_data(["md.out"], "out")
     assert dpdata == ["cp2k/output"]
-    assert "  kinds of atoms are read as elements: Fe1 as Fe, O_s as O, Fe2 as Fe" in told
+    assert "  kinds of atoms are read as elements: Fe1 as Fe, O_s as O, Fe2 as Fe" in reported
     assert Path("out/Fe2O1Xx11/type_map.raw").read_text().split() == ["Fe", "O", "Xx1"]
-    assert "  dpdata as cp2k/output says: the stress is missing" in told
-    assert "  dpdata as cp2k/output says: a line for the screen" in told
-    assert "numpy changes" not in "\n".join(told)
+    assert "  dpdata as cp2k/output says: the stress is missing" in reported
+    assert "  dpdata as cp2k/output says: a line for the screen" in reported
+    assert "numpy changes" not in "\n".join(reported)
     assert capfd.readouterr() == ("", "")
 
 
@@ -65,7 +65,7 @@ def test_an_output_of_cp2k_without_dpdata_says_what_reads_it(monkeypatch):
         convert_data(["md.out"], "out")
 
 
-def test_what_neither_ase_nor_dpdata_reads_is_told_as_ase_does(dpdata):
+def test_what_neither_ase_nor_dpdata_reads_is_reported_as_ase_does(dpdata):
     Path("noise.bin").write_bytes(bytes(range(256)) * 9)
     with pytest.raises(DataError, match=r"noise.bin: cannot be read by ASE"):
         convert_data(["noise.bin"], "out")
@@ -117,8 +117,8 @@ def test_a_trajectory_of_cp2k_is_read_with_forces_and_cell(cell):
         boxes = [np.diag([5.0, 6, 7]) if cell == "ABC" else None] * 3
     else:
         Path(cell).write_text(CELL if cell.endswith(".cell") else INPUT)
-    told = convert_data(["w-pos-1.xyz"], "out")
-    assert "  energies are from the comments (hartree), forces from w-frc-1.xyz (hartree/bohr)" in told
+    reported = convert_data(["w-pos-1.xyz"], "out")
+    assert "  energies are from the comments (hartree), forces from w-frc-1.xyz (hartree/bohr)" in reported
     for k, frame in enumerate(frames_of("out")):
         assert np.allclose(frame.coord, coord[k], rtol=1e-12)
         assert frame.labels["energy"] == pytest.approx(energy[k] * HARTREE)

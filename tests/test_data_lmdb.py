@@ -124,13 +124,13 @@ def test_flags_other_names_and_parameters(tmp_path):
         ({"forces": {"type": "nothing", "data": b"12345678"}}, {}, NO_LMDB),
     ],
 )  # fmt: skip
-def test_faults_are_told_with_file_and_frame(tmp_path, change, meta, message):
+def test_faults_are_reported_with_file_and_frame(tmp_path, change, meta, message):
     found = problems_of(write_lmdb(tmp_path / "a.lmdb", [toy_records(1)[0] | change], **meta))
     assert message in found
     assert "a.lmdb" in found
 
 
-def test_damaged_files_are_told(tmp_path):
+def test_damaged_files_are_reported(tmp_path):
     path = tmp_path / "a.lmdb"
     write_lmdb(path, toy_records(30))
     whole = (path / "data.mdb").read_bytes()

@@ -53,7 +53,7 @@ def assert_same(a, b):
         torch.testing.assert_close(a.has_label[name], b.has_label[name], rtol=0, atol=0)
 
 
-def test_a_loader_started_at_a_position_goes_on_as_one_that_ran_there(systems):
+def test_a_loader_started_at_a_position_continues_as_one_that_ran_there(systems):
     sampler = make_sampler(systems)
     with closing(Loader(systems, sampler, LAYOUT, labels=LABELS)) as running:
         batches = [next(running) for _ in range(60)]
@@ -83,7 +83,7 @@ def test_batches_are_those_of_the_sampler(systems):
         assert loader.position == 20
 
 
-def test_every_batch_has_the_labels_asked_for(systems):
+def test_every_batch_has_the_labels_requested(systems):
     with closing(Loader(systems, make_sampler(systems), LAYOUT, labels=LABELS)) as loader:
         for _ in range(30):
             batch = next(loader)
@@ -116,7 +116,7 @@ def test_an_exception_of_the_thread_surfaces_in_order_and_again(systems):
 
 
 class Counting(Failing):
-    """A sampler that counts the batches it is asked for; from the second on each waits for ``go``."""
+    """A sampler that counts the batches it is requested; from the second on each waits for ``go``."""
 
     def __init__(self, sampler):
         super().__init__(sampler)
@@ -140,7 +140,7 @@ def test_close_waits_for_no_batch_but_the_one_that_is_made_and_may_be_repeated(s
     sampler.go.set()
     closer.join()
     loader.close()
-    assert sampler.made in ([0], [0, 1])  # of the four that were asked for
+    assert sampler.made in ([0], [0, 1])  # of the four that were requested
     assert not loader_threads()
     assert loader.position == 1
 

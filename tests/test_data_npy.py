@@ -203,7 +203,7 @@ def test_hdf5_groups_read_as_the_folders_they_came_from(tmp_path, address, names
             assert_same_frame(system.frame(k), plain.frame(k))
 
 
-def test_wrong_shape_is_told_with_file_shape_and_atoms(system):
+def test_wrong_shape_is_reported_with_file_shape_and_atoms(system):
     file = system / "set.001" / "force.npy"
     np.save(file, np.load(file)[:, :-3])
     assert only_problem(["water"], ["O", "H"], LABELS) == (
@@ -211,7 +211,7 @@ def test_wrong_shape_is_told_with_file_shape_and_atoms(system):
     )
 
 
-def test_frame_counts_that_differ_are_told_with_both_numbers(system):
+def test_frame_counts_that_differ_are_reported_with_both_numbers(system):
     file = system / "set.002" / "energy.npy"
     np.save(file, np.load(file)[:1])
     assert only_problem(["water"], ["O", "H"], LABELS) == (
@@ -234,7 +234,7 @@ def test_all_problems_of_all_systems_come_at_once(system):
     assert "other/set.002/force.npy" in found[3]
 
 
-def test_a_truncated_npy_is_told_with_its_sizes(system):
+def test_a_truncated_npy_is_reported_with_its_sizes(system):
     file = system / "set.000" / "coord.npy"
     size = file.stat().st_size
     file.write_bytes(file.read_bytes()[:-100])
@@ -244,7 +244,7 @@ def test_a_truncated_npy_is_told_with_its_sizes(system):
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x93NUMPY\x01\x00"])
-def test_a_file_that_is_not_npy_is_told(system, content):
+def test_a_file_that_is_not_npy_is_reported(system, content):
     (system / "set.000" / "force.npy").write_bytes(content)
     assert "water/set.000/force.npy: is not an npy file" in only_problem(["water"], ["O", "H"], LABELS)
 
@@ -259,7 +259,7 @@ def test_text_arrays_are_refused(system):
     assert "energy.npy: holds <U3, expected float64" in only_problem(["water"], ["O", "H"], LABELS)
 
 
-def test_an_unknown_element_is_told_with_a_guess(tmp_path):
+def test_an_unknown_element_is_reported_with_a_guess(tmp_path):
     path = write_system(tmp_path / "w", elements=("O", "h"), frames=1)
     assert only_problem([str(path)], ["O", "H"]) == (
         f'{path}/type_map.raw: element "h" is not in model.type_map. Did you mean H? Known: O, H. '
@@ -273,7 +273,7 @@ def test_an_unknown_element_that_no_atom_has_is_no_problem(tmp_path):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_type_beyond_the_type_map_is_told(tmp_path, mixed):
+def test_a_type_beyond_the_type_map_is_reported(tmp_path, mixed):
     path = write_system(tmp_path / "w", elements=("O", "H"), num_types=3, frames=1, mixed=mixed)
     assert "type 2, but type_map.raw has only 2 elements" in only_problem([str(path)], ["O", "H"])
 
@@ -347,7 +347,7 @@ def test_a_path_without_a_system_says_what_is_there(system, path, message):
     assert message in only_problem([path], ["O", "H"])
 
 
-def test_a_file_that_shrinks_while_it_is_in_use_is_told(system):
+def test_a_file_that_shrinks_while_it_is_in_use_is_reported(system):
     [opened] = open_data(["water"], ["O", "H"])
     file = system / "set.000" / "coord.npy"
     file.write_bytes(file.read_bytes()[:-300])

@@ -35,7 +35,7 @@ def test_without_validation_data_there_are_no_validation_systems(water_like):
     assert valid == []
 
 
-def test_the_length_of_a_run_is_told_in_steps_and_epochs(water_like):
+def test_the_length_of_a_run_is_reported_in_steps_and_epochs(water_like):
     config = config_from_dict(tiny_input([water_like], num_steps=None, training__numb_epoch=3))
     _, data, report = checked(config)
     lines = length_lines(config, data, {"": report})[""]
@@ -43,7 +43,7 @@ def test_the_length_of_a_run_is_told_in_steps_and_epochs(water_like):
     assert "GB" in lines[1]
 
 
-def test_tasks_are_told_apart_and_each_has_its_share_of_the_length(water_like, open_like):
+def test_tasks_are_distinguished_and_each_has_its_share_of_the_length(water_like, open_like):
     one = tiny_input([water_like])
     third = {"type_map": ["O", "H", "Xe"], "descriptor": {**one["model"]["descriptor"], "sel": [24, 24, 4]}}
     values = {
@@ -112,7 +112,7 @@ def test_validation_frames_are_not_left_out(tmp_path, water_like):
     assert (data[""].valid[0].num_frames, report.problems) == (6, [])
 
 
-def test_systems_without_a_frame_that_is_left_are_told_where_options_count_them(tmp_path, water_like):
+def test_systems_without_a_frame_that_is_left_are_reported_where_options_count_them(tmp_path, water_like):
     close = with_close_atoms(tmp_path / "close", slice(None), 0.2)
     options = {"training__training_data__min_pair_dist": 0.3}
     _, data, _ = checked(config_from_dict(tiny_input([water_like, close], **options)))

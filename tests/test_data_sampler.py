@@ -69,7 +69,7 @@ def test_a_batch_is_a_function_of_seed_and_number_only(rule, auto_prob):
 
 
 def test_the_order_never_changes_between_versions():
-    """A restart with a newer numpy or a newer version of this package must go on with the same frames."""
+    """A restart with a newer numpy or a newer version of this package must continue with the same frames."""
     assert permutation(8, 1, 2, 3).tolist() == [1, 3, 7, 5, 2, 0, 4, 6]
     sampler = Sampler(FRAMES, ATOMS, 4, seed=7)
     expected = {0: (0, (14, 10, 8, 6)), 1: (0, (11, 4, 0, 5)), 9: (2, (1, 5, 2, 6))}
@@ -185,7 +185,7 @@ def test_epochs_become_steps_as_the_peer_counts_them():
         ({"sys_probs": [0, 0, 0]}, "all are 0"),
     ],
 )
-def test_a_wrong_rule_is_told(arguments, message):
+def test_a_wrong_rule_is_reported(arguments, message):
     with pytest.raises(ConfigError, match=message):
         Sampler(FRAMES, ATOMS, **arguments)
 

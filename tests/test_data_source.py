@@ -76,10 +76,10 @@ def test_a_further_format_is_checked_trained_on_validated_and_restarted(tmp_path
     )
     (tmp_path / "input.json").write_text(json.dumps(content))
     assert main(["check", "input.json"]) == 0
-    told = capsys.readouterr().out
-    assert "2 systems, 14 frames, 105 atoms" in told
-    assert "3-12 atoms  both" in told
-    assert "virial (5 frames)" in told
+    reported = capsys.readouterr().out
+    assert "2 systems, 14 frames, 105 atoms" in reported
+    assert "3-12 atoms  both" in reported
+    assert "virial (5 frames)" in reported
     assert main(["train", "input.json"]) == 0
     whole = torch.load("model.ckpt-12.pt", weights_only=True)
     rows = (tmp_path / "val.log").read_text()
@@ -186,7 +186,7 @@ def test_batch_rules_count_the_atoms_of_each_frame(rule, size, frames):
     assert all(SIZES[k] <= 9 for k in plan.frames[0]) or frames == 10
 
 
-def test_frames_that_a_filter_leaves_out_are_never_drawn_and_told():
+def test_frames_that_a_filter_leaves_out_are_never_drawn_and_reported():
     sampler = Sampler([10], [np.array(SIZES)], "filter:9")
     drawn = [k for n in range(sampler.batches_per_epoch) for _, k in sampler.batch(n)]
     assert sorted(drawn) == [k for k, size in enumerate(SIZES) if size <= 9]

@@ -121,7 +121,7 @@ def test_a_frame_with_an_element_that_no_other_has_is_for_training(rng):
         assert not split_frames(table_of(*parts, num_types=3), 0.4, seed).chosen[3]
 
 
-def test_parts_whose_forces_differ_by_two_are_told(rng):
+def test_parts_whose_forces_differ_by_two_are_reported(rng):
     coord, types, box = zip(*(toy_frame(rng) for _ in range(10)))
     parts = [("a", chunk_of([coord[k]], types[k], box[k], force=1.0 + 9 * (k == 4)), "") for k in range(10)]
     found = [split_frames(table_of(*parts), 0.1, seed) for seed in range(60)]

@@ -106,7 +106,7 @@ def test_right_data_are_quiet(tmp_path):
                 assert "verified: lengths in 1, forces in 1, energies in 1" in report.units.lines()[0], source
 
 
-def test_what_cannot_be_told_is_said(tmp_path):
+def test_what_cannot_be_reported_is_said(tmp_path):
     path = copied(WATER, tmp_path / "s", frames=5)
     lines = report_of(path).units.lines()
     assert lines[0] == ("units and signs verified: lengths in 1, forces in 1, energies in 0, virials in 0 of 1 system")
@@ -152,13 +152,13 @@ COVALENT = [(4.33, 2.68, 0.99), (4.54, 2.23, 0.98), (2.43, 4.48, 0.91)]
 @pytest.mark.parametrize(("stiffness", "ratio", "correlation"), COVALENT)
 @pytest.mark.parametrize("near", [None, 1.08])
 def test_the_pair_potential_of_a_covalent_solid_is_no_proof_of_a_unit(stiffness, ratio, correlation, near):
-    """Right data of Si and Ge were said to be in kcal/mol, because the energies correlate to 0.95 and more."""
+    """Right data of Si and Ge were reported to be in kcal/mol, because the energies correlate to 0.95 and more."""
     evidence = Evidence(60, 0.99, stiffness, Ratio(ratio, correlation, 20), paths=PathRatios(near))
     assert units._Findings(evidence, None).texts == []
 
 
 @pytest.mark.parametrize(("near", "found"), [(0.95 / BOHR, True), (None, False)])
-def test_near_frames_tell_hartree_of_stiff_bonds(near, found):
+def test_near_frames_report_hartree_of_stiff_bonds(near, found):
     """MgO and silicon have bonds so stiff that hartree/bohr look like soft ones; work and energy differ by 1.89."""
     evidence = Evidence(30, 0.91, 11.1 * BOHR / HARTREE, Ratio(0.95 / BOHR, 0.97, 22), paths=PathRatios(near))
     texts = units._Findings(evidence, None).texts
@@ -176,7 +176,7 @@ def test_near_frames_tell_hartree_of_stiff_bonds(near, found):
         ({"force": -1}, ["the forces have the wrong sign"]),
     ],
 )
-def test_strained_crystals_tell_units_and_signs(factors, words):
+def test_strained_crystals_report_units_and_signs(factors, words):
     """Of Si and Ge, stresses in kbar, in GPa and with the wrong sign passed without a word."""
     texts = units._Findings(Evidence(12, volume=500.0, paths=path_ratios(crystal(12, **factors))), None).texts
     assert [text[: len(word)] for text, word in zip(texts, words)] == words, texts
@@ -239,8 +239,8 @@ def test_few_or_distant_or_unrelated_frames_give_no_path():
     )
 
 
-def test_virials_that_no_material_has_are_reported_whatever_can_be_told(tmp_path):
-    """A virial RMS of 1,875 eV/atom passed where units could not be told."""
+def test_virials_that_no_material_has_are_reported_whatever_can_be_reported(tmp_path):
+    """A virial RMS of 1,875 eV/atom passed where units could not be reported."""
     report = report_of(copied(WATER, tmp_path / "s", frames=5, virial=10 * GPA))
     assert report.units.warnings == []
     [warning] = [w for w in report.warnings if "virials" in w]
@@ -266,8 +266,8 @@ def test_virials_of_validation_in_another_unit_are_reported(tmp_path):
         assert "one of the two has virials in another unit" in warning
 
 
-def test_without_bonds_a_unit_common_to_energies_and_forces_is_not_told(tmp_path):
-    """Of noble gases it was said that units can be told, and kcal/mol of both passed."""
+def test_without_bonds_a_unit_common_to_energies_and_forces_is_not_reported(tmp_path):
+    """Of noble gases it was reported that units can be reported, and kcal/mol of both passed."""
     report = units.UnitReport()
     findings = units._Findings(Evidence(30, energy=Ratio(1.0, 0.97, 27)), None)
     units._count(

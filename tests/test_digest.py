@@ -28,7 +28,7 @@ def run(tmp_path_factory):
 
 
 def directory_of(data):
-    """Return where the directory of an archive begins and ends."""
+    """Return the begin and the end of the directory of an archive."""
     end = data.rindex(b"PK\x05\x06")
     return int.from_bytes(data[end + 16 : end + 20], "little"), len(data)
 
@@ -93,7 +93,7 @@ def test_content_that_was_changed_under_right_checksums_is_refused(run, tmp_path
         checkpoint.load(tmp_path / "m.pt")
 
 
-def test_a_digest_tells_content_apart_and_nothing_else():
+def test_a_digest_reports_content_apart_and_nothing_else():
     one = {"a": torch.arange(3.0), "b": [1, 2.0, "x", None, True], "c": {"d": np.float64(2)}}
     same = {"a": torch.arange(6.0).view(3, 2)[:, 0] / 2, "b": (1, 2.0, "x", None, True), "c": {"d": np.array(2.0)}}
     assert content_digest(one) == content_digest(same)

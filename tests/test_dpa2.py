@@ -114,7 +114,7 @@ def test_the_slots_of_a_batch_do_not_matter_with_every_option(option):
 
 @pytest.mark.parametrize("cutoff", [REPFORMER["rcut"], REPINIT["three_body_rcut"]])
 @pytest.mark.parametrize("rough", [False, True])
-def test_energy_and_forces_go_on_smoothly_at_the_cutoffs_of_the_parts(cutoff, rough):
+def test_energy_and_forces_continue_smoothly_at_the_cutoffs_of_the_parts(cutoff, rough):
     """``smooth: false`` makes the energy jump where messages begin, as its manual text says."""
     _, model = toy_model("dpa2", {**ROUGH, "tebd_input_mode": "strip"} if rough else {})
     gap = 1e-4

@@ -16,7 +16,7 @@ WHOLE = torch.arange(21.0).reshape(7, 3)  # 7 rows on 2 ranks: 4 and 3
 
 @contextmanager
 def two_ranks():
-    """Yield the sharded twin of ``WHOLE`` inside a process group."""
+    """Yield the sharded reference version of ``WHOLE`` inside a process group."""
     from deepmd_ema.dist.launch import find_launch
     from deepmd_ema.dist.world import open_world
 

@@ -174,7 +174,7 @@ def test_a_missing_folder_and_a_foreign_suffix_are_refused(run, tmp_path):
         freeze(load_model(run[0]), tmp_path / "m.savedmodel")
 
 
-def test_a_disk_that_fills_up_while_freezing_is_told_and_ends_nothing(tmp_path):
+def test_a_disk_that_fills_up_while_freezing_is_reported_and_ends_nothing(tmp_path):
     """HDF5 ended the process by a signal when its file could not grow."""
     path, _ = write_run(tmp_path)
     command = f"ulimit -f 1; exec {sys.executable} -m deepmd_ema freeze -c {path} -o {tmp_path / 'm.dp'}"

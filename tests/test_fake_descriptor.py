@@ -85,7 +85,7 @@ def test_the_whole_way_from_check_to_test(folder, capsys, water_like_valid):
     assert "Force" in run(capsys, "test", "-m", "model.ckpt-3.pt", "-s", water_like_valid, "--use-ema")
 
 
-def test_a_restart_goes_on_bitwise(folder, capsys):
+def test_a_restart_continues_bitwise(folder, capsys):
     run(capsys, "train", "input.json", "--device", "cpu")
     whole = {name: torch.load(name, weights_only=True) for name in ("model.ckpt-3.pt", "model_ema.ckpt-3.pt")}
     for name in whole:
@@ -190,9 +190,9 @@ def test_messages_of_neighbors_obey_the_laws_of_every_descriptor(law, case):
 
 
 def test_no_other_package_reads_an_option_of_a_descriptor():
-    """Outside of the folder of a descriptor its section is asked what sections can answer."""
+    """Outside of the folder of a descriptor its section is requested what sections can answer."""
     questions = (DescriptorConfig, HasIdleOptions, HasInnerNeighbors)
-    answers = {name for asked in questions for name in vars(asked) if not name.startswith("_")}
+    answers = {name for requested in questions for name in vars(requested) if not name.startswith("_")}
     answers |= set(DescriptorConfig.__annotations__)
     package = Path(deepmd_ema.__file__).parent
     own = ("families/", "model/descriptor/", "interchange/dp/")

@@ -80,8 +80,8 @@ def test_a_device_and_a_pipe_get_the_bytes_and_stay(tmp_path):
         part.write_text("gone")
     assert Path("/dev/null").is_char_device()
     (tmp_path / "full").symlink_to("/dev/full")
-    no_room = r"full: cannot be written \(No space left on device\). Make room"
-    with pytest.raises(WriteError, match=no_room), atomic_write(tmp_path / "full") as part:
+    full_disk = r"full: cannot be written \(No space left on device\). Make room"
+    with pytest.raises(WriteError, match=full_disk), atomic_write(tmp_path / "full") as part:
         part.write_text("too much")
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
@@ -93,8 +93,8 @@ def test_a_device_and_a_pipe_get_the_bytes_and_stay(tmp_path):
 
 def test_a_name_that_is_too_long_or_a_folder_is_refused_before_the_work(tmp_path):
     (tmp_path / "folder").mkdir()
-    for name, said in (("x" * 256, "File name too long"), ("folder", "Is a directory"), ("no/x", "No such file")):
-        with pytest.raises(WriteError, match=rf"{name}: cannot be written \({said}"), atomic_write(tmp_path / name):
+    for name, phrase in (("x" * 256, "File name too long"), ("folder", "Is a directory"), ("no/x", "No such file")):
+        with pytest.raises(WriteError, match=rf"{name}: cannot be written \({phrase}"), atomic_write(tmp_path / name):
             pytest.fail("the work was begun")
 
 
@@ -117,7 +117,7 @@ def test_nobody_can_lay_a_link_where_a_half_written_file_will_be(tmp_path, monke
     assert target.read_text() == "mine"
 
 
-def test_what_torch_and_hdf5_say_of_a_full_disk_is_told_in_the_words_of_the_system(tmp_path):
+def test_what_torch_and_hdf5_say_of_a_full_disk_is_reported_in_the_words_of_the_system(tmp_path):
     text = "Unable to flush file (file write failed: filename = 'x.part', errno = 28, error message = 'No space')"
     with (
         pytest.raises(
@@ -129,7 +129,7 @@ def test_what_torch_and_hdf5_say_of_a_full_disk_is_told_in_the_words_of_the_syst
     assert list(tmp_path.iterdir()) == []
 
 
-def test_links_and_moves_are_on_the_disk_before_the_run_goes_on(tmp_path, monkeypatch):
+def test_links_and_moves_are_on_the_disk_before_the_run_continues(tmp_path, monkeypatch):
     """After a power cut: the link beside save_ckpt and the rank of a best file were lost."""
     synced = []
     fsync = os.fsync
@@ -174,7 +174,7 @@ def test_only_a_file_of_the_same_kind_is_written_over(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "phrase"),
     [
         (errno.ENAMETOOLONG, "x: File name too long. A name has at most 255 bytes"),
         (errno.EACCES, "x: Permission denied. Change its permissions"),
@@ -183,8 +183,8 @@ def test_only_a_file_of_the_same_kind_is_written_over(tmp_path):
         (errno.EBUSY, "x: Device or resource busy."),
     ],
 )
-def test_an_error_of_the_system_with_a_file_is_a_message(number, said):
-    assert os_error_message(OSError(number, os.strerror(number), "x")).startswith(said)
+def test_an_error_of_the_system_with_a_file_is_a_message(number, phrase):
+    assert os_error_message(OSError(number, os.strerror(number), "x")).startswith(phrase)
 
 
 def test_an_error_of_the_system_without_a_file_is_a_message_where_the_user_can_act():

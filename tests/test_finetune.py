@@ -63,7 +63,7 @@ def desk(tmp_path, monkeypatch):
 
 
 def first_weights(file, config, **options):
-    """Return what a run starts from, but for statistics of new elements and the bias."""
+    """Return the weights that a run starts from, without statistics of new elements and the bias."""
     run = config_from_dict(config)
     model = build_model(run.model, seed_for("weights", run.training.seed))
     start = load_pretrained(str(file), **options)
@@ -171,7 +171,7 @@ def test_types_that_a_part_of_a_hybrid_excludes_are_not_taken_to_other_elements(
 
 
 @pytest.mark.parametrize("option", ["--finetune", "--init-model"])
-def test_options_that_change_what_weights_mean_are_told(option, trained, desk, capsys):
+def test_options_that_change_what_weights_mean_are_reported(option, trained, desk, capsys):
     """The user saw: a model of a shorter cutoff started from weights of another without a word."""
     write_system("data", frames=4, seed=5, elements=("O", "H"))
     Path("table.txt").write_text("".join(f"{0.5 + 0.5 * k} 1 1 1\n" for k in range(12)))
@@ -242,7 +242,7 @@ def test_a_head_of_the_input_is_for_a_start_from_a_file(desk, capsys):
     assert 'model.finetune_head = "water": no effect without --finetune or --init-model' in capsys.readouterr().err
     del config["model"]["finetune_head"]
     config["training"]["numb_steps"] = 2
-    assert train(config, "--restart", "model.ckpt.pt") == 0, "it says nothing of how a run goes on"
+    assert train(config, "--restart", "model.ckpt.pt") == 0, "it says nothing of how a run continues"
 
 
 def test_without_a_head_the_fitting_network_of_a_multi_task_file_is_fresh(desk, capsys):
@@ -256,7 +256,7 @@ def test_without_a_head_the_fitting_network_of_a_multi_task_file_is_fresh(desk, 
     assert json.loads(Path("out.json").read_text())["model"]["fitting_net"]["neuron"] == [5]
 
 
-def test_options_of_another_descriptor_are_told(trained, desk, capsys):
+def test_options_of_another_descriptor_are_reported(trained, desk, capsys):
     config = input_of(["H", "O", "Na"], descriptor={**ATTENTION, "rcut": 3.9, "trainable": False})
     assert train(config, "--finetune", str(trained / "model.ckpt.pt")) == 0
     said = capsys.readouterr().err

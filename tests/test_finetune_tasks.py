@@ -90,7 +90,7 @@ def test_each_task_starts_from_the_model_that_it_names(trained, desk, capsys):
         assert not torch.equal(of(task, after)["out_bias"], of(head, before)["out_bias"])
 
 
-def test_a_task_without_a_head_goes_on_from_the_model_of_its_name_and_another_is_fresh(trained, desk, capsys):
+def test_a_task_without_a_head_continues_from_the_model_of_its_name_and_another_is_fresh(trained, desk, capsys):
     def renamed(model):
         models = model["model_dict"]
         return {**model, "model_dict": {"steam": models["ice"], "water": models["water"]}}
@@ -120,7 +120,7 @@ def test_what_tasks_share_comes_from_the_first_and_cases_stay_apart(trained, des
     shared = {name for name in of("ice", before) if name not in OF_TASK}
     for task in ("water", "ice"):
         assert_same({n: of(task, after)[n] for n in shared}, {n: of("ice", before)[n] for n in shared})
-    # ice goes on with its case, water cannot have the same with the same network
+    # ice continues with its case, water cannot have the same with the same network
     assert torch.equal(of("ice", after)["fitting.case_embd"], of("ice", before)["fitting.case_embd"])
     assert int(of("water", after)["fitting.case_embd"].argmax()) == int(
         of("water", before)["fitting.case_embd"].argmax()
@@ -180,7 +180,7 @@ def test_the_sections_of_a_file_are_taken_for_several_tasks(desk):
     assert out["model_dict"]["ice"]["fitting_net"]["neuron"] == [5]
     back = expected.model.type_map.index("H"), expected.model.type_map.index("O")
     bias = of("water", after)["out_bias"]
-    assert torch.equal(bias, expected.model.out_bias[:, list(back)]), "water goes on with the energies of its elements"
+    assert torch.equal(bias, expected.model.out_bias[:, list(back)]), "water keeps the energies of its elements"
 
 
 def peer_section(**changes):

@@ -118,7 +118,7 @@ def test_compiled_code_trains_to_the_numbers_of_eager_steps(start, tmp_path, opt
     assert all(torch.allclose(a[name], b[name], rtol=1e-9, atol=1e-10) for name in a)
 
 
-def test_copies_of_a_step_hold_that_step_while_the_device_goes_on():
+def test_copies_of_a_step_hold_that_step_while_the_device_continues():
     from deepmd_ema.tensors import HostCopies
 
     weights = torch.arange(1 << 20, device="cuda", dtype=torch.float64)

@@ -155,7 +155,7 @@ def test_training_lowers_the_error_of_hessians_and_restarts_bitwise(data, tmp_pa
     assert report.total.summary()["mae_h"] == pytest.approx(np.abs(label - predicted).mean())
 
 
-def test_data_without_any_hessian_are_told(data, tmp_path, monkeypatch, capsys):
+def test_data_without_any_hessian_are_reported(data, tmp_path, monkeypatch, capsys):
     train(tmp_path, monkeypatch, tiny_input([data / "without"], num_steps=2, **WEIGHTS))
     assert "no hessian in the training data" in " ".join(capsys.readouterr().err.split())
     row = (tmp_path / "lcurve.out").read_text().splitlines()

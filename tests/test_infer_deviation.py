@@ -130,7 +130,7 @@ def test_the_file_is_that_of_deepmd_kit(runs, data, tmp_path, monkeypatch, capsy
         ([], "the following arguments are required: -m/--models"),
     ],
 )
-def test_a_wrong_request_is_told(runs, data, tmp_path, capsys, words, message):
+def test_a_wrong_request_is_reported(runs, data, tmp_path, capsys, words, message):
     other = write_run(tmp_path, model__type_map=["H", "O"])[0]
     places = {"A": str(runs[0][0]), "B": str(runs[1][0]), "C": str(other)}
     words = [places.get(word, word) for word in words]
@@ -211,7 +211,7 @@ def test_neighbor_statistics_name_the_elements_of_the_data(data, tmp_path, capsy
     assert cli.main(["neighbor-stat", "-s", str(tmp_path), "-r", "4", "-t", "O", "H"]) == 0
 
 
-def test_atoms_in_one_place_are_told(data, tmp_path, capsys):
+def test_atoms_in_one_place_are_reported(data, tmp_path, capsys):
     write_system(tmp_path / "bad", frames=3, natoms=8)
     file = tmp_path / "bad" / "set.000" / "coord.npy"
     coord = np.load(file)

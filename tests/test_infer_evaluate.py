@@ -187,7 +187,7 @@ def test_the_command_prints_and_writes(run, labelled, tmp_path, capsys, monkeypa
 
 
 def test_one_of_several_averages_is_tested_by_its_name(tmp_path, labelled, capsys):
-    """`test --use-ema` asked for --average, which test did not have."""
+    """`test --use-ema` requested --average, which test did not have."""
     path = write_kept_run(tmp_path, None, steps=40, every=20) / "model.ckpt-40.pt"
     words = ["test", "-m", str(path), "-s", str(labelled / "cell")]
     assert cli.main([*words, "--use-ema"]) == 2

@@ -87,7 +87,7 @@ def test_modes_of_torch_change_nothing(path, frames, mode):
 
 
 def test_threads_with_one_calculator_get_the_results_of_their_own_atoms(path, frames, monkeypatch):
-    """Atoms of one thread stood beside results of another."""
+    """Atoms of one thread was beside results of another."""
     ase = pytest.importorskip("ase")
     calculator = pytest.importorskip("deepmd_ema.calculator").DP(path, device="cpu")
     both = [ase.Atoms(["OH"[t] for t in types], coord, cell=box, pbc=True, calculator=calculator)

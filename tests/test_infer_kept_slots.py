@@ -55,7 +55,7 @@ def test_neighbors_are_sorted_at_each_step_if_slots_have_means_of_their_own(tmp_
 
 @pytest.fixture
 def searches(monkeypatch):
-    """How often pairs with a skin are searched."""
+    """Number of searches of pairs with a skin."""
     made, plain = [], geometry._search
     monkeypatch.setattr(geometry, "_search", lambda *words, **more: made.append(words[2]) or plain(*words, **more))
     return lambda: sum(rcut > 4.0 for rcut in made)
@@ -119,7 +119,7 @@ def test_potentials_and_lists_do_not_disturb_each_other(potential, searches):
     assert not potential._moving
 
 
-def test_too_many_neighbors_are_told_and_the_farthest_left_out(tmp_path, caplog):
+def test_too_many_neighbors_are_reported_and_the_farthest_left_out(tmp_path, caplog):
     potential = Potential(write_run(tmp_path, **DESCRIPTORS["few_slots"])[0], device="cpu")
     coord, types, box = toy_frame(np.random.default_rng(3), NATOMS)
     with caplog.at_level(logging.WARNING):

@@ -51,8 +51,8 @@ def same_bits(one, other):
         assert torch.equal(value, theirs[name]), name
 
 
-def precision_in_words(config):
-    """Return the config with the precision that `default` stands for, as files have it."""
+def precision_as_text(config):
+    """Return the config with the precision that `default` is for, as files have it."""
     parts = {name: getattr(config, name) for name in ("descriptor", "fitting_net")}
     return replace(config, **{name: replace(part, precision="float64") for name, part in parts.items()
                               if part.precision == "default"})  # fmt: skip
@@ -66,7 +66,7 @@ def test_a_model_comes_back_to_the_bit(variant, suffix, tmp_path):
     write_dp(path, model, config, min_nbor_dist=0.87, extra={"weights": "live", "step": 12})
     again, loaded, info = read_dp(path)
     same_bits(loaded, model)
-    assert again == precision_in_words(config)
+    assert again == precision_as_text(config)
     assert info["min_nbor_dist"] == loaded.min_nbor_dist == 0.87
     assert info["dp_ema"] == {"weights": "live", "step": 12}
     assert info["software"] == "dp-ema"

@@ -243,7 +243,7 @@ def test_a_net_that_hardly_depends_on_the_distance_is_evaluated_at_each_pair():
 
 
 def test_a_dilute_and_a_dense_system_that_take_turns_both_have_the_accuracy_of_series():
-    """One asks for few terms, the other for many, and whichever is checked chooses for both."""
+    """One requests few terms, the other for many, and whichever is checked chooses for both."""
     _, control, _ = controlled(choice="always")
     model: EnergyModel = control.models.by_task[""]
     coord, types = toy_atoms(1, 30)

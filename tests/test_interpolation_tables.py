@@ -36,7 +36,7 @@ def table_of(net, low=-1.0, high=9.0):
 
 
 def evaluated(name, nearest):
-    """Return what a model says of a batch directly and with tables that begin at 0.9 ``nearest``, and its tables."""
+    """Return a model's outputs for a batch directly and with tables that begin at 0.9 ``nearest``, and its tables."""
     _, model = toy_model(name)
     model.eval()
     batch = one_batch(model)

@@ -1,4 +1,4 @@
-"""A run is killed at every write to the disk; whatever stands there then, a restart ends as the unbroken run does."""
+"""A run is killed at every write to the disk; whatever is there then, a restart ends as the unbroken run does."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from deepmd_ema.report import tables
 from deepmd_ema.train.loop.trainer import Callback
 from deepmd_ema.train.run import run_training
 
-BEFORE, LAST = 2, 4  # the run stands after BEFORE; all writes of the next step are hit; LAST is its end
-MOST_WRITES = 80  # of one restart and one step
+BEFORE, LAST = 2, 4  # the run is after BEFORE; all writes of the next step are hit; LAST is its end
+MAX_WRITES = 80  # of one restart and one step
 TABLES = ("lcurve.out", "val.log", "val_ema.log")
 
 
@@ -97,7 +97,7 @@ class Reaper:
             if self.strikes():
                 whole = io.BytesIO()
                 save(content, whole)
-                file.write(whole.getvalue()[: whole.tell() // 2])
+                file.write(whole.getvalue()[: whole.report() // 2])
                 file.flush()
                 die()
             return save(content, file)
@@ -115,7 +115,7 @@ class Reaper:
 
 
 class LateReaper(Reaper):
-    """Holds write number ``at`` of the writer up until training has gone on for a step, and kills the process then."""
+    """Holds write number ``at`` of the writer up until training is a step ahead, and kills the process then."""
 
     def __init__(self, at):
         super().__init__(at)
@@ -145,7 +145,7 @@ class EndAfterOneStep(Callback):
 
 
 class EndAfterTwoSteps(EndAfterOneStep):
-    """Ends the process when it has taken a second step, and tells the reaper when its row stands in the table."""
+    """Ends the process when it has taken a second step, and reports the reaper when its row is in the table."""
 
     last = BEFORE + 2
 
@@ -155,7 +155,7 @@ class EndAfterTwoSteps(EndAfterOneStep):
 
 
 def train_and_die(at, reaper=Reaper, callback=EndAfterOneStep):
-    """Go on in a child process, killed at write ``at``; return whether it was."""
+    """Continue in a child process, killed at write ``at``; return whether it was."""
     pid = os.fork()  # as a fork: starting torch anew for each write would take seconds each
     if pid == 0:
         null = os.open(os.devnull, os.O_WRONLY)
@@ -188,7 +188,7 @@ def assert_same_end(whole, parts):
 @pytest.mark.timeout(480)  # half a minute, but each of its many runs waits for a disk
 def test_a_run_that_is_killed_at_any_write_restarts_to_the_same_end(stand, monkeypatch):
     struck = 0
-    for at in range(1, MOST_WRITES):
+    for at in range(1, MAX_WRITES):
         parts = stand / f"parts_{at}"
         shutil.copytree(stand / "before", parts, symlinks=True)
         monkeypatch.chdir(parts)
@@ -211,13 +211,13 @@ def test_a_kill_while_training_is_a_step_ahead_of_the_writer_restarts_to_the_sam
     monkeypatch.chdir(parts)
     assert train_and_die(at, LateReaper, EndAfterTwoSteps)
     rows = (parts / "lcurve.out").read_text().splitlines()
-    assert int(rows[-1].split()[0]) == BEFORE + 2  # training has gone on
+    assert int(rows[-1].split()[0]) == BEFORE + 2  # training has continued
     run_training("input.json", restart="model.ckpt.pt", device="cpu")
     assert_same_end(stand / "whole", parts)
 
 
-def test_a_disk_that_fills_up_leaves_the_last_checkpoint_and_a_run_that_goes_on(stand, monkeypatch):
-    """A limit on the size of files stands in for the full disk: the system itself refuses to write on."""
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint_and_a_run_that_continues(stand, monkeypatch):
+    """A limit on the size of files is in for the full disk: the system itself refuses to write on."""
     parts = stand / "full"
     shutil.copytree(stand / "before", parts, symlinks=True)
     before = (parts / f"model.ckpt-{BEFORE}.pt").read_bytes()

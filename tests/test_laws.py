@@ -202,7 +202,7 @@ def test_energy_and_forces_are_smooth_where_a_neighbor_crosses_the_cutoff(descri
 
 
 @every_model
-def test_energy_and_forces_go_on_smoothly_where_an_atom_among_others_crosses_a_cutoff(descriptor):
+def test_energy_and_forces_continue_smoothly_where_an_atom_among_others_crosses_a_cutoff(descriptor):
     """Every cutoff of the model; the atom that crosses it has nearer neighbors, and so has the one that it leaves."""
     _, model = toy_model(descriptor)
     coord, types = toy_atoms(0, 6)
@@ -431,7 +431,7 @@ def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone(d
 @every_descriptor
 @pytest.mark.parametrize("changes", [{}, {"exclude_types": [[0, 1]], "tebd_input_mode": "strip", "smooth": False}])
 def test_a_step_does_not_wait_for_the_device_and_all_tensors_are_on_it(descriptor, changes):
-    """On the device ``meta`` a tensor of another device, or a number that is asked for, is an error."""
+    """On the device ``meta`` a tensor of another device, or a number that is requested, is an error."""
     table = [[0.1 * k, *[1 / k] * 6] for k in range(1, 60)]
     _, model = toy_model(descriptor, changes, use_srtab=table, sw_rmin=0.5, sw_rmax=1.2)
     batch = batch_of(model, frame(), frame("open", seed=1)).to(torch.device("meta"))

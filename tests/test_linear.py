@@ -87,7 +87,7 @@ def test_the_energy_is_the_weighted_sum_of_those_of_its_parts(weights):
     for frame in FRAMES:
         found = evaluate(model, frame)
         parts = [evaluate(part_alone(config, model, k), frame) for k in (0, 1)]
-        table = by_hand(frame)
+        table = explicit(frame)
         for name in ("energy", "force", "virial", "atom_energy"):
             expected = sum(w * part[name] for w, part in zip(factors, [*parts, table]))
             if name in ("energy", "atom_energy"):
@@ -96,8 +96,8 @@ def test_the_energy_is_the_weighted_sum_of_those_of_its_parts(weights):
             np.testing.assert_allclose(found[name], expected, rtol=0, atol=SAME_MATH * np.abs(expected).max())
 
 
-def by_hand(frame):
-    """Return what the table gives, pair by pair, with images of the cell."""
+def explicit(frame):
+    """Return the energies of the table, pair by pair, with images of the cell."""
     coord, types, box = frame
     numbers = range(-2, 3) if box is not None else [0]
     shifts = np.array([[i, j, k] for i in numbers for j in numbers for k in numbers]) @ (

@@ -49,7 +49,7 @@ def hold(lock):
     return process
 
 
-def test_a_second_run_is_told_the_process_and_the_machine_of_the_first(lock):
+def test_a_second_run_is_reported_the_process_and_the_machine_of_the_first(lock):
     process = hold(lock)
     try:
         said = rf"another run writes here \(process {process.pid} on .*another folder"
@@ -89,7 +89,7 @@ def test_of_several_places_none_is_held_if_one_cannot_be(lock, tmp_path):
         assert not other.exists()
 
 
-def test_a_run_on_another_machine_is_told_by_its_signs_of_life(lock, quick, monkeypatch):
+def test_a_run_on_another_machine_is_reported_by_its_signs_of_life(lock, quick, monkeypatch):
     monkeypatch.setattr(locks, "WATCH_S", 30)  # it ends with the first sign, however late that comes
     write_lock(lock)
     ended = threading.Event()
@@ -106,7 +106,7 @@ def test_a_run_on_another_machine_is_told_by_its_signs_of_life(lock, quick, monk
         os.close(handle)
 
 
-def test_the_wait_for_a_run_on_another_machine_is_told_at_its_start(lock, caplog, monkeypatch):
+def test_the_wait_for_a_run_on_another_machine_is_reported_at_its_start(lock, caplog, monkeypatch):
     caplog.set_level("INFO")
     write_lock(lock)
     said_before = []
@@ -162,7 +162,7 @@ def test_an_old_lock_of_another_machine_is_taken_without_waiting(lock, monkeypat
         assert json.loads(lock.read_text())["machine"] == this_machine()
 
 
-def test_without_locks_of_the_file_system_processes_of_this_machine_are_asked_for(lock, monkeypatch):
+def test_without_locks_of_the_file_system_processes_of_this_machine_are_requested(lock, monkeypatch):
     def none(*_):
         raise OSError(errno.ENOLCK, "")
 

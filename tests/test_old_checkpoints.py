@@ -37,7 +37,7 @@ def assert_predicts_as_kept(file, kept):
     assert np.allclose(found.force, kept[f"{name}_force"], rtol=0, atol=1e-12)
 
 
-def go_on(folder, steps, *options):
+def continue_run(folder, steps, *options):
     """Restart the kept checkpoint of step 4 in this folder, up to ``steps``."""
     write_system("data", frames=4, seed=1)
     config = json.loads((folder / "input.json").read_text())
@@ -56,15 +56,15 @@ def test_a_file_of_an_earlier_version_predicts_what_it_did(folder, name):
 @pytest.mark.parametrize("folder", KEPT, ids=lambda p: p.name)
 def test_a_checkpoint_of_an_earlier_version_is_restarted(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    go_on(folder, 6)
+    continue_run(folder, 6)
     assert (tmp_path / "model_ema.ckpt-6.pt").exists()
 
 
 @pytest.mark.parametrize("folder", BANKS, ids=lambda p: p.name)
-def test_a_restart_from_an_earlier_version_goes_on_as_that_version_did(folder, tmp_path, monkeypatch):
+def test_a_restart_from_an_earlier_version_continues_as_that_version_did(folder, tmp_path, monkeypatch):
     """Live weights and every average two steps later are those that the earlier version had there."""
     monkeypatch.chdir(tmp_path)
-    go_on(folder, 6)
+    continue_run(folder, 6)
     kept = np.load(folder / "predictions.npz")
     later = sorted({name.rpartition("_")[0] for name in kept if "ckpt-6" in name})
     assert len(later) == 5
@@ -84,7 +84,7 @@ def test_a_checkpoint_with_a_removed_layout_is_read_and_restarted(folder, tmp_pa
     (tmp_path / "old").mkdir()
     checkpoint.save(tmp_path / "old" / "model.ckpt-4.pt", payload)
     shutil.copy(folder / "input.json", tmp_path / "old")
-    go_on(tmp_path / "old", 6)
+    continue_run(tmp_path / "old", 6)
     assert "layout was rank_range in the checkpoint and is local_shard from now on" in caplog.text
     kept = np.load(folder / "predictions.npz")
     for name in {name.rpartition("_")[0] for name in kept if "ckpt-6" in name}:
@@ -96,7 +96,7 @@ def test_a_checkpoint_with_a_removed_layout_is_read_and_restarted(folder, tmp_pa
 @pytest.mark.parametrize("folder", KEPT, ids=lambda p: p.name)
 def test_every_part_of_old_and_new_files_is_documented(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    go_on(folder, 6)
+    continue_run(folder, 6)
     in_all, every = documented_parts()
     assert torch.load("model.ckpt-6.pt", weights_only=True).keys() <= every
     payloads = [checkpoint.load(file) for file in (*folder.glob("*.pt"), *Path.cwd().rglob("*.pt"))]

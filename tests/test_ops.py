@@ -268,8 +268,8 @@ def test_attention_without_slots_absent_or_without_neighbors_is_that_of_the_refe
         close(*(attended_forces(ops, ATTENTION, **sizes)[0] for ops in (CPU, REFERENCE)))
 
 
-def test_gradients_of_attention_asked_for_several_times_add_up():
-    """Two vector-Jacobian products of one evaluation in one loss, and one that was asked for and left."""
+def test_gradients_of_attention_requested_several_times_add_up():
+    """Two vector-Jacobian products of one evaluation in one loss, and one that was requested and left."""
     results = []
     for ops in (CPU, REFERENCE):
         out, vjp, leaves = attended_forces(ops, ATTENTION)
@@ -313,7 +313,7 @@ def repformer_forces(ops, stack, node, rows, around):
     {"nlayers": 2, "axis_neuron": 1},
 ])  # fmt: skip
 def test_forces_through_the_repformer_have_the_parameter_gradients_of_the_reference(changed):
-    """Also of two vector-Jacobian products of one evaluation in one loss, and after one that was asked for and left."""
+    """Also of two vector-Jacobian products of one evaluation in one loss, and after one that was requested and left."""
     args, results = repformer_arguments(batch_by_distance("triclinic", "open").within(3.0), **changed), []
     for ops in (CPU, REFERENCE):
         out, vjp, leaves = repformer_forces(ops, *args)

@@ -71,7 +71,7 @@ def updated(case):
 
 
 def farthest(case, theirs, names):
-    """Return how far our parameters after all steps are from ``theirs``."""
+    """Return the largest difference of our parameters after all steps from ``theirs``."""
     ours = updated(case)
     return max((ours[name] - torch.as_tensor(theirs[name])).abs().max().item() for name in names)
 
@@ -195,13 +195,13 @@ def test_a_step_called_off_changes_no_bit(kind, steps_before):
     with torch.no_grad():
         optimizer._update_unless(torch.tensor(1.0))  # as where the flag is on a GPU
     assert_same(before, everything(optimizer, named))
-    twin, _, _ = parameters()
-    other = build_optimizer(getattr(sections, f"{kind}Config")(), twin)
+    reference, _, _ = parameters()
+    other = build_optimizer(getattr(sections, f"{kind}Config")(), reference)
     for k in range(3):
-        take(other, twin, gradients[k])
+        take(other, reference, gradients[k])
         if k >= steps_before:
             take(optimizer, named, gradients[k])
-    assert_same(everything(other, twin), everything(optimizer, named))
+    assert_same(everything(other, reference), everything(optimizer, named))
 
 
 @pytest.mark.parametrize("kind", KINDS)

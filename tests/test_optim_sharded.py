@@ -1,4 +1,4 @@
-"""Optimizers with parameters or state shared out give the numbers of one process: two gloo processes, uneven parts."""
+"""Optimizers with parameters or state distributed give the numbers of one process: two gloo processes, uneven parts."""
 
 import os
 
@@ -26,11 +26,11 @@ class Net(nn.Module):
             return nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
 
         self.first, self.second, self.cube = draw(7, 5), draw(3, 7), draw(5, 2, 3)
-        self.twin = draw(7, 5)
+        self.reference = draw(7, 5)
         self.bias, self.single = draw(7), draw(1)
 
     def forward(self, x):
-        y = torch.tanh(x @ (self.first.T * self.twin.T.sin()) + self.bias) @ self.second.T
+        y = torch.tanh(x @ (self.first.T * self.reference.T.sin()) + self.bias) @ self.second.T
         return (y.square().sum() + (self.cube * self.single).sin().sum()) * 0.3
 
 
@@ -55,13 +55,13 @@ def compare_shards(kind, rank):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    net, twin = Net(), Net()
+    net, reference = Net(), Net()
     fully_shard(net, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
-    optimizer, whole = build(net, kind), build(twin, kind)
+    optimizer, whole = build(net, kind), build(reference, kind)
     train(net, optimizer)
-    train(twin, whole)
+    train(reference, whole)
     assert net.first.to_local().shape[0] == (4, 3)[rank]
-    for (name, p), q, old in zip(net.named_parameters(), twin.parameters(), Net().parameters()):
+    for (name, p), q, old in zip(net.named_parameters(), reference.parameters(), Net().parameters()):
         assert isinstance(p, DTensor)
         torch.testing.assert_close(p.full_tensor(), q, rtol=0, atol=ROUNDING, msg=name)
         assert (q - old).abs().max() > 1e-4, name
@@ -71,12 +71,12 @@ def compare_shards(kind, rank):
 
 
 def compare_shared_state(kind, rank):
-    net, twin = Net(), Net()
+    net, reference = Net(), Net()
     optimizer = build(net, kind, shared=True)
     train(net, optimizer)
-    train(twin, build(twin, kind))
+    train(reference, build(reference, kind))
     assert len(optimizer.optim.state) < 5
-    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters()))
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), reference.parameters()))
 
 
 def on_rank(rank, folder, check, kind):

@@ -25,7 +25,7 @@ BANK = [
     {"name": "whole", "half_life": 24, "half_life_unit": "frames", "layout": "full_tensor", "dtype": "float64"},
 ]
 WITH_BANK = {
-    "model__fitting_net__neuron": [7, 7],  # 7 rows are shared out unevenly over 2 and over 3
+    "model__fitting_net__neuron": [7, 7],  # 7 rows are distributed unevenly over 2 and over 3
     "training__enable_ema": True,
     "training__ema_decay": 0.9,
     "training__averaging": BANK,

@@ -1,4 +1,4 @@
-"""A fault on one rank ends all of them soon, with one message, and leaves a run that goes on."""
+"""A fault on one rank ends all of them soon, with one message, and leaves a run that continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def little_patience(monkeypatch):
 
 @pytest.fixture
 def no_last_words(monkeypatch):
-    """Where nobody who knows why can speak, it is not waited for."""
+    """Ranks do not wait for a report that no rank can give."""
     monkeypatch.setattr(rendezvous, "PEER_ERROR_S", 0.3)
     monkeypatch.setattr(rendezvous, "LINGER_S", 0.3)
 
@@ -51,19 +51,19 @@ def start(folder, faults, environ=None):
 def run(folder, *faults, environ=None):
     """Run one rank per fault to their ends; return exit codes and last words."""
     codes = wait_for(start(folder, faults, environ), LIMIT_S)
-    assert None not in codes, f"hangs: {(folder / 'said.txt').read_text()}"
+    assert None not in codes, f"hangs: {(folder / 'reported.txt').read_text()}"
     return codes, last_words(folder)
 
 
-def assert_goes_on(folder, step):
-    """The newest checkpoint is that of ``step``, nothing is half-written, and two ranks go on to the end."""
+def assert_continues(folder, step):
+    """The newest checkpoint is that of ``step``, nothing is half-written, and two ranks continue to the end."""
     assert not list(folder.glob("*.part*"))
     assert torch.load(folder / "model.ckpt.pt", weights_only=True)["step"] == step
-    (folder / "said.txt").unlink()
+    (folder / "reported.txt").unlink()
     port = free_port()
     words = ("train", "input.json", "--device", "cpu", "--restart", "model.ckpt.pt")
     pids = [start_rank(folder, launcher_environment(k, 2, port), "", words) for k in range(2)]
-    assert wait_for(pids, LIMIT_S) == [0, 0], (folder / "said.txt").read_text()
+    assert wait_for(pids, LIMIT_S) == [0, 0], (folder / "reported.txt").read_text()
     assert last_words(folder) == []
     assert torch.load(folder / "model.ckpt.pt", weights_only=True)["step"] == LAST
 
@@ -89,11 +89,11 @@ def test_a_killed_rank_is_named_by_another_one(tmp_path, stage):
     (line,) = said
     assert "rank 1 (process" in line
     assert "ended without a message" in line
-    assert_goes_on(folder, SAVED)
+    assert_continues(folder, SAVED)
 
 
 @pytest.mark.usefixtures("no_last_words")
-def test_a_killed_rank_0_is_told_by_one_rank(tmp_path):
+def test_a_killed_rank_0_is_reported_by_one_rank(tmp_path):
     folder = make_run(tmp_path / "run")
     codes, said = run(folder, "die", "", "")
     assert codes == [-signal.SIGKILL, 1, 1]
@@ -129,7 +129,7 @@ def test_a_rank_that_a_launcher_ends_inside_the_rendezvous_of_torch_says_so(tmp_
     assert line.startswith("dp-ema (rank 0): stopped by SIGTERM"), line
 
 
-def test_all_ranks_that_are_told_to_stop_before_the_first_step_report_it_once(tmp_path, monkeypatch):
+def test_all_ranks_that_are_reported_to_stop_before_the_first_step_report_it_once(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous, "PEER_ERROR_S", 10.0)  # a rank that a loaded machine holds up is not lost
     codes, said = run(make_run(tmp_path / "run"), "be_terminated_at_start", "be_terminated_at_start")
     assert codes == [128 + signal.SIGTERM] * 2
@@ -137,7 +137,7 @@ def test_all_ranks_that_are_told_to_stop_before_the_first_step_report_it_once(tm
     assert line.endswith("stopped by SIGTERM outside the training steps; nothing was saved.")
 
 
-def test_torchrun_is_told_what_the_rank_reports_that_knows_why(tmp_path):
+def test_torchrun_is_reported_what_the_rank_reports_that_knows_why(tmp_path):
     folder, file = make_run(tmp_path / "run"), tmp_path / "error.json"
     codes, said = run(folder, "", "fail", environ={"TORCHELASTIC_ERROR_FILE": str(file)})
     assert codes == [1, 1]
@@ -179,7 +179,7 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(tmp_path):
     assert codes == [2, 1]
     assert "could not be written" in said[0]
     assert f"model.ckpt-{SAVED}.pt is whole and still usable" in said[0]
-    assert_goes_on(folder, SAVED)
+    assert_continues(folder, SAVED)
 
 
 @pytest.mark.parametrize(
@@ -190,13 +190,13 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(tmp_path):
         ("ask_often", 0, signal.SIGINT, AT_STEP),
     ],
 )
-def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path, fault, stage, number, step):
+def test_one_rank_that_is_requested_to_stop_stops_all_after_the_same_step(tmp_path, fault, stage, number, step):
     folder = make_run(tmp_path / "run", stage)
     codes, said = run(folder, "", fault)
     assert codes == [128 + number] * 2
     (line,) = said
     assert line.startswith(f"stopped by {number.name} after step {step} of {LAST}; everything is saved. Continue with")
-    assert_goes_on(folder, step)
+    assert_continues(folder, step)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(tmp_path, 
         ({"training__training_data__systems": ["nowhere"]}, "nowhere"),
     ],
 )
-def test_a_mistake_that_all_ranks_see_is_told_once(tmp_path, changes, message):
+def test_a_mistake_that_all_ranks_see_is_reported_once(tmp_path, changes, message):
     codes, said = run(make_run(tmp_path / "run", **changes), "", "")
     assert codes == [2, 2]
     assert message in "".join(said)
@@ -235,7 +235,7 @@ def test_only_the_rank_that_knows_why_speaks_however_late(tmp_path, faults, code
 
 @pytest.mark.usefixtures("little_patience")
 def test_a_rank_that_is_ended_while_it_waits_for_another_one_ends_soon(tmp_path):
-    """It asked the store for the name of a rank that had not come, and waited for that for five minutes."""
+    """It requested the store for the name of a rank that had not come, and waited for that for five minutes."""
     folder = make_run(tmp_path / "run")
     pids = [start_rank(folder, launcher_environment(0, 2, free_port()), "be_terminated_while_joining")]
     assert wait_for(pids, LIMIT_S) == [128 + signal.SIGTERM]
@@ -247,7 +247,7 @@ def test_ranks_that_are_held_up_are_waited_for(tmp_path):
     assert run(make_run(tmp_path / "run"), "leave_late", "come_late meet_late") == ([0, 0], [])
 
 
-def test_two_runs_of_several_ranks_in_one_folder_are_told_once(tmp_path):
+def test_two_runs_of_several_ranks_in_one_folder_are_reported_once(tmp_path):
     folder = make_run(tmp_path / "run")
     with locked([folder / LOCK]):
         codes, said = run(folder, "", "")
@@ -258,7 +258,7 @@ def test_two_runs_of_several_ranks_in_one_folder_are_told_once(tmp_path):
     assert not (folder / LOCK).exists()
 
 
-def test_an_input_that_only_one_rank_lacks_is_told_by_that_rank(tmp_path):
+def test_an_input_that_only_one_rank_lacks_is_reported_by_that_rank(tmp_path):
     codes, said = run(make_run(tmp_path / "run"), "", "lose_input")
     assert codes == [1, 2]
     assert len(said) == 1

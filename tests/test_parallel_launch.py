@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(480)
 
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory, water_like):
-    """Return what the forked processes of other tests make of the same input."""
+    """Return the folder of a run of the forked processes of other tests on the same input."""
     folder = tmp_path_factory.mktemp("forked")
     train(folder, 2, config(water_like))
     return folder
@@ -75,7 +75,7 @@ def test_torchrun_starts_a_run(tmp_path, water_like, forked, spelling):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert_trained(tmp_path, forked)
-    assert done.stderr.count("trained model: model.ckpt.pt") == 1  # said by one rank
+    assert done.stderr.count("trained model: model.ckpt.pt") == 1  # reported by one rank
 
 
 def test_the_environment_of_srun_starts_a_run(tmp_path, water_like, forked):

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(480)
 STEPS, HALF = 8, 4
 KINDS = {"AdaMuon": {"type": "AdaMuon"}, "HybridMuon": {"type": "HybridMuon", "enable_gram": False}}
 OPTIONS = {
-    "model__fitting_net__neuron": [7, 7],  # 7 rows are shared out unevenly
+    "model__fitting_net__neuron": [7, 7],  # 7 rows are distributed unevenly
     "training__enable_ema": True,
     "training__gradient_max_norm": 0.5,
     "training__save_freq": HALF,
@@ -56,7 +56,7 @@ def test_every_stage_follows_one_process_with_all_the_frames(run, kind, stage):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("origin", "stage"), [(1, 3), (3, 1)])
-def test_a_run_goes_on_at_another_stage_with_the_state_of_its_optimizer(run, kind, origin, stage):
+def test_a_run_continues_at_another_stage_with_the_state_of_its_optimizer(run, kind, origin, stage):
     assert_same_end(run(kind, stage, 2, origin), run(kind, 0, 1))
 
 

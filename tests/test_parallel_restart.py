@@ -67,5 +67,5 @@ def test_a_checkpoint_is_the_same_bits_after_loading_at_another_stage_on_other_r
 
 
 @pytest.mark.parametrize(("origin", "place"), OTHER[:3], ids=str)
-def test_a_run_goes_on_at_another_stage_on_other_ranks(restarted, origin, place):
+def test_a_run_continues_at_another_stage_on_other_ranks(restarted, origin, place):
     assert_same_run(restarted(place, origin), restarted(place))

@@ -63,7 +63,7 @@ def restarted(tmp_path_factory):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("change", ["added", "removed"])
-def test_two_ranks_go_on_with_a_task_more_or_less_as_one_process_does(restarted, change, stage):
+def test_two_ranks_continue_with_a_task_more_or_less_as_one_process_does(restarted, change, stage):
     assert_same_run(restarted(change), restarted(change, stage=stage, ranks=2))
 
 

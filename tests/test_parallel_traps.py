@@ -1,4 +1,4 @@
-"""What is easily lost when weights are sharded: averages that are not seen, memory, and the end of a run."""
+"""Faults that are easily made when weights are sharded: averages that are not seen, memory, and the end of a run."""
 
 import ctypes
 import gc
@@ -226,7 +226,7 @@ def refuse(message):
     raise UserError(message)
 
 
-def test_a_mistake_that_all_ranks_know_of_is_told_at_once_by_the_rank_that_made_it():
-    """Without g++ a compiled run of two ranks said after 10 s that rank 0 was killed, and not why."""
+def test_a_mistake_that_all_ranks_know_of_is_reported_at_once_by_the_rank_that_made_it():
+    """Without g++ a compiled run of two ranks reported after 10 s that rank 0 was killed, and not why."""
     ended = run_ranks(2, fail_in_a_body_inside_another, may_fail=True)
     assert [(e.error, e.message) for e in ended] == [("UserError", "no"), ("ReportedElsewhere", "")]

@@ -409,7 +409,7 @@ def test_missing_validation_data_are_named_with_a_way_out(copy, tmp_path, water_
 
 
 @pytest.mark.parametrize("option", ["-o", "--table", "--plot"])
-def test_a_place_that_cannot_be_written_is_told_before_the_work(run, tmp_path, option, capsys):
+def test_a_place_that_cannot_be_written_is_reported_before_the_work(run, tmp_path, option, capsys):
     (tmp_path / "file").touch()
     assert cli.main(["posthoc", str(run), "--sigma-rel", "0.06", option, str(tmp_path / "file" / "x.png")]) == 2
     said = capsys.readouterr()
@@ -427,7 +427,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(run, tmp_path, o
     ],
 )
 def test_nothing_that_the_run_needs_is_written_over(copy, option, name, words, capsys):
-    """`-o model.ckpt.pt` put weights in place of the link to the newest checkpoint: no restart could go on."""
+    """`-o model.ckpt.pt` put weights in place of the link to the newest checkpoint: no restart could continue."""
     (copy / "model.ckpt.pt").symlink_to("model.ckpt-400.pt")
     assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.06", option, str(copy / name)]) == 2
     said = capsys.readouterr()

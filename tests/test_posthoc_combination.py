@@ -135,7 +135,7 @@ def test_the_mean_age_is_that_of_the_shares():
 
 @pytest.mark.parametrize("gamma", [0.0, 1e-3, 0.5, 2.0, 16.97, 200.0, 1500.0, 1e5])
 def test_the_mean_age_of_a_long_run_is_found_without_walking_along_it(gamma):
-    """A folder has hundreds of snapshots, and each is asked for its mean age."""
+    """A folder has hundreds of snapshots, and each is requested its mean age."""
     track = Track(gamma, 20_000)
     older = np.arange(1, 20_000) / 20_000
     assert track.mean_age() == pytest.approx(np.sum(older ** (gamma + 1)), rel=1e-9)

@@ -124,7 +124,7 @@ def test_every_shape_that_is_not_understood_is_named():
     assert "expected one of linear, cosine, 1-sqrt, or one with the part of the run" in caught.value.problems[0]
 
 
-def test_what_is_asked_for_decides_what_is_made(run):
+def test_what_is_requested_decides_what_is_made(run):
     kept = find_snapshots(run)
 
     def made(sigma_rels, requests):
@@ -173,7 +173,7 @@ def test_the_file_of_a_decay_says_its_shape_and_part(run, tmp_path, capsys):
     assert load_model(tmp_path / "m.dp").info.average["shape"] == "cosine"
 
 
-def test_decays_that_the_snapshots_do_not_resolve_are_left_out_unless_they_were_asked_for(run, capsys):
+def test_decays_that_the_snapshots_do_not_resolve_are_left_out_unless_they_were_requested(run, capsys):
     kept = find_snapshots(run)
     _, _, left_out = find_requested(kept, [], None)
     assert left_out == {

@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
 
 def with_images(coord, types, box, reach, seed):
-    """Return what a program with ghost atoms hands over: neighbors in any order, beyond the cutoff, with gaps."""
+    """Return the arguments of a program with ghost atoms: neighbors in any order, beyond the cutoff, with gaps."""
     pairs = find_pairs(coord, box, reach)
     rng, natoms = np.random.default_rng(seed), len(coord)
     rows = [np.flatnonzero(pairs.i == i) for i in range(natoms)]
@@ -294,7 +294,7 @@ def test_it_is_not_taken_to_another_device(compiled, monkeypatch):
         load_model(compiled.path).on("cuda")
 
 
-def test_it_goes_to_the_gpu_that_is_asked_for(tmp_path, monkeypatch):
+def test_it_goes_to_the_gpu_that_is_requested(tmp_path, monkeypatch):
     """It went to the first one, whatever its number was."""
     path, numbers = tmp_path / "m.pt2", []
     with zipfile.ZipFile(path, "w") as package:
@@ -316,10 +316,10 @@ def test_without_a_compiler_the_message_says_what_to_install(run, tmp_path, caps
 def test_where_torch_cannot_compile_the_message_says_what_and_what_to_do(run, tmp_path, monkeypatch, capsys):
     """There was a line of torch's and nothing else."""
 
-    def asks(self, batch):
+    def requests(self, batch):
         return torch.zeros_like(batch.neighbor, dtype=torch.bool) if batch.vector.sum() > 0 else None
 
-    monkeypatch.setattr(ByTypeDescriptor, "_dropped", asks)
+    monkeypatch.setattr(ByTypeDescriptor, "_dropped", requests)
     assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 1
     said = capsys.readouterr().err
     assert re.search(r"cannot compile this model \(se_e2_a, model/descriptor/by_type.py line \d+\). Write a .dp", said)
@@ -333,7 +333,7 @@ def test_where_torch_cannot_compile_the_message_says_what_and_what_to_do(run, tm
      "the C++ compiler failed (a.cpp:1:10: fatal error: b.h: No such file). Install g++, or name another"),
     (RuntimeError("LoweringException: target: aten.bmm.default"), 1, "cannot compile this model (se_e2_a, aten.bmm)"),
 ])  # fmt: skip
-def test_a_failure_of_the_compiler_is_told_apart(run, tmp_path, monkeypatch, capsys, error, code, phrase):
+def test_a_failure_of_the_compiler_is_distinguished(run, tmp_path, monkeypatch, capsys, error, code, phrase):
     def fail(*_, **__):
         raise error
 
@@ -421,11 +421,11 @@ def test_tables_are_refused_where_they_would_be_ignored(run, tmp_path, capsys):
         export._with_tables(loaded, torch.device("cpu"), True)
 
 
-def test_wide_networks_get_tables_without_being_asked_and_narrow_ones_do_not(tmp_path):
+def test_wide_networks_get_tables_without_being_requested_and_narrow_ones_do_not(tmp_path):
     for neuron, has_tables in (([4, 8], False), ([25, 50], True)):
         config, model = toy_model(descriptor_changes={"neuron": neuron})
         loaded = LoadedModel(model.eval(), config, Provenance(tmp_path, "weights"))
-        asked = [export._with_tables(loaded, torch.device("cpu"), compress) for compress in (None, False, True)]
-        assert [bool(text) for _, text in asked] == [has_tables, False, True]
-        assert all((found is model) == (not text) for found, text in asked)
+        requested = [export._with_tables(loaded, torch.device("cpu"), compress) for compress in (None, False, True)]
+        assert [bool(text) for _, text in requested] == [has_tables, False, True]
+        assert all((found is model) == (not text) for found, text in requested)
         assert not interpolations_of(model)["descriptor"].tables

@@ -1,4 +1,4 @@
-"""Compiled files that are damaged or made to do harm, and what is said of trust in them."""
+"""Compiled files that are damaged or made to do harm, and what is reported of trust in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run writes for people: tables byte for byte, restarts, the bar, the split of the time, log messages."""
+"""Output of a run for people: tables byte for byte, restarts, the bar, the split of the time, log messages."""
 
 import errno
 import io
@@ -240,7 +240,7 @@ def test_a_displayed_step_says_errors_speed_split_and_when_it_ends(caplog):
 
 
 def test_each_of_several_tasks_has_a_line_of_its_own(caplog, monkeypatch):
-    """All of them stood in one line, sorted by column: rmse_e_ice, rmse_e_water, rmse_f_ice, ..."""
+    """All of them was in one line, sorted by column: rmse_e_ice, rmse_e_water, rmse_f_ice, ..."""
     caplog.set_level(logging.INFO)
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
@@ -275,7 +275,7 @@ def test_the_time_left_follows_from_the_whole_run(caplog):
     assert "eta = 0:00:10 at" in caplog.text
 
 
-def test_times_and_numbers_are_in_words():
+def test_times_and_numbers_are_as_text():
     assert [duration(s) for s in (0.04, 9.94, 10, 75, 3600, 3725, 90061)] == [
         *("0.0 s", "9.9 s", "10 s", "1 min 15 s", "1 h", "1 h 2 min", "1 d 1 h")
     ]

@@ -66,7 +66,7 @@ def test_a_validation_log_knows_its_weights_and_its_best_steps(run):
         ("water_ice_slow.out", {"disp_file": "water_ice.out"}, "slow"),
     ],
 )
-def test_the_name_of_a_file_tells_its_weights(tmp_path, name, files, weights):
+def test_the_name_of_a_file_reports_its_weights(tmp_path, name, files, weights):
     if files:
         (tmp_path / "out.json").write_text(json.dumps({"training": files}))
     text = VAL_TEXT.replace("# saved best", "# not saved") if name.startswith("val") else LCURVE_TEXT
@@ -74,7 +74,7 @@ def test_the_name_of_a_file_tells_its_weights(tmp_path, name, files, weights):
     assert read_curve(tmp_path / name).weights == weights
 
 
-def test_the_best_files_tell_the_weights_whatever_the_name(tmp_path):
+def test_the_best_files_report_the_weights_whatever_the_name(tmp_path):
     (tmp_path / "copy.log").write_text(VAL_TEXT.replace("best.ckpt", "runs/best_slow.ckpt"), encoding="utf-8")
     assert read_curve(tmp_path / "copy.log").weights == "slow"
 
@@ -219,7 +219,7 @@ def test_a_picture_that_cannot_be_written_is_one_message(run, tmp_path):
 
 
 def test_a_picture_without_a_suffix_is_a_png_and_is_named(run, tmp_path):
-    """`-o va` wrote va.png and said "wrote va"."""
+    """`-o va` wrote va.png and reported "wrote va"."""
     path = plot_curves([run / "val.log"], tmp_path / "va")
     assert path == tmp_path / "va.png"
     assert path.read_bytes()[:4] == PNG

@@ -15,7 +15,7 @@ def test_numbers_stand_right_text_left_and_units_below_the_names():
     ]
 
 
-def test_what_is_missing_or_nan_is_a_dash_and_text_stands_as_it_is():
+def test_what_is_missing_or_nan_is_a_dash_and_text_is_as_it_is():
     table = Table("", [Column("x", "", ".2g")], [(None,), (float("nan"),), ("0.12*",)])
     assert render(table) == ["    x", "    -", "    -", "0.12*"]
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(240)
 
 STEPS = 4
 OPTIONS = {
-    "model__fitting_net__neuron": [7, 7],  # 7 rows are shared out unevenly
+    "model__fitting_net__neuron": [7, 7],  # 7 rows are distributed unevenly
     "training__checkpoint_format": "sharded",
     "training__save_freq": 2,
     "training__disp_freq": 2,
@@ -47,7 +47,7 @@ WHOLE = [{"name": "whole", "type": "swa", "layout": "full_tensor"}]
 
 
 def payload(step=1, rows=6):
-    """Return a training checkpoint in which some tensors are to be shared out, and the same with whole tensors."""
+    """Return a training checkpoint in which some tensors are to be distributed, and the same with whole tensors."""
     weight, moment = torch.arange(3.0 * rows).view(rows, 3) + step, torch.full((rows, 3), float(step))
     whole = {
         **checkpoint.payload_head("training", "live", step, config_parts(), None),
@@ -129,7 +129,7 @@ def test_rows_that_every_rank_holds_are_shared_out_without_gaps(rows):
         ("__0_0.distcp", lambda path: path.write_bytes(path.read_bytes()[:-1]), "__0_0.distcp is not what was written"),
     ],
 )
-def test_a_damaged_folder_is_told_with_the_one_before(tmp_path, capsys, file, change, says):
+def test_a_damaged_folder_is_reported_with_the_one_before(tmp_path, capsys, file, change, says):
     older, newest = write(tmp_path / "model.ckpt-1.dcp"), write(tmp_path / "model.ckpt-2.dcp", step=2)
     change(newest / file)
     assert main(["show", str(newest)]) == 2
@@ -170,7 +170,7 @@ def test_a_full_disk_keeps_the_older_folder(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [older.name]
 
 
-def test_a_folder_that_a_rank_cannot_see_is_told(tmp_path, monkeypatch):
+def test_a_folder_that_a_rank_cannot_see_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr("deepmd_ema.checkpoint.folder._make_part", lambda path: path.with_name("elsewhere"))
     with pytest.raises(CheckpointError, match=r"rank 0 does not see the folder.*a folder that all ranks share"):
         write(tmp_path / "model.ckpt-1.dcp")
@@ -218,7 +218,7 @@ def test_a_kill_at_any_change_of_the_disk_leaves_the_old_or_the_new_folder(tmp_p
             step = checkpoint.load(folder)["step"]
             assert_same(checkpoint.load(folder), payload(step)[1])
             seen.add(step)
-        write(folder, step=3)  # goes on, and clears away what was left
+        write(folder, step=3)  # continues, and clears away what was left
         assert checkpoint.load(folder)["step"] == 3
         assert [path.name for path in folder.parent.iterdir()] == [folder.name]
         if not killed:

@@ -23,7 +23,7 @@ def scripts():
     sys.path.remove(str(FOLDER))
 
 
-def test_products_inside_written_out_functions_are_counted_as_by_hand(scripts):
+def test_products_inside_written_out_functions_are_counted_as_explicit(scripts):
     atoms, slots, widths = 5, 7, (4, 8, 16)
     net = Network((1, *widths), "tanh", timestep=False, dtype=torch.float64, seed=1)
     rows = torch.rand(atoms, slots, 4, dtype=torch.float64)

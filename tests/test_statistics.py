@@ -1,4 +1,4 @@
-"""What a model learns from data before training."""
+"""Statistics of data before training."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_energies_of_isolated_atoms_given_in_the_config_are_the_bias(folders):
     close(found.bias[1], left / (frames[0].atom_type == 1).sum())
 
 
-def test_elements_that_the_compositions_do_not_tell_apart_are_named(folders):
+def test_elements_that_the_compositions_do_not_report_apart_are_named(folders):
     _, apart = case("plain", folders)
     _, together = case("parameters", folders)  # one composition only
     assert apart.undetermined == ()

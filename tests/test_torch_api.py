@@ -1,4 +1,4 @@
-"""What this package uses of torch beside its documented interface: each is there, with the arguments it is given.
+"""Functions of torch beside its documented interface that are used here exist, with the arguments they are given.
 
 With another torch the test of a line that is gone fails, and says which file needs a look.
 """

@@ -53,7 +53,7 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid):
 
 
 class StopAfter(Callback):
-    """Asks the run to stop, as SIGTERM does, while it takes a step."""
+    """Requests the run to stop, as SIGTERM does, while it takes a step."""
 
     def __init__(self, step):
         self.step = step
@@ -222,8 +222,8 @@ ENDINGS = {
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_every_file_of_a_run_holds_the_raw_weights_or_the_average_of_its_step(start, ending):
-    """What a run writes, best files too, beside what model and average were after each step; also when a run ends
-    while the average stands in the model."""
+    """Files of a run, best files too, beside what model and average were after each step; also when a run ends
+    while the average is in the model."""
     act, error, saved = ENDINGS[ending]
     seen = {}
 
@@ -377,17 +377,17 @@ def test_the_run_says_what_has_no_effect_and_warns_of_a_long_window(start, caplo
     assert "trained parameters" in caplog.text
 
 
-def test_check_show_and_the_start_tell_of_a_run_in_the_same_words(start, caplog, capsys):
+def test_check_show_and_the_start_report_of_a_run_in_the_same_words(start, caplog, capsys):
     with caplog.at_level("INFO"):
         start("run", 3)
     assert cli.main(["check", "input.json", "--config-only"]) == 0
     assert cli.main(["show", "model.ckpt.pt"]) == 0
-    told = [re.sub(" +", " ", text) for text in (capsys.readouterr().out, caplog.text)]
+    reported = [re.sub(" +", " ", text) for text in (capsys.readouterr().out, caplog.text)]
     names = ("elements", "descriptor", "fitting", "loss", "learning rate", "optimizer", "validation")
     for name, text in config_summary(load_config("input.json")):
         if name in names:
-            assert [t.count(f" {name} {text}") for t in told] == [2, 1], name
-    assert "3 steps = 0.4 epochs of 8 batches, batch_size 2" in told[1]
+            assert [t.count(f" {name} {text}") for t in reported] == [2, 1], name
+    assert "3 steps = 0.4 epochs of 8 batches, batch_size 2" in reported[1]
 
 
 def test_one_of_several_processes_says_what_its_launcher_has_not_set(start, monkeypatch):
@@ -418,7 +418,7 @@ def _wait_for(condition, seconds=60):
 
 
 @pytest.mark.parametrize("signal_sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_saves_the_current_step_and_says_how_to_go_on(tmp_path, water_like, signal_sent):
+def test_a_signal_saves_the_current_step_and_says_how_to_continue(tmp_path, water_like, signal_sent):
     config = tiny_input([water_like], num_steps=100000, training__save_freq=100000)
     (tmp_path / "input.json").write_text(json.dumps(config))
     # a child inherits what is ignored, as SIGHUP is where the tests themselves run under nohup
@@ -432,7 +432,7 @@ def test_a_signal_saves_the_current_step_and_says_how_to_go_on(tmp_path, water_l
     try:
         _, said = process.communicate(timeout=60)
     finally:
-        process.kill()  # a run that does not react goes on for a long time
+        process.kill()  # a run that does not react continues for a long time
     assert process.returncode == 128 + signal_sent
     assert "dp-ema train --restart model.ckpt.pt input.json" in said
     assert "Traceback" not in said

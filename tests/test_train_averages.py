@@ -1,4 +1,4 @@
-"""A bank of averages in a run: files, logs, snapshots, restarts. Names carry the demand that a test stands for."""
+"""A bank of averages in a run: files, logs, snapshots, restarts. Names carry the demand that a test is for."""
 
 import copy
 import io

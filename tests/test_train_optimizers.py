@@ -180,11 +180,11 @@ def test_nothing_changes_after_an_update_that_was_not_finite(measured, poison):
     model.poison = poison
     task, step = kalman_step(model)
     assert step(task, batch, 1).ok == 0
-    stands = [p.detach().clone() for p in model.parameters()]
-    assert all(p.isfinite().all() for p in stands)
+    values = [p.detach().clone() for p in model.parameters()]
+    assert all(p.isfinite().all() for p in values)
     model.poison = None
     assert step(task, batch, 2).ok == 0
-    assert all(torch.equal(p, q) for p, q in zip(stands, model.parameters()))
+    assert all(torch.equal(p, q) for p, q in zip(values, model.parameters()))
     frames = SimpleNamespace(position=2, frames_at=lambda _: (("water", 3),))
     tasks = SimpleNamespace(draw=lambda _: task)
     task.train_loader = frames

@@ -187,10 +187,10 @@ def test_the_energies_of_one_head_change_in_a_checkpoint_of_deepmd_kit(desk):
 def test_without_a_head_the_message_names_them(desk, capsys):
     write(desk, input_of("all"))
     assert cli.main(["train", "input.json"]) == 0
-    told = capsys.readouterr().err
-    assert "heads     water, ice" in told
-    assert "dp-ema test -m model_ema.ckpt.pt --head water --valid-data input.json --plot" in told
-    assert "dp-ema freeze -c model_ema.ckpt.pt --head water" in told
+    reported = capsys.readouterr().err
+    assert "heads     water, ice" in reported
+    assert "dp-ema test -m model_ema.ckpt.pt --head water --valid-data input.json --plot" in reported
+    assert "dp-ema freeze -c model_ema.ckpt.pt --head water" in reported
     values = input_of("all")
     parts, loss = values["model"]["shared_dict"], values.pop("loss_dict")["ice"]
     one = {"type_map": parts["elements"], "descriptor": DPA, "fitting_net": NET}
@@ -199,9 +199,9 @@ def test_without_a_head_the_message_names_them(desk, capsys):
     del training["model_prob"]
     write(desk, {**values, "model": one, "loss": loss}, "one.json")
     assert cli.main(["train", "--restart", "model.ckpt.pt", "one.json"]) == 2
-    told = capsys.readouterr().err
-    assert "of a run of several tasks (ice, water), and the input has one task: no restart" in told
-    assert "--finetune, and --model-branch" in told
+    reported = capsys.readouterr().err
+    assert "of a run of several tasks (ice, water), and the input has one task: no restart" in reported
+    assert "--finetune, and --model-branch" in reported
     assert cli.main(["train", "--init-model", "model.ckpt.pt", "--model-branch", "steam", "one.json"]) == 2
     assert "choose one with --model-branch or finetune_head." in capsys.readouterr().err
     for command in (["freeze"], ["test", "-m", "model.ckpt.pt", "-s", "ice2"], ["change-bias", "model.ckpt.pt"]):
@@ -249,7 +249,7 @@ def with_steam(values):
 
 @pytest.mark.parametrize("way", ["all", "nothing"])
 @pytest.mark.parametrize("change", ["added", "removed"])
-def test_tasks_that_stay_go_on_bitwise_when_another_comes_or_goes(way, change, desk, capsys):
+def test_tasks_that_stay_continue_bitwise_when_another_comes_or_goes(way, change, desk, capsys):
     few = input_of(way)
     for descriptor_net in few["model"]["model_dict"].values():  # room for a third case
         if isinstance(descriptor_net["fitting_net"], dict):

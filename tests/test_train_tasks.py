@@ -229,7 +229,7 @@ def test_tasks_share_one_limit_for_the_memory_of_neighbors(config):
     assert len(water.cache) > 0, "statistics have filled it"
 
 
-def test_problems_of_the_data_of_all_tasks_are_told_at_once(config):
+def test_problems_of_the_data_of_all_tasks_are_reported_at_once(config):
     broken = {}
     for name, each in config.training.data_dict.items():
         broken[name] = replace(each, training_data=replace(each.training_data, systems=[f"no_{name}"]))

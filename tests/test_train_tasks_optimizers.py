@@ -153,7 +153,7 @@ def test_weights_of_other_tasks_share_no_block_and_stay_as_they_are():
     assert torch.equal(untouched, torch.eye(3, dtype=torch.float64))
 
 
-def test_covariances_do_not_go_on_with_other_tasks(data, tmp_path, monkeypatch, capsys):
+def test_covariances_do_not_continue_with_other_tasks(data, tmp_path, monkeypatch, capsys):
     values = config_of(data, "all", "LKF", numb_steps=2, save_freq=2)
     trained(tmp_path, monkeypatch, values)
     (tmp_path / "one.json").write_text(json.dumps(of_one_task(values)))

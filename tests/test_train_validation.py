@@ -30,7 +30,7 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid):
 
 
 class StopIn(Callback):
-    """Asks the run to stop, as SIGTERM does, within the step of this number."""
+    """Requests the run to stop, as SIGTERM does, within the step of this number."""
 
     def __init__(self, step):
         self.step = step

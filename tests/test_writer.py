@@ -60,7 +60,7 @@ def test_training_goes_before_the_writing_of_files(writer):
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
-def test_jobs_are_done_in_their_order_and_training_goes_on_meanwhile(writer, gate):
+def test_jobs_are_done_in_their_order_and_training_continues_meanwhile(writer, gate):
     done = []
     writer.begin(1)
     writer.submit(gate)
@@ -96,7 +96,7 @@ def test_what_is_written_is_not_kept(writer):
     assert there() is None
 
 
-def test_an_error_is_raised_once_where_training_asks_and_nothing_more_is_written(writer, gate):
+def test_an_error_is_raised_once_where_training_requests_and_nothing_more_is_written(writer, gate):
     done = []
     writer.begin(1)
     writer.submit(gate)

@@ -24,10 +24,10 @@ class Case:
         words: of the command line.
         prepare: makes the input bad; called in the folder of the case.
         expected: ``refused`` (exit code 2, one screen), ``accepted`` (0), or ``either``: anything but a fault of ours;
-            only where it depends on the machine, or where the file has nothing to tell the damage from the content.
+            only where it depends on the machine, or where the file has nothing to report the damage from the content.
         same: whether, where it is accepted, it must print and write what the same command does with a good input.
         makes: files that must be there where it is accepted.
-        says: what must be said, in a message or where it is accepted.
+        says: what must be reported, in a message or where it is accepted.
         begins: the folder that the case begins with.
         env: variables to set, or to remove (None).
         shell: run by bash as a process of its own instead of ``words``, with ``$DP`` for the command.
@@ -71,7 +71,7 @@ def sample(cases: Sequence[Case], most: int, seed: int) -> list[Case]:
 
 
 def write(name: str, content: str | bytes) -> Callable[[], object]:
-    """Return what writes a file."""
+    """Return a function that writes a file."""
     if isinstance(content, bytes):
         return lambda: Path(name).write_bytes(content)
     return lambda: Path(name).write_text(content, encoding="utf-8", errors="surrogatepass")

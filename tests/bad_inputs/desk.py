@@ -19,7 +19,7 @@ _TIME = re.compile(r"^\[[-0-9: ]+\] ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Told:
+class Reported:
     """Exit code of a command and what it wrote to stderr, without the times of log lines."""
 
     code: int
@@ -48,7 +48,7 @@ def _after_log(text: str) -> str:
 
 
 class Desk:
-    """Where a user sits: a folder with ``input.json``, ``data`` and ``valid``.
+    """The working folder of a user with ``input.json``, ``data`` and ``valid``.
 
     Args:
         folder: made when it is not there.
@@ -78,13 +78,13 @@ class Desk:
         file = self.folder / where / f"{name}.npy"
         np.save(file, change(np.load(file)))
 
-    def run(self, *words: str) -> Told:
-        """Run ``dp-ema`` with ``words`` and return what it told."""
+    def run(self, *words: str) -> Reported:
+        """Run ``dp-ema`` with ``words`` and return what it reported."""
         self._capsys.readouterr()
         code = cli.main(list(words))
-        return Told(code, _TIME.sub("", self._capsys.readouterr().err))
+        return Reported(code, _TIME.sub("", self._capsys.readouterr().err))
 
-    def train(self, *words: str) -> Told:
+    def train(self, *words: str) -> Reported:
         """Run ``dp-ema train input.json`` with further ``words``."""
         return self.run("train", "input.json", "--device", "cpu", *words)
 

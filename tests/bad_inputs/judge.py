@@ -24,20 +24,20 @@ from bad_inputs.desk import ONE_SCREEN, Desk, write_systems
 ROOT = Path(__file__).parents[2]
 RIGHT, BUG, ENDLESS, KILLED, TAKEN, WRONG = (
     "right",
-    "told as a bug",
+    "reported as a bug",
     "without end",
     "killed",
     "accepted wrongly",
     "other",
 )
 VERDICTS = (RIGHT, BUG, ENDLESS, KILLED, TAKEN, WRONG)
-LARGEST_FILE = 200 << 20
+MAX_FILE = 200 << 20
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command has told.
+    """The report of a command.
 
     Attributes:
         code: exit code; minus the signal that ended it; None when it was ended at its time limit.
@@ -83,7 +83,7 @@ class Judge:
         self._in_child(["freeze", "-o", "frozen.yaml", "-v", "ERROR"], self._folders[RUN], 60)
 
     def try_out(self, case: Case) -> tuple[str, Answer]:
-        """Return the verdict on a case and what was told."""
+        """Return the verdict on a case and what was reported."""
         answer, made = self._run(case)
         if answer.code == 0 and case.same:
             key = (case.begins, case.shell, *case.words)
@@ -95,7 +95,7 @@ class Judge:
         return verdict(case, answer), answer
 
     def _run(self, case: Case) -> tuple[Answer, dict[str, str]]:
-        """Return what was told, and stdout and digests of the models that were written."""
+        """Return the report, and stdout and digests of the models that were written."""
         self._number += 1
         folder = self._scratch / f"case{self._number}"
         shutil.copytree(self._folders[case.begins], folder, symlinks=True)
@@ -148,23 +148,23 @@ class Judge:
 
 def verdict(case: Case, answer: Answer) -> str:
     """Return one of ``VERDICTS``."""
-    told = answer.out + answer.err
+    reported = answer.out + answer.err
     if answer.code is None:
         return ENDLESS
     if answer.code < 0:
         return KILLED
-    if "Traceback" in told or "This should not happen" in told or answer.code in (1, 70):
-        return RIGHT if answer.code == case.code == 1 and "should not happen" not in told else BUG
+    if "Traceback" in reported or "This should not happen" in reported or answer.code in (1, 70):
+        return RIGHT if answer.code == case.code == 1 and "should not happen" not in reported else BUG
     if answer.code == 0:
         if case.expected == REFUSED or answer.lacks:
             return TAKEN
-        return WRONG if answer.lost or not all(phrase in told for phrase in case.says) else RIGHT
+        return WRONG if answer.lost or not all(phrase in reported for phrase in case.says) else RIGHT
     if case.expected == ACCEPTED or answer.code != case.code or answer.lost:
         return WRONG
     message = answer.err[max(0, answer.err.rfind("dp-ema")) :] if case.expected == EITHER else answer.err
     screen = len(message.splitlines()) <= ONE_SCREEN + 8
     named = re.search(r"^dp-ema", answer.err, re.MULTILINE) is not None
-    return RIGHT if screen and named and all(phrase in told for phrase in case.says) else WRONG
+    return RIGHT if screen and named and all(phrase in reported for phrase in case.says) else WRONG
 
 
 def _be_child(what, folder: Path, streams, case: Case | None, used: int) -> None:
@@ -187,7 +187,7 @@ def _be_child(what, folder: Path, streams, case: Case | None, used: int) -> None
                     os.environ.pop(name, None)
                     os.environ.update({} if value is None else {name: value})
                 resource.setrlimit(resource.RLIMIT_AS, (used + case.memory,) * 2)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE,) * 2)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE,) * 2)
             code = cli.main(what)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0

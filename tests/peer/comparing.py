@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import common as common  # runs of programs, tables and pages
 
 BOUND = 1e-10  # of the largest difference, relative to the largest number
-# not part of the function of a model, or said in another way
+# not part of the function of a model, or reported in another way
 IGNORED = {
     "seed",
     "data_stat_nbatch",
@@ -40,7 +40,7 @@ def run_peer(peer: str, work: Path, jobs: list[dict[str, Any]]) -> None:
 
 
 def predictions(path: Path, job: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return what a model file says here of the frames of a job."""
+    """Return the predictions of a model file here for the frames of a job."""
     from deepmd_ema.infer.potential import Potential
 
     potential, found = Potential(path, device="cpu"), {}
@@ -81,7 +81,7 @@ def other_entries(theirs: Path, ours: Path, config: Any, model: Any) -> Iterator
 
 
 def differences(first: Any, second: Any, path: str) -> Iterator[str]:
-    """Yield what differs in two trees, but for what is not part of the function of a model."""
+    """Yield the differences of two trees, without parts that are not of the function of a model."""
     kinds = (type(first), type(second))
     if kinds == (dict, dict):
         for name in sorted((first.keys() | second.keys()) - IGNORED):

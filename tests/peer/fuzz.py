@@ -29,7 +29,7 @@ WRITTEN = {"written here": ".dp", "as its checkpoint": ".pt"}  # what the peer r
 
 @dataclass
 class Outcome:
-    """What became of one option set.
+    """The result for one option set.
 
     Attributes:
         job: as given to the peer.
@@ -145,7 +145,7 @@ def _save_systems(path: Path, found: dict[str, tuple[np.ndarray, np.ndarray, np.
 
 
 def _outcome(job: dict[str, Any]) -> Outcome:
-    """Return how the peer's answer to an option set compares with ours."""
+    """Return the comparison of the peer's answer to an option set with ours."""
     from deepmd_ema.config import model_config_from_dict
     from deepmd_ema.errors import CheckpointError, ConfigError
     from deepmd_ema.interchange import WrittenModel, read_deepmd_pt, read_dp, write_deepmd_pt
@@ -293,7 +293,7 @@ def _row(kind: str, outcomes: list[Outcome]) -> list[str]:
 
 
 def _faults(one: Outcome) -> Iterator[str]:
-    """Yield what is not as it should be with a set, and the set."""
+    """Yield each fault of a set, and the set."""
     if not one.differs:
         return
     if one.unread:

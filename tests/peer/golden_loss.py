@@ -121,7 +121,7 @@ class Fixed(torch.nn.Module):
         self.prediction = prediction
 
     def forward(self, **_):
-        """Return the prediction, whatever is asked."""
+        """Return the prediction, whatever is requested."""
         return dict(self.prediction)
 
 

@@ -48,7 +48,7 @@ Rows = list[list[str]]
 
 @dataclass(frozen=True)
 class Run:
-    """What the parts share.
+    """Settings and results that the parts share.
 
     Attributes:
         peer: environment of DeePMD-kit.
@@ -274,7 +274,7 @@ def job_of(run: Run, part: str, name: str, tree: dict[str, Any]) -> dict[str, An
 
 
 def cells(found: dict[str, np.ndarray], reference: Path) -> list[str]:
-    """Return the largest differences of each output as texts, or what the peer said instead."""
+    """Return the largest differences of each output as texts, or what the peer reported instead."""
     if not reference.exists():
         text = reference.with_suffix(".error").read_text().strip().splitlines()[-1]
         return [f"DeePMD-kit: {text}", *[""] * (len(peer_side.OUTPUTS) - 1)]
@@ -391,13 +391,13 @@ def _training(folder: Path, backend: str, *words: str) -> dict[str, Any]:
 
 
 def _why_not(job: dict[str, Any]) -> str:
-    """Return the last line of what the peer said where a job failed."""
+    """Return the last line of what the peer reported where a job failed."""
     error = Path(f"{job['out']}.error")
     return error.read_text().strip().splitlines()[-1][:150] if error.exists() else ""
 
 
 def _checkpoint_row(job: dict[str, Any]) -> list[str]:
-    """Return how one checkpoint of the peer is read here."""
+    """Return the row of one checkpoint of the peer that is read here."""
     from deepmd_ema.errors import UserError
 
     file, folder = Path(job["predict"]), Path(job["predict"]).parent

@@ -1,4 +1,4 @@
-"""What runs in DeePMD-kit's environment for the comparisons: it makes models, and evaluates model files.
+"""The part of the comparisons that runs in DeePMD-kit's environment: it makes models, and evaluates model files.
 
 usage: DIR/bin/python tests/peer/peer_side.py JOBS.json
 

@@ -24,7 +24,7 @@ KNOWN: dict[str, str] = {}
 
 
 def known(case: Case) -> str:
-    """Return what is not answered right yet of the cases that this is one of, or nothing."""
+    """Return the known faults among the cases that this is one of, or nothing."""
     return next((reason for pattern, reason in KNOWN.items() if fnmatchcase(case.title, pattern)), "")
 
 

@@ -47,7 +47,7 @@ def cases() -> Iterator[Case]:
         for what, value in NUMBERS.items():
             label = (
                 name in ("energy", "force", "virial") and what == "1e30"
-            )  # finite: told as an outlier or in the table
+            )  # finite: reported as an outlier or in the table
             yield Case(
                 "data",
                 f"{name}.npy: one number is {what}",

@@ -69,7 +69,7 @@ def _changes(item: str) -> dict[str, Callable[[h5py.File], object]]:
 
 
 def _made(change: Callable[[h5py.File], object], group: str = "") -> Callable[[], None]:
-    """Return what puts the system into an HDF5 file, changes it, and names it in the input."""
+    """Return a function that puts the system into an HDF5 file, changes it, and names it in the input."""
 
     def make() -> None:
         with h5py.File(FILE, "w") as file:

@@ -96,7 +96,7 @@ def _frames() -> list:
 
 
 def _xyz(change: Callable[[bytes], bytes]) -> Callable[[], None]:
-    """Return what writes the frames as extended XYZ, changes the text, and names the file in the input."""
+    """Return a function that writes the frames as extended XYZ, changes the text, and names the file in the input."""
 
     def make() -> None:
         out = []
@@ -114,7 +114,7 @@ def _xyz(change: Callable[[bytes], bytes]) -> Callable[[], None]:
 
 
 def _lmdb(change: object = None, meta: dict | None = None) -> Callable[[], None]:
-    """Return what writes the frames as LMDB, the second one or the description changed, and names it in the input."""
+    """Return a function that writes the frames as LMDB, the second one or the description changed, and names it in the input."""
 
     def make() -> None:
         frames = _frames()

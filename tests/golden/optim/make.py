@@ -1,4 +1,4 @@
-"""Write what DeePMD-kit's optimizers make of random parameters and gradients.
+"""Write the results of DeePMD-kit's optimizers for random parameters and gradients.
 
 Run it with the python of DeePMD-kit 3.2.0:  python make.py OUT.npz
 Names: ``w/PARAMETER`` first values, ``g/PARAMETER/STEP`` gradients, ``CASE/PARAMETER`` values after the last step.

@@ -1,4 +1,4 @@
-"""Write what DeePMD-kit's Kalman filter makes of given measurements, and how it measures energies and forces.
+"""Write the results of DeePMD-kit's Kalman filter for given measurements, and how it measures energies and forces.
 
 Run it with the python of DeePMD-kit 3.2.0:  python make_lkf.py OUT.npz
 ``filter/``: parameters before and after, gradients, errors and divisors of updates of the filter alone.
