@@ -270,7 +270,11 @@ BAD_DATA = {
     ),
     "too close": (
         lambda desk: desk.change_array("coord", move_together),
-        ["data/set.000/coord.npy: frame 1", "atoms 0 (O) and 1 (H) are 0.087 angstrom apart", "lower training."],
+        [
+            "data/set.000/coord.npy: frame 1",
+            "atoms 0 (O) and 1 (H) are 0.087 angstrom apart",
+            "training.training_data.min_pair_dist: 0.3 leaves",
+        ],
     ),
     "mixed and plain": (
         lambda desk: np.save("data/set.001/real_atom_types.npy", np.zeros((4, 12), int)),

@@ -153,7 +153,7 @@ def test_atoms_that_are_too_close_are_reported_with_their_places_in_the_file(tmp
     other = " and ".join(f"{k} ({ELEMENTS[types[2, k]]})" for k in (b, a))
     expected = "{}: frame 2 (of 4, from 0): atoms {} are 0.100 angstrom apart, expected at least 0.3. Remove the frame"
     assert problem.startswith((expected.format(file, atoms), expected.format(file, other)))
-    assert problem.endswith("leaves such training frames out, a smaller one accepts them.")
+    assert problem.endswith("leaves such training frames out, a smaller number accepts them.")
     assert check([path], min_distance=0.05).problems == []
     assert len(check([path], min_distance=2.5).problems) == 4
 
