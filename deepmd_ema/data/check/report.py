@@ -227,8 +227,8 @@ def _too_close(
         problems.append(
             f"{place.file}: frame {place.frame} (of {place.num_frames}, from 0): atoms {pair} are "
             f"{found.frame_min[number]:.3f} angstrom apart, expected at least {bound:g}. "
-            f"Remove the frame, or set training.training_data.min_pair_dist: {bound:g} leaves such training frames out, "
-            "a smaller number accepts them."
+            f"Remove the frame, or set training.training_data.min_pair_dist: {bound:g} leaves such training frames "
+            "out, a smaller number accepts them."
         )
     more = {scans[k].system.name: count - _MAX_MESSAGES for k, count in counts.items() if count > _MAX_MESSAGES}
     return problems + [f"{name}: {n} more frames have atoms closer than {bound:g} angstrom" for name, n in more.items()]
