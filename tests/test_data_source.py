@@ -138,8 +138,8 @@ def test_problems_of_frames_of_different_sizes_name_frame_and_atom():
         "memory:toy/force: frame 5 (of 10, from 0): nan at atom 6. Expected finite numbers; remove the frame or "
         "compute it again.",
         "memory:toy/coord: frame 9 (of 10, from 0): atoms 1 (H) and 2 (O) are 0.000 angstrom apart, expected at least "
-        "0.3. Remove the frame, or set training.training_data.min_pair_dist: this number leaves such training frames "
-        "out, a smaller number accepts them.",
+        "0.3. Remove the frame, or set training.training_data.min_pair_dist: 0.3 leaves such training frames out, "
+        "a smaller number accepts them.",
     ]
 
 
