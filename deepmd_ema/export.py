@@ -34,6 +34,8 @@ SAME_MATH = {torch.float64: 1e-10, torch.float32: 1e-4}
 FROM_TABLES = {torch.float64: 1e-8, torch.float32: 1e-4}  # the same of a file with tables of its networks
 FOR_DEEPMD = "for DeePMD-kit: dp --pt test, freeze, change-bias, and train with --init-model or --finetune"
 SPACING = 2.1  # angstrom, of the atoms of the frames on which the two are compared
+IN_LAMMPS = (COMPILED_SUFFIX, ".pth")  # what DeePMD-kit's pair style reads with its torch backends
+LAMMPS_VERSIONS = "LAMMPS of DeePMD-kit 3.2.0 with torch 2.11"  # that benchmarks/lammps.py was run with
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Frozen:
         tables: description of the tables of its networks, or an empty string.
         kit: the DeePMD-kit that has written the file from a .dp file, or an empty string.
         use: what the file is for, or an empty string: what its name says.
+        lammps: lines of an input of LAMMPS, or an empty string for a file that it does not read.
     """
 
     path: Path
@@ -59,14 +62,15 @@ class Frozen:
     tables: str = ""
     kit: str = ""
     use: str = ""
+    lammps: str = ""
 
     def text(self) -> str:
-        """Return a line about the file: size, largest difference to the checkpoint, and programs that read it."""
+        """Return lines about the file: size, largest difference to the checkpoint, and programs that read it."""
         found = ", ".join(f"{name} {value:.1e}" for name, value in self.difference.items())
         return (
             f"{self.path}: {self.source}; {self.num_bytes / 1e6:.2f} MB\n{self.tables}"
             f"read back and compared on two made-up frames: largest difference {max(self.difference.values()):.1e} "
-            f"({found})\n{self._use()}"
+            f"({found})\n{self._use()}{self.lammps and chr(10) + self.lammps}"
         )
 
     def _use(self) -> str:
@@ -78,7 +82,7 @@ class Frozen:
         if self.path.suffix == COMPILED_SUFFIX:
             return "for deepmd_ema.calculator.DP, dp-ema test and DeePMD-kit 3.2.0, on machines like this one"
         if self.kit:
-            return f"written by {self.kit} from the .dp file that was compared; for LAMMPS with DeePMD-kit"
+            return f"written by {self.kit} from the .dp file that was compared"
         compiled = self.path.with_suffix(COMPILED_SUFFIX)
         return f"for LAMMPS with DeePMD-kit: dp-ema freeze -c {self.path} -o {compiled}"
 
@@ -185,8 +189,9 @@ def freeze(
         difference.update(compare(loaded.model, back, loaded.config, where, FROM_TABLES if tables else SAME_MATH))
 
     if compiled:
-        from deepmd_ema.interchange.pt2 import write_pt2
+        from deepmd_ema.interchange.pt2 import check_compiler, write_pt2
 
+        check_compiler(path)
         tree, target = interchange.file_tree(loaded.model, section, info.min_nbor_dist, extra), select_device(device)
         model, tables = _with_tables(loaded, target, compress)
         write_pt2(path, model, loaded.config, tree, target, check=read_back)
@@ -198,7 +203,31 @@ def freeze(
     else:
         interchange.write_dp(path, loaded.model, section, info.min_nbor_dist, extra, check=read_back)
     source, written_by = f"{info.describe()}, from {info.path}", str(kit or "")
-    return Frozen(path, source, path.stat().st_size, difference, only_here, tables, written_by)
+    lammps = format_lammps_lines(path, loaded) if path.suffix in IN_LAMMPS else ""
+    return Frozen(path, source, path.stat().st_size, difference, only_here, tables, written_by, lammps)
+
+
+def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
+    """Return the lines of an input of LAMMPS that use a frozen file, after one with the versions they were tried with.
+
+    Atom types of LAMMPS are numbered as in the type map. Where messages are passed, LAMMPS must know which atom an
+    image belongs to (``atom_modify map yes``). Parameters without default are named, for the user to replace.
+    """
+    fitting = loaded.config.fitting_net
+    words = [str(path)]
+    if fitting.numb_fparam and not fitting.default_fparam:
+        words += ["fparam", *(f"FPARAM_{k + 1}" for k in range(fitting.numb_fparam))]
+    if fitting.numb_aparam:
+        words += ["aparam", *(f"APARAM_{k + 1}" for k in range(fitting.numb_aparam))]
+    needs_map = loaded.model.descriptor.passes_messages
+    lines = [
+        f"in LAMMPS (tried: {LAMMPS_VERSIONS}):",
+        "units        metal",
+        *["atom_modify  map yes  # before the box is defined"] * needs_map,
+        f"pair_style   deepmd {' '.join(words)}",
+        f"pair_coeff   * * {' '.join(loaded.config.type_map)}",
+    ]
+    return "\n  ".join(lines)
 
 
 def compress(source: Path, target: Path, device: str | None = None, program: str | None = None) -> str:

@@ -343,17 +343,6 @@ def test_a_failure_of_the_compiler_is_distinguished(run, tmp_path, monkeypatch, 
     assert phrase in capsys.readouterr().err
 
 
-def test_a_failure_with_an_older_torch_names_the_one_that_works(run, tmp_path, monkeypatch, capsys):
-    def fail(*_, **__):
-        raise CppCompileError(["g++"], "a.cpp:1:10: error: 's72' was not declared in this scope")
-
-    monkeypatch.setattr(pt2, "_exported", lambda *_: None)
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
-    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
-    assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 2
-    assert "Use torch 2.13 or newer for .pt2 files, or write a .dp file." in capsys.readouterr().err
-
-
 def test_a_device_is_refused_where_it_would_be_ignored(run, tmp_path, capsys):
     assert cli.main(["freeze", "-c", str(run[0]), "--device", "cpu", "-o", str(tmp_path / "m.dp")]) == 2
     assert "m.dp is for any device" in capsys.readouterr().err

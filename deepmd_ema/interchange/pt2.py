@@ -35,8 +35,31 @@ _FACTS = "model/extra/metadata.json"  # names of DeePMD-kit
 _SCRIPT = "model/extra/model_def_script.json"
 _DEVICE = "dp_ema_device"
 _OTHER_COMPILER = "Install g++, or name another compiler in the environment variable CXX; or write a .dp file."
-_WORKS_WITH = (2, 13)  # torch: 2.11 and 2.12 generate code that does not compile, 2.6 cannot export the graph
+# torch 2.11 and 2.12 generate code that does not compile, 2.6 cannot export the graph; 2.11 runs files made with 2.13
+_WORKS_WITH = (2, 13)
 _OPTIONS = {"cpp.dynamic_threads": True}  # as many threads as torch has when it runs, not when it was compiled
+
+
+def check_compiler(path: Path) -> None:
+    """Check that torch and a C++ compiler can write a ``.pt2`` here, which would fail after a minute otherwise.
+
+    Raises:
+        UserError: if torch is too old, or there is no C++ compiler.
+    """
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if version is not None and tuple(map(int, version.groups())) < _WORKS_WITH:
+        raise UserError(
+            f"-o {path}: torch {torch.__version__} cannot compile models to .pt2 files. Use torch "
+            f"{'.'.join(map(str, _WORKS_WITH))} or newer, also where an older one runs the file; or write a .dp file."
+        )
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        advice = without_compiler("a .pt2 file is made with")
+        raise UserError(f"-o {path}: {advice}; or write a .dp file.") from error
 
 
 def write_pt2(
@@ -58,11 +81,10 @@ def write_pt2(
         check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
 
     Raises:
-        UserError: if there is no C++ compiler, or it fails.
+        UserError: if the C++ compiler fails.
         NotCompiledError: if torch cannot compile the model.
         WriteError: if the file cannot be written.
     """
-    _refuse_without_compiler(path)
     facts = {**metadata(model, config), _DEVICE: device.type}
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "model.pt2"  # the name is that of the folder in the package
@@ -210,14 +232,6 @@ def _failures_as_messages(path: Path, config: ModelConfig) -> Iterator[None]:
         yield
     except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
         text = f"{type(error).__name__}: {error}"
-        if (version := re.match(r"(\d+)\.(\d+)", torch.__version__)) and tuple(
-            map(int, version.groups())
-        ) < _WORKS_WITH:
-            needed = ".".join(map(str, _WORKS_WITH))
-            raise UserError(
-                f"{path}: torch {torch.__version__} cannot compile this model ({text.splitlines()[0][:150]}). Use "
-                f"torch {needed} or newer for .pt2 files, or write a .dp file."
-            ) from error
         if "CppCompileError" in text:
             output = text.partition("Output:")[2].strip() or text
             raise UserError(
@@ -232,14 +246,3 @@ def _failures_as_messages(path: Path, config: ModelConfig) -> Iterator[None]:
             f"{path}: torch {torch.__version__} cannot compile this model ({where}). Write a .dp file instead, and "
             f"please report this: {text.splitlines()[0][:150]}"
         ) from error
-
-
-def _refuse_without_compiler(path: Path) -> None:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
-        advice = without_compiler("a .pt2 file is made with")
-        raise UserError(f"-o {path}: {advice}; or write a .dp file.") from error

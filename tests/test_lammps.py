@@ -1,0 +1,122 @@
+"""LAMMPS: the lines that `freeze` prints, and a run of them with the file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import toy_frame
+from infer_models import write_run
+from toy_models import SECTIONS, toy_model
+
+from deepmd_ema import cli, export
+from deepmd_ema.infer.load import LoadedModel, Provenance
+from deepmd_ema.infer.potential import Potential
+from deepmd_ema.interchange import pt2
+
+LAMMPS = os.environ.get("DP_LAMMPS")  # a virtual environment with DeePMD-kit 3.2.0 and its LAMMPS, see doc/lammps.md
+BAR = 1.6021765e6  # of an eV/angstrom^3, as LAMMPS has it
+SMALL = {"model__descriptor__neuron": [2], "model__descriptor__axis_neuron": 1, "model__fitting_net__neuron": [2]}
+
+
+def lines_of(descriptor, path="m.pt2", **changes):
+    config, model = toy_model(descriptor, **changes)
+    return export.format_lammps_lines(Path(path), LoadedModel(model, config, Provenance(Path("x.pt"), "weights")))
+
+
+def test_the_elements_are_in_the_order_of_the_type_map():
+    lines = lines_of("se_e2_a", "run/water.pth", type_map=["Na", "O", "H"]).splitlines()
+    assert lines[0] == "in LAMMPS (tried: LAMMPS of DeePMD-kit 3.2.0 with torch 2.11):"
+    assert [line.split() for line in lines[1:]] == [
+        ["units", "metal"],
+        ["pair_style", "deepmd", "run/water.pth"],
+        ["pair_coeff", "*", "*", "Na", "O", "H"],
+    ]
+
+
+@pytest.mark.parametrize("descriptor", [*sorted(SECTIONS), "hybrid_of_messages"])
+def test_a_map_of_atoms_is_asked_for_where_messages_are_passed(descriptor):
+    passes = descriptor in ("dpa2", "dpa3", "hybrid_of_messages")
+    assert ("atom_modify  map yes  # before the box is defined" in lines_of(descriptor)) == passes
+
+
+def test_parameters_without_default_are_named():
+    lines = lines_of("se_e2_a", fitting_changes={"numb_fparam": 2, "numb_aparam": 1})
+    assert "pair_style   deepmd m.pt2 fparam FPARAM_1 FPARAM_2 aparam APARAM_1\n" in lines
+    lines = lines_of("se_e2_a", fitting_changes={"numb_fparam": 1, "default_fparam": [0.5]})
+    assert "pair_style   deepmd m.pt2\n" in lines
+
+
+def test_only_files_that_lammps_reads_come_with_lines(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.dp")]) == 0
+    assert "pair_style" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("version", ["2.12.1+cpu", "2.11.0+cu128"])
+def test_a_torch_that_cannot_compile_is_refused_before_anything_is_compiled(tmp_path, monkeypatch, capsys, version):
+    """The compiler failed after a minute, with a line of its own."""
+    run, path = write_run(tmp_path / "run"), tmp_path / "m.pt2"
+    monkeypatch.setattr(export, "_with_tables", None)
+    monkeypatch.setattr(pt2, "_exported", None)
+    monkeypatch.setattr(torch, "__version__", version)
+    assert cli.main(["freeze", "-c", str(run[0]), "-o", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        f"dp-ema: -o {path}: torch {version} cannot compile models to .pt2 files. Use torch 2.13 or newer, also where "
+        "an older one runs the file; or write a .dp file.\n"
+    )
+    assert not path.exists()
+
+
+@pytest.mark.skipif(LAMMPS is None, reason="DP_LAMMPS is not set: an environment with DeePMD-kit's LAMMPS")
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")  # torch's own, of compiling
+def test_the_printed_lines_run_in_lammps_with_our_numbers_on_one_rank_and_two(tmp_path, capsys):
+    run = write_run(tmp_path / "run", **SMALL)
+    assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2"), "--device", "cpu"]) == 0
+    _, _, printed = capsys.readouterr().out.partition("in LAMMPS")
+    before, pair_style, after = printed.partition("pair_style")
+    coord, types, box = toy_frame(np.random.default_rng(0), 12)
+    known = Potential(run[0], device="cpu").evaluate(coord, types, box)
+    (tmp_path / "data").write_text(data_file(coord, types, box, 2))
+    (tmp_path / "in").write_text(
+        f"{before.partition(chr(10))[2]}\nread_data data\nmass * 1.0\n{pair_style}{after}\n"
+        "compute p all pressure NULL virial\nthermo_style custom step pe c_p[1] c_p[5]\n"
+        "thermo_modify format float %.17g\ndump d all custom 1 forces id fx fy fz\n"
+        "dump_modify d sort id format float %.17g\nrun 0\n"
+    )
+    volume, virial = np.linalg.det(box), np.reshape(known.virial, (3, 3))
+    for ranks in (1, 2):
+        energy, p_xx, p_xz = run_lammps(tmp_path, ranks)
+        np.testing.assert_allclose(energy, float(np.ravel(known.energy)[0]), rtol=1e-10)
+        np.testing.assert_allclose([p_xx, p_xz], virial[0, [0, 2]] / volume * BAR, rtol=1e-8)
+        force = np.loadtxt(tmp_path / "forces", skiprows=9)[:, 1:]
+        np.testing.assert_allclose(force, known.force[0], rtol=0, atol=1e-10 * np.abs(known.force).max())
+
+
+def data_file(coord, numbers, box, num_types):
+    """Return a frame as a data file of LAMMPS, whose cell vectors are in the lower triangle of ``box``."""
+    sides = [f"0 {box[k, k]:.17g} {'xyz'[k]}lo {'xyz'[k]}hi" for k in range(3)]
+    tilts = f"{box[1, 0]:.17g} {box[2, 0]:.17g} {box[2, 1]:.17g} xy xz yz"
+    atoms = [
+        f"{k + 1} {n + 1} " + " ".join(f"{x:.17g}" for x in site) for k, (n, site) in enumerate(zip(numbers, coord))
+    ]
+    head = ["toy", "", f"{len(coord)} atoms", f"{num_types} atom types", "", *sides, tilts, "", "Atoms # atomic", ""]
+    return "\n".join([*head, *atoms, ""])
+
+
+def run_lammps(folder, ranks):
+    """Return energy and two pressures of the first line of a run."""
+    launcher = [f"{LAMMPS}/bin/mpirun", "-np", str(ranks)] if ranks > 1 else []
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [*launcher, f"{LAMMPS}/bin/lmp", "-in", "in", "-log", "none"]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    row = next(k for k, line in enumerate(lines) if line.split()[:2] == ["Step", "PotEng"]) + 1
+    return [float(word) for word in lines[row].split()[1:]]
