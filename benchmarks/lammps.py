@@ -74,7 +74,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Run:
-    """What LAMMPS printed and wrote.
+    """Output of a run of LAMMPS.
 
     Attributes:
         message: its error, or an empty string; then the others are filled.
@@ -209,8 +209,8 @@ def run_lammps(place: Place, model: str, steps: list[int], ranks: int = 1, has_m
     )  # fmt: skip
     out = done.stdout + done.stderr
     if done.returncode or "ERROR" in out:
-        lines = [line.strip() for line in out.splitlines() if "ERROR" in line or "requires" in line]
-        return Run(" ".join(dict.fromkeys(lines)) or f"exit code {done.returncode}", np.empty(0), np.empty(0))
+        said = re.search(r"(?:DeePMD-kit Error|ERROR[^:]*): (?!DeePMD)(.*?)(?: \(/project|$)", out, flags=re.M)
+        return Run(said[1] if said else f"exit code {done.returncode}", np.empty(0), np.empty(0))
     numbers = [line.split() for line in out.splitlines() if re.match(r"\s+\d+(\s+[-+.\de]+){9}\s*$", line)]
     seconds, share = (float(re.findall(p, out)[-1]) for p in (r"Loop time of (\S+) on", r"([\d.]+)% CPU use"))
     force = np.loadtxt(folder / "forces.txt", skiprows=9, max_rows=len(frame()[0]))[:, 4:]

@@ -210,8 +210,9 @@ def freeze(
 def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
     """Return the lines of an input of LAMMPS that use a frozen file, after one with the versions they were tried with.
 
-    Atom types of LAMMPS are numbered as in the type map. Where messages are passed, LAMMPS must know which atom an
-    image belongs to (``atom_modify map yes``). Parameters without default are named, for the user to replace.
+    Atom types of LAMMPS are numbered as in the type map. A ``.pt2`` that passes messages must know which atom an image
+    belongs to (``atom_modify map yes``), and runs on one rank; a ``.pth`` exchanges them itself. Parameters without
+    default are named, for the user to replace.
     """
     fitting = loaded.config.fitting_net
     words = [str(path)]
@@ -219,11 +220,12 @@ def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
         words += ["fparam", *(f"FPARAM_{k + 1}" for k in range(fitting.numb_fparam))]
     if fitting.numb_aparam:
         words += ["aparam", *(f"APARAM_{k + 1}" for k in range(fitting.numb_aparam))]
-    needs_map = loaded.model.descriptor.passes_messages
+    messages = path.suffix == COMPILED_SUFFIX and loaded.model.descriptor.passes_messages
+    on_one_rank = f" on one rank; for several: dp-ema freeze -o {path.with_suffix('.pth')}" * messages
     lines = [
-        f"in LAMMPS (tried: {LAMMPS_VERSIONS}):",
+        f"in LAMMPS{on_one_rank} (tried: {LAMMPS_VERSIONS}):",
         "units        metal",
-        *["atom_modify  map yes  # before the box is defined"] * needs_map,
+        *["atom_modify  map yes  # before the box is defined"] * messages,
         f"pair_style   deepmd {' '.join(words)}",
         f"pair_coeff   * * {' '.join(loaded.config.type_map)}",
     ]

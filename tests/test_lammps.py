@@ -39,9 +39,13 @@ def test_the_elements_are_in_the_order_of_the_type_map():
 
 
 @pytest.mark.parametrize("descriptor", [*sorted(SECTIONS), "hybrid_of_messages"])
-def test_a_map_of_atoms_is_asked_for_where_messages_are_passed(descriptor):
+def test_compiled_models_that_pass_messages_need_a_map_of_atoms_and_run_on_one_rank(descriptor):
     passes = descriptor in ("dpa2", "dpa3", "hybrid_of_messages")
-    assert ("atom_modify  map yes  # before the box is defined" in lines_of(descriptor)) == passes
+    compiled, other = lines_of(descriptor), lines_of(descriptor, "m.pth")
+    assert ("atom_modify  map yes  # before the box is defined" in compiled) == passes
+    assert ("in LAMMPS on one rank; for several: dp-ema freeze -o m.pth (tried: " in compiled) == passes
+    assert "atom_modify" not in other
+    assert "one rank" not in other
 
 
 def test_parameters_without_default_are_named():
