@@ -25,10 +25,8 @@ import common
 import numpy as np
 
 MODELS = json.loads((common.ROOT / "benchmarks" / "models.json").read_text())
-# families that the file of the other benchmarks does not have, and a hybrid with messages
+# `se_atten_v2` is `se_atten` with `tebd_input_mode: strip`
 MODELS["se_atten_v2"] = MODELS["se_atten, 2 layers"] | {"type": "se_atten_v2"}
-MODELS["se_atten, strip"] = MODELS["se_atten, no attention"] | {"tebd_input_mode": "strip", "neuron": [12, 24, 48]}
-MODELS["hybrid with dpa3"] = {"type": "hybrid", "list": [MODELS["dpa3"], MODELS["se_e2_r"]]}
 TRAINED = "se_e2_a, trained"
 MODELS[TRAINED] = MODELS["se_e2_a"] | {"neuron": [12, 24, 48], "axis_neuron": 8}
 FILES = ("model.pt2", "model.pth")

@@ -172,7 +172,7 @@ def freeze(
     path = _target(Path(output), option)
     refuse_to_lose(path, option, MODEL_FILE, [loaded.info.path])
     info, compiled = loaded.info, path.suffix == COMPILED_SUFFIX
-    only_here = _only_here(loaded.model, loaded.config)
+    only_here = _only_here(path, loaded.model, loaded.config)
     _refuse_options(path, device, compress, program)
     kit = _deepmd_kit_for(path, program, only_here)
     section, extra = dict(info.config["model"]), {**info.as_dict(), "config": dict(info.config)}
@@ -304,8 +304,10 @@ def _with_tables(loaded: LoadedModel, device: torch.device, compress: bool | Non
     )
 
 
-def _only_here(model: EnergyModel, config: ModelConfig) -> str:
-    """Return why DeePMD-kit's torch backend does not read a model, or an empty string."""
+def _only_here(path: Path, model: EnergyModel, config: ModelConfig) -> str:
+    """Return why DeePMD-kit's torch backend does not read a file of a model, or an empty string."""
+    if path.suffix == COMPILED_SUFFIX:
+        return ""  # it runs the code in the file
     feature, whole = "use_srtab" if model.short_range is not None else "", model.descriptor
     descriptors = [whole]
     if config.type == "linear_ener" and isinstance(whole, Composite):

@@ -61,6 +61,13 @@ def test_only_files_that_lammps_reads_come_with_lines(tmp_path, capsys):
     assert "pair_style" not in capsys.readouterr().out
 
 
+def test_a_compiled_table_is_for_deepmd_kit_too():
+    """The file was said not to be read; LAMMPS runs it, as it runs any code."""
+    config, model = toy_model("table_by_type")
+    assert export._only_here(Path("m.pt2"), model, config) == ""
+    assert "it has use_srtab for descriptors of mixed types only" in export._only_here(Path("m.dp"), model, config)
+
+
 @pytest.mark.parametrize("version", ["2.12.1+cpu", "2.11.0+cu128"])
 def test_a_torch_that_cannot_compile_is_refused_before_anything_is_compiled(tmp_path, monkeypatch, capsys, version):
     """The compiler failed after a minute, with a line of its own."""
