@@ -104,7 +104,7 @@ def convert_to_deepmd(file: ModelFile, output: str | Path) -> Frozen:
     info = next(iter(models.values())).info
     _check_new_weights(path, info.path)
     for loaded in models.values():
-        only_here = _only_here(loaded.model, loaded.config)
+        only_here = _only_here(path, loaded.model, loaded.config)
         if only_here:
             raise CheckpointError(f"{path}: {only_here}. Without --to deepmd the file is for dp-ema.")
     difference: dict[str, float] = {}
@@ -204,7 +204,7 @@ def freeze(
         interchange.write_dp(path, loaded.model, section, info.min_nbor_dist, extra, check=read_back)
     source, written_by = f"{info.describe()}, from {info.path}", str(kit or "")
     lammps = format_lammps_lines(path, loaded) if path.suffix in IN_LAMMPS else ""
-    return Frozen(path, source, path.stat().st_size, difference, only_here, tables, written_by, lammps)
+    return Frozen(path, source, path.stat().st_size, difference, only_here, tables, written_by, lammps=lammps)
 
 
 def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
