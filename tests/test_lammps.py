@@ -62,7 +62,7 @@ def test_only_files_that_lammps_reads_come_with_lines(tmp_path, capsys):
 
 
 def test_a_compiled_table_is_for_deepmd_kit_too():
-    """The file was said not to be read; LAMMPS runs it, as it runs any code."""
+    """The text was that DeePMD-kit does not read it; LAMMPS runs it, as it runs any code."""
     config, model = toy_model("table_by_type")
     assert export._only_here(Path("m.pt2"), model, config) == ""
     assert "it has use_srtab for descriptors of mixed types only" in export._only_here(Path("m.dp"), model, config)
