@@ -292,7 +292,7 @@ def _ranks(found: list[dict]) -> list[str]:
     header = ["model", *(f"`{s}` {q}" for s in (".pt2", ".pth") for q in ("two ranks", "after steps", "no map"))]
     columns = (("two", "force_two"), ("two", "energy_two"), ("no_map", "force_no_map"))
     rows = [[m["name"], *(cell(m[file], *names) for file in FILES for names in columns)] for m in found]
-    said = [f"- ({'abcdef'[k]}) `{message}`" for k, message in enumerate(messages)]
+    said = [f'- ({"abcdef"[k]}) "{message}"' for k, message in enumerate(messages)]
     return [text, "", common.table(header, rows), "", *said]
 
 

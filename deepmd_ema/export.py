@@ -198,7 +198,9 @@ def freeze(
     elif kit is not None:
         with tempfile.TemporaryDirectory() as folder:
             frozen = Path(folder) / "model.dp"
-            interchange.write_dp(frozen, loaded.model, section, info.min_nbor_dist, extra, check=read_back)
+            interchange.write_dp(
+                frozen, loaded.model, section, info.min_nbor_dist, extra, check=read_back, for_deepmd=True
+            )
             kit.write(["convert-backend", str(frozen), "{}"], path)
     else:
         interchange.write_dp(path, loaded.model, section, info.min_nbor_dist, extra, check=read_back)

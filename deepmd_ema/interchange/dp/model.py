@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
+from deepmd_ema.config.fields import plain
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
 from deepmd_ema.interchange.dp.networks import array, chosen, fill
@@ -29,6 +30,8 @@ def write_dp(
     min_nbor_dist: float | None = None,
     extra: Mapping[str, Any] | None = None,
     check: Callable[[Path], None] | None = None,
+    *,
+    for_deepmd: bool = False,
 ) -> None:
     """Write a model in DeePMD-kit's format; the file appears whole or not at all.
 
@@ -39,12 +42,19 @@ def write_dp(
         min_nbor_dist: shortest distance in the training data, angstrom; by default ``model.min_nbor_dist``.
         extra: plain facts about the weights, returned by ``read_dp`` under ``dp_ema``.
         check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
+        for_deepmd: whether DeePMD-kit converts the file: the section ``model`` in it then has only options that it
+            knows and that have a value, because ``dp compress`` builds the model from them.
 
     Raises:
         WriteError: if the file cannot be written.
     """
     path = Path(path)
-    write_tree(path, file_tree(model, config, min_nbor_dist, extra), check)
+    tree = file_tree(model, config, min_nbor_dist, extra)
+    if for_deepmd:
+        section = model_config_from_dict(config) if isinstance(config, Mapping) else config
+        ours = chosen(tree["model_def_script"], (EXTRA,))
+        tree["model_def_script"] = {**plain(section, for_deepmd=True), **ours}
+    write_tree(path, tree, check)
 
 
 def file_tree(
