@@ -132,7 +132,7 @@ def test_a_keep_ratio_is_a_share_of_all_checkpoints_of_the_run(arguments, kept):
 
 def test_half_written_files_of_killed_processes_are_swept_and_those_of_living_ones_stay(here, monkeypatch):
     now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 3 * 86400)  # the clock of this machine is not requested ages
+    monkeypatch.setattr(time, "time", lambda: now() + 3 * 86400)  # ages do not come from the clock of this machine
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     mine, token = this_machine(), "0123456789abcdef"

@@ -314,7 +314,7 @@ def test_a_launcher_that_ends_the_ranks_while_torch_is_loaded_leaves_a_message(
 
 @pytest.mark.parametrize("words", [["check", "input.json"], ["doc"], ["show", "model.ckpt.pt"], ["plot", "."]])
 def test_a_command_without_a_log_refuses_a_file_for_it(words, capsys):
-    """The file was not written, and nothing reported so."""
+    """The file was not written, without a message."""
     for place in (0, len(words)):
         assert cli.main([*words[:place], "-l", "a.log", *words[place:]]) == 2
         reported = f"dp-ema: -l a.log: {words[0]} keeps no log. Its output is kept by `dp-ema {words[0]} ... > FILE`.\n"

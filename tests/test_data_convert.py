@@ -263,9 +263,7 @@ def test_what_cannot_be_converted_is_reported(inputs, options, message):
     slab.pbc = (True, True, False)
     write("slab.traj", slab)
     [flat] = toy_atoms(1)
-    flat = type(flat)(
-        flat.symbols, flat.positions, pbc=True
-    )  # what a molecule becomes that is only reported to be periodic
+    flat = type(flat)(flat.symbols, flat.positions, pbc=True)  # what a molecule becomes that is only called periodic
     write("flat.traj", flat)
     with pytest.raises(UserError) as caught:
         convert_data(inputs, "out", **options)

@@ -155,7 +155,7 @@ def test_names_are_found_chosen_and_reported_once(write_text):
 
 
 def test_a_free_energy_is_the_energy_where_there_is_no_other(write_text):
-    """The user saw: forces were trained on, energies were not, and only a note reported so."""
+    """The user saw: forces were trained on, energies were not, with a note only."""
     source = open_one(write_text(text(energy=None, free_energy=-7)))
     assert source.frame(0).labels["energy"] == -7
     assert source.notes == ["reads energy from free_energy, force from forces"]

@@ -116,7 +116,7 @@ def test_an_exception_of_the_thread_surfaces_in_order_and_again(systems):
 
 
 class Counting(Failing):
-    """A sampler that counts the batches it is requested; from the second on each waits for ``go``."""
+    """A sampler that counts the batches requested of it; from the second on each waits for ``go``."""
 
     def __init__(self, sampler):
         super().__init__(sampler)

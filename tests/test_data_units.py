@@ -240,7 +240,7 @@ def test_few_or_distant_or_unrelated_frames_give_no_path():
 
 
 def test_virials_that_no_material_has_are_reported_whatever_can_be_reported(tmp_path):
-    """A virial RMS of 1,875 eV/atom passed where units could not be reported."""
+    """A virial RMS of 1,875 eV/atom passed where units could not be determined."""
     report = report_of(copied(WATER, tmp_path / "s", frames=5, virial=10 * GPA))
     assert report.units.warnings == []
     [warning] = [w for w in report.warnings if "virials" in w]
@@ -267,7 +267,7 @@ def test_virials_of_validation_in_another_unit_are_reported(tmp_path):
 
 
 def test_without_bonds_a_unit_common_to_energies_and_forces_is_not_reported(tmp_path):
-    """Of noble gases it was reported that units can be reported, and kcal/mol of both passed."""
+    """Units of noble gases counted as verified, and kcal/mol of both passed."""
     report = units.UnitReport()
     findings = units._Findings(Evidence(30, energy=Ratio(1.0, 0.97, 27)), None)
     units._count(

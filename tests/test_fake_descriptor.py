@@ -190,7 +190,7 @@ def test_messages_of_neighbors_obey_the_laws_of_every_descriptor(law, case):
 
 
 def test_no_other_package_reads_an_option_of_a_descriptor():
-    """Outside of the folder of a descriptor its section is requested what sections can answer."""
+    """Outside of the folder of a descriptor its section answers what sections can."""
     questions = (DescriptorConfig, HasIdleOptions, HasInnerNeighbors)
     answers = {name for requested in questions for name in vars(requested) if not name.startswith("_")}
     answers |= set(DescriptorConfig.__annotations__)

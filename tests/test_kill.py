@@ -97,7 +97,7 @@ class Reaper:
             if self.strikes():
                 whole = io.BytesIO()
                 save(content, whole)
-                file.write(whole.getvalue()[: whole.report() // 2])
+                file.write(whole.getvalue()[: whole.tell() // 2])
                 file.flush()
                 die()
             return save(content, file)
@@ -145,7 +145,7 @@ class EndAfterOneStep(Callback):
 
 
 class EndAfterTwoSteps(EndAfterOneStep):
-    """Ends the process when it has taken a second step, and reports the reaper when its row is in the table."""
+    """Ends the process when it has taken a second step, and reports to the reaper when its row is in the table."""
 
     last = BEFORE + 2
 
@@ -217,7 +217,7 @@ def test_a_kill_while_training_is_a_step_ahead_of_the_writer_restarts_to_the_sam
 
 
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_and_a_run_that_continues(stand, monkeypatch):
-    """A limit on the size of files is in for the full disk: the system itself refuses to write on."""
+    """A limit on the size of files replaces the full disk: the system itself refuses to write on."""
     parts = stand / "full"
     shutil.copytree(stand / "before", parts, symlinks=True)
     before = (parts / f"model.ckpt-{BEFORE}.pt").read_bytes()
