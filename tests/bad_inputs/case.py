@@ -24,7 +24,7 @@ class Case:
         words: of the command line.
         prepare: makes the input bad; called in the folder of the case.
         expected: ``refused`` (exit code 2, one screen), ``accepted`` (0), or ``either``: anything but a fault of ours;
-            only where it depends on the machine, or where the file has nothing that distinguishes the damage from the content.
+            only where it depends on the machine, or where nothing in the file distinguishes damage from content.
         same: whether, where it is accepted, it must print and write what the same command does with a good input.
         makes: files that must be there where it is accepted.
         says: what must be reported, in a message or where it is accepted.
