@@ -151,6 +151,10 @@ def test_no_command_prints_the_help_and_leaves_with_2(capsys):
         (["--pt", "-b", "pt", "train", "a.json"], "-b/--backend: not allowed with argument --pt"),
         (["freeze", "--lower-kind", "edges"], "argument --lower-kind: invalid choice: 'edges'"),
         (["freeze", "--lower-kind", "graph"], "--lower-kind graph: frozen_model.dp takes neighbor lists (nlist)"),
+        (
+            ["freeze", "--lower-kind", "nlist"],
+            "--lower-kind nlist: frozen_model.dp holds the model, not a graph",
+        ),
         (["freeze", "--dp", ""], "argument --dp: '': expected a path, and this is empty"),
         (["test", "--shuffle-test"], "frames are taken in order"),
         (["test", "-s", "x", "-f", "y"], "-f/--datafile: not allowed with argument -s/--system"),

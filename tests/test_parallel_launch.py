@@ -105,7 +105,12 @@ def test_processes_that_cannot_be_started_are_one_message(tmp_path, water_like, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     words = ["train", "input.json", "--nproc-per-node"]
     said = []
-    for number, gpus, more in (("gpu", 0, []), ("3", 2, []), ("2", 0, ["--restart", "x", "--init-model", "y"])):
+    for number, gpus, more in (
+        ("gpu", 0, []),
+        ("gpu", 4, ["--device", "cpu"]),
+        ("3", 2, []),
+        ("2", 0, ["--restart", "x", "--init-model", "y"]),
+    ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert cli.main([*words, number, *more]) == 2
         said.append(capsys.readouterr().err)
@@ -113,7 +118,8 @@ def test_processes_that_cannot_be_started_are_one_message(tmp_path, water_like, 
     assert cli.main([*words, "2"]) == 2
     said.append(capsys.readouterr().err)
     expected = (
-        "--nproc-per-node gpu: there is no GPU here. Give a number of processes.",
+        "--nproc-per-node gpu: there is no GPU here, or --device cpu is given. Give a number of processes.",
+        "--nproc-per-node gpu: there is no GPU here, or --device cpu is given. Give a number of processes.",
         "--nproc-per-node 3: there are 2 GPUs here. Give 2 or fewer, or --device cpu.",
         "not allowed with argument",
         "--nproc-per-node 2: a launcher has started this process already. Leave it out.",

@@ -12,6 +12,7 @@ from helpers import toy_frame
 from infer_models import write_run
 
 from deepmd_ema.errors import UserError
+from deepmd_ema.geometry import KeptPairs
 from deepmd_ema.infer import potential as potentials
 from deepmd_ema.infer.potential import Potential
 
@@ -125,6 +126,8 @@ def test_what_it_cannot_evaluate_is_one_message(potential, tmp_path):
     near[1].positions[3] = near[1].positions[0]
     with pytest.raises(UserError, match=r"frame 1 \(from 0\): atoms (0|3) .* 0 angstrom apart"):
         model(state_of(near))
+    with pytest.raises(UserError, match="kept: pairs of 1 systems, expected those of 2 or more"):
+        potential.evaluate_systems([([[0.0, 0, 0]], ["O"], None)] * 2, [KeptPairs(1.0)])
     with pytest.raises(UserError, match="skin = -1: expected a length in angstrom"):
         DPModel(potential, skin=-1)
     path = write_run(tmp_path, model__fitting_net__numb_aparam=1)[0]

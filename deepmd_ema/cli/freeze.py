@@ -40,5 +40,7 @@ def run(args: argparse.Namespace) -> None:
             f"--lower-kind graph: {output} takes neighbor lists (nlist), which LAMMPS gives to every descriptor that "
             "dp-ema has. Use --lower-kind nlist, or leave it out."
         )
+    if args.lower_kind is not None and output.endswith((".dp", ".yaml", ".yml")):
+        raise UserError(f"--lower-kind {args.lower_kind}: {output} holds the model, not a graph of it. Leave it out.")
     loaded = load_model(args.checkpoint, use_average=args.use_ema, average=args.average, head=args.head)
     print(freeze(loaded, output, device=args.device, compress=args.compress, program=args.dp).text())

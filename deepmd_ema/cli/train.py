@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     """Train."""
     if args.nproc_per_node is not None:
         _request(args)  # its mistakes are reported once, before any process is started
-        launch_ranks(args.nproc_per_node, args.launch, args.words)
+        launch_ranks(args.nproc_per_node, args.launch, args.words, args.device)
     keep_freed_memory()
     if args.launch.launched:
         # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded

@@ -121,13 +121,14 @@ def raise_on_end(launch: Launch) -> Iterator[None]:
         yield
 
 
-def launch_ranks(number: str, launch: Launch, words: Sequence[str]) -> NoReturn:
+def launch_ranks(number: str, launch: Launch, words: Sequence[str], device: str | None = None) -> NoReturn:
     """Replace this process by torchrun, which starts ``dp-ema WORDS`` on this machine; its signals and codes are ours.
 
     Args:
         number: of processes; ``gpu``: one per GPU; ``auto``: the same, or one where there is no GPU.
         launch: of this process, which no launcher may have started.
         words: the command line, from which ``--nproc-per-node`` is removed.
+        device: that the command line names; on ``cpu`` ``auto`` is one process, and any number is possible.
 
     Raises:
         UserError: if a launcher has started this process, or there is no GPU or not so many.
@@ -137,11 +138,11 @@ def launch_ranks(number: str, launch: Launch, words: Sequence[str]) -> NoReturn:
         raise UserError(f"{option}: a launcher has started this process already. Leave it out.")
     import torch
 
-    gpus, on_cpu = torch.cuda.device_count(), any(word.endswith("cpu") for word in words)
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
     if number == "gpu" and not gpus:
-        raise UserError(f"{option}: there is no GPU here. Give a number of processes.")
+        raise UserError(f"{option}: there is no GPU here, or --device cpu is given. Give a number of processes.")
     size = int(number) if number.isdecimal() else max(1, gpus)
-    if 0 < gpus < size and not on_cpu:
+    if 0 < gpus < size:
         raise UserError(f"{option}: there are {gpus} GPUs here. Give {gpus} or fewer, or --device cpu.")
     rest = list(words)
     at = next(k for k, word in enumerate(rest) if word.split("=")[0] == "--nproc-per-node")

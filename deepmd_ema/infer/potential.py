@@ -165,6 +165,8 @@ class Potential:
         """
         rows = (_frames(self, *system, None, None) for system in systems)
         frames = [replace(frame, source=("arrays", k)) for k, (frame,) in enumerate(rows)]
+        if kept is not None and len(kept) < len(frames):
+            raise UserError(f"kept: pairs of {len(kept)} systems, expected those of {len(frames)} or more.")
         found = self._arrays(frames, kept)
         ends = np.cumsum([0, *(frame.num_atoms for frame in frames)])
         return [
