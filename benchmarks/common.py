@@ -155,7 +155,7 @@ def environment(threads: int, device: str) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "DP_INTRA_OP_PARALLELISM_THREADS": threads,
         "DP_INTER_OP_PARALLELISM_THREADS": 1,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     if device == "cpu":
         settings |= {"CUDA_VISIBLE_DEVICES": "", "DEVICE": "cpu"}

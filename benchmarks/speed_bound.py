@@ -1,6 +1,6 @@
 """The least time that the matrix products of a training step need on this machine, and where the rest of a step goes.
 
-usage: python benchmarks/speed_bound.py FOLDER --steps N --threads N --device cpu|cuda
+usage: python benchmarks/speed_bound.py FOLDER --steps N --threads N --device cpu|cuda [--times]
 
 FOLDER holds an ``input.json`` of dp-ema. The run is assembled as `dp-ema train` does it, and steps are taken here. What
 is found is printed as JSON; :mod:`speed` makes tables of it.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import resource
 import statistics
@@ -97,8 +98,14 @@ class Operations(TorchDispatchMode):
         return out
 
 
-def measure(folder: Path, steps: int, device: str) -> dict[str, Any]:
+def measure(folder: Path, steps: int, device: str, only_times: bool = False) -> dict[str, Any]:
     """Return the parts of a step of the run in ``folder``, and their times.
+
+    Args:
+        folder: with ``input.json``.
+        steps: that are timed.
+        device: on which they are taken.
+        only_times: return ``step``, ``least``, ``launch``, ``kernels`` and ``memory`` alone, in less time.
 
     Returns:
         Seconds of a ``step``, of its products ``at_square_rate`` and, each shape measured alone, ``at_own_rates``;
@@ -117,29 +124,31 @@ def measure(folder: Path, steps: int, device: str) -> dict[str, Any]:
         with open_world(device, find_launch()) as world:
             trainer = assemble(prepare(config, start, world, skip_neighbor_stat=True), start, world)
             try:
-                return _measured(trainer, steps, world.device)
+                return _measured(trainer, steps, world.device, only_times)
             finally:
                 trainer.tasks.close()
 
 
-def _measured(trainer: Any, steps: int, device: torch.device) -> dict[str, Any]:
+def _measured(trainer: Any, steps: int, device: torch.device, only_times: bool) -> dict[str, Any]:
     for _ in range(3 + trainer.tasks.batches_per_epoch):  # all neighbors are found, and kept from then on
         trainer.advance()
     seconds, launch = zip(*(_timed(trainer.advance, device) for _ in range(max(3, steps))))
+    times = {"step": statistics.median(seconds), "least": min(seconds), "launch": statistics.median(launch)}
+    if only_times:
+        has_kernels = ProfilerActivity.CUDA in torch.profiler.supported_activities()
+        kernels = _profiled(trainer, steps, device)["kernels"] if has_kernels else math.nan
+        return times | {"kernels": kernels, "memory": _peak_memory(device)}
     with Operations() as seen:
         if trainer.validator.models.compiler is None:  # compiled code does not show its operations
             trainer.advance()
     found = {
-        "step": statistics.median(seconds),
-        "least": min(seconds),
-        "launch": statistics.median(launch),
+        **times,
         "flops": seen.flops,
         "bytes": seen.num_bytes,
         "operations": seen.number,
         **_profiled(trainer, steps, device),
     }
-    # before the arrays of the next lines
-    found["memory"] = torch.cuda.max_memory_allocated() if device.type == "cuda" else _resident()
+    found["memory"] = _peak_memory(device)  # before the arrays of the next lines
     precision = next(trainer.validator.models.parameters()).dtype
     rate, bandwidth = square_rate(precision, device), _bandwidth(precision, device)
     own = sum(number * _product_seconds(*product[1:], device) for product, number in seen.products.items())
@@ -283,7 +292,9 @@ def _bandwidth(precision: torch.dtype, device: torch.device) -> float:
     return 3 * STREAMED * a.element_size() / seconds
 
 
-def _resident() -> int:
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -299,10 +310,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--times", action="store_true", help="times and memory alone")
     args = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     torch.set_num_threads(args.threads)
-    print(json.dumps(measure(args.folder, args.steps, args.device) | {"load": os.getloadavg()[0]}))
+    print(json.dumps(measure(args.folder, args.steps, args.device, args.times) | {"load": os.getloadavg()[0]}))
 
 
 if __name__ == "__main__":
