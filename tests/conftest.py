@@ -155,13 +155,14 @@ SLOW_LAWS = (
 
 
 def pytest_collection_modifyitems(items):
-    """Mark slow tests; tests marked ``gpu`` need a CUDA device."""
+    """Mark slow tests; leave out those marked ``gpu`` where there is no CUDA device."""
     import torch
 
+    pretended = "pretend_cuda" in sys.modules
     for item in items:
         if item.module.__name__ in SLOW_MODULES or item.originalname in SLOW_LAWS:
             item.add_marker(pytest.mark.slow)
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no GPU: python tests/pretend_cuda -m pytest -m gpu pretends one"))
+        elif pretended and (real := item.get_closest_marker("real_gpu")):
+            item.add_marker(pytest.mark.skip(reason=f"needs a real GPU: {real.args[0]}"))
