@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import huber_loss
+from torch.nn.functional import huber_loss, mse_loss
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config.schema.optim import EnerLossConfig
@@ -42,7 +43,6 @@ class EnergyLoss:
     def __init__(self, config: EnerLossConfig, start_lr: float, world: World) -> None:
         self.config = config
         self._world = world
-        self.start_lr = start_lr
         self._mae = config.loss_func == "mae"
         self._kind = "mae" if self._mae else "rmse"
         self._huber = config.use_huber and not self._mae
@@ -58,130 +58,151 @@ class EnergyLoss:
         }
         terms = [_term(config, LABELS[name].symbol, function) for name, function in compute.items()]
         self.terms = tuple(term for term in terms if term.start or term.limit)
+        # on the device from the start: a step makes no tensor of host numbers
+        vector = partial(torch.tensor, dtype=torch.float64, device=world.device)
+        self._limits = vector([term.limit for term in self.terms])
+        self._slopes = vector([(term.start - term.limit) / start_lr for term in self.terms])
         names = {term.name for term in self.terms}
         self.labels: tuple[str, ...] = config.labels
         self.display_names: tuple[str, ...] = tuple(sorted(["rmse", *(f"{self._kind}_{name}" for name in names)]))
         self.need_virial: bool = "v" in names
 
-    def __call__(self, prediction: Mapping[str, Tensor], batch: Batch, lr: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, prediction: Mapping[str, Tensor], batch: Batch, lr: float | Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and what is displayed of it, all on the device of the batch.
 
         Args:
             prediction: what the model predicts for ``batch``, by the names in ``labels``.
-            batch: the frames with their labels.
-            lr: learning rate of this step.
+            batch: the frames with their labels, on the device of the world.
+            lr: learning rate of this step, a number or a float64 scalar on the device.
 
         Returns:
             The total to differentiate, a float64 scalar, and the displayed values: ``rmse`` is the root of the loss,
             the others are plain errors in eV per atom, eV/angstrom and eV/angstrom^2, nan where no frame has the label.
             They are detached, equal on all ranks, and nothing here synchronises with the device.
         """
-        total = torch.zeros((), dtype=torch.float64, device=batch.num_atoms.device)
-        loss = total
-        shown = {}
-        errors = [term.compute(prediction, batch) for term in self.terms]
-        everywhere = self._world.all_reduce_sum(torch.stack([error.sums() for error in errors])) if errors else ()
-        for term, error, (value, size, count) in zip(self.terms, errors, everywhere):
-            rows, prefactor = count.clamp(min=1), term.prefactor(lr / self.start_lr)
-            total = total + prefactor * (self._world.size * error.value.sum / (rows * error.value.columns))
-            loss = loss + prefactor * (value / (rows * error.value.columns))
-            mean = size / (rows * error.shown.columns)
-            shown[f"{self._kind}_{term.name}"] = (mean if self._mae else mean.sqrt()).where(count > 0, torch.nan)
-        shown["rmse"] = loss.sqrt()
-        return total, {name: shown[name] for name in self.display_names}
+        if not self.terms:
+            return self._limits.sum(), {"rmse": self._limits.sum()}
+        sums = [term.compute(prediction, batch) for term in self.terms]
+        value, shown, rows = zip(*sums)
+        own = torch.stack(value)
+        # one exchange, and few operations on vectors of all terms in place of many on each of them
+        everywhere = self._world.all_reduce_sum(torch.stack([*value, *shown, *rows]).detach())
+        values, errors, counts = everywhere.view(3, len(sums)).unbind()
+        coefficients = self.prefactors(lr) / counts.clamp(min=1)
+        total = torch.dot(coefficients, own)
+        loss = total.detach()
+        if self._world.size > 1:
+            total, loss = self._world.size * total, torch.dot(coefficients, values)
+        means = errors / counts  # 0 / 0 is nan where no frame has the label
+        displayed = {"rmse": loss.sqrt()}
+        for term, mean in zip(self.terms, (means if self._mae else means.sqrt()).unbind()):
+            displayed[f"{self._kind}_{term.name}"] = mean
+        return total, {name: displayed[name] for name in self.display_names}
+
+    def prefactors(self, lr: float | Tensor) -> Tensor:
+        """Return the weight of each term at a learning rate, a number or a scalar on the device."""
+        return self._limits + self._slopes * lr
 
     def needs(self, batch: Batch) -> dict[str, bool]:
         """Return the arguments of the model for quantities of ``batch`` beside energies and forces."""
         return {"need_virial": self.need_virial, "need_hessian": HESSIAN in self.labels and HESSIAN in batch.labels}
 
-    def _energy(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
-        label, has_label = _label(batch, ENERGY)
-        return self._per_frame((prediction[ENERGY] - label).unsqueeze(1), has_label, batch, self._delta[0])
+    def _energy(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+        return self._per_frame(prediction[ENERGY], *_label(batch, ENERGY), batch, self._delta[0])
 
-    def _virial(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
-        label, has_label = _label(batch, VIRIAL)
-        return self._per_frame(prediction[VIRIAL] - label, has_label, batch, self._delta[2])
+    def _virial(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+        return self._per_frame(prediction[VIRIAL], *_label(batch, VIRIAL), batch, self._delta[2])
 
-    def _per_frame(self, error: Tensor, has_label: Tensor, batch: Batch, delta: float) -> _Error:
-        """Return the error of a quantity (F, components) that grows with the number of atoms."""
-        size = batch.num_atoms.to(error.dtype).unsqueeze(1)
-        per_atom = error / size
-        shown = _sum(self._size(per_atom), has_label)
-        if self._mae or (self.config.intensive_ener_virial and not self._huber):
-            return _Error(shown, shown, has_label.sum())
-        value = huber(per_atom, delta) if self._huber else per_atom.square() * size
-        return _Error(_sum(value, has_label), shown, has_label.sum())
+    def _per_frame(self, found: Tensor, label: Tensor, has_label: Tensor, batch: Batch, delta: float) -> _Sums:
+        """Return the sums of a quantity (F, ...) that grows with the number of atoms."""
+        once, rows, error = has_label / batch.num_atoms, has_label.sum(), _of_rows(self._size(found, label))
+        if self._mae:
+            value = torch.dot(once, error)
+            return _Sums(value, value, rows)
+        twice = once / batch.num_atoms
+        shown = torch.dot(twice, error)
+        if self._huber:
+            per_atom = (found - label) / batch.num_atoms.view(-1, *[1] * (found.dim() - 1))
+            value = torch.dot(has_label, _of_rows(huber(per_atom, torch.zeros_like(per_atom), delta)))
+        else:
+            value = shown if self.config.intensive_ener_virial else torch.dot(once, error)
+        return _Sums(value, shown, rows)
 
-    def _force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
-        error, has_label = self._force_error(prediction, batch)
-        weight = has_label[batch.atom_frame]
-        counted = torch.linalg.vector_norm(error, dim=1, keepdim=True) if self.config.f_use_norm else error
+    def _force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+        found, label, has_label = self._forces(prediction, batch)
         # the displayed mean square stays one of components, also when the norm is what is trained
-        shown = _sum(self._size(counted if self._mae else error), weight)
-        value = _sum(huber(counted, self._delta[1]), weight) if self._huber else shown
-        return _Error(value, shown, weight.sum())
+        shown = self._size(found, label)
+        if self.config.f_use_norm:
+            found = torch.linalg.vector_norm(found - label, dim=1)
+            label = torch.zeros_like(found)
+        if self._mae and self.config.f_use_norm:
+            shown = found
+        value = huber(found, label, self._delta[1]) if self._huber else shown
+        return _sums(value, shown, has_label[batch.atom_frame])
 
-    def _weighted_force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
-        error, has_force = self._force_error(prediction, batch)
+    def _weighted_force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+        found, label, has_force = self._forces(prediction, batch)
         pref, has_label = _label(batch, ATOM_PREF)
         if self.config.use_default_pf:
             pref = pref.where(has_label[batch.atom_frame] > 0, 1.0)
             has_label = torch.ones_like(has_label)
-        weight = (has_label * has_force)[batch.atom_frame]
-        value = _sum(pref.unsqueeze(1) * self._size(error), weight)
-        return _Error(value, value, weight.sum())
+        value = pref * _of_rows(self._size(found, label))
+        return _sums(value, value, (has_label * has_force)[batch.atom_frame])
 
-    def _force_error(self, prediction: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        label, has_label = _label(batch, FORCE)
-        error = prediction[FORCE] - label
+    def _forces(self, prediction: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the forces that are compared, predicted and labelled, and which frames have them."""
+        found, (label, has_label) = prediction[FORCE], _label(batch, FORCE)
         if self.config.relative_f is not None:
-            error = error / (torch.linalg.vector_norm(label, dim=1, keepdim=True) + self.config.relative_f)
-        return error, has_label
+            found = (found - label) / (torch.linalg.vector_norm(label, dim=1, keepdim=True) + self.config.relative_f)
+            label = torch.zeros_like(found)
+        return found, label, has_label
 
-    def _atom_energy(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
-        label, has_label = _label(batch, ATOM_ENERGY)
-        error = (prediction[ATOM_ENERGY] - label).unsqueeze(1)
-        weight = has_label[batch.atom_frame]
-        shown = _sum(self._size(error), weight)
-        value = _sum(huber(error, self._delta[0]), weight) if self._huber else shown
-        return _Error(value, shown, weight.sum())
+    def _atom_energy(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+        found, (label, has_label) = prediction[ATOM_ENERGY], _label(batch, ATOM_ENERGY)
+        shown = self._size(found, label)
+        value = huber(found, label, self._delta[0]) if self._huber else shown
+        return _sums(value, shown, has_label[batch.atom_frame])
 
-    def _hessian(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Error:
+    def _hessian(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
         label, has_label = _label(batch, HESSIAN)
         if HESSIAN not in prediction:
-            nothing = _sum(has_label.unsqueeze(1), torch.zeros_like(has_label))
-            return _Error(nothing, nothing, torch.zeros_like(has_label).sum())
-        size = self._size(prediction[HESSIAN] - label)
+            nothing = torch.zeros_like(has_label)
+            return _sums(nothing, nothing, nothing)
+        size = self._size(prediction[HESSIAN], label)
         mean = torch.stack([one.mean() for one in size.split([LABELS[HESSIAN].num_rows(n) for n in batch.sizes])])
-        value = _sum(mean.unsqueeze(1), has_label)
-        return _Error(value, value, has_label.sum())
+        return _sums(mean, mean, has_label)
 
-    def _size(self, error: Tensor) -> Tensor:
-        return error.abs() if self._mae else error.square()
+    def _size(self, found: Tensor, label: Tensor) -> Tensor:
+        return (found - label).abs() if self._mae else mse_loss(found, label, reduction="none")
 
 
-def huber(error: Tensor, delta: float) -> Tensor:
+def huber(found: Tensor, label: Tensor, delta: float) -> Tensor:
     """Return ``error**2 / 2`` where ``|error| <= delta`` and ``delta * (|error| - delta / 2)`` elsewhere."""
-    return huber_loss(error, torch.zeros_like(error), reduction="none", delta=delta)
+    return huber_loss(found, label, reduction="none", delta=delta)
 
 
-class _Sum(NamedTuple):
-    """The sum of numbers over rows of weight 1, and how many numbers a row has."""
+class _Sums(NamedTuple):
+    """Of one term: what counts in the loss, what is displayed (squared, unless mae), and the rows with a label.
 
-    sum: Tensor
-    columns: int
+    A row is a frame or an atom; of its components the mean is taken.
+    """
 
-
-class _Error(NamedTuple):
-    """One term: what counts in the loss, what is displayed (squared, unless mae), and how many rows are in them."""
-
-    value: _Sum
-    shown: _Sum
+    value: Tensor
+    shown: Tensor
     rows: Tensor
 
-    def sums(self) -> Tensor:
-        """Return the sums to be added up over ranks, detached."""
-        return torch.stack([self.value.sum.detach(), self.shown.sum.detach(), self.rows])
+
+def _sums(value: Tensor, shown: Tensor, weight: Tensor) -> _Sums:
+    """Return the sums of ``value`` and ``shown`` (n, ...) over the rows of weight 1 instead of 0."""
+    total = torch.dot(weight, _of_rows(value))
+    return _Sums(total, total if shown is value else torch.dot(weight, _of_rows(shown.detach())), weight.sum())
+
+
+def _of_rows(values: Tensor) -> Tensor:
+    """Return the mean of each row of (n, ...) numbers."""
+    return values if values.dim() == 1 else values.mean(1)
 
 
 @dataclass(frozen=True)
@@ -189,13 +210,10 @@ class _Term:
     name: str
     start: float
     limit: float
-    compute: Callable[[Mapping[str, Tensor], Batch], _Error]
-
-    def prefactor(self, progress: float) -> float:
-        return self.limit + (self.start - self.limit) * progress
+    compute: Callable[[Mapping[str, Tensor], Batch], _Sums]
 
 
-def _term(config: EnerLossConfig, symbol: str, compute: Callable[[Mapping[str, Tensor], Batch], _Error]) -> _Term:
+def _term(config: EnerLossConfig, symbol: str, compute: Callable[[Mapping[str, Tensor], Batch], _Sums]) -> _Term:
     start, limit = (getattr(config, f"{when}_pref_{symbol}") for when in ("start", "limit"))
     return _Term(symbol, start, limit, compute)
 
@@ -205,10 +223,10 @@ def _label(batch: Batch, name: str) -> tuple[Tensor, Tensor]:
     if name in batch.labels:
         return batch.labels[name], batch.has_label[name]
     has_label = torch.zeros(batch.num_frames, dtype=torch.float64, device=batch.num_atoms.device)
-    shape = LABELS[name].shape_of(*batch.sizes)
-    return torch.zeros((), dtype=torch.float64, device=has_label.device).expand(shape), has_label
-
-
-def _sum(values: Tensor, weight: Tensor) -> _Sum:
-    """Return the sum of ``values`` (n, components) over the rows of weight 1 instead of 0."""
-    return _Sum((weight.unsqueeze(1) * values).sum(), values.shape[1])
+    label = LABELS[name]
+    rows = (
+        sum(map(label.num_rows, batch.sizes))
+        if label.per_pair
+        else len(batch.atom_type if label.per_atom else has_label)
+    )
+    return has_label.new_zeros(()).expand(rows, *label.shape), has_label
