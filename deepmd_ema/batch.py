@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,8 @@ class Batch:
         inner: (cutoff, most, slots) of each inner neighborhood of the layout, trimmed like ``slots``.
         sizes: atoms of each frame, as ``num_atoms``, without asking the device: pairs of atoms are split by frames.
         padding: computed so that all ranks run the same collectives; excluded from losses and errors.
+        num_dummies: frames, and atoms in them, with which the batch was filled up (``model.dummy_atoms``): the last in
+            the order of the files, without labels. What is predicted for them counts for nothing.
     """
 
     type_counts: tuple[int, ...]
@@ -108,11 +111,17 @@ class Batch:
     inner: tuple[tuple[float, int, int], ...] = ()
     sizes: tuple[int, ...] = ()
     padding: bool = False
+    num_dummies: tuple[int, int] = (0, 0)
 
     @property
     def num_frames(self) -> int:
         """Number of frames."""
         return self.num_atoms.shape[0]
+
+    @property
+    def num_real(self) -> tuple[int, int]:
+        """Numbers of frames and of atoms without those with which the batch was filled up."""
+        return self.num_frames - self.num_dummies[0], self.atom_type.shape[0] - self.num_dummies[1]
 
     @property
     def occupied(self) -> Tensor:
@@ -168,7 +177,7 @@ class Batch:
         return replace(self, **changes)
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on ``device``; the copy does not wait when the memory is pinned."""
+        """Return the batch on ``device``; :meth:`pack` makes it one copy."""
         if self.vector.device == device:
             # a call of torch releases the lock of Python, for which the thread that makes the next batch waits
             return self
@@ -179,9 +188,13 @@ class Batch:
         has_label = {name: torch.zeros_like(flags) for name, flags in self.has_label.items()}
         return replace(self, has_label=has_label, padding=True)
 
-    def pin_memory(self) -> Batch:
-        """Return the batch in page-locked memory, from which a copy to a GPU runs beside the step."""
-        return self._map(lambda t: t.pin_memory())
+    def pack(self, pin: bool = False) -> PackedBatch:
+        """Return the batch in one buffer, page-locked (``pin``) for a copy to a GPU that runs beside the step."""
+        layout = PackedLayout.of(self)
+        data = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin)
+        for (_, _, view), (_, _, tensor) in zip(_tensors(layout.view(data)), _tensors(self), strict=True):
+            view.copy_(tensor)
+        return PackedBatch(layout, data, self.frames, self.padding, self.num_dummies)
 
     def in_file_order(self, per_atom: Tensor) -> Tensor:
         """Return ``per_atom`` (A, ...) with the frames one after the other and their atoms as in the files."""
@@ -198,6 +211,117 @@ class Batch:
             elif isinstance(value, Mapping):
                 changed[f.name] = {k: move(v) for k, v in value.items()}
         return replace(self, **changed)
+
+
+class PackedTensor(NamedTuple):
+    """The place of a tensor of a batch in a buffer.
+
+    Attributes:
+        field: of the batch.
+        key: in that field where it is a mapping, else empty.
+        dtype: of its numbers.
+        shape: of the tensor, whose numbers are contiguous.
+        start: place of its first number, counted in numbers of this type.
+    """
+
+    field: str
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Everything of a batch but the numbers on the device: batches of one layout differ in their bytes only.
+
+    Hashable, so that what is kept for batches of one layout, such as a buffer on the device, can be found by it. The
+    origins of frames and the marks for what does not count are not in it: nothing on the device depends on them.
+
+    Attributes:
+        tensors: where each tensor is in the buffer.
+        host: the fields of the batch that are numbers on the host, with their values.
+        num_bytes: of the buffer.
+    """
+
+    tensors: tuple[PackedTensor, ...]
+    host: tuple[tuple[str, Any], ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> PackedLayout:
+        """Return the layout of ``batch``."""
+        places, end = [], 0
+        for name, key, tensor in _tensors(batch):
+            size = tensor.element_size()
+            places.append(PackedTensor(name, key, tensor.dtype, tuple(tensor.shape), end // size))
+            end += -(-tensor.numel() * size // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(places), tuple((name, getattr(batch, name)) for name in _HOST_FIELDS), end)
+
+    def view(self, data: Tensor) -> Batch:
+        """Return the batch whose tensors are views of ``data`` (num_bytes,) uint8, on its device."""
+        typed = {dtype: data.view(dtype) for dtype in {place.dtype for place in self.tensors}}
+        found: dict[str, Any] = {name: {} for name in _MAPPINGS}
+        for name, key, dtype, shape, start in self.tensors:
+            whole = typed[dtype]
+            tensor = whole.as_strided(shape, _contiguous(shape), whole.storage_offset() + start)
+            if key:
+                found[name][key] = tensor
+            else:
+                found[name] = tensor
+        return Batch(**found, **dict(self.host))
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A batch in one buffer of the host: one copy brings it to a device.
+
+    Attributes:
+        layout: of the buffer.
+        data: (num_bytes,) uint8.
+        frames: as in the batch.
+        padding: as in the batch.
+        num_dummies: as in the batch.
+    """
+
+    layout: PackedLayout
+    data: Tensor
+    frames: tuple[tuple[str, int], ...] = ()
+    padding: bool = False
+    num_dummies: tuple[int, int] = (0, 0)
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on ``device``; the copy does not wait when the memory is page-locked."""
+        return self.view(self.data.to(device, non_blocking=True))
+
+    def view(self, data: Tensor) -> Batch:
+        """Return the batch whose tensors are views of ``data``, which holds the bytes of this one."""
+        made = self.layout.view(data)
+        return replace(made, frames=self.frames, padding=self.padding, num_dummies=self.num_dummies)
+
+    def as_padding(self) -> PackedBatch:
+        """Return the batch with all labels marked as missing."""
+        return self.view(self.data).as_padding().pack(self.data.is_pinned())
+
+
+ALIGNMENT = 256  # bytes, of each tensor in a buffer: as torch aligns tensors on a GPU, of which kernels make use
+_HOST_FIELDS = ("type_counts", "slots", "type_slots", "inner", "sizes")
+_MAPPINGS = ("labels", "has_label", "conditions")
+
+
+def _tensors(batch: Batch) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the tensors of a batch with their field and their key in it, in an order that depends on names only."""
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if isinstance(value, Tensor):
+            yield f.name, "", value
+        elif isinstance(value, Mapping):
+            yield from ((f.name, key, value[key]) for key in sorted(value))
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
 
 
 def both_orders(pairs: Iterable[Sequence[int]]) -> frozenset[tuple[int, int]]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.batch import Batch
+from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.labels import FORCE, HESSIAN, LABELS, METRICS, QUANTITIES
 
@@ -55,7 +55,7 @@ class FrameResult:
             errors[name] = (error, one.expand(len(error)))
         volume = one if self.volume is None else one * self.volume
         periodic = torch.tensor([self.volume is not None])
-        return Errors(_error_sums(errors, one * self.num_atoms, self.num_atoms, volume, periodic))
+        return Errors(_error_sums(errors, one * self.num_atoms, (1, self.num_atoms), volume, periodic))
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Errors:
             for name, label in batch.labels.items()
             if name in prediction
         }
-        sums = _error_sums(errors, batch.num_atoms, len(batch.atom_frame), _volume(batch), batch.periodic)
+        sums = _error_sums(errors, batch.num_atoms, batch.num_real, _volume(batch), batch.periodic)
         self.sums = self.sums.to(sums.device) + sums
         if self.collect:
             self.frames.extend(_frame_results(prediction, batch))
@@ -117,7 +117,7 @@ class Errors:
 
 def evaluate(
     model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable[Batch | PackedBatch],
     device: torch.device,
     progress: Callable[[int], Any] | None = None,
     collect: bool = False,
@@ -139,12 +139,12 @@ def evaluate(
     try:
         for batch in batches:
             moved = batch.to(device)
-            wanted = hessian and HESSIAN in batch.labels
+            wanted = hessian and HESSIAN in moved.labels
             prediction = model(moved, need_hessian=True) if wanted else model(moved)
-            if not batch.padding:
+            if not moved.padding:
                 errors.add({name: value.detach() for name, value in prediction.items()}, moved)
             if progress is not None:
-                progress(batch.num_frames)
+                progress(moved.num_real[0])
     finally:
         model.train(was_training)
     return errors
@@ -184,7 +184,11 @@ def force_errors_by_type(frames: Iterable[FrameResult], num_types: int) -> list[
 
 
 def _error_sums(
-    errors: Mapping[str, tuple[Tensor, Tensor]], num_atoms: Tensor, total_atoms: int, volume: Tensor, periodic: Tensor
+    errors: Mapping[str, tuple[Tensor, Tensor]],
+    num_atoms: Tensor,
+    num_real: tuple[int, int],
+    volume: Tensor,
+    periodic: Tensor,
 ) -> Tensor:
     """Return the sums of errors given as (error, whether the frame of each row has the label); volume is not 0 (F,)."""
     per_atom = 1 / num_atoms.to(torch.float64).unsqueeze(1)
@@ -200,7 +204,7 @@ def _error_sums(
                 sums[quantity.name] = _sums(error, weight)
     nothing = torch.zeros(3, dtype=torch.float64, device=num_atoms.device)
     # adding a host number to a device tensor does not synchronise; a tensor made from a list would be copied
-    size = torch.stack([nothing[0] + num_atoms.shape[0], nothing[0] + total_atoms, nothing[0]])
+    size = torch.stack([*(nothing[0] + number for number in num_real), nothing[0]])
     return torch.stack([*(sums.get(name, nothing) for name in QUANTITIES), size])
 
 
@@ -243,7 +247,7 @@ def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[Frame
             prediction={name: value[f] for name, value in predicted.items()},
             label={name: value[f] for name, value in labelled.items() if name in predicted and has_label[name][f]},
         )
-        for f, periodic in enumerate(batch.periodic.tolist())
+        for f, periodic in enumerate(batch.periodic.tolist()[: batch.num_real[0]])
     ]
 
 

@@ -25,6 +25,7 @@ from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model import compiler as compiling
 from deepmd_ema.model.build import share_parts
 from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
+from deepmd_ema.model.dummy_atoms import fill
 from deepmd_ema.model.energy import run
 from deepmd_ema.model.interpolation.series import MIN_TERMS
 from deepmd_ema.model.tabulated import interpolations_of
@@ -151,7 +152,7 @@ def test_a_batch_for_which_the_series_of_a_graph_are_too_short_is_evaluated_agai
     with torch.no_grad():
         for net in model.descriptor.embeddings:
             net.layers[0].weight *= 8
-    graph = compiler._evaluate(model, batch, compiler._up)
+    graph = compiler._evaluate(model, fill(batch, model.layout).batch)
     assert torch.isnan(graph["energy"]).any()
     found = outputs_loss_and_gradients(compiler, model, batch)
     interpolation.use(0)

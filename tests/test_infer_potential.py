@@ -10,10 +10,11 @@ from helpers import toy_frame
 from infer_models import write_run
 
 import deepmd_ema
+from deepmd_ema.data.loader import ATOMS_AT_ONCE
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.geometry import KeptPairs
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.infer.potential import ATOMS_AT_ONCE, Potential
+from deepmd_ema.infer.potential import Potential
 
 EXACT = {"rtol": 0, "atol": 0}
 SAME_MATH = {"rtol": 1e-11, "atol": 1e-11}

@@ -11,6 +11,7 @@ import torch
 from helpers import toy_frame
 from infer_models import write_run
 
+from deepmd_ema.data.loader import ATOMS_AT_ONCE
 from deepmd_ema.errors import UserError
 from deepmd_ema.geometry import KeptPairs
 from deepmd_ema.infer import potential as potentials
@@ -54,7 +55,7 @@ def test_it_fulfils_the_interface_of_torch_sim(tmp_path, skin):
 @pytest.mark.parametrize("at_once", [16, 1024])
 def test_systems_of_any_sizes_have_the_results_that_they_have_alone(potential, monkeypatch, pbc, skin, at_once):
     """Also where the atoms move, systems leave the state or change their places, and batches are small."""
-    monkeypatch.setitem(potentials.ATOMS_AT_ONCE, "cpu", at_once)
+    monkeypatch.setitem(ATOMS_AT_ONCE, "cpu", at_once)
     monkeypatch.setattr(potentials, "MAX_ATOMS_SHARING", 20)
     model = DPModel(potential, skin=skin)
     systems = [atoms_of(natoms, natoms, pbc) for natoms in (12, 5, 30, 1, 12)]

@@ -5,15 +5,22 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from deepmd_ema.batch import Batch, NeighborLayout
+import torch
+
+from deepmd_ema.batch import Batch, NeighborLayout, PackedBatch
 from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import FrameSource
 
-MAX_ATOMS = 1024  # in a batch of a validation
+# in a batch whose frames are evaluated only: a GPU needs many for its kernels to take longer than their launches
+ATOMS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
+MAX_ATOMS = ATOMS_AT_ONCE["cpu"]
+
+Pad = Callable[[Batch], Batch]
+"""Fills a batch up, so that batches have few sizes."""
 
 
 class Loader:
@@ -28,7 +35,8 @@ class Loader:
         layout: how the model wants its neighbors.
         start: number of the first batch.
         prefetch: batches made ahead.
-        pin: whether batches go to page-locked memory, for copies to a GPU beside the step.
+        pin: whether batches are packed into page-locked memory, for one copy to a GPU that runs beside the step.
+        pad: fills batches up, in the thread too; None: they are as they are.
         cache: neighbor lists shared with other loaders; a new cache by default.
         labels: names that every batch has, even if none of its frames does.
 
@@ -49,39 +57,42 @@ class Loader:
         pin: bool = False,
         cache: PairCache | None = None,
         labels: Sequence[str] = (),
+        pad: Pad | None = None,
     ) -> None:
         self.systems, self.sampler = systems, sampler
         self.position = start
         self.wait_s = 0.0
         pairs = PairCache() if cache is None else cache
 
-        def make(n: int) -> Batch:  # no method: a thread that held this object would keep it from being forgotten
+        def make(n: int) -> Batch:
             batch = collate([pairs.get(systems[system], k, layout) for system, k in sampler.batch(n)], layout, labels)
-            if sampler.is_repeat(n):
-                batch = batch.as_padding()
-            return batch.pin_memory() if pin else batch
+            return batch.as_padding() if sampler.is_repeat(n) else batch
 
-        self._make = make
+        def prepare(n: int) -> Batch | PackedBatch:
+            return _prepared(make(n), pin, pad)
+
+        # no methods: a thread that held this object would keep it from being forgotten
+        self._make, self._prepare = make, prepare
         self._prefetch = prefetch
         self._thread: ThreadPoolExecutor | None = None
-        self._ahead: deque[Future[Batch]] = deque()
+        self._ahead: deque[Future[Batch | PackedBatch]] = deque()
 
     def frames_at(self, n: int) -> tuple[tuple[str, int], ...]:
         """Return the origin of the frames of batch ``n``: (system, frame number)."""
         return tuple(self.systems[system].frame(k).source for system, k in self.sampler.batch(n))
 
     def batch(self, n: int) -> Batch:
-        """Return batch ``n``, whatever comes next."""
+        """Return batch ``n`` as it was collated, whatever comes next."""
         return self._make(n)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | PackedBatch]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Batch | PackedBatch:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="dp-ema-loader")
         while len(self._ahead) <= self._prefetch:
-            self._ahead.append(self._thread.submit(self._make, self.position + len(self._ahead)))
+            self._ahead.append(self._thread.submit(self._prepare, self.position + len(self._ahead)))
         began = time.perf_counter()
         try:
             batch = self._ahead[0].result()  # an error stays the first, to be raised again
@@ -140,6 +151,37 @@ def sequential_batches(
 def num_batches(systems: Sequence[FrameSource], max_atoms: int = MAX_ATOMS) -> int:
     """Return the number of batches that :func:`sequential_batches` makes of all frames, for all ranks together."""
     return sum(1 for _ in _groups(systems, [range(system.num_frames) for system in systems], max_atoms))
+
+
+def prefetch(batches: Iterator[Batch], device: torch.device, pad: Pad | None = None) -> Iterator[Batch | PackedBatch]:
+    """Yield ``batches``; for a GPU from page-locked memory, each made while the one before is evaluated.
+
+    Args:
+        batches: called for in a thread if the device is a GPU.
+        device: that they are evaluated on.
+        pad: fills batches up; None: they are as they are.
+    """
+    pin = device.type == "cuda"
+    prepared = (_prepared(batch, pin, pad) for batch in batches)
+    return _one_ahead(prepared) if pin else prepared
+
+
+def atoms_at_once(device: torch.device) -> int:
+    """Return the most atoms in a batch whose frames are evaluated on ``device``."""
+    return ATOMS_AT_ONCE.get(device.type, MAX_ATOMS)
+
+
+def _prepared(batch: Batch, pin: bool, pad: Pad | None) -> Batch | PackedBatch:
+    filled = batch if pad is None else pad(batch)
+    return filled.pack(pin=True) if pin else filled
+
+
+def _one_ahead(batches: Iterator[Batch | PackedBatch]) -> Iterator[Batch | PackedBatch]:
+    with ThreadPoolExecutor(1, thread_name_prefix="dp-ema-loader") as thread:
+        following = thread.submit(next, batches, None)
+        while (batch := following.result()) is not None:
+            following = thread.submit(next, batches, None)
+            yield batch
 
 
 def _groups(

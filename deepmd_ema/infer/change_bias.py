@@ -14,7 +14,7 @@ from deepmd_ema import checkpoint, interchange
 from deepmd_ema.checkpoint.names import name_of_weights
 from deepmd_ema.config import choose_head
 from deepmd_ema.config.outputs import GATHERED_SUFFIX
-from deepmd_ema.data.loader import sequential_batches
+from deepmd_ema.data.loader import atoms_at_once, sequential_batches
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError, counted, first_few
 from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
@@ -169,9 +169,10 @@ def write_changed(
         _write(done, None)
         return done
     systems = open_labelled(request.systems, loaded.config, (ENERGY,), request.patterns)
-    network, names = loaded.model.to(select_device(device)), list(map(str, request.systems))
-    chosen = first_frames(systems, request.num_frames)
-    batches = sequential_batches(systems, network.layout, labels=(ENERGY,), frames=chosen)
+    where, names = select_device(device), list(map(str, request.systems))
+    network, chosen = loaded.model.to(where), first_frames(systems, request.num_frames)
+    most = atoms_at_once(where)
+    batches = sequential_batches(systems, network.layout, max_atoms=most, labels=(ENERGY,), frames=chosen)
     frames = energies_of(network, loaded.config, batches)
     if not len(frames):
         raise UserError(f"no frame of {', '.join(names)} has an energy to fit the bias to.")

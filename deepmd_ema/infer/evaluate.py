@@ -20,7 +20,7 @@ from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats.discover import open_systems
-from deepmd_ema.data.loader import sequential_batches
+from deepmd_ema.data.loader import Pad, atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
@@ -203,12 +203,14 @@ def predict(
         UserError: if the model cannot be compiled.
     """
     network, where = loaded.on(device)
-    made = partial(sequential_batches, systems, network.layout, cache, labels=labels, frames=frames)
+    made = partial(
+        sequential_batches, systems, network.layout, cache, atoms_at_once(where), labels=labels, frames=frames
+    )
     first = next(made(), None)
     if isinstance(network, EnergyModel) and not compiled:  # in compiled code tables are slower
         tabulate(network)
-    evaluated: nn.Module = _compiled(network, first.to(where)) if compiled and first is not None else network
-    batches = made()
+    evaluated, pad = _compiled(network, first.to(where)) if compiled and first is not None else (network, None)
+    batches = prefetch(made(), where, pad)
     with tqdm(total=sum(map(len, frames)), unit=" frames", disable=None, leave=False) as bar:
         # a compiled file has no second derivatives
         has_hessian = not loaded.is_compiled
@@ -218,8 +220,8 @@ def predict(
     return report
 
 
-def _compiled(network: nn.Module, first: Batch) -> nn.Module:
-    """Return a model that is evaluated by compiled code, which is made here.
+def _compiled(network: nn.Module, first: Batch) -> tuple[nn.Module, Pad]:
+    """Return a model that is evaluated by compiled code, which is made here, and what fills its batches up.
 
     Raises:
         UserError: if it cannot be compiled, or is compiled already.
@@ -230,7 +232,7 @@ def _compiled(network: nn.Module, first: Batch) -> nn.Module:
     models.compiler = Compiler(CompileOptions(), in_training=False)
     with explained("--compile", "Leave it out"):
         models.compiler.trace(network, first)
-    return models.of("")
+    return models.of(""), models.compiler.options.pad(network.layout)
 
 
 def refuse_details(prefix: str | Path) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
+from deepmd_ema.data.loader import atoms_at_once
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.geometry import KeptPairs, find_pairs
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 Rows: TypeAlias = "NDArray[np.float64] | list[None]"  # one per frame
 _ROUNDING = 1e-6  # of a distance that was found twice
-ATOMS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
 # a frame of more atoms whose pairs are kept is evaluated alone on a CPU: keeping its slots as well is worth more than
 # sharing a batch (water, se_e2_a: 1.2 times at 96 atoms; at 12 atoms a batch of 64 frames is 5 times as fast)
 MAX_ATOMS_SHARING = 64
@@ -196,7 +196,7 @@ class Potential:
             return [self._run(self._model, frame, pairs) for frame, pairs in zip(frames, kept)]
         parts = []
         on_cpu = self.device.type == "cpu"
-        for group in _groups(list(zip(frames, kept)), ATOMS_AT_ONCE.get(self.device.type, 1024), on_cpu):
+        for group in _groups(list(zip(frames, kept)), atoms_at_once(self.device), on_cpu):
             first, kept_pairs = group[0]
             if len(group) == 1 and kept_pairs is not None:
                 placed = self._placed(first, kept_pairs)

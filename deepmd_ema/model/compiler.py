@@ -8,18 +8,19 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from deepmd_ema.batch import Batch
+from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.files import writing
 from deepmd_ema.labels import ENERGY
-from deepmd_ema.model.dummy_atoms import Round, at_least_two, fill, to_half_octave, to_prime
+from deepmd_ema.model.dummy_atoms import Round, at_least_two, fill, pad, to_half_octave, to_prime
 from deepmd_ema.model.energy import EnergyModel, run
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,15 @@ class CompileOptions:
     dynamic: bool = True
     cache_dir: str | None = None
 
+    @property
+    def up(self) -> Round:
+        """To which sizes batches are filled up."""
+        return at_least_two if self.dynamic else to_half_octave
+
+    def pad(self, layout: NeighborLayout) -> Callable[[Batch], Batch]:
+        """Return the function that fills up batches of a layout; a loader calls it in its thread."""
+        return partial(pad, layout=layout, up=self.up)
+
 
 @dataclass
 class Compiler:
@@ -68,7 +78,9 @@ class Compiler:
 
     Every parameter and buffer is an input of a graph, and torch guards everything else that a graph depends on, so that
     models of one structure share one graph and no model runs with the constants of another. Batches are filled up so
-    that their sizes are of one kind (:mod:`~deepmd_ema.model.dummy_atoms`); gradients and values stay the same.
+    that their sizes are of one kind (:mod:`~deepmd_ema.model.dummy_atoms`); gradients and values stay the same. Loaders
+    fill them up ahead (``options.pad``), and then predictions have the dummy frames and atoms too; a batch that is not
+    filled up is so here, and its predictions are its own.
 
     Attributes:
         options: of torch.
@@ -90,15 +102,22 @@ class Compiler:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.abspath(self.options.cache_dir)
         mode = self.options.mode if self.options.backend == "inductor" else None
         self._run = torch.compile(run, backend=self.options.backend, dynamic=self.options.dynamic, mode=mode)
-        self._up: Round = at_least_two if self.options.dynamic else to_half_octave
 
     def serves(self, model: EnergyModel) -> bool:
-        """Whether a model is compiled in the mode in which it is; tables are faster than compiled code."""
-        return self.in_training if model.training else self.in_validation and not model.has_tables
+        """Whether a model is compiled in the mode in which it is."""
+        return self.in_training if model.training else self.validates(model)
+
+    def validates(self, model: EnergyModel) -> bool:
+        """Whether a model is compiled in evaluation mode; tables are faster than compiled code."""
+        return self.in_validation and not model.has_tables
 
     def __call__(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
         """Return the predictions of ``model`` for ``batch``, with gradients by parameters in training mode."""
-        prediction = self._evaluate(model, batch, self._up)
+        if batch.num_dummies[0]:
+            prediction = self._evaluate(model, _without_labels(batch))
+        else:
+            filled = fill(_without_labels(batch), model.layout, self.options.up)
+            prediction = filled.take(self._evaluate(model, filled.batch))
         # a graph has series of one length, on a CPU, and gives nan where a batch needs longer ones
         if prediction[ENERGY].device.type == "cpu" and not bool(torch.isfinite(prediction[ENERGY]).all()):
             return run(model, batch)
@@ -111,15 +130,15 @@ class Compiler:
         code depends a little on the sizes it was made for: a restart makes it for the same batch as the first start.
         """
         widths = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
-        self._evaluate(model, batch, to_prime(widths) if self.options.dynamic else self._up)
+        up = to_prime(widths) if self.options.dynamic else self.options.up
+        self._evaluate(model, fill(_without_labels(batch), model.layout, up).batch)
 
-    def _evaluate(self, model: EnergyModel, batch: Batch, up: Round) -> dict[str, Tensor]:
-        filled = fill(batch, model.layout, up)
+    def _evaluate(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
         (graphs, hits), began = _graphs_and_hits(), time.perf_counter()
         if self.options.mode in _IN_CUDA_GRAPHS:
             torch.compiler.cudagraph_mark_step_begin()
         with _settings():
-            prediction = self._run(model, filled.batch)  # with virials: tasks without them share the graph
+            prediction: dict[str, Tensor] = self._run(model, batch)  # with virials: tasks without them share the graph
         graphs_now, hits_now = _graphs_and_hits()
         if graphs_now > graphs:
             seconds, reason = time.perf_counter() - began, _reason() if self.graphs else ""
@@ -129,7 +148,7 @@ class Compiler:
                 "compiled graph %d for %s in %.1f s%s%s", len(self.graphs), graph.purpose, graph.seconds,
                 " (code from the cache)" if graph.cached else "", f": {graph.reason}" if graph.reason else "",
             )  # fmt: skip
-        return filled.take(prediction)
+        return prediction
 
     def describe(self) -> str:
         """Return the number of graphs and the time that they took."""
@@ -140,6 +159,11 @@ class Compiler:
     def seconds(self) -> float:
         """Seconds that all graphs took."""
         return sum(graph.seconds for graph in self.graphs)
+
+
+def _without_labels(batch: Batch) -> Batch:
+    """Return the batch without what a model does not see, and a graph must not depend on."""
+    return replace(batch, labels={}, has_label={}, frames=(), padding=False, num_dummies=(0, 0))
 
 
 # what torch counts is private to it, and is used for log lines only: without it there are none

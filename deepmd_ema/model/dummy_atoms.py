@@ -49,11 +49,11 @@ def to_prime(taken: Collection[int]) -> Round:
 class Filled:
     """A batch filled up to chosen numbers of atoms, slots and frames, and the way back.
 
-    The atoms added are in frames of their own, after those of the batch, without neighbors. What a model predicts for
-    the frames of the batch, and its derivatives, are then those of the batch itself.
+    The atoms added are in frames of their own, after those of the batch, without neighbors and labels. What a model
+    predicts for the frames of the batch, its derivatives, and the loss are then those of the batch itself.
 
     Attributes:
-        batch: filled up, without labels.
+        batch: filled up; labels of pairs of atoms are left out.
         rows: (A,) the atoms of the batch among those of the filled one.
         num_frames: of the batch.
     """
@@ -70,11 +70,19 @@ class Filled:
         }
 
 
+def pad(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Batch:
+    """Return ``batch`` filled up, with its labels, so that a loss may take it in the place of ``batch``.
+
+    A batch with labels of pairs of atoms is returned as it is: second derivatives are evaluated frame by frame.
+    """
+    return batch if any(LABELS[name].per_pair for name in batch.labels) else fill(batch, layout, up).batch
+
+
 def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Filled:
     """Return ``batch`` with the next numbers that ``up`` gives of atoms of each type, slots of each section and frames.
 
     Args:
-        batch: on the device of the model.
+        batch: on any device, where the work is done.
         layout: of the batch, whose ``sel`` is not exceeded.
         up: returns the next of the numbers that are wanted, at least 2.
     """
@@ -98,6 +106,7 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
     def per_frame(values: Tensor) -> Tensor:
         return torch.cat([values, values.new_zeros(more_frames, *values.shape[1:])])
 
+    labels = {name: value for name, value in batch.labels.items() if not LABELS[name].per_pair}
     sizes = batch.num_atoms.new_ones(more_frames)
     sizes[-1] += sum(counts) - num_atoms - more_frames
     neighbor, vector, reverse = _joined(
@@ -120,13 +129,13 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
         neighbor=neighbor,
         vector=vector,
         reverse=torch.constant_pad_nd(reverse, (0, width - reverse.shape[1]), neighbor.numel()),
-        labels={},
-        has_label={},
+        labels={name: per_atom(v) if LABELS[name].per_atom else per_frame(v) for name, v in labels.items()},
+        has_label={name: per_frame(batch.has_label[name]) for name in labels},
         conditions={
             name: per_atom(value) if name == APARAM else per_frame(value) for name, value in batch.conditions.items()
         },
-        frames=(),
         sizes=(),
+        num_dummies=(more_frames, len(added) - num_atoms),
     )
     return Filled(filled, rows, batch.num_frames)
 

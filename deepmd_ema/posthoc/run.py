@@ -18,7 +18,7 @@ from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.config import TaskConfig, saved_config
 from deepmd_ema.data.collate import PairCache
-from deepmd_ema.data.loader import sequential_batches
+from deepmd_ema.data.loader import atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems, counted, did_you_mean
@@ -201,7 +201,8 @@ def measure_combinations(
     with tqdm(total=len(tracked) + len(combinations), unit=" models", disable=None, leave=False) as bar:
         for row, weights in chain(tracked, made):
             models.load_state_dict(weights)
-            errors = evaluate(model, sequential_batches(systems, model.layout, cache, labels=LABELS), device)
+            batches = sequential_batches(systems, model.layout, cache, atoms_at_once(device), LABELS)
+            errors = evaluate(model, prefetch(batches, device), device)
             rows.append(replace(row, errors=errors))
             if len(rows) == 1:
                 _check_labels(errors, metric, systems)

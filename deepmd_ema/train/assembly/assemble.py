@@ -25,7 +25,7 @@ from deepmd_ema.train.loop.reporter import Reporter
 from deepmd_ema.train.loop.saver import Saver, StateBuilder
 from deepmd_ema.train.loop.sharding import parallelize
 from deepmd_ema.train.loop.step import GradientStep, Step, context_of_products
-from deepmd_ema.train.loop.task import TaskMixture
+from deepmd_ema.train.loop.task import TaskMixture, compiled_modes
 from deepmd_ema.train.loop.trainer import Callback, Trainer
 from deepmd_ema.train.loop.validate import FullValidation
 from deepmd_ema.train.start.new_run import Start
@@ -113,10 +113,9 @@ def compile_models(config: RunConfig, models: ModelSet, batches: Mapping[str, Ba
         UserError: if they cannot be compiled.
     """
     advice = "Set it to false to train eagerly"
-    in_training, infer = config.training.enable_compile, config.validating.compiled_infer
-    if not in_training and not infer:
+    if not config.training.enable_compile and not config.validating.compiled_infer:
         return config
-    in_validation = (in_training if infer is None else infer) and config.has_validation_data
+    in_training, in_validation = compiled_modes(config)
     if in_training or in_validation:
         compiler = Compiler(CompileOptions(**plain(config.training.compile_options)), in_training, in_validation)
         hessians = any(HESSIAN in task.loss.labels for task in config.tasks.values())

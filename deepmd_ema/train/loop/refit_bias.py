@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.data.epochs import permutation
-from deepmd_ema.data.loader import sequential_batches
+from deepmd_ema.data.loader import atoms_at_once, sequential_batches
 from deepmd_ema.data.sampler import frames_taken
 from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.seeds import seed_for
@@ -47,7 +47,8 @@ def refit(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dict[str
             for name, task in prepared.tasks.items():
                 model = prepared.models.of(name)
                 chosen = chosen_frames(task, prepared.seed, MAX_FRAMES)
-                batches = sequential_batches(task.train, task.model.layout, task.cache, frames=chosen)
+                most = atoms_at_once(model.out_bias.device)
+                batches = sequential_batches(task.train, task.model.layout, task.cache, most, frames=chosen)
                 before = model.out_bias.view(-1).cpu().numpy()
                 frames = energies_of(model, task.config.model, batches)
                 if len(frames):

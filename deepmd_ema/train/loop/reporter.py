@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.batch import Batch
+from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.dist.world import World
@@ -163,7 +163,9 @@ class Reporter:
             with writing("training.tensorboard_log_dir"):
                 self._board.close()
 
-    def _mean_values(self, batches: Mapping[str, Sequence[Batch]], rate: float) -> dict[str, dict[str, float]]:
+    def _mean_values(
+        self, batches: Mapping[str, Sequence[Batch | PackedBatch]], rate: float
+    ) -> dict[str, dict[str, float]]:
         """Return each displayed value by task over its batches, weighted by their atoms; empty without any."""
         means: dict[str, dict[str, float]] = {}
         for task in self._tasks:
@@ -173,7 +175,7 @@ class Reporter:
             for batch in (b.to(self._world.device) for b in batches.get(task.name, ())):
                 prediction = task.models(task.name, batch, **task.loss.needs(batch))
                 _, values = task.loss(prediction, batch, rate)
-                atoms = 0 if batch.padding else batch.atom_type.shape[0]
+                atoms = 0 if batch.padding else batch.num_real[1]
                 own = torch.tensor(atoms, dtype=torch.float64, device=self._world.device)
                 mean.add(values, self._world.all_reduce_sum(own))
             task.models.train(was_training)

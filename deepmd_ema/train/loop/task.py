@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from deepmd_ema.batch import Batch
+from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config import RunConfig
-from deepmd_ema.data.loader import Loader
+from deepmd_ema.config.fields import plain
+from deepmd_ema.data.loader import Loader, Pad
 from deepmd_ema.data.run import steps_for_epochs, steps_with_share
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.loss import EnergyLoss
+from deepmd_ema.model.compiler import CompileOptions
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask, stream_of
@@ -48,7 +50,7 @@ class Task:
     display_batches: int = 1
     split: str = ""
 
-    def next_display_batches(self) -> list[Batch]:
+    def next_display_batches(self) -> list[Batch | PackedBatch]:
         """Return the next validation batches of a row, in host memory; none without validation data."""
         if self.display_loader is None:
             return []
@@ -117,13 +119,17 @@ class TaskMixture:
         for name, task in prepared.tasks.items():
             make = partial(_build_loader, task, prepared.seed, world)
             valid = task.config.displayed_data if config.training.disp_training else None
+            pad = CompileOptions(**plain(config.training.compile_options)).pad(task.model.layout)
+            in_training, in_validation = compiled_modes(config)
             self._tasks.append(
                 Task(
                     name,
                     prepared.models,
                     EnergyLoss(task.config.loss, config.learning_rate.start_lr, world),
-                    train_loader=make(task.train, task.config.training_data, "frames"),
-                    display_loader=make(task.valid, valid, "display frames") if valid is not None else None,
+                    train_loader=make(task.train, task.config.training_data, "frames", pad if in_training else None),
+                    display_loader=make(task.valid, valid, "display frames", pad if in_validation else None)
+                    if valid is not None
+                    else None,
                     display_batches=valid.numb_btch if valid is not None else 1,
                     split=task.split,
                 )
@@ -192,8 +198,20 @@ class TaskMixture:
             task.close()
 
 
+def compiled_modes(config: RunConfig) -> tuple[bool, bool]:
+    """Return whether training, and whether validation, runs compiled code."""
+    in_training, infer = config.training.enable_compile, config.validating.compiled_infer
+    return in_training, (in_training if infer is None else infer) and config.has_validation_data
+
+
 def _build_loader(
-    task: PreparedTask, seed: int, world: World, systems: Sequence[FrameSource], data: Any, stream: str
+    task: PreparedTask,
+    seed: int,
+    world: World,
+    systems: Sequence[FrameSource],
+    data: Any,
+    stream: str,
+    pad: Pad | None,
 ) -> Loader:
     sampler = Sampler(
         [system.num_frames for system in systems],
@@ -205,4 +223,5 @@ def _build_loader(
         rank=world.rank,
         world_size=world.size,
     )
-    return Loader(systems, sampler, task.model.layout, cache=task.cache, pin=world.device.type == "cuda")
+    pin, labels = world.device.type == "cuda", task.config.loss.labels
+    return Loader(systems, sampler, task.model.layout, pin=pin, cache=task.cache, labels=labels, pad=pad)

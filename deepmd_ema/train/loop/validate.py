@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.batch import Batch
+from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.checkpoint.series import BestFiles, Store
 from deepmd_ema.config.outputs import Outputs
-from deepmd_ema.data.loader import num_batches, sequential_batches
+from deepmd_ema.data.loader import atoms_at_once, num_batches, prefetch, sequential_batches
 from deepmd_ema.dist.world import World
 from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
@@ -133,12 +133,15 @@ class FullValidation:
         if row.log is not None:
             row.log.write_best(path, self._metric, value)
 
-    def _until(self, stopped: Callable[[], bool], task: PreparedTask) -> Iterator[Batch]:
-        batches = partial(sequential_batches, task.valid, task.model.layout, task.cache)
-        mine = batches(rank=self._world.rank, world_size=self._world.size)
+    def _until(self, stopped: Callable[[], bool], task: PreparedTask) -> Iterator[Batch | PackedBatch]:
+        world, most, layout = self._world, atoms_at_once(self._world.device), task.model.layout
+        batches = partial(sequential_batches, task.valid, layout, task.cache, most)
+        compiler = self.models.compiler
+        pad = compiler.options.pad(layout) if compiler is not None and compiler.validates(task.model) else None
+        mine = prefetch(batches(rank=world.rank, world_size=world.size), world.device, pad)
         batch = None
         # all ranks go the same number of rounds, because a sharded model computes together
-        for _ in range(-(-num_batches(task.valid) // self._world.size)):
+        for _ in range(-(-num_batches(task.valid, most) // world.size)):
             if stopped():
                 raise ValidationAborted
             following = next(mine, None)
