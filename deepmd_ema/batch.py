@@ -189,9 +189,12 @@ class Batch:
         return replace(self, has_label=has_label, padding=True)
 
     def pack(self, pin: bool = False) -> PackedBatch:
-        """Return the batch in one buffer, page-locked (``pin``) for a copy to a GPU that runs beside the step."""
+        """Return the batch in one buffer on its device.
+
+        On the host it may be page-locked (``pin``), for a copy to a GPU that runs beside the step.
+        """
         layout = PackedLayout.of(self)
-        data = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin)
+        data = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.vector.device, pin_memory=pin)
         for (_, _, view), (_, _, tensor) in zip(_tensors(layout.view(data)), _tensors(self), strict=True):
             view.copy_(tensor)
         return PackedBatch(layout, data, self.frames, self.padding, self.num_dummies)
@@ -274,7 +277,7 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch in one buffer of the host: one copy brings it to a device.
+    """A batch in one buffer: one copy brings it to a device.
 
     Attributes:
         layout: of the buffer.

@@ -25,7 +25,7 @@ from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model import compiler as compiling
 from deepmd_ema.model.build import share_parts
 from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
-from deepmd_ema.model.dummy_atoms import fill
+from deepmd_ema.model.dummy_atoms import fill, pad
 from deepmd_ema.model.energy import run
 from deepmd_ema.model.interpolation.series import MIN_TERMS
 from deepmd_ema.model.tabulated import interpolations_of
@@ -116,6 +116,37 @@ def test_tasks_of_one_structure_share_one_graph_for_all_sizes_however_they_share
     assert sum(counters["graph_break"].values()) == 0
     assert [graph.purpose for graph in compiler.graphs] == ["training"]
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_batches_padded_and_packed_ahead_share_a_graph_and_have_the_loss_of_the_batch(packed, dynamic):
+    compiler = Compiler(CompileOptions(backend="aot_eager", dynamic=dynamic))
+    _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
+    loss = EnergyLoss(LOSS, 0.01, World())
+    for batch in batches_of(model.train()):
+        padded = compiler.options.pad(model.layout)(batch)
+        if packed:
+            padded = padded.pack().to(torch.device("cpu"))
+        found = []
+        for call, one in ((compiler, padded), (run, batch)):
+            total, shown = loss(call(model, one), one, 0.005)
+            found.append([total.detach(), *shown.values(), *torch.autograd.grad(total, list(model.parameters()))])
+        assert_same(*found)
+    assert len(compiler.graphs) == 1 if dynamic else len(compiler.graphs) <= len(FRAMES)
+
+
+def test_a_graph_that_was_traced_serves_batches_that_are_filled_up_ahead_or_by_it():
+    compiler = Compiler(TRACED)
+    _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
+    batches = list(batches_of(model.eval()))
+    compiler.trace(model, batches[0])
+    for batch in batches:
+        expected = run(model, batch)
+        assert_same(compiler(model, batch).values(), expected.values())
+        padded = compiler(model, pad(batch, model.layout))
+        assert torch.allclose(padded["energy"][:1], expected["energy"], rtol=1e-12)
+    assert len(compiler.graphs) == 1
 
 
 def test_models_of_other_structures_get_graphs_of_their_own_and_the_right_numbers(caplog):

@@ -7,15 +7,17 @@ import threading
 import time
 from concurrent.futures import CancelledError
 from contextlib import closing, suppress
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
 from helpers import open_data
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.batch import ALIGNMENT, Batch, NeighborLayout, PackedLayout
 from deepmd_ema.data.collate import PairCache, pair_frame
-from deepmd_ema.data.loader import Loader, sequential_batches
+from deepmd_ema.data.loader import Loader, atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.errors import DataError
 
@@ -217,6 +219,144 @@ def test_ranks_share_sequential_batches(systems):
         [b.frames for b in sequential_batches(systems, LAYOUT, max_atoms=30, rank=r, world_size=3)] for r in range(3)
     ]
     assert [shares[n % 3][n // 3] for n in range(len(whole))] == whole
+
+
+def assert_same_everywhere(a, b):
+    """Every field of two batches is the same, tensors to the last bit."""
+    for f in fields(a):
+        one, other = getattr(a, f.name), getattr(b, f.name)
+        if isinstance(one, dict):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[key], other[key]) for key in one), f.name
+        else:
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, f.name
+
+
+@pytest.fixture
+def batches(systems):
+    """Batches of several layouts, with all labels."""
+    return list(sequential_batches(systems, LAYOUT, max_atoms=30, labels=LABELS))
+
+
+def test_a_packed_batch_is_the_batch_in_one_aligned_buffer(batches):
+    for batch in (*batches, batches[0].as_padding()):
+        packed = batch.pack()
+        made = packed.to(torch.device("cpu"))
+        assert_same_everywhere(made, batch)
+        assert {t.untyped_storage().data_ptr() for t in (made.vector, made.periodic, *made.labels.values())} == {
+            packed.data.data_ptr()
+        }
+        assert all(place.start * place.dtype.itemsize % ALIGNMENT == 0 for place in packed.layout.tensors)
+        assert all(tensor.is_contiguous() for tensor in (made.vector, made.coord, made.labels["force"]))
+        assert_same_everywhere(packed.as_padding().to(torch.device("cpu")), batch.as_padding())
+
+
+def test_conditions_are_packed_too(batches):
+    batch = replace(
+        batches[0], conditions={"aparam": torch.rand(len(batches[0].atom_type), 2), "fparam": torch.rand(2)}
+    )
+    assert_same_everywhere(batch.pack().to(torch.device("cpu")), batch)
+
+
+def test_batches_of_one_layout_follow_each_other_in_one_buffer(batches):
+    by_layout = {}
+    for batch in batches:
+        by_layout.setdefault(batch.pack().layout, []).append(batch)
+    assert 1 < len(by_layout) < len(batches)
+    for layout, group in by_layout.items():
+        larger = torch.zeros(layout.num_bytes + ALIGNMENT, dtype=torch.uint8)
+        kept = larger[ALIGNMENT:]  # a buffer may be a part of another
+        view = layout.view(kept)
+        for batch in group:
+            kept.copy_(batch.pack().data)
+            assert_same_everywhere(view, replace(batch, frames=()))
+
+
+def test_a_layout_is_another_where_a_number_of_the_host_is(batches):
+    batch = batches[0]
+    first, *others = (
+        PackedLayout.of(one)
+        for one in (batch, replace(batch, slots=(sum(batch.slots), 0)), replace(batch, sizes=(*batch.sizes, 1)))
+    )
+    assert hash(first) == hash(PackedLayout.of(batches[0]))
+    assert first not in others
+    assert PackedLayout.of(replace(batch, labels=dict(reversed(batch.labels.items())))) == first
+
+
+def test_a_loader_pads_its_batches_and_shows_single_ones_as_they_are(systems):
+    with closing(Loader(systems, make_sampler(systems), LAYOUT, pad=lambda batch: replace(batch, sizes=()))) as loader:
+        for n in range(4):
+            assert next(loader).sizes == ()
+            assert loader.batch(n).sizes
+
+
+def test_batches_for_a_cpu_are_made_when_they_are_wanted_and_for_a_gpu_one_ahead(batches, monkeypatch):
+    monkeypatch.setattr(Batch, "pack", lambda self, pin: self if pin else None)
+    made = []
+    for device, ahead in (("cpu", 0), ("cuda", 1)):
+        made.clear()
+        source = (made.append(batch) or batch for batch in batches)
+        found = prefetch(source, torch.device(device), pad=lambda batch: replace(batch, sizes=()))
+        for n in range(2):
+            assert_same(next(found), batches[n])
+        until = time.monotonic() + 30
+        while len(made) < 2 + ahead and time.monotonic() < until:
+            time.sleep(0.001)
+        assert len(made) == 2 + ahead
+        assert len(loader_threads()) == ahead
+        assert [b.frames for b in found] == [b.frames for b in batches[2:]]
+        found = prefetch(iter(batches), torch.device(device))
+        next(found)
+        found.close()
+        assert not loader_threads()
+
+
+def test_an_error_in_batches_made_ahead_surfaces_where_the_batch_would_be(batches, monkeypatch):
+    monkeypatch.setattr(Batch, "pack", lambda self, pin: self)
+
+    def failing():
+        yield batches[0]
+        raise DataError("water/set.000/force.npy: has become shorter")
+
+    found = prefetch(failing(), torch.device("cuda"))
+    assert next(found) is batches[0]
+    with pytest.raises(DataError, match="has become shorter"):
+        next(found)
+
+
+def test_a_gpu_evaluates_more_atoms_at_once():
+    assert [atoms_at_once(torch.device(name)) for name in ("cpu", "cuda", "meta")] == [1024, 16384, 1024]
+
+
+@pytest.mark.gpu
+def test_a_batch_comes_to_a_gpu_from_page_locked_memory_by_one_copy(systems):
+    class Copies(TorchDispatchMode):
+        names = ()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names = (*self.names, function._schema.name)
+            return function(*args, **(kwargs or {}))
+
+    device = torch.device("cuda", 0)
+    with closing(Loader(systems, make_sampler(systems), LAYOUT, labels=LABELS, pin=True)) as loader:
+        for n in range(8):
+            packed = next(loader)
+            assert packed.data.is_pinned()
+            with Copies() as seen:
+                moved = packed.to(device)
+            assert sum("copy" in name for name in seen.names) == 1
+            assert moved.vector.device == device
+            assert_same_everywhere(moved._map(lambda t: t.cpu()), loader.batch(n))
+
+
+@pytest.mark.gpu
+def test_batches_of_an_evaluation_come_to_a_gpu_in_order(systems):
+    device = torch.device("cuda", 0)
+    expected = list(sequential_batches(systems, LAYOUT, max_atoms=30, labels=LABELS))
+    found = list(prefetch(sequential_batches(systems, LAYOUT, max_atoms=30, labels=LABELS), device))
+    assert all(packed.data.is_pinned() for packed in found)
+    for packed, batch in zip(found, expected, strict=True):
+        assert_same_everywhere(packed.to(device)._map(lambda t: t.cpu()), batch)
 
 
 def test_processes_of_one_machine_share_the_memory_for_neighbors(monkeypatch):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
 from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, toy_atoms, toy_model
 
-from deepmd_ema.model.dummy_atoms import at_least_two, fill, to_half_octave, to_prime
+from deepmd_ema.batch import PackedLayout
+from deepmd_ema.config.schema.optim import EnerLossConfig
+from deepmd_ema.dist.world import World
+from deepmd_ema.labels import LABELS
+from deepmd_ema.loss import EnergyLoss
+from deepmd_ema.metrics import Errors
+from deepmd_ema.model.dummy_atoms import at_least_two, fill, pad, to_half_octave, to_prime
 
 ROUNDS = {"two": lambda: at_least_two, "half an octave": lambda: to_half_octave, "primes": lambda: to_prime({5, 7})}
 # elements of the atoms of each frame, and its cell
@@ -75,6 +81,90 @@ def test_no_size_is_0_or_1_and_the_filled_batch_is_a_batch(name):
     assert filled.coord.shape == (num_atoms, 3)
     assert filled.vector.shape == (*filled.neighbor.shape, 3) == (num_atoms, sum(filled.slots), 3)
     assert int(filled.occupied.sum()) == int(batch.occupied.sum())
+
+
+def test_added_atoms_are_of_the_types_of_which_rounding_adds_some_anyway():
+    _, model = toy_model("se_e2_a")
+    batch = batch_with(model, [((0,) * 4 + (1,) * 3, TRICLINIC)])
+    assert batch.type_counts == (4, 3, 0)
+    assert fill(batch, model.layout, to_half_octave).batch.type_counts == (4, 3, 2)
+    full = batch_with(model, [((0,) * 8 + (1,) * 4 + (2,) * 6, TRICLINIC)])
+    assert fill(full, model.layout, to_half_octave).batch.type_counts == (8, 6, 6)
+
+
+def labelled(batch, names, seed=5):
+    """Return the batch with random labels, which its second frame does not have."""
+    rng = np.random.default_rng(seed)
+    has_label = torch.ones(batch.num_frames, dtype=torch.float64)
+    has_label[1:2] = 0
+    shapes = {name: LABELS[name].shape_of(*batch.sizes) for name in names}
+    labels = {name: torch.from_numpy(np.abs(rng.normal(size=shape))) for name, shape in shapes.items()}
+    return replace(batch, labels=labels, has_label=dict.fromkeys(names, has_label))
+
+
+LOSSES = {
+    "squares": {},
+    "absolute": {"loss_func": "mae"},
+    "norm": {"loss_func": "mae", "f_use_norm": True},
+    "huber": {"use_huber": True},
+    "relative": {"relative_f": 0.3},
+    "intensive": {"intensive_ener_virial": True},
+    "default weights": {"use_default_pf": True},
+}
+PREFACTORS = {f"{when}_pref_{symbol}": 2 for when in ("start", "limit") for symbol in ("e", "f", "v", "ae", "pf")}
+PLAIN = ("energy", "force", "virial", "atom_energy", "atom_pref")
+
+
+@pytest.mark.parametrize("options", LOSSES)
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_loss_of_a_padded_batch_its_gradient_and_what_is_displayed_are_those_of_the_batch(name, options):
+    _, model = toy_model("se_e2_a", {"neuron": [2, 4]}, {"neuron": [4]})
+    loss = EnergyLoss(EnerLossConfig(**PREFACTORS, **LOSSES[options]), 1e-3, World())
+    batch = labelled(batch_with(model, BATCHES[name]), PLAIN)
+    found = []
+    for one in (batch, *(pad(batch, model.layout, up()) for up in ROUNDS.values())):
+        total, shown = loss(model(one, create_graph=True), one, 5e-4)
+        found.append([total.detach(), *shown.values(), *torch.autograd.grad(total, list(model.parameters()))])
+    for of_padded in found[1:]:
+        for value, expected in zip(of_padded, found[0], strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_errors_of_a_padded_batch_and_of_its_frames_are_those_of_the_batch(name):
+    _, model = toy_model("se_e2_a")
+    batch = labelled(batch_with(model, BATCHES[name]), PLAIN[:4])
+    padded = pad(batch, model.layout, to_half_octave)
+    assert padded.num_real == (batch.num_frames, len(batch.atom_type))
+    assert padded.num_dummies[0] >= 1
+    found, expected = Errors(collect=True), Errors(collect=True)
+    found.add(model(padded), padded)
+    expected.add(model(batch), batch)
+    torch.testing.assert_close(found.sums, expected.sums, rtol=1e-12, atol=1e-12)
+    assert [frame.source for frame in found.frames] == [frame.source for frame in expected.frames]
+    for one, other in zip(found.frames, expected.frames):
+        assert one.label.keys() == other.label.keys()
+        np.testing.assert_array_equal(one.atom_type, other.atom_type)
+        for key in other.prediction:
+            np.testing.assert_allclose(one.prediction[key], other.prediction[key], rtol=1e-11, atol=1e-11)
+
+
+def test_a_batch_with_second_derivatives_as_a_label_is_not_padded():
+    _, model = toy_model("se_e2_a")
+    batch = labelled(batch_with(model, BATCHES["several"]), ("energy", "hessian"))
+    assert pad(batch, model.layout) is batch
+    assert list(fill(batch, model.layout).batch.labels) == ["energy"]
+
+
+def test_few_layouts_occur_of_batches_padded_to_half_octaves():
+    _, model = toy_model("se_e2_a")
+    plain = [batch_with(model, [((0, 1) * n, TRICLINIC), ((0, 2, 1), None)], seed=n) for n in range(9, 17)]
+    layouts = [
+        {PackedLayout.of(b) for b in batches}
+        for batches in (plain, [pad(b, model.layout, to_half_octave) for b in plain])
+    ]
+    assert len(layouts[0]) == 8
+    assert len(layouts[1]) <= 3
 
 
 def test_primes_are_all_different_and_not_those_taken():

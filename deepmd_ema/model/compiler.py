@@ -20,7 +20,7 @@ from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.files import writing
 from deepmd_ema.labels import ENERGY
-from deepmd_ema.model.dummy_atoms import Round, at_least_two, fill, pad, to_half_octave, to_prime
+from deepmd_ema.model.dummy_atoms import Filled, Round, at_least_two, fill, pad, to_half_octave, to_prime
 from deepmd_ema.model.energy import EnergyModel, run
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Compiler:
         if batch.num_dummies[0]:
             prediction = self._evaluate(model, _without_labels(batch))
         else:
-            filled = fill(_without_labels(batch), model.layout, self.options.up)
+            filled = _fill(batch, model.layout, self.options.up)
             prediction = filled.take(self._evaluate(model, filled.batch))
         # a graph has series of one length, on a CPU, and gives nan where a batch needs longer ones
         if prediction[ENERGY].device.type == "cpu" and not bool(torch.isfinite(prediction[ENERGY]).all()):
@@ -131,7 +131,7 @@ class Compiler:
         """
         widths = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
         up = to_prime(widths) if self.options.dynamic else self.options.up
-        self._evaluate(model, fill(_without_labels(batch), model.layout, up).batch)
+        self._evaluate(model, _fill(batch, model.layout, up).batch)
 
     def _evaluate(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
         (graphs, hits), began = _graphs_and_hits(), time.perf_counter()
@@ -159,6 +159,16 @@ class Compiler:
     def seconds(self) -> float:
         """Seconds that all graphs took."""
         return sum(graph.seconds for graph in self.graphs)
+
+
+def _fill(batch: Batch, layout: NeighborLayout, up: Round) -> Filled:
+    """Return ``batch`` filled up as a loader does it.
+
+    For a GPU its tensors are views of one buffer, which graphs made for tensors of their own do not take.
+    """
+    filled = fill(_without_labels(batch), layout, up)
+    device = batch.vector.device
+    return replace(filled, batch=filled.batch.pack().to(device)) if device.type == "cuda" else filled
 
 
 def _without_labels(batch: Batch) -> Batch:

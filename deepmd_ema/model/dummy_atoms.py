@@ -88,8 +88,8 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
     """
     device, num_atoms = batch.neighbor.device, len(batch.atom_type)
     more_frames = up(batch.num_frames + 1) - batch.num_frames
-    # the first atoms added are of the first type, one for each frame, and the last frame has all the others
-    counts = tuple(up(n + (more_frames if t == 0 else 0)) for t, n in enumerate(batch.type_counts))
+    # each added frame has one of the added atoms, and the last has all the others
+    counts = _type_counts(batch.type_counts, more_frames, up)
     inner = [min(most, up(n)) for _, most, n in batch.inner]
     # a view of some slots is of another kind than one of all
     used = [max(batch.slots[0], *(n + 1 for n in inner))] if inner else batch.slots
@@ -138,6 +138,17 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
         num_dummies=(more_frames, len(added) - num_atoms),
     )
     return Filled(filled, rows, batch.num_frames)
+
+
+def _type_counts(used: tuple[int, ...], more: int, up: Round) -> tuple[int, ...]:
+    """Return the next numbers of atoms of each type, which are at least ``more`` in all than those ``used``."""
+    counts = [up(n) for n in used]
+    missing = more - sum(counts) + sum(used)
+    if missing > 0:  # of the type of which fewest are then added
+        larger = [up(n + missing) for n in counts]
+        kind = min(range(len(counts)), key=lambda t: larger[t] - counts[t])
+        counts[kind] = larger[kind]
+    return tuple(counts)
 
 
 def _joined(
