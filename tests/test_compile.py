@@ -149,6 +149,19 @@ def test_a_graph_that_was_traced_serves_batches_that_are_filled_up_ahead_or_by_i
     assert len(compiler.graphs) == 1
 
 
+def test_nothing_is_computed_between_a_padded_batch_and_its_graph(monkeypatch):
+    compiler = Compiler(TRACED)
+    _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
+    padded = pad(next(batches_of(model.eval())), model.layout)
+    prediction = run(model, padded)
+    monkeypatch.setattr(compiler, "_run", lambda model, batch: prediction)
+    with torch.profiler.profile() as profiled:
+        assert compiler(model, padded) is prediction
+    names = {event.name for event in profiled.events()}
+    assert names & {"aten::isfinite"}  # read on a CPU only
+    assert not names & {"aten::cat", "aten::index_copy", "aten::index_copy_", "aten::index_select", "aten::arange"}
+
+
 def test_models_of_other_structures_get_graphs_of_their_own_and_the_right_numbers(caplog):
     caplog.set_level("INFO")
     compiler = Compiler(TRACED)

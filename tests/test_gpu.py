@@ -11,6 +11,7 @@ import torch
 from helpers import assert_same, tiny_input
 from test_train import WITH_AVERAGES, StopAfter, load
 
+from deepmd_ema.data.loader import ATOMS_AT_ONCE
 from deepmd_ema.errors import DivergedError, Interrupted
 from deepmd_ema.train.loop.trainer import Callback
 from deepmd_ema.train.run import run_training
@@ -67,6 +68,17 @@ def test_a_gpu_trains_to_the_numbers_of_the_cpu(start):
     assert all(torch.allclose(averages[0][n], averages[1][n], rtol=1e-7, atol=1e-9) for n in averages[0])
     rows = [np.genfromtxt(folder / "lcurve.out", names=True)["rmse_f_val"] for folder in (gpu, cpu)]
     assert np.allclose(*rows, rtol=1e-2)
+
+
+def test_a_validation_has_the_errors_of_the_cpu_in_many_batches_and_in_one(start, monkeypatch):
+    rows = {}
+    for name, device, atoms in (("cpu", "cpu", 1024), ("one", "cuda", 16384), ("many", "cuda", 8)):
+        monkeypatch.setitem(ATOMS_AT_ONCE, device, atoms)
+        folder = start(name, 4, {"validating__validation_freq": 2}, device=device)
+        rows[name] = np.genfromtxt(folder / "val_ema.log", names=True)
+    for name in ("one", "many"):
+        for column in rows["cpu"].dtype.names:
+            np.testing.assert_allclose(rows[name][column], rows["cpu"][column], rtol=1e-3, err_msg=column)
 
 
 def test_a_step_does_not_wait_for_the_gpu(start):
