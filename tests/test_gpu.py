@@ -132,6 +132,16 @@ def test_compiled_code_trains_to_the_numbers_of_eager_steps(start, tmp_path, opt
     assert all(torch.allclose(a[name], b[name], rtol=1e-9, atol=1e-10) for name in a)
 
 
+def test_batches_of_all_loaders_share_one_traced_graph_for_training_and_one_for_validation(start, caplog):
+    """Those of training are displayed too, and those of a validation are packed by another thread."""
+    caplog.set_level("INFO")
+    backend = {"training__compile_options": {"backend": "aot_eager"}}
+    eager, whole = start("eager", 6), start("compiled", 6, backend | {"training__enable_compile": True})
+    a, b = load(eager / "model.ckpt-6.pt")["model"], load(whole / "model.ckpt-6.pt")["model"]
+    assert all(torch.allclose(a[name], b[name], rtol=1e-9, atol=1e-10) for name in a)
+    assert [r.args[1] for r in caplog.records if r.message.startswith("compiled graph")] == ["training", "validation"]
+
+
 def test_copies_of_a_step_hold_that_step_while_the_device_continues():
     from deepmd_ema.tensors import HostCopies
 

@@ -235,7 +235,9 @@ def _replace_functions(torch: ModuleType, number: int) -> None:
         "is_initialized": lambda: True, "synchronize": lambda of=None: device.synchronize(), "Event": Event,
         "Stream": Stream, "current_stream": lambda of=None: Stream(of), "default_stream": lambda of=None: Stream(of),
         "stream": stream_context, "set_stream": lambda stream: None, "device": _DeviceContext,
-        "_exchange_device": _exchange, "_maybe_exchange_device": _exchange, "empty_cache": lambda: None,
+        # torch.compile takes a function of its own for each
+        "_exchange_device": _exchange, "_maybe_exchange_device": lambda index: _exchange(index),
+        "empty_cache": lambda: None,
         "get_device_name": lambda of=None: properties.name, "get_device_properties": lambda of=None: properties,
         "get_device_capability": lambda of=None: (9, 0), "memory_stats": lambda of=None: {},
         "memory_allocated": lambda of=None: device.allocated(), "memory_reserved": lambda of=None: device.allocated(),
