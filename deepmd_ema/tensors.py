@@ -154,6 +154,14 @@ def on_cpu(tree: Any) -> Any:
     return map_tensors(plain, tree)
 
 
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on ``device``, without waiting for it; on a CPU it is returned itself."""
+    if device.type == "cpu":
+        return tensor
+    # a copy from pageable memory would wait
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class HostCopies:
     """Copies in host memory of tensors as they are now; each tensor is copied once, under whatever names it comes.
 

@@ -1,14 +1,16 @@
 """Optimizers with parameters or state distributed give the numbers of one process: two gloo processes, uneven parts."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import nn
 
+from deepmd_ema.averaging import AverageBank, EmaProfile
 from deepmd_ema.config.schema import optim as sections
-from deepmd_ema.optim.build import build_optimizer
+from deepmd_ema.optim.build import build_optimizer, optimizer_state
 
 CPU = torch.device("cpu")
 ROUNDING = 1e-9  # the norm of an update is a sum of two parts, in float32
@@ -79,6 +81,32 @@ def compare_shared_state(kind, rank):
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), reference.parameters()))
 
 
+def count_messages(kind, rank):
+    """A step sends the weights of each rank at once, and averages that were built before follow them."""
+    net = Net()
+    bank = AverageBank(net, [EmaProfile("ema", 0.5, warmup=False)])
+    optimizer = build(net, kind, shared=True)
+    first = {name: p.detach().clone() for name, p in net.named_parameters()}
+    with mock.patch("torch.distributed.broadcast", wraps=torch.distributed.broadcast) as broadcast:
+        train(net, optimizer, steps=1)
+    assert broadcast.call_count == torch.distributed.get_world_size()
+    bank.update()
+    for name, average in bank.weights("ema").items():
+        torch.testing.assert_close(average, (first[name] + net.get_parameter(name).detach()) / 2)
+    with bank.swapped_in("ema"):
+        assert torch.equal(net.first, bank.weights("ema")["first"])
+
+
+def gather_on_the_host(kind, rank):
+    """The state reaches rank 0 through the group that is given, not through the default one."""
+    net, group = Net(), torch.distributed.new_group(backend="gloo")
+    optimizer = build(net, kind, shared=True)
+    with mock.patch("torch.distributed.gather_object", wraps=torch.distributed.gather_object) as gather:
+        found = optimizer_state(optimizer, net.named_parameters(), group=group)
+    assert [call.kwargs["group"] for call in gather.call_args_list] == [group]
+    assert sorted(found["state"]) == (sorted(name for name, _ in net.named_parameters()) if rank == 0 else [])
+
+
 def on_rank(rank, folder, check, kind):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -89,6 +117,13 @@ def on_rank(rank, folder, check, kind):
         torch.distributed.destroy_process_group()
     # gloo's threads may still run when the interpreter goes down, which aborts the process now and then
     os._exit(0)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("check", [count_messages, gather_on_the_host])
+@pytest.mark.parametrize("kind", ["Adam", "AdaMuon"])
+def test_what_ranks_exchange_at_stage_1(tmp_path, kind, check):
+    mp.spawn(on_rank, (str(tmp_path), check, kind), nprocs=2, join=True)
 
 
 @pytest.mark.timeout(100)

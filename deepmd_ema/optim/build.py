@@ -57,7 +57,10 @@ def build_optimizer(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # importing it uses parts of torch that are deprecated
             from torch.distributed.optim import ZeroRedundancyOptimizer
-        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=kind, lr=0.0, **settings)
+        # the parameters of a rank become views of one tensor, which is sent to the other ranks at once
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+            parameters, optimizer_class=kind, parameters_as_bucket_view=True, lr=0.0, **settings
+        )
     else:
         optimizer = _without_dynamo(kind)(parameters, lr=0.0, **settings)  # type: ignore[call-arg]
     local = _local(optimizer)
@@ -65,6 +68,21 @@ def build_optimizer(
         for p in (p for group in local.param_groups for p in group["params"]):
             local.state[p] = adam_state(p, p.dtype)
     return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) -> None:
+    """Set the learning rate of the next steps.
+
+    Args:
+        optimizer: one from :func:`build_optimizer`.
+        rate: a float; on a GPU also a scalar in float32 there, with which a step reads no number of the host. Both
+            give the same bits there: a float is rounded to float32, in which the fused kernels of torch read a scalar.
+    """
+    on_host = optimizer.param_groups[0]["params"][0].is_cpu
+    if not on_host and not isinstance(rate, Tensor):
+        rate = torch.tensor(rate, dtype=torch.float32).item()
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def clip_gradients(
@@ -117,7 +135,10 @@ def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters, take: Take | None = None
+    optimizer: torch.optim.Optimizer,
+    named_parameters: NamedParameters,
+    take: Take | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Return a copy in host memory of the whole state: ``{"type": name, "state": {parameter: {key: tensor}}}``.
 
@@ -128,6 +149,7 @@ def optimizer_state(
         optimizer: one from :func:`build_optimizer`.
         named_parameters: those that it was made for.
         take: what this rank saves of each tensor; copies of whole ones if None.
+        group: of all ranks, through whose host memory rank 0 gets a state that is sharded; the default group if None.
     """
     local, take = _local(optimizer), take or WholeTensors()
     shared = local is not optimizer
@@ -140,7 +162,7 @@ def optimizer_state(
                 state.setdefault(name, {})[key] = kept
     if shared and isinstance(take, WholeTensors):
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(state, parts)
+        dist.gather_object(state, parts, group=group)
         state = {name: tensors for part in parts or [] for name, tensors in part.items()}
     return {"type": type(local).__name__, "state": state}
 

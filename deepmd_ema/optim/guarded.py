@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepmd_ema.dist.dtensor import local_shard
+from deepmd_ema.optim.vector import WEIGHT, ParameterVector, addresses, batches
 
-# that are updated together, if not of a single parameter: more would take memory and no less time
-BATCH_ENTRIES = 2**22
+Values = dict[str, Tensor]
+Out = Mapping[str, Tensor | None]
 ADAM_EPS = 1e-8  # the default of Adam (arXiv:1412.6980, algorithm 1), of torch and of DeePMD-kit
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
     """An optimizer whose :meth:`step` is skipped where ``found_inf`` is 1, as the fused ones of torch do.
 
-    State is allocated at construction. A parameter without a gradient is left as it is.
+    State is allocated at construction and changed in place. A parameter without a gradient is left as it is. The
+    learning rate ``lr`` of a group is what :func:`deepmd_ema.optim.build.set_learning_rate` takes.
 
     Args:
         params: parameters that are trained, or groups of them.
@@ -27,6 +28,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__(params, options)
+        self._vectors: dict[tuple[int, ...], tuple[tuple[int, ...], list[ParameterVector]]] = {}
         with torch.no_grad():
             for group in self.param_groups:
                 for p in group["params"]:
@@ -36,12 +38,22 @@ class GuardedOptimizer(torch.optim.Optimizer):
         """Return the state of a parameter before its first update."""
         raise NotImplementedError
 
-    def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update parameters that have gradients, and their states, in place.
+    def is_matrix(self, p: Tensor, group: dict[str, Any]) -> bool:
+        """Whether a parameter is updated as a matrix; the others are updated by Adam."""
+        raise NotImplementedError
+
+    def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
+        """Return parameters of one kind as a vector."""
+        raise NotImplementedError
+
+    def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
+        """Return new weights and states of parameters of one kind that have gradients.
 
         Args:
-            parameters: some of ``group``, of which this rank may have parts.
-            group: its options, with ``lr``.
+            vector: the parameters.
+            values: their weights and states, vectors by name.
+            out: where the new ones are put, ``values`` themselves where they may be changed; None: new memory.
+            group: options of the parameters, with ``lr``.
         """
         raise NotImplementedError
 
@@ -56,74 +68,66 @@ class GuardedOptimizer(torch.optim.Optimizer):
             self._update_unless(None)
 
     def _update_unless(self, found_inf: Tensor | None) -> None:
-        """Update all parameters; where ``found_inf`` is 1, they are put back bit by bit, without asking the device."""
+        """Update all parameters; where ``found_inf`` is 1 they stay bit by bit, and nothing asks the device."""
+        skip = None if found_inf is None else found_inf > 0
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            changed = shards(t for p in parameters for t in (p, *self.state[p].values()))
-            before = [] if found_inf is None else [t.clone() for t in changed]
-            self.update(parameters, group)
-            if found_inf is not None:
-                for tensor, old in zip(changed, before):
-                    torch.where(found_inf > 0, old, tensor, out=tensor)
+            lr = group["lr"]  # products with a scalar in float32 would be rounded to it
+            options = {**group, "lr": lr.to(torch.float64) if isinstance(lr, Tensor) else lr}
+            for vector in self._vectors_of(group):
+                before = vector.read()
+                values = vector.split(before)
+                out = values if skip is None else dict.fromkeys(values)
+                vector.write(self.updated(vector, values, out, options), before, skip)
 
-
-def shards(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    """Return the parts of tensors that this rank has; a plain tensor is its own part."""
-    return [local_shard(t) for t in tensors if t is not None]
-
-
-def batches(parameters: Iterable[Tensor], kind: Callable[[Tensor], Hashable]) -> Iterator[list[Tensor]]:
-    """Yield parameters of one kind and one dtype together, in their order, with at most ``BATCH_ENTRIES`` entries."""
-    open_batches: dict[Hashable, list[Tensor]] = {}
-    for p in parameters:
-        key = kind(p), p.dtype
-        batch = open_batches.setdefault(key, [])
-        if batch and sum(q.numel() for q in batch) + p.numel() > BATCH_ENTRIES:
-            yield open_batches.pop(key)
-            batch = open_batches[key] = []
-        batch.append(p)
-    yield from open_batches.values()
+    def _vectors_of(self, group: dict[str, Any]) -> list[ParameterVector]:
+        """Return the parameters of a group that have gradients, which are those of one task, as vectors."""
+        parameters = [p for p in group["params"] if p.grad is not None]
+        # a wrapper of the optimizer may move the weights to other memory
+        chosen, where = tuple(map(id, parameters)), addresses(parameters)
+        kept = self._vectors.get(chosen)
+        if kept is None or kept[0] != where:
+            together = batches(parameters, lambda p: self.is_matrix(p, group))
+            kept = self._vectors[chosen] = where, [self.vector(batch, group) for batch in together]
+        return kept[1]
 
 
 def adam_state(p: Tensor, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Return the moments of Adam before the first update; those of :func:`adam_update` are in float32."""
+    """Return the moments of Adam before the first update; those of :func:`adam_updated` are in float32."""
     moments = {name: torch.zeros_like(p, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), dtype=torch.float32, device=p.device), **moments}
 
 
-def adam_update(
-    parameters: Sequence[Tensor],
-    group: dict[str, Any],
-    states: Mapping[Tensor, dict[str, Tensor]],
-    eps: float = ADAM_EPS,
-    decay: float = 0.0,
-) -> None:
-    """Update parameters and their states, in place, by Adam with moments in float32.
+def adam_updated(
+    vector: ParameterVector, values: Values, out: Out, group: dict[str, Any], eps: float = ADAM_EPS, decay: float = 0.0
+) -> Values:
+    """Return parameters and their states after an update by Adam with moments in float32.
 
     ``w <- (1 - lr * decay) * w - lr * m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)`` (arXiv:1412.6980, algorithm 1;
     the decay as in arXiv:1711.05101). With ``lr_adjust > 0`` the learning rate is divided by it.
 
     Args:
-        parameters: with gradients.
+        vector: parameters with gradients.
+        values: their weights, and states from :func:`adam_state`.
+        out: as for :meth:`GuardedOptimizer.updated`.
         group: options ``lr``, ``lr_adjust``, ``adam_beta1`` and ``adam_beta2``.
-        states: from :func:`adam_state`.
         eps: keeps the denominator from zero.
         decay: decoupled weight decay.
     """
-    if not parameters:
-        return
     lr, b1, b2 = group["lr"], group["adam_beta1"], group["adam_beta2"]
     lr = lr / group["lr_adjust"] if group["lr_adjust"] > 0 else lr
-    steps, means, squares = (shards(states[p][key] for p in parameters) for key in ("step", "exp_avg", "exp_avg_sq"))
-    gradients = [g.to(torch.float32) for g in shards(p.grad for p in parameters)]
-    torch._foreach_add_(steps, 1)
-    torch._foreach_lerp_(means, gradients, 1 - b1)
-    torch._foreach_lerp_(squares, torch._foreach_mul(gradients, gradients), 1 - b2)
-    wide = torch.stack(steps).to(torch.float64)  # b2^t is close to 1: float32 would lose the digits of 1 - b2^t
-    rates, corrections = (t.to(torch.float32).unbind() for t in (lr / (1 - b1**wide), 1 - b2**wide))
-    lengths = torch._foreach_sqrt(torch._foreach_div(squares, corrections))
-    torch._foreach_add_(lengths, eps)
-    directions = torch._foreach_mul(torch._foreach_div(means, lengths), rates)
-    weights = shards(parameters)
-    torch._foreach_mul_(weights, 1 - lr * decay)
-    torch._foreach_sub_(weights, [d.to(w.dtype) for d, w in zip(directions, weights)])
+    gradient = vector.gradient().to(torch.float32)
+    steps = torch.add(values["step"], 1, out=out["step"])
+    mean = torch.lerp(values["exp_avg"], gradient, 1 - b1, out=out["exp_avg"])
+    square = torch.lerp(values["exp_avg_sq"], gradient * gradient, 1 - b2, out=out["exp_avg_sq"])
+    wide = steps.to(torch.float64)  # b2^t is close to 1: float32 would lose the digits of 1 - b2^t
+    rates, corrections = (1 - b1**wide).reciprocal() * lr, 1 - b2**wide
+    lengths = (square / vector.per_entry(corrections.to(torch.float32))).sqrt() + eps
+    direction = mean / lengths * vector.per_entry(rates.to(torch.float32))
+    weights = decayed(values[WEIGHT], lr, decay, out[WEIGHT])
+    weights = torch.sub(weights, direction.to(weights.dtype), out=out[WEIGHT])
+    return {WEIGHT: weights, "step": steps, "exp_avg": mean, "exp_avg_sq": square}
+
+
+def decayed(weights: Tensor, lr: float | Tensor, decay: float, out: Tensor | None) -> Tensor:
+    """Return ``(1 - lr * decay) * weights``, in ``out`` if given."""
+    return torch.mul(weights, 1 - lr * decay, out=out) if decay else weights

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.dist.dtensor import from_local, full_tensor, shard_like
-from deepmd_ema.optim.guarded import GuardedOptimizer, adam_state, adam_update, batches, shards
+from deepmd_ema.optim.guarded import GuardedOptimizer, Out, Values, adam_state, adam_updated, decayed
 from deepmd_ema.optim.orthogonal import CONVERGED, gram_newton_schulz, newton_schulz
+from deepmd_ema.optim.stacks import Shape, Stacks
+from deepmd_ema.optim.vector import WEIGHT, ParameterVector
+from deepmd_ema.tensors import on_device
 
 RMS = 0.2  # AdaMuon, algorithm 1: the root mean square of an update of Adam
 EPS = 1e-8  # AdaMuon, algorithm 1: keeps both denominators from zero
@@ -20,6 +23,7 @@ MAGMA_MEMORY = 0.9  # Magma (arXiv:2602.15322), algorithm 1: what of the score s
 MAGMA_TEMPERATURE = 2.0  # and by what a cosine is divided
 MAGMA_FIRST = 0.5
 MAGMA_LEAST = 0.1  # the damping of an update that points against the gradient
+GRAM, POLYNOMIAL = "gram", "polynomial"  # how a matrix is made orthogonal
 TINY = 1e-12  # least product of two lengths that a cosine is divided by
 
 
@@ -45,29 +49,40 @@ class AdaMuon(GuardedOptimizer):
 
     def first_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Return zero moments."""
-        if p.ndim < 2:
+        if not self.is_matrix(p, group):
             return adam_state(p)
         return {"momentum": torch.zeros_like(p), "second_moment": torch.zeros_like(p, dtype=torch.float32)}
 
-    def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update parameters and states by the formulas of the class."""
-        adam_update([p for p in parameters if p.ndim < 2], group, self.state)
-        lr, beta = group["lr"], group["momentum"]
-        for batch in batches([p for p in parameters if p.ndim > 1], one_matrix):
-            _, rows, columns = one_matrix(batch[0])
-            gradients, weights = shards(p.grad for p in batch), shards(batch)
-            momenta, seconds = (shards(self.state[p][key] for p in batch) for key in ("momentum", "second_moment"))
-            torch._foreach_lerp_(momenta, gradients, 1 - beta)
-            signs = [t.sign().to(torch.bfloat16) for t in torch._foreach_lerp(gradients, momenta, beta)]
-            factors = own_parts(newton_schulz(full_matrices(signs, batch, one_matrix)).to(torch.float32), batch)
-            torch._foreach_mul_(seconds, beta)
-            torch._foreach_addcmul_(seconds, factors, factors, value=1 - beta)
-            torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-            size = RMS * math.sqrt(rows * columns) * matrix_scale(rows, columns, group)
-            for p, weight, factor, second in zip(batch, weights, factors, seconds):
-                scaled = factor / (second.sqrt() + EPS)
-                norm = full_tensor(torch.linalg.vector_norm(from_local(scaled, p)))
-                weight.sub_(scaled * (lr * size / (norm + EPS)))
+    def is_matrix(self, p: Tensor, group: dict[str, Any]) -> bool:
+        """Whether a parameter has two dims or more."""
+        return p.ndim > 1
+
+    def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
+        """Return parameters of one kind, as matrices where they are."""
+        if not self.is_matrix(parameters[0], group):
+            return ParameterVector(parameters, self.state)
+
+        def scale(rows: int, columns: int) -> float:
+            return RMS * math.sqrt(rows * columns) * matrix_scale(group, rows, columns)
+
+        return MatrixVector(parameters, self.state, [one_matrix(p) for p in parameters], lambda *_: POLYNOMIAL, scale)
+
+    def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
+        """Return new weights and states by the formulas of the class."""
+        if not isinstance(vector, MatrixVector):
+            return adam_updated(vector, values, out, group)
+        lr, beta, gradient = group["lr"], group["momentum"], vector.gradient()
+        momentum = torch.lerp(values["momentum"], gradient, 1 - beta, out=out["momentum"])
+        signs = torch.lerp(gradient, momentum, beta).sign().to(torch.bfloat16)
+        factors = [newton_schulz(stack) for stack in vector.stacks.stack([vector.full(signs)])[0]]
+        factor = vector.own(vector.stacks.flatten(factors)).to(torch.float32)
+        second = torch.mul(values["second_moment"], beta, out=out["second_moment"])
+        second = torch.addcmul(second, factor, factor, value=1 - beta, out=out["second_moment"])
+        scaled = factor / (second.sqrt() + EPS)
+        rates = (vector.norms(scaled) + EPS).reciprocal() * (vector.scales * lr).to(torch.float32)
+        weights = decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
+        weights = torch.sub(weights, scaled * vector.per_entry(rates), out=out[WEIGHT])
+        return {WEIGHT: weights, "momentum": momentum, "second_moment": second}
 
 
 class HybridMuon(GuardedOptimizer):
@@ -107,56 +122,82 @@ class HybridMuon(GuardedOptimizer):
         count = view_shape(tuple(p.shape), group["muon_mode"])[0]
         return {**momentum, "score": torch.full((count,), MAGMA_FIRST, dtype=torch.float32, device=p.device)}
 
-    def update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update parameters and states by the formulas of the class."""
-        if group["route"] != "muon":
+    def is_matrix(self, p: Tensor, group: dict[str, Any]) -> bool:
+        """Whether the group of a parameter is that of the matrices."""
+        return bool(group["route"] == "muon")
+
+    def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
+        """Return parameters of one group, as matrices where they are."""
+        if not self.is_matrix(parameters[0], group):
+            return ParameterVector(parameters, self.state)
+
+        def kind(rows: int, columns: int) -> str:
+            return GRAM if group["enable_gram"] and rows != columns else POLYNOMIAL
+
+        shapes = [view_shape(tuple(p.shape), group["muon_mode"]) for p in parameters]
+        return MatrixVector(parameters, self.state, shapes, kind, partial(matrix_scale, group))
+
+    def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
+        """Return new weights and states by the formulas of the class."""
+        if not isinstance(vector, MatrixVector):
             decay = group["weight_decay"] if group["route"] == "adamw" else 0.0
-            adam_update(parameters, group, self.state, HYBRID_ADAM_EPS, decay)
-            return
-        lr, beta = group["lr"], group["momentum"]
-
-        def shape_of(p: Tensor) -> tuple[int, int, int]:
-            return view_shape(tuple(p.shape), group["muon_mode"])
-
-        for batch in batches(parameters, lambda p: shape_of(p)[1:]):
-            _, rows, columns = shape_of(batch[0])
-            gradients, weights = shards(p.grad for p in batch), shards(batch)
-            momenta = shards(self.state[p]["momentum"] for p in batch)
-            torch._foreach_lerp_(momenta, gradients, 1 - beta)
-            direction = full_matrices(torch._foreach_lerp(gradients, momenta, beta), batch, shape_of)
-            if group["enable_gram"] and rows != columns:
-                direction = gram_newton_schulz(direction).to(weights[0].dtype)
-            else:
-                direction = newton_schulz(direction, CONVERGED)
-            direction = direction * matrix_scale(rows, columns, group)
-            if group["magma_muon"]:
-                scores = [self.state[p]["score"] for p in batch]
-                means, unaveraged = (full_matrices(t, batch, shape_of) for t in (momenta, gradients))
-                score = magma_score(means, unaveraged, torch.cat(scores))
-                torch._foreach_copy_(scores, score.split([len(t) for t in scores]))
-                damping = MAGMA_LEAST + (1 - MAGMA_LEAST) * score
-                direction = direction * damping.to(direction.dtype)[:, None, None]
-            torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-            torch._foreach_add_(weights, own_parts(direction.to(weights[0].dtype), batch), alpha=-lr)
+            return adam_updated(vector, values, out, group, HYBRID_ADAM_EPS, decay)
+        lr, beta, gradient = group["lr"], group["momentum"], vector.gradient()
+        momentum = torch.lerp(values["momentum"], gradient, 1 - beta, out=out["momentum"])
+        new, stacks, dtype = {"momentum": momentum}, vector.stacks, gradient.dtype
+        wanted = [torch.lerp(gradient, momentum, beta), *([momentum, gradient] if group["magma_muon"] else [])]
+        updates, *means_and_gradients = stacks.stack([vector.full(t) for t in wanted])
+        directions = [
+            gram_newton_schulz(t).to(dtype) if stack.kind == GRAM else newton_schulz(t, CONVERGED)
+            for stack, t in zip(stacks.stacks, updates)
+        ]
+        directions = [(d * scale).to(d.dtype) for d, scale in zip(directions, vector.scales_in_stacks)]
+        if group["magma_muon"]:
+            cosines = cosines_of(*means_and_gradients).index_select(0, stacks.order)
+            new["score"] = score = magma_score(cosines, values["score"])
+            damping = MAGMA_LEAST + (1 - MAGMA_LEAST) * score
+            pairs = zip(directions, stacks.matrices)
+            directions = [d * damping[chosen].to(d.dtype)[:, None, None] for d, chosen in pairs]
+        direction = vector.own(stacks.flatten([d.to(dtype) for d in directions]))
+        weights = decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
+        new[WEIGHT] = moved(weights, direction, lr, out[WEIGHT])
+        return new
 
 
-def full_matrices(
-    parts: Sequence[Tensor], batch: Sequence[Tensor], shape_of: Callable[[Tensor], tuple[int, int, int]]
-) -> Tensor:
-    """Return the matrices (B, R, C) of all parameters of a batch, gathered from all ranks if these are sharded.
+class MatrixVector(ParameterVector):
+    """Parameters that are matrices, as one vector and in stacks.
 
     Args:
-        parts: one for each parameter, of the shape of its part on this rank.
-        batch: parameters, whose matrices are of one shape.
-        shape_of: returns how many matrices of how many rows and columns a parameter is.
+        parameters: of one dtype.
+        states: of each parameter.
+        shapes: number, rows and columns of the matrices of each.
+        kind: how a matrix is made orthogonal, by its rows and columns.
+        scale: factor of its update, by its rows and columns.
+
+    Attributes:
+        stacks: of the matrices.
+        scales: of each matrix, (M,) float64.
+        scales_in_stacks: the same for each stack, (B, 1, 1), not narrower than its directions and float32.
     """
-    return torch.cat([full_tensor(from_local(t, p)).reshape(shape_of(p)) for t, p in zip(parts, batch)])
 
-
-def own_parts(matrices: Tensor, batch: Sequence[Tensor]) -> list[Tensor]:
-    """Return the result of :func:`full_matrices` as parts of the parameters on this rank."""
-    full = matrices.reshape(-1).split([p.numel() for p in batch])
-    return [shard_like(t.view(p.shape), p) for t, p in zip(full, batch)]
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        states: Mapping[Tensor, Mapping[str, Tensor]],
+        shapes: Sequence[Shape],
+        kind: Callable[[int, int], str],
+        scale: Callable[[int, int], float],
+    ) -> None:
+        super().__init__(parameters, states)
+        device = parameters[0].device
+        self.stacks = Stacks(shapes, kind, device, fill=device.type != "cpu")
+        factors = [scale(rows, columns) for count, rows, columns in shapes for _ in range(count)]
+        self.scales = on_device(torch.tensor(factors, dtype=torch.float64), device)
+        self.scales_in_stacks = []
+        for stack, chosen in zip(self.stacks.stacks, self.stacks.matrices):
+            dtype = parameters[0].dtype if stack.kind == GRAM else torch.bfloat16  # of directions
+            scales = self.scales[chosen].to(torch.promote_types(dtype, torch.float32))
+            self.scales_in_stacks.append(scales[:, None, None])
 
 
 def one_matrix(p: Tensor) -> tuple[int, int, int]:
@@ -164,7 +205,7 @@ def one_matrix(p: Tensor) -> tuple[int, int, int]:
     return 1, p.shape[0], p.numel() // max(1, p.shape[0])
 
 
-def matrix_scale(rows: int, columns: int, group: dict[str, Any]) -> float:
+def matrix_scale(group: dict[str, Any], rows: int, columns: int) -> float:
     """Return the factor by which the update of a matrix of this shape is multiplied."""
     if group["lr_adjust"] > 0:
         return math.sqrt(max(1.0, rows / columns))
@@ -201,17 +242,35 @@ def view_shape(shape: tuple[int, ...], mode: str) -> tuple[int, int, int]:
     return math.prod(sizes[:-2]), sizes[-2], sizes[-1]
 
 
-def magma_score(means: Tensor, gradients: Tensor, score: Tensor) -> Tensor:
+def moved(weights: Tensor, direction: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
+    """Return ``weights - lr * direction``, in ``out`` if given."""
+    if weights.is_cpu and not isinstance(lr, Tensor):
+        return torch.add(weights, direction, alpha=-lr, out=out)  # one pass over memory
+    return torch.sub(weights, direction * lr, out=out)  # the same bits for a rate of the host and of the device
+
+
+def cosines_of(means: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """Return the cosine between the mean of the gradients and the gradient of each matrix, (M,) float32.
+
+    Args:
+        means: stacks (B, R, C).
+        gradients: the same stacks.
+    """
+    product = torch.cat([(m * g).sum((1, 2)) for m, g in zip(means, gradients)])
+    lengths, others = (
+        torch.cat([torch.linalg.vector_norm(t, dim=(1, 2)) for t in stacks]) for stacks in (means, gradients)
+    )
+    lengths = lengths * others
+    return (product / lengths.clamp(min=TINY)).clamp(-1, 1).to(torch.float32)
+
+
+def magma_score(cosines: Tensor, score: Tensor) -> Tensor:
     """Return the new score of each matrix: how well its gradient agrees with the mean of gradients.
 
     Args:
-        means: (B, R, C).
-        gradients: (B, R, C).
-        score: (B,) float32.
+        cosines: between both, (M,) float32.
+        score: (M,) float32.
     """
-    product = (means * gradients).sum((1, 2))
-    lengths = torch.linalg.vector_norm(means, dim=(1, 2)) * torch.linalg.vector_norm(gradients, dim=(1, 2))
-    cosine = (product / lengths.clamp(min=TINY)).clamp(-1, 1).to(torch.float32)
     low, high = (1 / (1 + math.exp(-x / MAGMA_TEMPERATURE)) for x in (-1, 1))
-    now = (torch.sigmoid(cosine / MAGMA_TEMPERATURE) - low) / (high - low)
+    now = (torch.sigmoid(cosines / MAGMA_TEMPERATURE) - low) / (high - low)
     return MAGMA_MEMORY * score + (1 - MAGMA_MEMORY) * now

@@ -82,7 +82,8 @@ def _left_factor(gram: Tensor, coefficients: Coefficients) -> Tensor:
     for k, (a, b, c) in enumerate(coefficients):
         step = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # without its multiple a of the identity
         if product is None:
-            product = step + a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+            product = step.clone()
+            product.diagonal(dim1=1, dim2=2).add_(a)
         else:
             product = torch.baddbmm(product, product, step, beta=a)
         if k + 1 < len(coefficients):

@@ -17,7 +17,14 @@ from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError, RankLostError, first_few
-from deepmd_ema.optim.build import build_optimizer, clip_gradients, guarded_step, load_optimizer_state, optimizer_state
+from deepmd_ema.optim.build import (
+    build_optimizer,
+    clip_gradients,
+    guarded_step,
+    load_optimizer_state,
+    optimizer_state,
+    set_learning_rate,
+)
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.train.loop.sharding import LAST_REPLICATED_STAGE
 from deepmd_ema.train.loop.task import Task, TaskMixture
@@ -123,17 +130,18 @@ class Step:
             f"`dp-ema check`, {self.remedy}."
         )
 
-    def _note(self, finite: Tensor, step: int, own: Tensor | None = None) -> Tensor:
-        """Return 1, or 0 if ``step`` or one before it was not finite, and remember the first such step.
+    def _note(self, finite: Tensor, step: int | Tensor, own: Tensor | None = None) -> Tensor:
+        """Return 1, or 0 if ``step`` or one before it was not finite, and remember the first such step, in place.
 
         Args:
             finite: scalar, the same on all ranks, so that all of them decide alike.
-            step: from 1.
+            step: from 1; a scalar on the device if the host shall give no number.
             own: whether what this rank alone has computed is finite; ``finite`` if not given.
         """
-        good = finite & (self._first_bad == 0)
-        self._own_fault = torch.where(self._first_bad == 0, ~(finite if own is None else own), self._own_fault)
-        self._first_bad = torch.where(good | (self._first_bad > 0), self._first_bad, step)
+        before = self._first_bad == 0
+        good = finite & before
+        torch.where(before, ~(finite if own is None else own), self._own_fault, out=self._own_fault)
+        self._first_bad.add_((good ^ before) * step)
         return good.to(torch.float32)
 
 
@@ -154,6 +162,7 @@ class GradientStep(Step):
         self._parallel_module = parallel_module
         self._schedule = build_schedule(config.learning_rate, num_steps)
         self._optimizer = build_optimizer(config.optimizer, self._named, shared=stage == 1)
+        self._cpu_group = world.cpu_group
         self._max_norm = config.training.gradient_max_norm or None  # 0: no clipping
         # where each rank holds a part of every gradient
         self._all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
@@ -161,8 +170,7 @@ class GradientStep(Step):
     def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
         """Update the weights with one batch; ``step`` counts from 1."""
         rate = self._schedule(step - 1)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self._optimizer, rate)
         self._optimizer.zero_grad(set_to_none=True)
         prediction = self._parallel_module(task.name, batch, **task.loss.needs(batch))
         total, values = task.loss(prediction, batch, rate)
@@ -176,7 +184,7 @@ class GradientStep(Step):
 
     def state_dict(self, take: Take) -> dict[str, Any]:
         """Return moments and counters by parameter name. Must be called by every rank."""
-        return optimizer_state(self._optimizer, self._named, take)
+        return optimizer_state(self._optimizer, self._named, take, self._cpu_group)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the moments and counters of ``state``."""

@@ -1,0 +1,140 @@
+"""Matrices of several shapes in a few stacks, whose products are then a few operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepmd_ema.optim.vector import joined
+from deepmd_ema.tensors import on_device
+
+Shape = tuple[int, int, int]
+"""Number, rows and columns of the matrices of a parameter."""
+
+# Multiplications in one product that filling up may cost. The 15 products of a direction then take 0.05 ms at the
+# 10 TFLOP/s of small products, and the launches that another stack costs, 20 to 40, take longer
+MAX_FILL_WORK = 2**24
+
+# B matrices of R rows and C columns in a stack, N entries of M matrices in all
+
+
+@dataclass
+class Stack:
+    """Matrices that are multiplied together.
+
+    Attributes:
+        kind: of all of them.
+        rows: R.
+        columns: C.
+        members: parameters whose matrices they are, in this order.
+        count: B.
+    """
+
+    kind: Hashable
+    rows: int
+    columns: int
+    members: list[int]
+    count: int
+
+    @property
+    def work(self) -> int:
+        """Multiplications of ``X X^T``."""
+        return self.count * self.rows**2 * self.columns
+
+
+class Stacks:
+    """The matrices of parameters in stacks (B, R, C): the positions of their entries, and the way there and back.
+
+    Args:
+        shapes: of each parameter.
+        kind: of a matrix by its rows and columns; those of two kinds share no stack.
+        device: of the matrices.
+        fill: whether matrices of several shapes share a stack, where a small product costs its launch: filled up with
+            zeros, which change no product, and with the longer side as columns. Else each shape has a stack of its own.
+
+    Attributes:
+        stacks: their sizes and members.
+        matrices: which of all matrices the ones of each stack are, (B,).
+        order: where each matrix is in the stacks, one after the other, (M,).
+    """
+
+    def __init__(
+        self, shapes: Sequence[Shape], kind: Callable[[int, int], Hashable], device: torch.device, fill: bool
+    ) -> None:
+        self._shapes = shapes
+        self._sizes = [count * rows * columns for count, rows, columns in shapes]
+        self.stacks = merged(by_shape(shapes, kind)) if fill else by_shape(shapes, kind)
+        starts = [sum(count for count, _, _ in shapes[:i]) for i in range(len(shapes))]
+        numbers = [[starts[i] + k for i in stack.members for k in range(shapes[i][0])] for stack in self.stacks]
+        matrices = [torch.tensor(chosen) for chosen in numbers]
+        self.matrices = [on_device(chosen, device) for chosen in matrices]
+        self.order = on_device(torch.cat(matrices).argsort(), device)
+        self._positions = on_device(self._find_positions(), device) if fill else None
+
+    def stack(self, vectors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return for each vector (N,), in which the entries of matrices follow each other, its stacks (B, R, C)."""
+        if self._positions is None:
+            return [self._stack_shapes(vector) for vector in vectors]
+        sizes = [stack.count * stack.rows * stack.columns for stack in self.stacks]
+        filled = vectors[0].new_zeros(len(vectors), sum(sizes))
+        filled.index_copy_(1, self._positions, torch.stack(tuple(vectors)))
+        shapes = [(stack.count, stack.rows, stack.columns) for stack in self.stacks]
+        return [[t.view(shape) for t, shape in zip(row.split(sizes), shapes)] for row in filled]
+
+    def flatten(self, stacks: Sequence[Tensor]) -> Tensor:
+        """Return the entries of stacks as a vector (N,), as :meth:`stack` takes it."""
+        if self._positions is not None:
+            return torch.cat([t.reshape(-1) for t in stacks]).index_select(0, self._positions)
+        parts: dict[int, Tensor] = {}
+        for t, stack in zip(stacks, self.stacks):
+            parts |= zip(stack.members, t.reshape(-1).split([self._sizes[i] for i in stack.members]))
+        return joined([parts[i] for i in range(len(parts))])
+
+    def _stack_shapes(self, vector: Tensor) -> list[Tensor]:
+        parts = [part.view(shape) for part, shape in zip(vector.split(self._sizes), self._shapes)]
+        return [joined([parts[i] for i in stack.members]) for stack in self.stacks]
+
+    def _find_positions(self) -> Tensor:
+        """Return the position in all stacks, one after the other, of each entry of the vector."""
+        found: dict[int, Tensor] = {}
+        start = 0
+        for stack in self.stacks:
+            for i in stack.members:
+                count, rows, columns = self._shapes[i]
+                first = start + torch.arange(count) * (stack.rows * stack.columns)
+                steps = (stack.columns, 1) if rows <= columns else (1, stack.columns)
+                row, column = torch.arange(rows) * steps[0], torch.arange(columns) * steps[1]
+                found[i] = (first[:, None, None] + row[:, None] + column).reshape(-1)
+                start += count * stack.rows * stack.columns
+        return torch.cat([found[i] for i in range(len(found))])
+
+
+def by_shape(shapes: Sequence[Shape], kind: Callable[[int, int], Hashable]) -> list[Stack]:
+    """Return a stack for each number of rows and columns."""
+    found: dict[tuple[int, int], Stack] = {}
+    for i, (count, rows, columns) in enumerate(shapes):
+        stack = found.setdefault((rows, columns), Stack(kind(rows, columns), rows, columns, [], 0))
+        stack.members.append(i)
+        stack.count += count
+    return list(found.values())
+
+
+def merged(stacks: Sequence[Stack]) -> list[Stack]:
+    """Return fewer stacks, whose rows are the shorter side, in which small matrices are filled up."""
+    found: list[Stack] = []
+    for stack in stacks:
+        stack.rows, stack.columns = sorted((stack.rows, stack.columns))
+    for stack in sorted(stacks, key=lambda s: s.rows**2 * s.columns, reverse=True):
+        for other in found:
+            if other.kind == stack.kind:
+                rows, columns = max(other.rows, stack.rows), max(other.columns, stack.columns)
+                both = Stack(stack.kind, rows, columns, other.members + stack.members, other.count + stack.count)
+                if both.work - other.work - stack.work <= MAX_FILL_WORK:
+                    found[found.index(other)] = both
+                    break
+        else:
+            found.append(stack)
+    return found
