@@ -296,7 +296,7 @@ def test_a_gathered_average_is_swapped_in_by_the_part_of_this_rank():
     average.seed(0)
     with torch.no_grad():
         weight.mul_(3)
-        lerp(average.update(1, None))
+        lerp(average.update(1))
     exchange = Exchange(average)
     exchange.swap_in()
     assert torch.equal(weight[:2], 2 * first)

@@ -1,4 +1,4 @@
-"""One average of all its tensors, and its counters on the host or on the device."""
+"""One average of all its tensors, with its counters."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from deepmd_ema.averaging.binding import Binding, Shard
+from deepmd_ema.averaging.counter import Counter
 from deepmd_ema.averaging.profile import Profile
 from deepmd_ema.averaging.storage import Buffer, Storage, lerp
 from deepmd_ema.tensors import check_weights
@@ -29,12 +29,13 @@ class Average:
 
     Attributes:
         storage: the tensors.
+        counter: the two numbers.
     """
 
     def __init__(self, profile: Profile, shards: Sequence[Shard]) -> None:
         self.profile = profile
         self.storage = Storage(shards, profile)
-        self._counter = Counter(profile)
+        self.counter = Counter(profile)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -44,33 +45,29 @@ class Average:
     @property
     def started(self) -> bool:
         """Whether ``start_step`` is reached; before it the average is the live weights."""
-        return self._counter.updates >= 0 or self.counts()[0] >= 0
+        return self.counter.updates >= 0 or self.counts()[0] >= 0
 
-    def update(self, step: int, ok: Tensor | None) -> list[tuple[Buffer, float]]:
-        """Update with the live weights after ``step``, unless ``ok`` (not on the host) turns out to be 0.
+    def update(self, step: int) -> list[tuple[Buffer, float]]:
+        """Count an update with the live weights after ``step``, on the host.
 
         Returns:
             Buffers and shares that are left to :func:`deepmd_ema.averaging.storage.lerp`, for all averages at once.
         """
-        storage = self.storage
-        if storage.staging is not None:
-            self.flush()
-            storage.staging.start(step, ok)
-        elif ok is None and self._counter.on_device is None:
-            share = self._counter.count(step)
-            return [(buffer, share) for buffer in storage.buffers]
-        elif storage.buffers:
-            good, share_on_device = self._counter.count_if(step, ok, storage.buffers[0].source.device)
-            for buffer in storage.buffers:
-                buffer.lerp_if(good, buffer.live(), share_on_device)
-        return []
+        share = self.counter.count(step)
+        return [(buffer, share) for buffer in self.storage.buffers]
+
+    def enqueue(self, step: int, ok: Tensor | None) -> None:
+        """Enqueue a copy of the live weights after ``step``, with which it is updated later; it has staging memory."""
+        assert self.storage.staging is not None
+        self.flush()
+        self.storage.staging.start(step, ok)
 
     def flush(self) -> None:
         """Wait for a copy of the weights that was enqueued, and update with it."""
         arrived = self.storage.staging.finish() if self.storage.staging is not None else None
         if arrived is not None:
             step, weights = arrived
-            share = self._counter.count(step)
+            share = self.counter.count(step)
             for buffer, live in zip(self.storage.buffers, weights):
                 lerp([(buffer, share)], live)
 
@@ -83,7 +80,7 @@ class Average:
     def counts(self) -> tuple[int, float]:
         """Return the number of updates (-1 before the start) and the mean step; may wait for the device."""
         self.flush()
-        return self._counter.read()
+        return self.counter.read()
 
     def mean_age(self, steps: int) -> float:
         """Return the mean number of steps between the weights in it and step ``steps``."""
@@ -94,7 +91,7 @@ class Average:
         """Set the counters, on the host, and drop a copy of the weights that was enqueued."""
         if self.storage.staging is not None:
             self.storage.staging.forget()
-        self._counter.set(updates, mean_step)
+        self.counter.set(updates, mean_step)
 
     def carry_over(self, previous: Average) -> None:
         """Continue ``previous``, of the same profile and other shards; what it did not average starts live."""
@@ -136,57 +133,6 @@ class Average:
             logger.info(text, name, ", ".join(seeded))
         # files of 0.1.0 have the mean age only
         self.set_counts(saved["updates"], saved.get("mean_step", state["steps"] - saved["mean_age"]))
-
-
-class Counter:
-    """The number of updates (-1 before the start) and the mean step of the weights in an average.
-
-    They are on the host until the first step of which only the device knows whether it was good, then on the device.
-
-    Args:
-        profile: what gives the decay of an update.
-
-    Attributes:
-        updates: number of updates; out of date while ``on_device`` is not None.
-        on_device: both numbers on the device, where reading waits for it; None while they are on the host.
-    """
-
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
-        self.set(0, 0.0)
-
-    def set(self, updates: int, mean_step: float) -> None:
-        """Set both, on the host."""
-        self.updates, self._mean_step = updates, mean_step
-        self.on_device: Tensor | None = None
-
-    def read(self) -> tuple[int, float]:
-        """Return both; may wait for the device."""
-        if self.on_device is not None:
-            updates, self._mean_step = self.on_device.tolist()
-            self.updates = int(updates)
-        return self.updates, self._mean_step
-
-    def count(self, step: int) -> float:
-        """Count an update with the weights of ``step``; return the share that they get, ``1 - d``."""
-        decay = self._profile.decay_at(self.updates) if self.updates >= 0 else 0.0
-        share: float = 1.0 - decay
-        self._mean_step = decay * self._mean_step + share * step
-        self.updates += 1
-        return share
-
-    def count_if(self, step: int, ok: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Do :meth:`count` on ``device``, if ``ok`` is above 0 or None; return 1 or 0 for whether, and the share."""
-        counts = self.on_device
-        if counts is None:
-            counts = torch.tensor([self.updates, self._mean_step], dtype=torch.float64, device=device)
-        updates, mean_step = counts.unbind()
-        good = torch.ones_like(updates) if ok is None else (ok.detach() > 0).to(counts)
-        decay = torch.where(updates < 0, 0.0, self._profile.decay_at(updates.clamp(min=0)))
-        share = 1 - decay
-        counted = torch.stack([updates + 1, decay * mean_step + share * step])
-        self.on_device = torch.where(good > 0, counted, counts)
-        return good, share
 
 
 def _warn_changes(profile: Profile, saved: Mapping[str, Any]) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from deepmd_ema.averaging.average import Average
 from deepmd_ema.averaging.binding import Binding, canonical, unwrap
+from deepmd_ema.averaging.counter import DeviceCounters
 from deepmd_ema.averaging.exchange import Exchange, signals_wait, taken
 from deepmd_ema.averaging.profile import Profile
-from deepmd_ema.averaging.storage import lerp
+from deepmd_ema.averaging.storage import lerp, lerp_on_device
 from deepmd_ema.dist.saved_tensors import Take, WholeTensors
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.tensors import check_weights, prefix_of
@@ -60,6 +61,7 @@ class AverageBank:
             )
         self._steps = 0
         self._averages: dict[str, Average] = {}
+        self._counters: DeviceCounters | None = None
         self._exchange: Exchange | None = None
         self.rebind()
         if not self._binding.shards:
@@ -77,25 +79,43 @@ class AverageBank:
         """Return the average ``name``."""
         return self._averages[name]
 
-    def update(self, ok: Tensor | None = None, epoch: float | None = None) -> None:
+    def update(self, ok: Tensor | None = None, epoch: float | None = None, step: Tensor | None = None) -> None:
         """Move every average towards the live weights; call once after each optimizer step.
 
         Args:
             ok: scalar on the device of the weights, 1 for a good step. After a bad one (0) nothing changes and nothing
                 is counted, even if the live weights are not finite; the device decides and the host does not wait.
             epoch: handed to ``should_update`` of the profiles that have it.
+            step: with ``ok``, the number of this step as a scalar on the device: no number of the host is then used
+                but to choose the averages that are due, and all memory that is kept is changed in place.
         """
         assert self._exchange is None, "update() while an average is swapped in"
         if self._binding.is_stale():
             self.rebind()
-        self._steps = step = self._steps + 1
+        self._steps += 1
         if ok is not None and is_on_host(ok):
             if not bool(ok > 0):
                 return
             ok = None
         with torch.set_grad_enabled(False):  # 1 us less than torch.no_grad(), 1 % of an update of a small model
-            due = [average for average in self._averages.values() if average.profile.is_due(step, epoch)]
-            lerp([move for average in due for move in average.update(step, ok)])
+            due = [average for average in self._averages.values() if average.profile.is_due(self._steps, epoch)]
+            for average in due:
+                if average.storage.staging is not None:
+                    average.enqueue(self._steps, ok)
+            near = [average for average in due if average.storage.staging is None]
+            if ok is None and all(average.counter.on_device is None for average in near):
+                lerp([move for average in near for move in average.update(self._steps)])
+            elif near:
+                self._update_on_device(near, self._steps if step is None else step, ok)
+
+    def _update_on_device(self, due: Sequence[Average], step: int | Tensor, ok: Tensor | None) -> None:
+        if self._counters is None:
+            counters = [average.counter for average in self._averages.values() if average.storage.staging is None]
+            self._counters = DeviceCounters(counters, due[0].storage.buffers[0].source.device)
+        good = None if ok is None else ok.detach() > 0
+        shares = self._counters.count([average.counter for average in due], step, good)
+        moves = [(buffer, share) for average, share in zip(due, shares) for buffer in average.storage.buffers]
+        lerp_on_device(moves, good)
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
@@ -247,6 +267,7 @@ class AverageBank:
             else:
                 average.seed(self._steps)
         self._averages = averages
+        self._counters = None
 
     def _reshard(self) -> None:
         """Drop the gathered weights of sharded modules; they would hide what is copied into the shards."""

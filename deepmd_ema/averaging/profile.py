@@ -121,7 +121,8 @@ class EmaProfile(Profile, EmaSettings):
 
     def decay_at(self, updates: int | Tensor) -> Any:
         """Return the decay over the ``update_every`` steps after ``updates`` updates: the product of theirs."""
-        every, done = self.update_every, updates * self.update_every
+        every = self.update_every
+        done = updates * every if every > 1 else updates
         if isinstance(done, int):
             if not self.warmup:
                 return self.decay**every

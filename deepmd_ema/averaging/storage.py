@@ -121,14 +121,6 @@ class Buffer:
         else:
             yield [tensor.to(self.flat.dtype) for tensor in live]
 
-    def lerp_if(self, good: Tensor, live: list[Tensor], share: Tensor) -> None:
-        """Do :func:`lerp` if ``good`` is 1, and nothing if it is 0; the device decides."""
-        copy = torch.zeros_like(self.flat)
-        torch._foreach_copy_(_views(copy, self.shapes), live)
-        # not share 0 alone: 0 * nan would poison the average
-        torch.where(good.to(copy.device) > 0, copy, self.flat, out=copy)
-        self.flat.lerp_(copy, (share * good).to(self.flat))
-
 
 class Staging:
     """Host memory through which the weights of a device reach averages that are kept on the host.
@@ -159,8 +151,11 @@ class Staging:
         else:
             self._good.copy_(ok.detach(), non_blocking=True)
         sources = {b.source.device for b in self._buffers} | ({ok.device} if ok is not None else set())
-        for buffer, views in zip(self._buffers, self._views):
-            torch._foreach_copy_(views, buffer.live(), non_blocking=True)
+        for buffer, flat in zip(self._buffers, self.flats):
+            # gathered on the device first: one copy to the host instead of one for each tensor
+            gathered = torch.zeros_like(flat, device=buffer.source.device)
+            torch._foreach_copy_(_views(gathered, buffer.shapes), buffer.live())
+            flat.copy_(gathered, non_blocking=True)
         self._events = [torch.cuda.current_stream(d).record_event() for d in sources if d.type == "cuda"]
         self._step = step
 
@@ -199,6 +194,27 @@ def lerp(moves: Iterable[tuple[Buffer, float]], live: list[Tensor] | None = None
         for k, part in enumerate(first.live_parts(targets)):
             for buffer, share in alike:
                 torch._foreach_lerp_(buffer.parts[k], part, share)
+
+
+def lerp_on_device(buffers: Sequence[tuple[Buffer, Tensor]], good: Tensor | None) -> None:
+    """Do :func:`lerp` by shares that only the device knows, and nothing where ``good`` is False.
+
+    Args:
+        buffers: with their shares, scalars on the device, 0 where ``good`` is False.
+        good: bool scalar; None: always True.
+    """
+    together: dict[Any, list[tuple[Buffer, Tensor]]] = {}
+    for buffer, share in buffers:
+        together.setdefault(buffer.key, []).append((buffer, share))
+    for alike in together.values():
+        first, _ = alike[0]
+        live = torch.zeros_like(first.flat)
+        torch._foreach_copy_(_views(live, first.shapes), first.live())
+        if good is not None:
+            # not a share of 0 alone: 0 * nan would poison the averages
+            torch.where(good.to(live.device), live, first.flat, out=live)
+        for buffer, share in alike:
+            buffer.flat.lerp_(live, share.to(buffer.flat))
 
 
 def needs_staging(buffers: Sequence[Buffer]) -> bool:
