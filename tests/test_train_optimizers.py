@@ -25,6 +25,7 @@ KINDS = {
     "HybridMuon": {"type": "HybridMuon"},
     "LKF": {"type": "LKF", "kf_blocksize": 64, "kf_start_pref_f": 2.0},
 }
+CPU = torch.device("cpu")
 NO_VIRIAL = {"loss__start_pref_v": 0, "loss__limit_pref_v": 0}
 
 
@@ -112,7 +113,7 @@ def test_a_step_of_the_kalman_filter_is_that_of_deepmd_kit(measured, monkeypatch
     model, batch, numbers, after = measured
     factors = {f"kf_{when}_pref_{term}": c for when in ("start", "limit") for term, c in (("e", 1.5), ("f", 3.0))}
     task, step = kalman_step(model, **factors)
-    monkeypatch.setattr(step, "_draws", lambda _: numbers)
+    monkeypatch.setattr(step, "_draws", lambda *_: numbers)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     outcome = step(task, batch, 1)
     assert outcome.ok == 1
@@ -132,9 +133,9 @@ def test_factors_go_from_start_to_limit_as_in_deepmd_kit(measured):
 
 def test_atoms_are_drawn_by_seed_and_step_and_all_are_reached(measured):
     _, step = kalman_step(measured[0])
-    assert torch.equal(step._draws(3), step._draws(3))
-    assert not torch.equal(step._draws(3), step._draws(4))
-    drawn = torch.cat([step._draws(k).flatten() for k in range(1, 40)])
+    assert torch.equal(step._draws(3, CPU), step._draws(3, CPU))
+    assert not torch.equal(step._draws(3, CPU), step._draws(4, CPU))
+    drawn = torch.cat([step._draws(k, CPU).flatten() for k in range(1, 40)])
     assert set((drawn * 10).long().tolist()) == set(range(10))
 
 

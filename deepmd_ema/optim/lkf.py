@@ -87,14 +87,18 @@ class LKF:
         gains = [covariance @ part for covariance, part in zip(covariances, parts)]
         memory = self._memory.to(gains[0].dtype)
         spread = torch.stack([memory + part @ gain for part, gain in zip(parts, gains)]).sum()
-        change = torch.cat(gains) * (error.to(gains[0].dtype) / spread)
+        gain = torch.cat(gains)
+        # -0.0 is what leaves each number as it is, also -0.0 itself
+        change = torch.where(good, gain * (error.to(gain.dtype) / spread), -0.0)
         inverse, divisor = torch.where(good, 1 / spread, 0), torch.where(good, memory, 1)
-        for covariance, gain in zip(covariances, gains):
-            _take_in(covariance, torch.where(good, gain, 0), inverse, divisor)
+        for covariance, part in zip(covariances, torch.where(good, gain, 0).split([len(c) for c in covariances])):
+            _take_in(covariance, part, inverse, divisor)
         parameters = self.parameters_of(task)
-        for p, part in zip(parameters, change.split([p.numel() for p in parameters])):
-            moved = part.view(tuple(reversed(p.shape))).permute(*reversed(range(p.ndim)))
-            p.copy_(torch.where(good, p + moved.to(p.dtype), p))
+        moves = [
+            part.view(tuple(reversed(p.shape))).permute(*reversed(range(p.ndim))).to(p.dtype)
+            for p, part in zip(parameters, change.split([p.numel() for p in parameters]))
+        ]
+        torch._foreach_add_([p.detach() for p in parameters], moves)
         self._memory.copy_(torch.where(good, MEMORY_RATE * self._memory + (1 - MEMORY_RATE), self._memory))
 
     def state_dict(self, copy: Callable[[Tensor], Any] = cpu_copy) -> dict[str, Any]:

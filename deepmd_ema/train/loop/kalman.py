@@ -16,6 +16,7 @@ from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.seeds import seed_for
+from deepmd_ema.tensors import on_device
 from deepmd_ema.train.loop.step import Outcome, Step
 from deepmd_ema.train.loop.task import Task
 from deepmd_ema.train.start.prepare import PreparedRun
@@ -71,7 +72,7 @@ class KalmanStep(Step):
         if "e" in terms:
             ok = self._update(*measure_energy(prediction[ENERGY], batch, weight["e"]), step, task.name)
             prediction = {}
-        for numbers in self._draws(step) if "f" in terms else ():
+        for numbers in self._draws(step, total.device) if "f" in terms else ():
             prediction = prediction or task.models(task.name, batch, need_virial=False)
             ok = self._update(*measure_force(prediction[FORCE], batch, weight["f"], numbers), step, task.name)
             prediction = {}
@@ -88,7 +89,7 @@ class KalmanStep(Step):
     def _update(self, measured: Tensor, error: Tensor, found: Tensor, step: int, task: str) -> Tensor:
         parameters = self._filter.parameters_of(task)
         gradients = torch.autograd.grad(measured, parameters, allow_unused=True, materialize_grads=True)
-        norm = torch.stack([torch.linalg.vector_norm(g).to(torch.float64) for g in gradients]).sum()
+        norm = torch.stack(torch._foreach_norm(gradients)).sum()
         ok = self._note(torch.isfinite(norm) & torch.isfinite(error), step)
         self._filter.update(gradients, error, ok * found, task)
         return ok
@@ -96,10 +97,10 @@ class KalmanStep(Step):
     def _between(self, start: float, limit: float, step: int) -> float:
         return start * (limit / start) ** ((step - 1) / self._num_steps)
 
-    def _draws(self, step: int) -> Tensor:
-        """Return numbers from 0 to 1, (groups, G), that choose the atoms of a step."""
+    def _draws(self, step: int, device: torch.device) -> Tensor:
+        """Return numbers from 0 to 1, (groups, G), that choose the atoms of a step, by one copy to the device."""
         generator = np.random.default_rng(seed_for("kalman", self._seed, step))
-        return torch.from_numpy(generator.random((GROUPS, GROUP_ATOMS)))
+        return on_device(torch.from_numpy(generator.random((GROUPS, GROUP_ATOMS))), device)
 
 
 Measurement = tuple[Tensor, Tensor, Tensor]
@@ -127,11 +128,12 @@ def measure_force(force: Tensor, batch: Batch, weight: float, numbers: Tensor) -
         force: (A, 3) eV/angstrom.
         batch: frames with labels.
         weight: the factor c.
-        numbers: (G,) from 0 to 1; number u is atom floor(u * N) of a frame of N atoms, in the order of the file.
+        numbers: (G,) from 0 to 1, on the device of the batch; number u is atom floor(u * N) of a frame of N atoms, in
+            the order of the file.
     """
     found, sizes = batch.has_label[FORCE], batch.num_atoms
     first = torch.cumsum(sizes, 0) - sizes
-    chosen = first[:, None] + (numbers.to(first.device, non_blocking=True) * sizes[:, None]).long()  # (F, G)
+    chosen = first[:, None] + (numbers * sizes[:, None]).long()  # (F, G)
     predicted, label = (batch.in_file_order(values)[chosen] for values in (force, batch.labels[FORCE]))
     per_atom = (weight * found / sizes)[:, None, None]
     difference = label - predicted.detach()
