@@ -61,7 +61,6 @@ class AverageBank:
             )
         self._steps = 0
         self._averages: dict[str, Average] = {}
-        self._counters: DeviceCounters | None = None
         self._exchange: Exchange | None = None
         self.rebind()
         if not self._binding.shards:
@@ -106,16 +105,12 @@ class AverageBank:
             if ok is None and all(average.counter.on_device is None for average in near):
                 lerp([move for average in near for move in average.update(self._steps)])
             elif near:
-                self._update_on_device(near, self._steps if step is None else step, ok)
-
-    def _update_on_device(self, due: Sequence[Average], step: int | Tensor, ok: Tensor | None) -> None:
-        if self._counters is None:
-            counters = [average.counter for average in self._averages.values() if average.storage.staging is None]
-            self._counters = DeviceCounters(counters, due[0].storage.buffers[0].source.device)
-        good = None if ok is None else ok.detach() > 0
-        shares = self._counters.count([average.counter for average in due], step, good)
-        moves = [(buffer, share) for average, share in zip(due, shares) for buffer in average.storage.buffers]
-        lerp_on_device(moves, good)
+                good = None if ok is None else ok.detach() > 0
+                number = self._steps if step is None else step
+                shares = self._counters.count([average.counter for average in near], number, good)
+                lerp_on_device(
+                    [(b, share) for average, share in zip(near, shares) for b in average.storage.buffers], good
+                )
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
@@ -267,7 +262,9 @@ class AverageBank:
             else:
                 average.seed(self._steps)
         self._averages = averages
-        self._counters = None
+        near = [average.counter for average in averages.values() if average.storage.staging is None]
+        device = next((shard.local.device for shard in self._binding.shards), torch.device("cpu"))
+        self._counters = DeviceCounters(near, device)
 
     def _reshard(self) -> None:
         """Drop the gathered weights of sharded modules; they would hide what is copied into the shards."""

@@ -68,7 +68,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
             self._update_unless(None)
 
     def _update_unless(self, found_inf: Tensor | None) -> None:
-        """Update all parameters; where ``found_inf`` is 1 they stay bit by bit, and nothing asks the device."""
+        """Update all parameters; where ``found_inf`` is 1 they stay bit by bit, and nothing waits for the device."""
         skip = None if found_inf is None else found_inf > 0
         for group in self.param_groups:
             lr = group["lr"]  # products with a scalar in float32 would be rounded to it

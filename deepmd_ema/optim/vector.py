@@ -133,7 +133,7 @@ def shards(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Return where the parts of tensors that this rank has are in memory."""
+    """Return the addresses of the parts of tensors that this rank has."""
     return tuple(t.data_ptr() for t in shards(tensors))
 
 
