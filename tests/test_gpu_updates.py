@@ -10,7 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
 from deepmd_ema.config.schema import optim as sections
-from deepmd_ema.optim.build import build_optimizer, guarded_step, optimizer_state, set_learning_rate
+from deepmd_ema.optim.build import (
+    build_optimizer,
+    guarded_step,
+    load_optimizer_state,
+    optimizer_state,
+    set_learning_rate,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -127,6 +133,23 @@ def test_a_step_called_off_changes_no_bit_and_all_memory_stays_in_its_place(kind
     step(optimizer, named, 9, ok=0.0)
     assert_same(before, everything(optimizer, named))
     assert addresses(optimizer, named) == where
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_by_name_continues_to_the_last_bit(kind):
+    named, other = network(), network()
+    optimizer, restored = build(kind, named), build(kind, other)
+    for number in range(2):
+        step(optimizer, named, number)
+    step(restored, other, 7)
+    load_optimizer_state(restored, other, optimizer_state(optimizer, named))
+    with torch.no_grad():
+        for name, p in other.items():
+            p.copy_(named[name])
+    for number in range(2, 4):
+        step(optimizer, named, number)
+        step(restored, other, number)
+    assert_same(everything(optimizer, named), everything(restored, other))
 
 
 @pytest.mark.parametrize("kind", MUONS)
