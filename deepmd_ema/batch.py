@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+ALIGNMENT = 256  # bytes, of each tensor of a packed batch: as torch aligns tensors on a GPU, which kernels make use of
+_HOST_FIELDS = ("type_counts", "slots", "type_slots", "inner", "sizes")  # of a batch: computations depend on them
+_MAPPINGS = ("labels", "has_label", "conditions")
+
 
 @dataclass(frozen=True)
 class NeighborLayout:
@@ -305,11 +309,6 @@ class PackedBatch:
     def as_padding(self) -> PackedBatch:
         """Return the batch with all labels marked as missing."""
         return self.view(self.data).as_padding().pack(self.data.is_pinned())
-
-
-ALIGNMENT = 256  # bytes, of each tensor in a buffer: as torch aligns tensors on a GPU, of which kernels make use
-_HOST_FIELDS = ("type_counts", "slots", "type_slots", "inner", "sizes")
-_MAPPINGS = ("labels", "has_label", "conditions")
 
 
 def _tensors(batch: Batch) -> Iterator[tuple[str, str, Tensor]]:

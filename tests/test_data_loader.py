@@ -8,6 +8,7 @@ import time
 from concurrent.futures import CancelledError
 from contextlib import closing, suppress
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmd_ema.batch import ALIGNMENT, Batch, NeighborLayout, PackedLayout
 from deepmd_ema.data.collate import PairCache, pair_frame
-from deepmd_ema.data.loader import Loader, atoms_at_once, prefetch, sequential_batches
+from deepmd_ema.data.loader import Loader, atoms_at_once, prefetch, sequential_batches, shared_atoms_at_once
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.errors import DataError
 
@@ -326,6 +327,16 @@ def test_an_error_in_batches_made_ahead_surfaces_where_the_batch_would_be(batche
 
 def test_a_gpu_evaluates_more_atoms_at_once():
     assert [atoms_at_once(torch.device(name)) for name in ("cpu", "cuda", "meta")] == [1024, 16384, 1024]
+
+
+@pytest.mark.parametrize(
+    ("atoms", "ranks", "most"),
+    [(50_000, 1, 16384), (50_000, 4, 12_500), (50_000, 3, 16384), (1500, 1, 1500), (1500, 8, 1024)],
+)
+def test_several_gpus_share_the_frames_of_a_validation(atoms, ranks, most):
+    systems = [SimpleNamespace(frame_sizes=np.full(10, atoms // 20)) for _ in range(2)]
+    assert shared_atoms_at_once(systems, torch.device("cuda"), ranks) == most
+    assert shared_atoms_at_once(systems, torch.device("cpu"), ranks) == 1024
 
 
 @pytest.mark.gpu

@@ -171,6 +171,12 @@ def atoms_at_once(device: torch.device) -> int:
     return ATOMS_AT_ONCE.get(device.type, MAX_ATOMS)
 
 
+def shared_atoms_at_once(systems: Sequence[FrameSource], device: torch.device, world_size: int) -> int:
+    """Return the most atoms in a batch of ``systems`` that several ranks share: few enough that each has some."""
+    share = -(-sum(int(system.frame_sizes.sum()) for system in systems) // world_size)
+    return min(atoms_at_once(device), max(MAX_ATOMS, share))
+
+
 def _prepared(batch: Batch, pin: bool, pad: Pad | None) -> Batch | PackedBatch:
     filled = batch if pad is None else pad(batch)
     return filled.pack(pin=True) if pin else filled

@@ -15,7 +15,7 @@ from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.checkpoint.series import BestFiles, Store
 from deepmd_ema.config.outputs import Outputs
-from deepmd_ema.data.loader import atoms_at_once, num_batches, prefetch, sequential_batches
+from deepmd_ema.data.loader import num_batches, prefetch, sequential_batches, shared_atoms_at_once
 from deepmd_ema.dist.world import World
 from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
@@ -134,7 +134,8 @@ class FullValidation:
             row.log.write_best(path, self._metric, value)
 
     def _until(self, stopped: Callable[[], bool], task: PreparedTask) -> Iterator[Batch | PackedBatch]:
-        world, most, layout = self._world, atoms_at_once(self._world.device), task.model.layout
+        world, layout = self._world, task.model.layout
+        most = shared_atoms_at_once(task.valid, world.device, world.size)
         batches = partial(sequential_batches, task.valid, layout, task.cache, most)
         compiler = self.models.compiler
         pad = compiler.options.pad(layout) if compiler is not None and compiler.validates(task.model) else None
