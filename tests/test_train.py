@@ -100,6 +100,11 @@ def test_tf32_is_for_the_products_of_steps_on_a_gpu(start, caplog):
     assert "training.enable_tf32 has no effect on a CPU" in caplog.text
 
 
+def test_cuda_graphs_are_for_a_gpu(start, caplog):
+    start("graphs", 1, {"training__cuda_graphs": True})
+    assert "training.cuda_graphs has no effect: there are none on a CPU." in caplog.text
+
+
 def test_training_lowers_the_force_error(start):
     folder = start("run", 60, {"training__disp_freq": 60, "learning_rate__start_lr": 5e-3})
     rows = np.genfromtxt(folder / "lcurve.out", names=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,9 @@ class AverageBank:
 
     ``bank[name]`` is one average, with its ``profile``, ``tensor_names`` and ``storage`` on this process.
 
+    Attributes:
+        num_bindings: how often the averaged tensors were looked up; after each time the averages are in other memory.
+
     Args:
         modules: the module whose parameters are averaged, or several by task name. Names of tensors are those of the
             bare module, whatever wraps it (``module.``, ``_orig_mod.``), after ``<task>.`` when there are tasks.
@@ -61,6 +64,7 @@ class AverageBank:
             )
         self._steps = 0
         self._averages: dict[str, Average] = {}
+        self.num_bindings = 0
         self._exchange: Exchange | None = None
         self.rebind()
         if not self._binding.shards:
@@ -78,39 +82,53 @@ class AverageBank:
         """Return the average ``name``."""
         return self._averages[name]
 
-    def update(self, ok: Tensor | None = None, epoch: float | None = None, step: Tensor | None = None) -> None:
+    def update(self, ok: Tensor | None = None, epoch: float | None = None) -> None:
         """Move every average towards the live weights; call once after each optimizer step.
 
         Args:
             ok: scalar on the device of the weights, 1 for a good step. After a bad one (0) nothing changes and nothing
                 is counted, even if the live weights are not finite; the device decides and the host does not wait.
             epoch: handed to ``should_update`` of the profiles that have it.
-            step: with ``ok``, the number of this step as a scalar on the device: no number of the host is then used
-                but to choose the averages that are due, and all memory that is kept is changed in place.
         """
-        assert self._exchange is None, "update() while an average is swapped in"
-        if self._binding.is_stale():
-            self.rebind()
-        self._steps += 1
+        due = self.begin(epoch)
         if ok is not None and is_on_host(ok):
             if not bool(ok > 0):
                 return
             ok = None
+        self.apply(due, ok)
+
+    def begin(self, epoch: float | None = None) -> tuple[str, ...]:
+        """Count a step, on the host, and return the names of the averages that are due."""
+        assert self._exchange is None, "update() while an average is swapped in"
+        if self._binding.is_stale():
+            self.rebind()
+        self._steps += 1
+        return tuple(name for name, a in self._averages.items() if a.profile.is_due(self._steps, epoch))
+
+    def apply(self, due: Sequence[str], ok: Tensor | None, step: Tensor | None = None) -> None:
+        """Update averages that are due.
+
+        Args:
+            due: names from :meth:`begin`, or some of them.
+            ok: not on the host, or None; as in :meth:`update`.
+            step: number of the step on the device. For averages on the device of the weights, no number of the host is
+                used then, and all memory that is kept is changed in place.
+        """
+        near = []
         with torch.set_grad_enabled(False):  # 1 us less than torch.no_grad(), 1 % of an update of a small model
-            due = [average for average in self._averages.values() if average.profile.is_due(self._steps, epoch)]
-            for average in due:
-                if average.storage.staging is not None:
+            for average in (self._averages[name] for name in due):
+                if average.storage.staging is None:
+                    near.append(average)
+                else:
                     average.enqueue(self._steps, ok)
-            near = [average for average in due if average.storage.staging is None]
             if ok is None and all(average.counter.on_device is None for average in near):
                 lerp([move for average in near for move in average.update(self._steps)])
             elif near:
                 good = None if ok is None else ok.detach() > 0
                 number = self._steps if step is None else step
                 shares = self._counters.count([average.counter for average in near], number, good)
-                lerp_on_device(
-                    [(b, share) for average, share in zip(near, shares) for b in average.storage.buffers], good
-                )
+                moves = [(buffer, share) for a, share in zip(near, shares) for buffer in a.storage.buffers]
+                lerp_on_device(moves, good)
 
     @contextmanager
     def swapped_in(self, name: str) -> Iterator[None]:
@@ -128,13 +146,13 @@ class AverageBank:
         exchange = Exchange(self._averages[name])
         try:
             with signals_wait():
-                self._reshard()
+                _reshard(self._modules.values() if self._around is None else [self._around])
                 self._exchange = exchange
                 exchange.swap_in()
             yield
         finally:
             with signals_wait():
-                self._reshard()
+                _reshard(self._modules.values() if self._around is None else [self._around])
                 exchange.swap_out()
                 self._exchange = None
 
@@ -262,27 +280,34 @@ class AverageBank:
             else:
                 average.seed(self._steps)
         self._averages = averages
+        self.num_bindings += 1
         near = [average.counter for average in averages.values() if average.storage.staging is None]
         device = next((shard.local.device for shard in self._binding.shards), torch.device("cpu"))
         self._counters = DeviceCounters(near, device)
-
-    def _reshard(self) -> None:
-        """Drop the gathered weights of sharded modules; they would hide what is copied into the shards."""
-        for module in self._modules.values() if self._around is None else [self._around]:
-            for part in module.modules():
-                drop = getattr(part, "reshard", None)  # an FSDPModule
-                if callable(drop):
-                    drop()
 
     def __reduce__(self) -> tuple[Any, ...]:
         assert self._exchange is None, "a bank is pickled while an average is swapped in"
         # as bytes: tensors made here would be freed, and their shared memory closed, before a spawned process opens it
         state = io.BytesIO()
         torch.save(self.state_dict(), state)
-        return AverageBank, (self._modules, self._profiles, self._around), state.getvalue()
+        return _restored, (self._modules, self._profiles, self._around, state.getvalue())
 
-    def __setstate__(self, state: bytes) -> None:
-        self.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
+
+def _restored(*given: Any) -> AverageBank:
+    """Return a bank of modules, profiles and the module around them, with its state as bytes."""
+    *made_of, state = given
+    bank = AverageBank(*made_of)
+    bank.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
+    return bank
+
+
+def _reshard(modules: Iterable[nn.Module]) -> None:
+    """Drop the gathered weights of sharded modules; they would hide what is copied into the shards."""
+    for module in modules:
+        for part in module.modules():
+            drop = getattr(part, "reshard", None)  # an FSDPModule
+            if callable(drop):
+                drop()
 
 
 def is_on_host(ok: Tensor) -> bool:

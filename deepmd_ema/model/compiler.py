@@ -26,7 +26,7 @@ from deepmd_ema.model.energy import EnergyModel, run
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 64  # of a process; then torch continues eagerly and warns
-_IN_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch
+MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Compiler:
 
     def _evaluate(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
         (graphs, hits), began = _graphs_and_hits(), time.perf_counter()
-        if self.options.mode in _IN_CUDA_GRAPHS:
+        if self.options.mode in MODES_OF_CUDA_GRAPHS:
             torch.compiler.cudagraph_mark_step_begin()
         with _settings():
             prediction: dict[str, Tensor] = self._run(model, batch)  # with virials: tasks without them share the graph

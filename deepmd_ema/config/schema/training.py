@@ -252,6 +252,11 @@ class TrainingOptions:
         doc="Whether training steps multiply float32 matrices in TF32 on a GPU, with 10 bits of each factor behind the "
         "binary point instead of 23. Validation and files are not affected.",
     )
+    cuda_graphs: bool = option(
+        False,
+        doc="Whether a step on a GPU is launched as one CUDA graph, captured at the third use of a shape; batches are "
+        "then filled up to few shapes. It pays for small batches. Only in dp-ema.",
+    )
     zero_stage: int = option(
         0,
         check=Check(lambda v: v in (0, 1, 2, 3), "0, 1, 2 or 3"),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
+from torch import nn
+
+from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch
 from deepmd_ema.checkpoint.series import Store
 from deepmd_ema.config import RunConfig, config_warnings
@@ -19,13 +23,15 @@ from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.report.table import render
 from deepmd_ema.train.assembly.summary import start_table
 from deepmd_ema.train.loop.averages import Hook, build_bank
+from deepmd_ema.train.loop.cuda_graphs import GraphedSteps
 from deepmd_ema.train.loop.interpolation import InterpolationControl
+from deepmd_ema.train.loop.modes import compiled_modes, launches_graphs, why_no_graphs
 from deepmd_ema.train.loop.refit_bias import refit
 from deepmd_ema.train.loop.reporter import Reporter
 from deepmd_ema.train.loop.saver import Saver, StateBuilder
 from deepmd_ema.train.loop.sharding import parallelize
 from deepmd_ema.train.loop.step import GradientStep, Step, context_of_products
-from deepmd_ema.train.loop.task import TaskMixture, compiled_modes
+from deepmd_ema.train.loop.task import TaskMixture
 from deepmd_ema.train.loop.trainer import Callback, Trainer
 from deepmd_ema.train.loop.validate import FullValidation
 from deepmd_ema.train.start.new_run import Start
@@ -64,12 +70,8 @@ def assemble(
     bests = [row.best for row in validator.rows if row.best is not None]
     tables = [t for t in (*reporter.curves.values(), *(row.log for row in validator.rows)) if t is not None]
     saver = Saver(config, num_steps, start.step, builder, bests, tables, store, world)
-    if isinstance(config.optimizer, LKFConfig):
-        from deepmd_ema.train.loop.kalman import KalmanStep
-
-        take_step: Step = KalmanStep(prepared, num_steps)
-    else:
-        take_step = GradientStep(prepared, module, num_steps, world)
+    take_step = _step(prepared, module, num_steps, world)
+    products = context_of_products(config, world.device)
     trainer = Trainer(
         tasks=tasks,
         take_step=take_step,
@@ -81,7 +83,8 @@ def assemble(
         num_steps=num_steps,
         world=world,
         interpolation=interpolation,
-        products=context_of_products(config, world.device),
+        products=products,
+        graphs=_graphs(config, take_step, bank, world, products),
         refit=partial(refit, prepared, bank) if config.training.change_bias_after_training else None,
         input_file=input_file,
         callback=callback or Callback(),
@@ -95,6 +98,32 @@ def assemble(
         trainer.load_state_dict(start.step, state)
     models.train()
     return trainer
+
+
+def _step(prepared: PreparedRun, module: nn.Module, num_steps: int, world: World) -> Step:
+    """Return the steps of the optimizer of a run; ``module`` evaluates the models."""
+    if isinstance(prepared.config.optimizer, LKFConfig):
+        from deepmd_ema.train.loop.kalman import KalmanStep
+
+        return KalmanStep(prepared, num_steps)
+    return GradientStep(prepared, module, num_steps, world)
+
+
+def _graphs(
+    config: RunConfig,
+    take_step: Step,
+    bank: AverageBank | None,
+    world: World,
+    products: Callable[[], AbstractContextManager[None]],
+) -> GraphedSteps | None:
+    """Return the steps as CUDA graphs, or None, with a warning if the input requests them."""
+    if not config.training.cuda_graphs:
+        return None
+    if not launches_graphs(config, world):
+        logger.warning("training.cuda_graphs has no effect: %s.", why_no_graphs(config, world))
+        return None
+    assert isinstance(take_step, GradientStep)
+    return GraphedSteps(take_step, bank, world.device, products)
 
 
 def compile_models(config: RunConfig, models: ModelSet, batches: Mapping[str, Batch], world: World) -> RunConfig:

@@ -169,8 +169,26 @@ class GradientStep(Step):
 
     def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
         """Update the weights with one batch; ``step`` counts from 1."""
-        rate = self._schedule(step - 1)
-        set_learning_rate(self._optimizer, rate)
+        rate = self.rate(step)
+        return Outcome(rate, *self.update(task, batch, rate, step))
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of ``step``, from 1."""
+        return self._schedule(step - 1)
+
+    def update(
+        self, task: Task, batch: Batch, rate: float | Tensor, step: int | Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Update the weights with one batch, and return the values to display and whether it was good, as 1 or 0.
+
+        Args:
+            task: whose batch it is.
+            batch: on the device.
+            rate: learning rate, or a scalar in float64 on the device.
+            step: from 1, or an int64 scalar on the device. With both on a CUDA device, no number of the host is used,
+                and all memory that is kept from one step to the next is changed in place.
+        """
+        set_learning_rate(self._optimizer, rate.float() if isinstance(rate, Tensor) else rate)
         self._optimizer.zero_grad(set_to_none=True)
         prediction = self._parallel_module(task.name, batch, **task.loss.needs(batch))
         total, values = task.loss(prediction, batch, rate)
@@ -180,7 +198,7 @@ class GradientStep(Step):
         finite = torch.isfinite(norm) & torch.isfinite(values["rmse"])
         ok = self._note(finite, step, own=torch.isfinite(total.detach()))
         guarded_step(self._optimizer, 1 - ok)
-        return Outcome(rate, values, ok)
+        return values, ok
 
     def state_dict(self, take: Take) -> dict[str, Any]:
         """Return moments and counters by parameter name. Must be called by every rank."""

@@ -12,7 +12,6 @@ import numpy as np
 
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config import RunConfig
-from deepmd_ema.config.fields import plain
 from deepmd_ema.data.loader import Loader, Pad
 from deepmd_ema.data.run import steps_for_epochs, steps_with_share
 from deepmd_ema.data.sampler import Sampler
@@ -20,9 +19,9 @@ from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.loss import EnergyLoss
-from deepmd_ema.model.compiler import CompileOptions
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.seeds import seed_for
+from deepmd_ema.train.loop.modes import pads
 from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask, stream_of
 
 logger = logging.getLogger(__name__)
@@ -119,17 +118,14 @@ class TaskMixture:
         for name, task in prepared.tasks.items():
             make = partial(_build_loader, task, prepared.seed, world)
             valid = task.config.displayed_data if config.training.disp_training else None
-            pad = CompileOptions(**plain(config.training.compile_options)).pad(task.model.layout)
-            in_training, in_validation = compiled_modes(config)
+            pad, display_pad = pads(config, world, task.model.layout)
             self._tasks.append(
                 Task(
                     name,
                     prepared.models,
                     EnergyLoss(task.config.loss, config.learning_rate.start_lr, world),
-                    train_loader=make(task.train, task.config.training_data, "frames", pad if in_training else None),
-                    display_loader=make(task.valid, valid, "display frames", pad if in_validation else None)
-                    if valid is not None
-                    else None,
+                    train_loader=make(task.train, task.config.training_data, "frames", pad),
+                    display_loader=make(task.valid, valid, "display frames", display_pad) if valid else None,
                     display_batches=valid.numb_btch if valid is not None else 1,
                     split=task.split,
                 )
@@ -196,12 +192,6 @@ class TaskMixture:
         """Stop the background readers of all tasks."""
         for task in self._tasks:
             task.close()
-
-
-def compiled_modes(config: RunConfig) -> tuple[bool, bool]:
-    """Return whether training, and whether validation, runs compiled code."""
-    in_training, infer = config.training.enable_compile, config.validating.compiled_infer
-    return in_training, (in_training if infer is None else infer) and config.has_validation_data
 
 
 def _build_loader(

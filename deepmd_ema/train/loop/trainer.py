@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.batch import Batch
+from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.dist.launch import END_SIGNALS, handling
 from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.dist.world import World
@@ -21,6 +21,7 @@ from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.report.progress import IntervalTimes
 from deepmd_ema.tensors import map_tensors
 from deepmd_ema.train.loop.averages import describe_averages
+from deepmd_ema.train.loop.cuda_graphs import GraphedSteps
 from deepmd_ema.train.loop.interpolation import InterpolationControl
 from deepmd_ema.train.loop.refit_bias import Biases
 from deepmd_ema.train.loop.reporter import Reporter
@@ -95,6 +96,7 @@ class Trainer:
         num_steps: of the whole run.
         world: the processes of the run.
         interpolation: of the embedding nets.
+        graphs: takes steps as CUDA graphs instead of ``take_step`` and ``bank``; or None.
         products: context of matrix products in a step.
         refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
         input_file: named in the message that says how to restart.
@@ -113,6 +115,7 @@ class Trainer:
     num_steps: int
     world: World
     interpolation: InterpolationControl
+    graphs: GraphedSteps | None = None
     products: Callable[[], AbstractContextManager[Any]] = nullcontext
     refit: Callable[[], Biases] | None = None
     input_file: str = "input.json"
@@ -171,22 +174,32 @@ class Trainer:
             number = self.step + 1
             task = self.tasks.draw(number)
             with self.times.of("data"):
-                batch = next(task.train_loader).to(self.world.device)
+                made = next(task.train_loader)
             with self.times.of("step"):
                 self.interpolation.before_step(number)
-                with self.products():
-                    outcome = self.take_step(task, batch, number)
-                self.step = number
-                if self.take_step.checks_are_free:
-                    self._raise_if_diverged()
-                if self.bank is not None:
-                    # a step that was checked on the host is good; else the device decides, and nothing waits for it
-                    ok = None if self.take_step.checks_are_free else outcome.ok
-                    self.bank.update(ok, epoch=number / self.tasks.batches_per_epoch)
+                outcome, batch = self._update(task, made, number)
             self.callback.after_update(self)
             self._do_what_is_due(task, batch, outcome)
             self.saver.builder.forget()  # nothing more is due: copies are kept only as long as files need them
         self.callback.after_step(self)
+
+    def _update(self, task: Task, made: Batch | PackedBatch, number: int) -> tuple[Outcome, Batch]:
+        """Update weights and averages with a batch; return the outcome and the batch on the device."""
+        epoch = number / self.tasks.batches_per_epoch
+        if self.graphs is not None and isinstance(made, PackedBatch):
+            found = self.graphs(task, made, number, epoch)
+            self.step = number
+            return found
+        batch = made.to(self.world.device)
+        with self.products():
+            outcome = self.take_step(task, batch, number)
+        self.step = number
+        if self.take_step.checks_are_free:
+            self._raise_if_diverged()
+        if self.bank is not None:
+            # a step that was checked on the host is good; else the device decides, and nothing waits for it
+            self.bank.update(None if self.take_step.checks_are_free else outcome.ok, epoch)
+        return outcome, batch
 
     def _is_stopped(self) -> bool:
         """Whether some rank received a signal: all of them then stop after this step.
