@@ -212,7 +212,7 @@ def test_a_step_number_on_the_device_gives_the_bits_of_one_on_the_host_and_memor
             number.add_(1)
             with no_wait() if count else torch.no_grad():
                 banks[0].update(ok)
-                banks[1].update(ok, step=number)
+                banks[1].apply(banks[1].begin(), ok, step=number)
             if count == 5:
                 for p, value in zip(named.values(), network().values()):
                     p.copy_(value)
