@@ -175,7 +175,7 @@ def tiny_input(training, validation=None, *, num_steps=20, type_map=("O", "H"), 
     return changed(config, changes)
 
 
-def trains_in(root, monkeypatch, data, options):
+def trains_in(root, monkeypatch, data, options, device="cpu"):
     """Return a function that trains in a folder of its own: start(name, num_steps, options, **how).
 
     Args:
@@ -183,6 +183,7 @@ def trains_in(root, monkeypatch, data, options):
         monkeypatch: of the test.
         data: the systems to train on, and those to validate on.
         options: of all its runs, as keys of ``tiny_input``.
+        device: of the runs whose call names none.
     """
 
     from deepmd_ema.train.run import run_training
@@ -193,7 +194,7 @@ def trains_in(root, monkeypatch, data, options):
         monkeypatch.chdir(folder)
         config = tiny_input(*data, num_steps=num_steps, **{**options, **(more or {})})
         (folder / "input.json").write_text(json.dumps(config))
-        run_training("input.json", device="cpu", **how)
+        run_training("input.json", **{"device": device, **how})
         return folder
 
     return start
