@@ -2,8 +2,8 @@
 
 ``python tests/pretend_cuda tests/gpu_counts.py [NAME ...]`` prints them as a Markdown table.
 
-The models are toy models with 2 elements and as many layers as usual: 3 of embedding, 3 and 1 of fitting, 2 of attention,
-3 of repformer and repflow. The number of kernels depends on these, not on widths and numbers of atoms.
+The models are toy models with 2 elements and as many layers as usual: 3 of embedding, 3 and 1 of fitting, 2 of
+attention, 3 of repformer and repflow. The number of kernels depends on these, not on widths and numbers of atoms.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from contextlib import chdir, contextmanager, nullcontext
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,7 +76,7 @@ class StepCounts:
 
     Attributes:
         operations: kernels by the operation of torch.
-        parts: kernels by the package of ``deepmd_ema`` that called the operation; ``autograd``: by torch's backward pass.
+        parts: kernels by the package of ``deepmd_ema`` that called the operation; ``autograd``: by the backward pass.
         waits: waits of the host for the device, by the operation and the lines that called it.
     """
 

@@ -35,6 +35,16 @@ def test_a_wait_is_counted_with_its_line_and_refused_where_none_is_allowed():
     torch.ones(2).pin_memory().to("cuda", non_blocking=True)
 
 
+def test_a_mask_waits_as_an_index_and_not_as_what_is_indexed():
+    mask, places = torch.tensor([True, False], device="cuda"), torch.tensor([1, 0], device="cuda")
+    with pretend_cuda.counted_waits() as found:
+        mask[places]
+    assert not found.waits
+    with pretend_cuda.counted_waits() as found:
+        places[mask]
+    assert "index by a mask" in found.waits
+
+
 def test_a_late_copy_and_new_memory_hold_nan():
     values, copy = torch.ones(3, device="cuda"), torch.zeros(3).pin_memory()
     copy.copy_(values, non_blocking=True)

@@ -352,9 +352,9 @@ int checked_device(const std::vector<c10::IValue>& given, const std::string& nam
                 " and cpu! (", full, ")");
   });
   if (name == "index")
-    for_each_tensor(given, [&](const Tensor& tensor) {
+    for_each_tensor({given[1]}, [&](const Tensor& tensor) {  // of the indices; what is indexed may have any type
       const bool is_mask = tensor.defined() && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
-      if (is_mask && &tensor != &given[0].toTensor()) wait("index by a mask");
+      if (is_mask) wait("index by a mask");
     });
   if (always_wait.count(name)) wait(name);
   return index;
