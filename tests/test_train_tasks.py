@@ -64,13 +64,18 @@ def write_data(folder):
     return folder
 
 
-def two_tasks(data, **changes):
-    """Return the run of two tasks: two elements and virials, and three elements without."""
+def input_of_two_tasks(data, **changes):
+    """Return the input of two tasks: two elements and virials, and three elements without."""
     inputs = {
         name: tiny_input([data / f"{name}1"], [data / f"{name}2"], **COMMON, **{**of_task, **changes})
         for name, of_task in OF_TASK.items()
     }
-    return config_from_dict(joined(inputs))
+    return joined(inputs)
+
+
+def two_tasks(data, **changes):
+    """Return the config of :func:`input_of_two_tasks`."""
+    return config_from_dict(input_of_two_tasks(data, **changes))
 
 
 def joined(inputs):
