@@ -101,7 +101,7 @@ def train_here(folder, how):
             report.update(_holdings(trainer))
 
     with mock.patch.object(saver.StateBuilder, "weights", make_and_count):
-        run_training("input.json", device="cpu", **{"callback": Look(), **how})
+        run_training("input.json", **{"device": "cpu", "callback": Look(), **how})
     return {**report, "counts": dict(counts)}
 
 
@@ -142,7 +142,7 @@ def _holdings(trainer):
 def _digest(tensors):
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.detach().contiguous().numpy().tobytes())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
