@@ -1,4 +1,4 @@
-"""Upper bounds of the kernels and waits of a training step on a CUDA device; and that errors and waits are noticed."""
+"""Upper bounds of the kernels of a training step on a CUDA device, which never waits; errors and waits are noticed."""
 
 import pytest
 import torch
@@ -12,37 +12,36 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 # about 2 % above what `python tests/pretend_cuda tests/gpu_counts.py` prints; lower a number with the code
 MAX_KERNELS = {
-    "se_e2_a": 808,
-    "se_e2_a, two-sided": 1088,
-    "se_e2_a, spline": 808,
-    "se_e2_a, no average": 782,
-    "se_e2_a, two averages": 831,
-    "se_e2_a, average on the host": 821,
-    "se_e2_a, clipping": 813,
-    "se_e2_a, AdamW": 808,
-    "se_e2_a, AdaMuon": 1523,
-    "se_e2_a, HybridMuon": 1483,
-    "se_e2_a, LKF": 4208,
-    "se_e2_r": 737,
-    "se_e3": 845,
-    "se_atten, no attention": 634,
-    "se_atten, 2 layers": 1264,
-    "se_atten_v2, 1 layer": 1068,
-    "se_e3_tebd": 558,
-    "dpa2": 2804,
-    "dpa3": 2035,
-    "dpa3, dynamic": 2035,
-    "hybrid": 1280,
-    "se_e2_a with a table": 1195,
+    "se_e2_a": 711,
+    "se_e2_a, two-sided": 992,
+    "se_e2_a, spline": 711,
+    "se_e2_a, no average": 695,
+    "se_e2_a, two averages": 717,
+    "se_e2_a, average on the host": 704,
+    "se_e2_a, clipping": 717,
+    "se_e2_a, AdamW": 711,
+    "se_e2_a, AdaMuon": 794,
+    "se_e2_a, HybridMuon": 859,
+    "se_e2_a, LKF": 3504,
+    "se_e2_r": 641,
+    "se_e3": 748,
+    "se_atten, no attention": 538,
+    "se_atten, 2 layers": 1167,
+    "se_atten_v2, 1 layer": 972,
+    "se_e3_tebd": 462,
+    "dpa2": 2708,
+    "dpa3": 1938,
+    "dpa3, dynamic": 1938,
+    "hybrid": 1184,
+    "se_e2_a with a table": 1099,
 }
-MAX_WAITS = {"se_e2_a, LKF": 4}  # of the others: 0
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_has_no_more_kernels_and_waits_than_in_the_table(name, tmp_path):
+def test_a_step_has_no_more_kernels_than_in_the_table_and_no_wait(name, tmp_path):
     counts = count_step(tmp_path / "run", name)
     assert counts.kernels <= MAX_KERNELS[name], counts.describe()
-    assert counts.waits.total() <= MAX_WAITS.get(name, 0), counts.describe()
+    assert not counts.waits, counts.describe()
     assert not counts.atomic, counts.describe()
 
 

@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from gpu_counts import counted_waits
 from helpers import assert_same, assert_same_files
 from parallel_runs import run_ranks, train
 from test_parallel import BANK, STEPS, WITH_BANK, assert_same_run, config_of, load
+from test_train_tasks import input_of_two_tasks, write_data
 
 from deepmd_ema.train.loop.trainer import Callback
 from deepmd_ema.train.run import run_training
@@ -20,17 +22,17 @@ from deepmd_ema.train.run import run_training
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 HALF = STEPS // 2
+ROUNDING = 1e-7  # of the largest number of a tensor, after steps that divide by the roots of small second moments
 # all best files stay, so that a restart from the middle finds those of its time
 OPTIONS = {**WITH_BANK, "validating__validation_freq": 5, "validating__max_best_ckpt": 9, "training__disp_avg": True}
 STAGES = (0, 1, 2, 3)
 OTHER = [((0, 2), (3, 2)), ((3, 2), (0, 1)), ((1, 2), (2, 2)), ((2, 2), (1, 2)), ((0, 1), (3, 2))]  # (stage, ranks)
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, water_like, water_like_valid):
     """Return a function that gives the folder of a run, unbroken or restarted from the middle of another run."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     base = tmp_path_factory.mktemp("ranks")
 
     @cache
@@ -54,17 +56,20 @@ def made(tmp_path_factory, water_like, water_like_valid):
     return run
 
 
+@two_gpus
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_gpus_train_as_one_process_on_a_cpu_with_all_the_frames(made, stage):
     assert_same_run(made((stage, 2)), made((0, 1), device="cpu"))
 
 
+@two_gpus
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_restart_on_two_gpus_continues_to_the_last_bit(made, stage):
     names = assert_same_files(made((stage, 2)), made((stage, 2), (stage, 2)))
     assert {"lcurve_slow.out", "val_p05.log", "snapshots/model_p05.ckpt-20.pt", "model_whole.ckpt-20.pt"} <= names
 
 
+@two_gpus
 @pytest.mark.parametrize(("origin", "place"), OTHER, ids=str)
 def test_a_checkpoint_of_gpus_is_the_same_bits_at_another_stage_on_other_ranks(made, origin, place):
     before, after = made(origin), made(place, origin, HALF)
@@ -75,6 +80,7 @@ def test_a_checkpoint_of_gpus_is_the_same_bits_at_another_stage_on_other_ranks(m
         assert_same(old, new, name)
 
 
+@two_gpus
 @pytest.mark.parametrize(("origin", "place"), OTHER[:2], ids=str)
 def test_a_run_on_gpus_continues_at_another_stage_on_other_ranks(made, origin, place):
     assert_same_run(made(place, origin), made(place))
@@ -101,7 +107,7 @@ def waits_here(folder):
     return devices, dict(found)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_of_two_ranks_does_not_wait_for_the_gpu(tmp_path, water_like, water_like_valid, stage):
     rare = {f"training__{name}_freq": 100 for name in ("disp", "save")}
@@ -109,3 +115,20 @@ def test_a_step_of_two_ranks_does_not_wait_for_the_gpu(tmp_path, water_like, wat
     (tmp_path / "input.json").write_text(json.dumps(config))
     for rank, ended in enumerate(run_ranks(2, waits_here, str(tmp_path))):
         assert ended.value == ({f"cuda:{rank}"}, {})
+
+
+@two_gpus
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_gpus_train_two_tasks_as_one_process_on_a_cpu(tmp_path, monkeypatch, stage):
+    data = write_data(tmp_path / "data")
+
+    def config(ranks, stage):
+        sizes = {f"training__{section}__batch_size": 2 // ranks for section in ("training_data", "validation_data")}
+        return input_of_two_tasks(data, num_steps=6, training__zero_stage=stage, **sizes)
+
+    (tmp_path / "alone").mkdir()
+    monkeypatch.chdir(tmp_path / "alone")
+    Path("input.json").write_text(json.dumps(config(1, 0)))
+    run_training("input.json", device="cpu")
+    train(tmp_path / "shared", 2, config(2, stage), device="cuda")
+    assert_same_run(tmp_path / "alone", tmp_path / "shared", ROUNDING)

@@ -166,6 +166,9 @@ class Stream:
         self.device = torch.device("cuda", _index(device))
         self.device_index, self.stream_id, self.cuda_stream = self.device.index, 0, 0
 
+    def is_capturing(self) -> bool:
+        return False
+
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
         event.record()
@@ -253,6 +256,7 @@ def _replace_functions(torch: ModuleType, number: int) -> None:
     }  # fmt: skip
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
+    torch.accelerator.current_stream = functions["current_stream"]  # FSDP has it wait for an event
     torch.cuda.memory.max_memory_allocated = functions["max_memory_allocated"]
     torch._C._cuda_getCurrentRawStream = lambda of: 0
     torch._C._nccl_version, torch._C._nccl_version_suffix = lambda: 22907, lambda: b""
