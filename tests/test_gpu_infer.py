@@ -11,7 +11,7 @@ from kept_runs import write_kept_run
 from toy_models import SECTIONS
 
 from deepmd_ema import cli
-from deepmd_ema.infer import potential as potentials
+from deepmd_ema.data import loader
 from deepmd_ema.infer.change_bias import BiasRequest, write_changed
 from deepmd_ema.infer.deviation import DeviationOptions, measure_deviation
 from deepmd_ema.infer.evaluate import measure
@@ -55,7 +55,7 @@ def assert_results(found, expected):
 @pytest.mark.parametrize("at_once", [16, 1024])
 def test_a_potential_on_a_gpu_has_the_results_of_the_cpu(tmp_path, monkeypatch, kind, at_once):
     """Also of frames that do not fit into one batch."""
-    monkeypatch.setitem(potentials.ATOMS_AT_ONCE, "cuda", at_once)
+    monkeypatch.setitem(loader.ATOMS_AT_ONCE, "cuda", at_once)
     section = SECTIONS[kind] | ({"sel": [30, 30]} if kind == "se_e2_a" else {})
     path, _ = write_run(tmp_path, model__descriptor=section)
     cpu, gpu = both(lambda device: Potential(path, device=device))

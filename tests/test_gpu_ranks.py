@@ -22,7 +22,7 @@ from deepmd_ema.train.run import run_training
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 HALF = STEPS // 2
-ROUNDING = 1e-7  # of the largest number of a tensor, after steps that divide by the roots of small second moments
+ROUNDING = 1e-7  # of the largest number of a tensor, after all steps: rates of Adam on CUDA are in float32
 # all best files stay, so that a restart from the middle finds those of its time
 OPTIONS = {**WITH_BANK, "validating__validation_freq": 5, "validating__max_best_ckpt": 9, "training__disp_avg": True}
 STAGES = (0, 1, 2, 3)
@@ -59,7 +59,7 @@ def made(tmp_path_factory, water_like, water_like_valid):
 @two_gpus
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_gpus_train_as_one_process_on_a_cpu_with_all_the_frames(made, stage):
-    assert_same_run(made((stage, 2)), made((0, 1), device="cpu"))
+    assert_same_run(made((stage, 2)), made((0, 1), device="cpu"), ROUNDING)
 
 
 @two_gpus

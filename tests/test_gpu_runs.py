@@ -23,8 +23,9 @@ OPTIMIZERS = {
     "HybridMuon in bfloat16": {"type": "HybridMuon", "enable_gram": False},
     **KINDS,
 }
-SAME_MATH = 1e-9  # of the largest number of a tensor, after all steps
-FLOAT16 = {"HybridMuon": 1e-3}  # its directions are in float16 on CUDA and in float32 on a CPU
+ROUNDING = 1e-7  # of the largest number of a tensor, after all steps: rates of Adam on CUDA are in float32
+# directions of Muon are in bfloat16 or, by Gram matrices on CUDA, in float16; a CPU has float32 there
+IN_HALF = {"AdaMuon": 1e-4, "HybridMuon in bfloat16": 1e-4, "HybridMuon": 1e-3}
 SETTINGS = {"device": ("live", "cpu"), "layout": ("local_shard", "full_tensor"), "dtype": ("float64", "float32")}
 BUFFERS = ("copy", "average")
 AVERAGES = [
@@ -65,7 +66,7 @@ def run(tmp_path, monkeypatch):
 def check(run, tmp_path):
     """Return a function that asserts that a run on the GPU is that of the CPU and restarts to the last bit."""
 
-    def checked(config, tolerance=SAME_MATH):
+    def checked(config, tolerance=ROUNDING):
         whole = run("gpu", config)
         assert_same_run(run("cpu", config, device="cpu"), whole, tolerance)
         shutil.copytree(whole, tmp_path / "parts", symlinks=True)
@@ -93,7 +94,7 @@ def config_of(water_like, mixed_like, water_like_valid):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_every_optimizer_takes_the_steps_of_the_cpu_and_restarts_to_the_last_bit(check, config_of, kind):
-    check(config_of(optimizer=OPTIMIZERS[kind], **NO_VIRIAL), FLOAT16.get(kind, SAME_MATH))
+    check(config_of(optimizer=OPTIMIZERS[kind], **NO_VIRIAL), IN_HALF.get(kind, ROUNDING))
 
 
 def test_averages_of_every_device_layout_and_precision_are_those_of_the_cpu(check, config_of):
