@@ -116,6 +116,11 @@ def die():
     _after_step(_die)
 
 
+def hang():
+    """Wait for ever after a step, as the main thread does in a collective of NCCL."""
+    _after_step(lambda: time.sleep(1e6))
+
+
 def die_in_validation():
     """Be killed inside a full validation."""
     _in_validation(_die)
@@ -383,7 +388,7 @@ def _note():
 FAULTS = {
     act.__name__: act
     for act in (
-        fail, die, die_in_validation, die_at_start, die_early, die_at_the_rendezvous, be_terminated_at_start,
+        fail, die, hang, die_in_validation, die_at_start, die_early, die_at_the_rendezvous, be_terminated_at_start,
         be_terminated_at_the_rendezvous, ask_to_stop, ask_in_validation,
         ask_often, lose_folder_at_start, lose_file, lose_input, spoil_frame, fill_disk, be_quick,
         come_late, meet_late, speak_late, leave_late, lack_device, be_terminated_while_joining,

@@ -21,6 +21,8 @@ PEER_ERROR_S = 3.0  # for a rank that has not been heard of since another one ha
 LINGER_S = 10.0  # for a rank that is known to end, or to know why: a loaded machine takes seconds
 HEAD_START_S = 0.3  # for the rank that knows why to end first: torchrun names the first that ended as the root cause
 MAX_POLL_INTERVAL_S = 0.5
+# in errors of NCCL, which writes "socket" and "system error" for faults of its own too
+LOST_PEER = ("remote process", "remoteerror", "connection closed", "connection reset", "aborted", "timeout", "timed out")
 REACT_S = 2.0  # for a rank to come back from torch after a signal
 
 
@@ -222,10 +224,18 @@ def ends_at_once(rank: int) -> Iterator[None]:
 
 def is_peer_lost(error: BaseException) -> bool:
     """Whether ``error`` is the news that another rank has ended."""
-    if isinstance(error, RankLostError | Terminated | dist.DistError):  # NCCL and the store raise a DistError
+    if isinstance(error, dist.DistBackendError):  # NCCL raises it for its own faults too, such as a wrong driver
+        return any(word in str(error).lower() for word in LOST_PEER)
+    if isinstance(error, RankLostError | Terminated | dist.DistError):
         return True
     # gloo raises a bare RuntimeError that begins with the path of its source file; "enforce fail" is a wrong setting
     return isinstance(error, RuntimeError) and "gloo" in str(error) and "enforce fail" not in str(error)
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the line of an error of torch that names its cause."""
+    first, _, last = str(error).partition("Last error:")  # what NCCL says itself
+    return (last.strip() or first.strip() or type(error).__name__).splitlines()[0]
 
 
 def _wait_for(question: Callable[[], bool], seconds: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -16,14 +16,15 @@ import torch.distributed as dist
 
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.dist.launch import ADDRESS, Launch
-from deepmd_ema.dist.rendezvous import ends_at_once, is_peer_lost, join_ranks
+from deepmd_ema.dist.peer_watch import watched_peers
+from deepmd_ema.dist.rendezvous import cause_of, ends_at_once, is_peer_lost, join_ranks
 from deepmd_ema.errors import RankLostError, UserError
 from deepmd_ema.allocator import keep_freed_memory
 
 T = TypeVar("T")
 
 # With gloo a rank that ends is noticed at once, because its connections close; the limits are for one that hangs or
-# whose machine is gone. NCCL does not notice an end: there the launcher ends the others, or these limits do.
+# whose machine is gone. NCCL does not notice an end: there a thread does (dist.peer_watch).
 STEP_TIMEOUT = timedelta(minutes=30)  # of a collective, and of what one rank does alone during training: writing files
 PREPARATION_TIMEOUT = timedelta(hours=24)  # of what rank 0 does alone before training: reading all data
 _ANNOUNCED = "all_ranks_know"  # attribute of an error that all_ranks_ok has raised
@@ -168,7 +169,12 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
             backend = "nccl" if cuda else "gloo"
             with ends_at_once(launch.rank):
                 dist.init_process_group(
-                    backend, timeout=STEP_TIMEOUT, rank=launch.rank, world_size=launch.size, store=rendezvous.store
+                    backend,
+                    timeout=STEP_TIMEOUT,
+                    rank=launch.rank,
+                    world_size=launch.size,
+                    store=rendezvous.store,
+                    device_id=chosen if cuda else None,  # NCCL then connects here and not within the first step
                 )
                 cpu_group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if cuda else None
                 long_timeout_group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
@@ -177,12 +183,13 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
                 raise
             raise UserError(
                 f"rank {launch.rank} of {launch.size}: the ranks cannot exchange tensors "
-                f"({str(error).splitlines()[0]}). On several machines set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
-                "to the network interface between them."
+                f"({cause_of(error)}). On several machines set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the "
+                "network interface between them; every rank needs a GPU of its own."
             ) from error
         world = World(**vars(launch), device=chosen, cpu_group=cpu_group, long_timeout_group=long_timeout_group)
         default_group = dist.group.WORLD
-        yield world
+        with watched_peers(rendezvous, launch) if cuda and launch.size > 1 else nullcontext():
+            yield world
         # Not after an error: other ranks may have ended, and this would wait for them.
         dist.destroy_process_group()
         # The destructor of a group joins its threads, which may need the interpreter lock. A DDP module that outlives

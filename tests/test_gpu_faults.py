@@ -1,0 +1,123 @@
+"""Choice of the GPU of a rank, faults of NCCL, and a rank that is lost while others wait in a collective."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_runs import free_port, launcher_environment
+from rank_faults import SAVE_EVERY, last_words, make_run, start_rank, wait_for
+
+from deepmd_ema.dist.device import select_device
+from deepmd_ema.dist.rendezvous import cause_of, is_peer_lost
+from deepmd_ema.errors import RankLostError, UserError
+
+LIMIT_S = 100
+ON_GPU = ("train", "input.json", "--device", "cuda")
+DUPLICATE = (
+    "NCCL error in: NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.5\n"
+    "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
+    "Last error:\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000\n"
+)
+REMOTE = (
+    "NCCL error in: ProcessGroupNCCL.cpp:2251, remote process exited or there was a network error, NCCL version 2.27\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+)
+
+
+@pytest.fixture
+def visible(monkeypatch):
+    """Return a function that sets the number of GPUs that torch sees; no kernel is launched on them."""
+
+    def see(number):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+        monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.tensor(0.0))
+
+    return see
+
+
+def test_a_rank_that_sees_one_gpu_takes_it_whatever_its_number(visible):
+    visible(1)
+    assert [str(select_device("cuda", rank)) for rank in (0, 1, 7)] == ["cuda:0"] * 3
+    assert str(select_device(None, 3)) == "cuda:0"
+    visible(4)
+    assert [str(select_device("cuda", rank)) for rank in (0, 3)] == ["cuda:0", "cuda:3"]
+    assert str(select_device("cuda:2", 1)) == "cuda:2"
+
+
+def test_more_local_ranks_than_gpus_are_refused_with_both_numbers(visible):
+    visible(2)
+    with pytest.raises(UserError, match=r"no GPU for local rank 2, this machine shows 2 GPUs\. Start 2 processes"):
+        select_device("cuda", 2)
+
+
+def test_a_fault_of_nccl_itself_is_no_lost_rank_and_is_shown():
+    own = [
+        DUPLICATE,
+        "ncclSystemError: System call (e.g. socket, malloc) failed.\nLast error:\nBootstrap : no interface",
+    ]
+    for text in own:
+        assert not is_peer_lost(dist.DistBackendError(text))
+    assert cause_of(dist.DistBackendError(DUPLICATE)).startswith("Duplicate GPU detected : rank 0 and rank 1")
+    assert cause_of(RuntimeError("first\nsecond")) == "first"
+    for text in (REMOTE, "NCCL communicator was aborted on rank 1.", "Watchdog caught collective operation timeout"):
+        assert is_peer_lost(dist.DistBackendError(text))
+    assert is_peer_lost(dist.DistNetworkError("Connection reset"))
+    assert is_peer_lost(RankLostError("gone"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("pretend_cuda" not in sys.modules, reason="sets the number of pretended devices")
+def test_two_tasks_that_see_one_gpu_each_train(tmp_path):
+    folder, port = make_run(tmp_path / "run"), free_port()
+    words = [sys.executable, "-m", "deepmd_ema", *ON_GPU]
+    ranks = [
+        subprocess.Popen(words, cwd=folder, env=_environment(k, port), stderr=subprocess.PIPE, text=True)
+        for k in range(2)
+    ]
+    ends = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], ends
+    assert "on cuda:0" in ends[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("faults", "lost"), [(("hang", "die"), 1), (("die", "hang"), 0)])
+def test_a_killed_rank_ends_the_others_that_wait_in_a_collective_for_ever(tmp_path, faults, lost):
+    folder, port = make_run(tmp_path / "run"), free_port()
+    pids = [start_rank(folder, launcher_environment(k, 2, port), fault, ON_GPU) for k, fault in enumerate(faults)]
+    codes = wait_for(pids, LIMIT_S)
+    assert codes[lost] == -signal.SIGKILL
+    assert codes[1 - lost] == 1, (folder / "reported.txt").read_text()
+    (line,) = last_words(folder)
+    assert f"rank {lost}" in line
+    assert "ended" in line
+    assert torch.load(folder / "model.ckpt.pt", weights_only=True)["step"] == SAVE_EVERY
+
+
+@pytest.mark.gpu
+def test_nccl_connects_at_the_start_and_not_within_the_first_step(tmp_path, monkeypatch):
+    given = {}
+    join = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: (given.update(k), join(*a, **k)))
+    folder = make_run(tmp_path / "run", training__numb_steps=1)
+    monkeypatch.chdir(folder)
+    for name, value in launcher_environment(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)
+    from deepmd_ema.train.run import run_training
+
+    run_training("input.json", device="cuda")
+    assert given["device_id"] == torch.device("cuda:0")
+    assert json.loads((folder / "input.json").read_text())["training"]["numb_steps"] == 1
+
+
+def _environment(rank, port):
+    import os
+
+    return os.environ | launcher_environment(rank, 2, port) | {"PRETEND_CUDA_DEVICES": "1"}
