@@ -15,9 +15,14 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.labels import LABELS
 from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.metrics import Errors
-from deepmd_ema.model.dummy_atoms import at_least_two, fill, pad, to_half_octave, to_prime
+from deepmd_ema.model.dummy_atoms import at_least_two, fill, pad, to_eighth, to_half_octave, to_prime
 
-ROUNDS = {"two": lambda: at_least_two, "half an octave": lambda: to_half_octave, "primes": lambda: to_prime({5, 7})}
+ROUNDS = {
+    "an eighth": lambda: to_eighth,
+    "two": lambda: at_least_two,
+    "half an octave": lambda: to_half_octave,
+    "primes": lambda: to_prime({5, 7}),
+}
 # elements of the atoms of each frame, and its cell
 BATCHES = {
     "one frame": [((0, 1, 2, 1, 0), TRICLINIC)],
@@ -187,3 +192,10 @@ def test_filling_reads_no_number_and_makes_no_tensor_elsewhere(kind):
     filled = fill(batch, model.layout)
     tensors = [v for f in fields(filled.batch) if isinstance(v := getattr(filled.batch, f.name), torch.Tensor)]
     assert {tensor.device.type for tensor in (*tensors, filled.rows)} == {"meta"}
+
+
+def test_sizes_of_graphs_grow_by_an_eighth_at_most_and_are_few():
+    rounded = [to_eighth(n) for n in range(1, 2000)]
+    assert rounded[:18] == [2, 2, *range(3, 17), 18, 18]
+    assert all(n <= up <= 9 * n / 8 for n, up in zip(range(2, 2000), rounded[1:], strict=True))
+    assert len(set(rounded)) < 75

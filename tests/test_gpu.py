@@ -52,6 +52,7 @@ def test_a_restart_on_a_gpu_continues_to_the_last_bit(start, precision):
 @pytest.mark.real_gpu("products in TF32")
 def test_tf32_rounds_training_steps_and_nothing_else(start):
     options = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"}
+    options["model__fitting_net__neuron"] = [64, 64]  # for matrices of 8 x 8 cuBLAS may choose a kernel without TF32
     exact = load(start("exact", 5, options) / "model.ckpt-5.pt")["model"]
     rounded = load(start("rounded", 5, {**options, "training__enable_tf32": True}) / "model.ckpt-5.pt")["model"]
     assert any(not torch.equal(exact[name], rounded[name]) for name in exact)
@@ -133,12 +134,13 @@ def test_compiled_code_trains_to_the_numbers_of_eager_steps(start, tmp_path, opt
 
 
 def test_batches_of_all_loaders_share_one_traced_graph_for_training_and_one_for_validation(start, caplog):
-    """Those of training are displayed too, and those of a validation are packed by another thread."""
+    """Those of training are displayed too, those of a validation are packed by another thread, and steps use TF32."""
     caplog.set_level("INFO")
-    backend = {"training__compile_options": {"backend": "aot_eager"}}
-    eager, whole = start("eager", 6), start("compiled", 6, backend | {"training__enable_compile": True})
+    options = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"}
+    options |= {"training__enable_tf32": True, "training__compile_options": {"backend": "aot_eager"}}
+    eager, whole = start("eager", 6, options), start("compiled", 6, options | {"training__enable_compile": True})
     a, b = load(eager / "model.ckpt-6.pt")["model"], load(whole / "model.ckpt-6.pt")["model"]
-    assert all(torch.allclose(a[name], b[name], rtol=1e-9, atol=1e-10) for name in a)
+    assert all(torch.allclose(a[name], b[name], rtol=1e-2, atol=1e-3) for name in a)
     assert [r.args[1] for r in caplog.records if r.message.startswith("compiled graph")] == ["training", "validation"]
 
 

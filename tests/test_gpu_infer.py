@@ -1,4 +1,4 @@
-"""What is done with trained models, on a CUDA device beside the CPU."""
+"""Trained models on a CUDA device beside the CPU: evaluation, tests, deviations, biases, averages found afterwards."""
 
 import re
 
@@ -8,11 +8,12 @@ import torch
 from helpers import toy_frame, write_system
 from infer_models import write_run
 from kept_runs import write_kept_run
-from toy_models import SECTIONS
+from toy_models import SECTIONS, TRICLINIC, batch_of, toy_atoms, toy_model
 
 from deepmd_ema import cli
 from deepmd_ema.data import loader
 from deepmd_ema.infer.change_bias import BiasRequest, write_changed
+from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.infer.deviation import DeviationOptions, measure_deviation
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
@@ -42,7 +43,7 @@ def data(tmp_path_factory):
 
 
 def both(function):
-    """Return what ``function`` gives for the CPU and for the GPU."""
+    """Return the results of ``function`` for the CPU and for the GPU."""
     return function("cpu"), function("cuda")
 
 
@@ -148,3 +149,25 @@ def test_posthoc_averages_are_ranked_as_on_the_cpu(tmp_path, water_like_valid):
     assert gpu.chosen.errors.metric("F:RMSE") == pytest.approx(cpu.chosen.errors.metric("F:RMSE"), rel=1e-9)
     for name, value in weights.items():
         torch.testing.assert_close(found[name], value, **SAME_MATH)
+
+
+def test_the_arrays_of_a_pt2_are_made_without_a_wait_for_the_gpu():
+    _, model = toy_model("se_e2_a")
+    coord, types = toy_atoms()
+    batch = batch_of(model, (coord, types, TRICLINIC), (coord[:7], types[:7], None))
+
+    def zeros(coord, atype, nlist, *_):
+        (frames, atoms), images = nlist.shape[:2], coord.shape[1]
+        shapes = {"energy_redu": (frames, 1), "energy": (frames, atoms, 1), "energy_derv_r": (frames, images, 1, 3),
+                  "energy_derv_c_redu": (frames, 1, 9)}  # fmt: skip
+        return {name: coord.new_zeros(shape) for name, shape in shapes.items()}
+
+    compiled, on_gpu = CompiledModel(zeros, model, None), batch.to(torch.device("cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = compiled(on_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert {name: tuple(value.shape) for name, value in found.items()} == {
+        name: tuple(value.shape) for name, value in compiled(batch).items()
+    }

@@ -1,4 +1,4 @@
-"""A thread that ends this process when another rank has ended, of which NCCL tells nothing."""
+"""A thread that ends this process when another rank has ended, which NCCL does not report."""
 
 from __future__ import annotations
 

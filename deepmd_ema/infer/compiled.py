@@ -36,9 +36,9 @@ class CompiledModel(nn.Module):
         assert not create_graph, "compiled code has no parameters"
         energy, virial = batch.coord.new_zeros(batch.num_frames), batch.coord.new_zeros(batch.num_frames, 9)
         atom_energy, force = torch.zeros_like(batch.coord[:, 0]), torch.zeros_like(batch.coord)
-        for f in range(batch.num_frames):
-            rows = torch.nonzero(batch.atom_frame == f)[:, 0]
-            rows = rows[torch.argsort(batch.atom_order[rows])]
+        # by the sizes that the host knows, and with images of empty slots: nothing is to wait for a GPU here
+        in_file_order = torch.argsort(batch.atom_order).split(batch.sizes)
+        for f, rows in enumerate(in_file_order):
             conditions: dict[str, Any] = {FPARAM: slice(f, f + 1), APARAM: rows}
             given = {name: batch.conditions[name][at] for name, at in conditions.items() if name in batch.conditions}
             found = self.frame(*_images(batch, rows), given)
@@ -77,16 +77,17 @@ class CompiledModel(nn.Module):
 
 
 def _images(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return coordinates, types, neighbors and mapping of the atoms ``rows`` (N,), with an image in each slot."""
+    """Return coordinates, types, neighbors and mapping of the atoms ``rows`` (N,), with an image for each slot."""
     num_atoms, device = len(rows), rows.device
-    filled = batch.occupied[rows]
+    filled, neighbor = batch.occupied[rows], batch.neighbor[rows]
     place = torch.full((len(batch.atom_type),), -1, device=device)
     place[rows] = torch.arange(num_atoms, device=device)
-    neighbor = batch.neighbor[rows][filled]
-    centre = torch.nonzero(filled)[:, 0]
+    images = num_atoms + torch.arange(filled.numel(), device=device).view(filled.shape)
+    nlist = torch.where(filled, images, -1)
+    if not nlist.shape[1]:
+        nlist = nlist.new_full((num_atoms, 1), -1)
     coord = batch.coord[rows]
-    kinds = torch.cat([batch.atom_type[rows], batch.atom_type[neighbor]])
-    nlist = torch.full((num_atoms, max(1, filled.shape[1])), -1, device=device)
-    nlist[:, : filled.shape[1]][filled] = num_atoms + torch.arange(len(neighbor), device=device)
-    coord = torch.cat([coord, coord[centre] + batch.vector[rows][filled]])
-    return coord, kinds, nlist, torch.cat([torch.arange(num_atoms, device=device), place[neighbor]])
+    kinds = torch.cat([batch.atom_type[rows], batch.atom_type[neighbor].flatten()])
+    around = (coord[:, None] + batch.vector[rows]).flatten(0, 1)
+    mapping = torch.cat([torch.arange(num_atoms, device=device), place[neighbor].flatten()])
+    return torch.cat([coord, around]), kinds, nlist, mapping

@@ -256,7 +256,7 @@ def _replace_functions(torch: ModuleType, number: int) -> None:
     }  # fmt: skip
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
-    torch.accelerator.current_stream = functions["current_stream"]  # FSDP has it wait for an event
+    torch.accelerator.current_stream = lambda of=None: Stream(of)  # FSDP has it wait for an event
     torch.cuda.memory.max_memory_allocated = functions["max_memory_allocated"]
     torch._C._cuda_getCurrentRawStream = lambda of: 0
     torch._C._nccl_version, torch._C._nccl_version_suffix = lambda: 22907, lambda: b""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 from torch import nn
 
@@ -39,6 +40,9 @@ from deepmd_ema.train.start.prepare import PreparedRun
 
 logger = logging.getLogger(__name__)
 
+Products: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Returns the context of matrix products in a step."""
+
 
 def assemble(
     prepared: PreparedRun,
@@ -58,7 +62,8 @@ def assemble(
     interpolation = InterpolationControl(models, world)
     interpolation.begin(batches, start.interpolation)
     # before the models are sharded: one rank may then compile while others wait for its code
-    used = compile_models(config, models, batches, world)
+    products = context_of_products(config, world.device)
+    used = compile_models(config, models, batches, world, products)
     module = parallelize(models, world, config.training.zero_stage)
     if start.loads_after_sharding(config):
         start.load_shards(models)
@@ -71,7 +76,6 @@ def assemble(
     tables = [t for t in (*reporter.curves.values(), *(row.log for row in validator.rows)) if t is not None]
     saver = Saver(config, num_steps, start.step, builder, bests, tables, store, world)
     take_step = _step(prepared, module, num_steps, world)
-    products = context_of_products(config, world.device)
     trainer = Trainer(
         tasks=tasks,
         take_step=take_step,
@@ -126,7 +130,9 @@ def _graphs(
     return GraphedSteps(take_step, bank, world.device, products)
 
 
-def compile_models(config: RunConfig, models: ModelSet, batches: Mapping[str, Batch], world: World) -> RunConfig:
+def compile_models(
+    config: RunConfig, models: ModelSet, batches: Mapping[str, Batch], world: World, products: Products
+) -> RunConfig:
     """Compile ``models`` if the input says so, and return the config with the modes that are compiled.
 
     All ranks compile for the same batches, so that those of one machine find the code in the cache. Must be called by
@@ -137,6 +143,7 @@ def compile_models(config: RunConfig, models: ModelSet, batches: Mapping[str, Ba
         models: on the device they compute on.
         batches: one of each task, the same on all ranks and at every restart.
         world: the processes of the run.
+        products: context of matrix products in a step, on which graphs depend.
 
     Raises:
         UserError: if they cannot be compiled.
@@ -152,11 +159,13 @@ def compile_models(config: RunConfig, models: ModelSet, batches: Mapping[str, Ba
         logger.info("compiling with %s, which takes minutes the first time%s", compiler.options.backend, eager)
         for training in [True] * in_training + [False] * in_validation:
             models.train(training)
+            context = products if training else nullcontext
             # the first rank of each machine, then the others, which find the code in the cache
             for is_turn in (world.local_rank == 0, world.local_rank != 0):
                 with world.all_ranks_ok(world.long_timeout_group), explained("training.enable_compile", advice):
                     for name, model in models.by_task.items() if is_turn else ():
-                        compiler.trace(model, batches[name])
+                        with context():
+                            compiler.trace(model, batches[name])
         models.train()
         models.compiler = compiler
         logger.info("compiled: %s", compiler.describe())

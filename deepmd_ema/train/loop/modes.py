@@ -11,7 +11,7 @@ from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.data.loader import Pad
 from deepmd_ema.dist.world import World
 from deepmd_ema.model.compiler import MODES_OF_CUDA_GRAPHS, CompileOptions
-from deepmd_ema.model.dummy_atoms import pad, to_half_octave
+from deepmd_ema.model.dummy_atoms import pad, to_eighth
 
 
 def compiled_modes(config: RunConfig) -> tuple[bool, bool]:
@@ -43,6 +43,6 @@ def pads(config: RunConfig, world: World, layout: NeighborLayout) -> tuple[Pad |
     """Return the functions that fill up batches of training and displayed ones of validation; None: they stay."""
     in_training, in_validation = compiled_modes(config)
     compiled = CompileOptions(**plain(config.training.compile_options)).pad(layout)
-    few_shapes = partial(pad, layout=layout, up=to_half_octave)
+    few_shapes = partial(pad, layout=layout, up=to_eighth)
     of_training = few_shapes if launches_graphs(config, world) else compiled if in_training else None
     return of_training, compiled if in_validation else None
