@@ -47,7 +47,7 @@ TWO = {
 STEPS = {  # name: descriptor, changes of it, options of the input
     "se_e2_a": (*ONE_SIDED, EMA),
     "se_e2_a, two-sided": ("se_e2_a", {"type_one_side": False}, EMA),
-    "se_e2_a, spline": ("se_e2_a", {"type_one_side": True, "interpolate": "always"}, EMA),
+    "se_e2_a, interpolate: always": ("se_e2_a", {"type_one_side": True, "interpolate": "always"}, EMA),
     "se_e2_a, no average": (*ONE_SIDED, {}),
     "se_e2_a, two averages": (*ONE_SIDED, TWO),
     "se_e2_a, average on the host": (*ONE_SIDED, HOST),

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 MAX_KERNELS = {
     "se_e2_a": 711,
     "se_e2_a, two-sided": 992,
-    "se_e2_a, spline": 711,
+    "se_e2_a, interpolate: always": 711,
     "se_e2_a, no average": 695,
     "se_e2_a, two averages": 717,
     "se_e2_a, average on the host": 704,

@@ -1,4 +1,4 @@
-"""Trained models on a CUDA device beside the CPU: evaluation, tests, deviations, biases, averages found afterwards."""
+"""Inference, tests, changed biases and posthoc averages of trained models on a CUDA device, beside the CPU."""
 
 import re
 
