@@ -75,3 +75,13 @@ def test_a_learning_rate_on_the_device_is_in_float32_as_the_kernels_of_cuda_want
     with pytest.raises(RuntimeError, match="Float"):
         step(torch.tensor(0.5, device="cuda", dtype=torch.float64))
     assert torch.allclose(step(torch.tensor(0.5, device="cuda")), torch.full((2,), 0.5, dtype=torch.float64))
+
+
+def test_a_stream_of_the_accelerator_waits_for_an_event():
+    """As FSDP has it do where a step leaves out modules."""
+    event = torch.cuda.Event()
+    event.record()
+    stream = torch.accelerator.current_stream()
+    stream.wait_event(event)
+    assert stream == torch.cuda.current_stream()
+    assert not stream.is_capturing()
