@@ -27,7 +27,9 @@ ROUNDING = 1e-7  # of the largest number of a tensor, after all steps: rates of 
 OPTIONS = {**WITH_BANK, "validating__validation_freq": 5, "validating__max_best_ckpt": 9, "training__disp_avg": True}
 STAGES = (0, 1, 2, 3)
 OTHER = [((0, 2), (3, 2)), ((3, 2), (0, 1)), ((1, 2), (2, 2)), ((2, 2), (1, 2)), ((0, 1), (3, 2))]  # (stage, ranks)
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="two GPUs: python tests/pretend_cuda -m pytest -m gpu pretends them"
+)
 
 
 @pytest.fixture(scope="module")
