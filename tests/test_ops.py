@@ -21,7 +21,8 @@ from deepmd_ema.model.interpolation.series import SeriesSum
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.cpu.operations import CPU, CPUOperations
+from deepmd_ema.model.ops.cpu import operations
+from deepmd_ema.model.ops.cpu.operations import CPU, GPU, CPUOperations
 from deepmd_ema.model.ops.environment import exponential_switch, switch, switch_and_derivative
 from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
 from deepmd_ema.model.ops.reference import REFERENCE, Attended, AttentionOptions, occupied_slots
@@ -150,6 +151,33 @@ def test_every_operation_of_a_cpu_has_the_values_and_gradients_of_the_reference(
     with torch.no_grad():
         for cpu, part in zip(tensors_of(OPERATIONS[name][0](*args)), results[0]):
             close(cpu, part.detach())
+
+
+@pytest.mark.parametrize("shares", [(4, 0, 2), (2, 2, 2), (6,)], ids=str)
+@pytest.mark.parametrize("most", [0, 1 << 22], ids=["one by one", "stacked"])
+@pytest.mark.parametrize("parts", [(0,), (1,), (0, 1)], ids=str)
+def test_fitting_networks_on_a_gpu_have_the_values_and_gradients_of_the_reference(monkeypatch, shares, most, parts):
+    monkeypatch.setattr(operations, "MAX_STACKED", most)
+    x, nets = draw(6, 4), fitting_networks()[: len(shares)]
+    results = []
+    for ops in (GPU, REFERENCE):
+        found = ops.values_and_gradients(x, nets, shares)
+        loss = sum((found[k] * draw(*found[k].shape, seed=k).detach()).sum() for k in parts)
+        leaves = [x, *(p for net in nets for p in net.parameters())]
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        results.append([*found, *(torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads))])
+    for gpu, reference in zip(*results, strict=True):
+        close(gpu, reference)
+
+
+def test_moments_on_a_gpu_have_the_values_and_gradients_of_the_reference():
+    args, results = arguments("moments"), []
+    for ops in (GPU, REFERENCE):
+        found = tensors_of(ops.moments(*args))
+        loss = sum((part * draw(*part.shape, seed=k).detach()).sum() for k, part in enumerate(found))
+        results.append([*found, *torch.autograd.grad(loss, leaves_of(args))])
+    for gpu, reference in zip(*results, strict=True):
+        close(gpu, reference)
 
 
 @every_operation

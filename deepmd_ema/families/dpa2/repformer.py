@@ -95,7 +95,7 @@ class Repformer(UsesOperations):
     @property
     def is_written_out(self) -> bool:
         """Whether :meth:`features_and_vjp` serves."""
-        return not self.ops.is_reference and self.is_fused and not self.options.direct_dist
+        return self.ops.is_for_cpu and self.is_fused and not self.options.direct_dist
 
     def features_and_vjp(
         self, neighborhood: Neighborhood, node: Tensor, batch: Batch, dropped: Tensor | None

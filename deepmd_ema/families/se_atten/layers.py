@@ -127,7 +127,7 @@ class SeAttenBlock(ElementBlock):
 
     def is_written_out(self, batch: Batch) -> bool:
         """Whether :meth:`features_and_vjp` serves a batch."""
-        return not self.ops.is_reference and self.pair_embedding is None and self._is_interpolated(batch)
+        return self.ops.is_for_cpu and self.pair_embedding is None and self._is_interpolated(batch)
 
     def features_and_vjp(
         self, neighborhood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None
@@ -190,7 +190,7 @@ class SeAttenBlock(ElementBlock):
         self, rows: Tensor, table: Tensor, neighbor: Tensor, switch: Tensor, batch: Batch
     ) -> Tensor:
         """Return the moments (A, 4, M) of all slots from interpolations of the network of ``s``."""
-        num_types, s, in_place = len(table), rows[..., 0], not self.ops.is_reference
+        num_types, s, in_place = len(table), rows[..., 0], self.ops.is_for_cpu
         of_type = one_hot(neighbor, num_types, rows.dtype)
         if self.pair_embedding is not None:  # G(s) (1 + gate): one function, summed by element
             gated = of_type * switch[..., None] if self.smooth else of_type
@@ -203,7 +203,7 @@ class SeAttenBlock(ElementBlock):
 
     def _interpolated_sums(self, left: Tensor, s: Tensor, table: Tensor, batch: Batch) -> list[NeighborSum]:
         """Return the sums of ``left`` (A, K, 4 T) times the network of ``s`` and elements: for all atoms or by type."""
-        in_place = not self.ops.is_reference
+        in_place = self.ops.is_for_cpu
         if self.one_side:
             return [self.interpolation(left, s, self.embedding, table, in_place=in_place)]
         # a function for each element of the centre as well: atoms of one element at once
@@ -220,7 +220,7 @@ class SeAttenBlock(ElementBlock):
 
         Statistics are equal for all slots, but files may hold others. None: not known without waiting for a device.
         """
-        if self.ops.is_reference:
+        if not self.ops.is_for_cpu:
             return None
         alike = (self.mean == self.mean[:, :1]).all() & (self.stddev == self.stddev[:, :1]).all()
         return occupied_slots(mask) if alike else None

@@ -78,7 +78,7 @@ class SeTTebdBlock(ElementBlock):
 
     def is_written_out(self, batch: Batch) -> bool:
         """Whether :meth:`features_and_vjp` serves a batch."""
-        return not self.ops.is_reference and self.pair_embedding is None and self.embedding.is_tanh
+        return self.ops.is_for_cpu and self.pair_embedding is None and self.embedding.is_tanh
 
     def features_and_vjp(
         self, neighborhood: Neighborhood, table: Tensor, batch: Batch, dropped: Tensor | None

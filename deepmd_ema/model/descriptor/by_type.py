@@ -159,7 +159,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
         Returns:
             The sums, and of each section (T S, M), or None if they are not made with the sums.
         """
-        interpolation, in_place = self.interpolation, not self.ops.is_reference
+        interpolation, in_place = self.interpolation, self.ops.is_for_cpu
         assert interpolation is not None
         if interpolation.tables is not None:
             groups = [

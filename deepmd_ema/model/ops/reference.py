@@ -1,7 +1,7 @@
 """The reference operations of descriptors, in plain torch, and how a module gets another set of operations.
 
 Every function here returns new tensors. This is the code that is compiled, exported, differentiated by ``torch.func``
-or twice, and run on a GPU. :mod:`deepmd_ema.model.ops.cpu` replaces what is faster in eager mode on a CPU.
+or twice. :mod:`deepmd_ema.model.ops.cpu` replaces what is faster in eager mode on a CPU or a GPU.
 """
 
 from __future__ import annotations
@@ -98,11 +98,12 @@ class Operations:
     """The operations of which there may be several versions of equal values and derivatives.
 
     Attributes:
-        is_reference: whether all of them can be traced, and differentiated any number of times by anything. Those of
-            other sets need eager mode, and their gradients can be differentiated by the parameters alone.
+        is_for_cpu: whether operations work in place, in portions, and may read numbers, for which a GPU would wait.
+            Those of the reference can be traced, and differentiated any number of times by anything; those of other
+            sets need eager mode, and their gradients can be differentiated by the parameters alone.
     """
 
-    is_reference: ClassVar[bool] = True
+    is_for_cpu: ClassVar[bool] = False
 
     def activated(self, z: Tensor, function: Activation) -> Tensor:
         """Return ``function(z)``."""

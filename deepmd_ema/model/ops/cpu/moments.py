@@ -54,7 +54,7 @@ class _TanhMoments(torch.autograd.Function):
         num_layers = len(copies)
         rows, *saved = ctx.saved_tensors
         flat, jets = saved[: 2 * num_layers], saved[2 * num_layers :]
-        grads = [torch.zeros_like(p) for p in flat]
+        grads: list[Tensor | None] = [None] * len(flat)
         for part in ctx.parts:
             grad = grad_jet[part].clone()  # autograd may use the gradient elsewhere
             grad[:, 0].baddbmm_(rows[part], grad_value[part])
@@ -62,16 +62,23 @@ class _TanhMoments(torch.autograd.Function):
                 before = jets[index - 1][part]
                 grad_z = _tanh_layer_backward(grad, jets[index][part], before, copies[index])
                 num_in, num_out = flat[2 * index].shape
-                grads[2 * index].addmm_(before.reshape(-1, num_in).T, grad_z.view(-1, num_out))
-                grads[2 * index + 1].add_(grad_z[:, 0].sum((0, 1)))
+                factors = before.reshape(-1, num_in).T, grad_z.view(-1, num_out)
+                so_far = grads[2 * index]
+                grads[2 * index] = torch.mm(*factors) if so_far is None else so_far.addmm_(*factors)
+                grads[2 * index + 1] = _plus(grads[2 * index + 1], grad_z[:, 0].sum((0, 1)))
                 below = torch.mm(grad_z.view(-1, num_out), flat[2 * index].T)
                 if copies[index]:
                     below.view(-1, 1, num_in).add_(_sum_copies(grad, copies[index]))
                 grad = below.view(before.shape)
             grad_z = _tanh_layer_backward(grad, jets[0][part], None, 0)
-            grads[0].add_((rows[part][..., :1] * grad_z[:, 0] + grad_z[:, 1]).sum((0, 1)))
-            grads[1].add_(grad_z[:, 0].sum((0, 1)))
-        return None, None, None, *grads
+            by_weight = torch.addcmul(grad_z[:, 1], rows[part][..., :1], grad_z[:, 0]).sum((0, 1))
+            grads[0] = _plus(grads[0], by_weight[None])
+            grads[1] = _plus(grads[1], grad_z[:, 0].sum((0, 1)))
+        return None, None, None, *(torch.zeros_like(p) if g is None else g for p, g in zip(flat, grads))
+
+
+def _plus(so_far: Tensor | None, more: Tensor) -> Tensor:
+    return more if so_far is None else so_far.add_(more)
 
 
 def _tanh_jets(s_all: Tensor, parts: list[slice], copies: tuple[int, ...], flat: Any, *, keep: bool) -> list[Tensor]:
@@ -118,7 +125,7 @@ def _tanh_layer_backward(grad: Tensor, jet: Tensor, before: Tensor | None, copie
         width = before.shape[-1]
         jet = torch.sub(jet.reshape(-1, copies, width), before.reshape(-1, 1, width)).view(jet.shape)
     value, derivative = jet[:, 0], jet[:, 1]
-    grad_z = grad * value.square().neg_().add_(1).unsqueeze(1)
+    grad_z = grad * torch.addcmul(value.new_ones(()), value, value, value=-1).unsqueeze(1)
     grad_z[:, 0].addcmul_(value * derivative, grad[:, 1], value=-2)
     return grad_z
 

@@ -1,4 +1,4 @@
-"""The set of operations for eager mode on a CPU."""
+"""The sets of operations for eager mode on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.ops.cpu import attention, moments, repformer, silu, tanh_gradients, triples
 from deepmd_ema.model.ops.reference import REFERENCE, Attended, AttentionOptions, Moments, Operations
 
+NO_PORTIONS = 1 << 20  # numbers in the cache for each number of the rows: more than any net has
+# inputs of fitting networks with those of rows that fill up: more are bound by arithmetic, and fewer by launches
+MAX_STACKED = 1 << 22
+
 # A atoms, K neighbor slots, M channels of a pair, C channels of an atom
 
 
@@ -26,7 +30,7 @@ class CPUOperations(Operations):
         numbers_in_cache: of a portion, for each thread.
     """
 
-    is_reference: ClassVar[bool] = False
+    is_for_cpu: ClassVar[bool] = True
     numbers_in_cache: int = 1 << 17
 
     def activated(self, z: Tensor, function: Activation) -> Tensor:
@@ -80,9 +84,28 @@ class CPUOperations(Operations):
         return repformer.repformer_layers_and_vjp(stack, node, rows, around)
 
 
-CPU = CPUOperations()
+@dataclass(frozen=True)
+class GPUOperations(Operations):
+    """Operations with gradients written out where these launch fewer kernels and never wait for the device."""
+
+    def moments(self, rows: Tensor, net: Network) -> Moments:
+        """Return the moments of a net of one number; ``rows`` are (A, K, 4)."""
+        if not net.is_tanh or not rows.numel():
+            return super().moments(rows, net)
+        return moments.tanh_moments(rows, net, numbers_in_cache=rows.numel() * NO_PORTIONS)
+
+    def values_and_gradients(self, x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the outputs (A,) of networks of one output and their gradients by the inputs (A, N)."""
+        if not nets[0].is_scalar_tanh or len(nets) == 1:
+            return super().values_and_gradients(x, nets, shares)
+        if len(nets) * max(shares) * x.shape[1] > MAX_STACKED:
+            return tanh_gradients.values_and_gradients(x, nets, shares)
+        return tanh_gradients.stacked_values_and_gradients(x, nets, shares)
+
+
+CPU, GPU = CPUOperations(), GPUOperations()
 
 
 def operations_for(device: torch.device) -> Operations:
     """Return the operations of models on a device that are evaluated eagerly."""
-    return CPU if device.type == "cpu" else REFERENCE
+    return {"cpu": CPU, "cuda": GPU}.get(device.type, REFERENCE)

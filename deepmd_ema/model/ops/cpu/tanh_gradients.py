@@ -7,7 +7,9 @@ layers, like a change of the inputs, and then the gradient P by y goes down::
     h = H W,                 H_above = h d idt + skip(H),      W gets H^T q,   t gets c = -2 h G t idt
     p = (P idt + c) d,       P_below = p W^T + skip^T(P),      W gets x^T p,   b gets p,   idt gets h G d + P t
 
-Autograd takes some 40 operations for each layer, and 1.1 to 1.3 times as long.
+Autograd takes some 40 operations for each layer, and 1.1 to 1.3 times as long. Several networks are evaluated one after
+the other, or, where launching an operation costs more than its arithmetic, together: the T networks as stacks of
+matrices, with (T, B, ...) in place of (B, ...).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.nn.layers import Network
@@ -33,18 +35,41 @@ def values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequence[in
         nets: with a last layer of one output.
         shares: rows of each network.
     """
-    flat: list[Tensor | None] = []
-    for net in nets:
-        *hidden, last = net.layers
-        flat += [p for layer in hidden for p in (layer.weight, layer.bias, layer.idt)]
-        flat += [last.weight, last.bias]
-    copies = tuple(layer.copies for layer in nets[0].layers[:-1])
-    values, grads = _ValuesAndGradients.apply(x, tuple(shares), copies, *flat)
+    flat = [p for net in nets for p in _parameters(net)]
+    values, grads = _ValuesAndGradients.apply(x, tuple(shares), _copies(nets[0]), *flat)
     return values, grads
 
 
+def stacked_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Do :func:`values_and_gradients` by stacks of matrices, with rows of zeros after those of a network of few."""
+    most = max(shares)
+    rows = nn.utils.rnn.pad_sequence(list(x.split(list(shares))), batch_first=True)  # (T, B, N)
+    flat = [None if p[0] is None else _stack(p) for p in zip(*map(_parameters, nets))]
+    values, grads = _ValuesAndGradients.apply(rows, (len(nets),), _copies(nets[0]), *flat)
+    if min(shares) == most:
+        return values.flatten(), grads.flatten(0, 1)
+    own = [slice(t * most, t * most + count) for t, count in enumerate(shares)]
+    flat_values, flat_grads = values.flatten(), grads.flatten(0, 1)
+    return torch.cat([flat_values[at] for at in own]), torch.cat([flat_grads[at] for at in own])
+
+
+def _parameters(net: Network) -> list[Tensor | None]:
+    *hidden, last = net.layers
+    return [*(p for layer in hidden for p in (layer.weight, layer.bias, layer.idt)), last.weight, last.bias]
+
+
+def _copies(net: Network) -> tuple[int, ...]:
+    return tuple(layer.copies for layer in net.layers[:-1])
+
+
+def _stack(parameters: Sequence[Tensor]) -> Tensor:
+    """Return (T, N, M) of weights, (T, 1, M) of vectors."""
+    stacked = torch.stack(list(parameters))
+    return stacked if stacked.ndim > 2 else stacked[:, None]
+
+
 class _Layer(NamedTuple):
-    """Parameters of a hidden layer."""
+    """Parameters of a hidden layer, or of that of T networks: (T, N, M) and (T, 1, M)."""
 
     weight: Tensor  # (N, M)
     bias: Tensor  # (M,)
@@ -55,12 +80,12 @@ class _Layer(NamedTuple):
         return y if self.idt is None else y.mul_(self.idt)
 
     def add_skip(self, y: Tensor, x: Tensor) -> Tensor:
-        return y if not self.copies else y.add_(x if self.copies == 1 else torch.cat([x, x], 1))
+        return y if not self.copies else y.add_(x if self.copies == 1 else torch.cat([x, x], -1))
 
     def below(self, by_z: Tensor, by_y: Tensor) -> Tensor:
         """Return the gradient by x (B, N) from those by ``x W + b`` and by y (B, M)."""
-        out = product(by_z, self.weight.T)
-        for part in by_y.chunk(self.copies, 1) if self.copies else ():
+        out = product(by_z, self.weight.mT)
+        for part in by_y.chunk(self.copies, -1) if self.copies else ():
             out.add_(part)
         return out
 
@@ -85,7 +110,7 @@ class _ValuesAndGradients(torch.autograd.Function):
         found = [_evaluate(own, net, copies) for own, net in zip(x.split(shares), _by_net(flat, len(shares)))]
         values, grads, kept = zip(*found)
         if any(ctx.needs_input_grad):
-            ctx.shares, ctx.copies, ctx.num_flat = shares, copies, len(flat)
+            ctx.shape, ctx.shares, ctx.copies, ctx.num_flat = x.shape[:-1], shares, copies, len(flat)
             ctx.save_for_backward(*flat, *(part for net in kept for part in net))
             ctx.set_materialize_grads(False)  # a loss of energies alone has no gradient H, nor the work for it
         return torch.cat(values), torch.cat(grads)
@@ -96,7 +121,7 @@ class _ValuesAndGradients(torch.autograd.Function):
         flat, kept = ctx.saved_tensors[: ctx.num_flat], ctx.saved_tensors[ctx.num_flat :]
         shares, number = ctx.shares, len(ctx.shares)
         if grad_values is None:
-            grad_values = flat[0].new_zeros(sum(shares))
+            grad_values = flat[0].new_zeros(ctx.shape)
         of_grads = [None] * number if grad_grads is None else grad_grads.split(shares)
         nets = zip(_by_net(flat, number), _by_net(kept, number), grad_values.split(shares), of_grads)
         found = [_differentiate(*net, ctx.copies, ctx.needs_input_grad[0]) for net in nets]
@@ -115,13 +140,13 @@ def _evaluate(x: Tensor, flat: Sequence[Any], copies: Sequence[int]) -> tuple[Te
         y = tanhs[-1].clone() if layer.idt is None else tanhs[-1] * layer.idt
         x = layer.add_skip(y, x)
         inputs.append(x)
-    grad = last[:, 0].expand(x.shape)
+    grad = last.mT.expand(x.shape)
     for layer, before, tanh in zip(layers[::-1], inputs[-2::-1], tanhs[::-1]):
         slope = torch.addcmul(tanh.new_ones(()), tanh, tanh, value=-1)
         by_z = layer.times_idt_(grad * slope)
         kept.append(_Values(before, tanh, slope, by_z, grad))
         grad = layer.below(by_z, grad)
-    return torch.mv(x, last[:, 0]).add_(bias), grad, [x, *(part for values in kept[::-1] for part in values)]
+    return _column(x, last).add_(bias).squeeze(-1), grad, [x, *(part for values in kept[::-1] for part in values)]
 
 
 def _differentiate(
@@ -129,31 +154,43 @@ def _differentiate(
     wants_x: bool,
 ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
     """Return the gradient by the inputs (B, N), if wanted, and those by the parameters of a network."""
-    layers, last = _layers(flat, copies), flat[-2][:, 0]
+    layers, last = _layers(flat, copies), flat[-2]
+    grad_value = grad_value.unsqueeze(-1)
     values = [_Values(*kept[start : start + 5]) for start in range(1, len(kept), 5)]
-    of_last = torch.mv(kept[0].T, grad_value)
+    of_last = _column(kept[0].mT, grad_value)
     past: list[tuple[Tensor, Tensor, Tensor]] = []  # gradients by W and by t, and that by idt for each row
     if grad_grad is not None:
         for layer, v in zip(layers, values):
             change = product(grad_grad, layer.weight)
             of_slope = change * v.grad
-            of_weight, of_idt = product(grad_grad.T, v.by_z), of_slope * v.slope
+            of_weight, of_idt = product(grad_grad.mT, v.by_z), of_slope * v.slope
             past.append((of_weight, layer.times_idt_(of_slope.mul_(v.tanh).mul_(-2)), of_idt))
             # in place: `change` is not read any more
             grad_grad = layer.add_skip(layer.times_idt_(change.mul_(v.slope)), grad_grad)
-        of_last += grad_grad.sum(0)
-    grad = torch.outer(grad_value, last)
-    found: list[Tensor | None] = [of_last[:, None], grad_value.sum(0, keepdim=True)]
+        of_last += grad_grad.sum(-2).unsqueeze(-1)
+    grad = grad_value * last.mT
+    found: list[Tensor | None] = [of_last, _sum_of_rows(grad_value, flat[-1])]
     for k in reversed(range(len(layers))):
         layer, v = layers[k], values[k]
         by_tanh = grad if layer.idt is None else grad * layer.idt
         by_z = by_tanh * v.slope if not past else (by_tanh + past[k][1]).mul_(v.slope)
-        of_weight = add_product_(past[k][0], v.x.T, by_z) if past else product(v.x.T, by_z)
+        of_weight = add_product_(past[k][0], v.x.mT, by_z) if past else product(v.x.mT, by_z)
         of_idt = torch.addcmul(past[k][2], grad, v.tanh) if past else grad * v.tanh
-        found = [of_weight, by_z.sum(0), None if layer.idt is None else of_idt.sum(0), *found]
+        by_idt = None if layer.idt is None else _sum_of_rows(of_idt, layer.idt)
+        found = [of_weight, _sum_of_rows(by_z, layer.bias), by_idt, *found]
         if k or wants_x:  # features of a descriptor that is not trained need no gradient
             grad = layer.below(by_z, grad)
     return grad, found
+
+
+def _column(a: Tensor, column: Tensor) -> Tensor:
+    """Return ``a @ column`` (..., B, 1) of (..., B, N) and (..., N, 1)."""
+    return torch.bmm(a, column) if a.ndim > 2 else torch.mv(a, column[:, 0])[:, None]
+
+
+def _sum_of_rows(values: Tensor, like: Tensor) -> Tensor:
+    """Return the sum over the rows (..., B, M) in the shape of the parameter ``like``."""
+    return values.sum(-2).view(like.shape)
 
 
 def _by_net(flat: Sequence[Any], number: int) -> list[Sequence[Any]]:
