@@ -21,7 +21,7 @@ from deepmd_ema.model.interpolation.series import SeriesSum
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.cpu import operations
+from deepmd_ema.model.ops.cpu import operations, silu
 from deepmd_ema.model.ops.cpu.operations import CPU, GPU, CPUOperations
 from deepmd_ema.model.ops.environment import exponential_switch, switch, switch_and_derivative
 from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
@@ -72,6 +72,12 @@ OPERATIONS = {
     "series_sum": (series._sum_in_place, series._plain_sum),
 }  # fmt: skip
 every_operation = pytest.mark.parametrize("name", sorted(OPERATIONS))
+MIN_NUMBERS = silu.MIN_NUMBERS
+
+
+@pytest.fixture(autouse=True)
+def _activations_are_written_out_for_few_numbers(monkeypatch):
+    monkeypatch.setattr(silu, "MIN_NUMBERS", 1)
 
 
 def fitting_networks():
@@ -373,6 +379,12 @@ def test_the_repformer_on_a_cpu_refuses_derivatives_that_it_does_not_have():
     (grad,) = torch.autograd.grad(loss, rows, create_graph=True)
     with pytest.raises(NotImplementedError, match="by positions: use the reference"):
         torch.autograd.grad(grad.square().sum(), rows)
+
+
+@pytest.mark.parametrize(("count", "node"), [(MIN_NUMBERS - 1, "SiluBackward0"), (MIN_NUMBERS, "_SiluBackward")])
+def test_only_many_numbers_are_activated_with_derivatives_written_out(count, node, monkeypatch):
+    monkeypatch.setattr(silu, "MIN_NUMBERS", MIN_NUMBERS)
+    assert CPU.activated(draw(count), activation("silu")).grad_fn.name() == node
 
 
 def test_silut_bends_where_its_input_is_large():

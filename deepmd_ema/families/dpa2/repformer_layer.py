@@ -103,11 +103,13 @@ class RepformerLayer(nn.Module):
                 changes.append((outer * self.conv.weight).sum(1) * around.per_neighbor)
             else:
                 terms.append((pair * self.conv(messages)).sum(1) * around.per_neighbor)
+        if options.update_g1_has_grrg or options.update_g1_has_drrd:
+            vectors = vectors * (around.per_moment * 3**-0.5)
         if options.update_g1_has_grrg:
             weighted = pair * around.weight[..., None]
-            terms.append(symmetrized(weighted, vectors, around.per_moment, options.axis_neuron))
+            terms.append(symmetrized(weighted, vectors, options.axis_neuron))
         if options.update_g1_has_drrd:
-            terms.append(symmetrized(messages, vectors, around.per_moment, options.axis_neuron))
+            terms.append(symmetrized(messages, vectors, options.axis_neuron))
         changes.append(self.act(self.linear_node(torch.cat(terms, -1))))
         if self.attention is not None:
             changes.append(self.attention(node, around))

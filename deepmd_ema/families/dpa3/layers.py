@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,9 +31,10 @@ class Geometry:
     Attributes:
         neighbor: (A, K) as in a `deepmd_ema.batch.Neighborhood`.
         reverse: (A, M) as there.
-        weighted: (A, K, 3) angular rows of the environment matrix times the switch; 0 where there is no edge.
-        edge_switch: (A, K) the switch of edges; 0 where there is none.
-        angle_switch: (A, J) the switch of angles; 0 where there are none.
+        weighted: (A, K, 3) angular rows of the environment matrix times the switch, over ``sqrt(3 e_norm)``; 0 where
+            there is no edge.
+        edge_switch: (A, K) the switch of edges over e_norm; 0 where there is none.
+        angle_weight: (A, J, J) the product of both switches of an angle, over ``sqrt(a_norm)``; 0 where there is none.
         has_angles: (A, J) bool.
     """
 
@@ -41,7 +42,7 @@ class Geometry:
     reverse: Tensor
     weighted: Tensor
     edge_switch: Tensor
-    angle_switch: Tensor
+    angle_weight: Tensor
     has_angles: Tensor
 
 
@@ -54,7 +55,7 @@ class RepflowLayer(UsesOperations):
         e_ij  <- sigma(p [n_i, n_j, e_ij]),  sigma(q sum_k w_ij w_ik sigma(r [a_ijk, n_i, e_ik, e_ij]) / sqrt(a_norm))
         a_ijk <- sigma(s [a_ijk, n_i, e_ik, e_ij])
 
-    ``sym`` is `symmetrized` with the rows ``weighted``, divided by e_norm. Each linear map of a concatenation is the
+    ``sym`` is `symmetrized` with the rows ``weighted``. Each linear map of a concatenation is the
     sum of maps of its parts, which are evaluated where they live: on nodes, not on every edge of a node.
 
     Args:
@@ -117,85 +118,85 @@ class RepflowLayer(UsesOperations):
 
     def forward(self, node: Tensor, edge: Tensor, angle: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
         """Return nodes (A, N), edges (A, K, E) and angles (A, J, J, G) after the messages of this layer."""
-        neighbors = self._neighbors(node, geometry)
+        neighbor, ends, of_edge = self._ends(node, geometry)
+        widths = [self.node_edge.weight.shape[1], edge.shape[-1]]
         if self.options.sequential_update:
-            edge = edge + self.edge_update.factors[0] * self._edge_message(node, neighbors, edge)
+            (to_node, to_edge), (for_node, for_edge) = ends.split(widths, -1), of_edge.split(widths, 1)
+            edge = edge + self.edge_update.factors[0] * self._act(to_edge + edge @ for_edge)
             seen = self._seen_by_angles(node, edge, geometry)
-            angle = self.angle_update(angle, [self._angle_message(self.angle_self, angle, *seen)])
-            edge = edge + self.edge_update.factors[1] * self._message_from_angles(angle, seen, edge, geometry)
-            return self._updated_node(node, neighbors, edge, geometry), edge, angle
-        new_node = self._updated_node(node, neighbors, edge, geometry)
-        messages = [self._edge_message(node, neighbors, edge)] if self.edges_matter else []
+            angle = self.angle_update(angle, self._angle_messages([self.angle_self], angle, *seen))
+            (message,) = self._angle_messages([self.edge_angle], angle, *seen)
+            edge = edge + self.edge_update.factors[1] * self._from_angles(message, edge, geometry)
+            message = self._act(to_node + edge @ for_node)
+            return self._updated_node(node, neighbor, edge, message, geometry), edge, angle
+        to_node, *messages = self._act(ends + edge @ of_edge).split(widths[: 1 + self.edges_matter], -1)
+        new_node = self._updated_node(node, neighbor, edge, to_node, geometry)
         if self.options.update_angle and (self.edges_matter or self.angles_matter):
-            seen = self._seen_by_angles(node, edge, geometry)
+            layers = [self.edge_angle] * self.edges_matter + [self.angle_self] * self.angles_matter
+            found = self._angle_messages(layers, angle, *self._seen_by_angles(node, edge, geometry))
             if self.edges_matter:
-                messages.append(self._message_from_angles(angle, seen, edge, geometry))
+                messages.append(self._from_angles(found[0], edge, geometry))
             if self.angles_matter:
-                angle = self.angle_update(angle, [self._angle_message(self.angle_self, angle, *seen)])
+                angle = self.angle_update(angle, found[-1:])
         return new_node, self.edge_update(edge, messages) if self.edges_matter else edge, angle
 
     def _act(self, z: Tensor) -> Tensor:
         return self.ops.activated(z, self.activation)
 
-    def _neighbors(self, node: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-        """Return of each neighbor its node (A, K, N) and its parts of the messages to nodes and to edges."""
-        n, heads = self.options.n_dim, self.options.n_multi_edge_message
-        weights = [self.node_edge.weight[n : 2 * n], self.edge_self.weight[n : 2 * n]]
-        if not self.edges_matter:
-            weights.pop()
-        sent = torch.cat([node, node @ torch.cat(weights, 1)], 1)
+    def _ends(self, node: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the nodes of the neighbors (A, K, N), and of the maps to nodes and to edges, one beside the other:
+        the sums over both ends of each edge (A, K, C), and the weights of the edge (E, C).
+        """  # noqa: D205
+        options = self.options
+        weight, bias = _joined([self.node_edge] + [self.edge_self] * self.edges_matter)
+        of_own, of_neighbor, of_edge = weight.split([options.n_dim, options.n_dim, options.e_dim])
+        sent = torch.cat([node, node @ of_neighbor], 1)
         gathered = gather_neighbors(sent, geometry.neighbor, geometry.reverse)
-        own, to_node, to_edge = gathered.tensor_split([n, n + heads * n], -1)
-        return own, to_node, to_edge
+        neighbor, from_neighbor = gathered.split([options.n_dim, len(bias)], -1)
+        return neighbor, torch.addmm(bias, node, of_own)[:, None] + from_neighbor, of_edge
 
     def _updated_node(
-        self, node: Tensor, neighbors: tuple[Tensor, Tensor, Tensor], edge: Tensor, geometry: Geometry
+        self, node: Tensor, neighbor: Tensor, edge: Tensor, message: Tensor, geometry: Geometry
     ) -> Tensor:
-        """Return the nodes (A, N) after their messages."""
-        neighbor, to_node, _ = neighbors
-        scale, axis = self.options.e_norm**-0.5, self.options.axis_neuron
-        symmetric = torch.cat([symmetrized(x, geometry.weighted, scale, axis) for x in (edge, neighbor)], -1)
-        pair = self._act(self._pair_sum(self.node_edge, node, to_node, edge))
-        from_edges = torch.bmm(geometry.edge_switch[:, None], pair)[:, 0] / self.options.e_norm
-        heads = from_edges.chunk(self.options.n_multi_edge_message, -1)
-        return self.node_update(node, [self._act(self.node_self(node)), self._act(self.node_sym(symmetric)), *heads])
-
-    def _edge_message(self, node: Tensor, neighbors: tuple[Tensor, Tensor, Tensor], edge: Tensor) -> Tensor:
-        """Return the messages to edges from themselves and their ends (A, K, E)."""
-        return self._act(self._pair_sum(self.edge_self, node, neighbors[2], edge))
-
-    def _pair_sum(self, layer: Layer, node: Tensor, from_neighbor: Tensor, edge: Tensor) -> Tensor:
-        """Return ``layer([n_i, n_j, e_ij])`` (A, K, C), the part of ``n_j`` being given."""
-        n = self.options.n_dim
-        assert layer.bias is not None
-        own = torch.addmm(layer.bias, node, layer.weight[:n])
-        return own[:, None] + from_neighbor + edge @ layer.weight[2 * n :]
+        """Return the nodes (A, N) after their messages, of which those from edges (A, K, C) are given."""
+        options = self.options
+        symmetric = [symmetrized(x, geometry.weighted, options.axis_neuron) for x in (edge, neighbor)]
+        of_atoms = torch.cat([self.node_self(node), self.node_sym(torch.cat(symmetric, -1))], 1)
+        from_edges = torch.bmm(geometry.edge_switch[:, None], message).squeeze(1)
+        messages = [*self._act(of_atoms).chunk(2, 1), *from_edges.chunk(options.n_multi_edge_message, 1)]
+        return self.node_update(node, messages)
 
     def _seen_by_angles(self, node: Tensor, edge: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """Return the inputs of angles from nodes (A, n_angle_dim) and from edges (A, J, e_angle_dim)."""
-        edge = edge[:, : geometry.angle_switch.shape[1]]
+        edge = edge[:, : geometry.has_angles.shape[1]]
         if self.compress_node is not None and self.compress_edge is not None:
             return self.compress_node(node), self.compress_edge(edge)
         return node[..., : self.options.n_angle_dim], edge[..., : self.options.e_angle_dim]
 
-    def _angle_message(self, layer: Layer, angle: Tensor, node: Tensor, edge: Tensor) -> Tensor:
-        """Return ``sigma(layer([a_ijk, n_i, e_ik, e_ij]))`` (A, J, J, C)."""
-        assert layer.bias is not None
+    def _angle_messages(self, layers: Sequence[Layer], angle: Tensor, node: Tensor, edge: Tensor) -> tuple[Tensor, ...]:
+        """Return ``sigma(layer([a_ijk, n_i, e_ik, e_ij]))`` (A, J, J, C) of each layer."""
+        weight, bias = _joined(layers)
         widths = [angle.shape[-1], node.shape[-1], edge.shape[-1], edge.shape[-1]]
-        of_angle, of_node, of_k, of_j = layer.weight.split(widths)
-        own = torch.addmm(layer.bias, node, of_node)[:, None]
-        return self._act(angle @ of_angle + (own + edge @ of_j)[:, :, None] + (edge @ of_k)[:, None])
+        of_angle, of_node, of_k, of_j = weight.split(widths)
+        own = torch.addmm(bias, node, of_node)[:, None]
+        found = self._act(angle @ of_angle + (own + edge @ of_j)[:, :, None] + (edge @ of_k)[:, None])
+        return found.split([layer.weight.shape[1] for layer in layers], -1)
 
-    def _message_from_angles(
-        self, angle: Tensor, seen: tuple[Tensor, Tensor], edge: Tensor, geometry: Geometry
-    ) -> Tensor:
-        """Return the messages to edges from their angles (A, K, E); ``edge`` is used for one without angles."""
-        switch = geometry.angle_switch
-        message = self._angle_message(self.edge_angle, angle, *seen)
-        summed = torch.matmul(switch[:, None, None], message)[:, :, 0] * switch[..., None]
-        absent = edge.shape[1] - switch.shape[1]
-        summed = nn.functional.pad(summed / self.options.a_norm**0.5, (0, 0, 0, absent))
+    def _from_angles(self, message: Tensor, edge: Tensor, geometry: Geometry) -> Tensor:
+        """Return the messages to edges (A, K, E) from those of angles; ``edge`` is used for one without angles."""
+        summed = torch.matmul(geometry.angle_weight[:, :, None], message).squeeze(2)
+        absent = edge.shape[1] - summed.shape[1]
+        summed = nn.functional.pad(summed, (0, 0, 0, absent))
         if not self.options.smooth_edge_update:
             has_angles = nn.functional.pad(geometry.has_angles, (0, absent))
             summed = torch.where(has_angles[..., None], summed, edge)
         return self._act(self.edge_angle_out(summed))
+
+
+def _joined(layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
+    """Return weights and biases of layers of the same inputs, side by side."""
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    if len(layers) == 1:
+        return weights[0], biases[0]
+    return torch.cat(weights, 1), torch.cat(biases)

@@ -75,9 +75,9 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
         dropped = self.excluded(batch, neighborhood)
         mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
         edge, weighted, edge_switch = self._edges(vector, mask, batch)
-        angle, has_angles, angle_switch = self._angles(vector, mask, batch)
+        angle, has_angles, angle_weight = self._angles(vector, mask, batch)
         geometry = Geometry(
-            neighborhood.neighbor, neighborhood.reverse, weighted, edge_switch, angle_switch, has_angles
+            neighborhood.neighbor, neighborhood.reverse, weighted, edge_switch, angle_weight, has_angles
         )
         node = self.ops.activated(pick(table, batch.atom_type), self.activation)
         for layer in self.layers:
@@ -85,20 +85,22 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
         return node + self._nothing()
 
     def _edges(self, vector: Tensor, mask: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the first edges (A, K, E), angular rows times the switch (A, K, 3), and the switch (A, K)."""
+        """Return the first edges (A, K, E), and weighted rows and switch of `Geometry`."""
         flow, cutoffs = self.flow, (self.rcut, self.rcut_smth, self.protection)
         distance = torch.linalg.vector_norm(vector, dim=-1)
         raw, weight = environment_rows(vector, distance, *cutoffs, flow.use_exp_switch)
         rows, weight = normalised(raw, self, batch.atom_type), torch.where(mask, weight, 0)
-        first = distance[..., None] if flow.edge_init_use_dist else rows[..., :1]
+        first, angular = rows.split([1, 3], -1)
+        if flow.edge_init_use_dist:
+            first = distance[..., None]
         edge: Tensor = self.edge_embedding(first.to(self.dtype))
-        weighted = (rows[..., 1:] * weight[..., None]).to(self.dtype)
+        weighted = (angular * (weight * (3 * flow.e_norm) ** -0.5)[..., None]).to(self.dtype)
         if not flow.edge_init_use_dist:
             edge = self.ops.activated(edge, self.activation)
-        return edge, weighted, weight.to(self.dtype)
+        return edge, weighted, (weight / flow.e_norm).to(self.dtype)
 
     def _angles(self, vector: Tensor, mask: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the first angles (A, J, J, G), which edges have some (A, J), and the switch (A, J)."""
+        """Return the first angles (A, J, J, G), which edges have some (A, J), and the weights of `Geometry`."""
         flow = self.flow
         near = batch.within(flow.a_rcut, int(flow.a_sel)).mask
         some = near.shape[1] if self.has_angles else 0
@@ -108,11 +110,14 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
         direction = vector[:, :some] / (distance[..., None] + 1e-6)  # DeePMD-kit's protection
         cosine = torch.bmm(direction, direction.transpose(1, 2)) * ((1 - 1e-6) / math.sqrt(math.pi))
         angle = self.angle_embedding(cosine[..., None].to(self.dtype))
-        return angle, has_angles, torch.where(has_angles, weight, 0).to(self.dtype)
+        weight = torch.where(has_angles, weight, 0) * flow.a_norm**-0.25
+        return angle, has_angles, (weight[:, :, None] * weight[:, None]).to(self.dtype)
 
     def _nothing(self) -> Tensor:
         """Return 0, to which parameters without effect are tied: every parameter has a gradient, on every rank."""
         idle = [p for layer in self.layers for p in layer.idle_parameters()]
         if not self.has_angles:
             idle += self.angle_embedding.parameters()
-        return sum((0 * p.sum() for p in idle), torch.zeros((), dtype=self.dtype, device=self.mean.device))
+        if not idle:
+            return self.mean.new_zeros(())
+        return 0 * torch.cat([parameter.flatten() for parameter in idle]).sum()

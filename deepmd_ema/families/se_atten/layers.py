@@ -110,7 +110,7 @@ class SeAttenBlock(ElementBlock):
         counts = None
         if self.layers:
             near = mask & (distance < self.rcut)  # the list may reach farther
-            direction = (vector / distance[..., None] * near[..., None]).to(self.dtype)
+            direction = (vector * torch.where(near, 1 / distance, 0)[..., None]).to(self.dtype)
             counts = self._counts(neighborhood.mask)
             if counts is not None:
                 rows = torch.where((torch.arange(width, device=rows.device) < counts[:, None])[..., None], rows, 0)
@@ -248,7 +248,8 @@ class SeAttenBlock(ElementBlock):
         s = rows[None, ..., :1].expand(filler.shape[0], -1, -1, -1)
         pairs = self._embed(table, s, centre, neighbor, torch.zeros_like(s))
         for layer in self.layers:
-            pairs = layer.of_no_neighbor(pairs)
+            # an empty slot attends to nothing: of the last linear map the bias is left
+            pairs = layer.norm(pairs + layer.weights.out_bias)
         moments = torch.einsum("tkc,ftkm->ftcm", rows, pairs)
         moments = moments.flatten(0, 1)[batch.atom_frame * num_types + batch.atom_type]
         return moments if counts is None else moments * (self.sel - counts).to(self.dtype)[:, None, None]

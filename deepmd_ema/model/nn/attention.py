@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,9 +67,3 @@ class AttentionLayer(nn.Module):
         assert first.bias is not None
         assert last.bias is not None
         return Weights(first.weight, first.bias, last.weight, last.bias, norm.weight, norm.bias)
-
-    def of_no_neighbor(self, pairs: Tensor) -> Tensor:
-        """Return the channels (..., M) of an empty slot, which attends to nothing."""
-        out_proj = self.attention.out_proj
-        nothing = pairs.new_zeros(*pairs.shape[:-1], len(out_proj.weight))
-        return cast("Tensor", self.norm(pairs + out_proj(nothing)))

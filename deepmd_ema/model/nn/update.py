@@ -39,9 +39,17 @@ class Update(nn.Module):
 
     def forward(self, features: Tensor, updates: Sequence[Tensor]) -> Tensor:
         """Return the updated features (..., width)."""
-        for k, update in enumerate(updates):
-            features = features + update * (self.factors[k] if len(self.factors) else self.factor)
-        return features * self.scale
+        if len(self.factors) and features.dim() == 2:
+            # the few numbers of atoms in as few operations as one update; those of pairs would be copied for it
+            scaled = torch.stack(list(updates), 1) * torch.stack(list(self.factors[: len(updates)]))
+            features = features + scaled.sum(1)
+        else:
+            for k, update in enumerate(updates):
+                if len(self.factors):
+                    features = features + update * self.factors[k]
+                else:
+                    features = torch.add(features, update, alpha=self.factor)
+        return features if self.scale == 1 else features * self.scale
 
     def each_factor(self, like: Tensor) -> list[Tensor]:
         """Return the ``r_k``, or their equal number as tensors without dimensions, of the kind of ``like``."""

@@ -263,7 +263,8 @@ def _attention_layer(pairs: Tensor, given: Attended, weights: Weights, options: 
     flat = torch.addmm(weights.in_bias, pairs.flatten(0, -2), weights.in_weight)
     projected = flat.view(*pairs.shape[:-1], len(weights.in_bias)).unflatten(-1, (3, -1))
     if options.unit:
-        projected = nn.functional.normalize(projected, dim=-1, eps=EPS)
+        # as torch.nn.functional.normalize, but of rows about as short as EPS, in fewer operations
+        projected = projected * (projected.square().sum(-1, keepdim=True) + EPS**2).rsqrt()
     query, key, value = projected.unbind(-2)
     logits = torch.bmm(query * options.scaling, key.transpose(1, 2))
     both = given.switch[:, :, None] * given.switch[:, None, :]
