@@ -450,10 +450,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("unfold", &at::native::unfold);
 }
 
-// Lists of tensors have kernels on CUDA, where without one they would be loops.
+// Lists of tensors, and silu_backward, have kernels on CUDA, where without one they would be several operations.
 void register_lists(std::vector<std::unique_ptr<torch::Library>>& libraries) {
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (name.name.rfind("aten::_foreach", 0) && name.name.rfind("aten::_fused", 0)) continue;
+    const bool is_list = name.name.rfind("aten::_foreach", 0) == 0 || name.name.rfind("aten::_fused", 0) == 0;
+    if (!is_list && name.name != "aten::silu_backward") continue;
     if (!c10::Dispatcher::singleton().findSchema(name)) continue;
     libraries.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__));
     auto full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
