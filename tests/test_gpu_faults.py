@@ -1,15 +1,17 @@
 """Choice of the GPU of a rank, faults of NCCL, and a rank that is lost while others wait in a collective."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from parallel_runs import free_port, launcher_environment
-from rank_faults import SAVE_EVERY, last_words, make_run, start_rank, wait_for
+from rank_faults import SAVE_EVERY, last_words, make_run
 
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.dist.rendezvous import cause_of, is_peer_lost
@@ -86,14 +88,22 @@ def test_two_tasks_that_see_one_gpu_each_train(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("faults", "lost"), [(("hang", "die"), 1), (("die", "hang"), 0)])
 def test_a_killed_rank_ends_the_others_that_wait_in_a_collective_for_ever(tmp_path, faults, lost):
     folder, port = make_run(tmp_path / "run"), free_port()
-    pids = [start_rank(folder, launcher_environment(k, 2, port), fault, ON_GPU) for k, fault in enumerate(faults)]
-    codes = wait_for(pids, LIMIT_S)
-    assert codes[lost] == -signal.SIGKILL
+    # not forks: those have none of the threads in which a device's backward pass runs
+    code = "import sys; from rank_faults import be_a_rank; sys.exit(be_a_rank(sys.argv[1], sys.argv[2:]))"
+    with (folder / "reported.txt").open("w") as said:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, fault, *ON_GPU],
+                cwd=folder, env=_environment(k, port, devices=2), stdout=said, stderr=said,
+            )
+            for k, fault in enumerate(faults)
+        ]  # fmt: skip
+        codes = [rank.wait(LIMIT_S) for rank in ranks]
+    assert codes[lost] == -signal.SIGKILL, (folder / "reported.txt").read_text()
     assert codes[1 - lost] == 1, (folder / "reported.txt").read_text()
     (line,) = last_words(folder)
     assert f"rank {lost}" in line
@@ -117,7 +127,6 @@ def test_nccl_connects_at_the_start_and_not_within_the_first_step(tmp_path, monk
     assert json.loads((folder / "input.json").read_text())["training"]["numb_steps"] == 1
 
 
-def _environment(rank, port):
-    import os
-
-    return os.environ | launcher_environment(rank, 2, port) | {"PRETEND_CUDA_DEVICES": "1"}
+def _environment(rank, port, devices=1):
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | launcher_environment(rank, 2, port) | {"PRETEND_CUDA_DEVICES": str(devices), "PYTHONPATH": path}
