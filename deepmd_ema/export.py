@@ -310,7 +310,7 @@ def _only_here(path: Path, model: EnergyModel, config: ModelConfig) -> str:
     """Return why DeePMD-kit's torch backend does not read a file of a model, or an empty string."""
     if path.suffix == COMPILED_SUFFIX:
         return ""  # it runs the code in the file
-    feature, whole = "use_srtab" if model.short_range is not None else "", model.descriptor
+    feature, whole = "use_srtab" if config.use_srtab is not None else "", model.descriptor
     descriptors = [whole]
     if config.type == "linear_ener" and isinstance(whole, Composite):
         feature, descriptors = config.type, whole.descriptors

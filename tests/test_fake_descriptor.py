@@ -26,7 +26,13 @@ from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.config.argcheck import arguments
 from deepmd_ema.config.manual import json_schema, manual
-from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasIdleOptions, HasInnerNeighbors
+from deepmd_ema.config.schema.descriptor import (
+    DESCRIPTORS,
+    DescriptorConfig,
+    HasBridging,
+    HasIdleOptions,
+    HasInnerNeighbors,
+)
 from deepmd_ema.config.schema.run import SingleTaskRun
 from deepmd_ema.errors import ConfigError
 
@@ -191,7 +197,7 @@ def test_messages_of_neighbors_obey_the_laws_of_every_descriptor(law, case):
 
 def test_no_other_package_reads_an_option_of_a_descriptor():
     """Outside of the folder of a descriptor its section answers what sections can."""
-    questions = (DescriptorConfig, HasIdleOptions, HasInnerNeighbors)
+    questions = (DescriptorConfig, HasBridging, HasIdleOptions, HasInnerNeighbors)
     answers = {name for requested in questions for name in vars(requested) if not name.startswith("_")}
     answers |= set(DescriptorConfig.__annotations__)
     package = Path(deepmd_ema.__file__).parent

@@ -142,11 +142,13 @@ def _in_float32(run: RunConfig) -> bool:
 
 
 _OF_TABLE = ("smin_alpha", "sw_rmin", "sw_rmax")
+_OF_BRIDGING = ("bridging_r_inner", "bridging_r_outer")
 # what an option belongs to (a key of SUBJECTS) -> option, whether it does nothing, and why; {0} is what it belongs to
 _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
     "model": (
         ("data_bias_nsample", lambda _: True, "the bias is fitted on data_stat_nbatch batches"),
         *((name, lambda model: model.use_srtab is None, "use_srtab is not given") for name in _OF_TABLE),
+        *((name, lambda model: model.bridging is None, "there is no bridging_method") for name in _OF_BRIDGING),
     ),
     "loss": (
         ("use_huber", lambda loss: loss.loss_func == "mae", "loss_func is mae"),

@@ -42,9 +42,6 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "modifier": Unavailable((None, {}), _DPLR),
         "type_embedding": Unavailable((None, {}), _IN_DESCRIPTOR),
         "info": Unavailable(no_op_values=None),
-        "bridging_method": Unavailable((None, "None", "none")),
-        "bridging_r_inner": Unavailable((None, 0.5)),
-        "bridging_r_outer": Unavailable((None, 0.8)),
     },
     "loss": {
         **dict.fromkeys(("start_pref_gf", "limit_pref_gf"), Unavailable((None, 0), _GENERALIZED)),

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from deepmd_ema.batch import both_orders
-from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS, HasBridging
 from deepmd_ema.config.schema.model import FITTINGS, MODELS, StandardConfig
+from deepmd_ema.model.bridging import Bridging, ZblEnergies
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 from deepmd_ema.model.pair_table import PairTable
-from deepmd_ema.model.short_range import ShortRange, Switch
+from deepmd_ema.model.short_range import Switch, TabulatedShortRange
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.config.schema.model import FittingNetConfig, Link, ModelConfig
-    from deepmd_ema.model.interface import Descriptor, Fitting
+    from deepmd_ema.model.interface import Descriptor, Fitting, ShortRange
 
     Parts = tuple[Descriptor, Fitting, ShortRange | None]
 
@@ -92,6 +93,13 @@ def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> Non
 
 def standard_parts(config: StandardConfig, seed: int) -> Parts:
     """Return the parts of a model of one descriptor and one fitting network."""
+    excluded_types = tuple(config.atom_exclude_types)
+    if config.bridging is not None:
+        assert isinstance(config.descriptor, HasBridging)
+        descriptor = config.descriptor.bridged(config.bridging)
+        networks = build_networks(config, descriptor, config.fitting_net, seed)
+        pairs = ZblEnergies(config.type_map)
+        return *networks, Bridging(pairs, config.bridging, descriptor.cutoff, len(config.type_map), excluded_types)
     networks = build_networks(config, config.descriptor, config.fitting_net, seed)
     if config.use_srtab is None:
         return *networks, None
@@ -99,7 +107,7 @@ def standard_parts(config: StandardConfig, seed: int) -> Parts:
     assert config.sw_rmax is not None
     switch = Switch(config.smin_alpha, config.sw_rmin, config.sw_rmax)
     table = PairTable.of_rows(config.use_srtab, config.descriptor.cutoff)
-    return *networks, ShortRange(table, switch, len(config.type_map), tuple(config.atom_exclude_types))
+    return *networks, TabulatedShortRange(table, switch, len(config.type_map), excluded_types)
 
 
 def build_networks(

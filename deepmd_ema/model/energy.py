@@ -17,8 +17,7 @@ from deepmd_ema.model.ops.gather import sum_over_reverse
 from deepmd_ema.model.ops.reference import REFERENCE, use_operations, with_operations
 
 if TYPE_CHECKING:
-    from deepmd_ema.model.interface import Block, Descriptor, Fitting
-    from deepmd_ema.model.short_range import ShortRange
+    from deepmd_ema.model.interface import Block, Descriptor, Fitting, ShortRange, Vjp
     from deepmd_ema.model.statistics import Statistics
 
 # F frames, A atoms, K neighbor slots, T types, M reverse slots
@@ -40,7 +39,7 @@ class EnergyModel(nn.Module):
         type_map: names of the elements.
         excluded_pairs: pairs of types that do not see each other at all.
         excluded_types: types whose atoms have no energy of their own.
-        short_range: pair energies that take over from the network at short distances, or None.
+        short_range: pair energies that act at short distances, or None.
 
     Attributes:
         layout: how ``batch`` must hold the neighbors.
@@ -112,13 +111,18 @@ class EnergyModel(nn.Module):
 
     def energy_and_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energies of the atoms (A,), eV, and the gradient of their sum by ``batch.vector`` (A, K, 3)."""
-        features, vjp = self.descriptor(batch)
-        atom_energy, grad_features = self.fitting(features, batch)
         if self.short_range is None:
+            atom_energy, grad_features, vjp = self._network(batch)
             pair = vjp(grad_features)
         else:
-            atom_energy, pair = self.short_range(batch, atom_energy, grad_features, vjp)
+            atom_energy, pair = self.short_range(batch, self._network)
         return atom_energy + (self.out_bias.view(-1) * self._counted)[batch.atom_type], pair
+
+    def _network(self, batch: Batch) -> tuple[Tensor, Tensor, Vjp]:
+        """Return the energies (A,) of the fitting network, their gradient by the features (A, D), and the vjp."""
+        features, vjp = self.descriptor(batch)
+        atom_energy, grad_features = self.fitting(features, batch)
+        return atom_energy, grad_features, vjp
 
     def blocks(self) -> list[Block]:
         """Return modules whose parameters may be sharded and gathered on their own."""

@@ -5,7 +5,7 @@ Both are ``torch.nn.Module``; their parameters and persistent buffers are what c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -27,6 +27,22 @@ class Vjp(Protocol):
 
     def __call__(self, grad_features: Tensor) -> Tensor:
         """Return (A, K, 3) float64 from (A, D), differentiable with respect to the parameters."""
+
+
+Network: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor, Vjp]]
+"""From a batch to the energies of its atoms (A,), eV, their gradient by the features (A, D), and the vjp of these."""
+
+
+class ShortRange(Protocol):
+    """Pair energies that act at short distances beside a network, or instead of it; without parameters."""
+
+    def __call__(self, batch: Batch, network: Network) -> tuple[Tensor, Tensor]:
+        """Return the energies of the atoms (A,), eV, and the gradient of their sum by ``batch.vector`` (A, K, 3).
+
+        Args:
+            batch: frames with their neighbors.
+            network: evaluated once, on ``batch`` or with other vectors. Its energies are without the bias of elements.
+        """
 
 
 class Descriptor(Protocol):

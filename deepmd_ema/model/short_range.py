@@ -18,10 +18,10 @@ from deepmd_ema.model.ops.environment import switch_and_derivative
 from deepmd_ema.model.pair_table import PairEnergies
 
 if TYPE_CHECKING:
-    from deepmd_ema.model.interface import Vjp
+    from deepmd_ema.model.interface import Network
     from deepmd_ema.model.pair_table import PairTable
 
-# A atoms, K neighbor slots, D features, T types
+# A atoms, K neighbor slots, T types
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Switch:
     outer: float
 
 
-class ShortRange(nn.Module):
+class TabulatedShortRange(nn.Module):
     """Energies of a table, blended with those of a network; without parameters.
 
     Its buffers are not saved: they follow from the config.
@@ -59,15 +59,14 @@ class ShortRange(nn.Module):
         self._counted: Tensor
         self.register_buffer("_counted", counted, persistent=False)
 
-    def forward(self, batch: Batch, energy: Tensor, grad_features: Tensor, vjp: Vjp) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, network: Network) -> tuple[Tensor, Tensor]:
         """Return the energies (A,), eV, and their gradient with respect to ``batch.vector`` (A, K, 3).
 
         Args:
             batch: frames with their neighbors.
-            energy: (A,) float64, of the network without the bias of the elements, eV.
-            grad_features: (A, D) its gradient with respect to the features.
-            vjp: from that to the gradient with respect to the vectors.
+            network: the rest of the model.
         """
+        energy, grad_features, vjp = network(batch)
         distance = torch.linalg.vector_norm(batch.vector, dim=-1)
         near = distance < self._rcut  # empty slots are at 2 * rcut
         pair, pair_slope = self._pairs(batch, distance, near)

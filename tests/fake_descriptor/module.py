@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.model.bridging import source_gate
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
@@ -20,7 +21,7 @@ class FakeDescriptor(nn.Module):
     def __init__(self, config, num_types, seed):
         super().__init__()
         self.rcut, self.most, self.dim_out, self.num_types = config.rcut, config.most, config.width, num_types
-        self.dtype = precision(config.precision)
+        self.dtype, self.window = precision(config.precision), config.window
         generator = torch.Generator().manual_seed(seed_for("fake", seed))
 
         def parameter(*shape):
@@ -42,6 +43,9 @@ class FakeDescriptor(nn.Module):
         u = (distance / self.rcut).clamp(0, 1)
         switch = u**3 * (-6 * u * u + 15 * u - 10) + 1
         edge = torch.tanh(torch.cat([1 / distance, distance], -1).to(self.dtype) @ self.edge) * switch.to(self.dtype)
+        if self.window is not None:
+            gate = source_gate(distance.squeeze(-1), distance.squeeze(-1) < self.rcut, self.window)
+            edge = edge * gate[batch.neighbor].unsqueeze(-1).to(self.dtype)
         node = self.element[batch.atom_type]
         for update in self.updates:
             message = (edge * node[batch.neighbor]).sum(1) * self.share

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from deepmd_ema.config.fields import option, positive, positive_int
+from deepmd_ema.config.schema.bridging import Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class FakeConfig:
     width: int = option(8, check=positive_int, doc="Features of an atom.")
     most: int | None = option(None, check=positive_int, doc="Most neighbors; null counts them in the data.")
     precision: str = option("default", choices=("default", "float64", "float32"), doc="Precision of the parameters.")
+    window: Window | None = None
 
     @property
     def cutoff(self):
@@ -35,6 +37,9 @@ class FakeConfig:
 
     def with_neighbors_of(self, saved):
         return replace(self, most=saved.most) if isinstance(saved, FakeConfig) and self.most is None else self
+
+    def bridged(self, window):
+        return replace(self, window=window)
 
     def problems(self, type_map):
         if self.width < len(type_map):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 from deepmd_ema.registry import Registry
 
 if TYPE_CHECKING:
+    from deepmd_ema.config.schema.bridging import Window
     from deepmd_ema.geometry import NeighborStatistics
 
 
@@ -77,6 +78,18 @@ class HasIdleOptions(Protocol):
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
         """Yield the options without effect, and why: the end of a sentence."""
+
+
+@runtime_checkable
+class HasBridging(Protocol):
+    """A section ``model.descriptor`` of a descriptor for models with a ``bridging_method``.
+
+    The model gives the descriptor vectors with clamped lengths. A descriptor that passes messages multiplies those of
+    an atom by ``deepmd_ema.model.bridging.source_gate``.
+    """
+
+    def bridged(self, window: Window) -> DescriptorConfig:
+        """Return the section with the window, which is no option of it, for the module that is built from it."""
 
 
 DESCRIPTORS = Registry(

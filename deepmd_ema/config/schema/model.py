@@ -12,7 +12,15 @@ from deepmd_ema.checks import is_number
 from deepmd_ema.config.fields import Check, not_negative, option, plain, positive, positive_int
 from deepmd_ema.config.messages import Place, path_of, show
 from deepmd_ema.config.schema import common
-from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasIdleOptions
+from deepmd_ema.config.schema.bridging import (
+    DEFAULT_INNER,
+    DEFAULT_OUTER,
+    Window,
+    bridging_method,
+    method_name,
+    window_problems,
+)
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasBridging, HasIdleOptions
 from deepmd_ema.config.schema.pair_table import pair_table, read_table, switch_problems, table_problems
 from deepmd_ema.registry import Family, Registry
 
@@ -124,6 +132,10 @@ class ModelConfig:
             """Return the rows of a table that takes over at short distances, or None."""
 
         @property
+        def bridging(self) -> Window | None:
+            """Return the window of clamped distances beside an analytic pair energy, or None."""
+
+        @property
         def descriptor(self) -> DescriptorConfig:
             """Return the section of the descriptor, or one that represents those of all parts."""
 
@@ -218,6 +230,31 @@ class StandardConfig(ModelConfig):
         check=positive,
         doc="An atom whose nearest neighbor is farther than this has the energy of the network only.",
     )
+    bridging_method: str | None = option(
+        None,
+        check=bridging_method,
+        convert=method_name,
+        doc="Analytic pair energy that is added, for atoms that come close: `zbl`, the screened repulsion of the "
+        "nuclei, or `none`. The descriptor, which must be `dpa4`, then gets clamped distances. Frames with atoms "
+        "nearer than `bridging_r_inner` should be left out of training by `training.training_data.min_pair_dist`.",
+    )
+    bridging_r_inner: float = option(
+        DEFAULT_INNER,
+        unit="angstrom",
+        check=positive,
+        doc="With `bridging_method`: shorter distances are this one for the descriptor.",
+    )
+    bridging_r_outer: float = option(
+        DEFAULT_OUTER,
+        unit="angstrom",
+        check=positive,
+        doc="With `bridging_method`: longer distances are not changed for the descriptor.",
+    )
+
+    @property
+    def bridging(self) -> Window | None:
+        """Return the window of clamped distances beside an analytic pair energy, or None."""
+        return None if self.bridging_method is None else Window(self.bridging_r_inner, self.bridging_r_outer)
 
     def with_descriptor(self, descriptor: DescriptorConfig) -> StandardConfig:
         """Return the section with another descriptor."""
@@ -230,6 +267,9 @@ class StandardConfig(ModelConfig):
             first, last = self.use_srtab[0][0], self.use_srtab[-1][0]
             text = f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} to {self.sw_rmax}"
             parts.append(("short range", text))
+        if self.bridging is not None:
+            window = f"{self.bridging.inner:g} to {self.bridging.outer:g} angstrom"
+            parts.append(("short range", f"{self.bridging_method}, distances clamped from {window}"))
         return [*super().summary(), *parts]
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -238,6 +278,17 @@ class StandardConfig(ModelConfig):
         if self.use_srtab is not None:
             yield from table_problems("use_srtab", self.use_srtab, len(self.type_map), self.descriptor.cutoff)
         yield from switch_problems(self.use_srtab, self.sw_rmin, self.sw_rmax, self.descriptor.cutoff)
+        if self.bridging is not None:
+            yield from self._bridging_problems(self.bridging)
+
+    def _bridging_problems(self, window: Window) -> Iterator[tuple[str, str]]:
+        names = ("bridging_r_inner", "bridging_r_outer")
+        yield from window_problems(window, names, self.type_map, self.descriptor.cutoff)
+        if self.use_srtab is not None:
+            yield "use_srtab", ": bridging_method is given too, and both act at short distances. Remove one of the two."
+        if not isinstance(self.descriptor, HasBridging):
+            text = f" = {show(self.bridging_method)}: the descriptor {self.descriptor.type} does not have it"
+            yield "bridging_method", f"{text}, nor in DeePMD-kit. Use the descriptor dpa4, or use_srtab, a table."
 
     def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
         """Yield options of the descriptor that contradict each other."""

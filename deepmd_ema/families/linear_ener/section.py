@@ -164,6 +164,7 @@ class LinearConfig(ModelConfig):
 
     type: ClassVar[str] = "linear_ener"
     use_srtab: ClassVar[None] = None
+    bridging: ClassVar[None] = None
 
     models: list[NetworkPartConfig | PairTableConfig] = option(
         default_type="standard",

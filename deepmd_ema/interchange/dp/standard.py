@@ -12,6 +12,7 @@ from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.model import FITTINGS, MODELS, StandardConfig
+from deepmd_ema.errors import CheckpointError
 from deepmd_ema.interchange.dp.files import Tree
 from deepmd_ema.interchange.dp.nested import (
     part_bias,
@@ -25,6 +26,7 @@ from deepmd_ema.interchange.dp.nested import (
 from deepmd_ema.interchange.dp.networks import chosen, tree_by_type, tree_of, types_with_tree
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interface import Descriptor, Fitting
+from deepmd_ema.model.short_range import TabulatedShortRange
 from deepmd_ema.registry import Registry
 
 # entry of the tree of a standard model -> its types, and its name in the section ``model``
@@ -99,8 +101,10 @@ class StandardTree:
 
     def write(self, whole: Tree, model: EnergyModel, config: StandardConfig) -> Tree:
         """Return the tree of a model."""
+        if config.bridging is not None:
+            raise CheckpointError('no tree of DeePMD-kit has bridging_method in a model of type standard. Use "dpa4".')
         networks = network_trees(model.descriptor, model.fitting, config)
-        if model.short_range is None:
+        if not isinstance(model.short_range, TabulatedShortRange):
             return {**whole, "type": "standard", **networks}
         networks["fitting"]["exclude_types"] = []  # the model excludes them, not its network
         table, switch = model.short_range.table, model.short_range.switch

@@ -1,0 +1,242 @@
+"""Zone bridging: an analytic pair energy for close atoms, whose distances are clamped for the network."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from packages import install
+from test_laws import GAP, close, slopes
+from toy_models import (
+    SECTIONS,
+    TABLE,
+    TRICLINIC,
+    assert_parameter_gradients,
+    batch_of,
+    evaluate,
+    model_section,
+    numerical_forces,
+    toy_atoms,
+    toy_model,
+)
+
+from deepmd_ema.config import model_config_from_dict, to_dict
+from deepmd_ema.config.schema.bridging import Window
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+from deepmd_ema.errors import CheckpointError, ConfigError
+from deepmd_ema.interchange import write_dp
+from deepmd_ema.labels import ATOM_ENERGY, ENERGY
+from deepmd_ema.model.bridging import ZblEnergies, clamped_distance, pair_switch, source_gate
+from deepmd_ema.model.build import build_model
+from deepmd_ema.model.energy import run
+
+PEER = json.loads((Path(__file__).parent / "golden" / "bridging.json").read_text())
+WINDOW = Window(PEER["inner"], PEER["outer"])
+WIDE = {"bridging_method": "zbl", "bridging_r_inner": 0.9, "bridging_r_outer": 2.2}  # the atoms of toys are in it
+DIFFERENCES = 2e-7  # central differences of step 1e-4
+SAME_MATH = 1e-13
+
+
+@pytest.fixture(autouse=True)
+def fake(tmp_path_factory, monkeypatch):
+    """A descriptor that passes messages and can be bridged is installed for one test."""
+    site = tmp_path_factory.mktemp("site")
+    install(site, "fake-descriptor", {"fake": "fake_descriptor:FAMILY"})
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setitem(SECTIONS, "fake", {"type": "fake", **DESCRIPTORS["fake"].example})
+
+
+def bridged(**changes):
+    return toy_model("fake", **{**WIDE, **changes})
+
+
+def test_distances_weights_and_gates_are_those_of_deepmd_kit():
+    distance = torch.tensor(PEER["distance"], dtype=torch.float64)
+    value, slope = clamped_distance(distance, WINDOW)
+    np.testing.assert_allclose(value, PEER["clamped"], rtol=SAME_MATH)
+    np.testing.assert_allclose(slope, PEER["slope"], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(pair_switch(distance, WINDOW), PEER["switch"], rtol=0, atol=SAME_MATH)
+    gates = PEER["gate"]
+    lengths = torch.full((3, 3), 8.0, dtype=torch.float64)
+    slots = [(atom, gates["source"][:n].count(atom)) for n, atom in enumerate(gates["source"])]
+    for (atom, slot), length in zip(slots, gates["length"], strict=True):
+        lengths[atom, slot] = length
+    found = source_gate(lengths, lengths < 8, WINDOW)
+    np.testing.assert_allclose(found[torch.tensor(gates["source"])], gates["value"], rtol=SAME_MATH)
+    assert found[0] == 0
+    assert 0 < found[1] < found[2] == 1
+
+
+def test_pair_energies_and_their_slopes_are_those_of_deepmd_kit():
+    kinds = ["O", "H", "Na", "Au"]
+    energies = ZblEnergies(kinds)
+    _, model = toy_model("se_atten")
+    batch = batch_of(model, ([[0.0, 0, 0], [1, 0, 0]], [0, 1], None))
+    for i, one in enumerate(kinds):
+        for j, other in enumerate(kinds):
+            expected = PEER["pairs"][f"{one}-{other}"]
+            for distance, energy, slope in zip(*expected.values(), strict=True):
+                object.__setattr__(batch, "atom_type", torch.tensor([i, j]))
+                found = energies(batch, torch.full(batch.neighbor.shape, distance, dtype=torch.float64), batch.occupied)
+                here = batch.occupied[0].nonzero()[0, 0]
+                assert float(found[0][0, here]) == pytest.approx(2 * energy, rel=1e-12)
+                assert float(found[1][0, here]) == pytest.approx(2 * slope, rel=1e-12)
+
+
+def test_the_clamped_distance_and_the_weight_have_three_continuous_derivatives():
+    for function in (lambda r: clamped_distance(r, WINDOW)[0], lambda r: pair_switch(r, WINDOW)):
+        for place in (WINDOW.inner, WINDOW.outer):
+            ends = []
+            for here in (place - GAP, place + GAP):
+                leaf = torch.tensor(here, dtype=torch.float64, requires_grad=True)
+                values = [function(leaf)]
+                for _ in range(3):
+                    values += torch.autograd.grad(values[-1], leaf, create_graph=True)
+                ends.append(torch.stack([value.detach() for value in values]))
+            np.testing.assert_allclose(*ends, rtol=0, atol=1)  # a jump would be at least 1e2
+
+
+def test_forces_are_the_derivative_of_the_energy():
+    _, model = bridged(atom_exclude_types=[2])
+    coord, types = toy_atoms(0, 6)
+    found = evaluate(model, (coord, types, TRICLINIC))["force"]
+    without = toy_model("fake", atom_exclude_types=[2])[1]
+    assert np.abs(found - evaluate(without, (coord, types, TRICLINIC))["force"]).max() > 0.1
+    numerical = numerical_forces(model, coord, types)
+    assert np.abs(found - numerical).max() < DIFFERENCES * max(1, np.abs(found).max())
+
+
+def test_the_virial_is_minus_the_derivative_of_the_energy_by_strain():
+    _, model = bridged()
+    coord, types = toy_atoms(0, 6)
+    found = evaluate(model, (coord, types, TRICLINIC))["virial"].reshape(3, 3)
+    for place in np.ndindex(3, 3):
+        strain = np.zeros((3, 3))
+        strain[place] = 2e-5
+        frames = [(coord @ (np.eye(3) + s), types, TRICLINIC @ (np.eye(3) + s)) for s in (strain, -strain)]
+        assert abs(found[place] + slopes(model, frames)[0]) < 1e-6 * max(1, np.abs(found).max())
+
+
+def test_gradients_of_the_parameters_are_right():
+    _, model = bridged()
+    model.train()
+    batch = batch_of(model, (*toy_atoms(0, 7), TRICLINIC))
+    assert_parameter_gradients(model, lambda: sum(value.square().sum() for value in model(batch).values()))
+
+
+def test_the_hessian_is_minus_the_derivative_of_the_forces():
+    _, model = bridged()
+    coord, types = toy_atoms(0, 4)
+    moves = 2e-5 * np.concatenate([np.eye(12), -np.eye(12)]).reshape(24, 4, 3)
+    up, down = evaluate(model, *((coord + move, types, None) for move in moves))["force"].reshape(2, 12, 12)
+    found = model(batch_of(model, (coord, types, None)), need_hessian=True)["hessian"].view(12, 12).numpy()
+    close(found, (down - up) / 4e-5, 1e-6)
+
+
+def test_two_close_atoms_have_their_pair_energy_and_what_the_network_gives_each_alone():
+    _, model = bridged()
+    _, network = toy_model("fake")
+    alone = evaluate(network, ([[0.0, 0, 0]], [0], None), ([[0.0, 0, 0]], [1], None))[ENERGY].sum()
+    expected = PEER["pairs"]["O-H"]
+    place = expected["distance"].index(0.5)
+    found = evaluate(model, ([[0.0, 0, 0], [0.3, 0.4, 0]], [0, 1], None))[ENERGY]
+    np.testing.assert_allclose(found, alone + 2 * expected["half energy"][place], rtol=1e-12)
+
+
+@pytest.mark.parametrize("distance", [0.5, 1.2])
+def test_other_atoms_see_where_two_atoms_turn_only_if_these_are_not_close(distance):
+    _, model = bridged()
+    of_network = []
+    for angle in (0.0, 0.7):
+        pair = [[0.0, 0, 0], [distance * np.cos(angle), distance * np.sin(angle), 0]]
+        batch = batch_of(model, ([*pair, [0, 0, 3.0], [0, 3.0, 0]], [0, 1, 2, 0], None))
+        lengths = torch.linalg.vector_norm(batch.vector, dim=-1)
+        repulsion = 0.5 * model.short_range.pairs(batch, lengths, lengths < 4)[0].sum(1)
+        of_network.append(batch.in_file_order(model(batch)[ATOM_ENERGY] - repulsion)[2:])
+    assert torch.allclose(*of_network, rtol=1e-12) == (distance < 0.9)
+
+
+def test_far_from_each_other_atoms_have_the_network_and_the_pair_energy_as_they_are():
+    _, model = bridged()
+    _, network = toy_model("fake")
+    far = ([[0.0, 0, 0], [2.5, 0, 0]], [0, 1], None)
+    pairs = ZblEnergies(["O", "H", "Na"])
+    batch = batch_of(model, far)
+    distance = torch.linalg.vector_norm(batch.vector, dim=-1)
+    added = 0.5 * float(pairs(batch, distance, distance < 4)[0].sum())
+    np.testing.assert_allclose(evaluate(model, far)[ENERGY] - added, evaluate(network, far)[ENERGY], rtol=1e-14)
+
+
+def test_excluded_atoms_have_no_pair_energy():
+    near = ([[0.0, 0, 0], [0.5, 0, 0]], [0, 1], None)
+    _, model = bridged(atom_exclude_types=[1])
+    assert abs(evaluate(model, near)[ENERGY][0]) < 20
+    _, model = bridged(pair_exclude_types=[[0, 1]])
+    assert abs(evaluate(model, near)[ENERGY][0]) < 20
+
+
+def test_a_frame_has_the_same_energy_in_any_batch():
+    _, model = bridged()
+    small, large = ([[0.0, 0, 0], [1.0, 0, 0]], [0, 1], None), (*toy_atoms(0, 11), TRICLINIC)
+    alone = [evaluate(model, atoms) for atoms in (small, large)]
+    together = evaluate(model, small, large)
+    for name in (ENERGY, ATOM_ENERGY, "force"):
+        joined = np.concatenate([found[name] for found in alone])
+        np.testing.assert_allclose(together[name], joined, rtol=0, atol=1e-11 * np.abs(joined).max())
+
+
+def test_atoms_without_neighbors_are_finite():
+    _, model = bridged()
+    alone = evaluate(model, ([[0.0, 0, 0]], [1], None))
+    assert np.isfinite(alone["energy"]).all()
+    assert not alone["force"].any()
+
+
+@pytest.mark.parametrize("method", ["zbl", "ZBL", "none", "None", "", None])
+def test_the_method_may_be_in_capitals_and_none_is_none(method):
+    config = model_config_from_dict(model_section("fake", **{**WIDE, "bridging_method": method}))
+    assert (config.bridging is not None) == (method in ("zbl", "ZBL"))
+    assert model_config_from_dict(to_dict(config)) == config
+    assert (build_model(config).short_range is not None) == (config.bridging is not None)
+
+
+def test_the_summary_names_the_window():
+    config, _ = bridged()
+    assert ("short range", "zbl, distances clamped from 0.9 to 2.2 angstrom") in config.summary()
+
+
+@pytest.mark.parametrize(("descriptor", "changes", "phrase"), [
+    ("fake", {"bridging_method": "lj"}, 'bridging_method = "lj": expected "zbl", or "none".'),
+    ("fake", {"bridging_r_outer": 0.9}, "bridging_r_outer = 0.9: expected more than bridging_r_inner = 0.9"),
+    ("fake", {"bridging_r_outer": 5}, "at most rcut = 4 (angstrom)"),
+    ("fake", {"type_map": ["O", "H", "X"]}, 'type_map = ["O", "H", "X"]: X is no element, whose charge zbl needs.'),
+    ("se_e2_a", {}, 'model.bridging_method = "zbl": the descriptor se_e2_a does not have it, nor in DeePMD-kit.'),
+    ("fake", TABLE, "model.use_srtab: bridging_method is given too, and both act at short distances."),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(descriptor, changes, phrase):
+    with pytest.raises(ConfigError) as refused:
+        model_config_from_dict(model_section(descriptor, **{**WIDE, **changes}))
+    assert phrase in str(refused.value)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+def test_it_compiles_without_a_break():
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    _, model = bridged()
+    batch = batch_of(model.train(), (*toy_atoms(0, 7), TRICLINIC))
+    compiled = torch.compile(run, dynamic=True, backend="aot_eager")(model, batch)
+    for name, value in run(model, batch).items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-12, atol=1e-12)
+    assert sum(counters["graph_break"].values()) == 0
+    torch._dynamo.reset()
+
+
+def test_a_standard_model_is_not_written_to_a_tree_that_would_lose_it(tmp_path):
+    config, model = bridged()
+    with pytest.raises(CheckpointError, match="no tree of DeePMD-kit has bridging_method in a model of type standard"):
+        write_dp(tmp_path / "a.dp", model, config)
