@@ -60,14 +60,14 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
 # section -> values of its `type`, aliases included
 _DESCRIPTORS = (
     "loc_frame", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2",
-    "se_a_tpe_v2", "se_a_mask", "dpa4", "DPA4",
-    "SeZM", "sezm", "dpa4c", "DPA4C",
+    "se_a_tpe_v2", "se_a_mask",
+    "dpa4c", "DPA4C",
 )  # fmt: skip
 UNAVAILABLE_TYPES: dict[str, tuple[str, ...]] = {
     "model": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc"),
     "model.models": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "linear_ener", "pairwise_dprc", "inner_potential"),
     "model.descriptor": _DESCRIPTORS,
-    "model.fitting_net": ("dpa4_ener", "sezm_ener", "dos", "population", "property", "polar", "dipole"),
+    "model.fitting_net": ("dos", "population", "property", "polar", "dipole"),
     "loss": ("dens", "ener_spin", "dos", "population", "property", "tensor"),
 }
 

@@ -102,6 +102,7 @@ DESCRIPTORS = Registry(
         "se_e3_tebd": "deepmd_ema.families.se_e3_tebd:FAMILY",
         "dpa2": "deepmd_ema.families.dpa2:FAMILY",
         "dpa3": "deepmd_ema.families.dpa3:FAMILY",
+        "dpa4": "deepmd_ema.families.dpa4:FAMILY",
         "hybrid": "deepmd_ema.families.hybrid:FAMILY",
     },
     group="deepmd_ema.descriptors",

@@ -80,7 +80,7 @@ class FittingNetConfig(FittingConfig, Protocol):
         """Return the main options as text."""
 
 
-FITTINGS = Registry({"ener": "deepmd_ema.families.ener:FAMILY"})
+FITTINGS = Registry({"ener": "deepmd_ema.families.ener:FAMILY", "dpa4_ener": "deepmd_ema.families.dpa4_ener:FAMILY"})
 
 
 @dataclass(frozen=True, kw_only=True)

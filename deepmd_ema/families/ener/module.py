@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -65,17 +65,10 @@ class EnergyFitting(UsesOperations):
         self.from_vacuum = frozenset({0} if given and mixed_types else given)
         self.skips_absent = True  # the nets of elements that a batch does not have, in evaluation
         start = seed if config.seed is None else config.seed
-        self.num_inputs = dim_in + config.numb_fparam + config.numb_aparam + config.dim_case_embd
+        self.case_is_input = self._case_is_input(config)
+        self.num_inputs = dim_in + config.numb_fparam + config.numb_aparam + config.dim_case_embd * self.case_is_input
         self.nets = module_list(
-            FittingNetwork(
-                [self.num_inputs, *config.neuron],
-                config.activation_function,
-                timestep=config.resnet_dt,
-                dtype=self.dtype,
-                seed=seed_for("fitting", start, t),
-                num_out=1,
-            )
-            for t in range(1 if mixed_types else num_types)
+            self._network(config, seed_for("fitting", start, t)) for t in range(1 if mixed_types else num_types)
         )
         freeze(self, config.trainable)
         counted = torch.tensor([t not in self.excluded_types for t in range(num_types)], dtype=torch.float64)
@@ -93,6 +86,21 @@ class EnergyFitting(UsesOperations):
         default = None if config.default_fparam is None else torch.tensor(config.default_fparam, dtype=torch.float64)
         self._default_fparam: Tensor | None
         self.register_buffer("_default_fparam", default, persistent=False)
+
+    def _case_is_input(self, config: Any) -> bool:
+        """Return whether the case embedding is an input of the networks."""
+        return True
+
+    def _network(self, config: Any, seed: int) -> Any:
+        """Return a network with random parameters."""
+        return FittingNetwork(
+            [self.num_inputs, *config.neuron],
+            config.activation_function,
+            timestep=config.resnet_dt,
+            dtype=self.dtype,
+            seed=seed,
+            num_out=1,
+        )
 
     def share_networks(self, other: EnergyFitting, whose: str) -> None:
         """Take the networks of ``other`` and what their inputs are measured by; ``whose`` names both for messages.
@@ -159,6 +167,11 @@ class EnergyFitting(UsesOperations):
             shares = [count for count in shares if count]
         return self.ops.values_and_gradients(inputs, nets, shares)
 
+    def _values(self, index: int, inputs: Tensor) -> Tensor:
+        """Return the outputs (B,) of a network."""
+        values: Tensor = self.nets[index](inputs)
+        return values[:, 0]
+
     def _from_vacuum(self, energy: Tensor, inputs: Tensor, shares: list[int]) -> Tensor:
         if not self.from_vacuum:
             return energy
@@ -166,7 +179,7 @@ class EnergyFitting(UsesOperations):
         for index in self.from_vacuum:
             mine = inputs.split(shares)[index]
             vacuum = torch.cat([torch.zeros_like(mine[:, : self.dim_in]), mine[:, self.dim_in :]], 1)
-            parts[index] = parts[index] - self.nets[index](vacuum)[:, 0]
+            parts[index] = parts[index] - self._values(index, vacuum)
         return torch.cat(parts)
 
     def _parameters_of(self, batch: Batch) -> list[Tensor]:
@@ -182,7 +195,7 @@ class EnergyFitting(UsesOperations):
             if APARAM not in batch.conditions:
                 raise DataError(f"this model needs aparam: {self.num_aparam} numbers for each atom.")
             out.append(self._normalised(APARAM, batch.conditions[APARAM]))
-        if self.case_embd is not None:
+        if self.case_embd is not None and self.case_is_input:
             out.append(self.case_embd.expand(batch.atom_type.shape[0], -1))
         return out
 

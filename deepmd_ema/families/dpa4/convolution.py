@@ -1,0 +1,164 @@
+"""Messages between atoms in DPA-4: convolutions that are linear maps in the frame of each pair (eSCN).
+
+In a frame whose z axis is the direction of a pair, a map that commutes with rotations is a map that commutes with
+rotations about z: one matrix for m = 0, and a pair of matrices, like a complex number, for each m > 0 (Passaro and
+Zitnick, arXiv:2302.03655).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.families.dpa4.attention import Attention
+from deepmd_ema.families.dpa4.frames import Edges, Frames, RadialMixer, pair_places
+from deepmd_ema.families.dpa4.grids import GridNet, GridOptions
+from deepmd_ema.families.dpa4.layers import DegreeLinear, Source, StreamLinear, by_degree
+from deepmd_ema.families.dpa4.mixing import Mixing
+from deepmd_ema.families.dpa4.rotations import num_coefficients, truncation_factors
+from deepmd_ema.model.ops.gather import gather_neighbors
+
+if TYPE_CHECKING:
+    from deepmd_ema.families.dpa4.section import DPA4Config
+
+# A atoms, S neighbor slots, E = A S pairs, L largest degree, D coefficients of an atom, R of a pair, F streams,
+# C channels of a stream, W = F C channels of all, G groups and H heads of attention
+
+
+class Convolution(nn.Module):
+    """Messages to each atom (DPA-4, arXiv:2606.02419, section 3).
+
+    The coefficients of a neighbor are rotated into the frame of the pair, mixed by matrices that depend on the
+    distance, by linear maps and gates, rotated back, and summed with weights of attention.
+
+    Args:
+        config: the section ``model.descriptor``.
+        lmax: L of the block.
+        mmax: largest order of the block.
+        source: of the initial parameters.
+    """
+
+    def __init__(self, config: DPA4Config, lmax: int, mmax: int, source: Source) -> None:
+        super().__init__()
+        self.streams, width = config.n_focus, config.focus_dim or config.channels
+        wide, bias = self.streams * width, config.mlp_bias
+        self.frames = Frames(lmax, mmax, source.dtype)
+        self.mixing = Mixing(config, self.frames, source.part("mixing"))
+        self.attention = Attention(config, lmax, wide, source.part("attention")) if config.n_atten_head else None
+        own = wide != config.channels
+        self.radial_hidden_proj = StreamLinear(config.channels, wide, source.part("radial")) if own else None
+        self.radial_degree_mixer: RadialMixer | None = None
+        if config.radial_so2_mode != "none":
+            self.radial_degree_mixer = RadialMixer(
+                self.frames, wide, config.radial_so2_mode, config.radial_so2_rank, source.part("degrees")
+            )
+        self._build_products(config, width, source)
+        self.pre_focus_mix = DegreeLinear(lmax, config.channels, wide, source.part("before"), bias=bias)
+        self.post_focus_mix = DegreeLinear(lmax, wide, config.channels, source.part("after"), bias=bias, zero=True)
+        self.needs_frame = (
+            config.mixing_layers > 0 or self.radial_degree_mixer is not None or self.node_wise_grid_product is not None
+        )
+        factors = torch.tensor(truncation_factors(lmax, mmax), dtype=source.dtype)
+        self._enlarged: Tensor
+        self.register_buffer("_enlarged", by_degree(factors)[:, None, None], persistent=False)
+
+    def _build_products(self, config: DPA4Config, width: int, source: Source) -> None:
+        self.node_wise_grid_product: GridNet | None = None
+        self.message_node_grid_product: GridNet | None = None
+        lmax, mmax = self.frames.lmax, self.frames.mmax
+        everything = list(range(num_coefficients(lmax)))
+        kmax = min(config.kmax, lmax)
+
+        def product(options: GridOptions, part: str) -> GridNet:
+            return GridNet(width, options, source.part(part), streams=self.streams, bias=config.mlp_bias, is_cross=True)
+
+        if config.node_wise_s2 or config.node_wise_so3:
+            options = GridOptions(
+                lmax, mmax, kmax if config.node_wise_so3 else None, pair_places(lmax, mmax),
+                *config.grid_operation(0),
+            )  # fmt: skip
+            self.node_wise_grid_product = product(options, "pairs")
+        if config.message_node_s2 or config.message_node_so3:
+            options = GridOptions(
+                lmax, lmax, kmax if config.message_node_so3 else None, everything, *config.grid_operation(1)
+            )
+            self.message_node_grid_product = product(options, "atoms")
+
+    def forward(self, x: Tensor, edges: Edges) -> Tensor:
+        """Return the messages (D, A, C) to atoms from their coefficients (D, A, C)."""
+        x = self.pre_focus_mix(x)
+        radial = edges.radial[:, : self.frames.lmax + 1]
+        if self.radial_hidden_proj is not None:
+            radial = self.radial_hidden_proj(radial)
+        of_atoms = x.transpose(0, 1).flatten(1)
+        sent = gather_neighbors(of_atoms, edges.neighbor, edges.reverse).view(-1, *x.shape[::2])  # E, D, W
+        out = self._summed(x, sent, radial, edges) if self.needs_frame else self._scaled(x, sent, radial, edges)
+        if self.attention is not None:
+            out = self.attention.gated(out, x)
+        if self.message_node_grid_product is not None:
+            both = (part.unflatten(-1, (self.streams, -1)) for part in (out, x))
+            out = out + self.message_node_grid_product(*both).flatten(2)
+        return self.post_focus_mix(out)
+
+    def _summed(self, x: Tensor, sent: Tensor, radial: Tensor, edges: Edges) -> Tensor:
+        """Return (D, A, W), the weighted sums of what is mixed in the frames of pairs."""
+        num_atoms, rows = len(edges.neighbor), self.frames.rows(edges)
+        if self.radial_degree_mixer is None:
+            parts = self.frames.scaled(sent, radial, rows)
+        else:
+            parts = self.radial_degree_mixer(sent, radial, rows, edges)
+        if self.node_wise_grid_product is not None:
+            parts = self._times_own(self.node_wise_grid_product, parts, x, rows, edges)
+        parts = self.mixing(parts, radial, edges)
+        if self.attention is not None:
+            parts = list(self.attention.mapped(parts))
+        weights = self._weights(x, radial, edges)
+        out: Tensor | None = None
+        for row, part in zip(rows, parts):
+            if weights.shape[1:].numel() == 1:  # a row has fewer numbers than what it turns
+                row = row * weights
+            else:
+                part = _times(part, weights)
+            turned = torch.bmm(
+                row.reshape(num_atoms, -1, row.shape[-1]).transpose(1, 2),
+                part.reshape(num_atoms, -1, part.shape[-1]),
+            )
+            out = turned if out is None else out + turned
+        assert out is not None
+        return out.transpose(0, 1).contiguous() * self._enlarged
+
+    def _scaled(self, x: Tensor, sent: Tensor, radial: Tensor, edges: Edges) -> Tensor:
+        """Return (D, A, W), the weighted sums of the neighbors' coefficients times their radial numbers."""
+        sent = sent * by_degree(radial, 1)
+        if self.streams > 1:
+            share = self.mixing.competition(sent[:, 0])
+            sent = _times(sent, share[..., None])
+        if self.attention is not None:
+            for linear in (self.attention.attn_focus_mix, self.attention.attn_v_proj):
+                sent = sent if linear is None else linear(sent.transpose(0, 1)).transpose(0, 1)
+        weighted = _times(sent, self._weights(x, radial, edges))
+        return weighted.view(*edges.neighbor.shape, *sent.shape[1:]).sum(1).transpose(0, 1).contiguous()
+
+    def _times_own(
+        self, product: GridNet, parts: list[Tensor], x: Tensor, rows: list[Tensor], edges: Edges
+    ) -> list[Tensor]:
+        """Return the coefficients of pairs with their products with those of the atom, in the frames."""
+        own = x.transpose(0, 1).repeat_interleave(edges.neighbor.shape[1], 0)
+        own = torch.bmm(torch.cat(rows, 1), own)
+        both = (part.unflatten(-1, (self.streams, -1)).transpose(0, 1) for part in (torch.cat(parts, 1), own))
+        more: Tensor = product(*both)
+        found = more.flatten(2).transpose(0, 1).split(self.frames.sizes, 1)
+        return [part + other for part, other in zip(parts, found)]
+
+    def _weights(self, x: Tensor, radial: Tensor, edges: Edges) -> Tensor:
+        """Return the weights of the pairs (E, G, H)."""
+        if self.attention is not None:
+            return self.attention.weights(x, radial, edges).flatten(0, 1)
+        return (edges.weight * edges.scale[:, None]).view(-1, 1, 1)
+
+
+def _times(values: Tensor, factors: Tensor) -> Tensor:
+    """Return values (N, rows, W) with the channels of all groups and heads times factors of these (N, G, H)."""
+    return (values.unflatten(-1, (*factors.shape[1:], -1)) * factors[:, None, ..., None]).flatten(2)

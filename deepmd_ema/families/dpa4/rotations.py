@@ -1,0 +1,263 @@
+"""Rotations of spherical harmonics into the frames of pairs of atoms, and exact integrals of products of three of them.
+
+The coefficients of degree l stand in the order m = -l, ..., l, degree after degree: (l, m) is number l^2 + l + m. Their
+basis is that of DeePMD-kit: real harmonics, without the Condon-Shortley phase, of the vector (x, -y, -z).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.polynomial import Legendre
+from numpy.polynomial.legendre import leggauss
+from torch import Tensor, nn
+
+from deepmd_ema.model.nn.layers import module_list
+
+# E pairs, D coefficients of all degrees, K orders -M..M in the sequence 0, -1, 1, -2, 2, ...; G rotations of a grid,
+# P monomials of degree 2 lmax of a quaternion
+
+_NEGLIGIBLE = 1e-11  # coefficients of polynomials are 0 or much larger; the least-squares fit leaves less than this
+
+
+def num_coefficients(lmax: int) -> int:
+    """Return D, the number of coefficients of the degrees from 0 to ``lmax``."""
+    return (lmax + 1) ** 2
+
+
+def degrees(lmax: int) -> list[int]:
+    """Return the degree of each of the D coefficients."""
+    return [degree for degree in range(lmax + 1) for _ in range(2 * degree + 1)]
+
+
+def orders(mmax: int) -> list[int]:
+    """Return 0, -1, 1, ..., -mmax, mmax."""
+    return [0, *(sign * m for m in range(1, mmax + 1) for sign in (-1, 1))]
+
+
+def quaternions(direction: Tensor) -> Tensor:
+    """Return (E, 4) unit quaternions w, x, y, z of rotations that turn each direction to the z axis.
+
+    The rest of the rotation, about z, is free: no result depends on it. It is chosen by half spaces so that no divisor
+    is small.
+
+    Args:
+        direction: (E, 3) unit vectors.
+    """
+    x, y, z = direction.unbind(-1)
+    is_up, zero = z >= 0, torch.zeros_like(z)
+    parts = (
+        torch.where(is_up, 1 + z, -x), torch.where(is_up, y, zero),
+        torch.where(is_up, -x, 1 - z), torch.where(is_up, zero, y),
+    )  # fmt: skip
+    return torch.stack(parts, -1) * (2 + 2 * z.abs()).rsqrt()[..., None]
+
+
+class FrameRotations(nn.Module):
+    """Rows of the Wigner matrices that rotate coefficients, as polynomials of unit quaternions.
+
+    Only rows of the orders up to ``mmax`` are computed. The matrix of a degree is a polynomial of degree 2 l; with
+    ``|q| = 1`` all of them are polynomials of degree 2 lmax, so one product gives all.
+
+    Args:
+        lmax: largest degree.
+        mmax: largest order of the rows.
+        dtype: of the results.
+    """
+
+    def __init__(self, lmax: int, mmax: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        table = _rotation_polynomials(lmax)
+        rows = np.zeros((len(table), 2 * mmax + 1, num_coefficients(lmax)))
+        for column, degree in enumerate(degrees(lmax)):
+            for k, order in enumerate(orders(mmax)):
+                if abs(order) <= degree:
+                    rows[:, k, column] = table[:, degree * (degree + 1) + order, column]
+        self._shape = rows.shape[1:]
+        self._entries = np.abs(rows).max(0).ravel().nonzero()[0].tolist()
+        self._table: Tensor
+        kept = rows.reshape(len(table), -1)[:, self._entries]
+        self.register_buffer("_table", torch.tensor(kept.T, dtype=dtype).contiguous(), persistent=False)
+        self._steps = module_list(_MonomialProduct(degree, dtype) for degree in _doubling(2 * lmax))
+        self._place: Tensor
+        self.register_buffer("_place", torch.tensor(self._entries), persistent=False)
+
+    def forward(self, quaternion: Tensor) -> Tensor:
+        """Return (E, K, D): the element of the Wigner matrix in row (l, order) and column (l, m), 0 without that row.
+
+        Args:
+            quaternion: (E, 4) unit quaternions.
+        """
+        known = {0: quaternion.new_ones(1, len(quaternion)), 1: quaternion.T}
+        for step in self._steps:
+            known[step.degree] = step(known[step.halves[0]], known[step.halves[1]])
+        values = self._table @ known[max(known)]
+        rows = values.new_zeros(math.prod(self._shape), len(quaternion)).index_copy(0, self._place, values)
+        return rows.T.reshape(-1, *self._shape)
+
+
+class _MonomialProduct(nn.Module):
+    """Monomials of one degree of four variables from those of half the degree, each a product of two."""
+
+    def __init__(self, degree: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.degree, self.halves = degree, (degree // 2, degree - degree // 2)
+        numbers: list[dict[tuple[int, ...], int]] = [
+            {exponents: k for k, exponents in enumerate(monomials(half))} for half in self.halves
+        ]
+        picks = [np.zeros((len(monomials(degree)), len(number))) for number in numbers]
+        for row, exponents in enumerate(monomials(degree)):
+            first = _take(exponents, self.halves[0])
+            second = tuple(whole - part for whole, part in zip(exponents, first))
+            picks[0][row, numbers[0][first]] = picks[1][row, numbers[1][second]] = 1
+        self._first: Tensor
+        self._second: Tensor
+        self.register_buffer("_first", torch.tensor(picks[0], dtype=dtype), persistent=False)
+        self.register_buffer("_second", torch.tensor(picks[1], dtype=dtype), persistent=False)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return (P, E) from those of both halves, picked by products: their derivatives add in a fixed order."""
+        return (self._first @ first) * (self._second @ second)
+
+
+def rotation_grid(lmax: int, kmax: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the matrices from coefficients of frames to values on a grid of rotations, and back.
+
+    The functions are the elements of the Wigner matrices in the rows of the orders up to ``kmax``. The grid, points of
+    Gauss and Legendre in one angle and even steps in the others, integrates products of three of them exactly, so the
+    product of two functions on the grid has the exact coefficients.
+
+    Returns:
+        (G, D K) and (D K, G).
+    """
+    z, weight = leggauss(3 * lmax // 2 + 1)
+    half = np.arccos(z) / 2
+    first, last = (math.pi / n * np.arange(n) for n in (3 * lmax + 1, 3 * kmax + 1))  # halves of angles
+    a, b, c = (v.ravel() for v in np.meshgrid(last, half, first, indexing="ij"))
+    quaternion = np.stack(
+        [np.cos(b) * np.cos(a + c), np.sin(b) * np.cos(a - c), np.sin(b) * np.sin(a - c), np.cos(b) * np.sin(a + c)], 1
+    )
+    values = FrameRotations(lmax, kmax, torch.float64)(torch.tensor(quaternion)).numpy()
+    values = values.transpose(0, 2, 1).reshape(len(values), -1)
+    weights = np.broadcast_to(weight[None, :, None] / (2 * len(first) * len(last)), (len(last), len(z), len(first)))
+    back = values * weights.reshape(-1, 1) * np.repeat(2 * np.array(degrees(lmax)) + 1, 2 * kmax + 1)
+    return values, back.T
+
+
+def sphere_grid(lmax: int, mmax: int, places: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the matrices from coefficients to values on a grid of directions, and back.
+
+    They are normalised as those of e3nn with ``component``, and coefficients of degrees of which only the orders up to
+    ``mmax`` are kept are enlarged. Products of two functions have the exact coefficients.
+
+    Args:
+        lmax: largest degree.
+        mmax: largest order that is kept.
+        places: numbers of the J coefficients among all D, in the order that is wanted.
+
+    Returns:
+        (G, J) and (J, G).
+    """
+    z, weight = leggauss(3 * lmax // 2 + 1)
+    turns = 3 * mmax + 1
+    angle = 2 * math.pi / turns * np.arange(turns)
+    rho = np.sqrt(1 - z**2)
+    points = np.stack([np.outer(rho, np.cos(angle)), np.outer(rho, np.sin(angle)), np.outer(z, np.ones(turns))], -1)
+    degree = np.array(degrees(lmax))[list(places)]
+    enlarged = real_harmonics(lmax, points.reshape(-1, 3))[:, list(places)] * truncation_factors(lmax, mmax)[degree]
+    to_grid = enlarged / math.sqrt(lmax + 1)
+    weights = np.repeat(weight / (2 * turns), turns)[:, None]
+    return to_grid, (enlarged * weights * math.sqrt(lmax + 1) * (2 * degree + 1)).T
+
+
+def truncation_factors(lmax: int, mmax: int) -> np.ndarray:
+    """Return for each degree (lmax + 1) the factor that makes up for the orders beyond ``mmax`` that are left out."""
+    return np.array([math.sqrt(max(1.0, (2 * degree + 1) / (2 * mmax + 1))) for degree in range(lmax + 1)])
+
+
+def real_harmonics(lmax: int, points: np.ndarray) -> np.ndarray:
+    """Return (N, D) real harmonics of unit vectors (N, 3), without Condon-Shortley phase; those of a degree squared
+    add up to 1.
+    """  # noqa: D205
+    x, y, z = points.T
+    found = np.empty((len(points), num_coefficients(lmax)))
+    for degree in range(lmax + 1):
+        for m in range(degree + 1):
+            scale = math.sqrt((2 if m else 1) * math.factorial(degree - m) / math.factorial(degree + m))
+            values = scale * Legendre.basis(degree).deriv(m)(z) * (x + 1j * y) ** m
+            found[:, degree * (degree + 1) + m] = values.real
+            if m:
+                found[:, degree * (degree + 1) - m] = values.imag
+    return found
+
+
+def monomials(degree: int) -> list[tuple[int, int, int, int]]:
+    """Return the exponents of all monomials of one degree of four variables; of degree 1, the variables in turn."""
+    return [(a, b, c, degree - a - b - c) for a in range(degree, -1, -1) for b in range(degree - a, -1, -1)
+            for c in range(degree - a - b, -1, -1)]  # fmt: skip
+
+
+def _take(exponents: tuple[int, ...], number: int) -> tuple[int, ...]:
+    """Return the exponents of ``number`` factors of a monomial, the first ones."""
+    taken = []
+    for exponent in exponents:
+        taken.append(min(exponent, number))
+        number -= taken[-1]
+    return tuple(taken)
+
+
+def _doubling(degree: int) -> list[int]:
+    """Return the degrees from 2 to ``degree`` of which each is a sum of two before it, at most one apart."""
+    needed: set[int] = set()
+    ahead = [degree]
+    while ahead:
+        one = ahead.pop()
+        if one > 1 and one not in needed:
+            needed.add(one)
+            ahead += [one // 2, one - one // 2]
+    return sorted(needed)
+
+
+@cache
+def _rotation_polynomials(lmax: int) -> np.ndarray:
+    """Return (P, D, D) the coefficients of the elements of the Wigner matrices, polynomials of a unit quaternion."""
+    exponents = np.array(monomials(2 * lmax))
+    random = np.random.default_rng(0)
+    sample = random.normal(size=(2 * len(exponents) + 8, 4))
+    sample /= np.linalg.norm(sample, axis=1, keepdims=True)
+    powers = np.prod(sample[:, None] ** exponents, -1)
+    found, *_ = np.linalg.lstsq(powers, _wigner_matrices(lmax, sample).reshape(len(sample), -1), rcond=None)
+    found[np.abs(found) < _NEGLIGIBLE] = 0
+    dim = num_coefficients(lmax)
+    return found.reshape(len(exponents), dim, dim)
+
+
+def _wigner_matrices(lmax: int, quaternion: np.ndarray) -> np.ndarray:
+    """Return (N, D, D) the Wigner matrices of unit quaternions (N, 4), by integrals ``int b_i(R r) b_j(r)``."""
+    points = int(2 * lmax + 1)
+    z, weight = leggauss(lmax + 1)
+    angle = 2 * math.pi / points * np.arange(points)
+    rho = np.sqrt(1 - z**2)
+    grid = np.stack([np.outer(rho, np.cos(angle)), np.outer(rho, np.sin(angle)), np.outer(z, np.ones(points))], -1)
+    grid = grid.reshape(-1, 3)
+    weights = np.repeat(weight / (2 * points), points)
+    degree = np.array(degrees(lmax))
+    before = _basis(lmax, grid) * weights[:, None] * (2 * degree + 1)
+    w, x, y, z = quaternion.T
+    rotation = np.array([
+        [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
+        [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
+        [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
+    ]).transpose(2, 0, 1)  # fmt: skip
+    after = np.stack([_basis(lmax, grid @ one.T) for one in rotation])
+    matrices = after.transpose(0, 2, 1) @ before
+    return np.where(degree[:, None] == degree, matrices, 0)
+
+
+def _basis(lmax: int, points: np.ndarray) -> np.ndarray:
+    """Return (N, D) the basis of the coefficients at unit vectors (N, 3)."""
+    return real_harmonics(lmax, points * [1, -1, -1])
