@@ -357,6 +357,28 @@ def test_a_mistake_in_a_moved_option_keeps_its_line(tmp_path):
         load_config(path)
 
 
+def test_switches_of_a_model_hold_for_the_run():
+    config = config_from_dict(spoiled({"model.use_compile": False, "model.enable_tf32": True}))
+    assert config.training.enable_tf32
+    assert not config.training.enable_compile
+    assert "model.enable_tf32 was moved to training.enable_tf32: it holds for the whole run." in config.notes
+    same = {"model.use_compile": True, "training.enable_compile": True}
+    assert config_from_dict(spoiled(same)).training.enable_compile
+    assert not config_from_dict(spoiled({"model.use_compile": None})).notes
+
+
+def test_a_section_of_a_model_without_a_run_may_have_switches():
+    section = {**GOOD["model"], "use_compile": True, "enable_tf32": False}
+    assert model_config_from_dict(section) == model_config_from_dict(GOOD["model"])
+
+
+def test_a_mistake_in_a_switch_of_a_model_keeps_its_line(tmp_path):
+    path = write(tmp_path, spoiled({"model.use_compile": "yes"}))
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "use_compile" in text)
+    with pytest.raises(ConfigError, match=rf'input\.json:{line}: model\.use_compile = "yes": expected true or false'):
+        load_config(path)
+
+
 # ---- nothing is ignored in silence
 
 WITHOUT_EFFECT = [
@@ -391,6 +413,9 @@ WITHOUT_EFFECT = [
     ({"optimizer": {"type": "HybridMuon", "flash_muon": False}}, "optimizer.flash_muon = false: no effect"),
     ({"training.compile_options": {"dynamic": False}}, "training.compile_options = "),
     ({"training.enable_tf32": True}, "training.enable_tf32 = true: no effect, no product is in float32"),
+    ({"model.enable_tf32": True}, "model.enable_tf32 = true: no effect, no product is in float32"),
+    ({"validating.tf32_infer": True}, "validating.tf32_infer = true: no effect, no product is in float32"),
+    ({"model.bridging_r_inner": 0.4}, "model.bridging_r_inner = 0.4: no effect, there is no bridging_method"),
     (
         {"training.enable_compile": True, "training.compile_options": {"backend": "aot_eager", "cache_dir": "code"}},
         'training.compile_options.cache_dir = "code": no effect, only the backend inductor keeps code',

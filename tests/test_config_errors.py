@@ -150,7 +150,13 @@ BAD = [
         [NOT_YET],
     ),
     ({"nvnmd": {"version": 0}}, "nvnmd", [NOT_YET]),
-    ({"validating.tf32_infer": True}, "validating.tf32_infer = true", [NOT_YET]),
+    ({"validating.amp_infer": True}, "validating.amp_infer = true", [NOT_YET]),
+    ({"model.lora": {"rank": 4}}, 'model.lora = {"rank": 4}', [NOT_YET, "start from a checkpoint by --finetune"]),
+    (
+        {"model.use_compile": True, "training.enable_compile": False},
+        "model.use_compile = true: training.enable_compile = false, and a run has one of them.",
+        ["Give both the same value, or remove one."],
+    ),
     ({"validating.validation_metric": "FM:MAE"}, "validating.validation_metric", [NOT_YET]),
 ]
 

@@ -294,3 +294,17 @@ def test_an_input_of_tasks_without_models_says_what_is_missing():
     values["model"] = GOOD["model"]
     found = problems_of(values)
     assert any("model.model_dict: required, but missing" in line for line in found), found
+
+
+def test_switches_of_models_hold_for_all_tasks():
+    of_all = tasks()
+    of_all["model"]["use_compile"] = True
+    assert config_from_dict(of_all).training.enable_compile
+    one = tasks()
+    one["model"]["model_dict"]["ice"]["use_compile"] = True
+    assert config_from_dict(one).training.enable_compile
+    one["model"]["model_dict"]["water"]["use_compile"] = False
+    assert problems_of(one) == [
+        "input.json: model.model_dict.ice.use_compile = true: model.model_dict.water.use_compile = false, and a run "
+        "has one of them. Give both the same value, or remove one."
+    ]

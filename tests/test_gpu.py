@@ -13,6 +13,8 @@ from test_train import WITH_AVERAGES, StopAfter, load
 
 from deepmd_ema.data.loader import ATOMS_AT_ONCE
 from deepmd_ema.errors import DivergedError, Interrupted
+from deepmd_ema.metrics import evaluate
+from deepmd_ema.train.loop import validate
 from deepmd_ema.train.loop.trainer import Callback
 from deepmd_ema.train.run import run_training
 
@@ -57,6 +59,19 @@ def test_tf32_rounds_training_steps_and_nothing_else(start):
     rounded = load(start("rounded", 5, {**options, "training__enable_tf32": True}) / "model.ckpt-5.pt")["model"]
     assert any(not torch.equal(exact[name], rounded[name]) for name in exact)
     assert all(torch.allclose(exact[name], rounded[name], rtol=1e-2, atol=1e-2) for name in exact)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_matrices_of_a_validation_are_multiplied_as_the_input_says(start, monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        validate, "evaluate", lambda *given: (found.append(torch.get_float32_matmul_precision()), evaluate(*given))[1]
+    )
+    options = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"}
+    for name, changes in (("exact", {"training__enable_tf32": True}), ("rounded", {"validating__tf32_infer": True})):
+        start(name, 2, options | changes)
+        assert set(found) == {"highest" if name == "exact" else "high"}
+        found.clear()
     assert torch.get_float32_matmul_precision() == "highest"
 
 

@@ -95,9 +95,10 @@ def test_tf32_is_for_the_products_of_steps_on_a_gpu(start, caplog):
     with tf32_products():
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == "highest"
-    options = {"model__descriptor__precision": "float32", "training__enable_tf32": True}
+    options = {"model__descriptor__precision": "float32", "training__enable_tf32": True, "validating__tf32_infer": True}
     start("tf32", 1, options)
     assert "training.enable_tf32 has no effect on a CPU" in caplog.text
+    assert "validating.tf32_infer has no effect on a CPU" in caplog.text
 
 
 def test_cuda_graphs_are_for_a_gpu(start, caplog):

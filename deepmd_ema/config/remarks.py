@@ -171,6 +171,7 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
         ("optimizer.lr_adjust_coeff", lambda run: getattr(run.optimizer, "lr_adjust", 0) > 0, "lr_adjust is above 0"),
         ("training.mixed_precision", lambda _: True, "the precision is that of descriptor and fitting_net"),
         ("training.enable_tf32", lambda run: not _in_float32(run), "no product is in float32"),
+        ("validating.tf32_infer", lambda run: not _in_float32(run), "no product is in float32"),
         ("optimizer.flash_muon", lambda _: True, "it names a kernel of DeePMD-kit for the same numbers"),
         ("training.compile_options", lambda run: not run.compiles, "enable_compile is false"),
         ("training.compile_options.mode", lambda run: not _inductor(run), "only the backend inductor has modes"),

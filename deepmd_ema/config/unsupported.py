@@ -42,6 +42,7 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "modifier": Unavailable((None, {}), _DPLR),
         "type_embedding": Unavailable((None, {}), _IN_DESCRIPTOR),
         "info": Unavailable(no_op_values=None),
+        "lora": Unavailable((None,), "All weights are trained: remove it, and start from a checkpoint by --finetune."),
     },
     "loss": {
         **dict.fromkeys(("start_pref_gf", "limit_pref_gf"), Unavailable((None, 0), _GENERALIZED)),
@@ -54,7 +55,7 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "acc_freq": Unavailable((None, 1)),
         "neighbor_graph_method": Unavailable((None, "auto")),
     },
-    "validating": dict.fromkeys(("tf32_infer", "amp_infer"), _OFF),
+    "validating": {"amp_infer": _OFF},
 }
 
 # section -> values of its `type`, aliases included

@@ -26,6 +26,8 @@ _TO_OPTIMIZER = (
     "kf_start_pref_f", "kf_limit_pref_f", "momentum", "muon_momentum", "lr_adjust", "lr_adjust_coeff",
 )  # fmt: skip
 _RENAMED = {"opt_type": "type", "muon_momentum": "momentum"}
+# switches that DeePMD-kit's backend pt has in each model, and one in `training` for the whole run here
+_OF_MODELS = {"use_compile": "enable_compile", "enable_tf32": "enable_tf32"}
 # keys of `training` in version 1 that now stand in `training.training_data`
 _TO_TRAINING_DATA = ("systems", "batch_size", "auto_prob", "auto_prob_style", "sys_probs", "sys_weights")
 
@@ -65,6 +67,8 @@ def upgrade(values: Any, lines: Mapping[Place, int]) -> Upgraded:
     training = upgraded.values.get("training") if isinstance(upgraded.values, dict) else None
     if isinstance(training, dict):
         _move_old_keys(upgraded, training)
+    if isinstance(upgraded.values, dict):
+        _move_switches(upgraded, training if isinstance(training, dict) else None)
     if has_tasks(upgraded.values):
         upgraded.section, upgraded.links = MultiTaskRun, expand_tasks(upgraded)
     upgraded.values = _own_options(upgraded, upgraded.section, upgraded.values, (), ())
@@ -225,6 +229,28 @@ def _move(upgraded: Upgraded, training: dict[str, Any], key: str, new: Place) ->
     target[str(new[-1])] = value
     upgraded.lines |= {(*new, *path[2:]): line for path, line in upgraded.lines.items() if path[:2] == old}
     upgraded.notes.append(f"{dotted(old)} was moved to {dotted(new)}, its place today.")
+
+
+def _move_switches(upgraded: Upgraded, training: dict[str, Any] | None) -> None:
+    """Move switches of models that hold for the whole run here to ``training``; a model without a run has none."""
+    model = upgraded.values.get("model")
+    tasks = model.get("model_dict") if isinstance(model, dict) else None
+    owners: dict[Place, Any] = {("model",): model}
+    owners |= {("model", "model_dict", task): own for task, own in tasks.items()} if isinstance(tasks, dict) else {}
+    for key, name in _OF_MODELS.items():
+        new: Place = ("training", name)
+        first = new
+        for place in (place for place, own in owners.items() if isinstance(own, dict) and key in own):
+            value, old = owners[place].pop(key), (*place, key)
+            if value is None or training is None:
+                continue
+            if name not in training:
+                training[name], first = value, old
+                upgraded.moved[new] = old
+                upgraded.notes.append(f"{dotted(old)} was moved to {dotted(new)}: it holds for the whole run.")
+            elif training[name] != value:
+                text = f" = {show(value)}: {dotted(first)} = {show(training[name])}, and a run has one of them."
+                upgraded.problems.append(Problem(old, f"{text} Give both the same value, or remove one."))
 
 
 def _drop(upgraded: Upgraded, path: Place, why: str) -> None:

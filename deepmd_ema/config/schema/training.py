@@ -351,6 +351,11 @@ class ValidatingConfig:
         "val.log", check=file_name, doc="File of full validation; averaged weights have `_ema` before the last dot."
     )
     compiled_infer: bool | None = option(None, doc="Whether validation runs compiled code; null: as training does.")
+    tf32_infer: bool = option(
+        False,
+        doc="Whether validation multiplies float32 matrices in TF32 on a GPU. Its errors are then not those of "
+        "`dp-ema test`.",
+    )
     full_val_start: float = option(
         0.5, check=not_negative, doc="First step of full validation; below 1 a fraction of the run; 1 is never."
     )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
 
 from torch import nn
 
@@ -31,7 +29,7 @@ from deepmd_ema.train.loop.refit_bias import refit
 from deepmd_ema.train.loop.reporter import Reporter
 from deepmd_ema.train.loop.saver import Saver, StateBuilder
 from deepmd_ema.train.loop.sharding import parallelize
-from deepmd_ema.train.loop.step import GradientStep, Step, context_of_products
+from deepmd_ema.train.loop.step import GradientStep, Products, Step, context_of_products
 from deepmd_ema.train.loop.task import TaskMixture
 from deepmd_ema.train.loop.trainer import Callback, Trainer
 from deepmd_ema.train.loop.validate import FullValidation
@@ -39,9 +37,6 @@ from deepmd_ema.train.start.new_run import Start
 from deepmd_ema.train.start.prepare import PreparedRun
 
 logger = logging.getLogger(__name__)
-
-Products: TypeAlias = Callable[[], AbstractContextManager[None]]
-"""Returns the context of matrix products in a step."""
 
 
 def assemble(
@@ -62,15 +57,16 @@ def assemble(
     interpolation = InterpolationControl(models, world)
     interpolation.begin(batches, start.interpolation)
     # before the models are sharded: one rank may then compile while others wait for its code
-    products = context_of_products(config, world.device)
-    used = compile_models(config, models, batches, world, products)
+    products = context_of_products("training.enable_tf32", config.training.enable_tf32, world.device)
+    in_validation = context_of_products("validating.tf32_infer", config.validating.tf32_infer, world.device)
+    used = compile_models(config, models, batches, world, (products, in_validation))
     module = parallelize(models, world, config.training.zero_stage)
     if start.loads_after_sharding(config):
         start.load_shards(models)
     bank = build_bank(config, models, tasks.steps_per, should_update)
-    reporter = Reporter(config, tasks, bank, num_steps, start.step, world)
+    reporter = Reporter(config, tasks, bank, num_steps, start.step, world, in_validation)
     store = Store(world.for_writer() if config.training.writes_shards else None)
-    validator = FullValidation(prepared, bank, num_steps, store, world)
+    validator = FullValidation(prepared, bank, num_steps, store, world, in_validation)
     builder = StateBuilder.build(prepared, used, bank, start.run_id(config), world)
     bests = [row.best for row in validator.rows if row.best is not None]
     tables = [t for t in (*reporter.curves.values(), *(row.log for row in validator.rows)) if t is not None]
@@ -118,7 +114,7 @@ def _graphs(
     take_step: Step,
     bank: AverageBank | None,
     world: World,
-    products: Callable[[], AbstractContextManager[None]],
+    products: Products,
 ) -> GraphedSteps | None:
     """Return the steps as CUDA graphs, or None, with a warning if the input requests them."""
     if not config.training.cuda_graphs:
@@ -131,7 +127,7 @@ def _graphs(
 
 
 def compile_models(
-    config: RunConfig, models: ModelSet, batches: Mapping[str, Batch], world: World, products: Products
+    config: RunConfig, models: ModelSet, batches: Mapping[str, Batch], world: World, products: tuple[Products, Products]
 ) -> RunConfig:
     """Compile ``models`` if the input says so, and return the config with the modes that are compiled.
 
@@ -143,7 +139,7 @@ def compile_models(
         models: on the device they compute on.
         batches: one of each task, the same on all ranks and at every restart.
         world: the processes of the run.
-        products: context of matrix products in a step, on which graphs depend.
+        products: contexts of matrix products in a step and in a validation, on which graphs depend.
 
     Raises:
         UserError: if they cannot be compiled.
@@ -159,7 +155,7 @@ def compile_models(
         logger.info("compiling with %s, which takes minutes the first time%s", compiler.options.backend, eager)
         for training in [True] * in_training + [False] * in_validation:
             models.train(training)
-            context = products if training else nullcontext
+            context = products[0] if training else products[1]
             # the first rank of each machine, then the others, which find the code in the cache
             for is_turn in (world.local_rank == 0, world.local_rank != 0):
                 with world.all_ranks_ok(world.long_timeout_group), explained("training.enable_compile", advice):

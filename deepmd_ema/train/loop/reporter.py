@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.logs import open_board
 from deepmd_ema.report.progress import IntervalTimes, Progress
 from deepmd_ema.report.tables import LcurveFile
-from deepmd_ema.train.loop.step import Outcome
+from deepmd_ema.train.loop.step import Outcome, Products
 from deepmd_ema.train.loop.task import Task, TaskMixture
 from deepmd_ema.weight_names import LIVE
 
@@ -36,6 +37,7 @@ class Reporter:
         num_steps: steps of the whole run.
         start: steps done before it, at a restart.
         world: the processes over whose frames errors are summed.
+        products: context of matrix products of validation frames.
 
     Attributes:
         times: stopwatch of the current interval.
@@ -46,8 +48,16 @@ class Reporter:
     """
 
     def __init__(
-        self, config: RunConfig, tasks: TaskMixture, bank: AverageBank | None, num_steps: int, start: int, world: World
+        self,
+        config: RunConfig,
+        tasks: TaskMixture,
+        bank: AverageBank | None,
+        num_steps: int,
+        start: int,
+        world: World,
+        products: Products = nullcontext,
     ) -> None:
+        self._products = products
         training, outputs = config.training, Outputs(config)
         self._tasks, self._bank, self._world, self.times = tasks, bank, world, IntervalTimes()
         self._progress = Progress(num_steps, None if world.is_main else False, tasks.frames_per_step)
@@ -93,7 +103,7 @@ class Reporter:
         """
         rate = outcome.learning_rate
         train = {t.name: self._train_values(t.name) for t in self._tasks}
-        with self.times.of("validation"):
+        with self.times.of("validation"), self._products():
             batches = {t.name: t.next_display_batches() for t in self._tasks}
             valid = self._mean_values(batches, rate)
             rows = {LIVE: (train, valid)}

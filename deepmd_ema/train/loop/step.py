@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.config import RunConfig
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.dist.world import World
@@ -32,6 +31,9 @@ from deepmd_ema.train.start.prepare import PreparedRun
 
 logger = logging.getLogger(__name__)
 
+Products: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Returns the context of matrix products in a step or a validation."""
+
 
 @contextmanager
 def tf32_products() -> Iterator[None]:
@@ -44,12 +46,18 @@ def tf32_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def context_of_products(config: RunConfig, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Return the context in which a step multiplies matrices."""
-    if config.training.enable_tf32 and device.type == "cuda":
+def context_of_products(option: str, in_tf32: bool, device: torch.device) -> Products:
+    """Return the context in which steps or validations multiply matrices.
+
+    Args:
+        option: of the input that chooses, for a warning.
+        in_tf32: its value.
+        device: on which they run.
+    """
+    if in_tf32 and device.type == "cuda":
         return tf32_products
-    if config.training.enable_tf32:
-        logger.warning("training.enable_tf32 has no effect on a CPU: products of float32 matrices are in float32.")
+    if in_tf32:
+        logger.warning("%s has no effect on a CPU: products of float32 matrices are in float32.", option)
     return nullcontext
 
 

@@ -22,6 +22,7 @@ from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.model.tabulated import tables_in
 from deepmd_ema.report.tables import ValidationLog
 from deepmd_ema.train.loop.saver import Saver
+from deepmd_ema.train.loop.step import Products
 from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask
 from deepmd_ema.weight_names import LIVE
 
@@ -64,6 +65,7 @@ class FullValidation:
         num_steps: of the whole run.
         store: writes the best files.
         world: the processes that share the batches.
+        products: context of matrix products.
 
     Attributes:
         models: the live models.
@@ -72,8 +74,15 @@ class FullValidation:
     """
 
     def __init__(
-        self, prepared: PreparedRun, bank: AverageBank | None, num_steps: int, store: Store, world: World
+        self,
+        prepared: PreparedRun,
+        bank: AverageBank | None,
+        num_steps: int,
+        store: Store,
+        world: World,
+        products: Products = nullcontext,
     ) -> None:
+        self._products = products
         config, validating, outputs = prepared.config, prepared.config.validating, Outputs(prepared.config)
         self.models, self._bank, self._world, self._last = prepared.models, bank, world, num_steps
         self.tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
@@ -114,7 +123,7 @@ class FullValidation:
         for weights, rows in groupby(self.rows, key=attrgetter("weights")):
             swap = nullcontext() if weights == LIVE or self._bank is None else self._bank.swapped_in(weights)
             # as `dp-ema test` evaluates a file of these weights, so that both give the same numbers
-            with swap, tables_in(self.models.by_task.values()):
+            with swap, tables_in(self.models.by_task.values()), self._products():
                 entered(weights)
                 for row in rows:
                     batches = self._until(stopped, self.tasks[row.task])
