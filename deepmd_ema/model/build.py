@@ -9,7 +9,7 @@ from torch import nn
 
 from deepmd_ema.batch import both_orders
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, HasBridging
-from deepmd_ema.config.schema.model import FITTINGS, MODELS, StandardConfig
+from deepmd_ema.config.schema.model import FITTINGS, MODELS, NetworkConfig, StandardConfig
 from deepmd_ema.model.bridging import Bridging, ZblEnergies
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
@@ -92,22 +92,28 @@ def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> Non
 
 
 def standard_parts(config: StandardConfig, seed: int) -> Parts:
-    """Return the parts of a model of one descriptor and one fitting network."""
+    """Return the parts of a model of one descriptor and one fitting network, and perhaps a table."""
+    descriptor, fitting, short_range = network_parts(config, seed)
+    if config.use_srtab is not None:
+        assert config.sw_rmin is not None
+        assert config.sw_rmax is not None
+        switch = Switch(config.smin_alpha, config.sw_rmin, config.sw_rmax)
+        table = PairTable.of_rows(config.use_srtab, config.descriptor.cutoff)
+        excluded_types = tuple(config.atom_exclude_types)
+        short_range = TabulatedShortRange(table, switch, len(config.type_map), excluded_types)
+    return descriptor, fitting, short_range
+
+
+def network_parts(config: NetworkConfig, seed: int) -> Parts:
+    """Return the parts of a model of one descriptor and one fitting network, and perhaps bridging."""
+    window, section = config.bridging, config.descriptor
+    if window is None:
+        return *build_networks(config, section, config.fitting_net, seed), None
+    assert isinstance(section, HasBridging)
+    networks = build_networks(config, section.bridged(window), config.fitting_net, seed)
     excluded_types = tuple(config.atom_exclude_types)
-    if config.bridging is not None:
-        assert isinstance(config.descriptor, HasBridging)
-        descriptor = config.descriptor.bridged(config.bridging)
-        networks = build_networks(config, descriptor, config.fitting_net, seed)
-        pairs = ZblEnergies(config.type_map)
-        return *networks, Bridging(pairs, config.bridging, descriptor.cutoff, len(config.type_map), excluded_types)
-    networks = build_networks(config, config.descriptor, config.fitting_net, seed)
-    if config.use_srtab is None:
-        return *networks, None
-    assert config.sw_rmin is not None
-    assert config.sw_rmax is not None
-    switch = Switch(config.smin_alpha, config.sw_rmin, config.sw_rmax)
-    table = PairTable.of_rows(config.use_srtab, config.descriptor.cutoff)
-    return *networks, TabulatedShortRange(table, switch, len(config.type_map), excluded_types)
+    bridging = Bridging(ZblEnergies(config.type_map), window, section.cutoff, len(config.type_map), excluded_types)
+    return *networks, bridging
 
 
 def build_networks(

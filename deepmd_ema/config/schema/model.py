@@ -192,16 +192,91 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandardConfig(ModelConfig):
-    """The model that is trained: elements, descriptor and fitting network."""
-
-    type: ClassVar[str] = "standard"
-    is_usual: ClassVar[bool] = True  # the manual names its options without the type
+class NetworkConfig(ModelConfig):
+    """A model of one descriptor and one fitting network."""
 
     descriptor: DescriptorConfig = option(registry=DESCRIPTORS, doc="How the surroundings of an atom are described.")
     fitting_net: FittingNetConfig = option(
         registry=FITTINGS, default_type="ener", doc="How the energy follows from the descriptor."
     )
+    bridging_method: str | None = option(
+        None,
+        check=bridging_method,
+        convert=method_name,
+        doc="Analytic pair energy that is added, for atoms that come close: `zbl`, the screened repulsion of the "
+        "nuclei, or `none`. The descriptor, which must be `dpa4`, then gets clamped distances. Frames with atoms "
+        "nearer than `bridging_r_inner` should be left out of training by `training.training_data.min_pair_dist`.",
+    )
+    bridging_r_inner: float = option(
+        DEFAULT_INNER,
+        unit="angstrom",
+        check=positive,
+        doc="With `bridging_method`: shorter distances are this one for the descriptor.",
+    )
+    bridging_r_outer: float = option(
+        DEFAULT_OUTER,
+        unit="angstrom",
+        check=positive,
+        doc="With `bridging_method`: longer distances are not changed for the descriptor.",
+    )
+
+    @property
+    def bridging(self) -> Window | None:
+        """Return the window of clamped distances beside an analytic pair energy, or None."""
+        return None if self.bridging_method is None else Window(self.bridging_r_inner, self.bridging_r_outer)
+
+    def with_descriptor(self, descriptor: DescriptorConfig) -> NetworkConfig:
+        """Return the section with another descriptor."""
+        return replace(self, descriptor=descriptor)
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Return names and texts of what the model is."""
+        parts = [("descriptor", self.descriptor.summary()), ("fitting", self.fitting_net.summary())]
+        if self.bridging is not None:
+            window = f"{self.bridging.inner:g} to {self.bridging.outer:g} angstrom"
+            parts.append(("short range", f"{self.bridging_method}, distances clamped from {window}"))
+        return [*super().summary(), *parts]
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield options that contradict each other, also those of bridging."""
+        yield from super().problems()
+        if self.bridging is None:
+            return
+        names = ("bridging_r_inner", "bridging_r_outer")
+        yield from window_problems(self.bridging, names, self.type_map, self.descriptor.cutoff)
+        if not isinstance(self.descriptor, HasBridging):
+            text = f" = {show(self.bridging_method)}: the descriptor {self.descriptor.type} does not have it"
+            yield "bridging_method", f"{text}, nor in DeePMD-kit. Use the descriptor dpa4, or use_srtab, a table."
+
+    def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
+        """Yield options of the descriptor that contradict each other."""
+        yield from ((f"descriptor.{option}", text) for option, text in self.descriptor.problems(self.type_map))
+
+    def problems_of_fitting(self) -> Iterator[tuple[str, str]]:
+        """Yield options of the fitting network that contradict each other."""
+        yield from ((f"fitting_net.{option}", text) for option, text in self.fitting_net.problems(self.type_map))
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield those of the descriptor, and names of layers."""
+        if isinstance(self.descriptor, HasIdleOptions):
+            yield from ((f"descriptor.{name}", why) for name, why in self.descriptor.idle_options())
+        yield "fitting_net.layer_name", "layers are not shared by name"
+
+    def warnings(self) -> Iterator[str]:
+        """Yield energies of isolated atoms that an isolated atom will not have."""
+        if self.descriptor.vacuum_needs:
+            given = {"fitting_net.atom_ener": self.fitting_net.atom_ener, "preset_out_bias": self.preset_out_bias}
+            needs = f"an isolated atom has this energy only with model.descriptor.{self.descriptor.vacuum_needs}"
+            yield from (f"model.{name} is given: {needs}." for name, value in given.items() if value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandardConfig(NetworkConfig):
+    """The model that is trained: elements, descriptor and fitting network."""
+
+    type: ClassVar[str] = "standard"
+    is_usual: ClassVar[bool] = True  # the manual names its options without the type
+
     use_srtab: list[list[float]] | None = option(
         None,
         also=(str,),
@@ -230,86 +305,24 @@ class StandardConfig(ModelConfig):
         check=positive,
         doc="An atom whose nearest neighbor is farther than this has the energy of the network only.",
     )
-    bridging_method: str | None = option(
-        None,
-        check=bridging_method,
-        convert=method_name,
-        doc="Analytic pair energy that is added, for atoms that come close: `zbl`, the screened repulsion of the "
-        "nuclei, or `none`. The descriptor, which must be `dpa4`, then gets clamped distances. Frames with atoms "
-        "nearer than `bridging_r_inner` should be left out of training by `training.training_data.min_pair_dist`.",
-    )
-    bridging_r_inner: float = option(
-        DEFAULT_INNER,
-        unit="angstrom",
-        check=positive,
-        doc="With `bridging_method`: shorter distances are this one for the descriptor.",
-    )
-    bridging_r_outer: float = option(
-        DEFAULT_OUTER,
-        unit="angstrom",
-        check=positive,
-        doc="With `bridging_method`: longer distances are not changed for the descriptor.",
-    )
-
-    @property
-    def bridging(self) -> Window | None:
-        """Return the window of clamped distances beside an analytic pair energy, or None."""
-        return None if self.bridging_method is None else Window(self.bridging_r_inner, self.bridging_r_outer)
-
-    def with_descriptor(self, descriptor: DescriptorConfig) -> StandardConfig:
-        """Return the section with another descriptor."""
-        return replace(self, descriptor=descriptor)
 
     def summary(self) -> list[tuple[str, str]]:
         """Return names and texts of what the model is."""
-        parts = [("descriptor", self.descriptor.summary()), ("fitting", self.fitting_net.summary())]
-        if self.use_srtab is not None:
-            first, last = self.use_srtab[0][0], self.use_srtab[-1][0]
-            text = f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} to {self.sw_rmax}"
-            parts.append(("short range", text))
-        if self.bridging is not None:
-            window = f"{self.bridging.inner:g} to {self.bridging.outer:g} angstrom"
-            parts.append(("short range", f"{self.bridging_method}, distances clamped from {window}"))
-        return [*super().summary(), *parts]
+        if self.use_srtab is None:
+            return super().summary()
+        first, last = self.use_srtab[0][0], self.use_srtab[-1][0]
+        text = f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} to {self.sw_rmax}"
+        return [*super().summary(), ("short range", text)]
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other, also with the table."""
         yield from super().problems()
         if self.use_srtab is not None:
             yield from table_problems("use_srtab", self.use_srtab, len(self.type_map), self.descriptor.cutoff)
+            if self.bridging is not None:
+                both = "bridging_method is given too, and both act at short distances. Remove one of the two."
+                yield "use_srtab", f": {both}"
         yield from switch_problems(self.use_srtab, self.sw_rmin, self.sw_rmax, self.descriptor.cutoff)
-        if self.bridging is not None:
-            yield from self._bridging_problems(self.bridging)
-
-    def _bridging_problems(self, window: Window) -> Iterator[tuple[str, str]]:
-        names = ("bridging_r_inner", "bridging_r_outer")
-        yield from window_problems(window, names, self.type_map, self.descriptor.cutoff)
-        if self.use_srtab is not None:
-            yield "use_srtab", ": bridging_method is given too, and both act at short distances. Remove one of the two."
-        if not isinstance(self.descriptor, HasBridging):
-            text = f" = {show(self.bridging_method)}: the descriptor {self.descriptor.type} does not have it"
-            yield "bridging_method", f"{text}, nor in DeePMD-kit. Use the descriptor dpa4, or use_srtab, a table."
-
-    def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
-        """Yield options of the descriptor that contradict each other."""
-        yield from ((f"descriptor.{option}", text) for option, text in self.descriptor.problems(self.type_map))
-
-    def problems_of_fitting(self) -> Iterator[tuple[str, str]]:
-        """Yield options of the fitting network that contradict each other."""
-        yield from ((f"fitting_net.{option}", text) for option, text in self.fitting_net.problems(self.type_map))
-
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield those of the descriptor, and names of layers."""
-        if isinstance(self.descriptor, HasIdleOptions):
-            yield from ((f"descriptor.{name}", why) for name, why in self.descriptor.idle_options())
-        yield "fitting_net.layer_name", "layers are not shared by name"
-
-    def warnings(self) -> Iterator[str]:
-        """Yield energies of isolated atoms that an isolated atom will not have."""
-        if self.descriptor.vacuum_needs:
-            given = {"fitting_net.atom_ener": self.fitting_net.atom_ener, "preset_out_bias": self.preset_out_bias}
-            needs = f"an isolated atom has this energy only with model.descriptor.{self.descriptor.vacuum_needs}"
-            yield from (f"model.{name} is given: {needs}." for name, value in given.items() if value)
 
 
 @dataclass(frozen=True)
