@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import tiny_input
 from packages import install
+from test_data_run import with_close_atoms
 from test_laws import GAP, close, slopes
 from toy_models import (
     SECTIONS,
@@ -21,9 +23,10 @@ from toy_models import (
     toy_model,
 )
 
-from deepmd_ema.config import model_config_from_dict, to_dict
+from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.config.schema.bridging import Window
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+from deepmd_ema.data.run import check_task, open_run
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.interchange import write_dp
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY
@@ -218,6 +221,28 @@ def test_what_does_not_fit_is_refused(descriptor, changes, phrase):
     with pytest.raises(ConfigError) as refused:
         model_config_from_dict(model_section(descriptor, **{**WIDE, **changes}))
     assert phrase in str(refused.value)
+
+
+def report_of(system, **options):
+    config = config_from_dict(tiny_input([system], model__descriptor=SECTIONS["fake"], **options))
+    task = config.tasks[""]
+    return check_task(task, open_run(config)[""])
+
+
+def test_close_atoms_are_a_warning_in_data_of_a_bridged_model_and_a_problem_in_others(tmp_path):
+    close = with_close_atoms(tmp_path / "close", [1, 4], 0.2)
+    assert len(report_of(close).problems) == 2
+    found = report_of(close, model__bridging_method="zbl")
+    assert found.problems == []
+    text = f"atoms are 0.200 angstrom apart ({close} frame 1), nearer than bridging_r_inner = 0.5"
+    assert [line for line in found.warnings if line.startswith(text)]
+    options = {"model__bridging_method": "zbl", "training__training_data__min_pair_dist": 0.5}
+    found = report_of(close, **options)
+    assert not [line for line in found.warnings if "bridging" in line]
+    note = f"{close}: leaves out 2 of 6 frames: two atoms are closer than min_pair_dist = 0.5 angstrom"
+    assert note in found.notes
+    same_place = with_close_atoms(tmp_path / "same", [2], 0.001)
+    assert len(report_of(same_place, model__bridging_method="zbl").problems) == 1
 
 
 @pytest.mark.timeout(600)

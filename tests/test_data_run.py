@@ -112,12 +112,13 @@ def test_validation_frames_are_not_left_out(tmp_path, water_like):
     assert (data[""].valid[0].num_frames, report.problems) == (6, [])
 
 
-def test_systems_without_a_frame_that_is_left_are_reported_where_options_count_them(tmp_path, water_like):
+def test_systems_without_a_frame_that_is_left_are_reported_where_options_count_them(tmp_path, water_like, caplog):
     close = with_close_atoms(tmp_path / "close", slice(None), 0.2)
     options = {"training__training_data__min_pair_dist": 0.3}
     _, data, _ = checked(config_from_dict(tiny_input([water_like, close], **options)))
     assert [source.name for source in data[""].train] == [str(water_like)]
     lost = f"training.training_data.min_pair_dist: all frames of {close} have atoms closer than 0.3 angstrom"
+    assert caplog.messages == [f"{lost}: the systems are left out."]
     with pytest.raises(DataError, match=re.escape(f"{lost}. Use a smaller distance.")):
         open_run(config_from_dict(tiny_input([close], **options)))
     options["training__training_data__sys_probs"] = [0.5, 0.5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig, TaskConfig
     from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
 
+logger = logging.getLogger(__name__)
+
 Lines = dict[str, list[str]]
 """Lines of text by the name of a task."""
 
 _MAX_NUMBERS = 12  # of neighbors in one line
+MIN_BRIDGED_DISTANCE = 0.01  # angstrom; the energy of bridging is finite but for atoms in one place
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
 
@@ -147,6 +151,9 @@ def _without_close_pairs(task: TaskConfig, sources: Sequence[FrameSource], memor
             kept.append(rest)
     why = f"have atoms closer than {bound:g} angstrom"
     _refuse_to_lose(task, sources, kept, "training_data.min_pair_dist", why, "Use a smaller distance")
+    if lost := [source.name for source in sources if source.name not in {one.name for one in kept}]:
+        place = f"{task.place('training')}.training_data.min_pair_dist"
+        logger.warning("%s: all frames of %s %s: the systems are left out.", place, first_few(lost), why)
     return kept
 
 
@@ -196,13 +203,29 @@ def check_task(task: TaskConfig, data: TaskData) -> DataReport:
     bound = _least_distance(task)
     report = check_systems(*data, model.type_map, model.descriptor, task.loss.labels, bound, task=task.name)
     report.problems[:0] = _option_problems(task, data)
+    report.warnings += _close_for_bridging(task, report)
     return report
 
 
 def _least_distance(task: TaskConfig) -> float:
     """Return the distance below which two atoms are a problem, angstrom; frames below a larger one are left out."""
+    least = MIN_DISTANCE if task.model.bridging is None else MIN_BRIDGED_DISTANCE
     given = task.training_data.min_pair_dist
-    return min(given, MIN_DISTANCE) if given > 0 else MIN_DISTANCE
+    return min(given, least) if given > 0 else least
+
+
+def _close_for_bridging(task: TaskConfig, report: DataReport) -> Iterator[str]:
+    """Yield a warning if training frames may have atoms whose distances are clamped to a constant."""
+    window, kept = task.model.bridging, task.training_data.min_pair_dist
+    if window is None or report.neighbors is None or kept >= window.inner:
+        return
+    if (nearest := report.neighbors.min_distance) < window.inner:
+        of = f"task {task.name}: " * bool(task.name)
+        yield (
+            f"{of}atoms are {nearest:.3f} angstrom apart ({report.closest}), nearer than bridging_r_inner = "
+            f"{window.inner:g}: the network cannot learn from their forces. training.training_data.min_pair_dist: "
+            f"{window.inner:g} leaves such training frames out."
+        )
 
 
 def _option_problems(task: TaskConfig, data: TaskData) -> list[str]:
@@ -224,6 +247,7 @@ def check_unless_unchanged(task: TaskConfig, data: TaskData, memory: Memory) -> 
         memory: of reports; one without problems is added.
     """
     descriptor, sources, spec = task.model.descriptor, [*data.train, *data.valid], _spec_of(task)
+    window = task.model.bridging
     about = {  # the options that change the result
         "task": task.name,
         "systems": [[source.name, source.num_frames, list(source.unread)] for source in sources],
@@ -235,6 +259,7 @@ def check_unless_unchanged(task: TaskConfig, data: TaskData, memory: Memory) -> 
         "neighbors": [descriptor.neighbors_option, descriptor.neighbors],
         "inner": list(descriptor.inner_neighbors()) if isinstance(descriptor, HasInnerNeighbors) else None,
         "min_pair_dist": _least_distance(task),
+        "bridging": window and [window.inner, task.training_data.min_pair_dist],
     }
     stored = partial(DataReport.from_dict, type_map=task.model.type_map, rcut=descriptor.cutoff)
     find = partial(check_task, task, data)
