@@ -119,7 +119,7 @@ BAD = [
     # the same option twice
     ({"training.stop_batch": 5}, "training.stop_batch", ["the same option as numb_steps"]),
     # what DeePMD-kit has and we do not
-    ({"model.descriptor.type": "dpa4"}, 'model.descriptor.type = "dpa4"', [NOT_YET, "se_e2_a"]),
+    ({"model.descriptor.type": "loc_frame"}, 'model.descriptor.type = "loc_frame"', [NOT_YET, "se_e2_a"]),
     ({"model.fitting_net.type": "dos"}, 'model.fitting_net.type = "dos"', [NOT_YET, "ener"]),
     ({"model.type": "frozen"}, 'model.type = "frozen"', [NOT_YET]),
     ({"optimizer": {"type": "HybridMuon", "muon_mode": "3d"}}, "optimizer.muon_mode", ["slice, flat, 2d"]),

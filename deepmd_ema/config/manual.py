@@ -155,7 +155,7 @@ def _choice_entries(sections: tuple[Any, ...], path: str, listed: tuple[Any, ...
         for o in options(s):
             if o not in shared:
                 yield from _option_entries(o, f"{there}.{o.name}", listed)
-        listed = (*listed, *options(s))
+        listed = (*listed, *options(s), *(inner for o in options(s) for inner in o.sections))
 
 
 def _type_words(option: Option) -> str:

@@ -65,7 +65,7 @@ _DESCRIPTORS = (
     "dpa4c", "DPA4C",
 )  # fmt: skip
 UNAVAILABLE_TYPES: dict[str, tuple[str, ...]] = {
-    "model": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "pairtab", "pairwise_dprc"),
+    "model": ("frozen", "pairtab", "pairwise_dprc"),
     "model.models": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "linear_ener", "pairwise_dprc", "inner_potential"),
     "model.descriptor": _DESCRIPTORS,
     "model.fitting_net": ("dos", "population", "property", "polar", "dipole"),

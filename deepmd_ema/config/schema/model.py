@@ -360,6 +360,7 @@ STANDARD = Family(
 MODELS = Registry(
     {
         "standard": "deepmd_ema.config.schema.model:STANDARD",
+        "dpa4": "deepmd_ema.families.dpa4_model:FAMILY",
         "linear_ener": "deepmd_ema.families.linear_ener:FAMILY",
     }
 )

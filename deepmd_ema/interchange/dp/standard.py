@@ -165,13 +165,20 @@ class StandardTree:
 
 
 def model_trees() -> Iterator[ModelTree]:
-    """Yield the trees of the registered types of models."""
+    """Yield the trees of the registered types of models that can be written."""
     for family in MODELS.values():
-        yield family.load("tree")()
+        if family.tree:
+            yield family.load("tree")()
 
 
 def tree_of_model(config: ModelConfig) -> ModelTree:
-    """Return the tree of the type of a section ``model``."""
+    """Return the tree of the type of a section ``model``.
+
+    Raises:
+        CheckpointError: if the format does not have it.
+    """
+    if not MODELS[config.type].tree:
+        raise CheckpointError(f'model.type = "{config.type}": cannot be written in the format of DeePMD-kit.')
     tree: ModelTree = MODELS[config.type].load("tree")()
     return tree
 
