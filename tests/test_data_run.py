@@ -40,7 +40,9 @@ def test_the_length_of_a_run_is_reported_in_steps_and_epochs(water_like):
     _, data, report = checked(config)
     lines = length_lines(config, data, {"": report})[""]
     assert "24 steps = 3.0 epochs of 8 batches" in lines[0]
-    assert "GB" in lines[1]
+    assert re.fullmatch(r"Memory: about 0\.0\d+ GB for the largest batch \(24 atoms of up to \d+ neighbors\)", lines[1])
+    more = tiny_input([water_like], num_steps=None, training__numb_epoch=3, model__descriptor__sel=[1000, 2000])
+    assert length_lines(config_from_dict(more), data, {"": report})[""][1] == lines[1]
 
 
 def test_tasks_are_distinguished_and_each_has_its_share_of_the_length(water_like, open_like):

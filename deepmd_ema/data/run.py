@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 Lines = dict[str, list[str]]
 """Lines of text by the name of a task."""
 
-_MAX_NUMBERS = 12  # of neighbors in one line
 MIN_BRIDGED_DISTANCE = 0.01  # angstrom; the energy of bridging is finite but for atoms in one place
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
@@ -318,13 +317,15 @@ def length_lines(config: RunConfig, data: Mapping[str, TaskData], reports: Mappi
 
 
 def _memory_lines(task: TaskConfig, sampler: Sampler, report: DataReport) -> Iterator[str]:
-    if report.neighbors is not None:
-        descriptor = task.model.descriptor.with_neighbors(report.neighbors)
-        neighbors = list(descriptor.neighbors or ())
-        atoms = sampler.max_atoms
-        numbers = str(neighbors) if len(neighbors) <= _MAX_NUMBERS else f"of {sum(neighbors)} neighbors together"
-        batch = f"{atoms:,} atoms, {descriptor.neighbors_option} {numbers}"
-        wanted = 8 * atoms * sum(neighbors) * descriptor.numbers_per_pair
+    found = report.neighbors
+    if found is not None:
+        descriptor = task.model.descriptor.with_neighbors(found)
+        kept = list(descriptor.neighbors or ())
+        # a batch has slots for the neighbors that there are, however many may be kept
+        there = list(found.max_neighbors) if len(kept) == len(found.max_neighbors) else [found.max_total]
+        slots = sum(map(min, kept, there))
+        wanted = 8 * sampler.max_atoms * slots * descriptor.numbers_per_pair
+        batch = f"{sampler.max_atoms:,} atoms of up to {slots:,} neighbors"
         yield f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({batch})"
 
 
