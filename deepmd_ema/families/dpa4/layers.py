@@ -194,7 +194,10 @@ class StreamLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (N, F, O) from (N, F, I)."""
-        out = x @ self.weight if self.streams == 1 else torch.einsum("nfi,fio->nfo", x, self.matrices())
+        if self.streams == 1:  # rows in one dimension: of few in the last but one, torch would multiply each alone
+            out = (x.flatten(0, -2) @ self.weight).view(*x.shape[:-1], -1)
+        else:
+            out = torch.einsum("nfi,fio->nfo", x, self.matrices())
         return out if self.bias is None else out + self.bias.view(self.streams, -1)
 
 
@@ -299,13 +302,16 @@ class DegreeGate(nn.Module):
         first = self.activation.value(x[:1]) if gate is None else x[:1] * self.activation.value(gate[:1])
         if not self.lmax:
             return first
-        gates = self.gates((x if gate is None else gate)[0][:, None])[:, :, 0]
+        gates = self.gates((x if gate is None else gate)[:1])[0].transpose(0, 1)
         return torch.cat([first, x[1:] * by_degree(torch.cat([gates[:1], gates]))[1:]])
 
     def gates(self, scalar: Tensor) -> Tensor:
-        """Return the factors (L, N, F, C) of the degrees from 1 on by degree 0 (N, F, C)."""
-        logits: Tensor = self.gate_linear(scalar)
-        return torch.sigmoid(logits).unflatten(-1, (self.lmax, -1)).movedim(2, 0)
+        """Return the factors (F, N, L, C) of the degrees from 1 on by degree 0 (F, N, C)."""
+        linear = self.gate_linear
+        logits = torch.bmm(scalar, linear.matrices())
+        if linear.bias is not None:
+            logits = logits + linear.bias.view(linear.streams, 1, -1)
+        return torch.sigmoid(logits).unflatten(-1, (self.lmax, -1))
 
 
 def swiglu(x: Tensor) -> Tensor:

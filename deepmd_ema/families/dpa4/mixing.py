@@ -164,16 +164,11 @@ class Mixing(nn.Module):
     def _activated(self, parts: Sequence[Tensor], act: nn.Module) -> list[Tensor]:
         """Return the coefficients of each order after the function between two layers."""
         if isinstance(act, DegreeGate):
-            factors = act.gates(parts[0][..., : self.width].transpose(0, 1)).movedim(2, 1)  # L, F, E, C
-            first = torch.cat(
-                [
-                    act.activation.value(parts[0][..., : self.width]),
-                    parts[0][..., self.width :] * _side_by_side(factors),
-                ],
-                -1,
-            )
+            scalar, others = parts[0].split([self.width, parts[0].shape[-1] - self.width], -1)
+            factors = act.gates(scalar)  # F, E, L, C
+            first = torch.cat([act.activation.value(scalar), others * factors.flatten(2)], -1)
             rest = [
-                (part.unflatten(-1, (2, -1)) * _side_by_side(factors[m:])[:, :, None]).flatten(2)
+                (part.unflatten(-1, (2, -1)) * factors[:, :, m:].flatten(2)[:, :, None]).flatten(2)
                 for m, part in enumerate(parts[1:])
             ]
             return [first, *rest]
@@ -183,8 +178,3 @@ class Mixing(nn.Module):
             product: Tensor = act(left, right).transpose(1, 2).movedim(0, 2).flatten(2)
             return list(product.split([part.shape[-1] // 2 for part in parts], -1))
         return list(parts)
-
-
-def _side_by_side(factors: Tensor) -> Tensor:
-    """Return (F, E, L C) from (L, F, E, C)."""
-    return factors.movedim(0, 2).flatten(2)
