@@ -52,14 +52,20 @@ class Attention(nn.Module):
         self.attn_output_gate_norm = ScalarNorm((self.groups, width), self.eps, source)
         self.adamw_attn_gate_w = source.normal("gate", (width, self.groups, self.heads), SMALL)
 
-    def weights(self, x: Tensor, radial: Tensor, edges: Edges) -> Tensor:
-        """Return the weights of the neighbors (A, S, G, H)."""
-        normed = self.attn_qk_norm(x[0].unflatten(-1, (self.groups, -1)))
+    def weights(self, scalar: Tensor, project: Tensor | None, edges: Edges) -> Tensor:
+        """Return the weights of the neighbors (A, S, G, H).
+
+        Args:
+            scalar: (A, W) coefficients of degree 0.
+            project: (C, W) map of radial numbers, if W is not C.
+            edges: pairs.
+        """
+        normed = self.attn_qk_norm(scalar.unflatten(-1, (self.groups, -1)))
         query, key = self.attn_q_proj(normed), self.attn_k_proj(normed)
         keys = gather_neighbors(key.flatten(1), edges.neighbor, edges.reverse)
         products = (query.flatten(1)[:, None] * keys).unflatten(-1, (self.groups, self.heads, -1)).sum(-1)
-        scalars = radial[:, 0].unflatten(-1, (self.groups, -1))
-        bias = torch.einsum("egi,igh->egh", scalars, self.adamw_attn_logit_w)
+        of_radial = torch.block_diag(*self.adamw_attn_logit_w.unbind(1))  # W, G H
+        bias = edges.radial.map((of_radial if project is None else project @ of_radial)[None])
         logits = products * (query.shape[-1] // self.heads) ** -0.5 + bias.view(products.shape)
         # beside the neighbors there is a weight of nothing, so that all weights go to 0 with the envelope
         nothing = nn.functional.softplus(self.adamw_attn_z_bias_raw) + self.eps

@@ -89,12 +89,8 @@ class Convolution(nn.Module):
     def forward(self, x: Tensor, edges: Edges) -> Tensor:
         """Return the messages (D, A, C) to atoms from their coefficients (D, A, C)."""
         x = self.pre_focus_mix(x)
-        radial = edges.radial[:, : self.frames.lmax + 1]
-        if self.radial_hidden_proj is not None:
-            radial = self.radial_hidden_proj(radial)
-        of_atoms = x.transpose(0, 1).flatten(1)
-        sent = gather_neighbors(of_atoms, edges.neighbor, edges.reverse).view(-1, *x.shape[::2])  # E, D, W
-        out = self._summed(x, sent, radial, edges) if self.needs_frame else self._scaled(x, sent, radial, edges)
+        of_atoms = x.transpose(0, 1).contiguous()
+        out = self._summed(of_atoms, edges) if self.needs_frame else self._scaled(of_atoms, edges)
         if self.attention is not None:
             out = self.attention.gated(out, x)
         if self.message_node_grid_product is not None:
@@ -102,19 +98,29 @@ class Convolution(nn.Module):
             out = out + self.message_node_grid_product(*both).flatten(2)
         return self.post_focus_mix(out)
 
-    def _summed(self, x: Tensor, sent: Tensor, radial: Tensor, edges: Edges) -> Tensor:
-        """Return (D, A, W), the weighted sums of what is mixed in the frames of pairs."""
-        num_atoms, rows = len(edges.neighbor), self.frames.rows(edges)
+    @property
+    def _projection(self) -> Tensor | None:
+        """The map of radial numbers (C, W), or None where W is C."""
+        return None if self.radial_hidden_proj is None else self.radial_hidden_proj.weight
+
+    def _radial(self, edges: Edges) -> Tensor:
+        """Return the radial numbers (E, L + 1, W)."""
+        found = edges.radial.values(self.frames.lmax)
+        return found if self.radial_hidden_proj is None else self.radial_hidden_proj(found)
+
+    def _summed(self, x: Tensor, edges: Edges) -> Tensor:
+        """Return (D, A, W), the weighted sums of what is mixed in the frames of pairs, from atoms (A, D, W)."""
+        num_atoms, rows = len(x), self.frames.rows(edges)
         if self.radial_degree_mixer is None:
-            parts = self.frames.scaled(sent, radial, rows)
+            parts = self.frames.scaled(x, self._radial(edges), rows, edges)
         else:
-            parts = self.radial_degree_mixer(sent, radial, rows, edges)
+            parts = self.radial_degree_mixer(x, self._projection, rows, edges)
         if self.node_wise_grid_product is not None:
             parts = self._times_own(self.node_wise_grid_product, parts, x, rows, edges)
-        parts = self.mixing(parts, radial, edges)
+        parts = self.mixing(parts, self._projection, edges)
         if self.attention is not None:
             parts = list(self.attention.mapped(parts))
-        weights = self._weights(x, radial, edges)
+        weights = self._weights(x, edges)
         out: Tensor | None = None
         for row, part in zip(rows, parts):
             if weights.shape[1:].numel() == 1:  # a row has fewer numbers than what it turns
@@ -129,33 +135,34 @@ class Convolution(nn.Module):
         assert out is not None
         return out.transpose(0, 1).contiguous() * self._enlarged
 
-    def _scaled(self, x: Tensor, sent: Tensor, radial: Tensor, edges: Edges) -> Tensor:
+    def _scaled(self, x: Tensor, edges: Edges) -> Tensor:
         """Return (D, A, W), the weighted sums of the neighbors' coefficients times their radial numbers."""
-        sent = sent * by_degree(radial, 1)
+        sent = gather_neighbors(x.flatten(1), edges.neighbor, edges.reverse).view(-1, *x.shape[1:])  # E, D, W
+        sent = sent * by_degree(self._radial(edges), 1)
         if self.streams > 1:
             share = self.mixing.competition(sent[:, 0])
             sent = _times(sent, share[..., None])
         if self.attention is not None:
             for linear in (self.attention.attn_focus_mix, self.attention.attn_v_proj):
                 sent = sent if linear is None else linear(sent.transpose(0, 1)).transpose(0, 1)
-        weighted = _times(sent, self._weights(x, radial, edges))
+        weighted = _times(sent, self._weights(x, edges))
         return weighted.view(*edges.neighbor.shape, *sent.shape[1:]).sum(1).transpose(0, 1).contiguous()
 
     def _times_own(
         self, product: GridNet, parts: list[Tensor], x: Tensor, rows: list[Tensor], edges: Edges
     ) -> list[Tensor]:
         """Return the coefficients of pairs with their products with those of the atom, in the frames."""
-        own = x.transpose(0, 1).repeat_interleave(edges.neighbor.shape[1], 0)
-        own = torch.bmm(torch.cat(rows, 1), own)
+        whole = torch.cat(rows, 1)
+        own = torch.bmm(whole.reshape(len(x), -1, whole.shape[-1]), x).view(len(whole), -1, x.shape[-1])
         both = (part.unflatten(-1, (self.streams, -1)).transpose(0, 1) for part in (torch.cat(parts, 1), own))
         more: Tensor = product(*both)
         found = more.flatten(2).transpose(0, 1).split(self.frames.sizes, 1)
         return [part + other for part, other in zip(parts, found)]
 
-    def _weights(self, x: Tensor, radial: Tensor, edges: Edges) -> Tensor:
+    def _weights(self, x: Tensor, edges: Edges) -> Tensor:
         """Return the weights of the pairs (E, G, H)."""
         if self.attention is not None:
-            return self.attention.weights(x, radial, edges).flatten(0, 1)
+            return self.attention.weights(x[:, 0], self._projection, edges).flatten(0, 1)
         return (edges.weight * edges.scale[:, None]).view(-1, 1, 1)
 
 

@@ -10,9 +10,45 @@ from torch import Tensor, nn
 
 from deepmd_ema.families.dpa4.layers import Source
 from deepmd_ema.families.dpa4.rotations import degrees, num_coefficients, orders
+from deepmd_ema.model.ops.gather import gather_neighbors
 
 # A atoms, S neighbor slots, E = A S pairs, L largest degree, M largest order, D coefficients of an atom, R of a pair,
 # W channels
+
+
+@dataclass(frozen=True)
+class Radial:
+    """Numbers of the distance and of both elements of a pair for each degree, (E, L + 1, C).
+
+    They are a linear map of ``hidden`` plus the embeddings of both elements, and only linear maps of them are used, so
+    that they are not computed themselves.
+
+    Attributes:
+        hidden: (E, H).
+        last: (H, L + 1, C).
+        table: (T, C) embeddings of the elements.
+        own: (A, T) which element an atom is.
+        neighbor: (E, T) which element the neighbor is.
+    """
+
+    hidden: Tensor
+    last: Tensor
+    table: Tensor
+    own: Tensor
+    neighbor: Tensor
+
+    def map(self, weight: Tensor) -> Tensor:
+        """Return (E, O), the sum over degrees of products with ``weight`` (L' + 1, C, O), L' at most L."""
+        of_hidden = torch.einsum("hlc,lco->ho", self.last[:, : len(weight)], weight)
+        of_type = self.table @ weight.sum(0)
+        own = (self.own @ of_type)[:, None].expand(-1, len(self.hidden) // len(self.own), -1).flatten(0, 1)
+        return torch.addmm(own, self.hidden, of_hidden) + self.neighbor @ of_type
+
+    def values(self, lmax: int) -> Tensor:
+        """Return the numbers of the degrees up to ``lmax`` (E, lmax + 1, C)."""
+        own = (self.own @ self.table)[:, None].expand(-1, len(self.hidden) // len(self.own), -1).flatten(0, 1)
+        of_elements = own + self.neighbor @ self.table
+        return torch.einsum("eh,hlc->elc", self.hidden, self.last[:, : lmax + 1]) + of_elements[:, None]
 
 
 @dataclass(frozen=True)
@@ -21,21 +57,49 @@ class Edges:
 
     Attributes:
         neighbor: (A, S) as in a `deepmd_ema.batch.Neighborhood`.
-        reverse: (A, M) as there.
+        reverse: (A, N) as there.
+        place: (A, S) the flat place ``j * N + n`` of each slot in ``reverse``; ``A * N`` is none. None in a batch made
+            inside of a graph, whose ``reverse`` has no columns.
         envelope: (A, S) goes to 0 at the cutoff with three derivatives; 0 where there is no neighbor.
         weight: (A, S) the envelope times the factor of all that a neighbor sends.
         scale: (A,) ``(sum envelope^2 + floor)^-1/2``.
         rotation: (E, 2 M + 1, D) of `rotations.FrameRotations`.
-        radial: (E, L + 1, C) numbers of the distance and both elements for each degree.
+        radial: numbers of the distance and both elements.
     """
 
     neighbor: Tensor
     reverse: Tensor
+    place: Tensor | None
     envelope: Tensor
     weight: Tensor
     scale: Tensor
     rotation: Tensor
-    radial: Tensor
+    radial: Radial
+
+    def turned(self, matrices: Tensor, x: Tensor) -> Tensor:
+        """Return (E, R, W), the products of the matrices of pairs (E, R, D) with those of neighbors (A, D, W)."""
+        if self.place is None:
+            sent = gather_neighbors(x.flatten(1), self.neighbor, self.reverse)
+            return torch.bmm(matrices, sent.view(-1, *x.shape[1:]))
+        # pairs of one neighbor together: one product of matrices for each atom, instead of a small one for each pair
+        num_atoms, slots = self.neighbor.shape
+        rows, columns = matrices.shape[1:]
+        of_slots = self.place.view(-1, 1)
+        by_neighbor = gather_neighbors(matrices.flatten(1), self.reverse, of_slots)  # A, N, R D
+        found = torch.bmm(by_neighbor.view(num_atoms, -1, columns), x)
+        found = found.view(-1, rows * x.shape[-1])
+        back = gather_neighbors(found, self.place, self.reverse.reshape(-1, 1))
+        return back.view(num_atoms * slots, rows, -1)
+
+
+def places(neighbor: Tensor, reverse: Tensor) -> Tensor | None:
+    """Return the place of each slot (A, S) in ``reverse`` (A, N), as `Edges` has it."""
+    if not reverse.shape[1]:
+        return None
+    # the last entry, written by what is none, is thrown away
+    found = torch.full((neighbor.numel() + 1,), reverse.numel(), device=reverse.device)
+    numbers = torch.arange(reverse.numel(), device=reverse.device)
+    return found.index_put((reverse.flatten(),), numbers)[:-1].view(neighbor.shape)
 
 
 def pair_degrees(lmax: int, mmax: int) -> list[int]:
@@ -77,15 +141,16 @@ class Frames(nn.Module):
             (self.of_order(edges, m)[:, :, None] * self._is_of_degree[m:]).flatten(1, 2) for m in range(self.mmax + 1)
         ]
 
-    def scaled(self, sent: Tensor, radial: Tensor, rows: Sequence[Tensor]) -> list[Tensor]:
+    def scaled(self, x: Tensor, radial: Tensor, rows: Sequence[Tensor], edges: Edges) -> list[Tensor]:
         """Return for each |m| the coefficients (E, rows, W) in the frames times the radial numbers of their degrees.
 
         Args:
-            sent: (E, D, W) coefficients of neighbors.
+            x: (A, D, W) coefficients of atoms.
             radial: (E, L + 1, W).
             rows: of `rows`.
+            edges: pairs.
         """
-        turned = torch.bmm(torch.cat(list(rows), 1), sent).split(self.sizes, 1)
+        turned = edges.turned(torch.cat(list(rows), 1), x).split(self.sizes, 1)
         return [
             (part.unflatten(1, (-1, self.lmax + 1 - m)) * radial[:, None, m:]).flatten(1, 2)
             for m, part in enumerate(turned)
@@ -115,39 +180,42 @@ class RadialMixer(nn.Module):
         has_basis = mode == "degree_channel" and rank > 0
         self.channel_basis = source.truncated("basis", (rank, channels)) if has_basis else None
 
-    def forward(self, sent: Tensor, radial: Tensor, rows: Sequence[Tensor], edges: Edges) -> list[Tensor]:
+    def forward(self, x: Tensor, project: Tensor | None, rows: Sequence[Tensor], edges: Edges) -> list[Tensor]:
         """Return for each |m| the coefficients (E, rows, W) in the frames, mixed between the degrees.
 
         Args:
-            sent: (E, D, W) coefficients of neighbors.
-            radial: (E, L + 1, W).
+            x: (A, D, W) coefficients of atoms.
+            project: (C, W) map of radial numbers, if W is not C.
             rows: of `Frames.rows`.
             edges: pairs.
         """
+        weight = self.weight.unflatten(0, (self.counts[0], -1))
+        kernels = self._kernels(edges.radial.map(weight if project is None else project @ weight))
         if self.is_full:
-            turned = torch.bmm(torch.cat(list(rows), 1), sent).split(self.frames.sizes, 1)
+            turned = edges.turned(torch.cat(list(rows), 1), x).split(self.frames.sizes, 1)
             return [
                 torch.einsum("eioc,esic->esoc", kernel, part.unflatten(1, (-1, kernel.shape[1]))).flatten(1, 2)
-                for part, kernel in zip(turned, self._kernels(radial))
+                for part, kernel in zip(turned, kernels)
             ]
         # all channels share a matrix, or each of few: it is multiplied with the rotation, which has fewer numbers
-        matrices = []
-        for m, kernel in enumerate(self._kernels(radial)):
-            columns = torch.cat(
-                [part.expand(-1, 2 * degree + 1, -1, -1) for degree, part in enumerate(kernel.split(1, 1), m)], 1
-            )
-            turn = self.frames.of_order(edges, m)[:, :, m * m :]
-            both = torch.einsum("esd,edor->ersod", turn, columns).flatten(2, 3)
-            matrices.append(nn.functional.pad(both, (m * m, 0)))
-        whole = torch.cat(matrices, 2)  # E, rank, R, D
-        if self.channel_basis is None:
-            mixed = torch.bmm(whole[:, 0], sent)
-        else:
-            mixed = torch.einsum("erod,edc,rc->eoc", whole, sent, self.channel_basis)
-        return list(mixed.split(self.frames.sizes, 1))
+        whole = torch.cat([self._turning(kernel, m, edges) for m, kernel in enumerate(kernels)], 2)  # E, rank, R, D
+        found: Tensor | None = None
+        for rank in range(self.rank):
+            given = x if self.channel_basis is None else x * self.channel_basis[rank]
+            turned = edges.turned(whole[:, rank], given)
+            found = turned if found is None else found + turned
+        assert found is not None
+        return list(found.split(self.frames.sizes, 1))
 
-    def _kernels(self, radial: Tensor) -> list[Tensor]:
+    def _turning(self, kernel: Tensor, m: int, edges: Edges) -> Tensor:
+        """Return (E, rank, 2 (L + 1 - m), D), matrices between degrees times the rotation into the frames."""
+        columns = torch.cat(
+            [part.expand(-1, 2 * degree + 1, -1, -1) for degree, part in enumerate(kernel.split(1, 1), m)], 1
+        ).permute(0, 3, 2, 1)  # E, rank, L + 1 - m, columns from degree m on
+        turn = self.frames.of_order(edges, m)[:, None, :, None, m * m :]
+        return nn.functional.pad((turn * columns[:, :, None]).flatten(2, 3), (m * m, 0))
+
+    def _kernels(self, flat: Tensor) -> list[Tensor]:
         """Return for each |m| (E, L + 1 - m, L + 1 - m, rank), from the degrees of a neighbor to those of the pair."""
-        kernel = (radial.flatten(1) @ self.weight).unflatten(1, (-1, self.rank))
-        parts = kernel.split([count**2 for count in self.counts], 1)
+        parts = flat.unflatten(1, (-1, self.rank)).split([count**2 for count in self.counts], 1)
         return [part.unflatten(1, (count, count)) for part, count in zip(parts, self.counts)]

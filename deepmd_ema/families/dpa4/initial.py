@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.families.dpa4.layers import Dense, ScalarNorm, Source, TypeTable
 from deepmd_ema.model.nn.activation import activation
+from deepmd_ema.model.nn.layers import module_list
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.model.ops.reference import axis_features
 
@@ -131,12 +132,14 @@ class RadialNetwork(nn.Module):
                 modules.append(ScalarNorm((width,), RADIAL_NORM_EPS, source))
             modules.append(Activated(config.activation_function))
         modules.append(Dense([config.n_radial, *hidden][-1], num_out, source.part("last")))
-        self.net = nn.Sequential(*modules)
+        self.net = module_list(modules)
 
-    def forward(self, basis: Tensor) -> Tensor:
-        """Return (..., num_out) from (..., N)."""
-        out: Tensor = self.net(basis)
-        return out
+    def forward(self, basis: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of the last hidden layer (..., H) from (..., N), and the map after it (H, num_out)."""
+        *hidden, last = self.net
+        for module in hidden:
+            basis = module(basis)
+        return basis, cast("Dense", last).matrix
 
 
 class EnvironmentSeed(nn.Module):
@@ -174,12 +177,18 @@ class EnvironmentSeed(nn.Module):
             scale: (A,) factor of sums over neighbors.
             batch: for the elements.
         """
-        strength = (pairs.envelope * gate / pairs.distance)[..., None]
-        rows = torch.cat([strength, strength * pairs.direction], -1)
+        strength = (pairs.envelope * gate / pairs.distance * scale[:, None])[..., None]
+        rows = torch.cat([strength, strength * pairs.direction], -1).transpose(1, 2)  # A, 4, S
         of_radial, of_neighbor, of_own = self.g_layer1.matrix.split(self.parts)
         table = self.env_type_embed()
         own, neighbor = pick(table @ of_own, batch.atom_type), pick(table @ of_neighbor, batch.neighbor_type)
-        radial = self.rbf_proj_layer2(self.rbf_proj_layer1(basis))
-        embedded = self.g_layer2(self.g_layer1.of_products(radial @ of_radial + neighbor + own[:, None]))
-        moments = torch.bmm(rows.transpose(1, 2), embedded) * scale[:, None, None]
-        return self.output_proj(axis_features(moments, self.axis))
+        # linear maps one after the other are one, and those of pairs before a sum are those of the sum
+        hidden = self.rbf_proj_layer1(basis) @ (self.rbf_proj_layer2.matrix @ of_radial)
+        if self.rbf_proj_layer2.bias is not None:
+            hidden = hidden + self.rbf_proj_layer2.bias @ of_radial
+        embedded = self.g_layer1.of_products(hidden + neighbor + own[:, None])
+        moments = torch.bmm(rows, embedded) @ self.g_layer2.matrix
+        if self.g_layer2.bias is not None:
+            moments = moments + rows.sum(-1, keepdim=True) * self.g_layer2.bias
+        out: Tensor = self.output_proj(axis_features(moments, self.axis))
+        return out

@@ -113,12 +113,18 @@ class Mixing(nn.Module):
             self.adamw_focus_compete_w = source.normal("focus", (self.width, self.streams), SMALL)
             self.focus_compete_bias = source.filled((self.streams,), 0.0) if config.mlp_bias else None
 
-    def forward(self, parts: Sequence[Tensor], radial: Tensor, edges: Edges) -> list[Tensor]:
-        """Return for each |m| the coefficients (E, rows, W) after all layers; ``radial`` is (E, L + 1, W)."""
+    def forward(self, parts: Sequence[Tensor], project: Tensor | None, edges: Edges) -> list[Tensor]:
+        """Return for each |m| the coefficients (E, rows, W) after all layers.
+
+        Args:
+            parts: for each |m| the coefficients before.
+            project: (C, W) map of radial numbers, if W is not C.
+            edges: pairs.
+        """
         of_streams = [part.unflatten(-1, (self.streams, -1)).movedim(2, 0).flatten(2) for part in parts]
         competing = of_streams[0][..., : self.width]
         for index, (linear, norm, act) in enumerate(zip(self.so2_linears, self.so2_inter_norms, self.non_linearities)):
-            of_streams = self._layer(of_streams, index, linear, norm, act, radial, edges)
+            of_streams = self._layer(of_streams, index, linear, norm, act, project, edges)
         if self.streams > 1:
             share = self.competition(competing.transpose(0, 1).flatten(1)).T[..., None]
             of_streams = [part * share for part in of_streams]
@@ -135,7 +141,7 @@ class Mixing(nn.Module):
 
     def _layer(
         self, parts: Sequence[Tensor], index: int, linear: OrderLinear, norm: nn.Module, act: nn.Module,
-        radial: Tensor, edges: Edges,
+        project: Tensor | None, edges: Edges,
     ) -> list[Tensor]:  # fmt: skip
         """Return the coefficients of each order (F, E, rows C) after one layer."""
         inputs = self._normed(parts, norm)
@@ -144,7 +150,9 @@ class Mixing(nn.Module):
         if linear.bias0 is not None:
             bias = linear.bias0.view(self.streams, 1, -1)
             if index == 0:  # goes to 0 at the cutoff, with what it is added to
-                near = (radial[:, 0] * edges.envelope.view(-1, 1)).unflatten(-1, (self.streams, -1)).transpose(0, 1)
+                eye = torch.eye(edges.radial.table.shape[1], dtype=bias.dtype, device=bias.device)
+                radial = edges.radial.map((eye if project is None else project)[None])
+                near = (radial * edges.envelope.view(-1, 1)).unflatten(-1, (self.streams, -1)).transpose(0, 1)
                 bias = bias * torch.cat([near] * (bias.shape[-1] // self.width), -1)
             outputs[0] = outputs[0] + nn.functional.pad(bias, (0, outputs[0].shape[-1] - bias.shape[-1]))
         outputs = self._activated(outputs, act)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, Neighborhood, NeighborLayout
 from deepmd_ema.families.dpa4.block import Block, FeedForward
-from deepmd_ema.families.dpa4.frames import Edges
+from deepmd_ema.families.dpa4.frames import Edges, Radial, places
 from deepmd_ema.families.dpa4.grids import GridOptions
 from deepmd_ema.families.dpa4.initial import EnvironmentSeed, Pairs, RadialBasis, RadialNetwork
 from deepmd_ema.families.dpa4.layers import ScalarNorm, Source, TypeTable
@@ -20,7 +20,7 @@ from deepmd_ema.families.dpa4.rotations import FrameRotations, num_coefficients,
 from deepmd_ema.model.bridging import source_gate
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.nn.layers import freeze, module_list
-from deepmd_ema.model.nn.type_embedding import pick
+from deepmd_ema.model.nn.type_embedding import one_hot
 from deepmd_ema.model.ops.gather import gather_neighbors
 from deepmd_ema.model.ops.reference import with_vjp
 from deepmd_ema.seeds import seed_for
@@ -137,34 +137,46 @@ class DPA4Descriptor(nn.Module):
         """Return the features of atoms (A, C) from the vectors of pairs (A, S, 3)."""
         neighborhood = batch.within()
         table = self.type_embedding()
-        own, sent = pick(table, batch.atom_type), pick(table, batch.neighbor_type)
+        own_type = one_hot(batch.atom_type, self.num_types, self.dtype)
         dropped = self.excluded(batch, neighborhood)
         pairs = Pairs.of(vector.to(self.dtype), self.section, dropped)
         basis = self.radial_basis(pairs)
         is_smooth = self.version_tensor > SMOOTH_VERSION - 0.05
         floor = torch.where(is_smooth, FLOOR, self.section.eps).to(self.dtype)
         scale = (pairs.envelope.square().sum(1) + floor).rsqrt()
-        radial = self.radial_embedding(basis).unflatten(-1, (-1, self.section.channels))  # A, S, L + 1, C
-        radial = radial * torch.where(is_smooth, pairs.envelope, 1)[..., None, None]
+        hidden, last = self.radial_embedding(basis)
+        hidden = hidden * torch.where(is_smooth, pairs.envelope, 1)[..., None]
+        last = last.unflatten(-1, (-1, self.section.channels))  # H, L + 1, C
         rotation = self.rotations(quaternions(pairs.direction.flatten(0, 1)))  # E, 2 M + 1, D
         gate = self._gate(pairs, neighborhood)
-        scalar = own
+        scalar = own = own_type @ table
         if self.env_seed_embedding is not None:
             logits = self.env_seed_embedding(pairs, basis, gate, scale, batch)
             scalar = self._conditioned(own, logits)
         x = scalar[None]
         if self.env_seed_embedding is not None and rotation.shape[-1] > 1:
-            x = torch.cat([x, self._geometry(rotation[:, 0], radial, gate * scale[:, None])])
+            weighted = (gate * scale[:, None])[..., None] * rotation[:, 0, 1:].view(*gate.shape, -1)
+            # harmonics of the neighbors times radial numbers, which are linear maps of hidden ones
+            moments = torch.bmm(weighted.transpose(1, 2), hidden).transpose(0, 1)
+            maps = last.transpose(0, 1)
+            x = torch.cat([x, *(moments[n**2 - 1 : (n + 1) ** 2 - 1] @ maps[n] for n in range(1, len(maps)))])
         else:
             x = nn.functional.pad(x, (0, 0, 0, 0, 0, rotation.shape[-1] - 1))
         edges = Edges(
             neighbor=neighborhood.neighbor,
             reverse=neighborhood.reverse,
+            place=places(neighborhood.neighbor, neighborhood.reverse),
             envelope=pairs.envelope,
             weight=pairs.envelope * gate,
             scale=scale,
             rotation=rotation,
-            radial=(radial + (own[:, None] + sent)[:, :, None]).flatten(0, 1),
+            radial=Radial(
+                hidden=hidden.flatten(0, 1),
+                last=last,
+                table=table,
+                own=own_type,
+                neighbor=one_hot(batch.neighbor_type, self.num_types, self.dtype).flatten(0, 1),
+            ),
         )
         for layer, size in zip(self.layers, self._sizes()):
             x = layer(x[:size], edges)
@@ -193,18 +205,3 @@ class DPA4Descriptor(nn.Module):
         scale, shift = logits.chunk(2, -1)
         factor = self.film_scale_strength_log.exp() * torch.tanh(self.film_scale_norm(scale))
         return own * (1 + factor) + self.film_shift_strength_log.exp() * torch.tanh(self.film_shift_norm(shift))
-
-    def _geometry(self, zonal: Tensor, radial: Tensor, weight: Tensor) -> Tensor:
-        """Return the coefficients of the degrees from 1 on (D - 1, A, C): harmonics of neighbors times radial numbers.
-
-        Args:
-            zonal: (E, D) harmonics.
-            radial: (A, S, L + 1, C).
-            weight: (A, S) factors of neighbors.
-        """
-        num_atoms, slots, count, _ = radial.shape
-        of_atoms = (zonal.view(num_atoms, slots, -1) * weight[..., None]).transpose(1, 2)
-        found = [
-            torch.bmm(of_atoms[:, degree**2 : (degree + 1) ** 2], radial[:, :, degree]) for degree in range(1, count)
-        ]
-        return torch.cat(found, 1).transpose(0, 1)
