@@ -39,3 +39,61 @@ def test_its_switches_hold_for_the_run():
     config = config_from_dict(spoiled({"model": model}))
     assert (config.training.enable_compile, config.training.enable_tf32) == (True, True)
     assert (config.model.bridging.inner, config.model.bridging.outer) == (0.5, 0.8)
+
+
+def as_sum(inner=None, learned=None, **changes):
+    """Return the section as DeePMD-kit keeps it: a sum of a model and an analytic part."""
+    parts = [
+        {"type": "dpa4", "descriptor": SMALL, "fitting_net": {}, **(learned or {})},
+        {"type": "inner_potential", "mode": "zbl", "r_inner": 0.4, "r_outer": 0.9, **(inner or {})},
+    ]
+    return {"type": "linear_ener", "weights": "sum", "type_map": ["O", "H"], "models": parts, **changes}
+
+
+def test_a_sum_with_an_inner_potential_is_the_model_with_bridging():
+    bridging = {"bridging_method": "zbl", "bridging_r_inner": 0.4, "bridging_r_outer": 0.9}
+    expected = model_config_from_dict(section(**bridging))
+    assert model_config_from_dict(as_sum()) == expected
+    assert model_config_from_dict(as_sum(data_stat_nbatch=10, learned={"type_map": ["O", "H"]})) == expected
+    assert model_config_from_dict(section(type="standard", descriptor={"type": "dpa4", **SMALL},
+                                          fitting_net={"type": "dpa4_ener"}, **bridging)) == expected  # fmt: skip
+    excluded = model_config_from_dict(as_sum(pair_exclude_types=[[0, 1]], learned={"pair_exclude_types": []}))
+    assert excluded.pair_exclude_types == [[0, 1]]
+    assert model_config_from_dict(as_sum(data_stat_nbatch=7, learned={"data_stat_nbatch": 10})).data_stat_nbatch == 7
+
+
+def test_a_run_reads_such_a_sum_with_its_switches_and_says_so():
+    config = config_from_dict(spoiled({"model": as_sum(learned={"use_compile": True})}))
+    assert config.training.enable_compile
+    assert config.notes[:2] == (
+        "model is a sum with inner_potential, which is the model dpa4 with bridging.",
+        "model.models[0].use_compile was moved to training.enable_compile: it holds for the whole run.",
+    )
+
+
+@pytest.mark.parametrize(("changes", "phrase"), [
+    ({"weights": "mean"}, 'model.weights = "mean": expected "sum" beside inner_potential.'),
+    ({"models": as_sum()["models"][1:]}, "model.models: expected a model with a descriptor and one inner_potential."),
+    ({"inner": {"mode": "lj"}}, 'model.models[1].mode = "lj": expected "zbl", or "none".'),
+    ({"inner": {"rcut": 4}}, "model.models[1].rcut: unknown key. Known: type, mode, r_inner, r_outer."),
+    ({"inner": {"r_outer": 0.3}}, "model.models[1].r_outer = 0.3: expected more than"),
+    ({"learned": {"descriptor": {"type": "se_atten", "sel": 20}}},
+     'model.models[0].descriptor.type = "se_atten": inner_potential is for dpa4'),
+    ({"learned": {"descriptor": {**SMALL, "rcut": "far"}}}, 'model.models[0].descriptor.rcut = "far"'),
+    ({"learned": {"data_stat_nbatch": 5}, "data_stat_nbatch": 7},
+     "model.models[0].data_stat_nbatch = 5: model.data_stat_nbatch = 7. Give one of the two."),
+])  # fmt: skip
+def test_a_mistake_in_such_a_sum_has_its_place(changes, phrase):
+    with pytest.raises(ConfigError) as refused:
+        config_from_dict(spoiled({"model": as_sum(**changes)}))
+    assert phrase in str(refused.value)
+
+
+def test_pairs_that_the_descriptor_excludes_are_excluded_in_the_model():
+    excluded = {**SMALL, "exclude_types": [[0, 1]]}
+    assert model_config_from_dict(section(descriptor=excluded)).pair_exclude_types == [[0, 1]]
+    assert model_config_from_dict(section(descriptor=excluded, pair_exclude_types=[[1, 0]]))
+    with pytest.raises(
+        ConfigError, match=r"model\.descriptor\.exclude_types = \[\[0, 1\]\]: model\.pair_exclude_types"
+    ):
+        model_config_from_dict(section(descriptor=excluded, pair_exclude_types=[[0, 0]]))

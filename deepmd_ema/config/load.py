@@ -118,7 +118,7 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
     """
     upgraded = upgrade({"model": values}, {})
     declared = next(o for o in options(SingleTaskRun) if o.name == "model")
-    section = declared.section_of(values) or declared.sections[0]
+    section = declared.section_of(upgraded.values["model"]) or declared.sections[0]
     found, problems = _checked(section, upgraded, ("model",))
     model: ModelConfig = build(section, found)
     problems += [*upgraded.problems, *model_problems(model)]

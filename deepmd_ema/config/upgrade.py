@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepmd_ema.config.compositions import spell_out_bridging
 from deepmd_ema.config.fields import Option, input_options, is_comment, options
 from deepmd_ema.config.messages import Place, Problem, dotted, show
 from deepmd_ema.config.schema.averaging import EmaShorthand, EmaValidationShorthand
@@ -67,6 +68,7 @@ def upgrade(values: Any, lines: Mapping[Place, int]) -> Upgraded:
     training = upgraded.values.get("training") if isinstance(upgraded.values, dict) else None
     if isinstance(training, dict):
         _move_old_keys(upgraded, training)
+    spell_out_bridging(upgraded)
     if isinstance(upgraded.values, dict):
         _move_switches(upgraded, training if isinstance(training, dict) else None)
     if has_tasks(upgraded.values):
@@ -241,7 +243,7 @@ def _move_switches(upgraded: Upgraded, training: dict[str, Any] | None) -> None:
         new: Place = ("training", name)
         first = new
         for place in (place for place, own in owners.items() if isinstance(own, dict) and key in own):
-            value, old = owners[place].pop(key), (*place, key)
+            value, old = owners[place].pop(key), upgraded.moved.pop((*place, key), (*place, key))
             if value is None or training is None:
                 continue
             if name not in training:

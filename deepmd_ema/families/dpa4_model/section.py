@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from deepmd_ema.config.fields import option
+from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema.descriptor import DescriptorConfig
 from deepmd_ema.config.schema.model import FittingNetConfig, NetworkConfig
 from deepmd_ema.registry import Registry
+
+if TYPE_CHECKING:
+    from deepmd_ema.families.dpa4.section import DPA4Config
 
 _DESCRIPTORS = Registry({"dpa4": "deepmd_ema.families.dpa4:FAMILY"})
 _FITTINGS = Registry({"dpa4_ener": "deepmd_ema.families.dpa4_ener:FAMILY"})
@@ -28,3 +33,17 @@ class DPA4ModelConfig(NetworkConfig):
     fitting_net: FittingNetConfig = option(
         registry=_FITTINGS, default_type="dpa4_ener", doc="How the energy follows from the descriptor."
     )
+
+    def __post_init__(self) -> None:
+        """Exclude pairs of types that the descriptor excludes from the whole model, as DeePMD-kit does."""
+        if not self.pair_exclude_types:
+            pairs = [list(pair) for pair in cast("DPA4Config", self.descriptor).exclude_types]
+            object.__setattr__(self, "pair_exclude_types", pairs)
+
+    def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
+        """Yield options of the descriptor that contradict each other or the model."""
+        yield from super().problems_of_descriptor()
+        own = cast("DPA4Config", self.descriptor).exclude_types
+        if own and sorted(map(sorted, own)) != sorted(map(sorted, self.pair_exclude_types)):
+            text = f"model.pair_exclude_types = {show(self.pair_exclude_types)} is another choice. Give one of the two."
+            yield "descriptor.exclude_types", f" = {show(own)}: {text}"
