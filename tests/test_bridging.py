@@ -50,8 +50,20 @@ def fake(tmp_path_factory, monkeypatch):
     monkeypatch.setitem(SECTIONS, "fake", {"type": "fake", **DESCRIPTORS["fake"].example})
 
 
-def bridged(**changes):
-    return toy_model("fake", **{**WIDE, **changes})
+def bridged(descriptor="fake", **changes):
+    """Return (config, model) with parameters that are not zero: some of dpa4 are at the start."""
+    return moved(*toy_model(descriptor, None, {"precision": "float64"}, **{**WIDE, **changes}))
+
+
+def moved(config, model):
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2)
+    return config, model
+
+
+both = pytest.mark.parametrize("descriptor", ["fake", "dpa4"])
 
 
 def test_distances_weights_and_gates_are_those_of_deepmd_kit():
@@ -100,18 +112,20 @@ def test_the_clamped_distance_and_the_weight_have_three_continuous_derivatives()
             np.testing.assert_allclose(*ends, rtol=0, atol=1)  # a jump would be at least 1e2
 
 
-def test_forces_are_the_derivative_of_the_energy():
-    _, model = bridged(atom_exclude_types=[2])
+@both
+def test_forces_are_the_derivative_of_the_energy(descriptor):
+    _, model = bridged(descriptor, atom_exclude_types=[2])
     coord, types = toy_atoms(0, 6)
     found = evaluate(model, (coord, types, TRICLINIC))["force"]
-    without = toy_model("fake", atom_exclude_types=[2])[1]
+    without = moved(*toy_model(descriptor, None, {"precision": "float64"}, atom_exclude_types=[2]))[1]
     assert np.abs(found - evaluate(without, (coord, types, TRICLINIC))["force"]).max() > 0.1
     numerical = numerical_forces(model, coord, types)
     assert np.abs(found - numerical).max() < DIFFERENCES * max(1, np.abs(found).max())
 
 
-def test_the_virial_is_minus_the_derivative_of_the_energy_by_strain():
-    _, model = bridged()
+@both
+def test_the_virial_is_minus_the_derivative_of_the_energy_by_strain(descriptor):
+    _, model = bridged(descriptor)
     coord, types = toy_atoms(0, 6)
     found = evaluate(model, (coord, types, TRICLINIC))["virial"].reshape(3, 3)
     for place in np.ndindex(3, 3):
@@ -121,8 +135,9 @@ def test_the_virial_is_minus_the_derivative_of_the_energy_by_strain():
         assert abs(found[place] + slopes(model, frames)[0]) < 1e-6 * max(1, np.abs(found).max())
 
 
-def test_gradients_of_the_parameters_are_right():
-    _, model = bridged()
+@both
+def test_gradients_of_the_parameters_are_right(descriptor):
+    _, model = bridged(descriptor)
     model.train()
     batch = batch_of(model, (*toy_atoms(0, 7), TRICLINIC))
     assert_parameter_gradients(model, lambda: sum(value.square().sum() for value in model(batch).values()))
@@ -139,7 +154,7 @@ def test_the_hessian_is_minus_the_derivative_of_the_forces():
 
 def test_two_close_atoms_have_their_pair_energy_and_what_the_network_gives_each_alone():
     _, model = bridged()
-    _, network = toy_model("fake")
+    _, network = moved(*toy_model("fake"))
     alone = evaluate(network, ([[0.0, 0, 0]], [0], None), ([[0.0, 0, 0]], [1], None))[ENERGY].sum()
     expected = PEER["pairs"]["O-H"]
     place = expected["distance"].index(0.5)
@@ -162,7 +177,7 @@ def test_other_atoms_see_where_two_atoms_turn_only_if_these_are_not_close(distan
 
 def test_far_from_each_other_atoms_have_the_network_and_the_pair_energy_as_they_are():
     _, model = bridged()
-    _, network = toy_model("fake")
+    _, network = moved(*toy_model("fake"))
     far = ([[0.0, 0, 0], [2.5, 0, 0]], [0, 1], None)
     pairs = ZblEnergies(["O", "H", "Na"])
     batch = batch_of(model, far)
@@ -179,8 +194,9 @@ def test_excluded_atoms_have_no_pair_energy():
     assert abs(evaluate(model, near)[ENERGY][0]) < 20
 
 
-def test_a_frame_has_the_same_energy_in_any_batch():
-    _, model = bridged()
+@both
+def test_a_frame_has_the_same_energy_in_any_batch(descriptor):
+    _, model = bridged(descriptor)
     small, large = ([[0.0, 0, 0], [1.0, 0, 0]], [0, 1], None), (*toy_atoms(0, 11), TRICLINIC)
     alone = [evaluate(model, atoms) for atoms in (small, large)]
     together = evaluate(model, small, large)

@@ -43,7 +43,7 @@ def spell_out_bridging(upgraded: Upgraded) -> None:
 
 
 def _models(values: Any) -> Iterator[tuple[dict[str, Any], Any, Place]]:
-    """Yield what holds each section ``model``, its key there, and its place."""
+    """Yield the owner of each section ``model``, its key there, and its place."""
     model = values.get("model") if isinstance(values, dict) else None
     if not isinstance(model, dict):
         return
