@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_input
+from helpers import assert_same, tiny_input
 from packages import install
 from test_data_run import with_close_atoms
 from test_laws import GAP, close, slopes
+from test_pt2 import TYPES, with_images
+from test_train import StopAfter, load
 from toy_models import (
     SECTIONS,
     TABLE,
@@ -27,12 +29,15 @@ from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.config.schema.bridging import Window
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.run import check_task, open_run
-from deepmd_ema.errors import CheckpointError, ConfigError
+from deepmd_ema.errors import CheckpointError, ConfigError, Interrupted
+from deepmd_ema.infer.load import load_model
 from deepmd_ema.interchange import write_dp
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY
+from deepmd_ema.labels import ATOM_ENERGY, ENERGY, VIRIAL
 from deepmd_ema.model.bridging import ZblEnergies, clamped_distance, pair_switch, source_gate
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import run
+from deepmd_ema.model.extended_model import ExtendedModel
+from deepmd_ema.train.run import run_training
 
 PEER = json.loads((Path(__file__).parent / "golden" / "bridging.json").read_text())
 WINDOW = Window(PEER["inner"], PEER["outer"])
@@ -210,6 +215,32 @@ def test_atoms_without_neighbors_are_finite():
     alone = evaluate(model, ([[0.0, 0, 0]], [1], None))
     assert np.isfinite(alone["energy"]).all()
     assert not alone["force"].any()
+
+
+@both
+def test_a_frame_with_images_is_the_same_model(descriptor):
+    _, model = bridged(descriptor)
+    coord, _ = toy_atoms(0, len(TYPES))
+    known = evaluate(model, (coord, TYPES, TRICLINIC))
+    found = ExtendedModel(model)(*with_images(coord, TYPES, TRICLINIC, model.layout.rcut + 0.5, 0))
+    np.testing.assert_allclose(found["energy_redu"][0], known[ENERGY], rtol=1e-12)
+    np.testing.assert_allclose(found["energy_derv_c_redu"][0, 0], known[VIRIAL][0], rtol=0, atol=1e-10)
+
+
+def test_a_restart_continues_to_the_last_bit_and_a_checkpoint_holds_the_window(tmp_path, monkeypatch, water_like):
+    options = {"model__descriptor": SECTIONS["fake"], **{f"model__{name}": value for name, value in WIDE.items()}}
+    values = tiny_input([water_like], num_steps=4, **options)
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "input.json").write_text(json.dumps(values))
+    monkeypatch.chdir(tmp_path / "whole")
+    run_training("input.json", device="cpu")
+    monkeypatch.chdir(tmp_path / "parts")
+    with pytest.raises(Interrupted):
+        run_training("input.json", device="cpu", callback=StopAfter(2))
+    run_training("input.json", device="cpu", restart="model.ckpt.pt")
+    assert_same(*(load(tmp_path / name / "model.ckpt-4.pt") for name in ("whole", "parts")))
+    assert load_model("model.ckpt-4.pt").model.short_range.window == Window(0.9, 2.2)
 
 
 @pytest.mark.parametrize("method", ["zbl", "ZBL", "none", "None", "", None])
