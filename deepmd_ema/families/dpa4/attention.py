@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.families.dpa4.frames import Edges
+from deepmd_ema.families.dpa4.frames import Edges, Frames
 from deepmd_ema.families.dpa4.layers import SMALL, DegreeLinear, ScalarNorm, Source, StreamLinear
 from deepmd_ema.model.ops.gather import gather_neighbors
 
@@ -75,11 +74,14 @@ class Attention(nn.Module):
         mass = (edges.envelope * edges.weight)[..., None, None] * torch.exp((logits - largest).masked_fill(absent, 0))
         return mass / (mass.sum(1, keepdim=True) + nothing * torch.exp(-largest))
 
-    def mapped(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the coefficients of each |m| (E, rows, W) after the maps of channels before the sum."""
+    def mapped(self, coefficients: Tensor, frames: Frames) -> Tensor:
+        """Return the coefficients in frames (E, R, W) after the maps of channels before the sum."""
         for linear in (self.attn_focus_mix, self.attn_v_proj):
-            parts = parts if linear is None else _map_pairs(parts, linear)
-        return parts
+            if linear is not None:
+                maps = frames.of_rows(linear.weight.unflatten(-1, (linear.streams, -1)))  # R, I, F, O
+                split = coefficients.unflatten(-1, (linear.streams, -1))
+                coefficients = torch.einsum("erfi,rifo->erfo", split, maps).flatten(2)
+        return coefficients
 
     def gated(self, out: Tensor, x: Tensor) -> Tensor:
         """Return the sums of attention (D, A, W) times a factor of each head."""
@@ -87,13 +89,3 @@ class Attention(nn.Module):
         gate = torch.sigmoid(torch.einsum("agi,igh->agh", scalars, self.adamw_attn_gate_w))
         out = (out.unflatten(-1, (self.groups, self.heads, -1)) * gate[..., None]).flatten(2)
         return out if self.attn_o_proj is None else self.attn_o_proj(out)
-
-
-def _map_pairs(parts: Sequence[Tensor], linear: DegreeLinear) -> list[Tensor]:
-    """Return the coefficients of each order (E, rows, W) after a map of their channels."""
-    maps = linear.weight.unflatten(-1, (linear.streams, -1))  # L + 1, I, F, O
-    found = []
-    for m, part in enumerate(parts):
-        split = part.unflatten(-1, (linear.streams, -1)).unflatten(1, (-1, len(maps) - m))
-        found.append(torch.einsum("esdfi,difo->esdfo", split, maps[m:]).flatten(3).flatten(1, 2))
-    return found

@@ -110,29 +110,23 @@ class Convolution(nn.Module):
 
     def _summed(self, x: Tensor, edges: Edges) -> Tensor:
         """Return (D, A, W), the weighted sums of what is mixed in the frames of pairs, from atoms (A, D, W)."""
-        num_atoms, rows = len(x), self.frames.rows(edges)
+        rows = self.frames.rows(edges)
         if self.radial_degree_mixer is None:
-            parts = self.frames.scaled(x, self._radial(edges), rows, edges)
+            found = self.frames.scaled(x, self._radial(edges), rows, edges)
         else:
-            parts = self.radial_degree_mixer(x, self._projection, rows, edges)
+            found = self.radial_degree_mixer(x, self._projection, rows, edges)
         if self.node_wise_grid_product is not None:
-            parts = self._times_own(self.node_wise_grid_product, parts, x, rows, edges)
-        parts = self.mixing(parts, self._projection, edges)
+            found = found + self._times_own(self.node_wise_grid_product, found, x, rows)
+        found = self.mixing(found, self._projection, edges)
         if self.attention is not None:
-            parts = list(self.attention.mapped(parts))
+            found = self.attention.mapped(found, self.frames)
         weights = self._weights(x, edges)
-        out: Tensor | None = None
-        for row, part in zip(rows, parts):
-            if weights.shape[1:].numel() == 1:  # a row has fewer numbers than what it turns
-                row = row * weights
-            else:
-                part = _times(part, weights)
-            turned = torch.bmm(
-                row.reshape(num_atoms, -1, row.shape[-1]).transpose(1, 2),
-                part.reshape(num_atoms, -1, part.shape[-1]),
-            )
-            out = turned if out is None else out + turned
-        assert out is not None
+        if weights.shape[1:].numel() == 1:  # a row has fewer numbers than what it turns
+            rows = rows * weights
+        else:
+            found = _times(found, weights)
+        back = rows.view(len(x), -1, rows.shape[-1]).transpose(1, 2)
+        out = torch.bmm(back, found.reshape(len(x), -1, found.shape[-1]))
         return out.transpose(0, 1).contiguous() * self._enlarged
 
     def _scaled(self, x: Tensor, edges: Edges) -> Tensor:
@@ -148,16 +142,12 @@ class Convolution(nn.Module):
         weighted = _times(sent, self._weights(x, edges))
         return weighted.view(*edges.neighbor.shape, *sent.shape[1:]).sum(1).transpose(0, 1).contiguous()
 
-    def _times_own(
-        self, product: GridNet, parts: list[Tensor], x: Tensor, rows: list[Tensor], edges: Edges
-    ) -> list[Tensor]:
-        """Return the coefficients of pairs with their products with those of the atom, in the frames."""
-        whole = torch.cat(rows, 1)
-        own = torch.bmm(whole.reshape(len(x), -1, whole.shape[-1]), x).view(len(whole), -1, x.shape[-1])
-        both = (part.unflatten(-1, (self.streams, -1)).transpose(0, 1) for part in (torch.cat(parts, 1), own))
-        more: Tensor = product(*both)
-        found = more.flatten(2).transpose(0, 1).split(self.frames.sizes, 1)
-        return [part + other for part, other in zip(parts, found)]
+    def _times_own(self, product: GridNet, found: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+        """Return the products of the coefficients of pairs (E, R, W) with those of the atom, in the frames."""
+        own = torch.bmm(rows.view(len(x), -1, rows.shape[-1]), x).view(found.shape)
+        both = (part.unflatten(-1, (self.streams, -1)).transpose(0, 1) for part in (found, own))
+        out: Tensor = product(*both)
+        return out.flatten(2).transpose(0, 1)
 
     def _weights(self, x: Tensor, edges: Edges) -> Tensor:
         """Return the weights of the pairs (E, G, H)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,14 +134,19 @@ class Frames(nn.Module):
         """Return the elements of the Wigner matrices in the rows of -m and m, (E, 2, D), or (E, 1, D) of 0."""
         return edges.rotation[:, max(0, 2 * m - 1) : 2 * m + 1, : num_coefficients(self.lmax)]
 
-    def rows(self, edges: Edges) -> list[Tensor]:
-        """Return for each |m| the rows of the Wigner matrices (E, 2 (L + 1 - m), D), or (E, L + 1, D) of 0."""
-        return [
+    def rows(self, edges: Edges) -> Tensor:
+        """Return the rows of the Wigner matrices (E, R, D) that turn coefficients into the frames."""
+        found = [
             (self.of_order(edges, m)[:, :, None] * self._is_of_degree[m:]).flatten(1, 2) for m in range(self.mmax + 1)
         ]
+        return torch.cat(found, 1)
 
-    def scaled(self, x: Tensor, radial: Tensor, rows: Sequence[Tensor], edges: Edges) -> list[Tensor]:
-        """Return for each |m| the coefficients (E, rows, W) in the frames times the radial numbers of their degrees.
+    def of_rows(self, values: Tensor, dim: int = 0) -> Tensor:
+        """Return the values of degrees, in a dimension of L + 1, for each of the R coefficients."""
+        return torch.cat([values.narrow(dim, abs(m), self.lmax + 1 - abs(m)) for m in orders(self.mmax)], dim)
+
+    def scaled(self, x: Tensor, radial: Tensor, rows: Tensor, edges: Edges) -> Tensor:
+        """Return the coefficients (E, R, W) in the frames times the radial numbers of their degrees.
 
         Args:
             x: (A, D, W) coefficients of atoms.
@@ -150,11 +154,7 @@ class Frames(nn.Module):
             rows: of `rows`.
             edges: pairs.
         """
-        turned = edges.turned(torch.cat(list(rows), 1), x).split(self.sizes, 1)
-        return [
-            (part.unflatten(1, (-1, self.lmax + 1 - m)) * radial[:, None, m:]).flatten(1, 2)
-            for m, part in enumerate(turned)
-        ]
+        return edges.turned(rows, x) * self.of_rows(radial, 1)
 
 
 class RadialMixer(nn.Module):
@@ -180,8 +180,8 @@ class RadialMixer(nn.Module):
         has_basis = mode == "degree_channel" and rank > 0
         self.channel_basis = source.truncated("basis", (rank, channels)) if has_basis else None
 
-    def forward(self, x: Tensor, project: Tensor | None, rows: Sequence[Tensor], edges: Edges) -> list[Tensor]:
-        """Return for each |m| the coefficients (E, rows, W) in the frames, mixed between the degrees.
+    def forward(self, x: Tensor, project: Tensor | None, rows: Tensor, edges: Edges) -> Tensor:
+        """Return the coefficients (E, R, W) in the frames, mixed between the degrees.
 
         Args:
             x: (A, D, W) coefficients of atoms.
@@ -192,20 +192,18 @@ class RadialMixer(nn.Module):
         weight = self.weight.unflatten(0, (self.counts[0], -1))
         kernels = self._kernels(edges.radial.map(weight if project is None else project @ weight))
         if self.is_full:
-            turned = edges.turned(torch.cat(list(rows), 1), x).split(self.frames.sizes, 1)
-            return [
+            turned = edges.turned(rows, x).split(self.frames.sizes, 1)
+            found = [
                 torch.einsum("eioc,esic->esoc", kernel, part.unflatten(1, (-1, kernel.shape[1]))).flatten(1, 2)
                 for part, kernel in zip(turned, kernels)
             ]
+            return torch.cat(found, 1)
         # all channels share a matrix, or each of few: it is multiplied with the rotation, which has fewer numbers
         whole = torch.cat([self._turning(kernel, m, edges) for m, kernel in enumerate(kernels)], 2)  # E, rank, R, D
-        found: Tensor | None = None
-        for rank in range(self.rank):
-            given = x if self.channel_basis is None else x * self.channel_basis[rank]
-            turned = edges.turned(whole[:, rank], given)
-            found = turned if found is None else found + turned
-        assert found is not None
-        return list(found.split(self.frames.sizes, 1))
+        if self.channel_basis is None:
+            return edges.turned(whole[:, 0], x)
+        of_ranks = [edges.turned(whole[:, rank], x * basis) for rank, basis in enumerate(self.channel_basis)]
+        return torch.stack(of_ranks).sum(0) if self.rank > 1 else of_ranks[0]
 
     def _turning(self, kernel: Tensor, m: int, edges: Edges) -> Tensor:
         """Return (E, rank, 2 (L + 1 - m), D), matrices between degrees times the rotation into the frames."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.families.dpa4.layers import ALMOST_NONE, SMALL, Source, StreamLinear, swiglu
 from deepmd_ema.families.dpa4.rotations import degrees, rotation_grid, sphere_grid
+from deepmd_ema.model.ops.reference import UsesOperations
 
 # J coefficients, K orders of frames (1 on a sphere), N atoms or pairs, F streams, C channels, G points, B branches
 
@@ -54,7 +55,7 @@ class GridOptions:
         return to_grid[:, columns], from_grid[columns]
 
 
-class GridProduct(nn.Module):
+class GridProduct(UsesOperations):
     """The product of two functions, itself or between linear maps of channels.
 
     Args:
@@ -92,17 +93,12 @@ class GridProduct(nn.Module):
         if self.operation == "mlp":
             return self.out_proj(self._product(left, right))
         share = torch.softmax(self.router(scalars), -1)[..., None]  # N, F, B, 1
-        products = (self._values(left) * self._values(right)).unflatten(-1, (self.branches, -1))
-        return self.out_proj(self._coefficients((products * share).sum(-2)))
+        left = (left.unflatten(-1, (self.branches, -1)) * share).flatten(-2)
+        return self.out_proj(self._product(left, right).unflatten(-1, (self.branches, -1)).sum(-2))
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        return self._coefficients(self._values(left) * self._values(right))
-
-    def _values(self, coefficients: Tensor) -> Tensor:
-        return (self._to_grid @ coefficients.flatten(1)).view(-1, *coefficients.shape[1:])
-
-    def _coefficients(self, values: Tensor) -> Tensor:
-        return (self._from_grid @ values.flatten(1)).view(-1, *values.shape[1:])
+        flat = self.ops.grid_product(left.flatten(1), right.flatten(1), self._to_grid, self._from_grid)
+        return flat.view(-1, *left.shape[1:])
 
 
 class DegreeMaps(nn.Module):

@@ -12,6 +12,8 @@ from deepmd_ema.families.dpa4.frames import Edges, Frames, pair_degrees, pair_pl
 from deepmd_ema.families.dpa4.grids import GridNet, GridOptions
 from deepmd_ema.families.dpa4.layers import ALMOST_NONE, SMALL, DegreeGate, OrderedNorm, ScalarNorm, Source
 from deepmd_ema.model.nn.layers import module_list
+from deepmd_ema.model.ops.cpu.frame_layers import Layer
+from deepmd_ema.model.ops.reference import UsesOperations
 
 if TYPE_CHECKING:
     from deepmd_ema.families.dpa4.section import DPA4Config
@@ -62,7 +64,7 @@ def _of_streams(drawn: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(drawn.detach().transpose(0, 1).flatten(1).contiguous())
 
 
-class Mixing(nn.Module):
+class Mixing(UsesOperations):
     """Layers in the frames of pairs, and the weights of the streams.
 
     Args:
@@ -75,6 +77,16 @@ class Mixing(nn.Module):
         super().__init__()
         lmax, mmax = frames.lmax, frames.mmax
         self.streams, self.width = config.n_focus, config.focus_dim or config.channels
+        self.sizes, self.has_bias = frames.sizes, config.mlp_bias
+        # layers that a function of their own evaluates: gates of silu, and nothing else
+        plain = not (config.mlp_bias or config.so2_norm or config.layer_scale or config.s2_activation[0])
+        self.is_fused = (
+            plain
+            and self.streams == 1
+            and lmax > 0
+            and config.mixing_layers > 0
+            and config.activation_function == "silu"
+        )
         layers, found = range(config.mixing_layers), pair_degrees(lmax, mmax)
         on_grid, last = config.s2_activation[0], config.mixing_layers - 1
         act = "silu" if on_grid else config.activation_function
@@ -113,23 +125,45 @@ class Mixing(nn.Module):
             self.adamw_focus_compete_w = source.normal("focus", (self.width, self.streams), SMALL)
             self.focus_compete_bias = source.filled((self.streams,), 0.0) if config.mlp_bias else None
 
-    def forward(self, parts: Sequence[Tensor], project: Tensor | None, edges: Edges) -> list[Tensor]:
-        """Return for each |m| the coefficients (E, rows, W) after all layers.
+    def forward(self, x: Tensor, project: Tensor | None, edges: Edges) -> Tensor:
+        """Return the coefficients (E, R, W) after all layers.
 
         Args:
-            parts: for each |m| the coefficients before.
+            x: (E, R, W) before.
             project: (C, W) map of radial numbers, if W is not C.
             edges: pairs.
         """
-        of_streams = [part.unflatten(-1, (self.streams, -1)).movedim(2, 0).flatten(2) for part in parts]
-        competing = of_streams[0][..., : self.width]
-        for index, (linear, norm, act) in enumerate(zip(self.so2_linears, self.so2_inter_norms, self.non_linearities)):
-            of_streams = self._layer(of_streams, index, linear, norm, act, project, edges)
-        if self.streams > 1:
-            share = self.competition(competing.transpose(0, 1).flatten(1)).T[..., None]
-            of_streams = [part * share for part in of_streams]
-        rows = [part.shape[-1] // self.width for part in of_streams]
-        return [part.unflatten(-1, (n, self.width)).movedim(0, 2).flatten(2) for part, n in zip(of_streams, rows)]
+        if self.is_fused:
+            return self.ops.frame_layers(self, x)
+        near: Tensor | None = None
+        if self.has_bias:  # in the first layer it goes to 0 at the cutoff, with what it is added to
+            eye = torch.eye(edges.radial.table.shape[1], dtype=x.dtype, device=x.device)
+            radial = edges.radial.map((eye if project is None else project)[None])
+            near = (radial * edges.envelope.view(-1, 1)).unflatten(-1, (self.streams, -1)).transpose(0, 1)
+        out = self.evaluate(x, near)
+        return out if self.streams == 1 else self._shared(out, x)
+
+    def evaluate(self, x: Tensor, near: Tensor | None = None) -> Tensor:
+        """Return the coefficients (E, R, W) after all layers; ``near`` (F, E, C) is a factor of the first bias."""
+        of_streams = x.unflatten(-1, (self.streams, -1)).movedim(2, 0)
+        parts: Sequence[Tensor] = [part.flatten(2) for part in of_streams.split(self.sizes, 2)]
+        layers = zip(self.so2_linears, self.so2_inter_norms, self.non_linearities)
+        for index, (linear, norm, act) in enumerate(layers):
+            scale = None if self.adam_so2_layer_scales is None else self.adam_so2_layer_scales[index]
+            parts = self._layer(parts, linear, norm, act, scale, near if index == 0 else None)
+        return torch.cat(list(parts), -1).unflatten(-1, (-1, self.width)).movedim(0, 2).flatten(2)
+
+    def weights(self) -> list[Layer]:
+        """Return the weights of the layers, where `is_fused`."""
+        found = []
+        for linear, act in zip(self.so2_linears, self.non_linearities):
+            gates = act.gate_linear.weight if isinstance(act, DegreeGate) else None
+            found.append(Layer([matrix.squeeze(0) for matrix in linear.matrices()], gates))
+        return found
+
+    def _shared(self, out: Tensor, before: Tensor) -> Tensor:
+        """Return the coefficients times the weights of their streams, by the scalars before the layers."""
+        return (out.unflatten(-1, (self.streams, -1)) * self.competition(before[:, 0])[:, None, :, None]).flatten(2)
 
     def competition(self, scalars: Tensor) -> Tensor:
         """Return the weights of the streams (E, F) by their scalars (E, W)."""
@@ -140,28 +174,21 @@ class Mixing(nn.Module):
         return logits.softmax(-1) * (1 - FOCUS_SMOOTHING) + FOCUS_SMOOTHING / self.streams
 
     def _layer(
-        self, parts: Sequence[Tensor], index: int, linear: OrderLinear, norm: nn.Module, act: nn.Module,
-        project: Tensor | None, edges: Edges,
+        self, parts: Sequence[Tensor], linear: OrderLinear, norm: nn.Module, act: nn.Module, scale: Tensor | None,
+        near: Tensor | None,
     ) -> list[Tensor]:  # fmt: skip
-        """Return the coefficients of each order (F, E, rows C) after one layer."""
+        """Return the coefficients of each |m| (F, E, rows C) after one layer."""
         inputs = self._normed(parts, norm)
-        scale = None if self.adam_so2_layer_scales is None else self.adam_so2_layer_scales[index]
         outputs = [torch.bmm(part, matrix) for part, matrix in zip(inputs, linear.matrices())]
         if linear.bias0 is not None:
             bias = linear.bias0.view(self.streams, 1, -1)
-            if index == 0:  # goes to 0 at the cutoff, with what it is added to
-                eye = torch.eye(edges.radial.table.shape[1], dtype=bias.dtype, device=bias.device)
-                radial = edges.radial.map((eye if project is None else project)[None])
-                near = (radial * edges.envelope.view(-1, 1)).unflatten(-1, (self.streams, -1)).transpose(0, 1)
+            if near is not None:
                 bias = bias * torch.cat([near] * (bias.shape[-1] // self.width), -1)
             outputs[0] = outputs[0] + nn.functional.pad(bias, (0, outputs[0].shape[-1] - bias.shape[-1]))
         outputs = self._activated(outputs, act)
-        if scale is None:
-            return [part + more for part, more in zip(parts, outputs)]
-        return [
-            part + (more.unflatten(-1, (-1, self.width)) * scale[:, None, None]).flatten(2)
-            for part, more in zip(parts, outputs)
-        ]
+        if scale is not None:
+            outputs = [(part.unflatten(-1, (-1, self.width)) * scale[:, None, None]).flatten(2) for part in outputs]
+        return [part + more for part, more in zip(parts, outputs)]
 
     def _normed(self, parts: Sequence[Tensor], norm: nn.Module) -> Sequence[Tensor]:
         if isinstance(norm, nn.Identity):

@@ -12,7 +12,16 @@ from torch import Tensor
 from deepmd_ema.model.nn.activation import Activation
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.cpu import attention, moments, repformer, silu, tanh_gradients, triples
+from deepmd_ema.model.ops.cpu import (
+    attention,
+    frame_layers,
+    grid_product,
+    moments,
+    repformer,
+    silu,
+    tanh_gradients,
+    triples,
+)
 from deepmd_ema.model.ops.reference import REFERENCE, Attended, AttentionOptions, Moments, Operations
 
 NO_PORTIONS = 1 << 20  # numbers in the cache for each number of the rows: more than any net has
@@ -66,6 +75,18 @@ class CPUOperations(Operations):
         if not stack.is_fused:
             return super().repformer_layers(stack, node, rows, around)
         return repformer.repformer_layers_and_vjp(stack, node, rows, around)[0]
+
+    def frame_layers(self, stack: Any, x: Tensor) -> Tensor:
+        """Return the coefficients of pairs (E, R, C) after the layers of a stack; ``x`` are those before."""
+        if not stack.is_fused or not x.numel():
+            return super().frame_layers(stack, x)
+        return frame_layers.frame_layers(x.flatten(1), stack.weights(), self.numbers_in_cache).view(x.shape)
+
+    def grid_product(self, left: Tensor, right: Tensor, to_grid: Tensor, from_grid: Tensor) -> Tensor:
+        """Return the coefficients (J, N) of products of functions, which are multiplied on a grid."""
+        if not left.numel():
+            return super().grid_product(left, right, to_grid, from_grid)
+        return grid_product.grid_product(left, right, (to_grid, to_grid, from_grid), self.numbers_in_cache)
 
     def triple_sums_and_vjp(
         self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
