@@ -76,12 +76,17 @@ def test_energy_and_forces_do_not_change_under_translation(descriptor):
         close(there[name], here[name], 1e-9)  # 31 angstrom away, coordinates have fewer digits
 
 
+CHIRAL = {"dpa4"}  # products in frames of three axes distinguish an image in a mirror, as DeePMD-kit's do
+
+
 @every_model
 def test_forces_and_virials_turn_with_the_frame(descriptor):
     _, model = toy_model(descriptor)
     frames = [frame(cell) for cell in CELLS]
     here = evaluate(model, *frames)
-    for turn in (rotation(), -rotation(2)):  # the second one is a mirror image as well
+    for turn in (rotation(), -rotation(2))[
+        : 1 if descriptor in CHIRAL else 2
+    ]:  # the second one is a mirror image as well
         there = evaluate(model, *((c @ turn, types, None if box is None else box @ turn) for c, types, box in frames))
         close(there["energy"], here["energy"])
         close(there["force"], here["force"] @ turn)

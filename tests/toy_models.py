@@ -123,12 +123,15 @@ def toy_model(descriptor="se_e2_a", descriptor_changes=None, fitting_changes=Non
 
 @torch.no_grad()
 def disturb(model, seed=5):
-    """Fill the buffers with numbers of the size that data give."""
+    """Fill the buffers with numbers of the size that data give, and the parameters that begin with zeros."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(like):
         return torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like)
 
+    for parameter in model.parameters():
+        if parameter.numel() and not parameter.any():
+            parameter.copy_((4 * draw(parameter) - 2) * parameter.shape[-2 if parameter.ndim > 1 else 0] ** -0.5)
     for name, buffer in model.named_buffers():
         leaf = name.rpartition(".")[2]
         if leaf == "mean":

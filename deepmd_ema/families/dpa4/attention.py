@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from deepmd_ema.families.dpa4.frames import Edges, Frames
 from deepmd_ema.families.dpa4.layers import SMALL, DegreeLinear, ScalarNorm, Source, StreamLinear
-from deepmd_ema.model.ops.gather import gather_neighbors
 
 if TYPE_CHECKING:
     from deepmd_ema.families.dpa4.section import DPA4Config
@@ -61,7 +60,7 @@ class Attention(nn.Module):
         """
         normed = self.attn_qk_norm(scalar.unflatten(-1, (self.groups, -1)))
         query, key = self.attn_q_proj(normed), self.attn_k_proj(normed)
-        keys = gather_neighbors(key.flatten(1), edges.neighbor, edges.reverse)
+        keys = edges.sent(key.flatten(1))
         products = (query.flatten(1)[:, None] * keys).unflatten(-1, (self.groups, self.heads, -1)).sum(-1)
         of_radial = torch.block_diag(*self.adamw_attn_logit_w.unbind(1))  # W, G H
         bias = edges.radial.map((of_radial if project is None else project @ of_radial)[None])
@@ -69,8 +68,9 @@ class Attention(nn.Module):
         # beside the neighbors there is a weight of nothing, so that all weights go to 0 with the envelope
         nothing = nn.functional.softplus(self.adamw_attn_z_bias_raw) + self.eps
         absent = (edges.weight == 0)[..., None, None]
-        largest = logits.detach().masked_fill(absent, torch.finfo(logits.dtype).min).amax(1, keepdim=True)
-        largest = torch.maximum(largest, nothing.detach().log())
+        masked = logits.detach().masked_fill(absent, torch.finfo(logits.dtype).min)
+        # that of nothing among them, also because there may be no slots
+        largest = torch.cat([nothing.detach().log().expand(len(masked), 1, -1, -1), masked], 1).amax(1, keepdim=True)
         mass = (edges.envelope * edges.weight)[..., None, None] * torch.exp((logits - largest).masked_fill(absent, 0))
         return mass / (mass.sum(1, keepdim=True) + nothing * torch.exp(-largest))
 

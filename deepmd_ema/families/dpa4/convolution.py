@@ -18,7 +18,6 @@ from deepmd_ema.families.dpa4.grids import GridNet, GridOptions
 from deepmd_ema.families.dpa4.layers import DegreeLinear, Source, StreamLinear, by_degree
 from deepmd_ema.families.dpa4.mixing import Mixing
 from deepmd_ema.families.dpa4.rotations import num_coefficients, truncation_factors
-from deepmd_ema.model.ops.gather import gather_neighbors
 
 if TYPE_CHECKING:
     from deepmd_ema.families.dpa4.section import DPA4Config
@@ -125,13 +124,14 @@ class Convolution(nn.Module):
             rows = rows * weights
         else:
             found = _times(found, weights)
-        back = rows.view(len(x), -1, rows.shape[-1]).transpose(1, 2)
-        out = torch.bmm(back, found.reshape(len(x), -1, found.shape[-1]))
+        num_atoms, slots = edges.neighbor.shape
+        back = rows.view(num_atoms, slots * rows.shape[1], rows.shape[2]).transpose(1, 2)
+        out = torch.bmm(back, found.reshape(num_atoms, slots * found.shape[1], found.shape[2]))
         return out.transpose(0, 1).contiguous() * self._enlarged
 
     def _scaled(self, x: Tensor, edges: Edges) -> Tensor:
         """Return (D, A, W), the weighted sums of the neighbors' coefficients times their radial numbers."""
-        sent = gather_neighbors(x.flatten(1), edges.neighbor, edges.reverse).view(-1, *x.shape[1:])  # E, D, W
+        sent = edges.sent(x).flatten(0, 1)  # E, D, W
         sent = sent * by_degree(self._radial(edges), 1)
         if self.streams > 1:
             share = self.mixing.competition(sent[:, 0])
@@ -144,7 +144,8 @@ class Convolution(nn.Module):
 
     def _times_own(self, product: GridNet, found: Tensor, x: Tensor, rows: Tensor) -> Tensor:
         """Return the products of the coefficients of pairs (E, R, W) with those of the atom, in the frames."""
-        own = torch.bmm(rows.view(len(x), -1, rows.shape[-1]), x).view(found.shape)
+        slots = len(rows) // max(1, len(x))
+        own = torch.bmm(rows.view(len(x), slots * rows.shape[1], rows.shape[2]), x).view(found.shape)
         both = (part.unflatten(-1, (self.streams, -1)).transpose(0, 1) for part in (found, own))
         out: Tensor = product(*both)
         return out.flatten(2).transpose(0, 1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.families.dpa4.layers import Source
 from deepmd_ema.families.dpa4.rotations import degrees, num_coefficients, orders
-from deepmd_ema.model.ops.gather import gather_neighbors
+from deepmd_ema.model.ops.reference import Operations
 
 # A atoms, S neighbor slots, E = A S pairs, L largest degree, M largest order, D coefficients of an atom, R of a pair,
 # W channels
@@ -27,7 +27,7 @@ class Radial:
         last: (H, L + 1, C).
         table: (T, C) embeddings of the elements.
         own: (A, T) which element an atom is.
-        neighbor: (E, T) which element the neighbor is.
+        neighbor: (A, S, T) which element the neighbor is.
     """
 
     hidden: Tensor
@@ -40,14 +40,14 @@ class Radial:
         """Return (E, O), the sum over degrees of products with ``weight`` (L' + 1, C, O), L' at most L."""
         of_hidden = torch.einsum("hlc,lco->ho", self.last[:, : len(weight)], weight)
         of_type = self.table @ weight.sum(0)
-        own = (self.own @ of_type)[:, None].expand(-1, len(self.hidden) // len(self.own), -1).flatten(0, 1)
-        return torch.addmm(own, self.hidden, of_hidden) + self.neighbor @ of_type
+        of_elements = (self.own @ of_type)[:, None] + self.neighbor @ of_type
+        return torch.addmm(of_elements.flatten(0, 1), self.hidden, of_hidden)
 
     def values(self, lmax: int) -> Tensor:
         """Return the numbers of the degrees up to ``lmax`` (E, lmax + 1, C)."""
-        own = (self.own @ self.table)[:, None].expand(-1, len(self.hidden) // len(self.own), -1).flatten(0, 1)
-        of_elements = own + self.neighbor @ self.table
-        return torch.einsum("eh,hlc->elc", self.hidden, self.last[:, : lmax + 1]) + of_elements[:, None]
+        of_elements = (self.own @ self.table)[:, None] + self.neighbor @ self.table
+        of_hidden = torch.einsum("eh,hlc->elc", self.hidden, self.last[:, : lmax + 1])
+        return of_hidden + of_elements.flatten(0, 1)[:, None]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Edges:
         scale: (A,) ``(sum envelope^2 + floor)^-1/2``.
         rotation: (E, 2 M + 1, D) of `rotations.FrameRotations`.
         radial: numbers of the distance and both elements.
+        ops: the operations of the model.
     """
 
     neighbor: Tensor
@@ -74,21 +75,23 @@ class Edges:
     scale: Tensor
     rotation: Tensor
     radial: Radial
+    ops: Operations
+
+    def sent(self, values: Tensor) -> Tensor:
+        """Return the values of neighbors (A, S, ...) from those of atoms (A, ...)."""
+        return self.ops.gather(values.flatten(1), self.neighbor, self.reverse).unflatten(-1, values.shape[1:])
 
     def turned(self, matrices: Tensor, x: Tensor) -> Tensor:
         """Return (E, R, W), the products of the matrices of pairs (E, R, D) with those of neighbors (A, D, W)."""
         if self.place is None:
-            sent = gather_neighbors(x.flatten(1), self.neighbor, self.reverse)
-            return torch.bmm(matrices, sent.view(-1, *x.shape[1:]))
+            return torch.bmm(matrices, self.sent(x).flatten(0, 1))
         # pairs of one neighbor together: one product of matrices for each atom, instead of a small one for each pair
-        num_atoms, slots = self.neighbor.shape
-        rows, columns = matrices.shape[1:]
-        of_slots = self.place.view(-1, 1)
-        by_neighbor = gather_neighbors(matrices.flatten(1), self.reverse, of_slots)  # A, N, R D
-        found = torch.bmm(by_neighbor.view(num_atoms, -1, columns), x)
-        found = found.view(-1, rows * x.shape[-1])
-        back = gather_neighbors(found, self.place, self.reverse.reshape(-1, 1))
-        return back.view(num_atoms * slots, rows, -1)
+        (num_atoms, most), (rows, columns), width = self.reverse.shape, matrices.shape[1:], x.shape[2]
+        by_neighbor = self.ops.gather(matrices.flatten(1), self.reverse, self.place.view(-1, 1))  # A, N, R D
+        found = torch.bmm(by_neighbor.view(num_atoms, most * rows, columns), x)
+        found = found.view(num_atoms * most, rows * width)
+        back = self.ops.gather(found, self.place, self.reverse.reshape(-1, 1))
+        return back.view(len(matrices), rows, width)
 
 
 def places(neighbor: Tensor, reverse: Tensor) -> Tensor | None:

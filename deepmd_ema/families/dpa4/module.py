@@ -21,8 +21,7 @@ from deepmd_ema.model.bridging import source_gate
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.nn.layers import freeze, module_list
 from deepmd_ema.model.nn.type_embedding import one_hot
-from deepmd_ema.model.ops.gather import gather_neighbors
-from deepmd_ema.model.ops.reference import with_vjp
+from deepmd_ema.model.ops.reference import UsesOperations, with_vjp
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
@@ -39,7 +38,7 @@ FLOOR = 0.25  # added to sums of squared envelopes before they are divided by
 FILM_STRENGTH = 0.01
 
 
-class DPA4Descriptor(nn.Module):
+class DPA4Descriptor(UsesOperations):
     """Scalars of atoms after messages of spherical harmonics (DPA-4, arXiv:2606.02419).
 
     The rotation of each pair into its frame is free about the axis of the pair, and results do not depend on it, so it
@@ -155,7 +154,7 @@ class DPA4Descriptor(nn.Module):
             scalar = self._conditioned(own, logits)
         x = scalar[None]
         if self.env_seed_embedding is not None and rotation.shape[-1] > 1:
-            weighted = (gate * scale[:, None])[..., None] * rotation[:, 0, 1:].view(*gate.shape, -1)
+            weighted = (gate * scale[:, None])[..., None] * rotation[:, 0, 1:].unflatten(0, gate.shape)
             # harmonics of the neighbors times radial numbers, which are linear maps of hidden ones
             moments = torch.bmm(weighted.transpose(1, 2), hidden).transpose(0, 1)
             maps = last.transpose(0, 1)
@@ -175,8 +174,9 @@ class DPA4Descriptor(nn.Module):
                 last=last,
                 table=table,
                 own=own_type,
-                neighbor=one_hot(batch.neighbor_type, self.num_types, self.dtype).flatten(0, 1),
+                neighbor=one_hot(batch.neighbor_type, self.num_types, self.dtype),
             ),
+            ops=self.ops,
         )
         for layer, size in zip(self.layers, self._sizes()):
             x = layer(x[:size], edges)
@@ -194,7 +194,7 @@ class DPA4Descriptor(nn.Module):
         if pairs.is_seen is not None:
             is_near = is_near & pairs.is_seen
         of_atoms = source_gate(pairs.distance, is_near, window)
-        return gather_neighbors(of_atoms[:, None], neighborhood.neighbor, neighborhood.reverse).squeeze(-1)
+        return self.ops.gather(of_atoms[:, None], neighborhood.neighbor, neighborhood.reverse).squeeze(-1)
 
     def _sizes(self) -> list[int]:
         """Return the numbers of coefficients of an atom in each block."""

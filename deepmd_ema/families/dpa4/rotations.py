@@ -54,7 +54,8 @@ def quaternions(direction: Tensor) -> Tensor:
         torch.where(is_up, 1 + z, -x), torch.where(is_up, y, zero),
         torch.where(is_up, -x, 1 - z), torch.where(is_up, zero, y),
     )  # fmt: skip
-    return torch.stack(parts, -1) * (2 + 2 * z.abs()).rsqrt()[..., None]
+    # not abs(z), whose derivative at 0 is that of neither half space
+    return torch.stack(parts, -1) * (2 + 2 * torch.where(is_up, z, -z)).rsqrt()[..., None]
 
 
 class FrameRotations(nn.Module):

@@ -12,8 +12,6 @@ plain sums over the dimension of the slots.
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from torch import Tensor
 
@@ -24,8 +22,6 @@ def gather_neighbors(node: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
     """Return (A, K, C) from (A, C)."""
     if not reverse.shape[1]:  # a batch made inside of an exported graph, which has no backward pass
         return _rows(node, neighbor)
-    if not torch.compiler.is_compiling():
-        return cast("Tensor", _Gather.apply(node, neighbor, reverse))
     # written into the slots instead of read from the atoms: autograd derives a sum over `reverse` from that, while the
     # derivative of node[neighbor] would add atomically. Slots that no atom writes keep 0; the last row is thrown away
     out = node.new_zeros(neighbor.numel() + 1, node.shape[1])
@@ -38,53 +34,8 @@ def sum_over_reverse(pair: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
     if not reverse.shape[1]:
         out = pair.new_zeros(reverse.shape[0] + 1, pair.shape[-1])
         return out.index_add(0, neighbor.flatten(), pair.flatten(0, 1))[:-1]
-    if not torch.compiler.is_compiling():
-        return cast("Tensor", _Sum.apply(pair, neighbor, reverse))
     # the derivative adds into slots, each of which is read once: its order does not matter
-    return _summed(pair, reverse)
-
-
-class _Gather(torch.autograd.Function):
-    """``gather_neighbors`` with ``sum_over_reverse`` as its derivative, of which no zeros are written."""
-
-    @staticmethod
-    def forward(node: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
-        """Return (A, K, C) from (A, C)."""
-        return _rows(node, neighbor)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Keep the maps."""
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient by the atoms."""
-        return cast("Tensor", _Sum.apply(grads[0], *ctx.saved_tensors)), None, None
-
-
-class _Sum(torch.autograd.Function):
-    """``sum_over_reverse`` with ``gather_neighbors`` as its derivative."""
-
-    @staticmethod
-    def forward(pair: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
-        """Return (A, C) from (A, K, C)."""
-        return _summed(pair, reverse)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Keep the maps."""
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient by the slots."""
-        return cast("Tensor", _Gather.apply(grads[0], *ctx.saved_tensors)), None, None
-
-
-def _summed(pair: Tensor, reverse: Tensor) -> Tensor:
-    found = _rows(pair.flatten(0, 1), reverse)
-    return found.squeeze(1) if reverse.shape[1] == 1 else found.sum(1)
+    return _rows(pair.flatten(0, 1), reverse).sum(1)
 
 
 def _rows(table: Tensor, index: Tensor) -> Tensor:

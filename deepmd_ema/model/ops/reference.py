@@ -18,6 +18,7 @@ from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.nn.norm import normalised
 from deepmd_ema.model.nn.type_embedding import pick
+from deepmd_ema.model.ops.gather import gather_neighbors
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Vjp
@@ -161,6 +162,10 @@ class Operations:
             around: the neighbors.
         """
         return cast("Tensor", stack.evaluate(node, rows, around))
+
+    def gather(self, node: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
+        """Return (A, K, C) from (A, C), as ``gather_neighbors``."""
+        return gather_neighbors(node, neighbor, reverse)
 
     def frame_layers(self, stack: Any, x: Tensor) -> Tensor:
         """Return the coefficients of pairs (E, R, C) after the layers of a stack; ``x`` are those before."""

@@ -49,7 +49,9 @@ def frame_layers(x: Tensor, layers: Sequence[Layer], numbers_in_cache: int) -> T
     """
     widths = [len(one) for one in layers[0].maps]
     flat = [part for one in layers for part in (*one.maps, *([] if one.gates is None else [one.gates]))]
-    return value_and_vjp(_FrameLayers(widths, portions(len(x), sum(widths) * x.element_size() // 4, 2 * numbers_in_cache)), [x], flat)[0]
+    return value_and_vjp(
+        _FrameLayers(widths, portions(len(x), sum(widths) * x.element_size() // 4, 2 * numbers_in_cache)), [x], flat
+    )[0]
 
 
 class _Values(NamedTuple):

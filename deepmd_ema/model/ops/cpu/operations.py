@@ -15,6 +15,7 @@ from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.ops.cpu import (
     attention,
     frame_layers,
+    gather,
     grid_product,
     moments,
     repformer,
@@ -76,6 +77,12 @@ class CPUOperations(Operations):
             return super().repformer_layers(stack, node, rows, around)
         return repformer.repformer_layers_and_vjp(stack, node, rows, around)[0]
 
+    def gather(self, node: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
+        """Return (A, K, C) from (A, C), as ``gather_neighbors``."""
+        if not reverse.shape[1]:
+            return super().gather(node, neighbor, reverse)
+        return gather.gather(node, neighbor, reverse)
+
     def frame_layers(self, stack: Any, x: Tensor) -> Tensor:
         """Return the coefficients of pairs (E, R, C) after the layers of a stack; ``x`` are those before."""
         if not stack.is_fused or not x.numel():
@@ -108,6 +115,12 @@ class CPUOperations(Operations):
 @dataclass(frozen=True)
 class GPUOperations(Operations):
     """Operations with gradients written out where these launch fewer kernels and never wait for the device."""
+
+    def gather(self, node: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
+        """Return (A, K, C) from (A, C), as ``gather_neighbors``."""
+        if not reverse.shape[1]:
+            return super().gather(node, neighbor, reverse)
+        return gather.gather(node, neighbor, reverse)
 
     def moments(self, rows: Tensor, net: Network) -> Moments:
         """Return the moments of a net of one number; ``rows`` are (A, K, 4)."""
