@@ -78,7 +78,7 @@ class FrameRotations(nn.Module):
             for k, order in enumerate(orders(mmax)):
                 if abs(order) <= degree:
                     rows[:, k, column] = table[:, degree * (degree + 1) + order, column]
-        self._shape = rows.shape[1:]
+        self._shape, self._degree = rows.shape[1:], 2 * lmax
         self._entries = np.abs(rows).max(0).ravel().nonzero()[0].tolist()
         self._table: Tensor
         kept = rows.reshape(len(table), -1)[:, self._entries]
@@ -96,7 +96,7 @@ class FrameRotations(nn.Module):
         known = {0: quaternion.new_ones(1, len(quaternion)), 1: quaternion.T}
         for step in self._steps:
             known[step.degree] = step(known[step.halves[0]], known[step.halves[1]])
-        values = self._table @ known[max(known)]
+        values = self._table @ known[self._degree]
         rows = values.new_zeros(math.prod(self._shape), len(quaternion)).index_copy(0, self._place, values)
         return rows.T.reshape(-1, *self._shape)
 

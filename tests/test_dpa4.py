@@ -1,0 +1,172 @@
+"""DPA-4: numbers of DeePMD-kit, rotations into frames, exact products on grids, written-out layers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from golden.make_dpa4 import CASES, atoms, drawn, options_of, projections, weights
+from toy_models import batch_of
+
+from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.families.dpa4 import module as dpa4_module
+from deepmd_ema.families.dpa4.rotations import (
+    FrameRotations,
+    degrees,
+    num_coefficients,
+    orders,
+    quaternions,
+    real_harmonics,
+    rotation_grid,
+    sphere_grid,
+)
+from deepmd_ema.model.build import build_model
+from deepmd_ema.model.ops.reference import REFERENCE, use_operations
+
+PEER = json.loads((Path(__file__).parent / "golden" / "dpa4.json").read_text())  # made_by: see golden/README.md
+SAME_MATH = 1e-11
+RENAMED = (
+    ("descriptor.layers.", "descriptor.blocks."), ("so2_conv.mixing.", "so2_conv."),
+    ("so2_conv.attention.", "so2_conv."), ("fitting.nets.", "fitting_net.filter_layers.networks."),
+)  # fmt: skip
+
+
+def in_deepmd_kit(name):
+    for here, there in RENAMED:
+        name = name.replace(here, there)
+    return name
+
+
+def model_of(case):
+    """Return the model of a case and its parameters by DeePMD-kit's names, with the numbers that DeePMD-kit had."""
+    _, fitting, more, version = CASES[case]
+    descriptor = {"type": "dpa4", "precision": "float64", **options_of(case)}
+    net = {"type": "dpa4_ener", "precision": "float64", **fitting}
+    model = build_model(
+        model_config_from_dict({"type_map": ["O", "H", "C"], "descriptor": descriptor, "fitting_net": net, **more})
+    )
+    named = {in_deepmd_kit(name): parameter for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in named.items():
+            values = drawn(name, tuple(parameter.shape))
+            if values is not None:
+                parameter.copy_(torch.tensor(values))
+    if version is not None:
+        model.descriptor.version_tensor.fill_(version)
+    return model, named
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("operations", ["cpu", "reference"])
+def test_numbers_and_gradients_are_those_of_deepmd_kit(case, operations):
+    model, named = model_of(case)
+    if operations == "reference":
+        use_operations(model, REFERENCE)
+    batch = batch_of(model, atoms())
+    found = model.train()(batch)
+    energy, virial = found["energy"].sum(), found["virial"].reshape(9)
+    force = batch.in_file_order(found["force"])
+    expected = PEER[case]
+    assert abs(float(energy.detach()) - expected["energy"]) < SAME_MATH * max(1, abs(expected["energy"]))
+    for name, values in (("force", force), ("virial", virial)):
+        want = np.array(expected[name])
+        np.testing.assert_allclose(values.detach().numpy(), want, rtol=0, atol=SAME_MATH * np.abs(want).max())
+    of_energy, of_force, of_virial = weights(len(force))
+    loss = of_energy * energy + (force * torch.tensor(of_force)).sum() + (virial * torch.tensor(of_virial)).sum()
+    gradients = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
+    ours = np.array(projections({name: g.numpy() for name, g in zip(named, gradients, strict=True)}))
+    want = np.array(expected["gradients"])
+    np.testing.assert_allclose(ours, want, rtol=1e-8, atol=1e-10 * np.abs(want).max())
+
+
+def some_directions(count=40):
+    generator = torch.Generator().manual_seed(3)
+    found = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    axes = torch.eye(3, dtype=torch.float64)
+    return normalised(torch.cat([found, axes, -axes]))
+
+
+def normalised(vectors):
+    return vectors / vectors.norm(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("lmax", [0, 1, 2, 3, 6])
+def test_frames_turn_harmonics_of_a_direction_to_those_of_the_z_axis(lmax):
+    direction = some_directions()
+    rows = FrameRotations(lmax, lmax, torch.float64)(quaternions(direction))
+    mirrored = torch.tensor([1.0, -1.0, -1.0])
+    here = torch.tensor(real_harmonics(lmax, (direction * mirrored).numpy()))
+    axis = real_harmonics(lmax, np.array([[0.0, 0.0, -1.0]]))[0]
+    turned = torch.einsum("ekd,ed->ekd", rows, here)
+    for k, order in enumerate(orders(lmax)):
+        for degree in range(abs(order), lmax + 1):
+            columns = slice(degree**2, (degree + 1) ** 2)
+            found = turned[:, k, columns].sum(-1)
+            assert float((found - axis[degree * (degree + 1) + order]).abs().max()) < 1e-12
+
+
+def test_rows_of_a_degree_are_orthonormal_and_those_beyond_it_vanish():
+    rows = FrameRotations(3, 2, torch.float64)(quaternions(some_directions()))
+    for degree in range(4):
+        block = rows[:, :, degree**2 : (degree + 1) ** 2]
+        there = [k for k, order in enumerate(orders(2)) if abs(order) <= degree]
+        expected = torch.zeros(5, 5, dtype=torch.float64)
+        expected[there, there] = 1
+        torch.testing.assert_close(block @ block.transpose(1, 2), expected.expand(len(rows), 5, 5), rtol=0, atol=1e-12)
+
+
+def test_the_derivative_of_a_frame_exists_between_the_half_spaces():
+    def entries(direction):
+        return FrameRotations(2, 2, torch.float64)(quaternions(normalised(direction)))
+
+    flat = torch.tensor([[0.6, 0.8, 0.0]], dtype=torch.float64)
+    (derivative,) = torch.func.jacrev(lambda d: entries(d).square().sum())(flat)
+    assert float(derivative.abs().max()) < 1e-12  # the squares of all elements add up to the number of rows, always
+
+
+@pytest.mark.parametrize("roll", [0.3, 2.0])
+@pytest.mark.parametrize("case", ["example", "streams", "both_atoms", "directions"])
+def test_results_do_not_depend_on_the_rotation_of_frames_about_their_axes(monkeypatch, case, roll):
+    model, _ = model_of(case)
+    batch = batch_of(model, atoms())
+    before = model(batch, create_graph=False)
+
+    def rolled(direction):
+        angle = roll * (1 + direction[:, 0])  # another one for each pair
+        w, x, y, z = quaternions(direction).unbind(-1)
+        c, s = torch.cos(angle / 2), torch.sin(angle / 2)
+        return torch.stack([c * w - s * z, c * x - s * y, c * y + s * x, c * z + s * w], -1)
+
+    monkeypatch.setattr(dpa4_module, "quaternions", rolled)
+    after = model(batch, create_graph=False)
+    for name in ("energy", "force", "virial"):
+        scale = float(before[name].abs().max())
+        torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-11 * scale)
+
+
+@pytest.mark.parametrize(("lmax", "kmax"), [(1, 0), (2, 1), (3, 1), (2, 2)])
+def test_coefficients_come_back_from_a_grid_of_rotations(lmax, kmax):
+    to_grid, from_grid = rotation_grid(lmax, kmax)
+    there = np.abs(to_grid).max(0) > 1e-9  # a frame beyond its degree is none
+    expected = np.diag(there.astype(float))
+    np.testing.assert_allclose(from_grid @ to_grid, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("lmax", "mmax"), [(2, 2), (3, 1)])
+def test_products_on_a_sphere_do_not_depend_on_its_points(lmax, mmax):
+    places = [d * (d + 1) + m for m in orders(mmax) for d in range(abs(m), lmax + 1)]
+    to_grid, from_grid = sphere_grid(lmax, mmax, places)
+    z, weight = np.polynomial.legendre.leggauss(12)
+    angle = 2 * np.pi / 24 * np.arange(24) + 0.1  # twice as many, elsewhere
+    rho = np.sqrt(1 - z**2)
+    points = np.stack([np.outer(rho, np.cos(angle)), np.outer(rho, np.sin(angle)), np.outer(z, np.ones(24))], -1)
+    harmonics = real_harmonics(lmax, points.reshape(-1, 3))[:, places]
+    degree = np.array(degrees(lmax))[places]
+    factor = np.sqrt(np.maximum(1, (2 * degree + 1) / (2 * mmax + 1)))
+    fine = harmonics * factor / np.sqrt(lmax + 1)
+    back = (harmonics * factor * np.repeat(weight / 48, 24)[:, None] * np.sqrt(lmax + 1) * (2 * degree + 1)).T
+    a, b = np.random.default_rng(0).normal(size=(2, len(places), 5))
+    expected = back @ ((fine @ a) * (fine @ b))
+    np.testing.assert_allclose(from_grid @ ((to_grid @ a) * (to_grid @ b)), expected, rtol=0, atol=1e-12)
+    assert num_coefficients(lmax) >= len(places)
