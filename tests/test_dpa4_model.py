@@ -1,10 +1,12 @@
 """The model of type dpa4, and its options that other models do not have."""
 
 import pytest
+import torch
 from config_inputs import spoiled
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.train.assembly.assemble import remarks_on_mixed_precision
 
 SMALL = {"channels": 8, "n_blocks": 1, "lmax": 1, "mixing_layers": 1, "rcut": 4.0}
 
@@ -97,3 +99,23 @@ def test_pairs_that_the_descriptor_excludes_are_excluded_in_the_model():
         ConfigError, match=r"model\.descriptor\.exclude_types = \[\[0, 1\]\]: model\.pair_exclude_types"
     ):
         model_config_from_dict(section(descriptor=excluded, pair_exclude_types=[[0, 0]]))
+
+
+def test_bfloat16_is_for_gpus_and_a_run_on_a_cpu_says_so():
+    shared = {"type_map": ["O", "H"], "dpa": {"type": "dpa4", **SMALL, "use_amp": True}}
+    models = {name: section(type_map="type_map", descriptor="dpa") for name in ("a", "b")}
+    data = {name: {"training_data": {"systems": [name]}} for name in models}
+    several = {
+        "model": {"shared_dict": shared, "model_dict": models},
+        "learning_rate": {"start_lr": 1e-3},
+        "training": {"numb_steps": 5, "data_dict": data},
+    }
+    one = spoiled({"model": section(descriptor={**SMALL, "use_amp": True})})
+    line = "use_amp = true: no effect on a CPU, which multiplies in the precision of the parameters"
+    for values, place in ((one, "model.descriptor"), (several, "model.shared_dict.dpa")):
+        config = config_from_dict(values)
+        assert remarks_on_mixed_precision(config, torch.device("cpu")) == [f"{place}.{line}"]
+        assert remarks_on_mixed_precision(config, torch.device("cuda")) == []
+    by_default = config_from_dict(spoiled({"model": section()}))
+    assert by_default.model.descriptor.use_amp
+    assert remarks_on_mixed_precision(by_default, torch.device("cpu")) == []

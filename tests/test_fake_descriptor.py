@@ -32,6 +32,7 @@ from deepmd_ema.config.schema.descriptor import (
     HasBridging,
     HasIdleOptions,
     HasInnerNeighbors,
+    HasMixedPrecision,
 )
 from deepmd_ema.config.schema.run import SingleTaskRun
 from deepmd_ema.errors import ConfigError
@@ -197,7 +198,7 @@ def test_messages_of_neighbors_obey_the_laws_of_every_descriptor(law, case):
 
 def test_no_other_package_reads_an_option_of_a_descriptor():
     """Outside of the folder of a descriptor its section answers what sections can."""
-    questions = (DescriptorConfig, HasBridging, HasIdleOptions, HasInnerNeighbors)
+    questions = (DescriptorConfig, HasBridging, HasIdleOptions, HasInnerNeighbors, HasMixedPrecision)
     answers = {name for requested in questions for name in vars(requested) if not name.startswith("_")}
     answers |= set(DescriptorConfig.__annotations__)
     package = Path(deepmd_ema.__file__).parent

@@ -88,9 +88,9 @@ class _Sum:
         return self.found
 
     def _read_learned(self, number: int, part: dict[str, Any], whole: dict[str, Any]) -> None:
-        descriptor, defaults = part["descriptor"], {o.name: o.default for o in options(NetworkConfig)}
-        if not _is_dpa4({"type": "dpa4", **descriptor}):
-            text = f" = {show(descriptor.get('type'))}: {INNER} is for dpa4, as in DeePMD-kit. Use dpa4."
+        surroundings, defaults = part["descriptor"], {o.name: o.default for o in options(NetworkConfig)}
+        if not _is_dpa4({"type": "dpa4", **surroundings}):
+            text = f" = {show(surroundings.get('type'))}: {INNER} is for dpa4, as in DeePMD-kit. Use dpa4."
             self._refuse(("models", number, "descriptor", "type"), text)
         for key, value in part.items():
             default = defaults.get(key)
@@ -131,5 +131,5 @@ def _is_bridged(section: dict[str, Any]) -> bool:
     return isinstance(method, str) and method_name(method) is not None
 
 
-def _is_dpa4(descriptor: Any) -> bool:
-    return isinstance(descriptor, dict) and descriptor.get("type") in type_names([DESCRIPTORS["dpa4"].section])
+def _is_dpa4(section: Any) -> bool:
+    return isinstance(section, dict) and section.get("type") in type_names([DESCRIPTORS["dpa4"].section])

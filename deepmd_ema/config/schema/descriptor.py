@@ -92,6 +92,15 @@ class HasBridging(Protocol):
         """Return the section with the window, which is no option of it, for the module that is built from it."""
 
 
+@runtime_checkable
+class HasMixedPrecision(Protocol):
+    """A section ``model.descriptor`` whose descriptor may multiply in bfloat16 on a GPU."""
+
+    @property
+    def use_amp(self) -> bool:
+        """Return whether it does in training."""
+
+
 DESCRIPTORS = Registry(
     {
         "se_e2_a": "deepmd_ema.families.se_e2_a:FAMILY",

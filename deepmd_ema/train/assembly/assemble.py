@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import nn
 
 from deepmd_ema.averaging import AverageBank
@@ -14,6 +15,8 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.checkpoint.series import Store
 from deepmd_ema.config import RunConfig, config_warnings
 from deepmd_ema.config.fields import plain
+from deepmd_ema.config.messages import dotted, path_of
+from deepmd_ema.config.schema.descriptor import HasMixedPrecision
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.dist.world import World
 from deepmd_ema.labels import HESSIAN
@@ -59,6 +62,8 @@ def assemble(
     # before the models are sharded: one rank may then compile while others wait for its code
     products = context_of_products("training.enable_tf32", config.training.enable_tf32, world.device)
     in_validation = context_of_products("validating.tf32_infer", config.validating.tf32_infer, world.device)
+    for line in remarks_on_mixed_precision(config, world.device):
+        logger.info("%s", line)
     used = compile_models(config, models, batches, world, (products, in_validation))
     module = parallelize(models, world, config.training.zero_stage)
     if start.loads_after_sharding(config):
@@ -124,6 +129,18 @@ def _graphs(
         return None
     assert isinstance(take_step, GradientStep)
     return GraphedSteps(take_step, bank, world.device, products)
+
+
+def remarks_on_mixed_precision(config: RunConfig, device: torch.device) -> list[str]:
+    """Return a line for each option of the input that requests bfloat16 where there is none, on a CPU."""
+    places = []
+    for task in config.tasks.values() if device.type == "cpu" else ():
+        option = f"{task.place('model')}.descriptor.use_amp"
+        descriptor = task.model.descriptor
+        if isinstance(descriptor, HasMixedPrecision) and descriptor.use_amp and path_of(option) in config.source.given:
+            places.append(dotted(config.source.path(option)))
+    of_cpu = "no effect on a CPU, which multiplies in the precision of the parameters"
+    return [f"{place} = true: {of_cpu}" for place in dict.fromkeys(places)]  # tasks share parts
 
 
 def compile_models(
