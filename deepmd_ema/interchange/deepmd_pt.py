@@ -8,6 +8,7 @@ of pt are written.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,11 +23,12 @@ from deepmd_ema.config import ModelConfig, model_config_from_dict
 from deepmd_ema.config.fields import type_names
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.model import MODELS
+from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import CheckpointError, ConfigError, first_few
 from deepmd_ema.files import atomic_write
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.model import EXTRA, faults_as_messages, model_from_tree, model_tree, reader_of
-from deepmd_ema.interchange.dp.networks import tree_by_type
+from deepmd_ema.interchange.dp.networks import PartTree, tree_by_type
 from deepmd_ema.interchange.dp.standard import PARTS, tree_of_model
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
@@ -40,6 +42,7 @@ _ONLY = "Default"  # name of the model in a file that has one
 _OF_TRAINING = ("finetune_head", "model_branch_alias", "info", "hessian_mode")
 _WITH_DESCRIPTORS = ("descriptor", "list", "models")  # options that are or hold sections of descriptors
 _PART = re.compile(r"(models\.(\d+)\.)?([^.]+)\.?(.*)")  # place in a tree: part of the model, its entry, and inside
+_INSIDE = "atomic_model."  # entry of some trees that all others are in
 _IN_TABLE = ("tab_info", "tab_data")  # arrays of a table that a checkpoint holds
 _CONVERT = "With DeePMD-kit: `dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth model.dp`."
 
@@ -240,6 +243,9 @@ def _tensors(own: WrittenModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a model by the names of a checkpoint."""
     distance = -1.0 if own.model.min_nbor_dist is None else own.model.min_nbor_dist
     yield "min_nbor_dist", torch.tensor(distance, dtype=torch.float64)
+    if own.config.bridging is not None:
+        charges = [SYMBOLS.index(name) + 1 for name in own.config.type_map]
+        yield "inter_potential.atomic_numbers", torch.tensor(charges, dtype=torch.float64)
     tree = model_tree(own.model, own.config)
     table = {"tab_data": (len(own.config.type_map), len(own.config.type_map), -1, 4)}
     for place, array in [*((place, node[key]) for place, node, key in _arrays(tree)), *_added(tree)]:
@@ -249,7 +255,8 @@ def _tensors(own: WrittenModel) -> Iterator[tuple[str, Tensor]]:
         tensor = torch.from_numpy(np.asarray(array))
         tensor = tensor.reshape(table.get(place.rpartition(".")[2], tensor.shape))
         yield name, tensor
-        if ".networks." in name:
+        _, number, entry, _ = _split(place)
+        if ".networks." in name and _tree_of_entry(number, entry, own.config)[1].has_second_names:
             yield name.replace(".networks.", "._networks."), tensor
 
 
@@ -285,7 +292,9 @@ def _put(tree: Tree, state: Mapping[str, Any], path: Path, config: ModelConfig) 
         name = _name_of(place, config, backend)
         if name in found:
             node[key] = found.pop(name).detach().cpu().numpy()
-        elif name is not None:
+        elif name is not None and (default := _default_of(place, config)) is not None:
+            node[key] = np.full_like(node[key], default)
+        elif name is not None and _is_read(node[key]):
             missing.append(place)
     if missing or found:
         lines = [f"{path}: the tensors of this checkpoint of DeePMD-kit are not those of its model."]
@@ -297,29 +306,53 @@ def _put(tree: Tree, state: Mapping[str, Any], path: Path, config: ModelConfig) 
 
 def _is_weight(name: str, tensor: Any) -> bool:
     """Whether a tensor is one of the arrays of a tree: no mask, no list of places, nothing compressed."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
+    if not isinstance(tensor, Tensor) or not _is_read(tensor):
         return False
     return "._networks." not in name and name.rpartition(".")[2] not in (
         "min_nbor_dist",
         "_min_nbor_dist",
         "default_fparam_tensor",
         "econf_tebd",  # of the elements, not of the training
+        "atomic_numbers",
     )
+
+
+def _is_read(array: Any) -> bool:
+    """Whether an array or a tensor is not empty and holds numbers that are no places."""
+    return bool(math.prod(array.shape)) and torch.as_tensor(array).is_floating_point()
 
 
 def _name_of(place: str, config: ModelConfig, backend: str) -> str | None:
     """Return the name in a checkpoint of the array at a place in the tree of a model, or None: it is not there."""
-    match = _PART.fullmatch(place)
-    assert match is not None, place
-    of_part, number, entry, inner = match.groups(default="")
+    of_part, number, entry, inner = _split(place)
     if entry == "tab":
         return f"atomic_model.{of_part}{inner}" if inner in _IN_TABLE else None
     if entry in PARTS:
-        kinds, option = PARTS[entry]
-        section = getattr(tree_of_model(config).parts(config)[int(number or 0)], option)
-        inner = f".{tree_by_type(kinds, section.type).name_of(inner, section, backend)}"
-        entry = option
+        section, tree = _tree_of_entry(number, entry, config)
+        inner = f".{tree.name_of(inner, section, backend)}"
+        entry = PARTS[entry][1]
     return f"atomic_model.{of_part}{entry}{inner}"
+
+
+def _default_of(place: str, config: ModelConfig) -> float | None:
+    """Return the number that a checkpoint without the array at a place means, or None."""
+    _, number, entry, inner = _split(place)
+    return _tree_of_entry(number, entry, config)[1].defaults.get(inner) if entry in PARTS else None
+
+
+def _split(place: str) -> tuple[str, str, str, str]:
+    """Return part, its number, entry and the rest of a place in the tree of a model."""
+    match = _PART.fullmatch(place.removeprefix(_INSIDE))
+    assert match is not None, place
+    of_part, number, entry, inner = match.groups(default="")
+    return of_part, number, entry, inner
+
+
+def _tree_of_entry(number: str, entry: str, config: ModelConfig) -> tuple[Any, PartTree]:
+    """Return the section of a descriptor or fitting network, and what writes its tree."""
+    kinds, option = PARTS[entry]
+    section = getattr(tree_of_model(config).parts(config)[int(number or 0)], option)
+    return section, tree_by_type(kinds, section.type)
 
 
 def _arrays(node: Any, place: str = "", is_variable: bool = False) -> Iterator[tuple[str, Any, Any]]:

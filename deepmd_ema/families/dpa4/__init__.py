@@ -6,6 +6,7 @@ from deepmd_ema.registry import Family
 FAMILY = Family(
     DPA4Config,
     module="deepmd_ema.families.dpa4.module:DPA4Descriptor",
+    tree="deepmd_ema.families.dpa4.tree:DPA4Tree",
     example={
         "rcut": 4.0, "channels": 8, "n_radial": 6, "edge_norm": False, "lmax": 2, "n_blocks": 2, "mixing_layers": 2,
         "message_node_so3": True, "ffn_neurons": 8, "ffn_so3_grid": True, "grid_branch": [0, 0, 1],

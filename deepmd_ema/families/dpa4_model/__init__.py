@@ -3,4 +3,8 @@
 from deepmd_ema.families.dpa4_model.section import DPA4ModelConfig
 from deepmd_ema.registry import Family
 
-FAMILY = Family(DPA4ModelConfig, module="deepmd_ema.model.build:network_parts")
+FAMILY = Family(
+    DPA4ModelConfig,
+    module="deepmd_ema.model.build:network_parts",
+    tree="deepmd_ema.families.dpa4_model.tree:DPA4ModelTree",
+)

@@ -23,18 +23,9 @@ class EnerTree(PartTree):
     def write(self, part: EnergyFitting, config: StandardConfig) -> Tree:
         """Return the tree of a fitting network."""
         section = cast("EnerFittingConfig", config.fitting_net)
-        ndim, ntypes = 0 if part.mixed_types else 1, len(config.type_map)
+        ntypes = len(config.type_map)
         options = plain(section) | {"precision": precision_of(part.dtype)}
-        trained = section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
         common = chosen(options, ("neuron", "activation_function", "resnet_dt", "precision"))
-        network = {
-            "@class": "FittingNetwork",
-            "@version": 1,
-            "in_dim": part.nets[0].layers[0].weight.shape[0],
-            "out_dim": 1,
-            **common,
-            "bias_out": True,
-        }
         return {
             "@class": "Fitting",
             "@version": 4,
@@ -45,7 +36,6 @@ class EnerTree(PartTree):
             **chosen(options, ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam", "rcond")),
             "mixed_types": part.mixed_types,
             "exclude_types": list(config.atom_exclude_types),
-            "nets": network_trees("fitting_network", part.nets, network, ndim, ntypes, hidden_only=False),
             VARIABLES: {
                 "bias_atom_e": array(part.bias_atom_e),
                 "case_embd": array(part.case_embd),
@@ -53,13 +43,37 @@ class EnerTree(PartTree):
             },
             "type_map": list(config.type_map),
             "tot_ener_zero": False,
-            "trainable": [trained] * (len(section.neuron) + 1),
             "layer_name": options["layer_name"],
             "use_aparam_as_mask": False,
             "spin": None,
-            "type": "ener",
             "dim_out": 1,
             "atom_ener": options["atom_ener"],
+            **self._entries(part, section, common, ntypes),
+        }
+
+    def _entries(self, part: Any, section: Any, common: Tree, ntypes: int) -> Tree:
+        """Return the type of the tree, its networks, and what else depends on these.
+
+        Args:
+            part: the fitting network.
+            section: its section.
+            common: entries of each network.
+            ntypes: number of elements.
+        """
+        network = {
+            "@class": "FittingNetwork",
+            "@version": 1,
+            "in_dim": part.nets[0].layers[0].weight.shape[0],
+            "out_dim": 1,
+            **common,
+            "bias_out": True,
+        }
+        trained = section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
+        ndim = 0 if part.mixed_types else 1
+        return {
+            "type": "ener",
+            "trainable": [trained] * (len(section.neuron) + 1),
+            "nets": network_trees("fitting_network", part.nets, network, ndim, ntypes, hidden_only=False),
         }
 
     def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:

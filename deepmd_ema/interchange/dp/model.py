@@ -20,6 +20,7 @@ from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.version import __version__
 
+INSIDE = "atomic_model"  # entry of the trees of some models that all others are in
 EXTRA = "dp_ema"  # our own facts about the weights; DeePMD-kit does not look here
 
 
@@ -95,7 +96,7 @@ def rewrite_bias(
         CheckpointError: if a file cannot be read or written.
     """
     tree = read_tree(Path(path))
-    variables = tree["model"][VARIABLES]
+    variables = tree["model"].get(INSIDE, tree["model"])[VARIABLES]
     # (outputs, T, components): one output, the energy, of one component
     variables["out_bias"] = np.array(bias, dtype=np.float64).reshape(1, -1, 1)
     if std is not None:
@@ -232,9 +233,9 @@ def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path}: a model of type {kind!r}; available here: {', '.join(known)}.")
     problems: list[str] = []
     used: dict[str, None] = {}
-    for part in [tree] if kind == "standard" else tree["models"]:
+    for part in tree["models"] if "models" in tree else [tree.get(INSIDE, tree)]:
         found = part.get("type", "standard")
-        if found == "standard":
+        if found == "standard" or "models" not in tree:
             unknown, features = unavailable_networks(path, part)
             problems += unknown
             used |= dict.fromkeys(features)

@@ -52,9 +52,13 @@ class PartTree:
         modules: names of its modules in checkpoints of DeePMD-kit, by backend, that are not those of the entries of
             its tree: patterns of places in the tree and replacements, applied in this order. None of a backend that
             does not have this type.
+        defaults: numbers that older checkpoints do not have, by their names in the tree.
+        has_second_names: whether checkpoints hold the arrays of networks twice, under a second name.
     """
 
     modules: ClassVar[Names] = {}
+    defaults: ClassVar[Mapping[str, float]] = {}
+    has_second_names: ClassVar[bool] = True
 
     def __init__(self, section: Any) -> None:
         self.names = type_names([section])

@@ -97,7 +97,7 @@ class ModelTree(Protocol):
 class StandardTree:
     """Tree of a standard model; one with a table of pair energies is of type ``zbl`` there, with two parts."""
 
-    kinds = ("standard", "zbl")
+    kinds: tuple[str, ...] = ("standard", "zbl")
 
     def write(self, whole: Tree, model: EnergyModel, config: StandardConfig) -> Tree:
         """Return the tree of a model."""
