@@ -56,16 +56,7 @@ def fake(tmp_path_factory, monkeypatch):
 
 
 def bridged(descriptor="fake", **changes):
-    """Return (config, model) with parameters that are not zero: some of dpa4 are at the start."""
-    return moved(*toy_model(descriptor, None, {"precision": "float64"}, **{**WIDE, **changes}))
-
-
-def moved(config, model):
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2)
-    return config, model
+    return toy_model(descriptor, None, {"precision": "float64"}, **{**WIDE, **changes})
 
 
 both = pytest.mark.parametrize("descriptor", ["fake", "dpa4"])
@@ -122,7 +113,7 @@ def test_forces_are_the_derivative_of_the_energy(descriptor):
     _, model = bridged(descriptor, atom_exclude_types=[2])
     coord, types = toy_atoms(0, 6)
     found = evaluate(model, (coord, types, TRICLINIC))["force"]
-    without = moved(*toy_model(descriptor, None, {"precision": "float64"}, atom_exclude_types=[2]))[1]
+    without = toy_model(descriptor, None, {"precision": "float64"}, atom_exclude_types=[2])[1]
     assert np.abs(found - evaluate(without, (coord, types, TRICLINIC))["force"]).max() > 0.1
     numerical = numerical_forces(model, coord, types)
     assert np.abs(found - numerical).max() < DIFFERENCES * max(1, np.abs(found).max())
@@ -148,8 +139,9 @@ def test_gradients_of_the_parameters_are_right(descriptor):
     assert_parameter_gradients(model, lambda: sum(value.square().sum() for value in model(batch).values()))
 
 
-def test_the_hessian_is_minus_the_derivative_of_the_forces():
-    _, model = bridged()
+@both
+def test_the_hessian_is_minus_the_derivative_of_the_forces(descriptor):
+    _, model = bridged(descriptor)
     coord, types = toy_atoms(0, 4)
     moves = 2e-5 * np.concatenate([np.eye(12), -np.eye(12)]).reshape(24, 4, 3)
     up, down = evaluate(model, *((coord + move, types, None) for move in moves))["force"].reshape(2, 12, 12)
@@ -159,7 +151,7 @@ def test_the_hessian_is_minus_the_derivative_of_the_forces():
 
 def test_two_close_atoms_have_their_pair_energy_and_what_the_network_gives_each_alone():
     _, model = bridged()
-    _, network = moved(*toy_model("fake"))
+    _, network = toy_model("fake")
     alone = evaluate(network, ([[0.0, 0, 0]], [0], None), ([[0.0, 0, 0]], [1], None))[ENERGY].sum()
     expected = PEER["pairs"]["O-H"]
     place = expected["distance"].index(0.5)
@@ -182,7 +174,7 @@ def test_other_atoms_see_where_two_atoms_turn_only_if_these_are_not_close(distan
 
 def test_far_from_each_other_atoms_have_the_network_and_the_pair_energy_as_they_are():
     _, model = bridged()
-    _, network = moved(*toy_model("fake"))
+    _, network = toy_model("fake")
     far = ([[0.0, 0, 0], [2.5, 0, 0]], [0, 1], None)
     pairs = ZblEnergies(["O", "H", "Na"])
     batch = batch_of(model, far)
@@ -210,8 +202,9 @@ def test_a_frame_has_the_same_energy_in_any_batch(descriptor):
         np.testing.assert_allclose(together[name], joined, rtol=0, atol=1e-11 * np.abs(joined).max())
 
 
-def test_atoms_without_neighbors_are_finite():
-    _, model = bridged()
+@both
+def test_atoms_without_neighbors_are_finite(descriptor):
+    _, model = bridged(descriptor)
     alone = evaluate(model, ([[0.0, 0, 0]], [1], None))
     assert np.isfinite(alone["energy"]).all()
     assert not alone["force"].any()
