@@ -40,7 +40,7 @@ def test_the_elements_are_in_the_order_of_the_type_map():
 
 @pytest.mark.parametrize("descriptor", [*sorted(SECTIONS), "hybrid_of_messages"])
 def test_compiled_models_that_pass_messages_need_a_map_of_atoms_and_run_on_one_rank(descriptor):
-    passes = descriptor in ("dpa2", "dpa3", "hybrid_of_messages")
+    passes = descriptor in ("dpa2", "dpa3", "dpa4", "hybrid_of_messages")
     compiled, other = lines_of(descriptor), lines_of(descriptor, "m.pth")
     assert ("atom_modify  map yes  # before the box is defined" in compiled) == passes
     assert ("in LAMMPS on one rank; for several: dp-ema freeze -o m.pth (tried: " in compiled) == passes

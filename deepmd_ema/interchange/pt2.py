@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.config import ModelConfig
+from deepmd_ema.config.schema.common import MAX_SIZE
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, NotCompiledError, UserError
 from deepmd_ema.files import atomic_write
 from deepmd_ema.interchange.dp.files import PACKAGED_TREE, Tree, opened_package, packaged_text
 from deepmd_ema.model.compiler import without_compiler
+from deepmd_ema.model.dummy_atoms import MIN_SIZE
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.extended_model import ExtendedModel
 from deepmd_ema.model.tabulated import seal
@@ -142,13 +144,15 @@ def metadata(model: EnergyModel, config: ModelConfig) -> dict[str, Any]:
     """Return the metadata that DeePMD-kit reads from a package before it runs it."""
     layout, fitting = model.layout, config.fitting_net
     default = list(fitting.default_fparam) if fitting.default_fparam else None
+    # DeePMD-kit fills lists up to that many and cuts none: of a model that keeps all neighbors it is a small number
+    sel = list(layout.sel) if sum(layout.sel) < MAX_SIZE else [MIN_SIZE]
     energy = {"name": "energy", "shape": [1], "reducible": True, "r_differentiable": True, "c_differentiable": True,
               "atomic": True, "category": 0, "r_hessian": False, "magnetic": False, "intensive": False}  # fmt: skip
     return {
         "type_map": list(model.type_map),
         "rcut": layout.rcut,
-        "sel": list(layout.sel),
-        "nnei": sum(layout.sel),
+        "sel": sel,
+        "nnei": sum(sel),
         "mixed_types": not layout.by_type,
         "dim_fparam": fitting.numb_fparam,
         "dim_aparam": fitting.numb_aparam,

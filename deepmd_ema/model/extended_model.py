@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.config.schema.common import MAX_SIZE
 from deepmd_ema.labels import APARAM, FPARAM
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
@@ -252,7 +253,8 @@ def _sorted_slots(
             seen = seen & ((atype[own][:, None] != a) | (atype[place] != b))
         sections = [mine & seen for mine in near]
     inside = [torch.cumsum(mine, 1) for mine in sections]
-    slots = layout.sel
+    # those of a descriptor that keeps all neighbors are as many as are given
+    slots = layout.sel if sum(layout.sel) < MAX_SIZE else (given.shape[1],)
     if trims:
         slots = tuple(_most(found[:, -1], sel) for found, sel in zip(inside, layout.sel))
     total = sum(slots)

@@ -70,7 +70,9 @@ class Attention(nn.Module):
         absent = (edges.weight == 0)[..., None, None]
         masked = logits.detach().masked_fill(absent, torch.finfo(logits.dtype).min)
         # that of nothing among them, also because there may be no slots
-        largest = torch.cat([nothing.detach().log().expand(len(masked), 1, -1, -1), masked], 1).amax(1, keepdim=True)
+        largest = torch.cat([nothing.detach().log().expand(masked.shape[0], 1, -1, -1), masked], 1).amax(
+            1, keepdim=True
+        )
         mass = (edges.envelope * edges.weight)[..., None, None] * torch.exp((logits - largest).masked_fill(absent, 0))
         return mass / (mass.sum(1, keepdim=True) + nothing * torch.exp(-largest))
 

@@ -115,7 +115,7 @@ class Convolution(nn.Module):
         else:
             found = self.radial_degree_mixer(x, self._projection, rows, edges)
         if self.node_wise_grid_product is not None:
-            found = found + self._times_own(self.node_wise_grid_product, found, x, rows)
+            found = found + self._times_own(self.node_wise_grid_product, found, x, rows, edges)
         found = self.mixing(found, self._projection, edges)
         if self.attention is not None:
             found = self.attention.mapped(found, self.frames)
@@ -142,10 +142,10 @@ class Convolution(nn.Module):
         weighted = _times(sent, self._weights(x, edges))
         return weighted.view(*edges.neighbor.shape, *sent.shape[1:]).sum(1).transpose(0, 1).contiguous()
 
-    def _times_own(self, product: GridNet, found: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+    def _times_own(self, product: GridNet, found: Tensor, x: Tensor, rows: Tensor, edges: Edges) -> Tensor:
         """Return the products of the coefficients of pairs (E, R, W) with those of the atom, in the frames."""
-        slots = len(rows) // max(1, len(x))
-        own = torch.bmm(rows.view(len(x), slots * rows.shape[1], rows.shape[2]), x).view(found.shape)
+        num_atoms, slots = edges.neighbor.shape
+        own = torch.bmm(rows.view(num_atoms, slots * rows.shape[1], rows.shape[2]), x).view(found.shape)
         both = (part.unflatten(-1, (self.streams, -1)).transpose(0, 1) for part in (found, own))
         out: Tensor = product(*both)
         return out.flatten(2).transpose(0, 1)

@@ -91,7 +91,7 @@ class Edges:
         found = torch.bmm(by_neighbor.view(num_atoms, most * rows, columns), x)
         found = found.view(num_atoms * most, rows * width)
         back = self.ops.gather(found, self.place, self.reverse.reshape(-1, 1))
-        return back.view(len(matrices), rows, width)
+        return back.view(matrices.shape[0], rows, width)
 
 
 def places(neighbor: Tensor, reverse: Tensor) -> Tensor | None:

@@ -93,11 +93,12 @@ class FrameRotations(nn.Module):
         Args:
             quaternion: (E, 4) unit quaternions.
         """
-        known = {0: quaternion.new_ones(1, len(quaternion)), 1: quaternion.T}
+        count = quaternion.shape[0]  # a symbol of a graph, which len would make a number
+        known = {0: quaternion.new_ones(1, count), 1: quaternion.T}
         for step in self._steps:
             known[step.degree] = step(known[step.halves[0]], known[step.halves[1]])
         values = self._table @ known[self._degree]
-        rows = values.new_zeros(math.prod(self._shape), len(quaternion)).index_copy(0, self._place, values)
+        rows = values.new_zeros(math.prod(self._shape), count).index_copy(0, self._place, values)
         return rows.T.reshape(-1, *self._shape)
 
 
