@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from golden.make_dpa4 import CASES, atoms, drawn, options_of, projections, weights
-from toy_models import batch_of
+from toy_models import TRICLINIC, batch_of, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.families.dpa4 import module as dpa4_module
@@ -170,3 +170,17 @@ def test_products_on_a_sphere_do_not_depend_on_its_points(lmax, mmax):
     expected = back @ ((fine @ a) * (fine @ b))
     np.testing.assert_allclose(from_grid @ ((to_grid @ a) * (to_grid @ b)), expected, rtol=0, atol=1e-12)
     assert num_coefficients(lmax) >= len(places)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_amp", [False, True])
+def test_blocks_are_computed_in_bfloat16_in_training_on_a_gpu(use_amp):
+    """A float64 model stays in float64: autocast does not touch it."""
+    _, model = toy_model("dpa4", {"precision": "float32", "use_amp": use_amp})
+    batch = batch_of(model, (*toy_atoms(), TRICLINIC))
+    expected = model(batch, create_graph=False)["energy"]
+    model, there = model.to("cuda"), batch.to(torch.device("cuda"))
+    in_validation = float((model.eval()(there, create_graph=False)["energy"].cpu() - expected).abs().max())
+    in_training = float((model.train()(there)["energy"].detach().cpu() - expected).abs().max())
+    assert in_validation < 1e-4
+    assert (1e-4 < in_training < 1e-1) == use_amp

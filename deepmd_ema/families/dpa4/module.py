@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -178,8 +179,12 @@ class DPA4Descriptor(UsesOperations):
             ),
             ops=self.ops,
         )
-        for layer, size in zip(self.layers, self._sizes()):
-            x = layer(x[:size], edges)
+        # as in DeePMD-kit, only messages and networks of blocks, only in training and only on GPUs
+        is_mixed = self.section.use_amp and self.training and x.device.type == "cuda"
+        with torch.autocast("cuda", torch.bfloat16) if is_mixed else nullcontext():
+            for layer, size in zip(self.layers, self._sizes()):
+                x = layer(x[:size], edges)
+        x = x.to(self.dtype)
         x = x[: num_coefficients(self.section.readout_degree)]
         for network in (*self.readout_pre_layers, self.output_ffn):
             x = x + network(x)
