@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from deepmd_ema.families.dpa4.layers import ALMOST_NONE, SMALL, Source, StreamLinear, swiglu
 from deepmd_ema.families.dpa4.rotations import degrees, rotation_grid, sphere_grid
-from deepmd_ema.model.ops.reference import UsesOperations
 
 # J coefficients, K orders of frames (1 on a sphere), N atoms or pairs, F streams, C channels, G points, B branches
 
@@ -55,7 +54,7 @@ class GridOptions:
         return to_grid[:, columns], from_grid[columns]
 
 
-class GridProduct(UsesOperations):
+class GridProduct(nn.Module):
     """The product of two functions, itself or between linear maps of channels.
 
     Args:
@@ -97,8 +96,8 @@ class GridProduct(UsesOperations):
         return self.out_proj(self._product(left, right).unflatten(-1, (self.branches, -1)).sum(-2))
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        flat = self.ops.grid_product(left.flatten(1), right.flatten(1), self._to_grid, self._from_grid)
-        return flat.view(-1, *left.shape[1:])
+        values = (self._to_grid @ left.flatten(1)) * (self._to_grid @ right.flatten(1))
+        return (self._from_grid @ values).view(-1, *left.shape[1:])
 
 
 class DegreeMaps(nn.Module):

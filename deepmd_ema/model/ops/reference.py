@@ -171,17 +171,6 @@ class Operations:
         """Return the coefficients of pairs (E, R, C) after the layers of a stack; ``x`` are those before."""
         return cast("Tensor", stack.evaluate(x))
 
-    def grid_product(self, left: Tensor, right: Tensor, to_grid: Tensor, from_grid: Tensor) -> Tensor:
-        """Return the coefficients (J, N) of products of functions, which are multiplied on a grid.
-
-        Args:
-            left: (J, N) coefficients.
-            right: (J, N) of the other functions.
-            to_grid: (G, J), from coefficients to values.
-            from_grid: (J, G), and back.
-        """
-        return from_grid @ ((to_grid @ left) * (to_grid @ right))
-
     def triple_sums_and_vjp(
         self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

@@ -16,7 +16,6 @@ from deepmd_ema.model.ops.cpu import (
     attention,
     frame_layers,
     gather,
-    grid_product,
     moments,
     repformer,
     silu,
@@ -88,12 +87,6 @@ class CPUOperations(Operations):
         if not stack.is_fused or not x.numel():
             return super().frame_layers(stack, x)
         return frame_layers.frame_layers(x.flatten(1), stack.weights(), self.numbers_in_cache).view(x.shape)
-
-    def grid_product(self, left: Tensor, right: Tensor, to_grid: Tensor, from_grid: Tensor) -> Tensor:
-        """Return the coefficients (J, N) of products of functions, which are multiplied on a grid."""
-        if not left.numel():
-            return super().grid_product(left, right, to_grid, from_grid)
-        return grid_product.grid_product(left, right, (to_grid, to_grid, from_grid), self.numbers_in_cache)
 
     def triple_sums_and_vjp(
         self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
