@@ -415,6 +415,7 @@ WITHOUT_EFFECT = [
     ({"training.enable_tf32": True}, "training.enable_tf32 = true: no effect, no product is in float32"),
     ({"model.enable_tf32": True}, "model.enable_tf32 = true: no effect, no product is in float32"),
     ({"validating.tf32_infer": True}, "validating.tf32_infer = true: no effect, no product is in float32"),
+    ({"validating.amp_infer": True}, "validating.amp_infer = true: no effect, no descriptor has use_amp"),
     ({"model.bridging_r_inner": 0.4}, "model.bridging_r_inner = 0.4: no effect, there is no bridging_method"),
     (
         {"training.enable_compile": True, "training.compile_options": {"backend": "aot_eager", "cache_dir": "code"}},

@@ -150,7 +150,6 @@ BAD = [
         [NOT_YET],
     ),
     ({"nvnmd": {"version": 0}}, "nvnmd", [NOT_YET]),
-    ({"validating.amp_infer": True}, "validating.amp_infer = true", [NOT_YET]),
     ({"model.lora": {"rank": 4}}, 'model.lora = {"rank": 4}', [NOT_YET, "start from a checkpoint by --finetune"]),
     (
         {"model.use_compile": True, "training.enable_compile": False},

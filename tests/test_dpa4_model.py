@@ -6,7 +6,9 @@ from config_inputs import spoiled
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.model.build import build_model
 from deepmd_ema.train.assembly.assemble import remarks_on_mixed_precision
+from deepmd_ema.train.loop.step import context_of_validation
 
 SMALL = {"channels": 8, "n_blocks": 1, "lmax": 1, "mixing_layers": 1, "rcut": 4.0}
 
@@ -116,6 +118,21 @@ def test_bfloat16_is_for_gpus_and_a_run_on_a_cpu_says_so():
         config = config_from_dict(values)
         assert remarks_on_mixed_precision(config, torch.device("cpu")) == [f"{place}.{line}"]
         assert remarks_on_mixed_precision(config, torch.device("cuda")) == []
+    line = "validating.amp_infer = true: no effect on a CPU, which multiplies in the precision of the parameters"
+    infers = config_from_dict(spoiled({"model": section(), "validating.amp_infer": True}))
+    assert remarks_on_mixed_precision(infers, torch.device("cpu")) == [line]
+    assert infers.model.has_mixed_precision
     by_default = config_from_dict(spoiled({"model": section()}))
     assert by_default.model.descriptor.use_amp
     assert remarks_on_mixed_precision(by_default, torch.device("cpu")) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_validations_are_in_bfloat16_on_a_gpu_if_requested(device):
+    for amp_infer in (False, True):
+        values = spoiled({"model": section(), "validating.amp_infer": amp_infer})
+        config = config_from_dict(values)
+        model = build_model(config.model)
+        with context_of_validation(config, model, torch.device(device))():
+            assert model.descriptor.infers_in_bfloat16 == (amp_infer and device == "cuda")
+        assert not model.descriptor.infers_in_bfloat16

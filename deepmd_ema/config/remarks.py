@@ -141,6 +141,10 @@ def _in_float32(run: RunConfig) -> bool:
     return any("float32" in task.model.precisions for task in run.tasks.values())
 
 
+def _in_bfloat16(run: RunConfig) -> bool:
+    return any(task.model.has_mixed_precision for task in run.tasks.values())
+
+
 _OF_TABLE = ("smin_alpha", "sw_rmin", "sw_rmax")
 _OF_BRIDGING = ("bridging_r_inner", "bridging_r_outer")
 # what an option belongs to (a key of SUBJECTS) -> option, whether it does nothing, and why; {0} is what it belongs to
@@ -172,6 +176,7 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
         ("training.mixed_precision", lambda _: True, "the precision is that of descriptor and fitting_net"),
         ("training.enable_tf32", lambda run: not _in_float32(run), "no product is in float32"),
         ("validating.tf32_infer", lambda run: not _in_float32(run), "no product is in float32"),
+        ("validating.amp_infer", lambda run: not _in_bfloat16(run), "no descriptor has use_amp"),
         ("optimizer.flash_muon", lambda _: True, "it names a kernel of DeePMD-kit for the same numbers"),
         ("training.compile_options", lambda run: not run.compiles, "enable_compile is false"),
         ("training.compile_options.mode", lambda run: not _inductor(run), "only the backend inductor has modes"),

@@ -55,7 +55,6 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "acc_freq": Unavailable((None, 1)),
         "neighbor_graph_method": Unavailable((None, "auto")),
     },
-    "validating": {"amp_infer": _OFF},
 }
 
 # section -> values of its `type`, aliases included

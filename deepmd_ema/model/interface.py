@@ -102,6 +102,17 @@ class Composite(Protocol):
         """Return the parts, first to last."""
 
 
+@runtime_checkable
+class HasBlocksInBfloat16(Protocol):
+    """A module of which parts may be computed in bfloat16 on GPUs.
+
+    Attributes:
+        infers_in_bfloat16: whether they are in evaluation; in training its section decides.
+    """
+
+    infers_in_bfloat16: bool
+
+
 class Fitting(Protocol):
     """Energy of each atom from its features.
 

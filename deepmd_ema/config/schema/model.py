@@ -148,6 +148,11 @@ class ModelConfig:
         """Names of the numbers in which its parts are computed."""
         return {common.dtype_name(name) for name in _values_of("precision", plain(self))}
 
+    @property
+    def has_mixed_precision(self) -> bool:
+        """Whether a part of it may be computed in bfloat16."""
+        return any(True for _ in _values_of("use_amp", plain(self)))
+
     def with_descriptor(self, descriptor: DescriptorConfig) -> ModelConfig:
         """Return the section with another one, such as ``descriptor`` with its number of neighbors."""
         raise NotImplementedError

@@ -356,6 +356,11 @@ class ValidatingConfig:
         doc="Whether validation multiplies float32 matrices in TF32 on a GPU. Its errors are then not those of "
         "`dp-ema test`.",
     )
+    amp_infer: bool = option(
+        False,
+        doc="Whether validation computes blocks of `dpa4` in bfloat16 on a GPU, as training does with `use_amp`. Its "
+        "errors are then not those of `dp-ema test`.",
+    )
     full_val_start: float = option(
         0.5, check=not_negative, doc="First step of full validation; below 1 a fraction of the run; 1 is never."
     )

@@ -57,7 +57,7 @@ class DPA4Descriptor(UsesOperations):
 
     def __init__(self, config: DPA4Config, num_types: int, seed: int) -> None:
         super().__init__()
-        self.section, self.num_types = config, num_types
+        self.section, self.num_types, self.infers_in_bfloat16 = config, num_types, False
         self.dtype = precision(config.precision)
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         source = Source(seed_for("dpa4", seed if config.seed is None else config.seed), self.dtype)
@@ -179,8 +179,9 @@ class DPA4Descriptor(UsesOperations):
             ),
             ops=self.ops,
         )
-        # as in DeePMD-kit, only messages and networks of blocks, only in training and only on GPUs
-        is_mixed = self.section.use_amp and self.training and x.device.type == "cuda"
+        # as in DeePMD-kit, only messages and networks of blocks, and only on GPUs
+        wants = self.section.use_amp if self.training else self.infers_in_bfloat16
+        is_mixed = wants and x.device.type == "cuda"
         with torch.autocast("cuda", torch.bfloat16) if is_mixed else nullcontext():
             for layer, size in zip(self.layers, self._sizes()):
                 x = layer(x[:size], edges)

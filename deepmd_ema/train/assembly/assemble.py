@@ -32,7 +32,7 @@ from deepmd_ema.train.loop.refit_bias import refit
 from deepmd_ema.train.loop.reporter import Reporter
 from deepmd_ema.train.loop.saver import Saver, StateBuilder
 from deepmd_ema.train.loop.sharding import parallelize
-from deepmd_ema.train.loop.step import GradientStep, Products, Step, context_of_products
+from deepmd_ema.train.loop.step import GradientStep, Products, Step, context_of_products, context_of_validation
 from deepmd_ema.train.loop.task import TaskMixture
 from deepmd_ema.train.loop.trainer import Callback, Trainer
 from deepmd_ema.train.loop.validate import FullValidation
@@ -61,7 +61,7 @@ def assemble(
     interpolation.begin(batches, start.interpolation)
     # before the models are sharded: one rank may then compile while others wait for its code
     products = context_of_products("training.enable_tf32", config.training.enable_tf32, world.device)
-    in_validation = context_of_products("validating.tf32_infer", config.validating.tf32_infer, world.device)
+    in_validation = context_of_validation(config, models, world.device)
     for line in remarks_on_mixed_precision(config, world.device):
         logger.info("%s", line)
     used = compile_models(config, models, batches, world, (products, in_validation))
@@ -133,7 +133,7 @@ def _graphs(
 
 def remarks_on_mixed_precision(config: RunConfig, device: torch.device) -> list[str]:
     """Return a line for each option of the input that requests bfloat16 where there is none, on a CPU."""
-    places = []
+    places = ["validating.amp_infer"] if config.validating.amp_infer and device.type == "cpu" else []
     for task in config.tasks.values() if device.type == "cpu" else ():
         option = f"{task.place('model')}.descriptor.use_amp"
         descriptor = task.model.descriptor

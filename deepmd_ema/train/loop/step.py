@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
+from deepmd_ema.config import RunConfig
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError, RankLostError, first_few
+from deepmd_ema.model.interface import HasBlocksInBfloat16
 from deepmd_ema.optim.build import (
     build_optimizer,
     clip_gradients,
@@ -59,6 +61,33 @@ def context_of_products(option: str, in_tf32: bool, device: torch.device) -> Pro
     if in_tf32:
         logger.warning("%s has no effect on a CPU: products of float32 matrices are in float32.", option)
     return nullcontext
+
+
+def context_of_validation(config: RunConfig, models: nn.Module, device: torch.device) -> Products:
+    """Return the context in which validations multiply matrices, also those of blocks in bfloat16.
+
+    Args:
+        config: of the run.
+        models: of the run.
+        device: on which they are.
+    """
+    products = context_of_products("validating.tf32_infer", config.validating.tf32_infer, device)
+    parts = [part for part in models.modules() if isinstance(part, HasBlocksInBfloat16)]
+    if not (config.validating.amp_infer and parts and device.type == "cuda"):
+        return products
+
+    @contextmanager
+    def in_bfloat16() -> Iterator[None]:
+        for part in parts:
+            part.infers_in_bfloat16 = True
+        try:
+            with products():
+                yield
+        finally:
+            for part in parts:
+                part.infers_in_bfloat16 = False
+
+    return in_bfloat16
 
 
 @dataclass(frozen=True)
