@@ -11,6 +11,8 @@ from toy_models import batch_of, evaluate
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.families.dpa4.section import DPA4Config
+from deepmd_ema.families.dpa4.tree import DPA4Tree
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interchange import read_dp, write_dp
 from deepmd_ema.interchange.deepmd_pt import WrittenModel, write_deepmd_pt
@@ -166,3 +168,27 @@ def test_the_energies_of_elements_in_a_file_can_be_changed(tmp_path):
     shutil.copy(tmp_path / "a.dp", tmp_path / "b.dp")
     rewrite_bias(tmp_path / "b.dp", tmp_path / "b.dp", np.array([1.0, 2.0, 3.0]), None, {})
     assert read_dp(tmp_path / "b.dp")[1].out_bias.flatten().tolist() == [1.0, 2.0, 3.0]
+
+
+def test_models_of_several_tasks_are_in_one_checkpoint(tmp_path):
+    fitting = {"dim_case_embd": 2, "case_film_embd": True}
+    config, first = made(None, fitting)
+    _, second = made(None, fitting)
+    for index, model in enumerate((first, second)):
+        model.fitting.set_case(index)
+    models = {name: WrittenModel(config, model, {}) for name, model in (("a", first), ("b", second))}
+    write_deepmd_pt(tmp_path / "a.pt", models)
+    for name, model in (("a", first), ("b", second)):
+        loaded = load_model(tmp_path / "a.pt", head=name)
+        assert_same_weights(loaded.model, model)
+    assert not np.array_equal(*(evaluate(model, ATOMS)["energy"] for model in (first, second)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_end_as_those_of_deepmd_kit_by_which_hybrid_muon_chooses(case):
+    config, model = made(CASES[case])
+    in_tree = DPA4Tree(DPA4Config).write(model.descriptor, config)["@variables"]
+    theirs = dict(zip(model.descriptor.state_dict(), in_tree))
+    for name, _ in model.descriptor.named_parameters():
+        own, other = ([part for part in path.split(".") if not part.isdigit()] for path in (name, theirs[name]))
+        assert own[-1] == other[-1]
