@@ -3,6 +3,7 @@
 import pytest
 import torch
 from config_inputs import spoiled
+from toy_models import TABLE
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.errors import ConfigError
@@ -136,3 +137,13 @@ def test_validations_are_in_bfloat16_on_a_gpu_if_requested(device):
         with context_of_validation(config, model, torch.device(device))():
             assert model.descriptor.infers_in_bfloat16 == (amp_infer and device == "cuda")
         assert not model.descriptor.infers_in_bfloat16
+
+
+def test_a_standard_model_of_its_parts_is_the_model():
+    parts = {"descriptor": {"type": "dpa4", **SMALL}, "fitting_net": {"type": "dpa4_ener"}}
+    saved = {"use_srtab": None, "smin_alpha": 0.1, "sw_rmin": None, "sw_rmax": None}
+    assert model_config_from_dict(section(type="standard", **parts, **saved)) == model_config_from_dict(section())
+    other = section(type="standard", **{**parts, "fitting_net": {"type": "ener"}})
+    assert model_config_from_dict(other).type == "standard"
+    table = {**TABLE, "use_srtab": [row[:4] for row in TABLE["use_srtab"]]}
+    assert model_config_from_dict(section(type="standard", **parts, **table)).type == "standard"

@@ -1,4 +1,4 @@
-"""Other forms of a model ``dpa4`` with bridging that DeePMD-kit reads: a sum of models, and ``standard``.
+"""Other forms of a model ``dpa4`` that DeePMD-kit reads: a sum of models for bridging, and ``standard``.
 
 There the sum is the form in which such a model is kept, ``[learned model, inner_potential]`` of type ``linear_ener``.
 """
@@ -13,7 +13,7 @@ from deepmd_ema.config.fields import is_comment, options, type_names
 from deepmd_ema.config.messages import Place, Problem, dotted, show
 from deepmd_ema.config.schema.bridging import method_name
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
-from deepmd_ema.config.schema.model import NetworkConfig
+from deepmd_ema.config.schema.model import FITTINGS, NetworkConfig
 
 if TYPE_CHECKING:
     from deepmd_ema.config.upgrade import Upgraded
@@ -22,11 +22,12 @@ INNER = "inner_potential"
 # options of the part -> those of the model
 _OF_INNER = {"mode": "bridging_method", "r_inner": "bridging_r_inner", "r_outer": "bridging_r_outer"}
 _OF_SUM = ("type", "models", "weights")
+_OF_TABLE = ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
 _OF_WHOLE = ("type_map", "atom_exclude_types", "pair_exclude_types")
 
 
 def spell_out_bridging(upgraded: Upgraded) -> None:
-    """Turn sums with an ``inner_potential``, and ``standard`` models with bridging, into models of type ``dpa4``.
+    """Turn sums with an ``inner_potential``, and ``standard`` models of the same parts, into models of type ``dpa4``.
 
     Args:
         upgraded: an input whose sections ``model`` are changed; takes where options were, and what is wrong.
@@ -37,9 +38,8 @@ def spell_out_bridging(upgraded: Upgraded) -> None:
         if kind == "linear_ener" and any(_is_inner(part) for part in _parts(section)):
             owner[key] = _Sum(upgraded, section, place).read()
             upgraded.notes.append(f"{dotted(place)} is a sum with {INNER}, which is the model dpa4 with bridging.")
-        elif kind == "standard" and _is_bridged(section) and _is_dpa4(section.get("descriptor")):
-            owner[key] = {**section, "type": "dpa4"}
-            upgraded.notes.append(f"{dotted(place)} is the model dpa4, because it has the descriptor and bridging.")
+        elif kind == "standard" and _is_of_dpa4(section):
+            owner[key] = {name: value for name, value in section.items() if name not in _OF_TABLE} | {"type": "dpa4"}
 
 
 def _models(values: Any) -> Iterator[tuple[dict[str, Any], Any, Place]]:
@@ -126,9 +126,13 @@ def _is_inner(part: dict[str, Any]) -> bool:
     return part.get("type") == INNER
 
 
-def _is_bridged(section: dict[str, Any]) -> bool:
-    method = section.get("bridging_method")
-    return isinstance(method, str) and method_name(method) is not None
+def _is_of_dpa4(section: dict[str, Any]) -> bool:
+    """Whether a ``standard`` model has the parts of the model ``dpa4``, or bridging with its descriptor."""
+    method, fitting = section.get("bridging_method"), section.get("fitting_net")
+    is_bridged = isinstance(method, str) and method_name(method) is not None
+    kind = fitting.get("type") if isinstance(fitting, dict) else None
+    has_its_fitting = kind in type_names([FITTINGS["dpa4_ener"].section])
+    return _is_dpa4(section.get("descriptor")) and (has_its_fitting or is_bridged) and not section.get("use_srtab")
 
 
 def _is_dpa4(section: Any) -> bool:
