@@ -78,7 +78,7 @@ def test_the_manual_names_aliases_units_and_defaults():
     assert (first, last) == ("model.descriptor.rcut", "    Cutoff radius.")
     assert " ".join(line.strip() for line in middle) == (
         "a number > 0 and at most 100; angstrom; default 6.0; "
-        "of se_e2_a, se_e2_r, se_atten, se_atten_v2, se_e3, se_e3_tebd, dpa4"
+        "of se_e2_a, se_e2_r, se_atten, se_atten_v2, se_e3, se_e3_tebd, dpa4, dpa4c"
     )
     assert "also spelled stop_batch, num_step" in manual("training.numb_steps")
     assert "learning_rate[wsd].decay_type" in manual("learning_rate.decay_type")

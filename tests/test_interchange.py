@@ -155,7 +155,7 @@ def missing_or_other(theirs, ours, path=""):
     if isinstance(theirs, dict):
         return [p for k, v in theirs.items() for p in
                 ([f"{path}/{k}"] if k not in ours else missing_or_other(v, ours[k], f"{path}/{k}"))]  # fmt: skip
-    if isinstance(theirs, list) and theirs and isinstance(theirs[0], dict | np.ndarray):
+    if isinstance(theirs, list) and any(isinstance(one, dict | np.ndarray) for one in theirs):
         both = enumerate(zip(theirs, ours, strict=True))
         return [p for k, (a, b) in both for p in missing_or_other(a, b, f"{path}/{k}")]
     if isinstance(theirs, np.ndarray):

@@ -64,6 +64,7 @@ VARIANTS = {
     ),
     "se_atten_v2_interpolated": ("se_atten_v2", {"interpolate": "always", "attn_layer": 0}, {}),
     "dpa2_interpolated": ("dpa2", {"interpolate": "always"}, {}),
+    "dpa4c_interpolated": ("dpa4c", {"interpolate": "always"}, {}),
     "table_by_type": ("se_e2_a", {}, TABLE),
     "table_dpa3": ("dpa3", {}, TABLE),
 }
@@ -134,7 +135,9 @@ def disturb(model, seed=5):
             parameter.copy_((4 * draw(parameter) - 2) * parameter.shape[-2 if parameter.ndim > 1 else 0] ** -0.5)
     for name, buffer in model.named_buffers():
         leaf = name.rpartition(".")[2]
-        if leaf == "mean":
+        if leaf in ("mean", "stddev") and buffer.ndim == 1:  # of features
+            buffer.copy_((0.05 if leaf == "mean" else 0.7) * (1 + draw(buffer)))
+        elif leaf == "mean":
             if _mean_stays_zero(_owner(model.descriptor, buffer).section):
                 continue
             buffer[..., 0] = 0.1 + 0.05 * draw(buffer[:, :1, 0])

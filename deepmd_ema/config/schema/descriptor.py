@@ -112,6 +112,7 @@ DESCRIPTORS = Registry(
         "dpa2": "deepmd_ema.families.dpa2:FAMILY",
         "dpa3": "deepmd_ema.families.dpa3:FAMILY",
         "dpa4": "deepmd_ema.families.dpa4:FAMILY",
+        "dpa4c": "deepmd_ema.families.dpa4c:FAMILY",
         "hybrid": "deepmd_ema.families.hybrid:FAMILY",
     },
     group="deepmd_ema.descriptors",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 _SETTINGS = ("rcut", "rcut_smth", "protection", "dtype")
 MIN_SPREAD = 1e-2  # of the environment, as DeePMD-kit has it
 SPREAD_UNSEEN = 1e-1  # of the environment of a type that the data do not hold
+
+
+@runtime_checkable
+class HasRadialRange(Protocol):
+    """A module whose nets are not functions of an environment matrix."""
+
+    def radial_range(self, min_distance: float) -> tuple[float, float]:
+        """Return the least and the largest number of pairs at which they are evaluated."""
 
 
 class EnvironmentStatistics:
@@ -166,12 +174,16 @@ def has_equal_slots(model: nn.Module) -> bool:
 
 
 def radial_range(module: nn.Module, min_distance: float) -> tuple[float, float]:
-    """Return the least and the largest number in the first column of the normalised environment matrix of a module.
+    """Return the least and the largest number of pairs at which the nets of a module are evaluated.
+
+    It is that of the first column of the normalised environment matrix, or what the module says.
 
     Args:
-        module: with the buffers of ``add_normalisation``, its cutoffs and its protection.
+        module: with ``radial_range``, or the buffers of ``add_normalisation``, its cutoffs and its protection.
         min_distance: of two atoms, angstrom.
     """
+    if isinstance(module, HasRadialRange):
+        return module.radial_range(min_distance)
     rcut, rcut_smth, protection, _ = (getattr(module, name) for name in _SETTINGS)
     mean, spread = (module.get_buffer(name)[..., 0].double() for name in ("mean", "stddev"))
     distance = torch.tensor([min_distance], dtype=torch.float64, device=mean.device)

@@ -20,7 +20,7 @@ from deepmd_ema.model.interpolation.series import (
     transform,
 )
 from deepmd_ema.model.interpolation.sums import DirectSum, NeighborSum
-from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.nn.layers import RadialFunctions
 
 if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
@@ -85,7 +85,7 @@ class Interpolation(nn.Module):
         self,
         left: Tensor,
         s: Tensor,
-        net: Network,
+        net: RadialFunctions,
         beside: Tensor | None = None,
         which: int = 0,
         in_place: bool = True,
@@ -108,7 +108,7 @@ class Interpolation(nn.Module):
         self,
         left: Tensor,
         s: Tensor,
-        net: Network,
+        net: RadialFunctions,
         beside: Tensor | None = None,
         further: Tensor | None = None,
         in_place: bool = True,
@@ -121,7 +121,7 @@ class Interpolation(nn.Module):
         made, beyond, terms, error = fit(net, beside, centre.unsqueeze(0), half, constants, self.max_error, further)
         # evaluations without gradients may be of averaged weights, whose number must not change the training
         if not torch.compiler.is_dynamo_compiling() and (torch.is_grad_enabled() or self.recording):
-            self.direct_numbers += s.numel() * sum(layer.weight.shape[1] for layer in net.layers)
+            self.direct_numbers += s.numel() * net.numbers_per_row
             self.evaluated_sites += terms if beside is None else terms * len(beside)
             self.needed = max(self.needed, MAX_TERMS + MULTIPLE if made is None else self._enough(terms, error))
         return DirectSum(left, s, net, beside) if made is None else made.sum(left, s, in_place), beyond

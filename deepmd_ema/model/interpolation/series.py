@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.model.interpolation.sums import NeighborSum, inputs_at
-from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.nn.layers import RadialFunctions
 
 # A atoms, K neighbor slots, C columns of what is summed, M channels of the net, N polynomials, P panels, F functions
 
@@ -133,7 +133,7 @@ class Series:
 
 
 def fit(
-    net: Network,
+    net: RadialFunctions,
     beside: Tensor | None,
     centres: Tensor,
     half: Tensor,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.nn.layers import RadialFunctions
 
 # A atoms, K neighbor slots, C columns of what is summed, M channels of the net, F functions
 
@@ -49,7 +49,7 @@ class DirectSum(NeighborSum):
         beside: (F, inputs) further inputs of each function; None: it has no other.
     """
 
-    def __init__(self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None) -> None:
+    def __init__(self, left: Tensor, s: Tensor, net: RadialFunctions, beside: Tensor | None) -> None:
         x = s[..., None, None]
         if beside is not None:
             further = beside.to(s.dtype).expand(*s.shape, *beside.shape)

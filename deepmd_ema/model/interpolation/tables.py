@@ -24,7 +24,7 @@ from deepmd_ema.model.interpolation.series import (
     transform,
 )
 from deepmd_ema.model.interpolation.sums import DirectSum, NeighborSum
-from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.nn.layers import RadialFunctions
 
 # A atoms, K neighbor slots, C columns of what is summed, M channels of the net, F functions, D slots of which some are
 # evaluated directly
@@ -100,7 +100,7 @@ class Tables:
         self.low, self.high, self.precision, self.min_pairs = low - margin, high + margin, precision, min_pairs
         self.sealed = False
         self._padding: Remembered[list[Tensor]] = Remembered()
-        self._tables: dict[tuple[Network, int], Remembered[Table]] = {}  # a copy has copies of the nets here
+        self._tables: dict[tuple[RadialFunctions, int], Remembered[Table]] = {}  # a copy has copies of the nets here
 
     @property
     def made(self) -> list[Series]:
@@ -122,7 +122,7 @@ class Tables:
         return self._padding.get(tensors, make, not self.sealed)
 
     def sum(
-        self, left: Tensor, s: Tensor, net: Network, beside: Tensor | None, which: int, in_place: bool = True
+        self, left: Tensor, s: Tensor, net: RadialFunctions, beside: Tensor | None, which: int, in_place: bool = True
     ) -> NeighborSum:
         """Return ``sum_k left[k] net(s_k)`` for `Interpolation.forward`, which has the same arguments."""
         if torch.is_grad_enabled() and any(p.requires_grad for p in net.parameters()):
@@ -171,7 +171,7 @@ class SplitSum(NeighborSum):
 
 
 def make_table(
-    net: Network, beside: Tensor | None, low: float, high: float, precision: torch.dtype, like: Tensor
+    net: RadialFunctions, beside: Tensor | None, low: float, high: float, precision: torch.dtype, like: Tensor
 ) -> Table:
     """Return the table of a net with the fewest terms whose error over the whole range is allowed.
 

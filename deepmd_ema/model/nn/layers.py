@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +109,23 @@ def module_list(modules: Iterable[ModuleT]) -> Sequence[ModuleT]:
     return cast("Sequence[ModuleT]", nn.ModuleList(modules))
 
 
+class RadialFunctions(Protocol):
+    """A network whose first input is a number of each pair of atoms, which may be interpolated."""
+
+    @property
+    def numbers_per_row(self) -> int:
+        """Return the numbers that its layers have for a row of inputs."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the output (..., M) of inputs (..., N), in their precision."""
+
+    def value_and_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output (..., M) and its derivative (..., M) with respect to the first input."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters."""
+
+
 class Network(nn.Module):
     """Dense layers one after the other.
 
@@ -149,6 +166,11 @@ class Network(nn.Module):
         tanhs = [one.activation.name == "tanh" and one.bias is not None for one in hidden]
         self.is_tanh = all(tanhs) and not hidden[0].copies and all(one.idt is None for one in hidden)
         self.is_scalar_tanh = num_out == 1 and bias and all(tanhs[:-1])
+
+    @property
+    def numbers_per_row(self) -> int:
+        """Number of outputs of all layers."""
+        return sum(layer.weight.shape[1] for layer in self.layers)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output (B, M)."""
