@@ -13,7 +13,7 @@ import common
 
 MODELS = common.ROOT / "benchmarks" / "models.json"
 CASES = common.ROOT / "benchmarks" / "speed.json"
-FITTING = [120, 120, 120]
+FITTING = {"neuron": [120, 120, 120], "resnet_dt": True}
 MAX_ATOMS = 64 * 192  # atoms in all frames of a system
 MAX_FRAMES = 64  # of a system: batches of 1 to 64 divide them, so that all are full
 DOUBLED = (2, 1, 1)  # the cells of the example have 96 atoms
@@ -26,7 +26,7 @@ class Case:
     Attributes:
         name: in tables.
         descriptor: section ``model.descriptor``.
-        fitting: neurons of the fitting net.
+        fitting: section ``model.fitting_net``.
         times: how often the cells of the example are repeated along their vectors.
         precision: of descriptor and fitting net.
         batch: frames per step.
@@ -35,7 +35,7 @@ class Case:
 
     name: str
     descriptor: dict[str, Any]
-    fitting: list[int]
+    fitting: dict[str, Any]
     times: tuple[int, int, int]
     precision: str
     batch: int
@@ -138,8 +138,7 @@ def input_of(case: Case, args: argparse.Namespace, **training: Any) -> dict[str,
     config["training"] |= {"numb_steps": 10**7, "training_data": {"systems": [str(system)], "batch_size": case.batch}}
     config["training"] |= training
     config["learning_rate"] = {"type": "exp", "start_lr": 1e-4, "stop_lr": 1e-5, "decay_steps": 10**5}
-    net = {"neuron": case.fitting, "resnet_dt": True}
-    config["model"] |= {"descriptor": copy.deepcopy(case.descriptor), "fitting_net": net}
+    config["model"] |= {"descriptor": copy.deepcopy(case.descriptor), "fitting_net": copy.deepcopy(case.fitting)}
     return common.with_precision(config, case.precision)
 
 

@@ -41,7 +41,7 @@ class Geometry(NamedTuple):
     """Envelopes and harmonics of pairs of atoms, in the precision of the descriptor.
 
     Attributes:
-        rows: (A, K, Q), the envelope, then the squared envelope times the harmonics from degree 1 on.
+        rows: (A, Q, K), the envelope, then the squared envelope times the harmonics from degree 1 on.
         distance: (A, K) angstrom, at most the cutoff.
         masses: (A, 2) sums of the second and fourth powers of the envelopes.
     """
@@ -53,13 +53,14 @@ class Geometry(NamedTuple):
     @classmethod
     def of(cls, vector: Tensor, config: DPA4CConfig, dropped: Tensor | None) -> Geometry:
         """Return those of vectors (A, K, 3) without the pairs ``dropped`` (A, K)."""
-        length = (vector.square().sum(-1) + EPS**2).sqrt()
+        vector = vector.movedim(-1, 0).contiguous()  # operations are on numbers that are next to each other
+        length = (vector.square().sum(0) + EPS**2).sqrt()
         envelope = cutoff_envelope(length, config.rcut, ENVELOPE_EXPONENT)
         if dropped is not None:
             envelope = envelope.masked_fill(dropped, 0)
         squared = envelope * envelope
-        angular = torch.stack(harmonics(vector / length[..., None], config.lmax), -1)
-        rows = torch.cat([envelope[..., None], squared[..., None] * angular], -1)
+        angular = torch.stack(harmonics(vector / length, config.lmax), 1)
+        rows = torch.cat([envelope[:, None], squared[:, None] * angular], 1)
         masses = torch.stack([squared.sum(1), squared.square().sum(1)], 1)
         return cls(rows, length.clamp(max=config.rcut), masses)
 
@@ -191,9 +192,8 @@ class DPA4CDescriptor(UsesOperations):
                 mix = (of_pair @ own.mix.flatten(2)).unflatten(-1, own.mix.shape[2:])
                 amplitude = amplitude + (mix * radial[..., None, section.channels :]).sum(-1)
         amplitude = amplitude.to(self.dtype)
-        rows = geometry.rows.transpose(1, 2)
-        scalar = torch.bmm(rows[:, :1], amplitude)[:, 0]
-        higher = torch.bmm(rows[:, 1:], amplitude[..., : widths[1]])
+        scalar = torch.bmm(geometry.rows[:, :1], amplitude)[:, 0]
+        higher = torch.bmm(geometry.rows[:, 1:], amplitude[..., : widths[1]])
         return self._products(scalar, higher, geometry.masses)
 
     def _invariants_by_species(self, batch: Batch, species: list[int]) -> tuple[Tensor, Vjp]:
@@ -207,8 +207,9 @@ class DPA4CDescriptor(UsesOperations):
             return tuple(Geometry.of(vector.to(self.dtype), self.section, dropped))
 
         (rows, distance, masses), back = cast("Any", torch.func.vjp(geometry, batch.vector))
-        of_type = (batch.neighbor_type[..., None] == torch.tensor(species, device=rows.device)).to(rows)
-        left = (rows[..., None] * of_type[:, :, None]).flatten(2)  # A, K, Q S
+        kinds = torch.tensor(species, device=rows.device)[:, None]
+        of_type = (batch.neighbor_type[:, None] == kinds).to(rows)[:, None]  # A, 1, S, K
+        left = (rows[:, :, None] * of_type).flatten(1, 2).transpose(1, 2)  # A, K, Q S
         if self.interpolation.serves(batch):
             sums = self.interpolation(left, distance, self.radial, in_place=self.ops.is_for_cpu)
         else:
@@ -222,7 +223,8 @@ class DPA4CDescriptor(UsesOperations):
         def vjp(grad_features: Tensor) -> Tensor:
             by_value, by_plain, by_masses = of_sums(grad_features)
             by_left, by_distance = sums.vjp(by_value)
-            by_rows = ((by_left + by_plain[:, None]).unflatten(2, (-1, len(species))) * of_type[:, :, None]).sum(-1)
+            by_left = (by_left + by_plain[:, None]).transpose(1, 2).unflatten(1, (-1, len(species)))
+            by_rows = (by_left * of_type).sum(2)
             return cast("Tensor", back((by_rows, by_distance, by_masses))[0])
 
         return found, vjp

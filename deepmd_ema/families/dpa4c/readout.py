@@ -33,10 +33,10 @@ def harmonics(u: Tensor, lmax: int) -> list[Tensor]:
     Those of a degree have ``sum_m B_m(u) B_m(v) = P_l(u v)`` for unit vectors; of others they are homogeneous.
 
     Args:
-        u: (..., 3) directions.
+        u: (3, ...) directions.
         lmax: L, at most 4.
     """
-    x, y, z = u.unbind(-1)
+    x, y, z = u.unbind(0)
     xx, yy, zz = x * x, y * y, z * z
     rr = xx + yy + zz
     root = math.sqrt
@@ -76,7 +76,7 @@ def couplings(lmax: int) -> dict[Triple, Tensor]:
     angles = 2 * np.pi * np.arange(2 * QUADRATURE) / (2 * QUADRATURE)
     radii = np.sqrt(1 - heights**2)[:, None]
     points = np.stack([radii * np.cos(angles), radii * np.sin(angles), heights[:, None] + 0 * angles], -1)
-    basis = torch.stack(harmonics(torch.from_numpy(points.reshape(-1, 3)), lmax), -1).numpy()
+    basis = torch.stack(harmonics(torch.from_numpy(points.reshape(-1, 3).T), lmax), -1).numpy()
     blocks = [basis[:, degree**2 - 1 : (degree + 1) ** 2 - 1] for degree in range(1, lmax + 1)]
     weight = np.repeat(weights, len(angles))
     found = {}
