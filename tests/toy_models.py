@@ -135,8 +135,8 @@ def disturb(model, seed=5):
             parameter.copy_((4 * draw(parameter) - 2) * parameter.shape[-2 if parameter.ndim > 1 else 0] ** -0.5)
     for name, buffer in model.named_buffers():
         leaf = name.rpartition(".")[2]
-        if leaf in ("mean", "stddev") and buffer.ndim == 1:  # of features
-            buffer.copy_((0.05 if leaf == "mean" else 0.7) * (1 + draw(buffer)))
+        if leaf in ("feature_mean", "feature_spread"):
+            buffer.copy_((0.05 if leaf == "feature_mean" else 0.7) * (1 + draw(buffer)))
         elif leaf == "mean":
             if _mean_stays_zero(_owner(model.descriptor, buffer).section):
                 continue

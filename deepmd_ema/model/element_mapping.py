@@ -35,6 +35,7 @@ _AXES = (
     (r"fitting\.(.*\.)?bias_atom_e", 0),
     (_STATISTICS, 0),
     (rf"descriptor\.(.*\.)?{re.escape(_TYPE_EMBEDDING)}", 0),
+    (r"descriptor\.(.*\.)?adam_type_embedding", 0),
 )
 _OF_NETWORK = re.compile(
     r"(?P<nets>descriptor\.(?:.*\.)?embeddings|fitting\.(?:.*\.)?nets)\.(?P<number>\d+)\.(?P<tensor>.*)"

@@ -74,14 +74,14 @@ class DPA4CDescriptor(UsesOperations):
         seed: of the initial parameters when the section has none.
 
     Attributes:
-        mean: (D,) buffer, subtracted from the features.
-        stddev: (D,) buffer, by which they are divided.
+        feature_mean: (D,) buffer, subtracted from the features.
+        feature_spread: (D,) buffer, by which they are divided.
     """
 
     mixed_types = True
     passes_messages = False
-    mean: Tensor
-    stddev: Tensor
+    feature_mean: Tensor
+    feature_spread: Tensor
 
     def __init__(self, config: DPA4CConfig, num_types: int, seed: int) -> None:
         super().__init__()
@@ -94,8 +94,8 @@ class DPA4CDescriptor(UsesOperations):
         self.pair_film = PairNetwork(config, source.part("pairs"))
         self.readout = InvariantReadout(config, source.part("readout"))
         self.interpolation = Interpolation(config.interpolate, self.dtype, 3 * gated_width(config.channels))
-        self.register_buffer("mean", torch.zeros(self.dim_out, dtype=self.dtype))
-        self.register_buffer("stddev", torch.ones(self.dim_out, dtype=self.dtype))
+        self.register_buffer("feature_mean", torch.zeros(self.dim_out, dtype=self.dtype))
+        self.register_buffer("feature_spread", torch.ones(self.dim_out, dtype=self.dtype))
         freeze(self, config.trainable)
 
     @property
@@ -145,8 +145,8 @@ class DPA4CDescriptor(UsesOperations):
         smallest = np.finfo(np.float32).tiny if self.dtype == torch.float32 else np.finfo(np.float64).tiny
         scale[~(scale > smallest)] = 1.0
         number = len(scale)
-        self.mean[:number] = torch.as_tensor(mean)
-        self.stddev[:number] = torch.as_tensor(scale)
+        self.feature_mean[:number] = torch.as_tensor(mean)
+        self.feature_spread[:number] = torch.as_tensor(scale)
 
     def stat_settings(self) -> Mapping[str, Any]:
         """Return no settings: the name of the sums holds them."""
@@ -170,8 +170,8 @@ class DPA4CDescriptor(UsesOperations):
             found, vjp = with_vjp(lambda vector: self._invariants(vector, batch), batch.vector)
         number = found.shape[1]
         own = pick(self.type_embedding(), batch.atom_type)
-        features = (torch.cat([found, own], 1) - self.mean) / self.stddev
-        scale = self.stddev[:number]
+        features = (torch.cat([found, own], 1) - self.feature_mean) / self.feature_spread
+        scale = self.feature_spread[:number]
         return features, lambda grad: vjp(grad[:, :number] / scale)
 
     def _invariants(self, vector: Tensor, batch: Batch) -> Tensor:

@@ -78,7 +78,7 @@ class DPA4CTree(PartTree):
                 VARIABLES: {},
             },
             "readout": _readout_tree(part.readout, {**chosen(options, ("channels", "lmax")), **common}),
-            VARIABLES: {"mean": array(part.mean), "stddev": array(part.stddev)},
+            VARIABLES: {"mean": array(part.feature_mean), "stddev": array(part.feature_spread)},
         }
 
     def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:

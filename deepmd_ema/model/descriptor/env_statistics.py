@@ -169,8 +169,7 @@ def has_equal_slots(model: nn.Module) -> bool:
 
     Statistics of this program are equal; those in files of others may differ from slot to slot.
     """
-    named = model.named_buffers()
-    tables = [table for name, table in named if name.rpartition(".")[2] in ("mean", "stddev") and table.ndim == 3]
+    tables = [table for name, table in model.named_buffers() if name.rpartition(".")[2] in ("mean", "stddev")]
     return all(bool((table == table[:, :1]).all()) for table in tables)
 
 
