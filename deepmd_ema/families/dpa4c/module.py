@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.families.dpa4.initial import cutoff_envelope
 from deepmd_ema.families.dpa4.layers import Source, TypeTable
+from deepmd_ema.families.dpa4c.geometry import PairGeometry
 from deepmd_ema.families.dpa4c.radial import PairNetwork, PairTables, RadialNetwork, gated_width
-from deepmd_ema.families.dpa4c.readout import InvariantReadout, harmonics
+from deepmd_ema.families.dpa4c.readout import InvariantReadout
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.sums import DirectSum
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
-from deepmd_ema.model.ops.reference import UsesOperations, with_vjp
+from deepmd_ema.model.ops.reference import UsesOperations
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
@@ -30,39 +30,9 @@ if TYPE_CHECKING:
 
 # A atoms, K neighbor slots, T types, S of them of the neighbors in a batch, C channels, M with modes, Q harmonics
 
-ENVELOPE_EXPONENT = 5
-EPS = 1e-7  # angstrom
 FLOOR = 0.25  # added to sums of envelopes before they are divided by
 NUM_MASSES = 2
 MAX_SPECIES = 8  # elements of a batch up to which sums over neighbors are kept apart by element
-
-
-class Geometry(NamedTuple):
-    """Envelopes and harmonics of pairs of atoms, in the precision of the descriptor.
-
-    Attributes:
-        rows: (A, Q, K), the envelope, then the squared envelope times the harmonics from degree 1 on.
-        distance: (A, K) angstrom, at most the cutoff.
-        masses: (A, 2) sums of the second and fourth powers of the envelopes.
-    """
-
-    rows: Tensor
-    distance: Tensor
-    masses: Tensor
-
-    @classmethod
-    def of(cls, vector: Tensor, config: DPA4CConfig, dropped: Tensor | None) -> Geometry:
-        """Return those of vectors (A, K, 3) without the pairs ``dropped`` (A, K)."""
-        vector = vector.movedim(-1, 0).contiguous()  # operations are on numbers that are next to each other
-        length = (vector.square().sum(0) + EPS**2).sqrt()
-        envelope = cutoff_envelope(length, config.rcut, ENVELOPE_EXPONENT)
-        if dropped is not None:
-            envelope = envelope.masked_fill(dropped, 0)
-        squared = envelope * envelope
-        angular = torch.stack(harmonics(vector / length, config.lmax), 1)
-        rows = torch.cat([envelope[:, None], squared[:, None] * angular], 1)
-        masses = torch.stack([squared.sum(1), squared.square().sum(1)], 1)
-        return cls(rows, length.clamp(max=config.rcut), masses)
 
 
 class DPA4CDescriptor(UsesOperations):
@@ -90,6 +60,7 @@ class DPA4CDescriptor(UsesOperations):
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         source = Source(seed_for("dpa4c", seed if config.seed is None else config.seed), self.dtype)
         self.type_embedding = TypeTable(num_types, config.channels, source.part("elements"))
+        self.geometry = PairGeometry(config.rcut, config.lmax, self.dtype)
         self.radial = RadialNetwork(config, source.part("radial"))
         self.pair_film = PairNetwork(config, source.part("pairs"))
         self.readout = InvariantReadout(config, source.part("readout"))
@@ -122,7 +93,7 @@ class DPA4CDescriptor(UsesOperations):
     @torch.no_grad()
     def measure(self, batch: Batch) -> Sums:
         """Return counts, sums and sums of squares (G, 3) of the features but the embeddings of the elements."""
-        features = self._invariants(batch.vector, batch).double()
+        features = self._invariants(batch)[0].double()
         count = torch.full_like(features[0], len(features))
         sums = torch.stack([count, features.sum(0), features.square().sum(0)], 1)
         return {self.sum_names[0]: sums.numpy()}
@@ -167,49 +138,53 @@ class DPA4CDescriptor(UsesOperations):
         if is_apart and len(species) <= MAX_SPECIES:
             found, vjp = self._invariants_by_species(batch, species)
         else:
-            found, vjp = with_vjp(lambda vector: self._invariants(vector, batch), batch.vector)
+            found, vjp = self._invariants(batch)
         number = found.shape[1]
         own = pick(self.type_embedding(), batch.atom_type)
         features = (torch.cat([found, own], 1) - self.feature_mean) / self.feature_spread
         scale = self.feature_spread[:number]
         return features, lambda grad: vjp(grad[:, :number] / scale)
 
-    def _invariants(self, vector: Tensor, batch: Batch) -> Tensor:
-        """Return the features (A, G) without the embeddings of the elements, from the vectors (A, K, 3).
+    def _invariants(self, batch: Batch) -> tuple[Tensor, Vjp]:
+        """Return the features (A, G) without the embeddings of the elements, and their vector-Jacobian product.
 
         Amplitudes are computed for each pair of atoms.
         """
+        geometry, back = self.geometry(batch.vector, _dropped(self.excluded, batch))
+
+        def features(rows: Tensor, distance: Tensor, masses: Tensor) -> Tensor:
+            return self._of_pairs(rows, distance, masses, batch)
+
+        found, of_pairs = cast("Any", torch.func.vjp(features, *geometry))
+        return found, lambda grad_features: back(*of_pairs(grad_features))
+
+    def _of_pairs(self, rows: Tensor, distance: Tensor, masses: Tensor, batch: Batch) -> Tensor:
+        """Return the features (A, G) from the numbers of pairs."""
         section, widths = self.section, self.section.widths
-        geometry = Geometry.of(vector.to(self.dtype), section, self._dropped(batch))
         tables = self.pair_film(self.type_embedding())
         own = _of_centres(tables, batch.atom_type)
-        is_reduced = section.use_amp and self.training and vector.is_cuda
+        is_reduced = section.use_amp and self.training and rows.is_cuda
         with torch.autocast("cuda", torch.bfloat16, enabled=is_reduced):
-            radial = self.radial(geometry.distance[..., None])
+            radial = self.radial(distance[..., None])
             of_pair = one_hot(batch.neighbor_type, self.num_types, self.dtype)
             amplitude = radial[..., : section.channels] * (of_pair @ own.scale) + of_pair @ own.shift
             if own.mix is not None:
                 mix = (of_pair @ own.mix.flatten(2)).unflatten(-1, own.mix.shape[2:])
                 amplitude = amplitude + (mix * radial[..., None, section.channels :]).sum(-1)
         amplitude = amplitude.to(self.dtype)
-        scalar = torch.bmm(geometry.rows[:, :1], amplitude)[:, 0]
-        higher = torch.bmm(geometry.rows[:, 1:], amplitude[..., : widths[1]])
-        return self._products(scalar, higher, geometry.masses)
+        scalar = torch.bmm(rows[:, :1], amplitude)[:, 0]
+        higher = torch.bmm(rows[:, 1:], amplitude[..., : widths[1]])
+        return self._products(scalar, higher, masses)
 
     def _invariants_by_species(self, batch: Batch, species: list[int]) -> tuple[Tensor, Vjp]:
         """Return the same and their vector-Jacobian product, from sums over the neighbors of each element.
 
         The network of the distance then has one output for all pairs of elements.
         """
-        dropped = self._dropped(batch)
-
-        def geometry(vector: Tensor) -> tuple[Tensor, ...]:
-            return tuple(Geometry.of(vector.to(self.dtype), self.section, dropped))
-
-        (rows, distance, masses), back = cast("Any", torch.func.vjp(geometry, batch.vector))
+        (rows, distance, masses), back = self.geometry(batch.vector, _dropped(self.excluded, batch))
         kinds = torch.tensor(species, device=rows.device)[:, None]
-        of_type = (batch.neighbor_type[:, None] == kinds).to(rows)[:, None]  # A, 1, S, K
-        left = (rows[:, :, None] * of_type).flatten(1, 2).transpose(1, 2)  # A, K, Q S
+        of_type = (batch.neighbor_type[:, None] == kinds).to(rows)  # A, S, K
+        left = (rows[:, :, None] * of_type[:, None]).flatten(1, 2).transpose(1, 2)  # A, K, Q S
         if self.interpolation.serves(batch):
             sums = self.interpolation(left, distance, self.radial, in_place=self.ops.is_for_cpu)
         else:
@@ -218,27 +193,26 @@ class DPA4CDescriptor(UsesOperations):
         def products(value: Tensor, plain: Tensor, masses: Tensor) -> Tensor:
             return self._of_sums(value, plain, masses, batch, species)
 
-        found, of_sums = cast("Any", torch.func.vjp(products, sums.value, left.sum(1), masses))
+        plain = torch.bmm(rows, of_type.transpose(1, 2))
+        found, of_sums = cast("Any", torch.func.vjp(products, sums.value, plain, masses))
 
         def vjp(grad_features: Tensor) -> Tensor:
             by_value, by_plain, by_masses = of_sums(grad_features)
             by_left, by_distance = sums.vjp(by_value)
-            by_left = (by_left + by_plain[:, None]).transpose(1, 2).unflatten(1, (-1, len(species)))
-            by_rows = (by_left * of_type).sum(2)
-            return cast("Tensor", back((by_rows, by_distance, by_masses))[0])
+            by_rows = torch.bmm(by_plain, of_type)
+            parts = by_left.transpose(1, 2).unflatten(1, (-1, len(species))).unbind(2)
+            for part, mask in zip(parts, of_type.unbind(1)):
+                by_rows = torch.addcmul(by_rows, part, mask[:, None])
+            return cast("Tensor", back(by_rows, by_distance, by_masses))
 
         return found, vjp
-
-    def _dropped(self, batch: Batch) -> Tensor | None:
-        """Return the pairs (A, K) that do not see each other, or None."""
-        return self.excluded(batch, batch.within()) if self.excluded.any else None
 
     def _of_sums(self, value: Tensor, plain: Tensor, masses: Tensor, batch: Batch, species: list[int]) -> Tensor:
         """Return the features (A, G) from sums over the neighbors of each element.
 
         Args:
             value: (A, Q S, M) of rows times channels and modes.
-            plain: (A, Q S) of rows.
+            plain: (A, Q, S) of rows.
             masses: (A, 2).
             batch: for the elements of the atoms.
             species: S elements of neighbors.
@@ -249,7 +223,7 @@ class DPA4CDescriptor(UsesOperations):
             mix = None if tables.mix is None else tables.mix[:, species]
             tables = PairTables(tables.scale[:, species], tables.shift[:, species], mix)
         scale, shift, mix = _of_centres(tables, batch.atom_type)
-        value, plain = value.unflatten(1, (-1, number)), plain.unflatten(1, (-1, number))  # A, Q, S, M
+        value = value.unflatten(1, (-1, number))  # A, Q, S, M
         amplitude, modes = value[..., :channels], value[..., channels:]
 
         def moments(first: int, last: int | None, width: int) -> Tensor:
@@ -277,6 +251,11 @@ class DPA4CDescriptor(UsesOperations):
         parts = higher.split([2 * degree + 1 for degree in range(1, len(widths))], 1)
         moments = [part[..., :width] for part, width in zip(parts, widths[1:])]
         return torch.cat([self.readout(scalar / divisors[:, :1], moments), divisors], 1)
+
+
+def _dropped(excluded: ExcludedPairs, batch: Batch) -> Tensor | None:
+    """Return the pairs (A, K) that do not see each other, or None."""
+    return excluded(batch, batch.within()) if excluded.any else None
 
 
 def _species(batch: Batch, num_types: int) -> list[int]:

@@ -27,16 +27,16 @@ NEGLIGIBLE = 1e-14
 QUADRATURE = 8  # nodes of the polar angle: exact for products of three harmonics of degree 4
 
 
-def harmonics(u: Tensor, lmax: int) -> list[Tensor]:
+def harmonics(u: Sequence[Tensor], lmax: int) -> list[Tensor]:
     """Return the harmonics of degrees 1 to L of directions, one after the other, each without the dimension of u.
 
     Those of a degree have ``sum_m B_m(u) B_m(v) = P_l(u v)`` for unit vectors; of others they are homogeneous.
 
     Args:
-        u: (3, ...) directions.
+        u: x, y and z of directions.
         lmax: L, at most 4.
     """
-    x, y, z = u.unbind(0)
+    x, y, z = u
     xx, yy, zz = x * x, y * y, z * z
     rr = xx + yy + zz
     root = math.sqrt
@@ -72,13 +72,9 @@ def couplings(lmax: int) -> dict[Triple, Tensor]:
 
     Their norm is 1, and their first number is positive.
     """
-    heights, weights = np.polynomial.legendre.leggauss(QUADRATURE)
-    angles = 2 * np.pi * np.arange(2 * QUADRATURE) / (2 * QUADRATURE)
-    radii = np.sqrt(1 - heights**2)[:, None]
-    points = np.stack([radii * np.cos(angles), radii * np.sin(angles), heights[:, None] + 0 * angles], -1)
-    basis = torch.stack(harmonics(torch.from_numpy(points.reshape(-1, 3).T), lmax), -1).numpy()
+    points, weight = sphere()
+    basis = torch.stack(harmonics(points.unbind(0), lmax), -1).numpy()
     blocks = [basis[:, degree**2 - 1 : (degree + 1) ** 2 - 1] for degree in range(1, lmax + 1)]
-    weight = np.repeat(weights, len(angles))
     found = {}
     for degrees in triples(lmax):
         one, two, three = (blocks[degree - 1] for degree in degrees)
@@ -87,6 +83,15 @@ def couplings(lmax: int) -> dict[Triple, Tensor]:
         first = tensor.flat[np.flatnonzero(np.abs(tensor) > NEGLIGIBLE)[0]]
         found[degrees] = torch.from_numpy(np.copysign(1.0, first) * np.where(np.abs(tensor) > NEGLIGIBLE, tensor, 0.0))
     return found
+
+
+def sphere() -> tuple[Tensor, np.ndarray]:
+    """Return points (3, P) of a sphere with their weights (P,), float64."""
+    heights, weights = np.polynomial.legendre.leggauss(QUADRATURE)
+    angles = 2 * np.pi * np.arange(2 * QUADRATURE) / (2 * QUADRATURE)
+    radii = np.sqrt(1 - heights**2)[:, None]
+    points = np.stack([radii * np.cos(angles), radii * np.sin(angles), heights[:, None] + 0 * angles])
+    return torch.from_numpy(points.reshape(3, -1)), np.repeat(weights, len(angles))
 
 
 def distinct_products(degrees: Triple, ranks: Sequence[int]) -> tuple[list[int], list[float]]:

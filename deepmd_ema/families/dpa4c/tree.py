@@ -8,7 +8,8 @@ from typing import Any, ClassVar, cast
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.families.dpa4.layers import Dense
-from deepmd_ema.families.dpa4c.module import ENVELOPE_EXPONENT, DPA4CDescriptor
+from deepmd_ema.families.dpa4c.geometry import EXPONENT
+from deepmd_ema.families.dpa4c.module import DPA4CDescriptor
 from deepmd_ema.families.dpa4c.radial import PAIR_SCALE, GatedNetwork
 from deepmd_ema.families.dpa4c.readout import InvariantReadout
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
@@ -60,7 +61,7 @@ class DPA4CTree(PartTree):
                 "@version": 1,
                 "config": {
                     **chosen(options, ("rcut", "basis_type", "n_radial")),
-                    "exponent": ENVELOPE_EXPONENT,
+                    "exponent": EXPONENT,
                     "apply_envelope": False,
                     "precision": common["precision"],
                 },
