@@ -9,6 +9,8 @@ from golden.make_dpa4c import CASES, FITTINGS, TYPE_MAP, direction, frames, weig
 from toy_models import batch_of
 
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.infer.load import load_model
+from deepmd_ema.infer.potential import Potential
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.ops.reference import REFERENCE, use_operations
 
@@ -85,3 +87,13 @@ def test_energies_forces_virials_and_gradients_are_those_of_deepmd_kit(case, way
         projected, size = expected["gradients"][name]
         found = float((gradient.numpy() * direction(name, gradient.shape)).sum())
         assert abs(found - projected) <= GRADIENTS * max(size, 1e-6), name
+
+
+@pytest.mark.parametrize(("file", "case"), [("dpa4c.dp", "degree_4"), ("dpa4c.pt", "small")])
+def test_files_of_deepmd_kit_give_its_numbers(file, case):
+    loaded = load_model(Path(__file__).parent / "golden" / file)
+    coord, kinds, box = frames()
+    found = Potential(loaded, device="cpu").evaluate(coord[:1], kinds, box[:1])
+    expected = GOLDEN[case]
+    assert_close(torch.from_numpy(found.energy), [expected["energy"]], VALUES)
+    assert_close(torch.from_numpy(found.force[0]), expected["force"], VALUES)

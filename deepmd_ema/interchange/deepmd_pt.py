@@ -308,12 +308,16 @@ def _is_weight(name: str, tensor: Any) -> bool:
     """Whether a tensor is one of the arrays of a tree: no mask, no list of places, nothing compressed."""
     if not isinstance(tensor, Tensor) or not _is_read(tensor):
         return False
-    return "._networks." not in name and name.rpartition(".")[2] not in (
+    second = "._networks.", ".nets.networks."  # names of networks that have another one, too
+    return not any(part in name for part in second) and name.rpartition(".")[2] not in (
         "min_nbor_dist",
         "_min_nbor_dist",
         "default_fparam_tensor",
         "econf_tebd",  # of the elements, not of the training
         "atomic_numbers",
+        "gram_scale",  # numbers that are those of all descriptors dpa4c
+        "bispectrum_coupling",
+        "probe_scale",
     )
 
 

@@ -1,6 +1,7 @@
 """Write energies, forces, virials and gradients of DeePMD-kit's DPA4C, and its calibration of features.
 
-Run with DeePMD-kit's python: python make_dpa4c.py FOLDER, in which it writes dpa4c.json, and the model dpa4c.dp.
+Run with DeePMD-kit's python: python make_dpa4c.py FOLDER, in which it writes dpa4c.json, and the models
+dpa4c.dp and dpa4c.pt.
 The weights are those of `weights` in this file, which tests import.
 """
 
@@ -24,11 +25,12 @@ CASES = {
     "far": {"rcut": 5.5, "channels": 16, "n_radial": 8, "lmax": 2, "radial_modes": 4},
 }
 FITTINGS = {
+    "small": {"neuron": [6]},
     "degree_4": {"type": "ener", "neuron": [9, 9]},
     "modes": {"neuron": [9, 0]},
     "wide": {"activation_function": "tanh", "neuron": [24]},
 }
-FILE = "degree_4"  # of these, the model that is written
+FILE, CHECKPOINT = "degree_4", "small"  # of these, the models that are written
 TYPE_MAP = ["O", "H", "C"]
 
 
@@ -99,6 +101,10 @@ def main(folder):
                 for name, g in zip(named, gradients)
             },
         }
+        if case == CHECKPOINT:
+            state = {f"model.Default.{name}": tensor for name, tensor in model.state_dict().items()}
+            state["_extra_state"] = {"model_params": params, "train_infos": {"lr": 0.0, "step": 3}}
+            torch.save({"model": state, "optimizer": None}, f"{folder}/dpa4c.pt")
         if case == FILE:
             save_dp_model(f"{folder}/dpa4c.dp", {"model": model.serialize(), "model_def_script": params})
     with open(f"{folder}/dpa4c.json", "w") as file:

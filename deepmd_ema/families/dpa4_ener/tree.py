@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from deepmd_ema.families.ener.tree import EnerTree
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.networks import array
+from deepmd_ema.interchange.dp.networks import Names, array
 
 if TYPE_CHECKING:
     from deepmd_ema.families.dpa4_ener.module import DPA4Fitting
@@ -18,6 +18,10 @@ class DPA4EnerTree(EnerTree):
     """Tree of dpa4_ener."""
 
     has_second_names = False
+    modules: ClassVar[Names] = {
+        "pt": (),
+        "pt_expt": ((r"\.linear\.", "."), (r"\.matrix$", ".w"), (r"\.bias$", ".b")),
+    }
 
     def _entries(self, part: Any, section: Any, common: Tree, ntypes: int) -> Tree:
         """Return the entries of the tree of a fitting network that are not those of ``ener``."""

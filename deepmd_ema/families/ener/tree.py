@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.families.ener.module import EnergyFitting
 from deepmd_ema.families.ener.section import EnerFittingConfig
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.networks import BACKENDS, PartTree, array, chosen, network_trees, precision_of
+from deepmd_ema.interchange.dp.networks import BACKENDS, Names, PartTree, array, chosen, network_trees, precision_of
 
 STATISTICS = ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
 
@@ -18,7 +18,7 @@ STATISTICS = ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
 class EnerTree(PartTree):
     """Tree of ener."""
 
-    modules = dict.fromkeys(BACKENDS, ())
+    modules: ClassVar[Names] = dict.fromkeys(BACKENDS, ())
 
     def write(self, part: EnergyFitting, config: StandardConfig) -> Tree:
         """Return the tree of a fitting network."""
