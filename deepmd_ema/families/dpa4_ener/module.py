@@ -70,7 +70,8 @@ class GatedNetwork(nn.Module):
 
     def evaluate(self, x: Tensor, case: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output (B,) and its gradient with respect to the inputs (B, N)."""
-        value, gradient = with_vjp(lambda inputs: self(inputs, case)[:, 0], x)
+        # not self(...): hooks of sharded networks would take the backward pass in here for that of the step
+        value, gradient = with_vjp(lambda inputs: self.forward(inputs, case)[:, 0], x)
         return value, gradient(torch.ones_like(value))
 
     def forward(self, x: Tensor, case: Tensor | None = None) -> Tensor:
