@@ -12,8 +12,6 @@ from deepmd_ema.families.dpa4.frames import Edges, Frames, pair_degrees, pair_pl
 from deepmd_ema.families.dpa4.grids import GridNet, GridOptions
 from deepmd_ema.families.dpa4.layers import ALMOST_NONE, SMALL, DegreeGate, OrderedNorm, ScalarNorm, Source
 from deepmd_ema.model.nn.layers import module_list
-from deepmd_ema.model.ops.cpu.frame_layers import Layer
-from deepmd_ema.model.ops.reference import UsesOperations
 
 if TYPE_CHECKING:
     from deepmd_ema.families.dpa4.section import DPA4Config
@@ -64,7 +62,7 @@ def _of_streams(drawn: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(drawn.detach().transpose(0, 1).flatten(1).contiguous())
 
 
-class Mixing(UsesOperations):
+class Mixing(nn.Module):
     """Layers in the frames of pairs, and the weights of the streams.
 
     Args:
@@ -78,15 +76,6 @@ class Mixing(UsesOperations):
         lmax, mmax = frames.lmax, frames.mmax
         self.streams, self.width = config.n_focus, config.focus_dim or config.channels
         self.sizes, self.has_bias = frames.sizes, config.mlp_bias
-        # layers that a function of their own evaluates: gates of silu, and nothing else
-        plain = not (config.mlp_bias or config.so2_norm or config.layer_scale or config.s2_activation[0])
-        self.is_fused = (
-            plain
-            and self.streams == 1
-            and lmax > 0
-            and config.mixing_layers > 0
-            and config.activation_function == "silu"
-        )
         layers, found = range(config.mixing_layers), pair_degrees(lmax, mmax)
         on_grid, last = config.s2_activation[0], config.mixing_layers - 1
         act = "silu" if on_grid else config.activation_function
@@ -133,17 +122,15 @@ class Mixing(UsesOperations):
             project: (C, W) map of radial numbers, if W is not C.
             edges: pairs.
         """
-        if self.is_fused:
-            return self.ops.frame_layers(self, x)
         near: Tensor | None = None
         if self.has_bias:  # in the first layer it goes to 0 at the cutoff, with what it is added to
             eye = torch.eye(edges.radial.table.shape[1], dtype=x.dtype, device=x.device)
             radial = edges.radial.map((eye if project is None else project)[None])
             near = (radial * edges.envelope.view(-1, 1)).unflatten(-1, (self.streams, -1)).transpose(0, 1)
-        out = self.evaluate(x, near)
+        out = self._evaluated(x, near)
         return out if self.streams == 1 else self._shared(out, x)
 
-    def evaluate(self, x: Tensor, near: Tensor | None = None) -> Tensor:
+    def _evaluated(self, x: Tensor, near: Tensor | None) -> Tensor:
         """Return the coefficients (E, R, W) after all layers; ``near`` (F, E, C) is a factor of the first bias."""
         of_streams = x.unflatten(-1, (self.streams, -1)).movedim(2, 0)
         parts: Sequence[Tensor] = [part.flatten(2) for part in of_streams.split(self.sizes, 2)]
@@ -152,14 +139,6 @@ class Mixing(UsesOperations):
             scale = None if self.adam_so2_layer_scales is None else self.adam_so2_layer_scales[index]
             parts = self._layer(parts, linear, norm, act, scale, near if index == 0 else None)
         return torch.cat(list(parts), -1).unflatten(-1, (-1, self.width)).movedim(0, 2).flatten(2)
-
-    def weights(self) -> list[Layer]:
-        """Return the weights of the layers, where `is_fused`."""
-        found = []
-        for linear, act in zip(self.so2_linears, self.non_linearities):
-            gates = act.gate_linear.weight if isinstance(act, DegreeGate) else None
-            found.append(Layer([matrix.squeeze(0) for matrix in linear.matrices()], gates))
-        return found
 
     def _shared(self, out: Tensor, before: Tensor) -> Tensor:
         """Return the coefficients times the weights of their streams, by the scalars before the layers."""

@@ -167,10 +167,6 @@ class Operations:
         """Return (A, K, C) from (A, C), as ``gather_neighbors``."""
         return gather_neighbors(node, neighbor, reverse)
 
-    def frame_layers(self, stack: Any, x: Tensor) -> Tensor:
-        """Return the coefficients of pairs (E, R, C) after the layers of a stack; ``x`` are those before."""
-        return cast("Tensor", stack.evaluate(x))
-
     def triple_sums_and_vjp(
         self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

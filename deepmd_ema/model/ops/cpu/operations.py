@@ -14,7 +14,6 @@ from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.ops.cpu import (
     attention,
-    frame_layers,
     gather,
     moments,
     repformer,
@@ -81,12 +80,6 @@ class CPUOperations(Operations):
         if not reverse.shape[1]:
             return super().gather(node, neighbor, reverse)
         return gather.gather(node, neighbor, reverse)
-
-    def frame_layers(self, stack: Any, x: Tensor) -> Tensor:
-        """Return the coefficients of pairs (E, R, C) after the layers of a stack; ``x`` are those before."""
-        if not stack.is_fused or not x.numel():
-            return super().frame_layers(stack, x)
-        return frame_layers.frame_layers(x.flatten(1), stack.weights(), self.numbers_in_cache).view(x.shape)
 
     def triple_sums_and_vjp(
         self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
