@@ -1,5 +1,6 @@
 """Sharded checkpoints: folders to which every rank writes its own rows, with the content of a gathered file."""
 
+import io
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ import pytest
 import torch
 from helpers import FullDisk, assert_same, config_parts, tiny_input, training_parts, write_system
 from parallel_runs import run_ranks, train
+from torch.distributed.checkpoint import metadata
 
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint import shards
@@ -153,6 +155,28 @@ def test_a_table_of_tensors_cannot_run_a_program(tmp_path):
     with pytest.raises(CheckpointError, match=r"\.metadata is not the table of its tensors"):
         checkpoint.load(folder)
     assert not (tmp_path / "was here").exists()
+
+
+class _Attribute:
+    """Is pickled as ``getattr(owner, name)``, as Python 3.11.0 to 3.11.3 pickles a member of an enumeration."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_a_table_written_by_python_3_11_2_is_read():
+    kind = metadata._MEM_FORMAT_ENCODING
+    table = pickle.dumps(_Attribute(kind, "TORCH_PRESERVE_FORMAT"))
+    assert shards._TableUnpickler(io.BytesIO(table)).load() is kind.TORCH_PRESERVE_FORMAT
+
+
+@pytest.mark.parametrize(("owner", "name"), [(metadata.Metadata, "__init__"), (metadata._MEM_FORMAT_ENCODING, "mro")])
+def test_a_table_cannot_take_other_attributes(owner, name):
+    with pytest.raises(pickle.UnpicklingError, match=name):
+        shards._TableUnpickler(io.BytesIO(pickle.dumps(_Attribute(owner, name)))).load()
 
 
 def test_the_head_alone_is_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Mapping
+from enum import EnumMeta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,16 @@ class _TableUnpickler(pickle.Unpickler):
                 return found
         if name in _OF_A_TABLE.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _member(kind: Any, name: str) -> Any:
+    """Return a member of an enumeration of torch: Python 3.11.0 to 3.11.3 pickles it as an attribute of its class."""
+    if isinstance(kind, EnumMeta) and kind.__module__ == metadata.__name__ and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"attribute {name!r} of {kind!r}")
 
 
 def _write_item(name: str, shard: RowShard) -> WriteItem:
