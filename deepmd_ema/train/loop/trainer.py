@@ -12,6 +12,8 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
+
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.dist.launch import END_SIGNALS, handling
@@ -175,7 +177,9 @@ class Trainer:
             task = self.tasks.draw(number)
             with self.times.of("data"):
                 made = next(task.train_loader)
-            with self.times.of("step"):
+            # A GPU's own thread of the backward pass counts the operations of second derivatives apart. The order in
+            # which gradients are added would depend on the steps before, and a restart would not be bitwise.
+            with self.times.of("step"), torch.autograd.set_multithreading_enabled(False):
                 self.interpolation.before_step(number)
                 outcome, batch = self._update(task, made, number)
             self.callback.after_update(self)
