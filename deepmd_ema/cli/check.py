@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.options import add_input
+from deepmd_ema.cli.options import add_device, add_input
 from deepmd_ema.dist.launch import find_launch
 
 SUMMARY = "check an input and the data it names, without training"
@@ -14,7 +14,11 @@ SUMMARY = "check an input and the data it names, without training"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_input(parser)
-    parser.add_argument("--config-only", action="store_true", help="do not read the data that the input names")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--config-only", action="store_true", help="do not read the data that the input names")
+    only.add_argument("--time", action="store_true",
+                      help="also measure some steps, and say how long the run will take")  # fmt: skip
+    add_device(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -49,3 +53,7 @@ def run(args: argparse.Namespace) -> None:
     problems = [problem for report in reports.values() for problem in report.problems]
     if problems:
         raise DataError(problems)
+    if args.time:
+        with loading():
+            from deepmd_ema.train.estimate import measure_steps
+        print("\n".join(measure_steps(config, args.device).lines()))

@@ -1,0 +1,65 @@
+"""``dp-ema init``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from deepmd_ema.cli.loading import loading
+from deepmd_ema.cli.options import add_device, file_to_write, path, positive
+from deepmd_ema.errors import UserError, show_text
+from deepmd_ema.files import atomic_write
+from deepmd_ema.presets import KINDS, SIZES
+
+SUMMARY = "write an input for data, with a reason for each choice"
+MODEL_NAMES = ("se_e2_a", "se_atten_v2", "dpa4c")  # of presets/models.yaml, which takes time to read
+SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("systems", metavar="DATA", type=path, nargs="+",
+                        help="training data: folders of systems, .extxyz, .h5, .lmdb")  # fmt: skip
+    parser.add_argument("-o", "--output", metavar="FILE", type=file_to_write, default="input.yaml",
+                        help="the input: .yaml with comments, or .json (input.yaml)")  # fmt: skip
+    parser.add_argument("--validation", metavar="DATA", type=path, nargs="+", action="extend", default=[],
+                        help="validation data (default: a tenth of the frames, near copies kept together)")  # fmt: skip
+    parser.add_argument("--model", choices=MODEL_NAMES,
+                        help="which model (default: se_e2_a for up to 4 elements, else se_atten_v2)")  # fmt: skip
+    parser.add_argument("--size", choices=SIZES, default="M", help="of the model (M)")
+    parser.add_argument("--kind", choices=KINDS,
+                        help="of the data, which chooses the recipe (default: found by bonds and cells)")  # fmt: skip
+    parser.add_argument("--rcut", metavar="R", type=positive, default=6.0, help="cutoff radius in angstrom (6)")
+    parser.add_argument("-t", "--type-map", metavar="ELEMENT", nargs="+",
+                        help="the elements, where the data have numbers only")  # fmt: skip
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", metavar="N", type=_steps, help="steps of the run (default: those of the recipe)")
+    length.add_argument("--hours", metavar="H", type=positive,
+                        help="time of the run on this machine; some steps are measured")  # fmt: skip
+    add_device(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the input and print what was chosen."""
+    file = Path(args.output)
+    if file.suffix.lower() not in SUFFIXES:
+        raise UserError(f"-o {file}: expected a file that ends in {', '.join(SUFFIXES)}.")
+    if file.exists():
+        raise UserError(f"{file}: is there already. Name another file with -o, or remove it.")
+    with loading():
+        from deepmd_ema.proposal import Wishes, propose
+    proposal = propose(Wishes(**{wish.name: getattr(args, wish.name) for wish in fields(Wishes)}))
+    with atomic_write(file) as part:
+        part.write_text(proposal.text(file), encoding="utf-8")
+    print("\n".join([f"wrote {file}", *(f"  {line}" for line in proposal.head[1:]),
+                     *(f"  warning: {line}" for line in proposal.warnings),
+                     f"  next      dp-ema check {file}", f"            dp-ema train {file}"]), flush=True)  # fmt: skip
+
+
+def _steps(text: str) -> int:
+    """Return a number of steps that is given on the command line."""
+    if not re.fullmatch(r"[1-9][0-9]{0,11}", text):
+        raise argparse.ArgumentTypeError(f"{show_text(text)}: expected a number of steps above 0")
+    return int(text)

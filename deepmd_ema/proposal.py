@@ -1,0 +1,371 @@
+"""An input proposed for data: ``dp-ema init``. What is chosen, and why, is in the files of the folder ``presets``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+import numpy as np
+
+from deepmd_ema.config import config_from_dict
+from deepmd_ema.config.text import JSON_SUFFIXES
+from deepmd_ema.data.check.physics import COVALENT_RADII
+from deepmd_ema.data.check.report import DataReport
+from deepmd_ema.data.check.scan import scan_system
+from deepmd_ema.data.formats.discover import open_systems
+from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off
+from deepmd_ema.data.source import Frame, FrameSource, ReadSpec
+from deepmd_ema.elements import SYMBOLS
+from deepmd_ema.errors import DataError, UserError, counted
+from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
+from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
+from deepmd_ema.presets import MODELS, Kind, read_preset
+from deepmd_ema.report.progress import duration
+from deepmd_ema.train.estimate import Cost, measure_steps
+from deepmd_ema.version import __version__
+
+_BOND = 1.25  # sums of covalent radii within which two atoms are bonded
+_MOST_IN_MOLECULE = 60  # atoms; a larger network of bonds is a solid
+_ROOMY = 60.0  # angstrom^3 per atom above which a cell is mostly empty
+_SAMPLE = 30  # frames that are looked at
+_WIDER = 4 / 3  # a larger cutoff, whose cost is told
+_FRACTION = 0.1  # of the frames, for validation
+_EVENTS = 10  # validations, and checkpoints, in a run
+_WINDOW = 40  # a run has so many lengths of its average
+_FEWEST_STEPS = 100
+_MOST_ELEMENTS = 4  # of se_e2_a, which has networks for each element
+_LONGEST_LINE = 110
+_LABELS = {"e": ENERGY, "f": FORCE, "v": VIRIAL}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user has chosen; None where the data decide.
+
+    Attributes:
+        systems: training data, as ``training_data.systems``.
+        validation: validation data; empty to split frames off.
+        model: name of a preset.
+        size: S, M or L.
+        kind: of the data.
+        rcut: cutoff radius, angstrom.
+        type_map: elements.
+        steps: of the run.
+        hours: of the run on this machine.
+        device: on which the run is going to be.
+    """
+
+    systems: Sequence[str]
+    validation: Sequence[str] = ()
+    model: str | None = None
+    size: str = "M"
+    kind: Kind | None = None
+    rcut: float = 6.0
+    type_map: Sequence[str] | None = None
+    steps: int | None = None
+    hours: float | None = None
+    device: str | None = None
+
+
+@dataclass
+class Proposal:
+    """An input with a reason for each choice.
+
+    Attributes:
+        values: of the input.
+        why: reasons, by dotted path.
+        head: lines about the data.
+        warnings: what the user should look at.
+    """
+
+    values: dict[str, Any]
+    why: dict[str, str]
+    head: list[str]
+    warnings: list[str] = field(default_factory=list)
+
+    def text(self, file: Path) -> str:
+        """Return the text of the input: YAML with comments, or JSON whose comments are keys that begin with ``_``."""
+        if file.suffix.lower() in JSON_SUFFIXES:
+            commented = {"_comment": self.head, **_with_comments(self.values, self.why, ())}
+            return json.dumps(commented, indent=2, ensure_ascii=False) + "\n"
+        return "\n".join([*(f"# {line}" for line in self.head), *_yaml(self.values, self.why, ())]) + "\n"
+
+
+def propose(wishes: Wishes) -> Proposal:
+    """Return an input for data.
+
+    Raises:
+        UserError: for data that cannot be trained on, or too little time.
+    """
+    given = list(wishes.type_map or _elements(wishes.systems, wishes.validation))
+    data = _Data.read(wishes, given)
+    name = wishes.model or ("se_e2_a" if len(given) <= _MOST_ELEMENTS else "se_atten_v2")
+    preset = read_preset(MODELS)[name]
+    recipes = read_preset(preset["recipes"])
+    proposal = _assemble(wishes, data, given, preset, recipes, wishes.steps)
+    if wishes.hours is not None:
+        cost = measure_steps(config_from_dict(proposal.values, "the proposed input"), wishes.device)
+        proposal = _assemble(wishes, data, given, preset, recipes, _steps_in(3600 * wishes.hours, cost))
+        proposal.why["training.numb_steps"] = (
+            f"{wishes.hours:g} h on this machine: {cost.step:.2g} s per step, in {counted(cost.measured, 'step')}"
+        )
+    return proposal
+
+
+def _elements(*paths: Sequence[str]) -> list[str]:
+    """Return the elements of data that name them, by atomic number."""
+    sources = [source for part in paths if part for source in open_systems(list(part), ReadSpec(SYMBOLS))]
+    found = sum(scan_system(source, len(SYMBOLS), 1.0).type_counts.sum(axis=0, dtype=np.int64) for source in sources)
+    return [SYMBOLS[k] for k in np.flatnonzero(found)]
+
+
+@dataclass(frozen=True)
+class _Data:
+    """What the choices depend on."""
+
+    kind: Kind
+    why_kind: str
+    labels: frozenset[str]
+    report: DataReport
+    is_split: bool
+    why_split: str
+    wider: tuple[int, int]  # most neighbors within the cutoff and a larger one
+
+    @classmethod
+    def read(cls, wishes: Wishes, type_map: Sequence[str]) -> _Data:
+        """Return what the data say.
+
+        Raises:
+            DataError: with every mistake that would end a run.
+        """
+        config = config_from_dict(_values_to_read(wishes, type_map), "init")
+        data = open_run(config)
+        is_split, why = not wishes.validation, ""
+        if is_split:
+            try:
+                split = choose_validation(config, data, 1)[""]
+            except DataError as error:
+                is_split, why = False, str(error).partition("validation_fraction: ")[2]
+            else:
+                data, why = split_off(config, data, {"": split}), split.lines[0].partition(": ")[2]
+        report = check_task(config.task(None), data[""])
+        labels = frozenset(name for scan in report.training for name, n in scan.label_frames.items() if n)
+        if not labels & {ENERGY, FORCE}:
+            report.problems.append("The data have no energies and no forces: there is nothing to learn from.")
+        report.raise_problems()
+        frames = list(_sample(data[""].train))
+        kind, why_kind = _kind_of(frames, type_map)
+        far = wishes.rcut * _WIDER
+        found = neighbor_statistics(((f.coord, f.box, f.atom_type) for f in frames), far, len(type_map))
+        wider = found.max_within(wishes.rcut), found.max_total
+        return cls(kind, why_kind, labels, report, is_split, why, wider)
+
+
+def _values_to_read(wishes: Wishes, type_map: Sequence[str]) -> dict[str, Any]:
+    """Return an input that names the data; its model has the cutoff, and nothing of it is trained."""
+    training: dict[str, Any] = {"training_data": {"systems": list(wishes.systems)}, "numb_steps": 1, "seed": 1}
+    if wishes.validation:
+        training["validation_data"] = {"systems": list(wishes.validation)}
+    else:
+        training["validation_fraction"] = _FRACTION
+    descriptor = {"type": "se_e2_a", "rcut": wishes.rcut, "rcut_smth": min(0.5, wishes.rcut / 2)}
+    return {
+        "model": {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": {}},
+        "learning_rate": {"start_lr": 1e-3, "stop_lr": 1e-5},
+        "training": training,
+    }
+
+
+def _sample(sources: Sequence[FrameSource]) -> Iterator[Frame]:
+    """Yield frames spread over all sources."""
+    ends = np.cumsum([source.num_frames for source in sources])
+    for number in np.unique(np.linspace(0, ends[-1] - 1, _SAMPLE).astype(int)):
+        k = int(np.searchsorted(ends, number, side="right"))
+        yield sources[k].frame(int(number - (ends[k - 1] if k else 0)))
+
+
+def _kind_of(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[Kind, str]:
+    """Return the kind of most of the frames, and how it is known."""
+    votes: Counter[Kind] = Counter()
+    for frame in frames:
+        natoms = len(frame.atom_type)
+        if frame.box is None or abs(np.linalg.det(frame.box.reshape(3, 3))) / natoms > _ROOMY:
+            votes["molecules"] += 1
+        else:
+            sizes = _sizes_of_molecules(frame, type_map)
+            votes["liquid" if len(sizes) > 1 and max(sizes) <= min(_MOST_IN_MOLECULE, natoms / 2) else "solid"] += 1
+    kind = votes.most_common(1)[0][0]
+    reason = {
+        "molecules": "open boundaries, or cells that are mostly empty",
+        "liquid": "cells with several molecules",
+        "solid": "cells with one network of bonds",
+    }[kind]
+    return kind, f"{reason}, in {votes[kind]} of {len(frames)} frames looked at"
+
+
+def _sizes_of_molecules(frame: Frame, type_map: Sequence[str]) -> list[int]:
+    """Return the number of atoms of each set that bonds join."""
+    radii = np.array([COVALENT_RADII.get(type_map[k], 1.0) for k in frame.atom_type])
+    i, j, _, distance = find_pairs_once(frame.coord, frame.box, _BOND * 2 * float(radii.max()))
+    bonded = distance < _BOND * (radii[i] + radii[j])
+    root = np.arange(len(radii))
+    while True:  # every atom takes the smallest number of its neighbors
+        low = root.copy()
+        np.minimum.at(low, i[bonded], root[j[bonded]])
+        np.minimum.at(low, j[bonded], root[i[bonded]])
+        if np.array_equal(low, root):
+            return np.unique(root, return_counts=True)[1].tolist()
+        root = low
+
+
+def _assemble(
+    wishes: Wishes,
+    data: _Data,
+    type_map: Sequence[str],
+    preset: Mapping[str, Any],
+    recipes: Mapping[str, Any],
+    steps: int | None,
+) -> Proposal:
+    """Return the input for a number of steps, by default that of the recipe."""
+    kind = wishes.kind or data.kind
+    recipe = recipes[kind]
+    window = max(10, (steps := steps or recipe["steps"]) // _WINDOW)
+    size = preset["sizes"][wishes.size]
+    descriptor = {"type": "", "rcut": wishes.rcut, **preset["descriptor"], **size["descriptor"]}
+    values: dict[str, Any] = {
+        "model": {
+            "type_map": list(type_map),
+            "descriptor": descriptor,
+            "fitting_net": {**preset["fitting_net"], **size["fitting_net"]},
+        },
+        **_optimization(recipes["common"], recipe, steps, data.labels),
+        "training": _training(wishes, data, steps, window),
+    }
+    if data.is_split or wishes.validation:
+        values["validating"] = {
+            "full_validation": True,
+            "ema_full_validation": True,
+            "validation_freq": max(1, steps // _EVENTS),
+            "validation_metric": "F:RMSE" if FORCE in data.labels else "E:RMSE",
+            "full_val_start": 0.0,
+        }
+    most, wider = data.wider
+    why = {
+        "model.type_map": "elements of the data",
+        "model.descriptor": f"size {wishes.size}: {preset['about']}",
+        "model.descriptor.rcut": f"angstrom; an atom has up to {most} neighbors, and {wider} within "
+        f"{wishes.rcut * _WIDER:.3g}: time and memory grow as their number",
+        "model.descriptor.sel": "the largest numbers of neighbors, counted in the data",
+        "model.descriptor.precision": "half the time and memory of float64; check that the errors are the same",
+        "optimizer": recipes["common"]["why"],
+        "optimizer.lr_adjust": "vectors take Adam's steps, with the rate over this",
+        "learning_rate.start_lr": "lower it if energies stay far off",
+        "loss": f"constant weights, for data of the kind {kind} ({recipe['about']})",
+        **{f"loss.start_pref_{one[0]}": "no such labels" for one in (ENERGY, FORCE) if one not in data.labels},
+        "training.training_data.batch_size": "as many frames as have 32 atoms",
+        "training.validation_fraction": data.why_split,
+        "training.numb_steps": "take more for a model that you use" if wishes.steps is None else "as given",
+        "training.seed": "of weights, batches and the split",
+        "training.ema_decay": f"an average over the last {window} steps, as the rate is high",
+        "validating.validation_freq": f"all validation frames, {_EVENTS} times",
+        "validating.validation_metric": "best files are those with the smallest error of this",
+    }
+    found = ", ".join(label for label in _LABELS.values() if label in data.labels)
+    head = [
+        f"Written by dp-ema init {__version__}. Try others: dp-ema init --help; every option: dp-ema doc.",
+        f"Data: {kind} ({data.why_kind if wishes.kind is None else 'as given'}); labels: {found}.",
+        f"Model: {descriptor['type']} {wishes.size}. {values['optimizer']['type']}, rate {recipe['start_lr']:g}, "
+        f"{steps:,} steps.",
+    ]
+    missing = [] if "validating" in values else [f"no validation frames: {data.why_split}"]
+    return Proposal(values, why, head, [*data.report.warnings, *missing])
+
+
+def _optimization(
+    common: Mapping[str, Any], recipe: Mapping[str, Any], steps: int, labels: frozenset[str]
+) -> dict[str, Any]:
+    """Return optimizer, learning rate and loss; virials that the data do not have are not mentioned."""
+    rate, prefactors = recipe["start_lr"], recipe["prefactors"]
+    weights = {letter: prefactors[letter] if label in labels else 0 for letter, label in _LABELS.items()}
+    if VIRIAL not in labels:
+        del weights["v"]
+    return {
+        "optimizer": {**common["optimizer"], "lr_adjust": recipe["lr_adjust"]},
+        "learning_rate": {
+            **common["learning_rate"],
+            "warmup_steps": min(common["learning_rate"]["warmup_steps"], steps // 5),
+            "start_lr": rate,
+            "stop_lr": rate / 100,
+        },
+        "loss": {"type": "ener"}
+        | {f"{when}_pref_{letter}": value for letter, value in weights.items() for when in ("start", "limit")},
+    }
+
+
+def _training(wishes: Wishes, data: _Data, steps: int, window: int) -> dict[str, Any]:
+    """Return the section with an average over ``window`` steps."""
+    training: dict[str, Any] = {"training_data": {"systems": list(wishes.systems), "batch_size": "auto"}}
+    if wishes.validation:
+        training["validation_data"] = {"systems": list(wishes.validation)}
+    elif data.is_split:
+        training["validation_fraction"] = _FRACTION
+    return training | {
+        "numb_steps": steps,
+        "seed": 1,
+        "disp_freq": max(1, steps // (2 * _EVENTS)),
+        "save_freq": max(1, steps // _EVENTS),
+        "enable_ema": True,
+        "ema_decay": float(f"{1 - 1 / window:.6g}"),
+    }
+
+
+def _steps_in(seconds: float, cost: Cost) -> int:
+    """Return how many steps a run of this length has, in two digits.
+
+    Raises:
+        UserError: if they are too few.
+    """
+    fixed = cost.start + _EVENTS * (cost.validation + cost.checkpoint)
+    steps = int((seconds - fixed) / cost.step)
+    if steps < _FEWEST_STEPS:
+        needed = fixed + _FEWEST_STEPS * cost.step
+        raise UserError(
+            f"--hours {seconds / 3600:g}: a step takes {cost.step:.2g} s here, and a run needs {duration(needed)} "
+            f"(--hours {math.ceil(needed / 36) / 100:g}) for {_FEWEST_STEPS} steps. Give more time, a smaller model "
+            "(--size S) or a shorter cutoff (--rcut)."
+        )
+    unit = 10 ** (len(str(steps)) - 2)
+    return steps // unit * unit
+
+
+def _yaml(values: Mapping[str, Any], why: Mapping[str, str], place: tuple[str, ...]) -> Iterator[str]:
+    """Yield lines of YAML, each option with its reason."""
+    indent = "  " * len(place)
+    for key, value in values.items():
+        reason = why.get(".".join((*place, key)))
+        is_section = isinstance(value, Mapping)
+        line = f"{indent}{key}:" + f" {json.dumps(value, ensure_ascii=False)}" * (not is_section)
+        beside = f"{line}  # {reason}" if reason else line
+        if len(beside) <= _LONGEST_LINE:
+            yield beside
+        else:
+            yield from (f"{indent}# {part}" for part in wrap(reason or "", _LONGEST_LINE - len(indent)))
+            yield line
+        if is_section:
+            yield from _yaml(value, why, (*place, key))
+
+
+def _with_comments(values: Mapping[str, Any], why: Mapping[str, str], place: tuple[str, ...]) -> dict[str, Any]:
+    """Return values with the reason of each option under its name with ``_`` before it."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if reason := why.get(".".join((*place, key))):
+            out[f"_{key}"] = reason
+        out[key] = _with_comments(value, why, (*place, key)) if isinstance(value, Mapping) else value
+    return out

@@ -1,0 +1,188 @@
+"""``dp-ema init``: an input is proposed for data of every kind, and trains; time and mistakes are told."""
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import toy_frame, write_system
+
+from deepmd_ema import proposal
+from deepmd_ema.cli import init
+from deepmd_ema.cli.main import main
+from deepmd_ema.config import load_config, to_dict
+from deepmd_ema.data.run import open_run
+from deepmd_ema.presets import KINDS, MODELS, SIZES, read_preset
+from deepmd_ema.proposal import Wishes, propose
+from deepmd_ema.train.estimate import Cost
+
+COST = Cost(1000, 10, 10, start=10.0, step=0.5, validation=1.0, checkpoint=0.0, memory=1, gpu_memory=0, measured=9)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write_extxyz(path, frames, labels=True):
+    """Write (symbols, positions, cell or None) with made-up energies and forces."""
+    rng, lines = np.random.default_rng(3), []
+    for symbols, coord, cell in frames:
+        box = f'Lattice="{" ".join(map(str, np.ravel(cell)))}" pbc="T T T" ' if cell is not None else 'pbc="F F F" '
+        energy, columns = (f"energy={rng.normal()} ", ":forces:R:3") if labels else ("", "")
+        lines += [str(len(symbols)), f"{box}{energy}Properties=species:S:1:pos:R:3{columns}"]
+        forces = rng.normal(size=coord.shape) if labels else np.zeros((len(coord), 0))
+        lines += [" ".join([s, *map(str, [*x, *f])]) for s, x, f in zip(symbols, coord, forces)]
+    Path(path).write_text("\n".join(lines) + "\n")
+
+
+def water(rng, cell):
+    """Eight molecules far from each other."""
+    centers = np.array(list(product((0, 3.5), repeat=3)))
+    one = np.array([[0, 0, 0], [0.96, 0, 0], [-0.24, 0.93, 0]])
+    coord = (centers[:, None] + one).reshape(-1, 3) + rng.normal(scale=0.02, size=(24, 3))
+    return ["O", "H", "H"] * 8, coord, cell
+
+
+def copper(rng, num_cells=2):
+    """A crystal with a face-centered cubic lattice."""
+    basis = 3.6 * np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
+    cells = 3.6 * np.array(list(product(range(num_cells), repeat=3)))
+    coord = (cells[:, None] + basis).reshape(-1, 3)
+    coord = coord + rng.normal(scale=0.05, size=coord.shape)
+    return ["Cu"] * len(coord), coord, 3.6 * num_cells * np.eye(3)
+
+
+def frames_of(kind, number=20):
+    """Frames of a kind, in random positions."""
+    rng = np.random.default_rng(1)
+    make = {
+        "liquid": lambda: water(rng, 7.0 * np.eye(3)),
+        "molecules": lambda: water(rng, None),
+        "solid": lambda: copper(rng),
+    }
+    return [make[kind]() for _ in range(number)]
+
+
+@pytest.mark.usefixtures("real_radii")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kind_of_data_is_found_and_its_input_trains(kind):
+    write_extxyz("data.extxyz", frames_of(kind))
+    assert main(["init", "data.extxyz", "--size", "S", "--steps", "3"]) == 0
+    text = Path("input.yaml").read_text()
+    assert f"Data: {kind} (" in text
+    rates = read_preset("muon")[kind]
+    values = to_dict(load_config("input.yaml"))
+    assert values["learning_rate"]["start_lr"] == rates["start_lr"]
+    assert values["loss"]["start_pref_e"] == rates["prefactors"]["e"]
+    assert values["model"]["type_map"] == (["Cu"] if kind == "solid" else ["H", "O"])
+    assert main(["train", "input.yaml"]) == 0
+    assert {"model.ckpt-3.pt", "model_ema.ckpt-3.pt", "val_ema.log"} <= {f.name for f in Path().iterdir()}
+
+
+@pytest.mark.usefixtures("real_radii")
+def test_a_molecule_in_a_large_cell_is_a_molecule():
+    rng = np.random.default_rng(1)
+    write_extxyz("data.extxyz", [water(rng, 30.0 * np.eye(3)) for _ in range(20)])
+    assert main(["init", "data.extxyz"]) == 0
+    assert "Data: molecules (" in Path("input.yaml").read_text()
+
+
+@pytest.mark.usefixtures("real_radii")
+def test_json_and_yaml_say_the_same(capsys):
+    write_extxyz("data.extxyz", frames_of("liquid"))
+    for name in ("input.json", "input.yaml"):
+        assert main(["init", "data.extxyz", "-o", name]) == 0
+        assert f"dp-ema train {name}" in capsys.readouterr().out
+    of_json, of_yaml = (to_dict(load_config(name)) for name in ("input.json", "input.yaml"))
+    assert of_json == of_yaml
+    assert json.loads(Path("input.json").read_text())["model"]["_type_map"] == "elements of the data"
+    assert "# elements of the data" in Path("input.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", read_preset(MODELS))
+@pytest.mark.parametrize("size", SIZES)
+def test_every_model_and_size_can_be_trained(name, size, tmp_path):
+    data = str(write_system(tmp_path / "data", frames=8))
+    for kind in KINDS:
+        found = propose(Wishes([data], [data], model=name, size=size, kind=kind, steps=2))
+        file = Path(f"{kind}.yaml")
+        file.write_text(found.text(file))
+        open_run(load_config(file))
+    assert main(["train", "solid.yaml"]) == 0
+
+
+def test_the_command_offers_the_models_of_the_presets():
+    assert set(init.MODEL_NAMES) == set(read_preset(MODELS))
+
+
+def test_steps_fill_the_time_that_is_given(monkeypatch, tmp_path):
+    data = str(write_system(tmp_path / "data", frames=8))
+    monkeypatch.setattr(proposal, "measure_steps", lambda config, device: COST)
+    found = propose(Wishes([data], [data], hours=1.0))
+    assert found.values["training"]["numb_steps"] == 7100  # (3600 - 10 - 10 * 1) / 0.5, in two digits
+    assert "0.5 s per step" in found.why["training.numb_steps"]
+    assert found.values["validating"]["validation_freq"] == 710
+
+
+def test_too_little_time_says_how_much_is_needed(monkeypatch, tmp_path, capsys):
+    data = str(write_system(tmp_path / "data", frames=8))
+    monkeypatch.setattr(proposal, "measure_steps", lambda config, device: replace(COST, step=2.0))
+    assert main(["init", data, "--validation", data, "--hours", "0.01"]) == 2
+    assert "a run needs 3 min 40 s (--hours 0.07) for 100 steps" in capsys.readouterr().err
+    assert not Path("input.yaml").exists()
+
+
+def test_an_input_that_is_there_is_left_alone(tmp_path, capsys):
+    data = str(write_system(tmp_path / "data", frames=8))
+    Path("input.yaml").write_text("mine")
+    assert main(["init", data]) == 2
+    assert "input.yaml: is there already. Name another file with -o" in capsys.readouterr().err
+    assert Path("input.yaml").read_text() == "mine"
+    assert main(["init", data, "-o", "input.txt"]) == 2
+    assert "expected a file that ends in .yaml, .yml, .json" in capsys.readouterr().err
+
+
+def test_one_frame_is_for_training_and_the_user_is_told(tmp_path, capsys):
+    data = str(write_system(tmp_path / "data", frames=1))
+    assert main(["init", data, "--steps", "3"]) == 0
+    assert "warning: no validation frames: 1 frame of 1 different structure" in capsys.readouterr().out
+    assert "validat" not in Path("input.yaml").read_text().replace("no validation", "")
+    assert main(["train", "input.yaml"]) == 0
+
+
+def test_labels_that_are_not_there_have_no_weight(tmp_path):
+    data = str(write_system(tmp_path / "data", frames=20, force=False, virial=False))
+    found = propose(Wishes([data]))
+    assert found.values["loss"]["start_pref_f"] == 0
+    assert "start_pref_v" not in found.values["loss"]
+    assert found.why["loss.start_pref_f"] == "no such labels"
+    assert found.values["validating"]["validation_metric"] == "E:RMSE"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("unlabelled", "no energies and no forces"),
+        ("empty", "data.extxyz"),
+        ("damaged", "data.extxyz"),
+        ("missing", "data.extxyz"),
+    ],
+)
+def test_data_that_nothing_can_be_learned_from_end_in_one_message(content, message, capsys):
+    rng = np.random.default_rng(0)
+    coord, _types, box = toy_frame(rng, 6)
+    if content == "unlabelled":
+        write_extxyz("data.extxyz", [(["O"] * 6, coord, box.reshape(3, 3))] * 12, labels=False)
+    elif content == "damaged":
+        write_extxyz("data.extxyz", [(["O"] * 6, coord, box.reshape(3, 3))] * 12)
+        Path("data.extxyz").write_text(Path("data.extxyz").read_text()[:-100])
+    elif content == "empty":
+        Path("data.extxyz").touch()
+    assert main(["init", "data.extxyz"]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert not Path("input.yaml").exists()
