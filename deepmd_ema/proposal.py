@@ -31,16 +31,16 @@ from deepmd_ema.train.estimate import Cost, measure_steps
 from deepmd_ema.version import __version__
 
 _BOND = 1.25  # sums of covalent radii within which two atoms are bonded
-_MOST_IN_MOLECULE = 60  # atoms; a larger network of bonds is a solid
+_MAX_MOLECULE = 60  # atoms; a larger network of bonds is a solid
 _ROOMY = 60.0  # angstrom^3 per atom above which a cell is mostly empty
 _SAMPLE = 30  # frames that are looked at
-_WIDER = 4 / 3  # a larger cutoff, whose cost is told
+_WIDER = 4 / 3  # a larger cutoff, whose number of neighbors is stated
 _FRACTION = 0.1  # of the frames, for validation
 _EVENTS = 10  # validations, and checkpoints, in a run
 _WINDOW = 40  # a run has so many lengths of its average
-_FEWEST_STEPS = 100
-_MOST_ELEMENTS = 4  # of se_e2_a, which has networks for each element
-_LONGEST_LINE = 110
+_MIN_STEPS = 100
+_MAX_ELEMENTS = 4  # of se_e2_a, which has networks for each element
+_MAX_LINE = 110
 _LABELS = {"e": ENERGY, "f": FORCE, "v": VIRIAL}
 
 
@@ -105,7 +105,7 @@ def propose(wishes: Wishes) -> Proposal:
     """
     given = list(wishes.type_map or _elements(wishes.systems, wishes.validation))
     data = _Data.read(wishes, given)
-    name = wishes.model or ("se_e2_a" if len(given) <= _MOST_ELEMENTS else "se_atten_v2")
+    name = wishes.model or ("se_e2_a" if len(given) <= _MAX_ELEMENTS else "se_atten_v2")
     preset = read_preset(MODELS)[name]
     recipes = read_preset(preset["recipes"])
     proposal = _assemble(wishes, data, given, preset, recipes, wishes.steps)
@@ -199,7 +199,7 @@ def _kind_of(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[Kind, st
             votes["molecules"] += 1
         else:
             sizes = _sizes_of_molecules(frame, type_map)
-            votes["liquid" if len(sizes) > 1 and max(sizes) <= min(_MOST_IN_MOLECULE, natoms / 2) else "solid"] += 1
+            votes["liquid" if len(sizes) > 1 and max(sizes) <= min(_MAX_MOLECULE, natoms / 2) else "solid"] += 1
     kind = votes.most_common(1)[0][0]
     reason = {
         "molecules": "open boundaries, or cells that are mostly empty",
@@ -333,11 +333,11 @@ def _steps_in(seconds: float, cost: Cost) -> int:
     """
     fixed = cost.start + _EVENTS * (cost.validation + cost.checkpoint)
     steps = int((seconds - fixed) / cost.step)
-    if steps < _FEWEST_STEPS:
-        needed = fixed + _FEWEST_STEPS * cost.step
+    if steps < _MIN_STEPS:
+        needed = fixed + _MIN_STEPS * cost.step
         raise UserError(
             f"--hours {seconds / 3600:g}: a step takes {cost.step:.2g} s here, and a run needs {duration(needed)} "
-            f"(--hours {math.ceil(needed / 36) / 100:g}) for {_FEWEST_STEPS} steps. Give more time, a smaller model "
+            f"(--hours {math.ceil(needed / 36) / 100:g}) for {_MIN_STEPS} steps. Give more time, a smaller model "
             "(--size S) or a shorter cutoff (--rcut)."
         )
     unit = 10 ** (len(str(steps)) - 2)
@@ -352,10 +352,10 @@ def _yaml(values: Mapping[str, Any], why: Mapping[str, str], place: tuple[str, .
         is_section = isinstance(value, Mapping)
         line = f"{indent}{key}:" + f" {json.dumps(value, ensure_ascii=False)}" * (not is_section)
         beside = f"{line}  # {reason}" if reason else line
-        if len(beside) <= _LONGEST_LINE:
+        if len(beside) <= _MAX_LINE:
             yield beside
         else:
-            yield from (f"{indent}# {part}" for part in wrap(reason or "", _LONGEST_LINE - len(indent)))
+            yield from (f"{indent}# {part}" for part in wrap(reason or "", _MAX_LINE - len(indent)))
             yield line
         if is_section:
             yield from _yaml(value, why, (*place, key))

@@ -126,7 +126,7 @@ def test_no_command_prints_the_help_and_leaves_with_2(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trian"], "the command 'trian' is unknown. Did you mean train? Known: train, check"),
+        (["trian"], "the command 'trian' is unknown. Did you mean train? Known: init, train, check"),
         (["compress"], "-i frozen_model.pth: is not there. Freeze a model first: dp-ema freeze -o frozen_model.pth"),
         (["compress", "-i", "m.dp"], "-i m.dp: expected a .pt2, .pth or .pte file. The networks of a .dp"),
         (["compress", "-i", "m.pt2", "-o", "n.pth"], "-o n.pth: expected a name that ends in .pt2, as m.pt2 does."),

@@ -30,7 +30,7 @@ from deepmd_ema.train.run import TrainRequest, run_training
 
 _FIRST = 2  # steps that prepare memory and caches, not counted
 _VALIDATED_EVERY = 4
-_MOST_STEPS = 40
+_MAX_STEPS = 40
 _PATHS = ("systems", "tab_file", "use_srtab")  # options that name files to read
 
 
@@ -179,7 +179,7 @@ class _Stopwatch(Callback):
 
     def after_step(self, trainer: Trainer) -> None:
         late = time.perf_counter() - self.first_step > self._seconds
-        if (late and trainer.step >= _VALIDATED_EVERY) or trainer.step >= _MOST_STEPS:
+        if (late and trainer.step >= _VALIDATED_EVERY) or trainer.step >= _MAX_STEPS:
             trainer.stop.request(signal.SIGTERM)
 
 
