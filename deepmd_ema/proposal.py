@@ -46,7 +46,7 @@ _LABELS = {"e": ENERGY, "f": FORCE, "v": VIRIAL}
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user has chosen; None where the data decide.
+    """Choices of the user; None where the data decide.
 
     Attributes:
         systems: training data, as ``training_data.systems``.
@@ -127,7 +127,7 @@ def _elements(*paths: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Data:
-    """What the choices depend on."""
+    """The facts about data that the choices depend on."""
 
     kind: Kind
     why_kind: str
@@ -139,7 +139,7 @@ class _Data:
 
     @classmethod
     def read(cls, wishes: Wishes, type_map: Sequence[str]) -> _Data:
-        """Return what the data say.
+        """Return the facts about the data.
 
         Raises:
             DataError: with every mistake that would end a run.
@@ -326,7 +326,7 @@ def _training(wishes: Wishes, data: _Data, steps: int, window: int) -> dict[str,
 
 
 def _steps_in(seconds: float, cost: Cost) -> int:
-    """Return how many steps a run of this length has, in two digits.
+    """Return the number of steps of a run of this length, in two digits.
 
     Raises:
         UserError: if they are too few.

@@ -1,4 +1,4 @@
-"""``dp-ema init``: an input is proposed for data of every kind, and trains; time and mistakes are told."""
+"""``dp-ema init``: an input is proposed for data of every kind, and trains; time and mistakes are reported."""
 
 import json
 from dataclasses import replace
@@ -145,7 +145,7 @@ def test_an_input_that_is_there_is_left_alone(tmp_path, capsys):
     assert "expected a file that ends in .yaml, .yml, .json" in capsys.readouterr().err
 
 
-def test_one_frame_is_for_training_and_the_user_is_told(tmp_path, capsys):
+def test_one_frame_is_for_training_and_a_warning_says_so(tmp_path, capsys):
     data = str(write_system(tmp_path / "data", frames=1))
     assert main(["init", data, "--steps", "3"]) == 0
     assert "warning: no validation frames: 1 frame of 1 different structure" in capsys.readouterr().out

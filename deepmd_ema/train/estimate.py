@@ -1,4 +1,4 @@
-"""What a run will cost on this machine, from some of its steps, taken in a folder that is removed afterwards."""
+"""The cost of a run on this machine, from some of its steps, taken in a folder that is removed afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PATHS = ("systems", "tab_file", "use_srtab")  # options that name files to read
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run costs, by measurement.
+    """The measured cost of a run.
 
     Attributes:
         num_steps: steps of the run.
@@ -118,7 +118,7 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
 
 
 def _times(first: int, every: int, steps: int) -> int:
-    """Return how often something is done that is due every so many steps, from ``first`` on, and after the last."""
+    """Return the number of times that something is done which is due every so many steps, from ``first`` on, and after the last."""
     due = range(first or every, steps + 1, every) if every > 0 else ()
     return len(due) + (steps not in due)
 
@@ -184,7 +184,7 @@ class _Stopwatch(Callback):
 
 
 def _measure(folder: str, device: str | None, seconds: float, path: list[str]) -> dict[str, Any]:
-    """Return what the steps of an input in a folder took; a process of its own runs this, silently."""
+    """Return the times and the memory of steps of an input in a folder; a process of its own runs this, silently."""
     began = time.perf_counter()
     sys.path[:] = path
     os.chdir(folder)
