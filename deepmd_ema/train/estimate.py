@@ -118,7 +118,7 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
 
 
 def _times(first: int, every: int, steps: int) -> int:
-    """Return the number of times that something is done which is due every so many steps, from ``first`` on, and after the last."""
+    """Return the number of events that come every so many steps, from ``first`` on, and after the last step."""
     due = range(first or every, steps + 1, every) if every > 0 else ()
     return len(due) + (steps not in due)
 
