@@ -268,7 +268,7 @@ def _do(job: Job) -> None:
 
 def _train(job: Job) -> None:
     """Train up to the budget: a constant run from where it is, a wsd run from where its decay begins."""
-    from deepmd_ema.train.run import run_training
+    from deepmd_ema.training.run import run_training
 
     start = None
     if job.recipe == CONSTANT and (job.folder / "checkpoint").exists():

@@ -159,8 +159,8 @@ def train_from(work: str, place: Place, origins: list[Place | None]) -> list[dic
     """
     import torch
 
-    from deepmd_ema.train.loop.trainer import Callback
-    from deepmd_ema.train.run import run_training
+    from deepmd_ema.training.loop.trainer import Callback
+    from deepmd_ema.training.run import run_training
 
     class Compare(Callback):
         """Compares what a restart would save before its first step with what it was made of."""

@@ -115,9 +115,9 @@ def measure(folder: Path, steps: int, device: str, only_times: bool = False) -> 
     from deepmd_ema.config import load_config
     from deepmd_ema.dist.launch import find_launch
     from deepmd_ema.dist.world import open_world
-    from deepmd_ema.train.assembly.assemble import assemble
-    from deepmd_ema.train.start.new_run import Start
-    from deepmd_ema.train.start.prepare import prepare
+    from deepmd_ema.training.assembly.assemble import assemble
+    from deepmd_ema.training.start.new_run import Start
+    from deepmd_ema.training.start.prepare import prepare
 
     with chdir(folder):
         config, start = load_config("input.json"), Start()

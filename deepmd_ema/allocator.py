@@ -1,9 +1,11 @@
-"""Settings of the C library for memory that is freed."""
+"""The memory of this process: settings of the C library for what is freed, and the largest use."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
+from importlib import import_module
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4  # of malloc.h of the GNU C library
 _MAX_THRESHOLD = 32 << 20  # that it accepts, bytes
@@ -30,3 +32,13 @@ def keep_freed_memory(most: int | None = None) -> bool:
         return bool(mallopt(_M_MMAP_THRESHOLD, _MAX_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, most))
     # no blocks of their own, which are always given back, and no giving back of the end of the heap
     return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1) and mallopt(_M_TOP_PAD, 64 << 20))
+
+
+def peak_memory() -> int:
+    """Return the largest memory that this process has had, bytes; 0 where the system does not say."""
+    try:
+        resource = import_module("resource")
+    except ImportError:  # not a Unix
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

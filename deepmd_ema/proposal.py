@@ -27,7 +27,7 @@ from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.presets import MODELS, Kind, read_preset
 from deepmd_ema.report.progress import duration
-from deepmd_ema.train.estimate import Cost, measure_steps
+from deepmd_ema.training.estimate import Cost, measure_steps
 from deepmd_ema.version import __version__
 
 _BOND = 1.25  # sums of covalent radii within which two atoms are bonded

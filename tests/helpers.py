@@ -186,7 +186,7 @@ def trains_in(root, monkeypatch, data, options, device="cpu"):
         device: of the runs whose call names none.
     """
 
-    from deepmd_ema.train.run import run_training
+    from deepmd_ema.training.run import run_training
 
     def start(name, num_steps=20, more=None, **how):
         folder = root / name

@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 # what training imports, and the part of torch that it imports late
-PRELOADED = ["torch._dynamo", "torch.distributed.optim", "h5py", "vesin", "deepmd_ema.train.run"]
+PRELOADED = ["torch._dynamo", "torch.distributed.optim", "h5py", "vesin", "deepmd_ema.training.run"]
 LIMIT_S = 200  # a machine that is busy with other things takes ten times as long
 PATIENCE_S = 60  # with the others, once one has failed
 
@@ -80,9 +80,9 @@ def train(folder, size, config=None, limit=LIMIT_S, may_fail=False, **how):
 
 def train_here(folder, how):
     """Train in ``folder`` as one rank; return what it held at the end (digests, sizes) and what it took part in."""
-    from deepmd_ema.train.loop import saver
-    from deepmd_ema.train.loop.trainer import Callback
-    from deepmd_ema.train.run import run_training
+    from deepmd_ema.training.loop import saver
+    from deepmd_ema.training.loop.trainer import Callback
+    from deepmd_ema.training.run import run_training
 
     report: dict[str, Any] = {}
     counts = Counter()

@@ -128,7 +128,7 @@ def die_in_validation():
 
 def die_at_start():
     """Be killed while rank 0 looks at the data."""
-    from deepmd_ema.train import run
+    from deepmd_ema.training import run
 
     def prepare(*_arguments):
         _note()
@@ -372,8 +372,8 @@ def _in_validation(action):
 
 def _watch(when, act):
     """Have the next run call ``act`` where a callback is called."""
-    from deepmd_ema.train import run
-    from deepmd_ema.train.loop.trainer import Callback
+    from deepmd_ema.training import run
+    from deepmd_ema.training.loop.trainer import Callback
 
     callback = Callback()
     setattr(callback, when, act)

@@ -26,10 +26,10 @@ from deepmd_ema.infer.potential import Potential
 from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.output_bias import change_bias, energies_of, set_bias
 from deepmd_ema.model.statistics import collect_statistics
-from deepmd_ema.train.loop import refit_bias as bias_module
-from deepmd_ema.train.loop.refit_bias import refit
-from deepmd_ema.train.start.new_run import Start
-from deepmd_ema.train.start.prepare import prepare
+from deepmd_ema.training.loop import refit_bias as bias_module
+from deepmd_ema.training.loop.refit_bias import refit
+from deepmd_ema.training.start.new_run import Start
+from deepmd_ema.training.start.prepare import prepare
 
 SHIFT = 3.0  # eV, of each atom of the first element: the labels are those of another energy zero
 ZERO = 1e-10  # eV/atom
@@ -297,7 +297,7 @@ def test_a_fit_that_is_ended_early_costs_no_step_of_the_run(tmp_path, data, monk
 
     folder = train(tmp_path / "whole", data, monkeypatch, num_steps=7, **REFIT)
     with monkeypatch.context() as broken:
-        broken.setattr("deepmd_ema.train.assembly.assemble.refit", fail)
+        broken.setattr("deepmd_ema.training.assembly.assemble.refit", fail)
         with pytest.raises(AssertionError):
             train(tmp_path / "run", data, monkeypatch, num_steps=7, **REFIT)
     assert "refitted_bias" not in checkpoint.load(tmp_path / "run" / "model.ckpt-7.pt")

@@ -37,7 +37,7 @@ from deepmd_ema.model.bridging import ZblEnergies, clamped_distance, pair_switch
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import run
 from deepmd_ema.model.extended_model import ExtendedModel
-from deepmd_ema.train.run import run_training
+from deepmd_ema.training.run import run_training
 
 PEER = json.loads((Path(__file__).parent / "golden" / "bridging.json").read_text())
 WINDOW = Window(PEER["inner"], PEER["outer"])

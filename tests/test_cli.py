@@ -306,7 +306,7 @@ def test_a_launcher_that_ends_the_ranks_while_torch_is_loaded_leaves_a_message(
         def __getattr__(self, name):
             raise error
 
-    monkeypatch.setitem(sys.modules, "deepmd_ema.train.run", Loading("deepmd_ema.train.run"))
+    monkeypatch.setitem(sys.modules, "deepmd_ema.training.run", Loading("deepmd_ema.training.run"))
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", str(rank))
     assert cli.main(["train", "input.json"]) == (143 if error is Terminated else 130)

@@ -225,7 +225,7 @@ def test_a_model_loads_its_own_families_only():
     code = """
 import sys
 from toy_models import toy_model
-import deepmd_ema.export, deepmd_ema.train.run
+import deepmd_ema.export, deepmd_ema.training.run
 toy_model("se_e2_r")
 print(*(name for name in sys.modules if name.startswith("deepmd_ema.")))
 """
@@ -235,4 +235,4 @@ print(*(name for name in sys.modules if name.startswith("deepmd_ema.")))
     modules = [name for name in found.split() if re.search(r"families\.\w+\.(module|layers|tree)", name)]
     assert modules == ["deepmd_ema.families.se_e2_r.module", "deepmd_ema.families.ener.module"]
     assert not {"deepmd_ema.interchange.pt2", "deepmd_ema.model.extended_model", "deepmd_ema.infer.images",
-                "deepmd_ema.optim.lkf", "deepmd_ema.train.loop.kalman"} & {*found.split()}  # fmt: skip
+                "deepmd_ema.optim.lkf", "deepmd_ema.training.loop.kalman"} & {*found.split()}  # fmt: skip

@@ -120,7 +120,7 @@ def test_nccl_connects_at_the_start_and_not_within_the_first_step(tmp_path, monk
     monkeypatch.chdir(folder)
     for name, value in launcher_environment(0, 1, free_port()).items():
         monkeypatch.setenv(name, value)
-    from deepmd_ema.train.run import run_training
+    from deepmd_ema.training.run import run_training
 
     run_training("input.json", device="cuda")
     assert given["device_id"] == torch.device("cuda:0")

@@ -10,7 +10,7 @@ from test_parallel import HESSIANS, LOSSES, MESSAGES, VALIDATED, assert_same_run
 from test_train_optimizers import KINDS, NO_VIRIAL
 from test_train_tasks import input_of_two_tasks, write_data
 
-from deepmd_ema.train.run import run_training
+from deepmd_ema.training.run import run_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

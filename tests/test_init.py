@@ -16,7 +16,7 @@ from deepmd_ema.config import load_config, to_dict
 from deepmd_ema.data.run import open_run
 from deepmd_ema.presets import KINDS, MODELS, SIZES, read_preset
 from deepmd_ema.proposal import Wishes, propose
-from deepmd_ema.train.estimate import Cost
+from deepmd_ema.training.estimate import Cost
 
 COST = Cost(1000, 10, 10, start=10.0, step=0.5, validation=1.0, checkpoint=0.0, memory=1, gpu_memory=0, measured=9)
 

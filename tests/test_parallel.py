@@ -11,7 +11,7 @@ from helpers import files_of_run, tiny_input, write_system
 from parallel_runs import train
 from toy_models import SECTIONS, TABLE
 
-from deepmd_ema.train.run import run_training
+from deepmd_ema.training.run import run_training
 
 pytestmark = pytest.mark.timeout(480)
 

@@ -10,7 +10,7 @@ from helpers import assert_same, assert_same_files
 from parallel_runs import train
 from test_parallel import BANK, STEPS, WITH_BANK, assert_same_run, config_of
 
-from deepmd_ema.train.run import run_training
+from deepmd_ema.training.run import run_training
 
 pytestmark = pytest.mark.timeout(480)
 

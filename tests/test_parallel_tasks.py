@@ -10,7 +10,7 @@ from parallel_runs import train
 from test_parallel import assert_same_run
 from test_train_sharing import input_of, with_steam
 
-from deepmd_ema.train.run import run_training
+from deepmd_ema.training.run import run_training
 
 pytestmark = pytest.mark.timeout(480)
 

@@ -27,7 +27,7 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_models
 from deepmd_ema.tensors import HostCopies, RowShard, StoredTensor
-from deepmd_ema.train.run import run_training
+from deepmd_ema.training.run import run_training
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -55,5 +55,5 @@ def run(args: argparse.Namespace) -> None:
         raise DataError(problems)
     if args.time:
         with loading():
-            from deepmd_ema.train.estimate import measure_steps
+            from deepmd_ema.training.estimate import measure_steps
         print("\n".join(measure_steps(config, args.device).lines()))

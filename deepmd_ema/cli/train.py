@@ -18,7 +18,7 @@ from deepmd_ema.dist.launch import launch_ranks, raise_on_end
 from deepmd_ema.errors import ReportedElsewhere, Terminated, show_text
 
 if TYPE_CHECKING:
-    from deepmd_ema.train.start.request import TrainRequest
+    from deepmd_ema.training.start.request import TrainRequest
 
 SUMMARY = "train a model"
 # of Python code before another thread gets its turn; after 5 ms, the default, a step waits for the loader at each call
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
         try:
             with loading():
                 request = _request(args)
-                from deepmd_ema.train.run import run_training
+                from deepmd_ema.training.run import run_training
         except KeyboardInterrupt as error:  # loading torch takes seconds, and the ranks cannot agree yet who reports it
             # a launcher ends the others when one was killed, which may be rank 0: then rank 1 is there to say so
             if args.launch.rank <= isinstance(error, Terminated):
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
 def _request(args: argparse.Namespace) -> TrainRequest:
     """Return the request, with its input checked before torch is imported, so that mistakes are reported at once."""
     with libraries_of_torch():
-        from deepmd_ema.train.start.request import TrainRequest
+        from deepmd_ema.training.start.request import TrainRequest
 
         options = {f.name: getattr(args, f.name) for f in fields(TrainRequest) if f.name != "input_file"}
         request = TrainRequest(args.input, **options)

@@ -72,17 +72,19 @@ class Progress:
         for task, of_task in training.items():
             _log(step, task, "trn", of_task, f", lr = {lr:8.2e}")
             _log(step, task, "val", validation.get(task, {}))
+        # the first step prepares memory and caches: its time says nothing of the others
+        is_known = self._begun or step - self._shown > 1
         left = self._mean_seconds(step, seconds_per_step) * (self._num_steps - step)
+        end = (datetime.now() + timedelta(seconds=left)).strftime("%Y-%m-%d %H:%M")
         rate = 1 / seconds_per_step if seconds_per_step > 0 else 0.0
         logger.info(
-            "Batch %7d: total wall time = %.2f s (%.1f steps/s%s%s), eta = %s at %s",
+            "Batch %7d: total wall time = %.2f s (%.1f steps/s%s%s)%s",
             step,
             seconds_per_step * (step - self._shown),
             rate,
             f", {rate * self._frames:.4g} frames/s" if self._frames is not None else "",
             f"; {split}" if split else "",
-            timedelta(seconds=int(left)),
-            (datetime.now() + timedelta(seconds=left)).strftime("%Y-%m-%d %H:%M"),
+            f", eta = {timedelta(seconds=int(left))} at {end}" if is_known else "",
         )
         self._shown = step
         if self._bar is not None:

@@ -273,6 +273,6 @@ def _load_everything() -> None:
     import deepmd_ema.infer.show
     import deepmd_ema.posthoc.run
     import deepmd_ema.report.plots
-    import deepmd_ema.train.run  # noqa: F401
+    import deepmd_ema.training.run  # noqa: F401
 
     torch.set_num_threads(1)

@@ -27,9 +27,9 @@ from deepmd_ema.optim.build import (
     set_learning_rate,
 )
 from deepmd_ema.optim.schedule import build_schedule
-from deepmd_ema.train.loop.sharding import LAST_REPLICATED_STAGE
-from deepmd_ema.train.loop.task import Task, TaskMixture
-from deepmd_ema.train.start.prepare import PreparedRun
+from deepmd_ema.training.loop.sharding import LAST_REPLICATED_STAGE
+from deepmd_ema.training.loop.task import Task, TaskMixture
+from deepmd_ema.training.start.prepare import PreparedRun
 
 logger = logging.getLogger(__name__)
 

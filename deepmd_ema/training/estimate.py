@@ -6,7 +6,6 @@ import json
 import logging
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -22,11 +21,12 @@ from typing import Any
 
 import torch
 
+from deepmd_ema.allocator import peak_memory
 from deepmd_ema.config import RunConfig, to_dict
 from deepmd_ema.errors import Interrupted, UserError, counted
 from deepmd_ema.report.progress import duration
-from deepmd_ema.train.loop.trainer import Callback, Trainer
-from deepmd_ema.train.run import TrainRequest, run_training
+from deepmd_ema.training.loop.trainer import Callback, Trainer
+from deepmd_ema.training.run import TrainRequest, run_training
 
 _FIRST = 2  # steps that prepare memory and caches, not counted
 _VALIDATED_EVERY = 4
@@ -203,7 +203,7 @@ def _measure(folder: str, device: str | None, seconds: float, path: list[str]) -
         "step": mean,
         "validation": _mean(watch.spent["validation"]),
         "checkpoint": _mean(watch.spent["checkpoint"]),
-        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "memory": peak_memory(),
         "gpu_memory": torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0,
         "measured": len(counted),
     }

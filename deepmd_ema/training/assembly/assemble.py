@@ -23,21 +23,21 @@ from deepmd_ema.labels import HESSIAN
 from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.report.table import render
-from deepmd_ema.train.assembly.summary import start_table
-from deepmd_ema.train.loop.averages import Hook, build_bank
-from deepmd_ema.train.loop.cuda_graphs import GraphedSteps
-from deepmd_ema.train.loop.interpolation import InterpolationControl
-from deepmd_ema.train.loop.modes import compiled_modes, launches_graphs, why_no_graphs
-from deepmd_ema.train.loop.refit_bias import refit
-from deepmd_ema.train.loop.reporter import Reporter
-from deepmd_ema.train.loop.saver import Saver, StateBuilder
-from deepmd_ema.train.loop.sharding import parallelize
-from deepmd_ema.train.loop.step import GradientStep, Products, Step, context_of_products, context_of_validation
-from deepmd_ema.train.loop.task import TaskMixture
-from deepmd_ema.train.loop.trainer import Callback, Trainer
-from deepmd_ema.train.loop.validate import FullValidation
-from deepmd_ema.train.start.new_run import Start
-from deepmd_ema.train.start.prepare import PreparedRun
+from deepmd_ema.training.assembly.summary import start_table
+from deepmd_ema.training.loop.averages import Hook, build_bank
+from deepmd_ema.training.loop.cuda_graphs import GraphedSteps
+from deepmd_ema.training.loop.interpolation import InterpolationControl
+from deepmd_ema.training.loop.modes import compiled_modes, launches_graphs, why_no_graphs
+from deepmd_ema.training.loop.refit_bias import refit
+from deepmd_ema.training.loop.reporter import Reporter
+from deepmd_ema.training.loop.saver import Saver, StateBuilder
+from deepmd_ema.training.loop.sharding import parallelize
+from deepmd_ema.training.loop.step import GradientStep, Products, Step, context_of_products, context_of_validation
+from deepmd_ema.training.loop.task import TaskMixture
+from deepmd_ema.training.loop.trainer import Callback, Trainer
+from deepmd_ema.training.loop.validate import FullValidation
+from deepmd_ema.training.start.new_run import Start
+from deepmd_ema.training.start.prepare import PreparedRun
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def assemble(
 def _step(prepared: PreparedRun, module: nn.Module, num_steps: int, world: World) -> Step:
     """Return the steps of the optimizer of a run; ``module`` evaluates the models."""
     if isinstance(prepared.config.optimizer, LKFConfig):
-        from deepmd_ema.train.loop.kalman import KalmanStep
+        from deepmd_ema.training.loop.kalman import KalmanStep
 
         return KalmanStep(prepared, num_steps)
     return GradientStep(prepared, module, num_steps, world)

@@ -22,8 +22,8 @@ from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.logs import open_board
 from deepmd_ema.report.progress import IntervalTimes, Progress
 from deepmd_ema.report.tables import LcurveFile
-from deepmd_ema.train.loop.step import Outcome, Products
-from deepmd_ema.train.loop.task import Task, TaskMixture
+from deepmd_ema.training.loop.step import Outcome, Products
+from deepmd_ema.training.loop.task import Task, TaskMixture
 from deepmd_ema.weight_names import LIVE
 
 

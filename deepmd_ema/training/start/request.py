@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from deepmd_ema.config import InputFile, read_input
 from deepmd_ema.errors import UserError
@@ -14,7 +16,7 @@ class TrainRequest:
     """A request to train: the input, and how the run starts. At most one of the three start files is given.
 
     Attributes:
-        input_file: JSON or YAML.
+        input_file: JSON or YAML, or the values of one.
         restart: checkpoint to continue exactly.
         init_model: file whose weights, live or averaged, a new run starts from.
         finetune: file whose weights a new run on other data, perhaps of other elements, starts from.
@@ -27,7 +29,7 @@ class TrainRequest:
         allow_config_change: whether a restart with a changed config is allowed.
     """
 
-    input_file: str
+    input_file: str | Mapping[str, Any]
     restart: str | None = None
     init_model: str | None = None
     finetune: str | None = None
@@ -45,7 +47,14 @@ class TrainRequest:
         Raises:
             ConfigError: if it cannot be read.
         """
+        if isinstance(self.input_file, Mapping):
+            return InputFile("input", self.input_file, {})
         return read_input(self.input_file)
+
+    @property
+    def name(self) -> str:
+        """The file of the input: the normalized one where values were given."""
+        return self.output if isinstance(self.input_file, Mapping) else self.input_file
 
     @property
     def weights(self) -> str | None:
@@ -66,13 +75,13 @@ class TrainRequest:
             return heads
         if set(heads) != {""}:
             raise UserError(
-                f"--model-branch {given}: {self.input_file} has several tasks. Name the model that each starts from, "
+                f"--model-branch {given}: {self.input.path} has several tasks. Name the model that each starts from, "
                 "as finetune_head in its section of model.model_dict."
             )
         head = heads[""]
         if head is not None and given != head:
             raise UserError(
-                f'--model-branch {given}: {self.input_file} has model.finetune_head = "{head}". Expected one head: '
+                f'--model-branch {given}: {self.input.path} has model.finetune_head = "{head}". Expected one head: '
                 "remove one of the two."
             )
         return {"": given}

@@ -21,9 +21,9 @@ from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.model.tabulated import tables_in
 from deepmd_ema.report.tables import ValidationLog
-from deepmd_ema.train.loop.saver import Saver
-from deepmd_ema.train.loop.step import Products
-from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask
+from deepmd_ema.training.loop.saver import Saver
+from deepmd_ema.training.loop.step import Products
+from deepmd_ema.training.start.prepare import PreparedRun, PreparedTask
 from deepmd_ema.weight_names import LIVE
 
 

@@ -17,7 +17,7 @@ from deepmd_ema.data.sampler import frames_taken
 from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import prefix_of
-from deepmd_ema.train.start.prepare import PreparedRun, PreparedTask, stream_of
+from deepmd_ema.training.start.prepare import PreparedRun, PreparedTask, stream_of
 from deepmd_ema.weight_names import LIVE
 
 Biases = Mapping[str, Mapping[str, "Tensor"]]

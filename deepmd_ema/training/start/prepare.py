@@ -33,7 +33,7 @@ from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.seeds import seed_for
-from deepmd_ema.train.start.new_run import Start
+from deepmd_ema.training.start.new_run import Start
 
 logger = logging.getLogger(__name__)
 

@@ -15,43 +15,47 @@ from deepmd_ema.config import RunConfig, as_launched, ignored_options, launch_pr
 from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.report.logs import set_up_logging
 from deepmd_ema.report.table import Table, render
-from deepmd_ema.train.assembly.assemble import assemble
-from deepmd_ema.train.assembly.summary import end_table
-from deepmd_ema.train.loop.averages import Hook
-from deepmd_ema.train.loop.trainer import Callback, Trainer
-from deepmd_ema.train.start.new_run import Start
-from deepmd_ema.train.start.output_files import check_outputs, lock_outputs, write_config
-from deepmd_ema.train.start.prepare import prepare
-from deepmd_ema.train.start.request import TrainRequest
-from deepmd_ema.train.start.start_file import load_start
+from deepmd_ema.training.assembly.assemble import assemble
+from deepmd_ema.training.assembly.summary import TrainedRun, end_table, trained_run
+from deepmd_ema.training.loop.averages import Hook
+from deepmd_ema.training.loop.trainer import Callback, Trainer
+from deepmd_ema.training.start.new_run import Start
+from deepmd_ema.training.start.output_files import check_outputs, lock_outputs, write_config
+from deepmd_ema.training.start.prepare import prepare
+from deepmd_ema.training.start.request import TrainRequest
+from deepmd_ema.training.start.start_file import load_start
 
-__all__ = ["Callback", "TrainRequest", "run_training"]
+__all__ = ["Callback", "TrainRequest", "TrainedRun", "run_training", "train"]
 
 logger = logging.getLogger(__name__)
 
 
 def run_training(
-    request: TrainRequest | str,
+    request: TrainRequest | str | Mapping[str, Any],
     *,
     should_update: Mapping[str, Hook] | None = None,
     callback: Callback | None = None,
     launch: Launch | None = None,
     **options: Any,
-) -> None:
+) -> TrainedRun:
     """Train from scratch, from the weights of a file, or on from a checkpoint.
 
     ``run_training("input.json", restart="model.ckpt.pt")`` is short for
     ``run_training(TrainRequest("input.json", restart="model.ckpt.pt"))``.
 
     Args:
-        request: the request, or its input file.
+        request: the request, its input file, or the values of one.
         should_update: by name of an average, a function of (step, epoch) that says whether the average is updated with
             the weights of that step; for rules that no option has. It must depend on nothing else, or a restart is not
             exact.
         callback: watches the run.
         launch: rank of this process and number of ranks; read from the environment if None.
-        options: the other attributes of the request, if it is given as an input file.
+        options: the other attributes of the request, if an input is given.
+
+    Returns:
+        The files of the run and its last errors.
 
     Raises:
         UserError: for every mistake in the input, the data or the files.
@@ -73,8 +77,24 @@ def run_training(
         _warn_idle_heads(config, request)
         prepared = prepare(config, start, world, request.skip_neighbor_stat)
         world.broadcast_from_rank0(partial(write_config, prepared.config, request.output, is_new=start.step == 0))
-        make = partial(assemble, prepared, start, world, should_update, request.input_file, callback)
-        logger.info("%s", "\n".join(render(_train(make, prepared.config, world, began), "  ")))
+        make = partial(assemble, prepared, start, world, should_update, request.name, callback)
+        table, trained = _train(make, prepared.config, world, began)
+        logger.info("%s", "\n".join(render(table, "  ")))
+        return trained
+
+
+def train(request: TrainRequest | str | Mapping[str, Any], **options: Any) -> TrainedRun:
+    """Train as the command line does, with its messages on stderr; for scripts and notebooks.
+
+    ``train("input.json")``, ``train({"model": ...})`` or ``train("input.json", restart="model.ckpt.pt")``. The
+    arguments are those of :func:`run_training`.
+
+    Raises:
+        UserError: for every mistake in the input, the data or the files.
+    """
+    if not logging.getLogger("deepmd_ema").handlers:
+        set_up_logging()
+    return run_training(request, **options)
 
 
 def _config(request: TrainRequest, start: Start, launch: Launch, num_ranks: int) -> RunConfig:
@@ -103,11 +123,12 @@ def _warn_idle_heads(config: RunConfig, request: TrainRequest) -> None:
             logger.warning('%s.finetune_head = "%s": no effect without --finetune%s', place, head, also)
 
 
-def _train(make: Callable[[], Trainer], config: RunConfig, world: World, began: float) -> Table:
-    """Train and return the summary."""
+def _train(make: Callable[[], Trainer], config: RunConfig, world: World, began: float) -> tuple[Table, TrainedRun]:
+    """Train and return the summary, for people and for programs."""
     # a function of its own, because the trainer must be gone when the process group is destroyed
     with world.all_ranks_ok():
         trainer = make()
     first = trainer.step
     trainer.run()
-    return end_table(trainer, config, steps=trainer.step - first, seconds=time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return end_table(trainer, config, trainer.step - first, seconds), trained_run(trainer, seconds)

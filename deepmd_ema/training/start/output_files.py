@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from deepmd_ema.config.outputs import BEST, POINTER, Output, Outputs, suffix_of,
 from deepmd_ema.errors import CheckpointError, UserError, collect_problems
 from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, size_of, sync, writing
 from deepmd_ema.locks import locked
-from deepmd_ema.train.start.request import TrainRequest
+from deepmd_ema.training.start.request import TrainRequest
 from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
         CheckpointError: naming every place that cannot be written, or where there is something else.
     """
     weights, output = request.weights, request.output
-    inputs = (request.input_file, request.restart, request.init_model, request.finetune)
+    read = None if isinstance(request.input_file, Mapping) else request.input_file
+    inputs = (read, request.restart, request.init_model, request.finetune)
     if weights is not None and (real := _real_model_file(weights)) in {p.resolve() for p in _in_the_way(config)}:
         copy = "`cp -r {} start.dcp`" if is_sharded(real) else "`cp {} start.pt`"
         raise CheckpointError(

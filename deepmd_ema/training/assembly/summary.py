@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import platform
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from deepmd_ema.allocator import peak_memory
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.checkpoint.writer import WriterTimes
 from deepmd_ema.config import RunConfig, config_summary
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import counted
+from deepmd_ema.labels import METRICS
+from deepmd_ema.metrics import Errors
 from deepmd_ema.report.progress import describe_errors, duration
 from deepmd_ema.report.table import Table, facts
 from deepmd_ema.report.tables import show_metric
-from deepmd_ema.train.loop.averages import snapshot_lines
-from deepmd_ema.train.loop.task import TaskMixture
-from deepmd_ema.train.loop.trainer import Trainer
-from deepmd_ema.train.start.prepare import PreparedRun
+from deepmd_ema.training.loop.averages import snapshot_lines
+from deepmd_ema.training.loop.task import TaskMixture
+from deepmd_ema.training.loop.trainer import Trainer
+from deepmd_ema.training.start.prepare import PreparedRun
 from deepmd_ema.version import __version__
 
 SHARED = {
@@ -69,6 +75,48 @@ def start_table(
     return facts(f"{program}, on {device} ({name})", pairs)
 
 
+@dataclass(frozen=True)
+class TrainedRun:
+    """The files of a run that has ended, and its last errors.
+
+    Attributes:
+        checkpoint: the newest live weights, from which a run can be restarted.
+        averages: the newest weights of each average, by its name.
+        best: the best weights by name of the weights, and of the task where there are several (``ema``, ``ice ema``).
+        errors: of the last full validation by the same names; ``errors["ema"]["F:RMSE"]``, in eV and angstrom.
+        step: optimizer steps of the whole run.
+        seconds: of this process, with data and validation.
+    """
+
+    checkpoint: Path
+    averages: dict[str, Path]
+    best: dict[str, Path]
+    errors: dict[str, dict[str, float]]
+    step: int
+    seconds: float
+
+
+def trained_run(trainer: Trainer, seconds: float) -> TrainedRun:
+    """Return the files of a run that has taken its last step, after so many ``seconds``."""
+    found = [row for row in trainer.validator.rows if row.best is not None and row.best.records]
+    return TrainedRun(
+        checkpoint=Path(trainer.saver.link),
+        averages={name: Path(series.link) for name, series in trainer.saver.averages.items()},
+        best={row.name: row.best.path(row.best.records[0][1]) for row in found if row.best is not None},
+        errors={name: _metrics(errors) for name, errors in trainer.reporter.validated.items()},
+        step=trainer.step,
+        seconds=seconds,
+    )
+
+
+def _metrics(errors: Errors) -> dict[str, float]:
+    """Return the errors of the quantities that some frame has a label of."""
+    values = {
+        f"{quantity}:{kind}": errors.metric(f"{quantity}:{kind}") for quantity in METRICS for kind in ("MAE", "RMSE")
+    }
+    return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
 def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -> Table:
     """Return the files of a run that has ended, its last errors, and what to do next.
 
@@ -98,6 +146,7 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
         pairs.append(("compiled", f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
     pairs.append(("saving", _describe_saving(saver.writer.times)))
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
+    pairs.append(("memory", _describe_memory(trainer.world.device)))
     pairs.append(("waiting", f"for data {100 * trainer.times.waiting_share():.1f} % of the time of training"))
     model = next(iter(averages.values()), saver.link)
     validated = [name for name, task in config.tasks.items() if task.validation_data is not None]
@@ -106,6 +155,13 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
         pairs.append(("next", f"dp-ema test -m {model}{head} --valid-data {trainer.input_file} --plot"))
     pairs.append(("next", f"dp-ema freeze -c {model}" + (f" --head {heads[0]}" if heads else "")))
     return facts(f"trained model: {saver.link}", pairs)
+
+
+def _describe_memory(device: torch.device) -> str:
+    host = f"{peak_memory() / 1e9:.2g} GB at most"
+    if device.type != "cuda":
+        return host
+    return f"{host}, {torch.cuda.max_memory_reserved(device) / 1e9:.2g} GB of the GPU"
 
 
 def _describe_saving(times: WriterTimes) -> str:

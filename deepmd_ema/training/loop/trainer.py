@@ -22,16 +22,16 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.report.progress import IntervalTimes
 from deepmd_ema.tensors import map_tensors
-from deepmd_ema.train.loop.averages import describe_averages
-from deepmd_ema.train.loop.cuda_graphs import GraphedSteps
-from deepmd_ema.train.loop.interpolation import InterpolationControl
-from deepmd_ema.train.loop.refit_bias import Biases
-from deepmd_ema.train.loop.reporter import Reporter
-from deepmd_ema.train.loop.saver import Saver
-from deepmd_ema.train.loop.sharding import check_replicas
-from deepmd_ema.train.loop.step import Outcome, Step
-from deepmd_ema.train.loop.task import Task, TaskMixture
-from deepmd_ema.train.loop.validate import FullValidation, ValidationAborted
+from deepmd_ema.training.loop.averages import describe_averages
+from deepmd_ema.training.loop.cuda_graphs import GraphedSteps
+from deepmd_ema.training.loop.interpolation import InterpolationControl
+from deepmd_ema.training.loop.refit_bias import Biases
+from deepmd_ema.training.loop.reporter import Reporter
+from deepmd_ema.training.loop.saver import Saver
+from deepmd_ema.training.loop.sharding import check_replicas
+from deepmd_ema.training.loop.step import Outcome, Step
+from deepmd_ema.training.loop.task import Task, TaskMixture
+from deepmd_ema.training.loop.validate import FullValidation, ValidationAborted
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Callback:
 class Trainer:
     """Takes optimizer steps until ``num_steps``, and does what is due after each.
 
-    Every part is built by :mod:`deepmd_ema.train.assembly.assemble`; the trainer decides the order in which they act.
+    Every part is built by :mod:`deepmd_ema.training.assembly.assemble`; the trainer decides in which order they act.
 
     Attributes:
         tasks: the models with their losses and data.
