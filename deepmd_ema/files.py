@@ -40,6 +40,7 @@ class Kind:
 JSON = Kind("a JSON file", re.compile(rb"\s*\{"))
 TABLE = Kind("a table that begins with #", re.compile(rb"#"))
 CSV = Kind("a table of `dp-ema posthoc`", re.compile(rb"weights,kind,"))
+HTML = Kind("an HTML page", re.compile(rb"\s*<!doctype html", re.IGNORECASE))
 LOG = Kind("a log of dp-ema", re.compile(rb"\[\d{4}-\d\d-\d\d "))
 _COMPILED = rb"PK\x03\x04.{26}[^/]{1,200}/data/aotinductor/"  # the first entry of a package
 MODEL_FILE = Kind(

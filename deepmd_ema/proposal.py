@@ -234,7 +234,7 @@ def _assemble(
 ) -> Proposal:
     """Return the input for a number of steps, by default that of the recipe."""
     kind = wishes.kind or data.kind
-    recipe = recipes[kind]
+    recipe = {**recipes[kind], **preset.get("instead", {}).get(kind, {})}
     window = max(10, (steps := steps or recipe["steps"]) // _WINDOW)
     size = preset["sizes"][wishes.size]
     descriptor = {"type": "", "rcut": wishes.rcut, **preset["descriptor"], **size["descriptor"]}

@@ -62,12 +62,12 @@ INSTALL = {
 COMMANDS: dict[str, ModuleType] = {
     name: import_module(f"deepmd_ema.cli.{name.replace('-', '_')}")
     for name in (
-        "init", "train", "check", "freeze", "compress", "test", "model-devi", "neighbor-stat", "posthoc", "change-bias",
-        "convert", "pretrained", "show", "plot", "doc",
+        "init", "train", "check", "freeze", "compress", "test", "model-devi", "neighbor-stat", "report", "posthoc",
+        "change-bias", "convert", "pretrained", "show", "plot", "doc",
     )
 }  # fmt: skip
 # they print their result and nothing else
-WITHOUT_LOG = ("init", "check", "neighbor-stat", "pretrained", "show", "plot", "doc")
+WITHOUT_LOG = ("init", "check", "neighbor-stat", "pretrained", "show", "plot", "report", "doc")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -148,6 +148,16 @@ class FrameSource(ABC):
         """Number of frames."""
         return len(self.frame_sizes)
 
+    @property
+    def whole_source(self) -> FrameSource:
+        """The source that was opened, of which these may be some frames."""
+        return self
+
+    @property
+    def numbers(self) -> Array:
+        """(num_frames,) numbers of the frames in the source that was opened."""
+        return np.arange(self.num_frames)
+
     @abstractmethod
     def files(self) -> Sequence[Path] | None:
         """Return every file that the frames are read from; None if they are unknown."""
@@ -188,6 +198,16 @@ class FrameSubset(FrameSource):
         kinds = None if whole.kinds is None else [whole.kinds[k] for k in frames.tolist()]
         super().__init__(whole.name, whole.frame_sizes[frames], whole.unread, whole.notes, kinds, whole.is_slow)
         self.whole, self.frames = whole, frames
+
+    @property
+    def whole_source(self) -> FrameSource:
+        """The source that was opened."""
+        return self.whole.whole_source
+
+    @property
+    def numbers(self) -> Array:
+        """(num_frames,) numbers of the frames in the whole source."""
+        return self.whole.numbers[self.frames]
 
     def files(self) -> Sequence[Path] | None:
         """Return every file of the whole source."""

@@ -215,7 +215,9 @@ def predict(
         # a compiled file has no second derivatives
         has_hessian = not loaded.is_compiled
         total = evaluate(evaluated, batches, where, progress=bar.update, collect=True, hessian=has_hessian)
-    report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, {s.name: s for s in systems})
+    report = ErrorReport(
+        loaded.info, loaded.config.type_map, total, total.frames, {s.name: s.whole_source for s in systems}
+    )
     _refuse_non_finite(report, loaded)
     return report
 

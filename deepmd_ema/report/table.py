@@ -39,6 +39,10 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
 
+    def texts(self) -> list[list[str]]:
+        """Return the cells of every row as text."""
+        return [[_cell(value, column) for value, column in zip(row, self.columns)] for row in self.rows]
+
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
     """Return a table of names and texts; names without a text are left out."""
@@ -52,7 +56,7 @@ def render(table: Table, indent: str = "") -> list[str]:
         table: to be shown.
         indent: what every line but the title begins with.
     """
-    rows = [[_cell(value, column) for value, column in zip(row, table.columns)] for row in table.rows]
+    rows = table.texts()
     heads = [[column.name for column in table.columns], [column.unit for column in table.columns]]
     grid = [head for head in heads if any(head)] + rows
     widths = [max(map(len, cells)) for cells in zip(*grid)]

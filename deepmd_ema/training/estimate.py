@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -23,6 +23,7 @@ import torch
 
 from deepmd_ema.allocator import peak_memory
 from deepmd_ema.config import RunConfig, to_dict
+from deepmd_ema.config.paths import with_absolute_paths
 from deepmd_ema.errors import Interrupted, UserError, counted
 from deepmd_ema.report.progress import duration
 from deepmd_ema.training.loop.trainer import Callback, Trainer
@@ -31,7 +32,6 @@ from deepmd_ema.training.run import TrainRequest, run_training
 _FIRST = 2  # steps that prepare memory and caches, not counted
 _VALIDATED_EVERY = 4
 _MAX_STEPS = 40
-_PATHS = ("systems", "tab_file", "use_srtab")  # options that name files to read
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
     Raises:
         UserError: for mistakes in the data.
     """
-    values = _with_files_in_here(_absolute(to_dict(config)))
+    values = _with_files_in_here(with_absolute_paths(to_dict(config), "."))
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as folder:
         Path(folder, "input.json").write_text(json.dumps(values))
         spawn = multiprocessing.get_context("spawn")
@@ -121,15 +121,6 @@ def _times(first: int, every: int, steps: int) -> int:
     """Return the number of events that come every so many steps, from ``first`` on, and after the last step."""
     due = range(first or every, steps + 1, every) if every > 0 else ()
     return len(due) + (steps not in due)
-
-
-def _absolute(values: Any, key: str = "") -> Any:
-    """Return values of an input with absolute paths of the files that are read."""
-    if isinstance(values, Mapping):
-        return {name: _absolute(value, name) for name, value in values.items()}
-    if isinstance(values, list):
-        return [_absolute(value, key) for value in values]
-    return os.path.abspath(values) if key in _PATHS and isinstance(values, str) else values
 
 
 def _with_files_in_here(values: dict[str, Any]) -> dict[str, Any]:

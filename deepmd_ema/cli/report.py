@@ -1,0 +1,32 @@
+"""``dp-ema report``."""
+
+from __future__ import annotations
+
+import argparse
+
+from deepmd_ema.allocator import keep_freed_memory
+from deepmd_ema.cli.loading import loading
+from deepmd_ema.cli.options import add_device, file_to_write, num_frames, path
+
+SUMMARY = "one page about a run: curves, errors of all weights, parity, worst frames"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("folder", metavar="RUN", type=path, nargs="?", default=".",
+                        help="the folder of a run, which may still be training (this folder)")  # fmt: skip
+    parser.add_argument("-o", "--output", metavar="HTML", default="report.html", type=file_to_write,
+                        help="the page, with all pictures in it (report.html)")  # fmt: skip
+    parser.add_argument("-n", "--numb-test", metavar="N", type=num_frames, default=0,
+                        help="most frames of the validation data, and of the training data (0: all for validation, as "
+                        "many for training)")  # fmt: skip
+    add_device(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the page."""
+    keep_freed_memory()
+    with loading():
+        from deepmd_ema.run_report import write_report
+
+    print(f"wrote {write_report(args.folder, args.output, args.numb_test, args.device)}")
