@@ -54,6 +54,7 @@ INSTALL = {
     "matplotlib": "pip install 'dp-ema[plot]'",
     "lmdb": "pip install 'dp-ema[lmdb]'",
     "msgpack": "pip install 'dp-ema[lmdb]'",
+    "shtab": "pip install 'dp-ema[completion]'",
     "tensorboard": "pip install 'dp-ema[tensorboard]'",
 }
 
@@ -63,11 +64,11 @@ COMMANDS: dict[str, ModuleType] = {
     name: import_module(f"deepmd_ema.cli.{name.replace('-', '_')}")
     for name in (
         "init", "train", "check", "freeze", "compress", "test", "model-devi", "neighbor-stat", "report", "posthoc",
-        "change-bias", "convert", "pretrained", "show", "plot", "doc",
+        "change-bias", "convert", "pretrained", "show", "plot", "doc", "completion",
     )
 }  # fmt: skip
 # they print their result and nothing else
-WITHOUT_LOG = ("init", "check", "neighbor-stat", "pretrained", "show", "plot", "report", "doc")
+WITHOUT_LOG = ("init", "check", "neighbor-stat", "pretrained", "show", "plot", "report", "doc", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
