@@ -137,6 +137,11 @@ class _Data:
     why_split: str
     wider: tuple[int, int]  # most neighbors within the cutoff and a larger one
 
+    @property
+    def validates_forces(self) -> bool:
+        """Whether the validation frames have forces."""
+        return any(scan.label_frames.get(FORCE) for scan in self.report.validation)
+
     @classmethod
     def read(cls, wishes: Wishes, type_map: Sequence[str]) -> _Data:
         """Return the facts about the data.
@@ -156,8 +161,6 @@ class _Data:
                 data, why = split_off(config, data, {"": split}), split.lines[0].partition(": ")[2]
         report = check_task(config.task(None), data[""])
         labels = frozenset(name for scan in report.training for name, n in scan.label_frames.items() if n)
-        if not labels & {ENERGY, FORCE}:
-            report.problems.append("The data have no energies and no forces: there is nothing to learn from.")
         report.raise_problems()
         frames = list(_sample(data[""].train))
         kind, why_kind = _kind_of(frames, type_map)
@@ -252,7 +255,7 @@ def _assemble(
             "full_validation": True,
             "ema_full_validation": True,
             "validation_freq": max(1, steps // _EVENTS),
-            "validation_metric": "F:RMSE" if FORCE in data.labels else "E:RMSE",
+            "validation_metric": "F:RMSE" if data.validates_forces else "E:RMSE",
             "full_val_start": 0.0,
         }
     most, wider = data.wider

@@ -165,7 +165,7 @@ def test_labels_that_are_not_there_have_no_weight(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("unlabelled", "no energies and no forces"),
+        ("unlabelled", "no label of the loss is present"),
         ("empty", "data.extxyz"),
         ("damaged", "data.extxyz"),
         ("missing", "data.extxyz"),

@@ -5,8 +5,10 @@ import io
 import logging
 import math
 import os
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -320,6 +322,35 @@ def test_a_restarted_bar_begins_at_its_step(monkeypatch):
     progress.advance(16)
     progress.close()
     assert "16/20" in stream.getvalue()
+
+
+def test_the_bar_shows_the_last_validated_force_error_of_the_averaged_weights(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    progress = Progress(20, interactive=True)
+    progress.advance(10)
+    progress.show_validation(10, {"live": Given([1, 2, 3, 4, 5, 6]), "ema": Given([1, 2, 3, 44.4, 5, 6])})
+    show(progress, 10)
+    progress.advance(20)
+    progress.close()
+    assert "ema F 44.400 meV/Å" in stream.getvalue()
+
+
+def test_a_terminal_that_does_not_know_its_width_has_a_bar():
+    pty, ours = pytest.importorskip("pty"), []
+    master, slave = pty.openpty()  # its size is 0 by 0
+    code = (
+        "from deepmd_ema.report.progress import Progress\n"
+        "bar = Progress(5)\nfor k in range(1, 6): bar.advance(k)\nbar.close()"
+    )
+    subprocess.run([sys.executable, "-c", code], stderr=slave, check=True, timeout=60)
+    os.close(slave)
+    with suppress(OSError):
+        while chunk := os.read(master, 4096):
+            ours.append(chunk.decode())
+    os.close(master)
+    assert "5/5" in "".join(ours)
+    assert "|#####" in "".join(ours) or "█" in "".join(ours)
 
 
 def test_no_bar_is_drawn_when_stderr_is_not_a_terminal(monkeypatch):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -36,6 +38,7 @@ class Progress:
         self._num_steps, self._frames = num_steps, frames_per_step
         self._interactive = sys.stderr.isatty() if interactive is None else interactive
         self._bar: tqdm | None = None
+        self._validated = ""
         self._step = self._shown = 0
         # the first interval, in which things are prepared, counts only until there is another
         self._begun, self._counted_steps, self._counted_seconds = False, 0, 0.0
@@ -52,7 +55,8 @@ class Progress:
                     total=self._num_steps,
                     initial=self._step,
                     unit="step",
-                    dynamic_ncols=True,
+                    # a terminal that does not know its width (a recording, some containers) reports 0
+                    **({"dynamic_ncols": True} if _has_width() else {"ncols": 80, "nrows": 24}),
                     smoothing=0,
                     file=sys.stderr,
                 )
@@ -93,7 +97,7 @@ class Progress:
                 for task, values in training.items()
                 if values
             ]
-            self._bar.set_postfix_str(f"rmse {', '.join(losses)}, lr {lr:.1e}", refresh=False)
+            self._bar.set_postfix_str(f"rmse {', '.join(losses)}, lr {lr:.1e}{self._validated}", refresh=False)
 
     def _mean_seconds(self, step: int, seconds_per_step: float) -> float:
         """Return the mean duration of a step of the run, which ends an interval of steps that took this long each.
@@ -118,6 +122,8 @@ class Progress:
         for weights, errors in results.items():
             words = describe_errors(errors)
             logger.info("Batch %7d: full validation, MAE / RMSE, %-*s: %s", step, width, weights, words)
+            if not math.isnan(force := errors.metric("F:RMSE")):  # the last are the averaged weights, if there are any
+                self._validated = f", {weights} F {show_metric('F:RMSE', force)}"
 
     def close(self) -> None:
         """Leave the bar as it is and end its line."""
@@ -172,6 +178,12 @@ class IntervalTimes:
         self._spent = dict.fromkeys(self._spent, 0.0)
         self._since = time.perf_counter()
         return " | ".join(f"{category} {100 * share:.0f} %" for category, share in shares.items())
+
+
+def _has_width() -> bool:
+    with suppress(OSError, ValueError, AttributeError):
+        return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    return True  # no terminal: a file that is given as one
 
 
 def describe_errors(errors: Errors) -> str:

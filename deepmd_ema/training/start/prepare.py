@@ -37,6 +37,8 @@ from deepmd_ema.training.start.new_run import Start
 
 logger = logging.getLogger(__name__)
 
+MAX_ATOMS_OF_FIT = 512  # in a batch whose energies are evaluated: dpa4 takes 3 MB for each
+
 
 @dataclass(frozen=True)
 class PreparedTask:
@@ -199,7 +201,7 @@ def _fit_bias(task: PreparedTask, seed: int, num_ranks: int) -> None:
     """Move the output bias of a task so that the mean residual per atom is zero on the frames of the statistics."""
     model, of_task = task.model, f" of task {task.config.name}" if task.config.name else ""
     before = model.out_bias.view(-1).numpy().copy()
-    frames = energies_of(model, task.config.model, _statistics_batches(task, seed, num_ranks))
+    frames = energies_of(model, task.config.model, _statistics_batches(task, seed, num_ranks, MAX_ATOMS_OF_FIT))
     if not len(frames):
         logger.warning("no training frame%s has an energy to fit the output bias to: it stays as in the file", of_task)
         return
@@ -234,7 +236,8 @@ def _statistics(task: PreparedTask, seed: int, num_ranks: int) -> Statistics:
     return found
 
 
-def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int) -> Iterator[Batch]:
+def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int, max_atoms: int | None = None) -> Iterator[Batch]:
+    """Yield the frames of the statistics, eight at once, or fewer if they had more than ``max_atoms``."""
     train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
     rule, natoms = task.config.training_data.batch_size, [system.frame_sizes for system in train]
     sizes, _ = batch_sizes(rule, natoms)
@@ -243,5 +246,7 @@ def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int) -> Iterat
         order = frames[permutation(len(frames), seed_for(stream, seed, number))]
         # as many as one process with all the frames of a step would take, so that it starts from the same model
         chosen = [int(k) for k in order[: task.config.model.data_stat_nbatch * size * num_ranks]]
-        for begin in range(0, len(chosen), 8):
-            yield collate([task.cache.get(system, k, layout) for k in chosen[begin : begin + 8]], layout)
+        largest = max((int(system.frame_sizes[k]) for k in chosen), default=1)
+        at_once = 8 if max_atoms is None else max(1, min(8, max_atoms // largest))
+        for begin in range(0, len(chosen), at_once):
+            yield collate([task.cache.get(system, k, layout) for k in chosen[begin : begin + at_once]], layout)
