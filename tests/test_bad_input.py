@@ -375,7 +375,7 @@ def test_the_number_that_a_warning_requests_is_enough(desk):
 @pytest.mark.parametrize(
     ("words", "phrases"),
     [
-        (["trian", "input.json"], ["the command 'trian' is unknown. Did you mean train? Known: train, check"]),
+        (["trian", "input.json"], ["the command 'trian' is unknown. Did you mean train? Known: init, train, check"]),
         (["train", "input.json", "--restrt", "x"], ["train has no option --restrt. Did you mean --restart?"]),
         (["train"], ["required: INPUT. `dp-ema train --help` shows what it takes."]),
         (["train", "input.json", "--device", "gpu"], ["--device gpu: unknown device. Use cpu, cuda or cuda:0."]),
