@@ -134,6 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1, help="of the moments")
+    parser.add_argument("--descriptor", default="se_e2_a", help="of tests/toy_models.py")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the run computes")
     parser.add_argument("--work", type=Path, default=RUNS / "kill_restart", help="folder of the runs")
     parser.add_argument("--output", type=Path, help="also write the page here")
@@ -141,7 +142,7 @@ def main() -> None:
     found, env = programs(None), environment(1, args.device)
     num_steps = STEPS_PER_KILL * args.kills + 10
     began = time.perf_counter()
-    whole, parts = (Run(make_folder(args.work / name, num_steps), found["ours"].command, env)
+    whole, parts = (Run(make_folder(args.work / name, num_steps, args.descriptor), found["ours"].command, env)
                     for name in ("whole", "parts"))  # fmt: skip
     whole.start()
     whole.wait_for_movement()
@@ -157,7 +158,7 @@ def main() -> None:
     raise SystemExit(1 if different else 0)
 
 
-def make_folder(folder: Path, num_steps: int) -> Path:
+def make_folder(folder: Path, num_steps: int, descriptor: str) -> Path:
     """Return a fresh folder with data and an ``input.json``; the paths in it are relative, so that inputs are equal."""
     from helpers import tiny_input, write_system
 
@@ -172,6 +173,10 @@ def make_folder(folder: Path, num_steps: int) -> Path:
                         validating__full_validation=True, validating__ema_full_validation=True,
                         validating__validation_freq=2, validating__full_val_start=0, validating__max_best_ckpt=3,
                         validating__validation_metric="F:RMSE")  # fmt: skip
+    if descriptor != "se_e2_a":
+        from toy_models import SECTIONS
+
+        config["model"]["descriptor"] = dict(SECTIONS[descriptor])
     (folder / "input.json").write_text(json.dumps(config, indent=2))
     return folder
 
