@@ -83,7 +83,7 @@ def test_check_says_how_long_the_run_takes(written, capsys):
     assert "Memory measured: " in out
 
 
-def test_the_memory_is_that_of_the_run_whatever_the_process_that_asks_has(written):
+def test_the_memory_is_that_of_the_run_however_much_the_parent_process_has(written):
     config = written(num_steps=8)
     before = measure_steps(config, "cpu", seconds=0.0).memory
     held = np.ones(250_000_000)  # 2 GB, all of them touched
