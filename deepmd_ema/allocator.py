@@ -6,7 +6,6 @@ import ctypes
 import os
 import sys
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4  # of malloc.h of the GNU C library
@@ -43,7 +42,7 @@ def peak_memory() -> int:
             if line.startswith("VmHWM:"):
                 return 1024 * int(line.split()[1])
     try:
-        resource = import_module("resource")
+        import resource
     except ImportError:  # not a Unix
         return 0
     unit = 1 if sys.platform == "darwin" else 1024

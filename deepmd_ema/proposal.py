@@ -20,7 +20,7 @@ from deepmd_ema.data.check.report import DataReport
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off
-from deepmd_ema.data.source import Frame, FrameSource, ReadSpec
+from deepmd_ema.data.source import Frame, ReadSpec, evenly_spaced
 from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
@@ -120,7 +120,8 @@ def propose(wishes: Wishes) -> Proposal:
 
 def _elements(*paths: Sequence[str]) -> list[str]:
     """Return the elements of data that name them, by atomic number."""
-    sources = [source for part in paths if part for source in open_systems(list(part), ReadSpec(SYMBOLS))]
+    spec = ReadSpec(SYMBOLS, takes_numbers=False)
+    sources = [source for part in paths if part for source in open_systems(list(part), spec)]
     found = sum(scan_system(source, len(SYMBOLS), 1.0).type_counts.sum(axis=0, dtype=np.int64) for source in sources)
     return [SYMBOLS[k] for k in np.flatnonzero(found)]
 
@@ -162,7 +163,9 @@ class _Data:
         report = check_task(config.task(None), data[""])
         labels = frozenset(name for scan in report.training for name, n in scan.label_frames.items() if n)
         report.raise_problems()
-        frames = list(_sample(data[""].train))
+        frames = [
+            source.frame(k) for source in evenly_spaced(data[""].train, _SAMPLE) for k in range(source.num_frames)
+        ]
         kind, why_kind = _kind_of(frames, type_map)
         far = wishes.rcut * _WIDER
         found = neighbor_statistics(((f.coord, f.box, f.atom_type) for f in frames), far, len(type_map))
@@ -183,14 +186,6 @@ def _values_to_read(wishes: Wishes, type_map: Sequence[str]) -> dict[str, Any]:
         "learning_rate": {"start_lr": 1e-3, "stop_lr": 1e-5},
         "training": training,
     }
-
-
-def _sample(sources: Sequence[FrameSource]) -> Iterator[Frame]:
-    """Yield frames spread over all sources."""
-    ends = np.cumsum([source.num_frames for source in sources])
-    for number in np.unique(np.linspace(0, ends[-1] - 1, _SAMPLE).astype(int)):
-        k = int(np.searchsorted(ends, number, side="right"))
-        yield sources[k].frame(int(number - (ends[k - 1] if k else 0)))
 
 
 def _kind_of(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[Kind, str]:
@@ -239,14 +234,9 @@ def _assemble(
     kind = wishes.kind or data.kind
     recipe = {**recipes[kind], **preset.get("instead", {}).get(kind, {})}
     window = max(10, (steps := steps or recipe["steps"]) // _WINDOW)
-    size = preset["sizes"][wishes.size]
-    descriptor = {"type": "", "rcut": wishes.rcut, **preset["descriptor"], **size["descriptor"]}
+    model = _model(wishes, type_map, preset)
     values: dict[str, Any] = {
-        "model": {
-            "type_map": list(type_map),
-            "descriptor": descriptor,
-            "fitting_net": {**preset["fitting_net"], **size["fitting_net"]},
-        },
+        "model": model,
         **_optimization(recipes["common"], recipe, steps, data.labels),
         "training": _training(wishes, data, steps, window),
     }
@@ -265,7 +255,7 @@ def _assemble(
         "model.descriptor.rcut": f"angstrom; an atom has up to {most} neighbors, and {wider} within "
         f"{wishes.rcut * _WIDER:.3g}: time and memory grow as their number",
         "model.descriptor.sel": "the largest numbers of neighbors, counted in the data",
-        "model.descriptor.precision": "half the time and memory of float64; check that the errors are the same",
+        "model.descriptor.precision": "less time and memory than float64; compare the errors before you rely on it",
         "optimizer": recipes["common"]["why"],
         "optimizer.lr_adjust": "vectors take Adam's steps, with the rate over this",
         "learning_rate.start_lr": "lower it if energies stay far off",
@@ -283,11 +273,21 @@ def _assemble(
     head = [
         f"Written by dp-ema init {__version__}. Try others: dp-ema init --help; every option: dp-ema doc.",
         f"Data: {kind} ({data.why_kind if wishes.kind is None else 'as given'}); labels: {found}.",
-        f"Model: {descriptor['type']} {wishes.size}. {values['optimizer']['type']}, rate {recipe['start_lr']:g}, "
-        f"{steps:,} steps.",
+        f"Model: {model['descriptor']['type']} {wishes.size}. {values['optimizer']['type']}, "
+        f"rate {recipe['start_lr']:g}, {steps:,} steps.",
     ]
     missing = [] if "validating" in values else [f"no validation frames: {data.why_split}"]
     return Proposal(values, why, head, [*data.report.warnings, *missing])
+
+
+def _model(wishes: Wishes, type_map: Sequence[str], preset: Mapping[str, Any]) -> dict[str, Any]:
+    size = preset["sizes"][wishes.size]
+    # type and rcut come first
+    descriptor = {"type": "", "rcut": wishes.rcut, **preset["descriptor"], **size["descriptor"]}
+    if "rcut_smth" in descriptor:
+        descriptor["rcut_smth"] = min(descriptor["rcut_smth"], wishes.rcut / 2)
+    fitting = {**preset["fitting_net"], **size["fitting_net"]}
+    return {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": fitting}
 
 
 def _optimization(

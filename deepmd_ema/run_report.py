@@ -15,8 +15,9 @@ from deepmd_ema import checkpoint
 from deepmd_ema.config import RunConfig, saved_config
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.paths import with_absolute_paths
+from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.run import choose_validation, open_run, split_off
-from deepmd_ema.data.source import FrameSource, FrameSubset
+from deepmd_ema.data.source import FrameSource, evenly_spaced
 from deepmd_ema.errors import UserError
 from deepmd_ema.files import HTML, atomic_write, refuse_to_lose
 from deepmd_ema.infer.evaluate import ErrorReport, predict
@@ -111,29 +112,19 @@ def _evaluate(
     file: Path, config: RunConfig, weights: Sequence[str], num_frames: int, device: str | None
 ) -> Iterator[Tested]:
     """Yield the errors by task, weights and part of the data."""
-    opened = open_run(config)
+    opened, cache = open_run(config), PairCache()
     data = split_off(config, opened, choose_validation(config, opened, config.training.seed or 0))
     for task in config.tasks:
-        valid = _spread(data[task].valid, num_frames)
-        number = sum(source.num_frames for source in valid)
+        valid = evenly_spaced(data[task].valid, num_frames) if num_frames else data[task].valid
+        number = sum(source.num_frames for source in valid) or num_frames
+        train = evenly_spaced(data[task].train, number) if number else data[task].train
         for name in weights:
             loaded = load_model(file, average=None if name == LIVE else name, head=task or None)
-            for part, sources in ((VALIDATION, valid), (TRAINING, _spread(data[task].train, number or num_frames))):
+            for part, sources in ((VALIDATION, valid), (TRAINING, train)):
                 if sources:
                     ranges = [range(source.num_frames) for source in sources]
-                    report = predict(loaded, sources, ranges, device, _LABELS)
+                    report = predict(loaded, sources, ranges, device, _LABELS, cache)
                     yield Tested(task, name, part, report, _kinds(sources))
-
-
-def _spread(sources: Sequence[FrameSource], most: int) -> list[FrameSource]:
-    """Return sources of at most so many frames, evenly spaced over all; 0 returns all."""
-    ends = np.cumsum([source.num_frames for source in sources])
-    if not most or not len(ends) or ends[-1] <= most:
-        return list(sources)
-    chosen = np.unique(np.linspace(0, ends[-1] - 1, most).astype(np.int64))
-    first = np.concatenate([[0], ends[:-1]])
-    parts = [chosen[(chosen >= a) & (chosen < b)] - a for a, b in zip(first, ends)]
-    return [FrameSubset(source, part) for source, part in zip(sources, parts) if len(part)]
 
 
 def _kinds(sources: Sequence[FrameSource]) -> dict[tuple[str, int], str]:

@@ -28,7 +28,7 @@ def test_a_wheel_of_the_source_distribution_has_every_file_and_runs(tmp_path):
     call(ROOT, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path))
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     source = tmp_path / sdist.name.removesuffix(".tar.gz")
     call(source, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path))
     (wheel,) = tmp_path.glob("*.whl")

@@ -153,6 +153,24 @@ def test_one_frame_is_for_training_and_a_warning_says_so(tmp_path, capsys):
     assert main(["train", "input.yaml"]) == 0
 
 
+def test_data_whose_types_are_numbers_need_their_elements(tmp_path, capsys):
+    data = write_system(tmp_path / "data", frames=20)
+    (data / "type_map.raw").unlink()
+    assert main(["init", str(data)]) == 2  # they would be H and He, the first elements there are
+    assert (
+        "type_map.raw: names no elements in the order of their numbers. Name them all with -t."
+        in capsys.readouterr().err
+    )
+    assert main(["init", str(data), "-t", "O", "H"]) == 0
+    assert to_dict(load_config("input.yaml"))["model"]["type_map"] == ["O", "H"]
+
+
+def test_a_short_cutoff_gives_a_good_input(tmp_path):
+    data = str(write_system(tmp_path / "data", frames=20))
+    assert main(["init", data, "--rcut", "0.9"]) == 0
+    load_config("input.yaml")
+
+
 def test_labels_that_are_not_there_have_no_weight(tmp_path):
     data = str(write_system(tmp_path / "data", frames=20, force=False, virial=False))
     found = propose(Wishes([data]))

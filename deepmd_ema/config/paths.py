@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_READ = ("systems", "tab_file", "use_srtab")  # options that name files to read
+_READ = ("systems", "stat_file", "tab_file", "use_srtab")  # options that name files to read
 
 
 def with_absolute_paths(values: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class ReadSpec:
         numb_fparam: frame parameters per frame, 0 for none.
         numb_aparam: atomic parameters per atom, 0 for none.
         default_fparam: frame parameters where the data have none; None to refuse such data.
+        takes_numbers: whether data that name no elements are read, with types that count in ``type_map``.
         memory: of what was found in files that must be read completely when they are opened; None to read them.
     """
 
@@ -77,6 +78,7 @@ class ReadSpec:
     numb_fparam: int = 0
     numb_aparam: int = 0
     default_fparam: Sequence[float] | None = None
+    takes_numbers: bool = True
     memory: Memory | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -231,6 +233,17 @@ class FrameSubset(FrameSource):
     def where(self, index: int, array: str = "") -> Place:
         """Return the place where a frame, or one of its arrays, is stored."""
         return self.whole.where(int(self.frames[index]), array)
+
+
+def evenly_spaced(sources: Sequence[FrameSource], most: int) -> list[FrameSource]:
+    """Return at most so many frames, evenly spaced over all of ``sources``."""
+    ends = np.cumsum([source.num_frames for source in sources])
+    if not len(ends) or ends[-1] <= most:
+        return list(sources)
+    chosen = np.linspace(0, ends[-1] - 1, most).round().astype(np.int64)
+    parts = np.split(chosen, np.searchsorted(chosen, ends[:-1]))
+    starts = [0, *ends[:-1].tolist()]
+    return [FrameSubset(source, part - start) for source, part, start in zip(sources, parts, starts) if len(part)]
 
 
 def is_per_atom(name: str) -> bool:

@@ -126,18 +126,26 @@ def _times(first: int, every: int, steps: int) -> int:
 def _with_files_in_here(values: dict[str, Any]) -> dict[str, Any]:
     """Return values of an input whose run writes into the folder where it is started, and validates early."""
     training, validating = values["training"], values["validating"]
-    training = {name: value for name, value in training.items() if name not in ("stat_file", "save_dir", "cache_dir")}
-    training |= {"save_ckpt": "model.ckpt", "disp_file": "lcurve.out", "tensorboard": False}
+    training = {name: value for name, value in training.items() if name not in ("save_dir", "cache_dir")}
+    training = _without_writing_statistics(training) | {
+        "save_ckpt": "model.ckpt",
+        "disp_file": "lcurve.out",
+        "tensorboard": False,
+    }
     if "data_dict" in training:
-        training["data_dict"] = {
-            task: {name: value for name, value in of.items() if name != "stat_file"}
-            for task, of in training["data_dict"].items()
-        }
+        tasks = training["data_dict"].items()
+        training["data_dict"] = {task: _without_writing_statistics(of) for task, of in tasks}
     validating = {name: value for name, value in validating.items() if name != "save_best_dir"}
     validating["full_val_file"] = "val.log"
     if validating.get("full_val_start") != 1:
         validating |= {"validation_freq": _VALIDATED_EVERY, "full_val_start": 0.0}
     return {**values, "training": training, "validating": validating}
+
+
+def _without_writing_statistics(section: dict[str, Any]) -> dict[str, Any]:
+    if section.get("stat_file_mode") == "read":
+        return section
+    return {name: value for name, value in section.items() if not name.startswith("stat_file")}
 
 
 class _Stopwatch(Callback):

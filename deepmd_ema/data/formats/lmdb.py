@@ -133,7 +133,7 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     find = partial(_read_all, path, store, num_frames, known, key_format, spec)
     index = recall_or_find(spec.memory, [store.file], about, find, _Index.to_dict, _Index.from_dict)
     problems = [] if index.sizes.size else [f"{path}: no frames. Leave it out."]
-    index_of = type_table(str(path), spec.type_map, names, index.types, str(path), problems, _META)
+    index_of = type_table(str(path), spec, names, index.types, str(path), problems, _META)
     if problems:
         raise DataError(problems)
     read = {*LABELS, FPARAM, APARAM, COORD, BOX, _ATYPE, *_DESCRIBE}

@@ -175,7 +175,7 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
         problems.append(f"{store.name}: no frames: the arrays of {', '.join(set_names)} have no rows. Leave it out.")
     used = _used_in_mixed(sets, problems) if is_mixed else np.unique(file_types)
     place = f"{store.name}/set.*/{TYPES}.npy" if is_mixed else f"{store.name}/type.raw"
-    index_of = type_table(store.name, spec.type_map, names, used, place, problems)
+    index_of = type_table(store.name, spec, names, used, place, problems)
     if problems:
         raise DataError(problems)
     atom_type = None if is_mixed else index_of[file_types]
@@ -297,7 +297,7 @@ def _shape_problems(array: StoredArray, expected: _Expected, frames: int, natoms
 
 def type_table(
     system: str,
-    type_map: Sequence[str],
+    spec: ReadSpec,
     names: Sequence[str] | None,
     used: Array,
     place: str,
@@ -308,13 +308,17 @@ def type_table(
 
     Args:
         system: name of the system, for messages.
-        type_map: the model's elements.
+        spec: with the model's elements.
         names: elements that types of the file count in; None if these are the model's.
         used: types that occur.
         place: where types are stored, for messages.
         problems: what is wrong is added here.
         file: where in the system ``names`` are stored.
     """
+    type_map = spec.type_map
+    if names is None and not spec.takes_numbers:
+        problems.append(f"{system}/{file}: names no elements in the order of their numbers. Name them all with -t.")
+        return np.full(1, -1)
     known = names if names is not None else type_map
     source = file if names is not None else "model.type_map"
     if used.size and used.max() >= len(known):

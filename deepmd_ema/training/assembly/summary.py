@@ -159,10 +159,10 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
 
 
 def _describe_memory(device: torch.device) -> str:
-    host = f"{peak_memory() / 1e9:.2g} GB at most"
-    if device.type != "cuda":
-        return host
-    return f"{host}, {torch.cuda.max_memory_reserved(device) / 1e9:.2g} GB of the GPU"
+    parts = [f"{peak_memory() / 1e9:.2g} GB at most"] * (peak_memory() > 0)
+    if device.type == "cuda":
+        parts.append(f"{torch.cuda.max_memory_reserved(device) / 1e9:.2g} GB of the GPU")
+    return ", ".join(parts)
 
 
 def _describe_saving(times: WriterTimes) -> str:
