@@ -334,10 +334,11 @@ def _steps_in(seconds: float, cost: Cost) -> int:
     Raises:
         UserError: if they are too few.
     """
-    fixed = cost.start + _EVENTS * (cost.validation + cost.checkpoint)
-    steps = int((seconds - fixed) / cost.step)
+    fixed = cost.start + cost.events + cost.end  # rows, validations and checkpoints are as many in a run of any length
+    left, in_first_epoch = seconds - fixed, cost.epoch_steps * (cost.new_step - cost.step)
+    steps = int(max((left - in_first_epoch) / cost.step, min(left / cost.new_step, cost.epoch_steps)))
     if steps < _MIN_STEPS:
-        needed = fixed + _MIN_STEPS * cost.step
+        needed = fixed + _MIN_STEPS * cost.new_step
         raise UserError(
             f"--hours {seconds / 3600:g}: a step takes {cost.step:.2g} s here, and a run needs {duration(needed)} "
             f"(--hours {math.ceil(needed / 36) / 100:g}) for {_MIN_STEPS} steps. Give more time, a smaller model "

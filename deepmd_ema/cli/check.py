@@ -56,4 +56,4 @@ def run(args: argparse.Namespace) -> None:
     if args.time:
         with loading():
             from deepmd_ema.training.estimate import measure_steps
-        print("\n".join(measure_steps(config, args.device).lines()))
+        print(measure_steps(config, args.device))

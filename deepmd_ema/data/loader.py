@@ -43,6 +43,7 @@ class Loader:
     Attributes:
         systems: as given.
         sampler: as given.
+        cache: neighbor lists.
         position: number of the batch that ``next`` returns; a checkpoint needs nothing else of the loader.
         wait_s: seconds that ``next`` has waited for batches in all.
     """
@@ -62,7 +63,7 @@ class Loader:
         self.systems, self.sampler = systems, sampler
         self.position = start
         self.wait_s = 0.0
-        pairs = PairCache() if cache is None else cache
+        self.cache = pairs = PairCache() if cache is None else cache
 
         def make(n: int) -> Batch:
             batch = collate([pairs.get(systems[system], k, layout) for system, k in sampler.batch(n)], layout, labels)

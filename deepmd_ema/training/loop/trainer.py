@@ -65,7 +65,7 @@ class Callback:
         """Called before the first step, after a restart has loaded everything."""
 
     def during(self, trainer: Trainer, phase: str) -> AbstractContextManager[Any]:
-        """Return the context of a ``step`` with all that is due after it, a ``validation`` or a ``checkpoint``."""
+        """Return the context of a ``step`` with all that is due after it, a ``display``, ``validation`` or ``checkpoint``."""
         return nullcontext()
 
     def after_update(self, trainer: Trainer) -> None:
@@ -223,7 +223,8 @@ class Trainer:
         self.reporter.record(self.step, task, outcome)
         if self.reporter.is_due(self.step):
             self._raise_if_diverged()
-            self.reporter.show(self.step, task, batch, outcome)
+            with self.callback.during(self, "display"):
+                self.reporter.show(self.step, task, batch, outcome)
         snapshots = self.saver.snapshots_due(self.step, last)
         if snapshots:  # before a validation, which a stop may break off
             self._raise_if_diverged()
