@@ -19,8 +19,8 @@ from deepmd_ema.proposal import Wishes, propose
 from deepmd_ema.training.estimate import Cost
 
 COST = Cost(
-    num_steps=1000, epoch_steps=10, rows=20, validations=10, checkpoints=10, start=10.0, new_step=0.5, step=0.5, row=0.0,
-    first_validation=1.0, validation=1.0, checkpoint=0.0, end=0.0, memory=1, gpu_memory=0, measured=9,
+    num_steps=1000, epoch_steps=10, rows=20, validations=10, checkpoints=10, start=10.0, new_step=0.5, step=0.5,
+    row=0.0, first_validation=1.0, validation=1.0, checkpoint=0.0, end=0.0, memory=1, gpu_memory=0, measured=9,
 )  # fmt: skip
 
 

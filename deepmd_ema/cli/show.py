@@ -6,6 +6,7 @@ import argparse
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import path
+from deepmd_ema.cli.streams import say
 
 SUMMARY = "what is in a checkpoint or a frozen file"
 
@@ -21,4 +22,8 @@ def run(args: argparse.Namespace) -> None:
     with loading():
         from deepmd_ema.infer.show import describe
 
-    print(describe(args.file, whole_config=args.config))
+    text = describe(args.file, whole_config=args.config)
+    if args.config:
+        print(text)
+    else:
+        say(text)

@@ -254,7 +254,7 @@ def _of_several_tasks(config: RunConfig) -> Iterator[str]:
     for key in dict.fromkeys(link.key for link in fittings):
         tasks = [link.task for link in fittings if link.key == key]
         if len(tasks) > 1 and not config.tasks[tasks[0]].model.fitting_net.dim_case_embd:
-            text = f"{', '.join(tasks)} share it and are distinguished by the energies of the elements only"
+            text = f"the tasks {', '.join(tasks)} share this network and differ only in the energies of the elements"
             instead = f'For labels of different methods give it "dim_case_embd": {len(config.tasks)}'
             yield f"model.shared_dict.{key}: {text}. {instead}."
 
@@ -271,7 +271,7 @@ def _long_window(
     else:
         return
     if window > longest:
-        found = f"{dotted(config.source.path(f'{path}.{name}'))} = {value:g}{unit}: the average looks back"
+        found = f"{dotted(config.source.path(f'{path}.{name}'))} = {value:g}{unit}: the average is over about"
         why = f"more than a fifth of the run of {num_steps:,}, so it may lag behind the live weights"
         yield f"{found} {window:,.0f} steps, {why}. Try {better:.3g}."
 

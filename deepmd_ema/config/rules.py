@@ -94,7 +94,7 @@ def launch_problems(run: RunConfig, world_size: int) -> list[str]:
         f' = "LKF": trains in one process only, and {world_size} were launched. Start it without a launcher, '
         "or choose Adam, AdamW, AdaMuon or HybridMuon."
     )
-    return render([Problem(run.source.path("optimizer.type"), text)], run.source)
+    return [*render([Problem(run.source.path("optimizer.type"), text)], run.source)]
 
 
 def as_launched(run: RunConfig, launched: bool) -> RunConfig:

@@ -37,7 +37,7 @@ _AVERAGE_WORDS = {
     "gamma": "gamma {:.4g}",
     "updates": "{}",
     "snapshots": "made of {:,} snapshots",
-    "mean_age": "mean age {:,.1f} steps",
+    "mean_age": "looks back {:,.1f} steps on average",
     "residual": "residual {:.2%}",
 }
 

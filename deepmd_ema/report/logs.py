@@ -10,17 +10,24 @@ from typing import Any
 
 from deepmd_ema.errors import UserError, reason_of
 from deepmd_ema.files import LOG, refuse_to_lose, writing
+from deepmd_ema.terminal import RED, YELLOW, colored, fitted
 
 
 class _TerminalHandler(logging.Handler):
-    """Writes to stderr above a progress bar, if there is one."""
+    """Writes to stderr, above a progress bar if there is one; lines fit the width of a terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one message."""
         from tqdm import tqdm
 
+        text = fitted(self.format(record), sys.stderr)
+        if record.levelno >= logging.WARNING:
+            level = f"{record.levelname}:"
+            text = text.replace(
+                level, colored(level, RED if record.levelno >= logging.ERROR else YELLOW, sys.stderr), 1
+            )
         with suppress(OSError, ValueError):  # the terminal is gone or full
-            tqdm.write(self.format(record), file=sys.stderr)
+            tqdm.write(text, file=sys.stderr)
 
 
 class _FileHandler(logging.FileHandler):

@@ -58,7 +58,8 @@ class _Average(AverageSettings):
 
     def _length_words(self, steps_per: Mapping[str, float]) -> str:
         name, value = self.length
-        return f"{self.type}, {name} {value:g}" if self.lengths else "equal weights"
+        width = f" over about {100 * value:g} % of the steps so far" * (name == "sigma_rel")
+        return f"{self.type}{width}, {name} {value:g}" if self.lengths else "equal weights"
 
     def _more_words(self, steps_per: Mapping[str, float]) -> Iterator[str]:
         if self.start_epoch:
@@ -115,7 +116,7 @@ class EmaAverageConfig(_Average, EmaSettings):
     def _length_words(self, steps_per: Mapping[str, float]) -> str:
         (name, value), unit, warmup = self.length, self.half_life_unit, ", warm-up" * self.warmup
         if name == "decay":
-            return f"EMA, decay {value:g}, window {1 / (1 - value):,.0f} steps{warmup}"
+            return f"EMA over about {1 / (1 - value):,.0f} steps, decay {value:g}{warmup}"
         steps = f" ({value * steps_per[unit]:,.0f} steps)" if unit in steps_per else ""
         return f"EMA, half-life {value:g} {unit}{steps}{warmup}"
 

@@ -38,6 +38,8 @@ class SystemScan:
         isolated: (F,) whether a frame is one atom without neighbors within the cutoff.
         net_force: (F,) length of the sum of the forces, eV/angstrom, NaN where missing.
         force_rms: (F,) eV/angstrom, NaN where missing.
+        element_forces: (T, 3) of the forces on each element: number of finite components, sum of their squares, and
+            the largest, eV/angstrom.
         ranges: of the labels that metrics show, extensive ones per atom.
         shear: of the virials without their trace, eV/atom, which no pressure changes.
         label_frames: number of frames that have each label.
@@ -56,6 +58,7 @@ class SystemScan:
         self.type_counts = np.zeros((system.num_frames, num_types), small)
         self.energy, self.net_force, self.force_rms = np.full((3, system.num_frames), np.nan)
         self.isolated = np.zeros(system.num_frames, bool)
+        self.element_forces = np.zeros((num_types, 3))
         self.ranges: dict[str, Range] = {}
         self.shear = Range()
         self.label_frames: dict[str, int] = {}
@@ -63,6 +66,10 @@ class SystemScan:
         self.open_frames = 0
         self.digests = np.zeros((system.num_frames, 2), np.uint64)
         self.work: Array = np.zeros((2, 0))
+
+    def name_of(self, frame: int) -> str:
+        """Return the name of a frame for messages, with its number in the file or system."""
+        return f"{self.system.name} frame {self.system.numbers[frame]}"
 
 
 @dataclass
@@ -188,6 +195,7 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
         scan.energy[here] = arrays[ENERGY][:, 0]
     if FORCE in arrays:
         force = arrays[FORCE]
+        _add_element_forces(scan.element_forces, types[exists], force[exists])
         scan.net_force[here] = np.linalg.norm(force.sum(axis=1), axis=1)
         scan.force_rms[here] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
         if ENERGY in arrays:
@@ -217,6 +225,15 @@ def _add_ranges(scan: SystemScan, arrays: Mapping[str, Array], num_atoms: Array,
             scan.ranges.setdefault(name, Range()).add(values, first)
     if VIRIAL in arrays:
         scan.shear.add(traceless(arrays[VIRIAL] / num_atoms[:, None]), first)
+
+
+def _add_element_forces(table: Array, types: Array, force: Array) -> None:
+    """Add the forces (A, 3) on atoms to the ``element_forces`` of a scan."""
+    finite = np.isfinite(force)
+    sizes = np.where(finite, np.abs(force), 0.0)
+    for column, values in enumerate((finite.sum(axis=1), (sizes**2).sum(axis=1))):
+        table[:, column] += np.bincount(types, values, len(table))
+    np.maximum.at(table[:, 2], types, sizes.max(axis=1, initial=0.0))
 
 
 def traceless(virial: Array) -> Array:

@@ -74,7 +74,7 @@ def describe_averages(bank: AverageBank) -> str:
     """Return the current window of every average, on one line; may wait for the device."""
     facts = ((name, bank.info(name)) for name in bank.names)
     return "; ".join(
-        f"{name}: decay {info['effective_decay']:.6g}, mean age {info['mean_age']:,.1f} steps"
+        f"{name}: decay {info['effective_decay']:.6g}, looks back {info['mean_age']:,.1f} steps on average"
         if info["updates"]
         else f"{name}: no update yet"
         for name, info in facts

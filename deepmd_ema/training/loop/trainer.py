@@ -65,7 +65,10 @@ class Callback:
         """Called before the first step, after a restart has loaded everything."""
 
     def during(self, trainer: Trainer, phase: str) -> AbstractContextManager[Any]:
-        """Return the context of a ``step`` with all that is due after it, a ``display``, ``validation`` or ``checkpoint``."""
+        """Return the context of a ``step`` with all that is due after it, or in it of one of these.
+
+        They are a ``display``, a ``validation`` and a ``checkpoint``.
+        """
         return nullcontext()
 
     def after_update(self, trainer: Trainer) -> None:
