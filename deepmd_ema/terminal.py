@@ -9,7 +9,7 @@ from textwrap import wrap
 from typing import TextIO
 
 DEFAULT_WIDTH = 80  # of a terminal that does not know its own: a recording, some containers
-_MIN_TEXT = 20  # columns beside the indentation; a narrower terminal gets lines as they are
+_MIN_TEXT = 16  # columns beside the indentation; a narrower terminal gets lines as they are
 RED, YELLOW = 31, 33
 # what is copied as one piece: code in back quotes, and a command at the end of a line
 _CODE = re.compile(r"`[^`\n]+`|(?<=: |  )dp-ema [a-z].*$")

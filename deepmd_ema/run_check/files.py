@@ -18,7 +18,8 @@ from deepmd_ema.training.loop.averages import snapshot_every
 from deepmd_ema.weight_names import LIVE
 
 NORMALIZED_INPUT = "out.json"  # the default of `dp-ema train -o`
-_OF_CHECKPOINT, _OF_TENSOR = 20_000, 400  # bytes of a file beside its tensors, and of the name of each
+_OF_FILE, _OF_TENSOR = 5_000, 300  # bytes of a file of weights beside its tensors, and of the name of each
+_OF_OPTIMIZER = 2.5  # tensors for each parameter
 _ROW, _VALUE = 18, 13  # bytes of a row of the learning curve, and of each of its values
 _VALIDATION_ROW = 110
 _SMALL = 8_000  # bytes; the input with all defaults
@@ -75,17 +76,19 @@ def tensor_bytes(config: RunConfig) -> TensorBytes:
         parameters=number,
         weights=sum(t.nbytes for t in state.values()),
         gradients=sum(p.nbytes for p in trained.values()),
-        optimizer=_optimizer_bytes(config, models, number),
+        optimizer=_optimizer_bytes(config, models),
         average=sum(8 * p.numel() for p in trained.values()),
         snapshot=sum(t.numel() * (4 if name in trained else t.element_size()) for name, t in state.items()),
         num_tensors=len(state),
     )
 
 
-def _optimizer_bytes(config: RunConfig, models: ModelSet, number: int) -> int:
+def _optimizer_bytes(config: RunConfig, models: ModelSet) -> int:
     if isinstance(config.optimizer, LKFConfig):
-        blocks, rest = divmod(number, config.optimizer.kf_blocksize)
-        return 8 * (blocks * config.optimizer.kf_blocksize**2 + rest**2)
+        from deepmd_ema.optim.lkf import block_sizes
+
+        counts = [p.numel() for p in models.parameters() if p.requires_grad]
+        return 8 * sum(size**2 for size in block_sizes(counts, config.optimizer.kf_blocksize))
     optimizer = build_optimizer(config.optimizer, models.named_parameters())
     return sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
 
@@ -97,9 +100,11 @@ def planned_files(config: RunConfig, num_steps: int, sizes: TensorBytes) -> list
 
 def _checkpoints(config: RunConfig, num_steps: int, sizes: TensorBytes) -> Iterator[PlannedFile]:
     training, outputs = config.training, Outputs(config)
-    head = _OF_CHECKPOINT + _OF_TENSOR * sizes.num_tensors
+    names = _OF_TENSOR * sizes.num_tensors
+    head, averages = _OF_FILE + names, len(training.averaging)
     saved = num_checkpoints(config, num_steps)
-    whole = sizes.weights + sizes.optimizer + len(training.averaging) * sizes.average + 3 * head
+    whole = sizes.weights + sizes.optimizer + averages * sizes.average
+    whole += _OF_FILE + int((1 + _OF_OPTIMIZER + averages) * names)
 
     def kept(most: int | None) -> int:
         most = training.max_ckpt_keep if most is None else most

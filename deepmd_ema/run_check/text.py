@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_ROWS = 12  # of a table; `--json` has all
 _MAX_NAME = 24  # letters of the name of a system in a table
 _LABEL_COLUMNS = {  # of what is shown of a label: the range of energies, the size of the others
-    ENERGY: (Column("E min", "eV/atom", ".4f"), Column("E max", "eV/atom", ".4f")),
+    ENERGY: (Column("E min", "eV/atom", ".3f"), Column("E max", "eV/atom", ".3f")),
     FORCE: (Column("F RMS", "eV/Å", ".3f"), Column("F max", "eV/Å", ".2f")),
     VIRIAL: (Column("V RMS", "eV/atom", ".3f"), Column("V max", "eV/atom", ".2f")),
 }
@@ -55,6 +55,8 @@ def system_table(title: str, scans: Sequence[SystemScan], report: DataReport) ->
     frames = sum(scan.system.num_frames for scan in scans)
     counts = sum((scan.type_counts.sum(axis=0) for scan in scans), np.zeros(len(report.type_map), np.int64))
     size = f"{counted(len(scans), 'system')}, {counted(frames, 'frame')}, {counted(int(counts.sum()), 'atom')}"
+    kinds = sorted({_boundaries(scan) for scan in scans})
+    size += f", {kinds[0]}" * (len(kinds) == 1)
     suspects = suspicious_frames(report)
     chosen = list(scans)
     if len(chosen) > MAX_ROWS:
@@ -66,15 +68,19 @@ def system_table(title: str, scans: Sequence[SystemScan], report: DataReport) ->
         Column("system"),
         Column("frames", "", ",d"),
         Column("atoms", "", "s"),
-        Column("cell"),
+        *[Column("cell")] * (len(kinds) > 1),
         *(column for name in labels for column in _LABEL_COLUMNS[name]),
         *(Column(name) for name in conditions),
         *[Column("suspicious", "frames", "d")] * any(suspects[id(scan)] for scan in scans),
     ]
-    rows = [[*_cells(scan, labels, conditions), suspects[id(scan)]] for scan in chosen[:MAX_ROWS]]
+    rows = [
+        [*_cells(scan, kinds), *_label_cells([scan], labels), *_conditions(scan, conditions), suspects[id(scan)]]
+        for scan in chosen[:MAX_ROWS]
+    ]
     if len(scans) > 1:
         total = sum(suspects[id(scan)] for scan in scans)
-        rows.append(["all", frames, "", "", *_label_cells(scans, labels), *[""] * len(conditions), total])
+        head: list[Cell] = ["all", frames, "", *[""] * (len(kinds) > 1)]
+        rows.append([*head, *_label_cells(scans, labels), *[""] * len(conditions), total])
     yield from render(Table(f"{title}: {size}", columns, [row[: len(columns)] for row in rows]), "  ")
     if len(scans) > MAX_ROWS:
         yield f"  ... and {len(scans) - MAX_ROWS} more systems"
@@ -92,17 +98,20 @@ def _largest_force(scan: SystemScan) -> float:
     return scan.ranges[FORCE].size if FORCE in scan.ranges else 0.0
 
 
-def _cells(scan: SystemScan, labels: Sequence[str], conditions: Sequence[str]) -> list[Cell]:
+def _boundaries(scan: SystemScan) -> str:
+    return {0: "periodic", scan.system.num_frames: "open"}.get(scan.open_frames, "both")
+
+
+def _cells(scan: SystemScan, kinds: Sequence[str]) -> list[Cell]:
+    """Return name, frames, atoms and, of several ``kinds`` of boundaries, that of a system."""
     system, sizes = scan.system, scan.type_counts.sum(axis=1)
     atoms = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
-    cell = {0: "yes", system.num_frames: "no"}.get(scan.open_frames, "some")
     name = system.name if len(system.name) <= _MAX_NAME else f"...{system.name[3 - _MAX_NAME :]}"
-    given = [_condition(scan, name) for name in conditions]
-    return [name, system.num_frames, atoms, cell, *_label_cells([scan], labels), *given]
+    return [name, system.num_frames, atoms, *[_boundaries(scan)] * (len(kinds) > 1)]
 
 
 def _label_cells(scans: Sequence[SystemScan], labels: Sequence[str]) -> list[Cell]:
-    """Return what is shown of the labels of systems together; None where there are none."""
+    """Return the cells of the labels of systems together; None where there are none."""
     cells: list[Cell] = []
     for name in labels:
         one = Range.of([scan.ranges[name] for scan in scans if name in scan.ranges])
@@ -111,11 +120,11 @@ def _label_cells(scans: Sequence[SystemScan], labels: Sequence[str]) -> list[Cel
     return cells
 
 
-def _condition(scan: SystemScan, name: str) -> str:
-    if name not in scan.conditions:
-        return "-"
-    low, high, numbers = scan.conditions[name]
-    return f"{low:.4g} to {high:.4g}" + f" ({numbers} numbers)" * (numbers > 1)
+def _conditions(scan: SystemScan, names: Sequence[str]) -> Iterator[str]:
+    """Yield the range of frame and atomic parameters."""
+    for name in names:
+        low, high, numbers = scan.conditions.get(name, (math.nan, math.nan, 0))
+        yield f"{low:.4g} to {high:.4g}" + f" ({numbers} numbers)" * (numbers > 1) if numbers else "-"
 
 
 def _gaps(scans: Sequence[SystemScan]) -> Iterator[str]:

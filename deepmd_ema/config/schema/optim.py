@@ -62,7 +62,7 @@ class _Schedule:
         return f"{self.type}: {start or f'{self.start_lr:g}'}, {self._shape_words(num_steps)}"
 
     def _shape_words(self, num_steps: int) -> str:
-        """Return how the rate goes down, and to what."""
+        """Return the shape of the decay and the last rate as text."""
         raise NotImplementedError
 
 

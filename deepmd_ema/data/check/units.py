@@ -265,7 +265,8 @@ class _Findings:
         for name in near:
             sign = " with the wrong sign" if ratio < 0 and "stress" not in name else ""
             looks.append(f"look like {name}{sign}" if name else "have the wrong sign")
-        self.texts.append(f"the virials {' or '.join(looks) or 'do not fit the forces'}: {found}")
+        named = " or ".join(looks).replace(" or look like ", " or ") or "do not fit the forces"
+        self.texts.append(f"the virials {named}: {found}")
 
     def _reason(self, ratio: float) -> str:
         if self._is_exact:
