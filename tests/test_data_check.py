@@ -388,11 +388,11 @@ def test_long_tables_are_cut(tmp_path):
         write_system(tmp_path / f"s{k:02d}", frames=1, natoms=3, seed=k)
     report = check([tmp_path])
     lines = lines_of(report)
-    assert "  ... and 13 more systems" in lines
+    assert lines[16].strip() == "... and 13 more"
     assert len(lines) < 35
     sizes = sorted((scan.ranges["force"].size for scan in report.training), reverse=True)
     assert [float(line.split()[-3]) for line in lines[4:16]] == pytest.approx(sizes[:12], abs=0.006)
-    assert lines[16].split()[:2] == ["all", "25"]
+    assert lines[17].split()[:2] == ["all", "25"]
 
 
 def test_a_system_with_a_suspicious_frame_comes_first_in_a_long_table(tmp_path):

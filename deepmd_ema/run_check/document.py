@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deepmd_ema.data.check.report import DataReport
     from deepmd_ema.data.check.scan import Range, SystemScan
     from deepmd_ema.run_check.check import RunCheck
+    from deepmd_ema.run_check.files import PlannedFile
 
 FORMAT = 1  # rises when a key changes its meaning or goes
 _UNITS = {ENERGY: "eV_per_atom", FORCE: "eV_per_angstrom", VIRIAL: "eV_per_atom"}
@@ -49,8 +50,14 @@ def document(
         "plan": _plan(used, check) if used is not None else None,
         "data": [_data(name, report) for name, report in check.reports.items()] if check is not None else [],
         "cost": _cost(check) if check is not None else None,
-        "files": [asdict(file) | {"size_bytes": file.size} for file in check.files] if check is not None else [],
+        "files": [_file(file) for file in check.files] if check is not None else [],
     }
+
+
+def _file(file: PlannedFile) -> dict[str, Any]:
+    values = asdict(file)
+    values["size_bytes"] = values.pop("size")
+    return values
 
 
 def _problem(text: str) -> dict[str, Any]:
@@ -114,7 +121,7 @@ def _system(part: str, scan: SystemScan, suspicious: int) -> dict[str, Any]:
         "system": scan.system.name,
         "part": part,
         "frames": frames,
-        "min_atoms": int(sizes.min(initial=0)) if not len(sizes) else int(sizes.min()),
+        "min_atoms": int(sizes.min()) if len(sizes) else 0,
         "max_atoms": int(sizes.max(initial=0)),
         "periodic_frames": frames - scan.open_frames,
         "suspicious_frames": suspicious,

@@ -77,13 +77,13 @@ def system_table(title: str, scans: Sequence[SystemScan], report: DataReport) ->
         [*_cells(scan, kinds), *_label_cells([scan], labels), *_conditions(scan, conditions), suspects[id(scan)]]
         for scan in chosen[:MAX_ROWS]
     ]
+    if len(scans) > MAX_ROWS:
+        rows.append([f"... and {len(scans) - MAX_ROWS} more", *[""] * (len(columns) - 1)])
     if len(scans) > 1:
         total = sum(suspects[id(scan)] for scan in scans)
         head: list[Cell] = ["all", frames, "", *[""] * (len(kinds) > 1)]
         rows.append([*head, *_label_cells(scans, labels), *[""] * len(conditions), total])
     yield from render(Table(f"{title}: {size}", columns, [row[: len(columns)] for row in rows]), "  ")
-    if len(scans) > MAX_ROWS:
-        yield f"  ... and {len(scans) - MAX_ROWS} more systems"
     yield from _gaps(scans)
 
 
@@ -106,7 +106,8 @@ def _cells(scan: SystemScan, kinds: Sequence[str]) -> list[Cell]:
     """Return name, frames, atoms and, of several ``kinds`` of boundaries, that of a system."""
     system, sizes = scan.system, scan.type_counts.sum(axis=1)
     atoms = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
-    name = system.name if len(system.name) <= _MAX_NAME else f"...{system.name[3 - _MAX_NAME :]}"
+    half = _MAX_NAME // 2 - 1
+    name = system.name if len(system.name) <= _MAX_NAME else f"{system.name[:half]}..{system.name[-half:]}"
     return [name, system.num_frames, atoms, *[_boundaries(scan)] * (len(kinds) > 1)]
 
 
@@ -183,6 +184,8 @@ def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[s
         first, *more = report.units.lines()
         yield "units, signs", first
         yield from (("", line) for line in more)
+        if report.units.suspicious:
+            yield "", f"suspicious: {counted(len(report.units.suspicious), 'system')}, see the warnings"
     near = report.neighbors
     if near is not None and math.isfinite(near.min_distance):
         usable = sum(s.system.num_frames - len(s.bad_frames) for s in [*report.training, *report.validation])
