@@ -403,7 +403,10 @@ def test_a_system_with_a_suspicious_frame_comes_first_in_a_long_table(tmp_path):
     lines = lines_of(check([tmp_path]))
     assert lines[4].split()[0].endswith("s07")
     assert lines[4].split()[-1] == "1"
-    assert any(re.search(r"net forces +1 of 60 frames have forces that do not add up to zero$", line) for line in lines)
+    assert any(
+        re.search(r"net forces +1 of 60 frames have forces that do not add up to zero \(worst: ", line)
+        for line in lines
+    )
 
 
 def test_frames_of_a_part_are_named_by_their_numbers_in_the_whole(tmp_path):
@@ -413,6 +416,16 @@ def test_frames_of_a_part_are_named_by_their_numbers_in_the_whole(tmp_path):
     part = FrameSubset(source, np.arange(5, 40))
     report = check_systems([part], [], ELEMENTS, SeE2AConfig(rcut=4.0), LABELS)
     assert f"{path} frame 17 (+3." in report.suspects["energy_outliers"].worst
+
+
+def test_the_rms_of_forces_counts_no_atoms_that_fill_up_shorter_frames(tmp_path):
+    """It was too small for sets with frames of several sizes."""
+    path = write_system(tmp_path / "m", frames=4, natoms=5, mixed=True, virtual=2, seed=1)
+    types = np.load(path / "set.000" / "real_atom_types.npy")
+    force = np.load(path / "set.000" / "force.npy").reshape(4, 7, 3)[types >= 0]
+    found = check([path]).training[0].ranges["force"]
+    assert found.rms == pytest.approx(np.sqrt((force**2).mean()))
+    assert found.count == 4 * 5 * 3
 
 
 def test_forces_of_each_element_are_those_in_the_files(water):

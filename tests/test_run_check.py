@@ -119,11 +119,30 @@ def test_numbers_of_the_document_are_those_of_the_data(write, capsys):
     assert data["labels"]["energy"]["min_eV_per_atom"] == pytest.approx(energy.min())
     assert [row["element"] for row in task["elements"]] == ["O", "H"]
     assert sum(row["training_atoms"] for row in task["elements"]) == 144
-    assert task["checks"]["duplicates"] == {"frames": 0, "of_frames": 12, "first": None}
+    assert task["checks"]["duplicates"] == {"frames": 0, "of_frames": 12, "example": None}
     assert found["plan"]["num_steps"] == 12
     assert found["plan"]["tasks"][0]["epochs"] == pytest.approx(12 / found["plan"]["tasks"][0]["batches_per_epoch"])
     assert found["cost"]["disk_bytes"] == sum(file["number"] * file["size_bytes"] for file in found["files"])
     assert "NaN" not in json.dumps(found)
+
+
+def test_validation_frames_near_training_frames_are_a_warning(write, capsys):
+    write()
+    assert reported(capsys)["data"][0]["checks"]["near_training_frames"] == {
+        "frames": 0, "of_frames": 5, "example": None,
+    }  # fmt: skip
+    coord, copied = np.load("data/set.000/coord.npy"), np.load("valid/set.000/coord.npy")
+    copied[2] = coord[7] + 1e-3 * np.random.default_rng(0).normal(size=coord[7].shape)
+    np.save("valid/set.000/coord.npy", copied)
+    for name in ("box", "energy", "force", "virial"):
+        values = np.load(f"valid/set.000/{name}.npy")
+        values[2] = np.load(f"data/set.000/{name}.npy")[7]
+        np.save(f"valid/set.000/{name}.npy", values)
+    found = reported(capsys)
+    near = found["data"][0]["checks"]["near_training_frames"]
+    assert near == {"frames": 1, "of_frames": 5, "example": "valid frame 2 is near data frame 7"}
+    assert [s["suspicious_frames"] for s in found["data"][0]["systems"]] == [0, 1]
+    assert any(w.startswith("1 of 5 validation frames are near copies of training frames") for w in found["warnings"])
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "HybridMuon", "LKF"])

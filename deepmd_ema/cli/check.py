@@ -58,8 +58,11 @@ def _print_sections(args: argparse.Namespace) -> None:
         if args.time and not check.problems:
             check.measure(args.device)
         say("\n".join([*cost_lines(check), *file_lines(check)]))
-    finally:  # problems come last, as the error of the command
-        say("\n".join(closing_lines(config.notes, check.unused, check.warnings)))
+    except UserError:  # what is known is shown before it
+        known = [] if check.reports else plan_lines(config)
+        say("\n".join([*known, *closing_lines(config.notes, check.unused, check.warnings)]))
+        raise
+    say("\n".join(closing_lines(config.notes, check.unused, check.warnings)))
     check.raise_problems()
     say(f"\nnext: dp-ema train {args.input}")
 

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING
 from deepmd_ema.allocator import keep_freed_memory
 from deepmd_ema.cli.loading import libraries_of_torch, loading
 from deepmd_ema.cli.options import add_device, add_input, file_to_write, path
-from deepmd_ema.dist.launch import launch_ranks, raise_on_end
+from deepmd_ema.dist.launch import TURN_S, launch_ranks, raise_on_end
 from deepmd_ema.errors import ReportedElsewhere, Terminated, show_text
 
 if TYPE_CHECKING:
     from deepmd_ema.training.start.request import TrainRequest
 
 SUMMARY = "train a model"
-# of Python code before another thread gets its turn; after 5 ms, the default, a step waits for the loader at each call
-TURN_S = 5e-4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

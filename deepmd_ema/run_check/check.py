@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from deepmd_ema.allocator import peak_memory
 from deepmd_ema.config import RunConfig, TaskConfig, config_warnings, ignored_options
-from deepmd_ema.data.check.report import DataReport
+from deepmd_ema.data.check.report import NEAR_COPIES, SHARED, DataReport
 from deepmd_ema.data.collate import MAX_ATOMS_TOGETHER, MAX_CACHE_BYTES
 from deepmd_ema.data.loader import MAX_ATOMS
 from deepmd_ema.data.run import (
@@ -22,7 +22,7 @@ from deepmd_ema.data.run import (
     split_off,
     with_neighbors,
 )
-from deepmd_ema.data.split import Split
+from deepmd_ema.data.split import Split, find_near_copies
 from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.run_check.files import PlannedFile, TensorBytes, planned_files, tensor_bytes
 from deepmd_ema.training.estimate import Cost, measure_steps
@@ -90,9 +90,20 @@ class RunCheck:
         self.splits = choose_validation(self.config, data, seed or 0)
         data = split_off(self.config, data, self.splits)
         self.reports = {name: check_task(task, data[name]) for name, task in self.config.tasks.items()}
+        for name, of_task in data.items():
+            if of_task.valid and name not in self.splits and not self.reports[name].problems:
+                self._find_near_copies(name, of_task)
         self.problems = [problem for report in self.reports.values() for problem in report.problems]
         if not self.problems:
             self._plan(data)
+
+    def _find_near_copies(self, task: str, data: TaskData) -> None:
+        """Find validation frames that are near copies of training frames; a split has none."""
+        report = self.reports[task]
+        found = find_near_copies(*data, len(report.type_map))
+        report.suspects = {**report.suspects, NEAR_COPIES: found}
+        if found.num_frames > report.suspects[SHARED].num_frames:
+            report.warnings.append(f"task {task}: " * bool(task) + found.warning)
 
     def _plan(self, data: Mapping[str, TaskData]) -> None:
         """Set the length of the run, the sizes of its files, and its memory."""

@@ -100,7 +100,7 @@ def _data(task: str, report: DataReport) -> dict[str, Any]:
         "systems": [_system(part, scan, suspects[id(scan)]) for part, scans in parts.items() for scan in scans],
         "elements": _elements(report),
         "checks": {
-            name: {"frames": found.num_frames, "of_frames": found.total, "first": found.worst or None}
+            name: {"frames": found.num_frames, "of_frames": found.total, "example": found.worst or None}
             for name, found in report.suspects.items()
         },
         "units": {

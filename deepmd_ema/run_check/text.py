@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deepmd_ema.config import config_summary
-from deepmd_ema.data.check.report import COPIES, NET_FORCES, OUTLIERS, SHARED, DataReport
+from deepmd_ema.data.check.report import COPIES, NEAR_COPIES, NET_FORCES, OUTLIERS, SHARED, DataReport
 from deepmd_ema.data.check.scan import Range, SystemScan
 from deepmd_ema.errors import counted
 from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
@@ -33,6 +33,7 @@ _LABEL_COLUMNS = {  # of what is shown of a label: the range of energies, the si
 _FRAMES = {
     COPIES: ("duplicates", "training frames are copies of others"),
     SHARED: ("leaks", "validation frames are also training frames"),
+    NEAR_COPIES: ("near copies", "validation frames are near a training frame"),
     OUTLIERS: ("outliers", "frames have energies far from the others"),
     NET_FORCES: ("net forces", "frames have forces that do not add up to zero"),
 }
@@ -88,10 +89,12 @@ def system_table(title: str, scans: Sequence[SystemScan], report: DataReport) ->
 
 
 def suspicious_frames(report: DataReport) -> dict[int, int]:
-    """Return the number of frames of each system that some check has found, by the identity of its scan."""
+    """Return how many frames of each system the checks have found together, by the identity of its scan."""
     every = [*report.training, *report.validation]
-    found = [one.by_system for one in report.suspects.values() if one.by_system]
-    return {id(scan): len(scan.bad_frames) + sum(of[k] for of in found) for k, scan in enumerate(every)}
+    found = {name: one.by_system for name, one in report.suspects.items() if one.by_system}
+    if NEAR_COPIES in found:  # frames that are in both parts are near copies as well
+        found[SHARED] = tuple(map(max, found[SHARED], found.pop(NEAR_COPIES)))
+    return {id(scan): len(scan.bad_frames) + sum(of[k] for of in found.values()) for k, scan in enumerate(every)}
 
 
 def _largest_force(scan: SystemScan) -> float:
@@ -179,7 +182,8 @@ def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[s
         found = report.suspects.get(key)
         if found is not None and found.total:
             result = f"{found.num_frames:,} of {found.total:,} {what}"
-            yield name, result + f" (first: {found.worst})" * bool(found.worst and key != NET_FORCES)
+            which = "first" if key in (COPIES, SHARED, NEAR_COPIES) else "worst"
+            yield name, result + f" ({which}: {found.worst})" * bool(found.worst)
     if report.units is not None:
         first, *more = report.units.lines()
         yield "units, signs", first

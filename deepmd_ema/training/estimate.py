@@ -25,6 +25,7 @@ import torch
 from deepmd_ema.allocator import peak_memory
 from deepmd_ema.config import RunConfig, to_dict
 from deepmd_ema.config.paths import with_absolute_paths
+from deepmd_ema.dist.launch import TURN_S
 from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.training.loop.trainer import Callback, Trainer
 from deepmd_ema.training.run import TrainRequest, run_training
@@ -276,6 +277,7 @@ def _measure(
     os.chdir(folder)
     logging.disable()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sys.setswitchinterval(TURN_S)  # as `dp-ema train` does
     watch = _Stopwatch(seconds, validates)
     with suppress(Interrupted):
         run_training(TrainRequest("input.json", device=device), callback=watch)

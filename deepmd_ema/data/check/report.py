@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
 # names of checks of frames, and keys of `dp-ema check --json`
 COPIES, SHARED, OUTLIERS, NET_FORCES = "duplicates", "in_training_and_validation", "energy_outliers", "net_forces"
+NEAR_COPIES = "near_training_frames"
 _MAX_MESSAGES = 5  # of one kind and system
 _FEW = 16  # of so many frames one is read alone, not among all of them
 _MAX_ELEMENTS = 12  # numbers of so many elements in one line

@@ -185,7 +185,7 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
     scan.open_frames += chunk.num_frames * (BOX not in arrays)
     scan.digests[here] = _digests(chunk)
     scan.isolated[here] = _is_isolated(num_atoms, arrays.get(BOX), rcut)
-    _add_ranges(scan, arrays, num_atoms, first)
+    _add_ranges(scan, arrays, exists, first)
     for name in (FPARAM, APARAM):
         if name in arrays:
             low, high, _ = scan.conditions.get(name, (math.inf, -math.inf, 0))
@@ -213,15 +213,24 @@ def _is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
     return single
 
 
-def _add_ranges(scan: SystemScan, arrays: Mapping[str, Array], num_atoms: Array, first: int) -> None:
-    """Add the ranges of the labels of frames, of which the first has the number ``first``."""
-    num_frames = len(num_atoms)
+def _add_ranges(scan: SystemScan, arrays: Mapping[str, Array], exists: Array, first: int) -> None:
+    """Add the ranges of the labels of frames, of which the first has the number ``first``.
+
+    ``exists`` (F, atoms) tells the atoms of each frame from those that fill up its row.
+    """
+    num_frames, num_atoms = len(exists), exists.sum(axis=1)
     for name, label in LABELS.items():
         if name not in arrays:
             continue
         scan.label_frames[name] = scan.label_frames.get(name, 0) + num_frames
         if any(quantity.metric for quantity in label.errors):
-            values = arrays[name].reshape(num_frames, -1) / (num_atoms[:, None] if label.extensive else 1)
+            values = arrays[name]
+            if label.per_pair:
+                coordinates = exists.repeat(3, axis=1)
+                values = np.where(coordinates[:, :, None] & coordinates[:, None, :], values, np.nan)
+            elif label.per_atom:
+                values = np.where(exists[:, :, None], values, np.nan)
+            values = values.reshape(num_frames, -1) / (num_atoms[:, None] if label.extensive else 1)
             scan.ranges.setdefault(name, Range()).add(values, first)
     if VIRIAL in arrays:
         scan.shear.add(traceless(arrays[VIRIAL] / num_atoms[:, None]), first)
