@@ -11,8 +11,8 @@ from typing import TextIO
 DEFAULT_WIDTH = 80  # of a terminal that does not know its own: a recording, some containers
 _MIN_TEXT = 16  # columns beside the indentation; a narrower terminal gets lines as they are
 RED, YELLOW = 31, 33
-# what is copied as one piece: code in back quotes, and a command at the end of a line
-_CODE = re.compile(r"`[^`\n]+`|(?<=: |  )dp-ema [a-z].*$")
+# what stays together: code in back quotes, a number and %, and a command at the end of a line
+_TOGETHER = re.compile(r"`[^`\n]+`|\d %|(?<=: |  )dp-ema [a-z].*$")
 _SPACE = "\x1f"  # in place of spaces at which lines must not break
 # the time of a line of the log; spaces, and a number of a list or the name of a row of two columns
 _START = re.compile(r"(\[\d{4}-\d\d-\d\d [\d:]{8}\] )?( *(?:\d+\. |\S+(?: \S+){0,4} {2,})?)")
@@ -57,7 +57,7 @@ def _wrapped_line(line: str, width: int) -> list[str]:
     indent = len(head) if head.strip() else len(head) + 2  # not the time, which is long
     if re.search(r"\S {2,}\S", line[start:]) or width - max(start, indent) < _MIN_TEXT:
         return [line]
-    kept = _CODE.sub(lambda code: code[0].replace(" ", _SPACE), line)
+    kept = _TOGETHER.sub(lambda found: found[0].replace(" ", _SPACE), line)
     parts = wrap(
         kept[start:], width, initial_indent=line[:start], subsequent_indent=" " * indent,
         break_long_words=False, break_on_hyphens=False,

@@ -40,6 +40,7 @@ def _without_settings(monkeypatch):
          ["see", "  /a/very/long/path/that/must/not/be/broken", "  now"]),
         ("it is a well-known-word-with-hyphens", ["it is a", "  well-known-word-with-hyphens"]),
         ("try it again with `dp-ema check --time`", ["try it again with", "  `dp-ema check --time`"]),
+        ("it takes one two three four 25 % of it", ["it takes one two three four", "  25 % of it"]),
         ("then: dp-ema train --restart a.pt in.json", ["then:", "  dp-ema train --restart a.pt in.json"]),
         ("[2026-11-24 10:00:00] one two three four", ["[2026-11-24 10:00:00] one two three four"]),  # no room
     ],
