@@ -89,7 +89,7 @@ def system_table(title: str, scans: Sequence[SystemScan], report: DataReport) ->
 
 
 def suspicious_frames(report: DataReport) -> dict[int, int]:
-    """Return how many frames of each system the checks have found together, by the identity of its scan."""
+    """Return the number of frames that the checks have found in each system, by the identity of its scan."""
     every = [*report.training, *report.validation]
     found = {name: one.by_system for name, one in report.suspects.items() if one.by_system}
     if NEAR_COPIES in found:  # frames that are in both parts are near copies as well

@@ -216,7 +216,7 @@ def _is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
 def _add_ranges(scan: SystemScan, arrays: Mapping[str, Array], exists: Array, first: int) -> None:
     """Add the ranges of the labels of frames, of which the first has the number ``first``.
 
-    ``exists`` (F, atoms) tells the atoms of each frame from those that fill up its row.
+    ``exists`` (F, atoms) is false for atoms that fill up the row of a shorter frame.
     """
     num_frames, num_atoms = len(exists), exists.sum(axis=1)
     for name, label in LABELS.items():
