@@ -86,7 +86,7 @@ class InterpolationControl:
         """Return a description of the evaluation of embedding nets; empty if there is no choice."""
         used = {name: one.terms for name, one in self._named.items() if one.terms}
         if not used:
-            return "at each pair" if self._named else ""
+            return "evaluated for each pair of atoms" if self._named else ""
         several = len(self._named) > 1
         return "; ".join(f"{f'{name}: ' if several else ''}{n} terms of a Chebyshev series" for name, n in used.items())
 
