@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 
@@ -156,6 +157,15 @@ def test_a_restart_of_two_tasks_is_bitwise_the_unbroken_run(train):
         for file in whole.glob("val*.log"):
             assert file.read_bytes() == (parts / file.name).read_bytes(), file.name
         assert {f.name for f in whole.glob("best*")} == {f.name for f in parts.glob("best*")}
+
+
+def test_a_restart_names_the_task_whose_data_have_changed(train, tmp_path, caplog):
+    train("run")
+    shutil.rmtree(tmp_path / "data" / "salt1")
+    write_system(tmp_path / "data" / "salt1", frames=7, natoms=9, elements=("Na", "Cl", "O"), seed=6)
+    train("run", restart="model.ckpt.pt")
+    assert "the training data of task salt have 7 frames now and had 5" in caplog.text
+    assert "of task water" not in caplog.text
 
 
 def train_tasks_here(folder, data, stage, batch):

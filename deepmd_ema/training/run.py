@@ -78,7 +78,7 @@ def run_training(
         prepared = prepare(config, start, world, request.skip_neighbor_stat)
         world.broadcast_from_rank0(partial(write_config, prepared.config, request.output, is_new=start.step == 0))
         make = partial(assemble, prepared, start, world, should_update, request.name, callback)
-        table, trained = _train(make, prepared.config, world, began)
+        table, trained = _train(make, prepared.config, world, began, request.max_time)
         logger.info("%s", "\n".join(render(table, "  ")))
         return trained
 
@@ -123,12 +123,14 @@ def _warn_idle_heads(config: RunConfig, request: TrainRequest) -> None:
             logger.warning('%s.finetune_head = "%s": no effect without --finetune%s', place, head, also)
 
 
-def _train(make: Callable[[], Trainer], config: RunConfig, world: World, began: float) -> tuple[Table, TrainedRun]:
+def _train(
+    make: Callable[[], Trainer], config: RunConfig, world: World, began: float, max_time: float
+) -> tuple[Table, TrainedRun]:
     """Train and return the summary, for people and for programs."""
     # a function of its own, because the trainer must be gone when the process group is destroyed
     with world.all_ranks_ok():
         trainer = make()
-    first = trainer.step
+    trainer.deadline, first = began + max_time, trainer.step
     trainer.run()
     seconds = time.monotonic() - began
     return end_table(trainer, config, trainer.step - first, seconds), trained_run(trainer, seconds)

@@ -166,9 +166,10 @@ def isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) ->
     first = places[0][0].name_of(places[0][1])
     energies = ", ".join(f"{lowest[k]:.10g}" if k in lowest else "null" for k in range(len(type_map)))
     return [
-        f"{counted(len(places), 'frame')} of one isolated atom (first: {first}): not compared with the energies of "
-        f"the others. To give the model these energies of isolated atoms, set model.fitting_net.atom_ener = "
-        f"[{energies}] (eV; needs set_davg_zero)."
+        f"{counted(len(places), 'frame')} of one isolated atom (first: {first}): trained on like the others, and "
+        "they fix energies of elements that compositions leave open. To give the model exactly these, set "
+        f"model.fitting_net.atom_ener = [{energies}] (eV; needs set_davg_zero and many more steps: the network then "
+        "has to learn the whole binding energy)."
     ]
 
 

@@ -184,7 +184,7 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
     scan.type_counts[here] = np.stack([(types == t).sum(axis=1) for t in range(scan.type_counts.shape[1])], axis=1)
     scan.open_frames += chunk.num_frames * (BOX not in arrays)
     scan.digests[here] = _digests(chunk)
-    scan.isolated[here] = _is_isolated(num_atoms, arrays.get(BOX), rcut)
+    scan.isolated[here] = is_isolated(num_atoms, arrays.get(BOX), rcut)
     _add_ranges(scan, arrays, exists, first)
     for name in (FPARAM, APARAM):
         if name in arrays:
@@ -202,7 +202,7 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
             scan.work = np.concatenate([scan.work, _work(types, arrays, force)], axis=1)
 
 
-def _is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
+def is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
     """Return (F,) which frames are one atom farther than ``rcut`` from its images."""
     single: Array = num_atoms == 1
     if box is not None and single.any():

@@ -129,7 +129,9 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
     saver = trainer.saver
     averages = {name: series.link for name, series in saver.averages.items()}
     heads = [name for name in config.tasks if name]
-    pairs = [("heads", ", ".join(heads)), *(("averaged", f"{link} ({name})") for name, link in averages.items())]
+    over = f"after step {trainer.step:,} of {trainer.num_steps:,}, as the time is over; everything is saved"
+    pairs = [("stopped", over if trainer.is_out_of_time else ""), ("heads", ", ".join(heads))]
+    pairs += [("averaged", f"{link} ({name})") for name, link in averages.items()]
     for row in trainer.validator.rows:
         if row.best is not None and row.best.records:
             value, step = row.best.records[0]
@@ -148,6 +150,7 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
     pairs.append(("memory", _describe_memory(trainer.world.device)))
     pairs.append(("waiting", f"for data {100 * trainer.times.waiting_share():.1f} % of the time of training"))
+    pairs.append(("continue", trainer.restart_command if trainer.is_out_of_time else ""))
     model = next(iter(averages.values()), saver.link)
     validated = [name for name, task in config.tasks.items() if task.validation_data is not None]
     if validated:

@@ -78,20 +78,22 @@ class Task:
                 "or start a new run",
                 f"task {self.name}: " * bool(self.name),
             )
+        of_task = f" of task {self.name}" * bool(self.name)
         now = sum(self.train_loader.sampler.num_frames)
         before = state.get("num_frames", now)
         if before != now:
             logger.warning(
-                "the training data have %d frames now and had %d when the checkpoint was written: they come in another "
-                "order from here on",
-                now, before,
+                "the training data%s have %d frames now and had %d when the checkpoint was written: they come in "
+                "another order from here on",
+                of_task, now, before,
             )  # fmt: skip
         size = self.train_loader.sampler.frames_per_step
         size_before = state.get("frames_per_step", size)
         if size_before != size:
             logger.warning(
-                "a step has %.4g frames now, over all ranks together, and had %.4g when the checkpoint was written",
-                size, size_before,
+                "a step%s has %.4g frames on average now, over all ranks together, and had %.4g when the checkpoint "
+                "was written",
+                of_task, size, size_before,
             )  # fmt: skip
         self.train_loader.seek(int(state["frames"]))
         if self.display_loader is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -36,7 +37,8 @@ from deepmd_ema.training.loop.validate import FullValidation, ValidationAborted
 logger = logging.getLogger(__name__)
 
 STOP_POLL_INTERVAL = 10  # steps, on a GPU, between two checks whether another rank received a signal
-WRITER_FAILED = 1 << 16  # sent through the same all-reduce as signal numbers, so it must exceed them
+# sent through the same all-reduce as signal numbers, which they exceed
+TIME_IS_OVER, WRITER_FAILED = 1 << 15, 1 << 16
 SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
 
 
@@ -106,8 +108,10 @@ class Trainer:
         refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
         input_file: named in the message that says how to restart.
         callback: watches the run.
+        deadline: by ``time.monotonic``; the run ends after the step in which it passes.
         step: optimizer steps so far.
         stop: the signal that ends the run, if one was received.
+        is_out_of_time: whether the run has ended because its time was over.
     """
 
     tasks: TaskMixture
@@ -125,13 +129,15 @@ class Trainer:
     refit: Callable[[], Biases] | None = None
     input_file: str = "input.json"
     callback: Callback = field(default_factory=Callback)
+    deadline: float = math.inf
     step: int = 0
     stop: StopRequest = field(default_factory=StopRequest)
+    is_out_of_time: bool = False
     _validation_pending: bool = False
     _saved: int = -1
 
     def run(self) -> None:
-        """Train from the current step to ``num_steps``.
+        """Train from the current step to ``num_steps``, or until the time is over.
 
         Raises:
             Interrupted: after SIGTERM, SIGHUP or Ctrl-C, with the current step saved.
@@ -170,6 +176,7 @@ class Trainer:
                 polls = not waits or self.step % STOP_POLL_INTERVAL == 0
                 if polls and self._is_stopped() and self.step < self.num_steps:
                     self._leave()
+                    break
         except ValidationAborted:
             self._leave()
 
@@ -209,15 +216,18 @@ class Trainer:
         return outcome, batch
 
     def _is_stopped(self) -> bool:
-        """Whether some rank received a signal: all of them then stop after this step.
+        """Whether some rank received a signal or is out of time: all of them then stop after this step.
 
         Raises:
             UserError: if files could not be written since the last check.
         """
-        found = self.world.all_reduce_max(WRITER_FAILED if self.saver.writer.has_failed else self.stop.signal or 0)
+        is_late = self.step < self.num_steps and time.monotonic() >= self.deadline  # the end of a run is not broken off
+        own = self.stop.signal or TIME_IS_OVER * is_late
+        found = self.world.all_reduce_max(WRITER_FAILED if self.saver.writer.has_failed else own)
         if found == WRITER_FAILED:
             self.saver.writer.raise_error()
-        if found and self.stop.signal is None:
+        self.is_out_of_time = found == TIME_IS_OVER
+        if 0 < found < TIME_IS_OVER and self.stop.signal is None:
             self.stop.signal = signal.Signals(found)
         return found > 0
 
@@ -267,7 +277,7 @@ class Trainer:
         self._saved = self.step
 
     def _leave(self) -> None:
-        """Save the current step and end the run."""
+        """Save the current step; raise Interrupted unless only the time is over."""
         self._raise_if_diverged()
         # of the last step, with which `dp-ema posthoc` ends; those of a regular pace are there already
         there = self.saver.snapshots_due(self.step, False)
@@ -276,13 +286,20 @@ class Trainer:
         if self._saved != self.step or self._validation_pending:
             self._save()
         self.saver.writer.finish()
+        if self.is_out_of_time:
+            return
         assert self.stop.signal is not None
         raise Interrupted(
             f"stopped by {self.stop.signal.name} after step {self.step:,} of {self.num_steps:,}; everything is saved. "
-            f"Continue with: dp-ema train --restart {self.saver.link} {self.input_file}"
-            + (", launched as before" if self.world.size > 1 else ""),
+            f"Continue with: {self.restart_command}",
             self.stop.signal,
         )
+
+    @property
+    def restart_command(self) -> str:
+        """The command that continues this run from its newest checkpoint."""
+        launched = ", launched as before" if self.world.size > 1 else ""
+        return f"dp-ema train --restart {self.saver.link} {self.input_file}{launched}"
 
     def _raise_if_diverged(self) -> None:
         self.take_step.raise_if_diverged(self.tasks, self.step, self.world)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
+from deepmd_ema.data.check.scan import is_isolated
 from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.epochs import permutation
@@ -246,8 +248,20 @@ def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int, max_atoms
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
         order = frames[permutation(len(frames), seed_for(stream, seed, number))]
         # as many as one process with all the frames of a step would take, so that it starts from the same model
-        chosen = [int(k) for k in order[: task.config.model.data_stat_nbatch * size * num_ranks]]
+        drawn = task.config.model.data_stat_nbatch * size * num_ranks
+        chosen = [int(k) for k in (*order[:drawn], *_isolated_atoms(system, order[drawn:], layout.rcut))]
         largest = max((int(system.frame_sizes[k]) for k in chosen), default=1)
         at_once = 8 if max_atoms is None else max(1, min(8, max_atoms // largest))
         for begin in range(0, len(chosen), at_once):
             yield collate([task.cache.get(system, k, layout) for k in chosen[begin : begin + at_once]], layout)
+
+
+def _isolated_atoms(system: FrameSource, frames: Iterable[int], rcut: float) -> list[int]:
+    """Return those of ``frames`` that are an isolated atom, of the first hundred that are one atom.
+
+    A sample rarely has one, and without them nothing fixes what compositions leave open: of one molecule alone each
+    element gets the mean energy, hundreds of eV from that of its atom.
+    """
+    single = [k for k in frames if system.frame_sizes[k] == 1][:100]
+    boxes = [system.frame(k).box for k in single]
+    return [k for k, box in zip(single, boxes) if is_isolated(np.ones(1), None if box is None else box[None], rcut)[0]]
