@@ -23,6 +23,7 @@ import torch
 
 from deepmd_ema.allocator import peak_memory
 from deepmd_ema.config import RunConfig, to_dict
+from deepmd_ema.config.due import due_in
 from deepmd_ema.config.paths import with_absolute_paths
 from deepmd_ema.errors import Interrupted, UserError, counted
 from deepmd_ema.report.progress import duration
@@ -109,18 +110,8 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
                     "The process that measured the steps was killed, perhaps for lack of memory. Use a smaller "
                     "batch_size, or a machine with more memory."
                 ) from None
-    steps, validating = found["num_steps"], config.validating
-    start = validating.full_val_start
-    validations = 0
-    if start != 1 and config.fully_validated:
-        validations = _times(int(start * steps) if start < 1 else int(start), validating.validation_freq, steps)
-    return Cost(validations=validations, checkpoints=_times(0, config.training.save_freq, steps), **found)
-
-
-def _times(first: int, every: int, steps: int) -> int:
-    """Return the number of events that come every so many steps, from ``first`` on, and after the last step."""
-    due = range(first or every, steps + 1, every) if every > 0 else ()
-    return len(due) + (steps not in due)
+    times = {name: due.count() for name, due in due_in(config, found["num_steps"]).items()}
+    return Cost(validations=times.get("validation", 0), checkpoints=times["checkpoint"], **found)
 
 
 def _with_files_in_here(values: dict[str, Any]) -> dict[str, Any]:
