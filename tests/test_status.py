@@ -106,7 +106,7 @@ def test_json_holds_the_same_without_nan(runs, capsys):
     assert found["averages"] == {"ema": "model_ema.ckpt-6.pt"}
 
 
-def test_an_interrupted_and_a_killed_run_are_told_apart(runs, capsys):
+def test_an_interrupted_run_differs_from_a_killed_one(runs, capsys):
     assert shown(capsys, "stopped").startswith("stopped: interrupted (by SIGTERM), step 4 of 6 (67 %)\n")
     change_record(runs / "stopped", ended="")
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -140,7 +140,7 @@ def test_a_lock_of_another_machine_counts_while_it_is_renewed(runs):
     assert read_status(folder).state == "killed"
 
 
-def test_a_run_that_reads_its_data_is_not_said_to_train(runs, capsys):
+def test_a_run_that_reads_its_data_is_not_called_training(runs, capsys):
     take_lock(runs / "stopped", os.getpid())  # its record is that of the part before
     assert "preparing" in shown(capsys, "stopped").splitlines()[0]
 
@@ -197,7 +197,7 @@ def test_json_of_a_file_is_refused(runs, capsys):
     assert "--json whole/model.ckpt.pt: prints the status of a run. Give its folder" in capsys.readouterr().err
 
 
-def test_the_record_says_what_ran_where_and_for_how_long(runs):
+def test_the_record_has_programs_device_and_times(runs):
     [part] = read_record(runs / "whole")
     assert {"dp-ema", "torch", "numpy", "Python"} == part.programs.keys()
     assert (part.ended, part.first_step, part.step, part.num_steps) == ("ended", 0, 6, 6)

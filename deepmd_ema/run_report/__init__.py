@@ -1,71 +1,96 @@
-"""One page about a run, ``dp-ema report``: curves, errors of all weights, parity, worst frames, the input."""
+"""One page about a run, ``dp-ema report``: errors, curves, parity, averages, times, data and programs."""
 
 from __future__ import annotations
 
-import base64
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config import RunConfig, saved_config
+from deepmd_ema.config import RunConfig, config_summary, saved_config
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.paths import with_absolute_paths
-from deepmd_ema.data.collate import PairCache
-from deepmd_ema.data.run import choose_validation, open_run, split_off
-from deepmd_ema.data.source import FrameSource, evenly_spaced
-from deepmd_ema.errors import UserError
+from deepmd_ema.data.run import TaskData
+from deepmd_ema.errors import UserError, counted
 from deepmd_ema.files import HTML, atomic_write, refuse_to_lose
-from deepmd_ema.infer.evaluate import ErrorReport, predict
-from deepmd_ema.infer.load import load_model
-from deepmd_ema.infer.show import describe
-from deepmd_ema.labels import ENERGY, FORCE, METRICS, VIRIAL
-from deepmd_ema.metrics import Errors, FrameResult, group_frames
-from deepmd_ema.report.plots import plot_curves
-from deepmd_ema.report.table import Cell, Column, Table
+from deepmd_ema.report.panels import draw_curves, draw_parities
+from deepmd_ema.report.plots import read_curves
+from deepmd_ema.report.progress import duration
+from deepmd_ema.report.status import ENDED, RunStatus, read_status, run_folder
+from deepmd_ema.report.tables import significant
+from deepmd_ema.run_report import errors, facts, html
+from deepmd_ema.run_report.errors import TRAINING, VALIDATION, Tested
 from deepmd_ema.weight_names import LIVE
 
-VALIDATION, TRAINING = "validation", "training"
-_LABELS = (ENERGY, FORCE, VIRIAL)
-_QUANTITIES = "EFSV"
-_MAX_GROUPS = 40  # rows of a table of systems or kinds of frames
-_STYLE = """
-body { font: 16px/1.5 sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem; color: #222 }
-img { max-width: 100% }
-h2 { margin-top: 2rem }
-table { border-collapse: collapse; display: block; overflow-x: auto; margin: 0.5rem 0 1.5rem }
-td, th { padding: 0.2rem 0.7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap }
-td:first-child, th:first-child { text-align: left }
-caption { text-align: left; font-weight: bold }
-pre { overflow-x: auto; background: #f6f6f6; padding: 0.7rem; font-size: 13px }
-"""
+_MAX_SHOWN = 2  # averages in the first table
 
 
 @dataclass(frozen=True)
-class Tested:
-    """Errors of some weights on frames of a part of the data.
+class Report:
+    """A page that was written.
 
     Attributes:
-        task: empty in a run of one.
-        weights: ``live`` or the name of an average.
-        part: ``validation`` or ``training``.
-        report: the errors.
-        kinds: kind of calculation by system and frame, where the data name one.
+        path: the page.
+        remarks: what it lacks, and why.
     """
 
-    task: str
-    weights: str
-    part: str
-    report: ErrorReport
-    kinds: Mapping[tuple[str, int], str]
+    path: Path
+    remarks: Sequence[str]
 
 
-def write_report(run: str | Path, output: str | Path, num_frames: int = 0, device: str | None = None) -> Path:
-    """Write the page about a run, which may still be training, and return its path.
+@dataclass(frozen=True)
+class _Run:
+    """The subject of the page.
+
+    Attributes:
+        folder: of the run.
+        file: its newest training checkpoint.
+        payload: content of that.
+        config: of the run, with absolute paths of its data.
+        status: how far it is; None of a checkpoint that lies elsewhere.
+        data: frames of each task; None where they cannot be read.
+        tested: errors of all weights; none where there are no data.
+        chosen: the weights of which details are shown.
+    """
+
+    folder: Path
+    file: Path
+    payload: Mapping[str, Any]
+    config: RunConfig
+    status: RunStatus | None
+    data: Mapping[str, TaskData] | None
+    tested: Sequence[Tested]
+    chosen: str
+
+    @property
+    def weights(self) -> list[str]:
+        """``live`` and the names of the averages, the chosen one first."""
+        found = weights_of(self.payload)
+        return sorted(found, key=lambda name: (name != LIVE, name != self.chosen))
+
+    @property
+    def base(self) -> str:
+        """Folder that all systems are in."""
+        assert self.data is not None
+        return errors.folder_of(self.data)
+
+    def of(self, task: str, part: str) -> list[Tested]:
+        """Return the errors of a task on a part of the data, in the order of the weights."""
+        found = [one for one in self.tested if (one.task, one.part) == (task, part)]
+        return sorted(found, key=lambda one: self.weights.index(one.weights))
+
+
+def write_report(
+    run: str | Path,
+    output: str | Path,
+    num_frames: int = 0,
+    device: str | None = None,
+    average: str | None = None,
+) -> Report:
+    """Write the page about a run, which may still be training or have been interrupted.
 
     Args:
         run: its folder, of which the newest checkpoint counts, or a training checkpoint.
@@ -73,136 +98,211 @@ def write_report(run: str | Path, output: str | Path, num_frames: int = 0, devic
         num_frames: most frames that are evaluated of each part of the data, evenly spaced; 0: all for validation, as
             many for training.
         device: on which the model is evaluated.
+        average: the average of which details are shown; the first one if None, the live weights if there is none.
 
     Raises:
-        UserError: if there is no training checkpoint, its data cannot be read, or a file that is no page is there.
+        UserError: if there is no training checkpoint, or a file that is no page is there.
+        ModuleNotFoundError: without matplotlib.
     """
+    import matplotlib  # noqa: F401 - reported before the work, not after it
+
     refuse_to_lose(output, "-o", HTML)
-    file = checkpoint.resolve(run)
+    remarks = list[str]()
+    file, status = _newest_checkpoint(Path(run))
     payload = checkpoint.load(file)
     if payload["kind"] != "training":
         raise UserError(
             f"{file}: is of the kind {payload['kind']}. Expected the folder of a run, or its model.ckpt.pt."
         )
-    folder = Path(run) if Path(run).is_dir() else file.parent
-    weights = [LIVE, *payload.get("averages", {}).get("profiles", {})]
+    weights = weights_of(payload)
+    chosen = weights[min(1, len(weights) - 1)] if average is None else checkpoint.choose_profile(payload, file, average)
+    folder = status.folder if status is not None else file.parent
     config = saved_config(with_absolute_paths(payload["config"], folder), str(file))
-    tested = list(_evaluate(file, config, weights, num_frames, device))
-    name = escape(folder.resolve().name)
-    with tempfile.TemporaryDirectory(prefix="dp-ema-") as scratch:
-        body = [f"<h1>{name}</h1>", f"<pre>{escape(describe(file))}</pre>", *_curves(folder, Path(scratch))]
-        body += ["<h2>Errors</h2>", _html(_table_of_errors(tested))]
-        for one in tested:  # the averaged weights, which are those to use
-            if one.part == VALIDATION and one.weights == weights[min(1, len(weights) - 1)]:
-                body += _details(one, Path(scratch))
-    text = escape(as_text(payload["config"]))
-    body += ["<h2>Input</h2>", f"<details><summary>all options</summary><pre>{text}</pre></details>"]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    with atomic_write(output) as part:
-        part.write_text(
-            f'<!doctype html>\n<html lang="en"><head>{head}<title>{name}</title><style>{_STYLE}</style></head>\n<body>'
-            + "\n".join(body)
-            + "</body></html>\n",
-            encoding="utf-8",
-        )
-    return Path(output)
-
-
-def _evaluate(
-    file: Path, config: RunConfig, weights: Sequence[str], num_frames: int, device: str | None
-) -> Iterator[Tested]:
-    """Yield the errors by task, weights and part of the data."""
-    opened, cache = open_run(config), PairCache()
-    data = split_off(config, opened, choose_validation(config, opened, config.training.seed or 0))
-    for task in config.tasks:
-        valid = evenly_spaced(data[task].valid, num_frames) if num_frames else data[task].valid
-        number = sum(source.num_frames for source in valid) or num_frames
-        train = evenly_spaced(data[task].train, number) if number else data[task].train
-        for name in weights:
-            loaded = load_model(file, average=None if name == LIVE else name, head=task or None)
-            for part, sources in ((VALIDATION, valid), (TRAINING, train)):
-                if sources:
-                    ranges = [range(source.num_frames) for source in sources]
-                    report = predict(loaded, sources, ranges, device, _LABELS, cache)
-                    yield Tested(task, name, part, report, _kinds(sources))
-
-
-def _kinds(sources: Sequence[FrameSource]) -> dict[tuple[str, int], str]:
-    """Return the kinds of calculation by system and number of the frame in it, where the data name one."""
-    found = [(source.name, zip(source.numbers.tolist(), source.kinds or ())) for source in sources]
-    return {(name, number): kind for name, own in found for number, kind in own if kind}
-
-
-def _table_of_errors(tested: Sequence[Tested]) -> Table:
-    """Return a row of errors for each of ``tested``."""
-    rows = [(f"{one.task} {one.weights}, {one.part}".strip(), *_numbers(one.report.total)) for one in tested]
-    return Table("", (Column("weights, frames"), *_columns()), rows)
-
-
-def _columns() -> tuple[Column, ...]:
-    errors = [(quantity, kind) for quantity in _QUANTITIES for kind in ("MAE", "RMSE")]
-    columns = [Column(f"{quantity} {kind}", METRICS[quantity].display_unit, ".4g") for quantity, kind in errors]
-    return (Column("frames", "", ",.0f"), *columns)
-
-
-def _numbers(errors: Errors) -> list[Cell]:
-    values = [
-        METRICS[quantity].display_factor * errors.metric(f"{quantity}:{kind}")
-        for quantity in _QUANTITIES
-        for kind in ("MAE", "RMSE")
-    ]
-    return [errors.summary()["num_frames"], *values]
-
-
-def _details(one: Tested, scratch: Path) -> list[str]:
-    """Return parity, errors of groups of frames, and the worst frames."""
-    report = one.report
-    title = f"{one.task} {one.weights}".strip()
-    parts = [
-        f"<h2>Validation frames, {escape(title)} weights</h2>",
-        _image(report.plot(scratch / "parity.png"), "parity"),
-    ]
-    groups = {"system": report.by_system, "composition": group_frames(report.frames, _composition(report.type_map))}
-    if one.kinds:
-        groups["kind of calculation"] = group_frames(report.frames, lambda frame: one.kinds.get(frame.source, "none"))
-    for name, errors in groups.items():
-        if len(errors) > 1:
-            rows = [(key, *_numbers(of)) for key, of in list(errors.items())[:_MAX_GROUPS]]
-            more = f" (the first {_MAX_GROUPS} of {len(errors)})" * (len(errors) > _MAX_GROUPS)
-            parts.append(_html(Table(f"by {name}{more}", (Column(name), *_columns()), rows)))
-    tables = [table for table in (report.forces_by_element(), report.worst()) if table.rows]
-    return parts + [_html(replace(table, title=table.title.removeprefix("# "))) for table in tables]
-
-
-def _composition(type_map: Sequence[str]) -> Callable[[FrameResult], str]:
-    """Return a function that returns the formula of a frame."""
-
-    def formula(frame: FrameResult) -> str:
-        counts = np.bincount(frame.atom_type, minlength=len(type_map))
-        return " ".join(f"{name}{n}" for name, n in zip(type_map, counts) if n)
-
-    return formula
-
-
-def _curves(folder: Path, scratch: Path) -> list[str]:
+    data, tested = None, list[Tested]()
     try:
-        picture = plot_curves([folder], scratch / "curves.png")
+        data = errors.open_data(config)
+        tested = list(errors.evaluate(file, data, weights, num_frames, device))
+    except UserError as error:
+        remarks.append(f"The errors of single frames are missing: {error.problems[0]}")
+    if status is not None and status.state != ENDED:
+        remarks.append(f"The run is {status.describe()}; the page shows the checkpoint of step {payload['step']:,}.")
+    on_page = list(remarks)
+    if len(weights) > 2 and average is None:
+        remarks.append(f"Details are of the average {chosen}; --average shows another: {', '.join(weights[2:])}.")
+    about = _Run(folder, file, payload, config, status, data, tested, chosen)
+    name = folder.resolve().name
+    with tempfile.TemporaryDirectory(prefix="dp-ema-") as scratch:
+        parts = list(_parts(name, about, on_page, Path(scratch)))
+    with atomic_write(output) as part:
+        part.write_text(html.document(f"{name}: report of a training run", parts), encoding="utf-8")
+    return Report(Path(output), remarks)
+
+
+def weights_of(payload: Mapping[str, Any]) -> list[str]:
+    """Return ``live`` and the names of the averages in a training checkpoint."""
+    return [LIVE, *payload.get("averages", {}).get("profiles", {})]
+
+
+def _newest_checkpoint(run: Path) -> tuple[Path, RunStatus | None]:
+    """Return a training checkpoint, and the status of its run if that is known.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if run.is_dir() and not checkpoint.is_sharded(run):
+        status = read_status(run)
+        if not status.checkpoint:
+            raise UserError(
+                f"{run}: no checkpoint yet ({status.describe()}), and a report shows the newest. `dp-ema show {run}` "
+                "says how far the run is."
+            )
+        return checkpoint.resolve(run), status
+    file, known = checkpoint.resolve(run), None
+    with suppress(UserError):
+        known = read_status(run_folder(run.parent))
+    return file, known
+
+
+def _parts(name: str, run: _Run, remarks: Sequence[str], scratch: Path) -> Iterator[str]:
+    """Yield the parts of the page from top to bottom."""
+    yield f"<header><h1>{html.escape(name)}</h1>"
+    yield from (html.paragraph(sentence, "lead") for sentence in facts.lead(run.config, run.data))
+    yield "".join(html.paragraph(remark, "notice") for remark in remarks)
+    yield from _final_errors(run)
+    yield html.facts_list(_first_facts(run)) + "</header>"
+    sections = {
+        "Learning curves": list(_curves(run, scratch)),
+        "Parity": list(_parity(run, scratch)),
+        "Errors in detail": list(_details(run)),
+        "Worst frames": list(_worst(run)),
+        "Averages": list(_averages(run)),
+        "Time": list(_times(run)),
+        "Data": [html.table(facts.table_of_data(run.data))] if run.data is not None else [],
+        "Input": [
+            html.facts_list(config_summary(run.config)),
+            html.folded("all options", as_text(run.payload["config"])),
+        ],
+        "Programs and machine": list(_programs(run)),
+        "Last warnings": list(_warnings(run)),
+        "Definitions": [html.facts_list(facts.DEFINITIONS)],
+    }
+    shown = {title: (title.lower().replace(" ", "-"), body) for title, body in sections.items() if body}
+    yield f"<nav>{''.join(f'<a href=#{anchor}>{title}</a>' for title, (anchor, _) in shown.items())}</nav>"
+    for title, (anchor, body) in shown.items():
+        yield f"<section>{html.heading(title, anchor)}"
+        yield from body
+        yield "</section>"
+
+
+def _first_facts(run: _Run) -> Iterator[tuple[str, str]]:
+    status, step = run.status, run.payload["step"]
+    if status is not None:
+        yield "run", status.describe()
+        if status.parts:
+            part = status.parts[-1]
+            yield "time", f"{duration(status.elapsed or 0.0)} on {part.device}, {part.updated[:10]}"
+    yield "shown here", f"{run.file.name}, step {step:,}" + f"; details of {run.chosen}" * (run.chosen != LIVE)
+    if status is not None:
+        name = "best" if status.state == ENDED else "best so far"
+        yield from ((name, f"{row.weights}: {status.describe_best(row)}") for row in status.best)
+
+
+def _final_errors(run: _Run) -> Iterator[str]:
+    """Yield a table of errors of live and averaged weights for each task."""
+    shown = run.weights[: 1 + _MAX_SHOWN]
+    for task in run.config.tasks:
+        tested = run.of(task, VALIDATION) or run.of(task, TRAINING)
+        if tested:
+            part, frames = tested[0].part, len(tested[0].report.frames)
+            columns = [one for one in tested if one.weights in shown]
+            title = f"{task} {counted(frames, f'{part} frame')}".strip()
+            yield html.table(errors.table_of_quantities(columns, title))
+    if not run.tested and run.status is not None:
+        for row in run.status.validation:
+            shown_errors = {name: significant(value, 3) for name, value in row.errors.items() if value == value}
+            words = ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in shown_errors.items())
+            yield html.paragraph(f"{row.weights}, validation of step {row.step:,}: {words}")
+    yield '<p class=soft>Errors per atom and per component: <a href="#definitions">definitions</a>.</p>'
+
+
+def _curves(run: _Run, scratch: Path) -> Iterator[str]:
+    try:
+        curves = read_curves([run.folder])
     except UserError:
-        return ["<h2>Learning curves</h2>", "<p>No rows were written yet.</p>"]
-    return ["<h2>Learning curves</h2>", _image(picture, "errors over steps")]
+        yield html.paragraph("No rows were written yet.")
+        return
+    for number, task in enumerate(run.config.tasks):
+        own = [curve for curve in curves if curve.task == task]
+        if own:
+            folder = scratch / f"curves{number}"
+            folder.mkdir()
+            drawn, keys = draw_curves(own, folder)
+            yield f"<h3>{html.escape(task)}</h3>" * bool(task) + html.keys(keys) + html.figures(drawn)
 
 
-def _image(picture: Path, words: str) -> str:
-    data = base64.b64encode(picture.read_bytes()).decode()
-    return f'<img alt="{escape(words)}" src="data:image/png;base64,{data}">'
+def _details_of(run: _Run) -> Iterator[Tested]:
+    """Yield the errors of the chosen weights for each task, on validation frames if there are any."""
+    for task in run.config.tasks:
+        found = run.of(task, VALIDATION) or run.of(task, TRAINING)
+        yield from (one for one in found if one.weights == run.chosen)
 
 
-def _html(table: Table) -> str:
-    """Return a table as HTML."""
-    heads = "".join(
-        f"<th>{escape(column.name)}{f'<br>{escape(column.unit)}' if column.unit else ''}</th>"
-        for column in table.columns
-    )
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in table.texts())
-    caption = f"<caption>{escape(table.title)}</caption>" if table.title else ""
-    return f"<table>{caption}<tr>{heads}</tr>{rows}</table>"
+def _parity(run: _Run, scratch: Path) -> Iterator[str]:
+    for number, one in enumerate(_details_of(run)):
+        folder = scratch / f"parity{number}"
+        folder.mkdir()
+        yield html.paragraph(_about(one)) + html.figures(draw_parities(one.report.pairs(), folder))
+    if run.tested:
+        words = "Where dots would hide each other, the color shows their number: yellow is most."
+        yield html.paragraph(words, "soft")
+
+
+def _about(one: Tested) -> str:
+    task = f"{one.task}: " if one.task else ""
+    return f"{task}{counted(len(one.report.frames), f'{one.part} frame')}, weights {one.weights}."
+
+
+def _details(run: _Run) -> Iterator[str]:
+    if run.tested:
+        yield html.table(errors.table_of_weights(run.tested))
+    for one in _details_of(run):
+        yield html.paragraph(_about(one))
+        tables = [errors.table_of_elements(one), *errors.tables_of_groups(one, run.base)]
+        yield from (html.table(table, long=("system",)) for table in tables if table.rows)
+
+
+def _worst(run: _Run) -> Iterator[str]:
+    for one in _details_of(run):
+        yield html.paragraph(_about(one))
+        yield html.table(errors.table_of_worst_frames(one, run.base), long=("file",))
+
+
+def _averages(run: _Run) -> Iterator[str]:
+    if len(run.weights) > 1:
+        yield html.table(facts.table_of_averages(run.config, run.payload), long=("settings",))
+        yield "<h3>Deviation from the live weights</h3>"
+        yield html.table(facts.table_of_deviations(run.payload))
+
+
+def _times(run: _Run) -> Iterator[str]:
+    parts = run.status.parts if run.status is not None else ()
+    if rows := facts.times_of(parts):
+        total = duration(sum(part.elapsed for part in parts))
+        restarts = f" in {counted(len(parts), 'part')}" * (len(parts) > 1)
+        yield html.bars(f"{total}{restarts}", rows)
+    else:
+        yield html.paragraph("Not known: the folder has no record of the run.")
+
+
+def _programs(run: _Run) -> Iterator[str]:
+    found = [("checkpoint", f"written by dp-ema {run.payload['version']}")]
+    yield html.facts_list([*found, *facts.facts_of_parts(run.status.parts if run.status is not None else ())])
+
+
+def _warnings(run: _Run) -> Iterator[str]:
+    parts = run.status.parts if run.status is not None else ()
+    found = [(time, text) for part in parts for time, text in part.warnings]
+    if found:
+        yield html.facts_list((time[:19], text) for time, text in found)
+    elif parts:
+        yield html.paragraph("None.")

@@ -82,7 +82,7 @@ def run_training(
         world.broadcast_from_rank0(partial(write_config, prepared.config, request.output, is_new=start.step == 0))
         file, device = Path(RECORD) if world.is_main else None, describe_device(world.device)
         record = RunRecord(file, warnings, device, world.size, began, continues=start.step > 0)
-        make = partial(assemble, prepared, start, world, record, should_update, request.name, callback)
+        make = partial(assemble, prepared, start, world, should_update, request.name, callback, record)
         with record.ending():
             table, trained = _train(make, prepared.config, world, began)
         logger.info("%s", "\n".join(render(table, "  ")))

@@ -51,10 +51,10 @@ def assemble(
     prepared: PreparedRun,
     start: Start,
     world: World,
-    record: RunRecord,
     should_update: Mapping[str, Hook] | None = None,
     input_file: str = "input.json",
     callback: Callback | None = None,
+    record: RunRecord | None = None,
 ) -> Trainer:
     """Return the trainer of a run at the step of ``start``."""
     config, models = prepared.config, prepared.models.to(world.device)
@@ -93,7 +93,7 @@ def assemble(
         saver=saver,
         reporter=reporter,
         times=reporter.times,
-        record=record,
+        record=record or RunRecord(),
         num_steps=num_steps,
         world=world,
         interpolation=interpolation,
