@@ -48,7 +48,7 @@ class Holder:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Return the holder of a lock, without touching it; None if nobody does."""
+    """Return the holder of a lock, without touching it; None if nobody holds it."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

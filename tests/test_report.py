@@ -432,8 +432,10 @@ def test_the_bar_shows_the_last_validated_force_error_of_the_averaged_weights(mo
     progress.show_validation(10, {"live": Given([1, 2, 3, 4, 5, 6]), "ema": Given([1, 2, 3, 44.4, 5, 6])})
     show(progress, 10)
     progress.advance(20)
+    assert "ema F 44.4 meV/Å" in progress._bar.postfix
+    progress.show_validation(20, {"live": Given([1, 2, 3, 4, 5, 6]), "ema": Given([1, 2, 3, 33.3, 5, 6])})
     progress.close()
-    assert "ema F 44.4 meV/Å" in stream.getvalue()
+    assert "20/20, ema F 33.3 meV/Å" in stream.getvalue()
 
 
 def test_a_terminal_that_does_not_know_its_width_has_a_bar():

@@ -272,7 +272,7 @@ def _draw_others(
 
 
 def draw_parity(axis: Any, label: Array, predicted: Array) -> None:
-    """Draw predictions against labels; where dots would hide each other, how many there are in each place."""
+    """Draw predictions against labels; where dots would hide each other, their number in each place."""
     low, high = min(label.min(), predicted.min()), max(label.max(), predicted.max())
     margin = 0.04 * (high - low) or 1e-3 * max(1.0, abs(high))
     ends = (low - margin, high + margin)
@@ -291,7 +291,7 @@ def draw_parity(axis: Any, label: Array, predicted: Array) -> None:
 
 
 def draw_errors(axis: Any, error: Array, unit: str) -> None:
-    """Draw how errors are distributed."""
+    """Draw the distribution of errors."""
     mae, rmse = np.abs(error).mean(), np.sqrt(np.square(error).mean())
     mean = error.mean() if abs(error.mean()) > 1e-9 * rmse else 0.0  # forces add up to zero but for rounding
     limit = 4 * rmse or 1.0

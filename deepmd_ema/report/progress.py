@@ -134,8 +134,9 @@ class Progress:
             self._error, self._is_validated = shown, True
 
     def close(self) -> None:
-        """Leave the bar as it is and end its line."""
+        """Leave the bar as it is now and end its line."""
         if self._bar is not None:
+            self._bar.set_postfix_str(self._facts(self._step), refresh=False)  # with the last validation
             self._bar.close()
             self._bar = None
 

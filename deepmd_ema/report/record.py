@@ -171,7 +171,7 @@ class RunRecord:
 
 def read_record(folder: str | Path) -> list[Part]:
     """Return the parts of the run in a folder, the last one last; nothing where there is no record, or no whole one."""
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError, AttributeError):
         known = {f.name for f in fields(Part)}
         found = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
         return [Part(**{name: value for name, value in part.items() if name in known}) for part in found]

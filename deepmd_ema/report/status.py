@@ -175,7 +175,7 @@ def read_status(folder: str | Path) -> RunStatus:
     running = since if state == TRAINING else 0.0
     left = parts[-1].left if parts and state == TRAINING else None
     metric = _metric(config, validated)
-    measured = [(curve, curve.columns[metric]) for curve in validated]
+    measured = [(curve, curve.columns[metric]) for curve in validated if metric in curve.columns]
     return RunStatus(
         folder=folder,
         state=state,

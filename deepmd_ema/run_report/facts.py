@@ -47,8 +47,7 @@ DEFINITIONS = (
 def lead(config: RunConfig, data: Mapping[str, TaskData] | None) -> Iterator[str]:
     """Yield a sentence for each task: what was trained on what."""
     for name, task in config.tasks.items():
-        descriptor = str(task.model.descriptor.type)
-        words = f"potential {descriptor} for {', '.join(task.model.type_map)}"
+        words = f"potential {task.model.descriptor.type} for {', '.join(task.model.type_map)}"
         if data is not None:
             words += f", trained on {_amount(data[name].train)}"
             valid = data[name].valid
