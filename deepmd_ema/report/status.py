@@ -105,7 +105,7 @@ class RunStatus:
 
     def describe_best(self, row: Rows) -> str:
         """Return the smallest error of some weights: ``F RMSE 44.4 meV/Å at step 200``."""
-        return f"{_describe({self.metric: row.errors[self.metric]})} at step {row.step:,}"
+        return f"{describe_row({self.metric: row.errors[self.metric]})} at step {row.step:,}"
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "time", self._time()
@@ -116,7 +116,7 @@ class RunStatus:
         best = {row.weights: row for row in self.best}
         for row in self.validation:
             least = f"; least {self.describe_best(best[row.weights])}" if row.weights in best else ""
-            yield "validation", f"{row.weights}, step {row.step:,}: {_describe(row.errors)}{least}"
+            yield "validation", f"{row.weights}, step {row.step:,}: {describe_row(row.errors)}{least}"
         yield "checkpoint", _with_age(self.folder, self.checkpoint)
         facts_of = self.parts[-1].averages if self.parts else {}
         for name, file in self.averages.items():
@@ -247,7 +247,7 @@ def _rows(curve: Curve, index: int) -> Rows:
     return Rows(f"{curve.task} {curve.weights}".strip(), int(curve.steps[index]), errors)
 
 
-def _describe(errors: Mapping[str, float]) -> str:
+def describe_row(errors: Mapping[str, float]) -> str:
     """Return errors of a validation log by column: ``E MAE 3.512, RMSE 4.205 meV/atom``."""
     shown: dict[tuple[str, str], list[str]] = {}
     for column, value in errors.items():

@@ -19,8 +19,7 @@ from deepmd_ema.files import HTML, atomic_write, refuse_to_lose
 from deepmd_ema.report.panels import draw_curves, draw_parities
 from deepmd_ema.report.plots import read_curves
 from deepmd_ema.report.progress import duration
-from deepmd_ema.report.status import ENDED, RunStatus, read_status, run_folder
-from deepmd_ema.report.tables import significant
+from deepmd_ema.report.status import ENDED, RunStatus, describe_row, read_status, run_folder
 from deepmd_ema.run_report import errors, facts, html
 from deepmd_ema.run_report.errors import TRAINING, VALIDATION, Tested
 from deepmd_ema.weight_names import LIVE
@@ -219,9 +218,7 @@ def _final_errors(run: _Run) -> Iterator[str]:
             yield html.table(errors.table_of_quantities(columns, title))
     if not run.tested and run.status is not None:
         for row in run.status.validation:
-            shown_errors = {name: significant(value, 3) for name, value in row.errors.items() if value == value}
-            words = ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in shown_errors.items())
-            yield html.paragraph(f"{row.weights}, validation of step {row.step:,}: {words}")
+            yield html.paragraph(f"{row.weights}, validation of step {row.step:,}: {describe_row(row.errors)}")
     yield '<p class=soft>Errors per atom and per component: <a href="#definitions">definitions</a>.</p>'
 
 
