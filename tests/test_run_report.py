@@ -240,8 +240,8 @@ def test_programs_machine_warnings_and_input_are_there(runs, capsys):
 def test_each_of_several_tasks_has_its_errors_curves_and_worst_frames(runs, capsys):
     report(capsys, "tasks")
     page = Page()
-    assert "Stress RMSE, meV/Å³" in page.table("ice 24 validation frames")
-    assert "Stress RMSE, meV/Å³" not in page.table("gas 6 validation frames")
+    assert "Stress RMSE, meV/Å³" in page.table("ice: 24 validation frames")
+    assert "Stress RMSE, meV/Å³" not in page.table("gas: 6 validation frames")
     assert page.images.count("Learning rate over steps") == 2
     assert {"ice descriptor", "ice fitting", "gas fitting"} < page.table("part of the model").keys()
     assert "gas descriptor" not in page.table("part of the model")  # it is that of ice
@@ -298,13 +298,13 @@ def change_record(folder, **changes):
 def test_an_interrupted_and_a_running_run_are_called_so(runs, capsys):
     change_record("tasks", ended="interrupted by SIGTERM", step=5)
     [line] = report(capsys, "tasks")
-    assert line == "The run is interrupted (by SIGTERM), step 6 of 6 (100 %); the page shows the checkpoint of step 6."
+    assert line == "Status: interrupted (by SIGTERM), step 6 of 6 (100 %). The page shows the checkpoint of step 6."
     assert line in Page().text
     change_record("tasks", ended="")
     holder = {"machine": this_machine(), "host": "here", "pid": os.getpid(), "since": "2026-01-01"}
     Path("tasks", LOCK).write_text(json.dumps(holder))
     [line] = report(capsys, "tasks")
-    assert line.startswith(f"The run is training (process {os.getpid()} on here), step 6 of 6")
+    assert line.startswith(f"Status: training (process {os.getpid()} on here), step 6 of 6")
     for file in ("checkpoint", "model.ckpt.pt"):
         Path("tasks", file).unlink()
     assert main(["report", "tasks"]) == 2

@@ -98,7 +98,7 @@ class RunRecord:
         self._written = 0.0
         self._earlier = read_record(path.parent) if path is not None and continues else []
         self.part = Part(
-            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            command=_command(),
             programs={"dp-ema": __version__, **_versions(), "Python": platform.python_version()},
             machine=f"{socket.gethostname()}, {_processor()}, {platform.system()} {platform.release()}",
             device=device,
@@ -217,6 +217,12 @@ def _now(monotonic: float | None = None) -> str:
     """Return the local time, now or at a reading of ``time.monotonic()``."""
     ago = 0.0 if monotonic is None else time.monotonic() - monotonic
     return datetime.fromtimestamp(time.time() - ago).astimezone().isoformat(" ", "seconds")
+
+
+def _command() -> str:
+    program = Path(sys.argv[0])
+    name = "dp-ema" if program.parent.name == "deepmd_ema" else program.name  # of a rank: python -m deepmd_ema
+    return shlex.join([name, *sys.argv[1:]])
 
 
 def _versions() -> dict[str, str]:

@@ -124,7 +124,7 @@ def write_report(
     except UserError as error:
         remarks.append(f"The errors of single frames are missing: {error.problems[0]}")
     if status is not None and status.state != ENDED:
-        remarks.append(f"The run is {status.describe()}; the page shows the checkpoint of step {payload['step']:,}.")
+        remarks.append(f"Status: {status.describe()}. The page shows the checkpoint of step {payload['step']:,}.")
     on_page = list(remarks)
     if len(weights) > 2 and average is None:
         remarks.append(f"Details are of the average {chosen}; --average shows another: {', '.join(weights[2:])}.")
@@ -214,7 +214,7 @@ def _final_errors(run: _Run) -> Iterator[str]:
         if tested:
             part, frames = tested[0].part, len(tested[0].report.frames)
             columns = [one for one in tested if one.weights in shown]
-            title = f"{task} {counted(frames, f'{part} frame')}".strip()
+            title = f"{task}: " * bool(task) + counted(frames, f"{part} frame")
             yield html.table(errors.table_of_quantities(columns, title))
     if not run.tested and run.status is not None:
         for row in run.status.validation:

@@ -52,7 +52,7 @@ dd { margin: 0; overflow-wrap: anywhere; min-width: 0 }
 pre { overflow-x: auto; background: var(--card); padding: .7rem; font-size: .8rem; line-height: 1.35 }
 .notice { border-left: 4px solid #d55e00; padding: .2rem .8rem; background: var(--card) }
 @media (max-width: 34rem) { body { padding: .8rem } td, th { padding: .2rem .45rem }
-  td.text { white-space: normal }
+  td.text, th.text { white-space: normal }
   dl { grid-template-columns: 1fr; gap: 0 } dt { margin-top: .4rem; font-size: .85rem } }
 @media print { :root { --ink: #000; --soft: #444; --line: #bbb; --back: #fff; --card: #f5f5f5; --bar: #0072b2 }
   body { max-width: none; font-size: 10pt; padding: 0 } nav { display: none } .wide { overflow: visible }
