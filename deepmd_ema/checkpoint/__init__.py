@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.checkpoint.archive import DIGEST, DamagedError, read_archive, write_archive
-from deepmd_ema.checkpoint.folder import SHARDS, is_sharded, read_folder, write_folder
+from deepmd_ema.checkpoint.folder import SHARDS, read_folder, write_folder
 from deepmd_ema.checkpoint.names import SUFFIXES, numbered, series_and_step, training_series
 from deepmd_ema.checkpoint.schema import check_content
 from deepmd_ema.config.outputs import POINTER
+from deepmd_ema.config.outputs import is_sharded as is_sharded
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError, WriteError, first_few, is_disk_full, reason_of
 from deepmd_ema.files import atomic_write, spare_of, writing

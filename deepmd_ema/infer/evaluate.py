@@ -126,6 +126,12 @@ class ErrorReport:
         """Draw predictions against labels and return the path of the figure."""
         from deepmd_ema.report.plots import plot_parity
 
+        count = f"{counted(len(self.frames), 'frame')} of {counted(len(self.by_system), 'system')}"
+        return plot_parity(self.pairs(), path, f"{self.info.path.name}: {self.info.describe()}; {count}")
+
+    def pairs(self) -> dict[str, tuple[NDArray[Any], NDArray[Any], str]]:
+        """Return labels, predictions and unit by quantity; energies and virials per atom. Empty without a label."""
+
         def pair(name: str, per_atom: bool) -> tuple[NDArray[Any], NDArray[Any]]:
             pairs = [(np.zeros(0), np.zeros(0))]
             for f in self.frames:
@@ -135,16 +141,11 @@ class ErrorReport:
             labels, predictions = map(np.concatenate, zip(*pairs))
             return labels, predictions
 
-        count = f"{counted(len(self.frames), 'frame')} of {counted(len(self.by_system), 'system')}"
-        return plot_parity(
-            {
-                "Energy": (*pair(ENERGY, True), "eV/atom"),
-                "Force": (*pair(FORCE, False), "eV/Å"),
-                "Virial": (*pair(VIRIAL, True), "eV/atom"),
-            },
-            path,
-            f"{self.info.path.name}: {self.info.describe()}; {count}",
-        )
+        return {
+            "Energy": (*pair(ENERGY, True), "eV/atom"),
+            "Force": (*pair(FORCE, False), "eV/Å"),
+            "Virial": (*pair(VIRIAL, True), "eV/atom"),
+        }
 
     def forces_by_element(self, milli: bool = True) -> Table:
         """Return the errors of the forces on the atoms of each element that has some, in meV or eV."""

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from deepmd_ema.checkpoint.series import keep_count
 from deepmd_ema.config import RunConfig
-from deepmd_ema.config.outputs import BEST, POINTER, Outputs
+from deepmd_ema.config.due import due_in
+from deepmd_ema.config.outputs import BEST, POINTER, RECORD, Outputs
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.optim.build import build_optimizer
-from deepmd_ema.training.estimate import num_checkpoints, num_rows, num_validations
+from deepmd_ema.training.estimate import num_rows
 from deepmd_ema.training.loop.averages import snapshot_every
 from deepmd_ema.weight_names import LIVE
 
@@ -102,7 +103,7 @@ def _checkpoints(config: RunConfig, num_steps: int, sizes: TensorBytes) -> Itera
     training, outputs = config.training, Outputs(config)
     names = _OF_TENSOR * sizes.num_tensors
     head, averages = _OF_FILE + names, len(training.averaging)
-    saved = num_checkpoints(config, num_steps)
+    saved = due_in(config, num_steps)["checkpoint"].count()
     whole = sizes.weights + sizes.optimizer + averages * sizes.average
     whole += _OF_FILE + int((1 + _OF_OPTIMIZER + averages) * names)
 
@@ -124,7 +125,7 @@ def _checkpoints(config: RunConfig, num_steps: int, sizes: TensorBytes) -> Itera
             name = numbered(average.name).rpartition("/")[2]
             path = str(outputs.snapshot_folder / name)
             yield PlannedFile(path, f"snapshots of {average.name}", number, sizes.snapshot + head, number)
-    validations = num_validations(config, num_steps)
+    validations = _num_validations(config, num_steps)
     for weights, task in _validated(config) if outputs.has_best and validations else ():
         path = str(outputs.best_folder / f"{outputs.best_prefix(weights, task)}.ckpt-*{outputs.suffix}")
         number = min(config.validating.max_best_ckpt, validations)
@@ -138,12 +139,18 @@ def _tables(config: RunConfig, num_steps: int) -> Iterator[PlannedFile]:
     for weights in curves if config.training.disp_training else ():
         size = rows * (_ROW + _VALUE * columns)
         yield PlannedFile(str(outputs.lcurve(weights)), "learning curve", 1, size, 1)
-    validations = num_validations(config, num_steps)
+    validations = _num_validations(config, num_steps)
     for weights, task in _validated(config) if validations else ():
         size = (validations + 5) * _VALIDATION_ROW
         yield PlannedFile(str(outputs.validation_log(weights, task)), "errors of validation", 1, size, 1)
     yield PlannedFile(NORMALIZED_INPUT, "input with all defaults", 1, _SMALL, 1)
+    yield PlannedFile(RECORD, "times and programs, for dp-ema show and report", 1, _SMALL, 1)
     yield PlannedFile(POINTER, "name of the newest checkpoint", 1, 20, 1)
+
+
+def _num_validations(config: RunConfig, num_steps: int) -> int:
+    due = due_in(config, num_steps).get("validation")
+    return due.count() if due is not None else 0
 
 
 def _validated(config: RunConfig) -> list[tuple[str, str]]:

@@ -24,6 +24,7 @@ import torch
 
 from deepmd_ema.allocator import peak_memory
 from deepmd_ema.config import RunConfig, to_dict
+from deepmd_ema.config.due import due_in
 from deepmd_ema.config.paths import with_absolute_paths
 from deepmd_ema.dist.launch import TURN_S
 from deepmd_ema.errors import Interrupted, UserError
@@ -111,7 +112,9 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
         UserError: for mistakes in the data.
     """
     values = _with_files_in_here(with_absolute_paths(to_dict(config), "."))
-    measure = partial(_measure, device=device, seconds=seconds, validates=validates(config), path=sys.path)
+    measure = partial(
+        _measure, device=device, seconds=seconds, validates="validation" in due_in(config, 1), path=sys.path
+    )
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as folder:
         Path(folder, "input.json").write_text(json.dumps(values))
         spawn = multiprocessing.get_context("spawn")
@@ -124,10 +127,11 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
                     "batch_size, or a machine with more memory."
                 ) from None
     steps = found["num_steps"]
+    times = {name: due.count() for name, due in due_in(config, steps).items()}
     return Cost(
         rows=num_rows(config, steps),
-        validations=num_validations(config, steps),
-        checkpoints=num_checkpoints(config, steps),
+        validations=times.get("validation", 0),
+        checkpoints=times["checkpoint"],
         **found,
     )
 
@@ -135,30 +139,6 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
 def num_rows(config: RunConfig, steps: int) -> int:
     """Return the number of rows of the learning curve of a run."""
     return steps // config.training.disp_freq + (config.training.disp_freq > 1)
-
-
-def validates(config: RunConfig) -> bool:
-    """Whether a run validates all validation frames."""
-    return bool(config.fully_validated) and config.validating.full_val_start != 1
-
-
-def num_validations(config: RunConfig, steps: int) -> int:
-    """Return the number of validations of all validation frames in a run."""
-    start = config.validating.full_val_start
-    if not validates(config):
-        return 0
-    return _times(int(start * steps) if start < 1 else int(start), config.validating.validation_freq, steps)
-
-
-def num_checkpoints(config: RunConfig, steps: int) -> int:
-    """Return the number of checkpoints that a run writes; older ones are removed meanwhile."""
-    return _times(0, config.training.save_freq, steps)
-
-
-def _times(first: int, every: int, steps: int) -> int:
-    """Return the number of events that come every so many steps, from ``first`` on, and after the last step."""
-    due = range(first or every, steps + 1, every) if every > 0 else ()
-    return len(due) + (steps not in due)
 
 
 def _with_files_in_here(values: dict[str, Any]) -> dict[str, Any]:

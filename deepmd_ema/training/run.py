@@ -9,16 +9,19 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from deepmd_ema.config import RunConfig, as_launched, ignored_options, launch_problems
+from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.report.logs import set_up_logging
+from deepmd_ema.report.record import RunRecord, keeping_warnings
 from deepmd_ema.report.table import Table, render
 from deepmd_ema.training.assembly.assemble import assemble
-from deepmd_ema.training.assembly.summary import TrainedRun, end_table, trained_run
+from deepmd_ema.training.assembly.summary import TrainedRun, describe_device, end_table, trained_run
 from deepmd_ema.training.loop.averages import Hook
 from deepmd_ema.training.loop.trainer import Callback, Trainer
 from deepmd_ema.training.start.new_run import Start
@@ -66,7 +69,7 @@ def run_training(
     elif options:
         raise TypeError(f"run_training: {', '.join(options)} belongs into the request")
     launch = find_launch() if launch is None else launch
-    with open_world(request.device, launch) as world, ExitStack() as held:
+    with keeping_warnings() as warnings, open_world(request.device, launch) as world, ExitStack() as held:
         with world.all_ranks_ok():
             start = load_start(request, (world.rank, world.size))
             config = _config(request, start, launch, world.size)
@@ -77,8 +80,11 @@ def run_training(
         _warn_idle_heads(config, request)
         prepared = prepare(config, start, world, request.skip_neighbor_stat)
         world.broadcast_from_rank0(partial(write_config, prepared.config, request.output, is_new=start.step == 0))
-        make = partial(assemble, prepared, start, world, should_update, request.name, callback)
-        table, trained = _train(make, prepared.config, world, began, request.max_time)
+        file, device = Path(RECORD) if world.is_main else None, describe_device(world.device)
+        record = RunRecord(file, warnings, device, world.size, began, continues=start.step > 0)
+        make = partial(assemble, prepared, start, world, should_update, request.name, callback, record)
+        with record.ending():
+            table, trained = _train(make, prepared.config, world, began, request.max_time)
         logger.info("%s", "\n".join(render(table, "  ")))
         return trained
 

@@ -50,7 +50,6 @@ def start_table(
     config, stage, device = prepared.config, prepared.config.training.zero_stage, world.device
     per_step = f"{tasks.frames_per_step:.6g} frames per step over all ranks"
     several = f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as given"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     pairs = [("ranks", several if world.size > 1 or stage else ""), *config_summary(config, num_steps, tasks.steps_per)]
     epochs = tasks.epochs(num_steps)
     averages = [bank[name].profile for name in bank.names] if bank is not None else []
@@ -72,7 +71,13 @@ def start_table(
     pairs += [("snapshots", line) for line in snapshot_lines(config, averages, num_steps, num_bytes)]
     pairs.append(("units", "rows of single batches in eV and angstrom, as in lcurve.out; full validation in meV"))
     program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    return facts(f"{program}, on {device} ({name})", pairs)
+    return facts(f"{program}, on {describe_device(device)}", pairs)
+
+
+def describe_device(device: torch.device) -> str:
+    """Return such as ``cuda:0 (NVIDIA H100)``, or ``cpu (2 threads)``."""
+    threads = counted(torch.get_num_threads(), "thread")
+    return f"{device} ({torch.cuda.get_device_name(device) if device.type == 'cuda' else threads})"
 
 
 @dataclass(frozen=True)

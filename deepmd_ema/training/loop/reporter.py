@@ -20,8 +20,9 @@ from deepmd_ema.files import writing
 from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.logs import open_board
-from deepmd_ema.report.progress import IntervalTimes, Progress
+from deepmd_ema.report.progress import Progress
 from deepmd_ema.report.tables import LcurveFile
+from deepmd_ema.report.times import RunTimes
 from deepmd_ema.training.loop.step import Outcome, Products
 from deepmd_ema.training.loop.task import Task, TaskMixture
 from deepmd_ema.weight_names import LIVE
@@ -37,10 +38,11 @@ class Reporter:
         num_steps: steps of the whole run.
         start: steps done before it, at a restart.
         world: the processes over whose frames errors are summed.
+        times: stopwatch of the run.
         products: context of matrix products of validation frames.
 
     Attributes:
-        times: stopwatch of the current interval.
+        times: stopwatch of the run.
         curves: ``live`` and names of averages to the files of their learning curves, on the same batches; None on
             ranks that write nothing.
         validated: errors of the last full validation, by row.
@@ -55,12 +57,13 @@ class Reporter:
         num_steps: int,
         start: int,
         world: World,
+        times: RunTimes,
         products: Products = nullcontext,
     ) -> None:
         self._products = products
         training, outputs = config.training, Outputs(config)
-        self._tasks, self._bank, self._world, self.times = tasks, bank, world, IntervalTimes()
-        self._progress = Progress(num_steps, None if world.is_main else False, tasks.frames_per_step)
+        self._tasks, self._bank, self._world, self.times = tasks, bank, world, times
+        self._progress = Progress(num_steps, times, None if world.is_main else False, tasks.frames_per_step)
         # a row shows the mean over its interval, or the last batch of each task
         self._every, self._shows_means = training.disp_freq, training.disp_avg
         names = {task.name: task.loss.display_names for task in tasks}
@@ -103,7 +106,7 @@ class Reporter:
         """
         rate = outcome.learning_rate
         train = {t.name: self._train_values(t.name) for t in self._tasks}
-        with self.times.of("validation"), self._products():
+        with self.times.of("row"), self._products():
             batches = {t.name: t.next_display_batches() for t in self._tasks}
             valid = self._mean_values(batches, rate)
             rows = {LIVE: (train, valid)}

@@ -27,6 +27,7 @@ from deepmd_ema.optim.build import (
     set_learning_rate,
 )
 from deepmd_ema.optim.schedule import build_schedule
+from deepmd_ema.report.times import Laps
 from deepmd_ema.training.loop.sharding import LAST_REPLICATED_STAGE
 from deepmd_ema.training.loop.task import Task, TaskMixture
 from deepmd_ema.training.start.prepare import PreparedRun
@@ -113,6 +114,9 @@ class Step:
 
     Args:
         module: owner of the parameters, by the names that checkpoints use.
+
+    Attributes:
+        laps: times of the parts of a step.
     """
 
     skipped = "by that step"  # updates of the weights that are left out
@@ -123,6 +127,7 @@ class Step:
         self._named = dict(module.named_parameters())
         self._trained = [p for p in self._named.values() if p.requires_grad]
         self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
+        self.laps = Laps(measures=self._first_bad.device.type == "cpu")  # the host does not wait for a GPU
         self._own_fault = torch.zeros((), dtype=torch.bool, device=self._trained[0].device)
 
     def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
@@ -227,14 +232,18 @@ class GradientStep(Step):
         """
         set_learning_rate(self._optimizer, rate.float() if isinstance(rate, Tensor) else rate)
         self._optimizer.zero_grad(set_to_none=True)
+        self.laps.lap()
         prediction = self._parallel_module(task.name, batch, **task.loss.needs(batch))
         total, values = task.loss(prediction, batch, rate)
+        self.laps.lap("forward")
         total.backward()
+        self.laps.lap("backward")
         norm = clip_gradients(self._trained, self._max_norm, self._all_reduce_sum)
         # both are the same on all ranks
         finite = torch.isfinite(norm) & torch.isfinite(values["rmse"])
         ok = self._note(finite, step, own=torch.isfinite(total.detach()))
         guarded_step(self._optimizer, 1 - ok)
+        self.laps.lap("optimizer")
         return values, ok
 
     def state_dict(self, take: Take) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from deepmd_ema.dist.launch import END_SIGNALS, handling
 from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import Interrupted, UserError
-from deepmd_ema.report.progress import IntervalTimes
+from deepmd_ema.report.record import RunRecord
+from deepmd_ema.report.times import RunTimes
 from deepmd_ema.tensors import map_tensors
 from deepmd_ema.training.loop.averages import describe_averages
 from deepmd_ema.training.loop.cuda_graphs import GraphedSteps
@@ -99,7 +100,8 @@ class Trainer:
         validator: full validation.
         saver: writes checkpoints.
         reporter: learning curves and progress.
-        times: stopwatch of the interval that the reporter shows.
+        times: stopwatch of the run.
+        record: file of what is known of the run beside its weights and errors.
         num_steps: of the whole run.
         world: the processes of the run.
         interpolation: of the embedding nets.
@@ -120,7 +122,8 @@ class Trainer:
     validator: FullValidation
     saver: Saver
     reporter: Reporter
-    times: IntervalTimes
+    times: RunTimes
+    record: RunRecord
     num_steps: int
     world: World
     interpolation: InterpolationControl
@@ -145,6 +148,7 @@ class Trainer:
         """
         with handling((*END_SIGNALS, signal.SIGINT), self.stop.request):
             try:
+                self.record.start(self.step, self.num_steps)
                 self.callback.on_start(self)
                 check_replicas(self.validator.models, self.world, self.step)
                 self._loop()
@@ -241,7 +245,7 @@ class Trainer:
         snapshots = self.saver.snapshots_due(self.step, last)
         if snapshots:  # before a validation, which a stop may break off
             self._raise_if_diverged()
-            with self.times.of("checkpoint"):
+            with self.times.of("snapshot"):
                 self.saver.keep_snapshots(snapshots, self.step)
         if self.validator.is_due(self.step):
             self._raise_if_diverged()
@@ -249,6 +253,8 @@ class Trainer:
         if self.saver.is_due(self.step, last):
             self._raise_if_diverged()
             self._save()
+        elif self.reporter.is_due(self.step):
+            self._note()
 
     def _validate(self) -> None:
         self._validation_pending = True
@@ -275,6 +281,12 @@ class Trainer:
         with self.times.of("checkpoint"):
             self.saver.save(self.step, self.state_dict, biases, words)
         self._saved = self.step
+        self._note({name: self.bank.info(name) for name in self.bank.names} if self.bank is not None else {})
+
+    def _note(self, averages: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """Keep what is known of the run now; with averages, at a checkpoint, it is in the file at once."""
+        seconds = {**self.times.seconds, **self.take_step.laps.seconds}
+        self.record.note(self.step, seconds, self.times.left(self.step, self.num_steps), averages)
 
     def _leave(self) -> None:
         """Save the current step; raise Interrupted unless only the time is over."""
