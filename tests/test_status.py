@@ -16,7 +16,7 @@ from deepmd_ema.cli.main import main
 from deepmd_ema.config.outputs import LOCK, RECORD
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.files import this_machine
-from deepmd_ema.report.record import MAX_WARNINGS, read_record
+from deepmd_ema.report.record import MAX_WARNINGS, RunRecord, read_record
 from deepmd_ema.report.status import read_status
 from deepmd_ema.training.loop.trainer import Callback
 from deepmd_ema.training.run import run_training
@@ -240,6 +240,15 @@ def test_the_record_keeps_the_last_warnings_and_the_reason_of_an_end(runs, train
     [part] = read_record(".")
     assert part.ended == "failed: it broke here"
     assert [text for _, text in part.warnings] == [f"warning {n}" for n in range(5, MAX_WARNINGS + 5)]
+
+
+def test_a_run_that_returns_before_its_last_step_counts_as_interrupted():
+    for step, how in ((10, "ended"), (4, "interrupted before its last step")):
+        record = RunRecord()
+        with record.ending():
+            record.start(0, 10)
+            record.note(step, {}, None)
+        assert record.part.ended == how
 
 
 def test_a_file_of_the_user_that_has_the_name_of_the_record_is_not_replaced(runs, trained, monkeypatch):

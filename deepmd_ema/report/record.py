@@ -148,7 +148,7 @@ class RunRecord:
         except BaseException as error:
             self._end(f"failed: {' '.join(str(error).split()) or type(error).__name__}")
             raise
-        self._end("ended")
+        self._end("ended" if self.part.step >= self.part.num_steps else "interrupted before its last step")
 
     def _end(self, how: str) -> None:
         self.part.ended, self.part.left = how, None
