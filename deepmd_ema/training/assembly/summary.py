@@ -22,7 +22,7 @@ from deepmd_ema.report.table import Table, facts
 from deepmd_ema.report.tables import show_metric
 from deepmd_ema.training.loop.averages import snapshot_lines
 from deepmd_ema.training.loop.task import TaskMixture
-from deepmd_ema.training.loop.trainer import Trainer
+from deepmd_ema.training.loop.trainer import Trainer, restart_command
 from deepmd_ema.training.start.prepare import PreparedRun
 from deepmd_ema.version import __version__
 
@@ -155,7 +155,7 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
     pairs.append(("memory", _describe_memory(trainer.world.device)))
     pairs.append(("waiting", f"for data {100 * trainer.times.waiting_share():.1f} % of the time of training"))
-    pairs.append(("continue", trainer.restart_command if trainer.is_out_of_time else ""))
+    pairs.append(("continue", restart_command(trainer) if trainer.is_out_of_time else ""))
     model = next(iter(averages.values()), saver.link)
     validated = [name for name, task in config.tasks.items() if task.validation_data is not None]
     if validated:

@@ -303,15 +303,9 @@ class Trainer:
         assert self.stop.signal is not None
         raise Interrupted(
             f"stopped by {self.stop.signal.name} after step {self.step:,} of {self.num_steps:,}; everything is saved. "
-            f"Continue with: {self.restart_command}",
+            f"Continue with: {restart_command(self)}",
             self.stop.signal,
         )
-
-    @property
-    def restart_command(self) -> str:
-        """The command that continues this run from its newest checkpoint."""
-        launched = ", launched as before" if self.world.size > 1 else ""
-        return f"dp-ema train --restart {self.saver.link} {self.input_file}{launched}"
 
     def _raise_if_diverged(self) -> None:
         self.take_step.raise_if_diverged(self.tasks, self.step, self.world)
@@ -351,3 +345,9 @@ class Trainer:
         self._validation_pending = bool(state["validation_pending"] and self.validator.rows)
         self.validator.load_state_dict(state.get("best", {}))
         self.validator.truncate(step - 1 if self._validation_pending else step)
+
+
+def restart_command(trainer: Trainer) -> str:
+    """Return the command that continues a run from its newest checkpoint."""
+    launched = ", launched as before" if trainer.world.size > 1 else ""
+    return f"dp-ema train --restart {trainer.saver.link} {trainer.input_file}{launched}"
