@@ -31,14 +31,17 @@ release = version = __version__
 copyright = "the developers of dp-ema"
 root_doc = "doc/README"
 highlight_language = "text"
+smartquotes = False  # `--pt` in a table stays as it is
 include_patterns = ["*.md", "doc/**.md", "benchmarks/**.md", "examples/README.md", "configs/README.md"]
-exclude_patterns = ["build", "dist", "venv", ".venv", "shared", "tests", "**/.*"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "options"]
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # as a forge makes them
 
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_type_aliases = {"ArrayLike": "ArrayLike"}
+napoleon_attr_annotations = False
 napoleon_use_ivar = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!deepmd_ema\.).*"),  # names of other packages: a build needs no network

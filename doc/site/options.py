@@ -6,8 +6,8 @@ A page of the manual names its part, and what other pages have of it::
     :without: model.descriptor
     ```
 
-Each option has an anchor, its dotted path. Code on any page that is such a path links there. An option that is on no
-page is a warning.
+Each option has an anchor, its dotted path. Code on any page that is such a path with a dot links there. An option that
+is on no page is a warning.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def link_options(app: Sphinx, doctree: nodes.document) -> None:
     for code in list(doctree.findall(nodes.literal)):
         path, around = code.astext(), (nodes.title, nodes.reference, addnodes.pending_xref)
         is_own = "own" in code["classes"] or any(isinstance(code.parent, kind) for kind in around)
-        if path in _paths() and not is_own:
+        if "." in path and path in _paths() and not is_own:  # `training` alone may be something else
             target = {"refdomain": "std", "reftype": KIND, "reftarget": path, "refdoc": app.env.docname}
             link = addnodes.pending_xref("", **target, refexplicit=True, refwarn=True)
             code.replace_self(link)
