@@ -17,8 +17,8 @@ import resource
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from contextlib import chdir
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def measure(folder: Path, steps: int, device: str, only_times: bool = False) -> 
     from deepmd_ema.training.start.new_run import Start
     from deepmd_ema.training.start.prepare import prepare
 
-    with chdir(folder):
+    with working_in(folder):
         config, start = load_config("input.json"), Start()
         with open_world(device, find_launch()) as world:
             trainer = assemble(prepare(config, start, world, skip_neighbor_stat=True), start, world)
@@ -127,6 +127,17 @@ def measure(folder: Path, steps: int, device: str, only_times: bool = False) -> 
                 return _measured(trainer, steps, world.device, only_times)
             finally:
                 trainer.tasks.close()
+
+
+@contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Make ``folder`` the working directory, as ``contextlib.chdir`` of Python 3.11 does."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def _measured(trainer: Any, steps: int, device: torch.device, only_times: bool) -> dict[str, Any]:

@@ -12,10 +12,11 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from contextlib import chdir, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from helpers import SPACING, tiny_input, write_system
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -164,7 +165,8 @@ def count_step(folder, name, device="cuda"):
     folder.mkdir(parents=True)
     (folder / "input.json").write_text(json.dumps(_input(folder, *STEPS[name])))
     steps = CountedSteps()
-    with chdir(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
         run_training("input.json", device=device, callback=steps)
     first = steps.counts[0]
     for counts in steps.counts[1:COUNTED]:

@@ -1,7 +1,10 @@
 """Limits of the length of files, functions and classes."""
 
 import ast
+import re
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deepmd_ema"
@@ -40,11 +43,14 @@ def excesses(path):
                 yield f"{name}:{node.lineno}: class {node.name} has {len(methods)} methods"
 
 
-def test_the_version_is_in_the_changelog():
+def test_the_version_is_in_the_changelog_and_in_the_citation():
     import deepmd_ema
 
-    changes = (ROOT / "CHANGELOG.md").read_text()
-    is_release = "dev" not in deepmd_ema.__version__
-    assert f"## {deepmd_ema.__version__ if is_release else 'Unreleased'}\n" in changes
+    release, is_development, _ = deepmd_ema.__version__.partition(".dev")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == release
+    dated = f"{release} ({citation['date-released']})"
+    headings = re.findall("^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == ("Unreleased" if is_development else dated)
     # files name the program that wrote them: what is not released yet must not pass for the release before
-    assert is_release or f"## {deepmd_ema.__version__.partition('.dev')[0]}\n" not in changes
+    assert not is_development or dated not in headings

@@ -111,7 +111,7 @@ class _Sum:
 
     def _take(self, key: str, value: Any, number: int, spelled: str) -> None:
         self.found[key] = value
-        self.upgraded.moved[(*self.place, key)] = (*self.place, "models", number, spelled)
+        self.upgraded.moved.update({(*self.place, key): (*self.place, "models", number, spelled)})
 
     def _refuse(self, key: Place, text: str) -> None:
         self.upgraded.problems.append(Problem((*self.place, *key), text))

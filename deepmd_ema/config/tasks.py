@@ -56,7 +56,7 @@ def expand_tasks(upgraded: Upgraded) -> tuple[Link, ...]:
             place: Place = ("model", "model_dict", task)
             for key in for_all.keys() - section.keys():
                 section[key] = copy.deepcopy(for_all[key])
-                upgraded.moved[(*place, key)] = ("model", key)
+                upgraded.moved.update({(*place, key): ("model", key)})
             links += _replace_names(upgraded, task, section, shared)
     unused = [key for key in shared or () if not is_comment(key) and key not in {link.key for link in links}]
     text = ": no model of model.model_dict names it. Name it there instead of the part, or remove it."

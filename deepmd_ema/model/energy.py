@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from deepmd_ema.model.ops.gather import sum_over_reverse
 from deepmd_ema.model.ops.reference import REFERENCE, use_operations, with_operations
 
 if TYPE_CHECKING:
+    from typing_extensions import Self  # of typing since Python 3.11
+
     from deepmd_ema.model.interface import Block, Descriptor, Fitting, ShortRange, Vjp
     from deepmd_ema.model.statistics import Statistics
 
