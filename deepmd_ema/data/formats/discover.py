@@ -106,7 +106,8 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
         found = claiming[0].find(Path(file), group)
     elif not Path(path).is_dir():
         raise DataError(
-            f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, HDF5, LMDB or extended XYZ."
+            f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, HDF5, LMDB or extended "
+            "XYZ. dp-ema convert makes folders of other formats."
         )
     else:
         found = [partial(open_system, NpyStore(folder)) for folder in _folders(Path(path), patterns)]
