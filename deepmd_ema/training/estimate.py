@@ -42,7 +42,7 @@ class Cost:
         num_steps: steps of the run.
         validations: of all validation frames in the run.
         checkpoints: in the run.
-        start: seconds until the first step, with the checks of the data.
+        start: seconds until the first step, with loading of the program and the checks of the data.
         step: mean seconds of a step.
         validation: mean seconds of a validation of all frames; 0 if there is none.
         checkpoint: mean seconds of a step that are spent on a checkpoint.
@@ -103,7 +103,7 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=spawn) as pool:
             try:
-                found = pool.submit(_measure, folder, device, seconds, sys.path).result()
+                found = pool.submit(_measure, folder, device, seconds, sys.path, time.perf_counter()).result()
             except BrokenProcessPool:
                 raise UserError(
                     "The process that measured the steps was killed, perhaps for lack of memory. Use a smaller "
@@ -182,9 +182,8 @@ class _Stopwatch(Callback):
             trainer.stop.request(signal.SIGTERM)
 
 
-def _measure(folder: str, device: str | None, seconds: float, path: list[str]) -> dict[str, Any]:
+def _measure(folder: str, device: str | None, seconds: float, path: list[str], began: float) -> dict[str, Any]:
     """Return the times and the memory of steps of an input in a folder; a process of its own runs this, silently."""
-    began = time.perf_counter()
     sys.path[:] = path
     os.chdir(folder)
     logging.disable()
