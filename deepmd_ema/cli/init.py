@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"-o {file}: expected a file that ends in {', '.join(SUFFIXES)}.")
     if file.exists():
         raise UserError(f"{file}: is there already. Name another file with -o, or remove it.")
+    if not os.access(file.parent, os.W_OK):  # --hours measures before the file is written
+        raise UserError(f"-o {file}: {file.parent} is no folder that can be written to. Make it, or name another.")
     with loading():
         from deepmd_ema.proposal import Wishes, propose
     proposal = propose(Wishes(**{wish.name: getattr(args, wish.name) for wish in fields(Wishes)}))
