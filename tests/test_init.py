@@ -252,7 +252,7 @@ def test_an_output_whose_folder_is_missing_ends_in_one_line_before_the_data_are_
         ("damaged", "data.extxyz: frame 11 (from 0): atom 5 (from 0): 'O 2.0"),
         ("missing", "data.extxyz: no such file or folder"),
         ("folder", "data.extxyz: no system in it or below it. A system has type.raw and set.*/coord.npy."),
-        ("foreign", "HDF5, LMDB or extended XYZ. dp-ema convert makes folders of other formats."),
+        ("foreign", "What ASE and dpdata read becomes folders by: dp-ema convert"),
     ],
 )
 def test_data_that_nothing_can_be_learned_from_end_in_one_message(content, message, capsys):
