@@ -93,6 +93,7 @@ def mixed_like(tmp_path_factory):
 
 # modules that start processes, compile, kill, or train for seconds: `-m "not slow"` leaves them out
 SLOW_MODULES = {
+    "test_added_averages",
     "test_added_descriptors",
     "test_averages_of_an_input",
     "test_averaging_ranks",

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from deepmd_ema.checks import is_number
 from deepmd_ema.config.fields import Check, file_name, not_negative, not_negative_int, option, positive, positive_int
-from deepmd_ema.config.schema.averaging import AverageConfig, EmaShorthand, EmaValidationShorthand
+from deepmd_ema.config.schema.averaging import AVERAGES, AverageConfig, EmaShorthand, EmaValidationShorthand
 from deepmd_ema.config.schema.text_options import BatchSizeRule, Metric, SystemProbability, is_readable
 
 _MAX_PAIR_DISTANCE = 5.0  # angstrom, longer than any bond
@@ -216,6 +216,7 @@ class TrainingOptions:
     )
     averaging: list[AverageConfig] = option(
         [],
+        registry=AVERAGES,
         default_type="ema",
         doc="Averages of the weights that are tracked at once, each with a `name`. `enable_ema` adds one named `ema`, "
         "the first of the list. Only in dp-ema.",
