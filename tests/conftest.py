@@ -120,6 +120,7 @@ SLOW_MODULES = {
     "test_finetune_tasks",
     "test_interpolation",
     "test_kill",
+    "test_loggers",
     "test_mixed_batches",
     "test_optim_muon",
     "test_optim_sharded",

@@ -21,6 +21,8 @@ from deepmd_ema.config.remarks import rows_of_tasks as rows_of_tasks
 from deepmd_ema.config.rules import as_launched as as_launched
 from deepmd_ema.config.rules import launch_problems as launch_problems
 from deepmd_ema.config.schema.averaging import CustomAverage as CustomAverage
+from deepmd_ema.config.schema.loggers import LoggedRun as LoggedRun
+from deepmd_ema.config.schema.loggers import Logger as Logger
 from deepmd_ema.config.schema.model import ModelConfig as ModelConfig
 from deepmd_ema.config.schema.run import RunConfig as RunConfig
 from deepmd_ema.config.schema.run import TaskConfig as TaskConfig

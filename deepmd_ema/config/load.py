@@ -99,12 +99,16 @@ def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunCo
 def saved_config(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig:
     """Return the run that the config of a checkpoint describes, with removed values replaced.
 
-    It has no average of a type whose package is not installed here: other weights of the file can be used without.
+    It has no loggers, and no average of a type whose package is not installed here: the weights in the file can be used
+    without.
 
     Raises:
         ConfigError: with every mistake of the config.
     """
     training = values.get("training")
+    if isinstance(training, Mapping):
+        training = {name: value for name, value in training.items() if name != "loggers"}
+        values = {**values, "training": training}
     averages = training.get("averaging") if isinstance(training, Mapping) else None
     if isinstance(training, Mapping) and isinstance(averages, list):
         # a checkpoint holds whole averages, however the ranks held them

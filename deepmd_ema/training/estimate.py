@@ -131,6 +131,7 @@ def _with_files_in_here(values: dict[str, Any]) -> dict[str, Any]:
         "save_ckpt": "model.ckpt",
         "disp_file": "lcurve.out",
         "tensorboard": False,
+        "loggers": [],
     }
     if "data_dict" in training:
         tasks = training["data_dict"].items()

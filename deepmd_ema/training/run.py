@@ -15,6 +15,7 @@ from deepmd_ema.config import RunConfig, as_launched, ignored_options, launch_pr
 from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.report.loggers.run import check_packages
 from deepmd_ema.report.logs import set_up_logging
 from deepmd_ema.report.table import Table, render
 from deepmd_ema.training.assembly.assemble import assemble
@@ -109,6 +110,7 @@ def _config(request: TrainRequest, start: Start, launch: Launch, num_ranks: int)
 
 def _seed(config: RunConfig, request: TrainRequest, held: ExitStack) -> int:
     """Return the seed of the run, once its outputs are checked and locked until ``held`` is closed."""
+    check_packages(config)
     check_outputs(config, request)
     held.enter_context(lock_outputs(config))
     return secrets.randbelow(2**31) if config.training.seed is None else config.training.seed

@@ -69,7 +69,7 @@ def assemble(
     if start.loads_after_sharding(config):
         start.load_shards(models)
     bank = build_bank(config, models, tasks.steps_per, should_update)
-    reporter = Reporter(config, tasks, bank, num_steps, start.step, world, in_validation)
+    reporter = Reporter(config, tasks, bank, num_steps, start.run_id(config), world, in_validation)
     store = Store(world.for_writer() if config.training.writes_shards else None)
     validator = FullValidation(prepared, bank, num_steps, store, world, in_validation)
     builder = StateBuilder.build(prepared, used, bank, start.run_id(config), world)

@@ -15,7 +15,7 @@ from deepmd_ema.checkpoint.folder import is_sharded
 from deepmd_ema.checkpoint.names import best_pattern, files_by_step, numbered, numbered_pattern
 from deepmd_ema.config import RunConfig, config_from_dict, to_dict
 from deepmd_ema.config.messages import as_text
-from deepmd_ema.config.outputs import BEST, POINTER, Output, Outputs, suffix_of, suffixed
+from deepmd_ema.config.outputs import BEST, LOGGED, POINTER, Output, Outputs, suffix_of, suffixed
 from deepmd_ema.errors import CheckpointError, UserError, collect_problems
 from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, size_of, sync, writing
 from deepmd_ema.locks import locked
@@ -152,7 +152,7 @@ def _in_the_way(config: RunConfig) -> Iterator[Path]:
     outputs = Outputs(config)
     yield from map(outputs.checkpoint_link, _names(config))
     yield from (o.path for o in outputs if o.has_rows)
-    yield Path(POINTER)
+    yield from (Path(POINTER), Path(LOGGED))
     for name in _names(config):
         series = suffixed(config.training.save_ckpt, suffix_of(name)).name
         for folder in (outputs.checkpoint_folder, outputs.snapshot_folder):
