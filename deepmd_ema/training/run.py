@@ -88,13 +88,17 @@ def train(request: TrainRequest | str | Mapping[str, Any], **options: Any) -> Tr
     """Train as the command line does, with its messages on stderr; for scripts and notebooks.
 
     ``train("input.json")``, ``train({"model": ...})`` or ``train("input.json", restart="model.ckpt.pt")``. The
-    arguments are those of :func:`run_training`.
+    arguments are those of :func:`run_training`. Where the program has handlers of log messages, these get the messages.
 
     Raises:
         UserError: for every mistake in the input, the data or the files.
+        Interrupted: after Ctrl-C, or when a notebook interrupts the cell, with the current step saved.
     """
-    if not logging.getLogger("deepmd_ema").handlers:
+    log = logging.getLogger("deepmd_ema")
+    if not log.hasHandlers():
         set_up_logging()
+    elif log.level == logging.NOTSET:  # the level of the program, often WARNING, would hide the errors of each row
+        log.setLevel(logging.INFO)
     return run_training(request, **options)
 
 
