@@ -16,6 +16,7 @@ from fake_average import CycleAverage, OddAverage
 from helpers import assert_same, tiny_input
 from packages import install
 from parallel_runs import run_ranks, train_here
+from test_docs import blocks
 
 from deepmd_ema import cli, train
 from deepmd_ema.averaging import AverageBank
@@ -26,6 +27,7 @@ from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.training.run import Callback, run_training
 
+ARCHITECTURE = Path(__file__).parents[1] / "doc" / "architecture.md"
 GROUP = "deepmd_ema.averages"
 MINE = {"name": "mine", "type": "cycle", "period": 2, "full_validation": True, "lcurve": True}
 VALIDATED = {"validation_freq": 1, "full_val_start": 0}
@@ -81,6 +83,16 @@ def test_it_follows_its_formula_from_step_to_step(water_like, water_like_valid):
         expected = {name: (1 - share) * value + share * live[name] for name, value in expected.items()}
         for name, value in expected.items():  # buffers do not change
             torch.testing.assert_close(average[name], value, rtol=1e-12, atol=1e-14)
+
+
+def test_the_class_of_the_documentation_has_its_formula():
+    source = next(text for text in blocks(ARCHITECTURE, "python") if "CustomAverage" in text)
+    names = {"__name__": "cycle_average"}
+    exec(compile(source, ARCHITECTURE, "exec"), names)
+    documented, here = (
+        CustomProfile("a", rule=kind(name="a", period=3)) for kind in (names["CycleAverage"], CycleAverage)
+    )
+    assert [documented.decay_at(n) for n in range(7)] == [here.decay_at(n) for n in range(7)]
 
 
 def test_its_own_rule_says_which_steps_count(water_like, water_like_valid):

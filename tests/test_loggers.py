@@ -15,6 +15,7 @@ from fake_logger import RaisingLogger
 from helpers import tiny_input
 from packages import install
 from parallel_runs import run_ranks, train_here
+from test_docs import blocks
 
 from deepmd_ema import cli, train
 from deepmd_ema.config import config_from_dict
@@ -23,6 +24,7 @@ from deepmd_ema.report.loggers.run import check_packages
 from deepmd_ema.training.run import Callback, run_training
 
 pytestmark = pytest.mark.timeout(600)
+ARCHITECTURE = Path(__file__).parents[1] / "doc" / "architecture.md"
 LINES = {"type": "lines"}
 
 
@@ -108,6 +110,16 @@ def test_without_what_was_logged_a_restart_begins_anew(values, content):
     train(values, restart="model.ckpt-4.pt", device="cpu")
     assert lines("start")[-1] == [4, None, 6]
     assert points()["lr"] == [1, 2, 4, 6, 6]
+
+
+def test_the_class_of_the_documentation_logs_a_run(values, tmp_path):
+    source = next(text for text in blocks(ARCHITECTURE, "python") if "LinesLogger" in text).replace('"lines"', '"text"')
+    install(
+        tmp_path / "site", "text", {"text": "text_logger:LinesLogger"}, group="deepmd_ema.loggers", text_logger=source
+    )
+    values["training"]["loggers"] = [{"type": "text", "path": "mine.txt"}]
+    train(values, device="cpu")
+    assert Path("mine.txt").read_text().startswith("1 {'lr': 0.001, 'train/live/rmse': ")
 
 
 @pytest.mark.parametrize("where", ["start", "log", "finish"])

@@ -131,8 +131,8 @@ def test_a_message_is_shown_once_however_often_it_trains(config, monkeypatch, ca
         train(config, device="cpu")
     for handler in log.handlers:
         handler.close()
-    told = {"stderr": capsys.readouterr().err, "program": stream.getvalue()}
-    assert {where: text.count("optimizer  ") for where, text in told.items()} == {
+    seen = {"stderr": capsys.readouterr().err, "program": stream.getvalue()}
+    assert {where: text.count("optimizer  ") for where, text in seen.items()} == {
         "stderr": 0 if has_handlers else 2,
         "program": 2 if has_handlers else 0,
     }
