@@ -93,6 +93,7 @@ def mixed_like(tmp_path_factory):
 
 # modules that start processes, compile, kill, or train for seconds: `-m "not slow"` leaves them out
 SLOW_MODULES = {
+    "test_added_averages",
     "test_added_descriptors",
     "test_averages_of_an_input",
     "test_averaging_ranks",
@@ -119,6 +120,7 @@ SLOW_MODULES = {
     "test_finetune_tasks",
     "test_interpolation",
     "test_kill",
+    "test_loggers",
     "test_mixed_batches",
     "test_optim_muon",
     "test_optim_sharded",

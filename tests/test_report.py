@@ -16,7 +16,7 @@ import pytest
 
 from deepmd_ema.config.due import Due
 from deepmd_ema.errors import UserError, WriteError, counted, every_steps
-from deepmd_ema.report.logs import open_board, set_up_logging
+from deepmd_ema.report.logs import set_up_logging
 from deepmd_ema.report.progress import Progress, duration
 from deepmd_ema.report.tables import LcurveFile, ValidationLog, show_metric
 from deepmd_ema.report.times import RunTimes
@@ -526,9 +526,3 @@ def test_a_log_file_that_cannot_be_written_is_an_error(here, fresh_logging):
     (here / "file").write_text("x")
     with pytest.raises(UserError, match=r"--log-path file/train.log: cannot be written"):
         set_up_logging("INFO", "file/train.log")
-
-
-def test_a_missing_tensorboard_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match=r"pip install dp-ema\[tensorboard\]"):
-        open_board("log")

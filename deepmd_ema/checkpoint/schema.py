@@ -163,6 +163,7 @@ SETTINGS: dict[str, Rule] = {
     "update_every": POSITIVE,
     "warmup": FLAG,
     "should_update": _or_none(TEXT),
+    "options": _each(lambda value, place: iter(())),
 }
 PROGRESS: dict[str, Rule] = {"updates": COUNT, "mean_age": NUMBER}
 AVERAGE = _parts({}, {**SETTINGS, **PROGRESS})

@@ -17,6 +17,7 @@ LOCK = ".dp-ema.lock"  # held by a run in its folder
 RECORD = "run_record.json"  # programs, machine, times and warnings of a run
 SNAPSHOTS = "snapshots"  # folder of the copies that `dp-ema posthoc` combines, beside the numbered checkpoints
 CHECKED = ".checked"  # end of the name of a folder that remembers what was found in the data
+LOGGED = ".dp-ema.logged"  # what a restart needs to continue the runs of loggers
 BEST = "best"  # best files are called best.ckpt-<step>.t-<rank>.pt
 
 GATHERED_SUFFIX = ".pt"  # of a checkpoint that is one file

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from deepmd_ema.config.fields import InvalidOptionError
 from deepmd_ema.config.messages import Problem, Source, dotted, render, show
 from deepmd_ema.config.outputs import Output, Outputs
-from deepmd_ema.config.schema.averaging import AverageConfig
+from deepmd_ema.config.schema.averaging import AverageConfig, CustomAverage
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 from deepmd_ema.config.schema.run import MultiTaskRun
@@ -451,6 +451,15 @@ def one_length_of_the_average(entry: AverageEntry) -> Violations:
     if average.lengths and not given:
         example = '"decay": 0.999' if average.type == "ema" else '"sigma_rel": 0.05'
         yield "", f": {' or '.join(average.lengths)} is required for type {average.type}. Add one, e.g. {example}."
+
+
+@rule("average")
+def one_rule_of_updates(entry: AverageEntry) -> Violations:
+    """``update_every`` has no meaning beside a rule of updates of its own."""
+    average = entry.average
+    if isinstance(average, CustomAverage) and average.update_rule is not None and average.update_every != 1:
+        why = f"type {average.type} says itself which steps count"
+        yield "update_every", f" = {average.update_every}: {why}. Remove it."
 
 
 @rule("average")

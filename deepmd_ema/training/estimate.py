@@ -150,6 +150,7 @@ def _with_files_in_here(values: dict[str, Any]) -> dict[str, Any]:
         "disp_file": "lcurve.out",
         "disp_freq": _SHOWN_EVERY,
         "tensorboard": False,
+        "loggers": [],
     }
     if "data_dict" in training:
         tasks = training["data_dict"].items()

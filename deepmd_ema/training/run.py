@@ -17,6 +17,7 @@ from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.report.loggers.run import check_packages
 from deepmd_ema.report.logs import set_up_logging
 from deepmd_ema.report.record import RunRecord, keeping_warnings
 from deepmd_ema.report.table import Table, render
@@ -93,13 +94,17 @@ def train(request: TrainRequest | str | Mapping[str, Any], **options: Any) -> Tr
     """Train as the command line does, with its messages on stderr; for scripts and notebooks.
 
     ``train("input.json")``, ``train({"model": ...})`` or ``train("input.json", restart="model.ckpt.pt")``. The
-    arguments are those of :func:`run_training`.
+    arguments are those of :func:`run_training`. Where the program has handlers of log messages, these get the messages.
 
     Raises:
         UserError: for every mistake in the input, the data or the files.
+        Interrupted: after Ctrl-C, or when a notebook interrupts the cell, with the current step saved.
     """
-    if not logging.getLogger("deepmd_ema").handlers:
+    log = logging.getLogger("deepmd_ema")
+    if not log.hasHandlers():
         set_up_logging()
+    elif log.level == logging.NOTSET:  # the level of the program, often WARNING, would hide the errors of each row
+        log.setLevel(logging.INFO)
     return run_training(request, **options)
 
 
@@ -115,6 +120,7 @@ def _config(request: TrainRequest, start: Start, launch: Launch, num_ranks: int)
 
 def _seed(config: RunConfig, request: TrainRequest, held: ExitStack) -> int:
     """Return the seed of the run, once its outputs are checked and locked until ``held`` is closed."""
+    check_packages(config)
     check_outputs(config, request)
     held.enter_context(lock_outputs(config))
     return secrets.randbelow(2**31) if config.training.seed is None else config.training.seed

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from deepmd_ema.checks import is_number
 from deepmd_ema.config.fields import Check, file_name, not_negative, not_negative_int, option, positive, positive_int
-from deepmd_ema.config.schema.averaging import AverageConfig, EmaShorthand, EmaValidationShorthand
+from deepmd_ema.config.schema.averaging import AVERAGES, AverageConfig, EmaShorthand, EmaValidationShorthand
+from deepmd_ema.config.schema.loggers import LOGGERS, Logger
 from deepmd_ema.config.schema.text_options import BatchSizeRule, Metric, SystemProbability, is_readable
 
 _MAX_PAIR_DISTANCE = 5.0  # angstrom, longer than any bond
@@ -216,6 +217,7 @@ class TrainingOptions:
     )
     averaging: list[AverageConfig] = option(
         [],
+        registry=AVERAGES,
         default_type="ema",
         doc="Averages of the weights that are tracked at once, each with a `name`. `enable_ema` adds one named `ema`, "
         "the first of the list. Only in dp-ema.",
@@ -233,6 +235,12 @@ class TrainingOptions:
     tensorboard: bool = option(False, doc="Whether to write files for TensorBoard (extra `tensorboard`).")
     tensorboard_log_dir: str = option("log", check=file_name, doc="Folder of the TensorBoard files.")
     tensorboard_freq: int = option(1, check=positive_int, unit="steps", doc="Steps between two TensorBoard points.")
+    loggers: list[Logger] = option(
+        [],
+        registry=LOGGERS,
+        doc="What else records the errors: TensorBoard, Weights & Biases (extra `wandb`), MLflow (extra `mlflow`). A "
+        "restart continues their runs. Only in dp-ema.",
+    )
     mixed_precision: MixedPrecisionConfig | None = option(
         None,
         doc="Has no effect, as in DeePMD-kit's torch backends: the precision is that of descriptor and fitting net.",

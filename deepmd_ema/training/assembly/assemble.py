@@ -75,12 +75,11 @@ def assemble(
     if start.loads_after_sharding(config):
         start.load_shards(models)
     bank = build_bank(config, models, tasks.steps_per, should_update)
-    reporter = Reporter(
-        config, tasks, bank, num_steps, start.step, world, _times(prepared, tasks, num_steps), in_validation
-    )
+    times, run = _times(prepared, tasks, num_steps), start.run_id(config)
+    reporter = Reporter(config, tasks, bank, num_steps, run, world, times, in_validation)
     store = Store(world.for_writer() if config.training.writes_shards else None)
     validator = FullValidation(prepared, bank, num_steps, store, world, in_validation)
-    builder = StateBuilder.build(prepared, used, bank, start.run_id(config), world)
+    builder = StateBuilder.build(prepared, used, bank, run, world)
     bests = [row.best for row in validator.rows if row.best is not None]
     tables = [t for t in (*reporter.curves.values(), *(row.log for row in validator.rows)) if t is not None]
     saver = Saver(config, num_steps, start.step, builder, bests, tables, store, world)

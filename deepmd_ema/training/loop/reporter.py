@@ -16,12 +16,11 @@ from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.dist.world import World
-from deepmd_ema.files import writing
 from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
-from deepmd_ema.report.logs import open_board
+from deepmd_ema.report.loggers.run import Loggers, named
 from deepmd_ema.report.progress import Progress
-from deepmd_ema.report.tables import LcurveFile
+from deepmd_ema.report.tables import LcurveFile, ValuesByTask
 from deepmd_ema.report.times import RunTimes
 from deepmd_ema.training.loop.step import Outcome, Products
 from deepmd_ema.training.loop.task import Task, TaskMixture
@@ -36,7 +35,7 @@ class Reporter:
         tasks: whose errors are shown.
         bank: averages, or None; some have learning curves of their own.
         num_steps: steps of the whole run.
-        start: steps done before it, at a restart.
+        run_id: of the trajectory of weights, which loggers continue at a restart.
         world: the processes over whose frames errors are summed.
         times: stopwatch of the run.
         products: context of matrix products of validation frames.
@@ -55,7 +54,7 @@ class Reporter:
         tasks: TaskMixture,
         bank: AverageBank | None,
         num_steps: int,
-        start: int,
+        run_id: str,
         world: World,
         times: RunTimes,
         products: Products = nullcontext,
@@ -71,9 +70,7 @@ class Reporter:
         averages = [average.name for average in training.averaging if average.lcurve]
         shown = [LIVE, *averages] if training.disp_training else []
         self.curves = {w: LcurveFile(outputs.lcurve(w), names, with_valid) if world.is_main else None for w in shown}
-        has_board = training.tensorboard and world.is_main
-        self._board: Any = open_board(training.tensorboard_log_dir, start) if has_board else None
-        self._board_every = training.tensorboard_freq
+        self._loggers = Loggers(config, run_id) if world.is_main else None
         self._shown_step, self._shown_at = 0, time.perf_counter()
         # by task: values of its last step, and their mean over its steps in the current interval
         self._last: dict[str, Mapping[str, Tensor]] = {}
@@ -85,15 +82,20 @@ class Reporter:
         """Whether ``step`` has a row."""
         return step == 1 or step % self._every == 0
 
+    def start(self, step: int) -> None:
+        """Start the loggers of a run that has done ``step`` steps."""
+        if self._loggers is not None:
+            self._loggers.start(step)
+
     def record(self, step: int, task: Task, outcome: Outcome) -> None:
-        """Record a step; nothing waits for the device unless a point on the board is due."""
+        """Record a step; nothing waits for the device unless a logger takes training errors more often than shown."""
         self._progress.advance(step)
         self._last[task.name] = outcome.values
         if self._shows_means:
             self._means[task.name].add(outcome.values)
-        if self._board is not None and (step == 1 or step % self._board_every == 0):
-            prefix = f"{task.name or 'Default'}/"
-            self._add_points(prefix, {"lr": outcome.learning_rate, **outcome.values}, step)
+        if self._loggers is not None and (due := self._loggers.takes_training_errors(step)) is not None:
+            errors = {task.name: {name: float(value) for name, value in outcome.values.items()}}
+            self._loggers.log(step, {"lr": outcome.learning_rate, **named("train", LIVE, errors)}, due)
 
     def show(self, step: int, task: Task, batch: Batch, outcome: Outcome) -> None:
         """Write the row of ``step`` and a line with losses, speed and the split of the interval's time.
@@ -117,6 +119,7 @@ class Reporter:
         for name, (of_train, of_valid) in rows.items():
             if (file := self.curves.get(name)) is not None:
                 file.write(step, rate, of_train, of_valid)
+            self._log_row(step, name, rate, of_train, of_valid)
             if name != LIVE:
                 self._progress.show_average(step, name, of_valid if any(of_valid.values()) else of_train)
         now = time.perf_counter()
@@ -129,14 +132,20 @@ class Reporter:
         """Set the errors of the live and the averaged weights side by side."""
         self.validated_step, self.validated = step, results
         self._progress.show_validation(step, results)
-        if self._board is not None:
-            for weights, errors in results.items():
-                self._add_points(f"validation/{weights}/", errors.summary(), step)
+        if self._loggers is not None:
+            for row, errors in results.items():
+                task, _, weights = row.rpartition(" ")
+                values = {name: value for name, value in errors.summary().items() if not name.startswith("num_")}
+                self._loggers.log(step, named("val", weights, {task: values}))
 
-    def _add_points(self, prefix: str, values: Mapping[str, float | Tensor], step: int) -> None:
-        with writing("training.tensorboard_log_dir"):
-            for name, value in values.items():
-                self._board.add_scalar(prefix + name, float(value), step)
+    def _log_row(self, step: int, weights: str, rate: float, training: ValuesByTask, validation: ValuesByTask) -> None:
+        """Log what a row shows of some weights; training errors of the live ones to loggers without their own pace."""
+        if self._loggers is None:
+            return
+        errors = named("train", weights, training)
+        if weights == LIVE:
+            self._loggers.log(step, {"lr": rate, **errors}, lambda logger: logger.freq is None)
+        self._loggers.log(step, named("batch", weights, validation) | (errors if weights != LIVE else {}))
 
     def _train_values(self, task: str) -> dict[str, float]:
         """Return the values of a row for the training batches of a task; nothing if it has had no step."""
@@ -169,12 +178,11 @@ class Reporter:
                 file.cut_after(step)
         self._progress.start_at(step)
 
-    def close(self) -> None:
-        """Close the bar and the board."""
+    def close(self, status: str) -> None:
+        """Close the bar, and the loggers of a run that ends with a ``status``."""
         self._progress.close()
-        if self._board is not None:
-            with writing("training.tensorboard_log_dir"):
-                self._board.close()
+        if self._loggers is not None:
+            self._loggers.finish(status)
 
     def _mean_values(
         self, batches: Mapping[str, Sequence[Batch | PackedBatch]], rate: float

@@ -17,6 +17,7 @@ import torch
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
+from deepmd_ema.config.schema.loggers import FAILED, FINISHED, INTERRUPTED
 from deepmd_ema.dist.launch import END_SIGNALS, handling
 from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.dist.world import World
@@ -149,21 +150,23 @@ class Trainer:
         with handling((*END_SIGNALS, signal.SIGINT), self.stop.request):
             try:
                 self.record.start(self.step, self.num_steps)
+                self.reporter.start(self.step)
                 self.callback.on_start(self)
                 check_replicas(self.validator.models, self.world, self.step)
                 self._loop()
                 self.saver.writer.finish()
-            except BaseException:
+            except BaseException as error:
+                was_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
                 with suppress(OSError, UserError):  # the first error is the one to report
-                    self._close()
+                    self._close(INTERRUPTED if was_stopped else FAILED)
                 raise
-            self._close()
+            self._close(FINISHED)
         self.callback.on_end(self)
 
-    def _close(self) -> None:
+    def _close(self, status: str) -> None:
         try:
             self.saver.writer.close()
-            self.reporter.close()
+            self.reporter.close(status)
         finally:
             self.tasks.close()
 

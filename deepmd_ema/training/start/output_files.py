@@ -14,7 +14,18 @@ from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.names import best_pattern, files_by_step, numbered, numbered_pattern
 from deepmd_ema.config import RunConfig, config_from_dict, to_dict
 from deepmd_ema.config.messages import as_text
-from deepmd_ema.config.outputs import BEST, LOCK, POINTER, RECORD, Output, Outputs, is_sharded, suffix_of, suffixed
+from deepmd_ema.config.outputs import (
+    BEST,
+    LOCK,
+    LOGGED,
+    POINTER,
+    RECORD,
+    Output,
+    Outputs,
+    is_sharded,
+    suffix_of,
+    suffixed,
+)
 from deepmd_ema.errors import CheckpointError, UserError, collect_problems
 from deepmd_ema.files import JSON, RECORD_FILE, TABLE, atomic_write, link, move, refuse_to_lose, size_of, sync, writing
 from deepmd_ema.locks import locked
@@ -154,8 +165,7 @@ def _in_the_way(config: RunConfig) -> Iterator[Path]:
     outputs = Outputs(config)
     yield from map(outputs.checkpoint_link, _names(config))
     yield from (o.path for o in outputs if o.has_rows)
-    yield Path(POINTER)
-    yield Path(RECORD)
+    yield from (Path(POINTER), Path(RECORD), Path(LOGGED))
     for name in _names(config):
         series = suffixed(config.training.save_ckpt, suffix_of(name)).name
         for folder in (outputs.checkpoint_folder, outputs.snapshot_folder):
