@@ -8,6 +8,7 @@ import pickle
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import ClassVar
 
 import pytest
@@ -85,12 +86,13 @@ def test_it_follows_its_formula_from_step_to_step(water_like, water_like_valid):
             torch.testing.assert_close(average[name], value, rtol=1e-12, atol=1e-14)
 
 
-def test_the_class_of_the_documentation_has_its_formula():
+def test_the_class_of_the_documentation_has_its_formula(monkeypatch):
     source = next(text for text in blocks(ARCHITECTURE, "python") if "CustomAverage" in text)
-    names = {"__name__": "cycle_average"}
-    exec(compile(source, ARCHITECTURE, "exec"), names)
+    module = ModuleType("cycle_average")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look names up
+    exec(compile(source, ARCHITECTURE, "exec"), vars(module))
     documented, here = (
-        CustomProfile("a", rule=kind(name="a", period=3)) for kind in (names["CycleAverage"], CycleAverage)
+        CustomProfile("a", rule=kind(name="a", period=3)) for kind in (module.CycleAverage, CycleAverage)
     )
     assert [documented.decay_at(n) for n in range(7)] == [here.decay_at(n) for n in range(7)]
 
@@ -131,7 +133,7 @@ def test_it_is_validated_shown_tested_and_frozen(water_like, water_like_valid, c
 
     assert "mine: cycle, period 2" in run("check", "input.json")
     run("train", "input.json", "--device", "cpu")
-    assert "mine: cycle, period 2, 5 updates, mean age" in run("show", "model.ckpt.pt")
+    assert "mine: cycle, period 2, 5 updates, looks back" in run("show", "model.ckpt.pt")
     assert len(list(Path().glob("best_mine.ckpt-*.pt"))) == 1
     run("freeze", "-c", "model.ckpt.pt", "--average", "mine", "-o", "mine.dp")
     assert "cycle, period 2" in run("show", "mine.dp")

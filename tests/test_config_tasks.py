@@ -110,7 +110,7 @@ def test_tasks_that_share_a_fitting_net_and_are_not_distinguished_are_warned_abo
     shared = {"elements": ["O", "H"], "dpa": DPA, "net": NET}
     both = {name: model(fitting_net="net") for name in ("water", "ice")}
     (found,) = warnings_of(model__shared_dict=shared, model__model_dict=both)
-    assert found.startswith("model.shared_dict.net: water, ice share it")
+    assert found.startswith("model.shared_dict.net: the tasks water, ice share this network")
     assert '"dim_case_embd": 2' in found
     shared["net"] = {**NET, "dim_case_embd": 2}
     assert warnings_of(model__shared_dict=shared, model__model_dict=both) == []
