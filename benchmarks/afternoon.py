@@ -71,7 +71,7 @@ def main() -> None:
     ours = found["ours"]
     dp_ema = list(ours.command)
     took: dict[str, float] = {}
-    said: dict[str, str] = {}
+    printed: dict[str, str] = {}
     commands = {
         "init": [*dp_ema, "init", data, "--hours", f"{args.hours:g}"],
         "check": [*dp_ema, "check", "input.yaml", "--time"],
@@ -83,11 +83,11 @@ def main() -> None:
     }
     for name, command in commands.items():
         began = time.perf_counter()
-        said[name] = _call(work, command)
+        printed[name] = _call(work, command)
         took[name] = time.perf_counter() - began
         print(f"{name}: {took[name]:.0f} s", flush=True)
     live = _call(work, [*dp_ema, "test", "-m", "model.ckpt.pt", "-s", test])
-    errors = {"dp-ema, averaged": said["test"], "dp-ema, live": live}
+    errors = {"dp-ema, averaged": printed["test"], "dp-ema, live": live}
     lines = [["`" + " ".join(["dp-ema", *command[3:]]).replace(f"{work}/", "") + "`", f"{took[name]:.0f} s"]
              for name, command in commands.items() if name != "dynamics"]  # fmt: skip
     lines.append(
@@ -96,7 +96,10 @@ def main() -> None:
             f"{took['dynamics']:.0f} s",
         ]
     )
-    notes = [f"`check --time` announced: {_line(said['check'], 'Time: ')}", f"Dynamics: {said['dynamics'].strip()}."]
+    notes = [
+        f"`check --time` announced: {_line(printed['check'], 'Time: ')}",
+        f"Dynamics: {printed['dynamics'].strip()}.",
+    ]
     if args.peer:
         steps, seconds = _train_peer(work, data, args, found["peer"], ours, took["train"])
         notes.append(f"DeePMD-kit: {steps:,} steps in {seconds:.0f} s.")
@@ -106,7 +109,7 @@ def main() -> None:
         f"# From {args.train.name} to molecular dynamics, {today()}",
         f"Command: `python benchmarks/afternoon.py --hours {args.hours:g}`. Machine: "
         f"{machine(found, os.cpu_count(), 'cpu')}.",
-        "```\n" + said["init"].strip() + "\n```",
+        "```\n" + printed["init"].strip() + "\n```",
         table(["command", "wall time"], lines),
         "\n\n".join(notes),
         f"RMSE on {args.test.name}:",
@@ -116,7 +119,7 @@ def main() -> None:
 
 
 def _call(folder: Path, command: list[str]) -> str:
-    """Return what a command prints; a failure ends the benchmark and shows it."""
+    """Return the output of a command; a failure ends the benchmark and shows it."""
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     if done.returncode:

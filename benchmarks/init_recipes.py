@@ -1,4 +1,4 @@
-"""What ``dp-ema init`` chooses for sets of different kinds, and its errors beside those of the input of before.
+"""Choices of ``dp-ema init`` for sets of different kinds, and errors beside those of the input of before.
 
 usage: python benchmarks/init_recipes.py --sources DIR --work DIR [--seconds 180] [--sets NAME ...] [--output PAGE]
 
@@ -70,11 +70,11 @@ def _train_both(args: argparse.Namespace, name: str) -> None:
         recipe: int(args.seconds * (PROBE[1] - PROBE[0]) / (cpu[PROBE[1]] - cpu[PROBE[0]]))
         for recipe, cpu in rows.items()
     }
-    said, values[INIT] = _propose(folders[INIT], data, steps[INIT], args)
+    printed, values[INIT] = _propose(folders[INIT], data, steps[INIT], args)
     values = {recipe: _with_steps(one, steps[recipe]) for recipe, one in values.items()}
     for recipe, run in _train_together(folders, values, args).items():
         errors = {which: _errors(folders[recipe], data, which, args) for which in ("live", "ema")}
-        result = {"said": said, "values": values[recipe], "wall_s": run.wall, "cpu_s": run.cpu, "errors": errors}
+        result = {"printed": printed, "values": values[recipe], "wall_s": run.wall, "cpu_s": run.cpu, "errors": errors}
         (folders[recipe] / "result.json").write_text(json.dumps(result, indent=2))
         print(f"{name}, {recipe}: {steps[recipe]} steps, {run.wall:.0f} s, CPU {run.cpu:.0f} s, {errors}", flush=True)
 
@@ -89,10 +89,10 @@ def _train_together(
 
 
 def _propose(folder: Path, data: str, steps: int, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """Return what ``init`` prints, and the input."""
+    """Return the output of ``init`` and the input."""
     (folder / "input.yaml").unlink(missing_ok=True)
-    said = _call(folder, args, "init", data, "--steps", str(steps))
-    return said, yaml.safe_load((folder / "input.yaml").read_text())
+    printed = _call(folder, args, "init", data, "--steps", str(steps))
+    return printed, yaml.safe_load((folder / "input.yaml").read_text())
 
 
 def _with_steps(values: dict[str, Any], steps: int, often: int | None = None) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _processor_seconds(pid: int) -> float:
 
 
 def _call(folder: Path, args: argparse.Namespace, *words: str) -> str:
-    """Return what a command prints."""
+    """Return the output of a command."""
     env = environment(args.threads, "cpu")
     done = subprocess.run([*COMMAND, *words], cwd=folder, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -221,7 +221,7 @@ def _page(args: argparse.Namespace) -> str:
 def _choices(result: dict[str, Any]) -> list[str]:
     """Return cells with what ``init`` chose."""
     values = result["values"]
-    kind = re.search(r"Data: (\w+)", result["said"])[1]
+    kind = re.search(r"Data: (\w+)", result["printed"])[1]
     loss, training = values["loss"], values["training"]
     prefactors = [f"{loss[f'start_pref_{letter}']:g}" if f"start_pref_{letter}" in loss else "-" for letter in "efv"]
     rate = f"{values['learning_rate']['start_lr']:g}, {values['optimizer']['lr_adjust']:g}"

@@ -143,7 +143,7 @@ class _Data:
 
     @property
     def metric(self) -> str | None:
-        """What chooses the best files: errors of forces, or of energies; None where validation frames have neither."""
+        """The error that chooses the best files: of forces, or of energies; None where frames have neither."""
         found = [label for label in (FORCE, ENERGY) for scan in self.report.validation if scan.label_frames.get(label)]
         return f"{found[0][0].upper()}:RMSE" if found else None
 
@@ -199,7 +199,7 @@ def _kind_of(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[Kind, st
     reason = {
         "molecules": "open boundaries, or cells with one molecule or much space",
         "liquid": "cells with several molecules",
-        "solid": "bonds go on from cell to cell",
+        "solid": "bonds continue from cell to cell",
     }[kind]
     return kind, f"{reason}, in {votes[kind]} of {len(frames)} frames looked at"
 

@@ -194,7 +194,9 @@ def test_a_slab_is_a_solid_and_a_molecule_alone_in_a_small_cell_is_a_molecule(va
     small = [(["O", "H", "H"], water + rng.normal(scale=0.02, size=(3, 3)), 5 * np.eye(3)) for _ in range(12)]
     write_extxyz("molecule.extxyz", small)
     assert (
-        propose(Wishes(["slab.extxyz"])).head[1].startswith("Data: solid (bonds go on from cell to cell, in 11 of 11")
+        propose(Wishes(["slab.extxyz"]))
+        .head[1]
+        .startswith("Data: solid (bonds continue from cell to cell, in 11 of 11")
     )
     assert propose(Wishes(["molecule.extxyz"])).head[1].startswith("Data: molecules (")
 
