@@ -120,6 +120,7 @@ SLOW_MODULES = {
     "test_interpolation",
     "test_kill",
     "test_mixed_batches",
+    "test_optim_groups",
     "test_optim_muon",
     "test_optim_sharded",
     "test_parallel",

@@ -117,8 +117,9 @@ def assert_same_run(a, b):
         SEVERAL,
         {"optimizer": {"type": "HybridMuon"}, "training__gradient_max_norm": 1.0},
         {"optimizer": {"type": "AdaMuon"}, "model__descriptor__precision": "float32"},
+        {"optimizer": {"type": "AdamW", "groups": [{"pattern": "descriptor.*", "lr_scale": 0.3, "weight_decay": 0}]}},
     ],
-    ids=["Adam", "several averages", "HybridMuon", "AdaMuon"],
+    ids=["Adam", "several averages", "HybridMuon", "AdaMuon", "groups"],
 )
 def test_captured_steps_have_the_bits_of_eager_ones_while_shapes_change(start, monkeypatch, options):
     watch = Watch()

@@ -53,6 +53,16 @@ def run(args: argparse.Namespace) -> None:
     problems = [problem for report in reports.values() for problem in report.problems]
     if problems:
         raise DataError(problems)
+    if config.optimizer.groups:
+        with loading():
+            from deepmd_ema.data.run import with_counted_neighbors
+            from deepmd_ema.model.build import build_models
+            from deepmd_ema.optim.groups import describe_groups
+        resolved = with_counted_neighbors(config, {name: r.neighbors for name, r in reports.items() if r.neighbors})
+        models = build_models({name: task.model for name, task in resolved.tasks.items()}, resolved.links)
+        parameters = dict(models.named_parameters())
+        for line in describe_groups(config.optimizer.groups, models.first_names(), parameters):
+            print(f"Group: {line}")
     if args.time:
         with loading():
             from deepmd_ema.training.estimate import measure_steps

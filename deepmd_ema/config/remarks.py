@@ -85,11 +85,13 @@ def config_summary(
         )
     averages = [("average", f"{a.name}: {a.summary(steps_per or {})}") for a in training.averaging]
     decay = getattr(config.optimizer, "weight_decay", 0.0)
+    number = len(config.optimizer.groups)
+    groups = f", {counted(number, 'group')} of parameters" * (number > 0)
     batch = ", ".join(show(task.training_data.batch_size) for task in config.tasks.values())
     return [
         *rows_of_tasks(rows, config.links),
         ("learning rate", config.learning_rate.summary(num_steps)),
-        ("optimizer", config.optimizer.type + (f", weight decay {decay:g}" if decay else "")),
+        ("optimizer", "".join([config.optimizer.type, f", weight decay {decay:g}" * (decay > 0), groups])),
         ("run", f"{length}, batch_size {batch}, seed {'random' if training.seed is None else training.seed}"),
         *(averages or [("average", "none")]),
         ("validation", _validation_words(config)),

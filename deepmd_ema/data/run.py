@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +21,7 @@ from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpec
 from deepmd_ema.data.split import FrameTable, Split, split_frames
 from deepmd_ema.errors import DataError, UserError, collect_problems, counted, first_few
-from deepmd_ema.geometry import find_pairs_once
+from deepmd_ema.geometry import NeighborStatistics, find_pairs_once
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.seeds import seed_for
 
@@ -266,6 +266,22 @@ def check_unless_unchanged(task: TaskConfig, data: TaskData, memory: Memory) -> 
     if report.date:
         report.problems += _option_problems(task, data)
     return report
+
+
+def with_counted_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) -> RunConfig:
+    """Return the config with the number in place of each ``sel`` that is ``auto``.
+
+    Args:
+        config: of the run.
+        found: neighbors in the data of each task.
+    """
+    models = {}
+    for name, task in config.tasks.items():
+        if task.model.descriptor.neighbors is None:
+            # a descriptor that tasks share has room for the neighbors in all
+            of_all = reduce(NeighborStatistics.with_counts_of, [found[other] for other in config.sharing_with(name)])
+            models[name] = task.model.with_descriptor(task.model.descriptor.with_neighbors(of_all))
+    return config.with_models(models) if models else config
 
 
 def task_shares(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int) -> dict[str, float]:

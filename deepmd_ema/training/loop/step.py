@@ -198,7 +198,9 @@ class GradientStep(Step):
         super().__init__(prepared.models)
         self._parallel_module = parallel_module
         self._schedule = build_schedule(config.learning_rate, num_steps)
-        self._optimizer = build_optimizer(config.optimizer, self._named, shared=stage == 1)
+        self._optimizer = build_optimizer(
+            config.optimizer, self._named, shared=stage == 1, names=prepared.models.first_names()
+        )
         self._cpu_group = world.cpu_group
         self._max_norm = config.training.gradient_max_norm or None  # 0: no clipping
         # where each rank holds a part of every gradient
@@ -225,7 +227,7 @@ class GradientStep(Step):
             step: from 1, or an int64 scalar on the device. With both on a CUDA device, no number of the host is used,
                 and all memory that is kept from one step to the next is changed in place.
         """
-        set_learning_rate(self._optimizer, rate.float() if isinstance(rate, Tensor) else rate)
+        set_learning_rate(self._optimizer, rate)
         self._optimizer.zero_grad(set_to_none=True)
         prediction = self._parallel_module(task.name, batch, **task.loss.needs(batch))
         total, values = task.loss(prediction, batch, rate)
