@@ -93,6 +93,7 @@ def mixed_like(tmp_path_factory):
 
 # modules that start processes, compile, kill, or train for seconds: `-m "not slow"` leaves them out
 SLOW_MODULES = {
+    "test_accumulate",
     "test_added_descriptors",
     "test_averages_of_an_input",
     "test_averaging_ranks",
@@ -124,6 +125,7 @@ SLOW_MODULES = {
     "test_optim_muon",
     "test_optim_sharded",
     "test_parallel",
+    "test_parallel_accumulate",
     "test_parallel_faults",
     "test_parallel_launch",
     "test_parallel_optimizers",

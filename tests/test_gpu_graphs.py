@@ -153,6 +153,11 @@ def test_a_step_that_is_not_finite_is_skipped_in_a_graph_too(start):
         start("run", options)
 
 
+def test_steps_of_several_batches_stay_eager(start, caplog):
+    start("run", {"training__accumulate": 2}, num_steps=4)
+    assert "training.cuda_graphs has no effect: a step of several batches (training.accumulate) would be" in caplog.text
+
+
 def test_steps_with_an_optimizer_that_draws_on_the_host_stay_eager(start, caplog):
     start("run", {"optimizer": {"type": "LKF"}, "loss": {"type": "ener"}}, num_steps=4)
     assert "training.cuda_graphs has no effect: LKF draws numbers on the host in each step." in caplog.text

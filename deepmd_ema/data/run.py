@@ -296,22 +296,24 @@ def task_shares(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int)
     if not weights:
         weights = {name: float(len(of.train)) for name, of in data.items()}
     for name, epochs in config.task_epochs.items():
-        weights[name] = float(_sampler(config, name, data, num_ranks).steps_for_epochs(epochs))
+        weights[name] = float(_sampler(config, name, data, num_ranks).batches_for_epochs(epochs))
     total = sum(weights[name] for name in data)
     return {name: weights[name] / total for name in data}
 
 
-def steps_for_epochs(tasks: Iterable[tuple[float, float, Sampler]]) -> int:
+def steps_for_epochs(tasks: Iterable[tuple[float, float, Sampler]], accumulate: int) -> int:
     """Return the steps of a run in which every task has had its epochs, on average.
 
     Args:
         tasks: epochs, share of the steps, and what draws the batches of each.
+        accumulate: batches of a step.
     """
-    return max(steps_with_share(sampler.steps_for_epochs(epochs), share) for epochs, share, sampler in tasks if share)
+    numbers = ((sampler.batches_for_epochs(epochs), share) for epochs, share, sampler in tasks if share)
+    return max(steps_with_share(number, share * accumulate) for number, share in numbers)
 
 
 def steps_with_share(number: int, share: float) -> int:
-    """Return after how many steps of the run a task of this share has had ``number`` of them, on average."""
+    """Return after how many steps of the run a task that has ``share`` batches in each on average had ``number``."""
     return math.ceil(number / share * (1 - 1e-12))  # a share is rounded
 
 
@@ -322,12 +324,15 @@ def length_lines(config: RunConfig, data: Mapping[str, TaskData], reports: Mappi
     except UserError:  # one of the problems of a report
         return {name: [] for name in data}
     epochs = config.task_epochs or dict.fromkeys(data, config.training.numb_epoch or 0)
-    steps = config.training.numb_steps or steps_for_epochs([(epochs[n], shares[n], samplers[n]) for n in data])
+    accumulate, each = config.training.accumulate, [(epochs[n], shares[n], samplers[n]) for n in data]
+    steps = config.training.numb_steps or steps_for_epochs(each, accumulate)
     lines: Lines = {}
     for name, sampler in samplers.items():
         part = f"{100 * shares[name]:.3g} % of {counted(steps, 'step')}" if name else counted(steps, "step")
+        part += f" of {counted(accumulate, 'batch', 'batches')}" * (accumulate > 1)
         batches = counted(sampler.batches_per_epoch, "batch", "batches")
-        length = f"Length: {part} = {shares[name] * steps / sampler.batches_per_epoch:.1f} epochs of {batches}"
+        number = shares[name] * steps * accumulate / sampler.batches_per_epoch
+        length = f"Length: {part} = {number:.1f} epochs of {batches}"
         lines[name] = [length, *_memory_lines(config.tasks[name], sampler, reports[name])]
     return lines
 

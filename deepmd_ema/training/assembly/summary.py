@@ -65,6 +65,9 @@ def start_table(
         pairs.append(("training", f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}{part}"))
     pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
               for p in averages if p.should_update is not None]  # fmt: skip
+    if (batches := config.training.accumulate) > 1:
+        frames_of_step = f"{tasks.frames_per_step:.6g} frames" + " over all ranks" * (world.size > 1)
+        pairs.append(("step", f"{batches} batches, {frames_of_step}"))
     parameters = dict(prepared.models.named_parameters())
     lines = describe_groups(config.optimizer.groups, prepared.models.first_names(), parameters)
     pairs += [("group", line) for line in lines]
