@@ -298,6 +298,20 @@ BROKEN_RULES = {
         "training.gradient_max_norm = 5",
         "not possible with optimizer.type LKF",
     ),
+    "lkf_takes_one_batch": (
+        {"optimizer": {"type": "LKF"}, "training.accumulate": 4},
+        "training.accumulate = 4",
+        "LKF updates weights with each batch. Use 1, or another optimizer.",
+    ),
+    "graphs_of_the_compiler_do_not_accumulate": (
+        {
+            "training.accumulate": 2,
+            "training.enable_compile": True,
+            "training.compile_options": {"mode": "reduce-overhead"},
+        },
+        "training.accumulate = 2",
+        "not possible with CUDA graphs of torch.compile",
+    ),
     "lkf_fits_energies_and_forces": (
         {"optimizer": {"type": "LKF"}, "loss.limit_pref_v": 0.5},
         "loss.limit_pref_v = 0.5",

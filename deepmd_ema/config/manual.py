@@ -8,7 +8,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -162,7 +162,9 @@ def _choice_entries(sections: tuple[Any, ...], path: str, listed: tuple[Any, ...
     shared = [same[0] for same in declared.values() if len(same) > 1 and all(o == same[0] for o in same)]
     for o in shared:
         having = tuple(s.type for s in sections if o in options(s))
-        yield Entry(f"{path}.{o.name}", o, o.doc, having if len(having) < len(sections) else ())
+        first, *inner = _option_entries(o, f"{path}.{o.name}", listed)
+        yield replace(first, types=having if len(having) < len(sections) else ())
+        yield from inner
     for s in sections:
         is_usual = getattr(s, "is_usual", False)
         there = path if is_usual else f"{path}[{s.type}]"
@@ -196,11 +198,9 @@ def _kind_words(option: Option) -> str:
             return f"section; type is {names}"
         default = f" ({option.default_type} if not given)" if option.default_type else ""
         return f"list of sections; type is {names}{default}"
-    return (
-        ("sections by name" if option.named else "section")
-        if option.sections
-        else wants(option) + " or null" * option.nullable
-    )
+    if option.sections:
+        return "sections by name" if option.named else "list of sections" if option.many else "section"
+    return wants(option) + " or null" * option.nullable
 
 
 def _default_words(option: Option) -> str:

@@ -79,18 +79,21 @@ def config_summary(
     passes = [f"{task} {epochs:g} epochs" for task, epochs in config.task_epochs.items()]
     length = counted(num_steps, "step") if num_steps else ", ".join(passes) or f"{training.numb_epoch:g} epochs"
     if steps_per is not None and "" in config.tasks:  # several tasks see their data more or less often
-        batches = round(steps_per["epochs"])
-        length = (
-            f"{counted(num_steps, 'step')} = {num_steps / batches:.1f} epochs of {counted(batches, 'batch', 'batches')}"
-        )
+        batches = round(steps_per["epochs"] * training.accumulate)
+        epochs = num_steps * training.accumulate / batches
+        length = f"{counted(num_steps, 'step')} = {epochs:.1f} epochs of {counted(batches, 'batch', 'batches')}"
     averages = [("average", f"{a.name}: {a.summary(steps_per or {})}") for a in training.averaging]
     decay = getattr(config.optimizer, "weight_decay", 0.0)
+    number = len(config.optimizer.groups)
+    groups = f", {counted(number, 'group')} of parameters" * (number > 0)
     batch = ", ".join(show(task.training_data.batch_size) for task in config.tasks.values())
+    several = f", {training.accumulate} batches a step" * (training.accumulate > 1)
+    seed = "random" if training.seed is None else training.seed
     return [
         *rows_of_tasks(rows, config.links),
         ("learning rate", config.learning_rate.summary(num_steps)),
-        ("optimizer", config.optimizer.type + (f", weight decay {decay:g}" if decay else "")),
-        ("run", f"{length}, batch_size {batch}, seed {'random' if training.seed is None else training.seed}"),
+        ("optimizer", "".join([config.optimizer.type, f", weight decay {decay:g}" * (decay > 0), groups])),
+        ("run", f"{length}, batch_size {batch}{several}, seed {seed}"),
         *(averages or [("average", "none")]),
         ("validation", _validation_words(config)),
     ]

@@ -184,8 +184,7 @@ def warmup_ends_in_the_run(run: RunConfig) -> Violations:
 @rule("run of LKF")
 def lkf_shares_nothing_out(run: RunConfig) -> Violations:
     """LKF trains in one process: a block of its covariance has weights of several layers."""
-    stage = run.training.zero_stage
-    if stage > 0:
+    if (stage := run.training.zero_stage) > 0:
         text = f" = {stage}: LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon."
         yield "training.zero_stage", text
 
@@ -193,9 +192,15 @@ def lkf_shares_nothing_out(run: RunConfig) -> Violations:
 @rule("run of LKF")
 def lkf_does_not_clip(run: RunConfig) -> Violations:
     """The length of an update of LKF is the filter's, not the gradient's."""
-    norm = run.training.gradient_max_norm
-    if norm:
+    if norm := run.training.gradient_max_norm:
         yield "training.gradient_max_norm", f" = {norm:g}: not possible with optimizer.type LKF. Remove one of the two."
+
+
+@rule("run of LKF")
+def lkf_takes_one_batch(run: RunConfig) -> Violations:
+    """An update of LKF takes in the measurements of one batch; there is no gradient to add up."""
+    if (number := run.training.accumulate) > 1:
+        yield "training.accumulate", f" = {number}: LKF updates weights with each batch. Use 1, or another optimizer."
 
 
 @rule("run of LKF")
@@ -257,6 +262,15 @@ def hessian_needs_whole_parameters(run: RunConfig) -> Violations:
 
 
 # ---- training
+
+
+@rule("run")
+def graphs_of_the_compiler_do_not_accumulate(run: RunConfig) -> Violations:
+    """CUDA graphs that torch.compile makes overwrite the gradients of the batch before (pytorch issue 169545)."""
+    training = run.training
+    if training.accumulate > 1 and training.enable_compile and training.compile_options.makes_cuda_graphs:
+        text = f" = {training.accumulate}: not possible with CUDA graphs of torch.compile, which overwrite gradients."
+        yield "training.accumulate", f"{text} Use 1, or backend inductor and mode default in training.compile_options."
 
 
 @rule("training")

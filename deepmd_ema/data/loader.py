@@ -18,6 +18,7 @@ from deepmd_ema.data.source import FrameSource
 # in a batch whose frames are evaluated only: a GPU needs many for its kernels to take longer than their launches
 ATOMS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
 MAX_ATOMS = ATOMS_AT_ONCE["cpu"]
+PREFETCH = 4  # batches of training made ahead
 
 Pad = Callable[[Batch], Batch]
 """Fills a batch up, so that batches have few sizes."""
@@ -54,7 +55,7 @@ class Loader:
         sampler: Sampler,
         layout: NeighborLayout,
         start: int = 0,
-        prefetch: int = 4,
+        prefetch: int = PREFETCH,
         pin: bool = False,
         cache: PairCache | None = None,
         labels: Sequence[str] = (),

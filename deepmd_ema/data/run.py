@@ -277,22 +277,24 @@ def task_shares(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int)
     if not weights:
         weights = {name: float(len(of.train)) for name, of in data.items()}
     for name, epochs in config.task_epochs.items():
-        weights[name] = float(_sampler(config, name, data, num_ranks).steps_for_epochs(epochs))
+        weights[name] = float(_sampler(config, name, data, num_ranks).batches_for_epochs(epochs))
     total = sum(weights[name] for name in data)
     return {name: weights[name] / total for name in data}
 
 
-def steps_for_epochs(tasks: Iterable[tuple[float, float, Sampler]]) -> int:
+def steps_for_epochs(tasks: Iterable[tuple[float, float, Sampler]], accumulate: int) -> int:
     """Return the steps of a run in which every task has had its epochs, on average.
 
     Args:
         tasks: epochs, share of the steps, and what draws the batches of each.
+        accumulate: batches of a step.
     """
-    return max(steps_with_share(sampler.steps_for_epochs(epochs), share) for epochs, share, sampler in tasks if share)
+    numbers = ((sampler.batches_for_epochs(epochs), share) for epochs, share, sampler in tasks if share)
+    return max(steps_with_share(number, share * accumulate) for number, share in numbers)
 
 
 def steps_with_share(number: int, share: float) -> int:
-    """Return after how many steps of the run a task of this share has had ``number`` of them, on average."""
+    """Return after how many steps of the run a task that has ``share`` batches in each on average had ``number``."""
     return math.ceil(number / share * (1 - 1e-12))  # a share is rounded
 
 
@@ -303,7 +305,7 @@ class TaskLength(NamedTuple):
         share: of the steps of the run.
         epochs: passes over its training frames.
         batches: of one epoch.
-        frames: mean number in a batch.
+        frames: mean number in a step.
         max_atoms: of the largest batch.
         warnings: about frames and batches.
     """
@@ -324,11 +326,12 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData]) -> tuple[int, di
     """
     shares, samplers = task_shares(config, data, 1), {name: _sampler(config, name, data) for name in data}
     epochs = config.task_epochs or dict.fromkeys(data, config.training.numb_epoch or 0)
-    steps = config.training.numb_steps or steps_for_epochs([(epochs[n], shares[n], samplers[n]) for n in data])
+    accumulate, each = config.training.accumulate, [(epochs[n], shares[n], samplers[n]) for n in data]
+    steps = config.training.numb_steps or steps_for_epochs(each, accumulate)
     return steps, {
         name: TaskLength(
-            shares[name], shares[name] * steps / of.batches_per_epoch, of.batches_per_epoch, of.frames_per_step,
-            of.max_atoms, tuple(of.warnings),
+            shares[name], shares[name] * steps * accumulate / of.batches_per_epoch, of.batches_per_epoch,
+            accumulate * of.frames_per_step, of.max_atoms, tuple(of.warnings),
         )
         for name, of in samplers.items()
     }  # fmt: skip

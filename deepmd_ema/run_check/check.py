@@ -23,7 +23,9 @@ from deepmd_ema.data.run import (
     with_neighbors,
 )
 from deepmd_ema.data.split import Split, find_near_copies
-from deepmd_ema.errors import DataError, UserError
+from deepmd_ema.errors import ConfigError, DataError, UserError
+from deepmd_ema.model.build import build_models
+from deepmd_ema.optim.groups import describe_groups
 from deepmd_ema.run_check.files import PlannedFile, TensorBytes, planned_files, tensor_bytes
 from deepmd_ema.training.estimate import Cost, measure_steps
 
@@ -60,6 +62,7 @@ class RunCheck:
         problems: of the data.
         num_steps: of the run; 0 while the length is not known.
         lengths: of the training of each task.
+        groups: of parameters with learning rates of their own, a line each.
         sizes: of tensors.
         files: that will be written.
         memory: estimated.
@@ -73,6 +76,7 @@ class RunCheck:
     problems: list[str] = field(default_factory=list)
     num_steps: int = 0
     lengths: dict[str, TaskLength] = field(default_factory=dict)
+    groups: list[str] = field(default_factory=list)
     sizes: TensorBytes | None = None
     files: list[PlannedFile] = field(default_factory=list)
     memory: Memory | None = None
@@ -114,6 +118,13 @@ class RunCheck:
             return
         neighbors = {name: of.neighbors for name, of in self.reports.items() if of.neighbors is not None}
         self.config = with_neighbors(self.config, neighbors)
+        if groups := self.config.optimizer.groups:
+            models = build_models({name: of.model for name, of in self.config.tasks.items()}, self.config.links)
+            try:
+                self.groups = describe_groups(groups, models.first_names(), dict(models.named_parameters()))
+            except ConfigError as error:
+                self.problems = list(error.problems)
+                return
         self.sizes = sizes = tensor_bytes(self.config)
         self.files = planned_files(self.config, self.num_steps, sizes)
         averages = len(self.config.training.averaging) * sizes.average
@@ -151,7 +162,8 @@ class RunCheck:
         if not self.lengths:
             return {}
         frames = sum(of.share * of.frames for of in self.lengths.values())
-        epochs = max(of.batches / of.share for of in self.lengths.values() if of.share)
+        batches = max(of.batches / of.share for of in self.lengths.values() if of.share)
+        epochs = batches / self.config.training.accumulate
         return {"steps": 1.0, "frames": 1 / frames, "epochs": float(round(epochs))}
 
     @property

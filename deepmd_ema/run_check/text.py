@@ -206,7 +206,9 @@ def plan_lines(config: RunConfig, check: RunCheck | None = None) -> list[str]:
     for name, of in lengths.items():
         part = f"{name}: {100 * of.share:.3g} % of the steps = {of.epochs:.1f} epochs, " * (len(lengths) > 1)
         frames = f"{of.frames:.4g} {'frame' if of.frames == 1 else 'frames'} in a step"
-        pairs.append(("batch", f"{part}{frames}, at most {counted(of.max_atoms, 'atom')}, in one process"))
+        atoms = f"at most {counted(of.max_atoms, 'atom')}" + " in a batch" * (config.training.accumulate > 1)
+        pairs.append(("batch", f"{part}{frames}, {atoms}, in one process"))
+    pairs += [("group", line) for line in check.groups] if check else []
     if check and check.sizes is not None:
         pairs.append(("parameters", f"{check.sizes.parameters:,} are trained"))
     return ["", *render(facts("Plan", pairs), "  ")]

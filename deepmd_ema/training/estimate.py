@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -183,7 +184,7 @@ class _Stopwatch(Callback):
         self._seconds, self._validates = seconds, validates
 
     def on_start(self, trainer: Trainer) -> None:
-        self.num_steps, self.epoch_steps = trainer.num_steps, trainer.tasks.batches_per_epoch
+        self.num_steps, self.epoch_steps = trainer.num_steps, math.ceil(trainer.tasks.steps_per_epoch)
         self.first_step = time.perf_counter()
 
     @contextmanager
@@ -218,11 +219,11 @@ class _Stopwatch(Callback):
             trainer.stop.request(signal.SIGTERM)
 
 
-def _search_neighbors_ahead(trainer: Trainer, num_batches: int) -> None:
-    """Have the neighbors of the next batches in the cache, as they are after the first epoch."""
+def _search_neighbors_ahead(trainer: Trainer, num_steps: int) -> None:
+    """Have the neighbors of the next steps in the cache, as they are after the first epoch."""
     for task in trainer.tasks:
         loader, layout = task.train_loader, task.models.by_task[task.name].layout
-        for number in range(loader.position, loader.position + num_batches):
+        for number in range(loader.position, loader.position + num_steps * task.accumulate):
             for system, frame in loader.sampler.batch(number):
                 loader.cache.get(loader.systems[system], frame, layout)
 
@@ -230,7 +231,7 @@ def _search_neighbors_ahead(trainer: Trainer, num_batches: int) -> None:
 def _growth_of_cache(trainer: Trainer) -> int:
     """Return by how much the neighbors in memory will still grow during the run, bytes."""
     cache = next(iter(trainer.tasks)).train_loader.cache
-    part = min(1.0, trainer.num_steps / trainer.tasks.batches_per_epoch)
+    part = min(1.0, trainer.num_steps / trainer.tasks.steps_per_epoch)
     frames = sum(part * sum(task.train_loader.sampler.num_frames) for task in trainer.tasks)
     frames += sum(source.num_frames for task in trainer.validator.tasks.values() for source in task.valid)
     if not len(cache):

@@ -125,6 +125,24 @@ ScheduleConfig = ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """Parameters by their names, with a learning rate and a weight decay of their own."""
+
+    pattern: str = option(
+        check=Check(lambda v: v.strip() != "", 'a pattern of names of parameters, e.g. "descriptor.*"'),
+        doc="Names of parameters as checkpoints have them, with `*`, `?` and `[...]` as in names of files.",
+    )
+    lr_scale: float = option(1.0, check=positive, doc="Factor of the learning rate.")
+    weight_decay: float | None = option(None, check=not_negative, doc="Weight decay; null: that of the optimizer.")
+
+
+_GROUPS = (
+    "Parameters with a learning rate or weight decay of their own; one that several patterns match belongs to the "
+    "first, one that none matches has those of the optimizer. Only in dp-ema."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdamConfig:
     """Adam; weight decay is an L2 term of the gradient."""
 
@@ -133,6 +151,7 @@ class AdamConfig:
     adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
     adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
     weight_decay: float = option(0.0, check=not_negative, doc="Weight of the L2 term.")
+    groups: list[GroupConfig] = option([], doc=_GROUPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +180,7 @@ class _MuonConfig:
         "multiplied by `lr_adjust_coeff * sqrt(max(R, C))`.",
     )
     lr_adjust_coeff: float = option(0.2, check=positive, doc="See `lr_adjust`.")
+    groups: list[GroupConfig] = option([], doc=_GROUPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +216,7 @@ class LKFConfig:
     """Layer-wise Kalman filter; it fits energies and forces, has no learning rate, and needs much memory."""
 
     type: ClassVar[str] = "LKF"
+    groups: ClassVar[tuple[GroupConfig, ...]] = ()
 
     kf_blocksize: int = option(
         5120,

@@ -14,6 +14,7 @@ from deepmd_ema.config.schema.loggers import LOGGERS, Logger
 from deepmd_ema.config.schema.text_options import BatchSizeRule, Metric, SystemProbability, is_readable
 
 _MAX_PAIR_DISTANCE = 5.0  # angstrom, longer than any bond
+MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # of torch.compile
 
 
 def _is_batch_size(value: Any) -> bool:
@@ -165,6 +166,11 @@ class CompileConfig:
         None, check=file_name, doc="Folder where code is kept for later runs; null: that of torch."
     )
 
+    @property
+    def makes_cuda_graphs(self) -> bool:
+        """Whether the code runs as CUDA graphs on a GPU."""
+        return self.backend == "cudagraphs" or self.mode in MODES_OF_CUDA_GRAPHS
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
@@ -247,6 +253,13 @@ class TrainingOptions:
     )
     gradient_max_norm: float = option(
         0.0, check=not_negative, doc="Gradients with a larger norm are scaled down to it; 0: no clipping."
+    )
+    accumulate: int = option(
+        1,
+        check=positive_int,
+        unit="batches",
+        doc="Batches of a step, which are evaluated one after the other: the gradient is that of one batch with all "
+        "their frames, in the memory of one of them. All options in steps count these steps. Only in dp-ema.",
     )
     enable_compile: bool = option(
         False,

@@ -17,6 +17,7 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import counted
 from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
+from deepmd_ema.optim.groups import describe_groups
 from deepmd_ema.report.progress import describe_errors, duration
 from deepmd_ema.report.table import Table, facts
 from deepmd_ema.report.tables import show_metric
@@ -63,11 +64,17 @@ def start_table(
         pairs.append(("training", f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}{part}"))
     pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
               for p in averages if p.should_update is not None]  # fmt: skip
+    if (batches := config.training.accumulate) > 1:
+        frames_of_step = f"{tasks.frames_per_step:.6g} frames" + " over all ranks" * (world.size > 1)
+        pairs.append(("step", f"{batches} batches, {frames_of_step}"))
+    parameters = dict(prepared.models.named_parameters())
+    lines = describe_groups(config.optimizer.groups, prepared.models.first_names(), parameters)
+    pairs += [("group", line) for line in lines]
     pairs.append(("embedding networks", embedding))
     # a kept copy has its trained parameters in float32, everything else as it is
-    parameters = {n for n, p in prepared.models.named_parameters() if p.requires_grad}
+    trained_names = {n for n, p in parameters.items() if p.requires_grad}
     state = prepared.models.state_dict()
-    num_bytes = sum(t.numel() * (4 if name in parameters else t.element_size()) for name, t in state.items())
+    num_bytes = sum(t.numel() * (4 if name in trained_names else t.element_size()) for name, t in state.items())
     pairs += [("snapshots", line) for line in snapshot_lines(config, averages, num_steps, num_bytes)]
     pairs.append(("units", "rows of single batches in eV and angstrom, as in lcurve.out; full validation in meV"))
     program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"

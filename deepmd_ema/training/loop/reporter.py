@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.dist.world import World
+from deepmd_ema.loss import LossOverBatches
 from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.loggers.run import Loggers, named
@@ -97,25 +98,25 @@ class Reporter:
             errors = {task.name: {name: float(value) for name, value in outcome.values.items()}}
             self._loggers.log(step, {"lr": outcome.learning_rate, **named("train", LIVE, errors)}, due)
 
-    def show(self, step: int, task: Task, batch: Batch, outcome: Outcome) -> None:
+    def show(self, step: int, task: Task, batches: Sequence[Batch | PackedBatch], outcome: Outcome) -> None:
         """Write the row of ``step`` and a line with losses, speed and the split of the interval's time.
 
         Args:
             step: optimizer steps so far.
             task: whose step it was.
-            batch: the training batch of the step, on which averages with a curve of their own are evaluated.
+            batches: of the step, on whose frames averages with a curve of their own are evaluated.
             outcome: of the step.
         """
         rate = outcome.learning_rate
         train = {t.name: self._train_values(t.name) for t in self._tasks}
         with self.times.of("row"), self._products():
-            batches = {t.name: t.next_display_batches() for t in self._tasks}
-            valid = self._mean_values(batches, rate)
+            display = {t.name: t.next_display_batches() for t in self._tasks}
+            valid = self._mean_values(display, rate)
             rows = {LIVE: (train, valid)}
             for name in (name for name in self.curves if name != LIVE):
                 assert self._bank is not None
                 with self._bank.swapped_in(name):
-                    rows[name] = self._mean_values({task.name: [batch]}, rate), self._mean_values(batches, rate)
+                    rows[name] = self._values_of_step(task, batches, rate), self._mean_values(display, rate)
         for name, (of_train, of_valid) in rows.items():
             if (file := self.curves.get(name)) is not None:
                 file.write(step, rate, of_train, of_valid)
@@ -184,6 +185,17 @@ class Reporter:
         if self._loggers is not None:
             self._loggers.finish(status)
 
+    def _values_of_step(
+        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float
+    ) -> dict[str, dict[str, float]]:
+        """Return each displayed value by task over all frames of a step, of one task; empty for the others."""
+        whole = LossOverBatches(task.loss, batches, rate)
+        with _evaluated(task.models):
+            for batch in (b.to(self._world.device) for b in batches):
+                whole.add(task.models(task.name, batch, **task.loss.needs(batch)), batch)
+        values = {name: float(value) for name, value in whole.displayed().items()}
+        return {t.name: values if t is task else {} for t in self._tasks}
+
     def _mean_values(
         self, batches: Mapping[str, Sequence[Batch | PackedBatch]], rate: float
     ) -> dict[str, dict[str, float]]:
@@ -191,17 +203,26 @@ class Reporter:
         means: dict[str, dict[str, float]] = {}
         for task in self._tasks:
             mean = _Mean()
-            was_training = task.models.training
-            task.models.eval()
-            for batch in (b.to(self._world.device) for b in batches.get(task.name, ())):
-                prediction = task.models(task.name, batch, **task.loss.needs(batch))
-                _, values = task.loss(prediction, batch, rate)
-                atoms = 0 if batch.padding else batch.num_real[1]
-                own = torch.tensor(atoms, dtype=torch.float64, device=self._world.device)
-                mean.add(values, self._world.all_reduce_sum(own))
-            task.models.train(was_training)
+            with _evaluated(task.models):
+                for batch in (b.to(self._world.device) for b in batches[task.name]):
+                    prediction = task.models(task.name, batch, **task.loss.needs(batch))
+                    _, values = task.loss(prediction, batch, rate)
+                    atoms = 0 if batch.padding else batch.num_real[1]
+                    own = torch.tensor(atoms, dtype=torch.float64, device=self._world.device)
+                    mean.add(values, self._world.all_reduce_sum(own))
             means[task.name] = mean.values()
         return means
+
+
+@contextmanager
+def _evaluated(models: nn.Module) -> Iterator[None]:
+    """Put models in evaluation mode within this context."""
+    was_training = models.training
+    models.eval()
+    try:
+        yield
+    finally:
+        models.train(was_training)
 
 
 @dataclass

@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -193,34 +193,39 @@ class Trainer:
             number = self.step + 1
             task = self.tasks.draw(number)
             with self.times.of("data"):
-                made = next(task.train_loader)
+                made = task.next_batches()
             # A GPU's own thread of the backward pass counts the operations of second derivatives apart. The order in
             # which gradients are added would depend on the steps before, and a restart would not be bitwise.
             with self.times.of("step"), torch.autograd.set_multithreading_enabled(False):
                 self.interpolation.before_step(number)
-                outcome, batch = self._update(task, made, number)
+                outcome, batches = self._update(task, made, number)
             self.callback.after_update(self)
-            self._do_what_is_due(task, batch, outcome)
+            self._do_what_is_due(task, batches, outcome)
             self.saver.builder.forget()  # nothing more is due: copies are kept only as long as files need them
         self.callback.after_step(self)
 
-    def _update(self, task: Task, made: Batch | PackedBatch, number: int) -> tuple[Outcome, Batch]:
-        """Update weights and averages with a batch; return the outcome and the batch on the device."""
-        epoch = number / self.tasks.batches_per_epoch
-        if self.graphs is not None and isinstance(made, PackedBatch):
-            found = self.graphs(task, made, number, epoch)
+    def _update(
+        self, task: Task, made: list[Batch | PackedBatch], number: int
+    ) -> tuple[Outcome, Sequence[Batch | PackedBatch]]:
+        """Update weights and averages with the batches of a step; return the outcome and the batches.
+
+        A single batch is returned on the device, several in host memory.
+        """
+        epoch = number / self.tasks.steps_per_epoch
+        if self.graphs is not None and isinstance(made[0], PackedBatch):
+            outcome, batch = self.graphs(task, made[0], number, epoch)
             self.step = number
-            return found
-        batch = made.to(self.world.device)
+            return outcome, [batch]
+        batches = made if len(made) > 1 else [made[0].to(self.world.device)]
         with self.products():
-            outcome = self.take_step(task, batch, number)
+            outcome = self.take_step(task, batches, number)
         self.step = number
         if self.take_step.checks_are_free:
             self._raise_if_diverged()
         if self.bank is not None:
             # a step that was checked on the host is good; else the device decides, and nothing waits for it
             self.bank.update(None if self.take_step.checks_are_free else outcome.ok, epoch)
-        return outcome, batch
+        return outcome, batches
 
     def _is_stopped(self) -> bool:
         """Whether some rank received a signal or is out of time: all of them then stop after this step.
@@ -238,13 +243,13 @@ class Trainer:
             self.stop.signal = signal.Signals(found)
         return found > 0
 
-    def _do_what_is_due(self, task: Task, batch: Batch, outcome: Outcome) -> None:
+    def _do_what_is_due(self, task: Task, batches: Sequence[Batch | PackedBatch], outcome: Outcome) -> None:
         last = self.step == self.num_steps
         self.reporter.record(self.step, task, outcome)
         if self.reporter.is_due(self.step):
             self._raise_if_diverged()
             with self.callback.during(self, "display"):
-                self.reporter.show(self.step, task, batch, outcome)
+                self.reporter.show(self.step, task, batches, outcome)
         snapshots = self.saver.snapshots_due(self.step, last)
         if snapshots:  # before a validation, which a stop may break off
             self._raise_if_diverged()

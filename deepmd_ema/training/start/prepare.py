@@ -41,6 +41,7 @@ from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
+from deepmd_ema.optim.groups import split_by_pattern
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.training.start.new_run import Start
 
@@ -128,6 +129,7 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     cache, tasks = PairCache(local_size=world.local_size), {}  # one for all tasks: they share its limit
     seeds = {name: seed_for(stream_of("weights", name), seed) for name in config.tasks}
     models = build_models({name: task.model for name, task in config.tasks.items()}, config.links, seeds)
+    split_by_pattern(config.optimizer.groups, models.first_names())  # a mistake is reported before statistics are made
     for name, model in models.by_task.items():
         model.min_nbor_dist = nearest[name]
         tasks[name] = PreparedTask(
