@@ -154,7 +154,7 @@ def test_another_number_of_batches_at_a_restart_is_refused_or_reported(start, ca
         start("run", "mixed:2", 2, restart="model.ckpt.pt")
     with caplog.at_level("WARNING"):
         start("run", "mixed:2", 2, restart="model.ckpt.pt", allow_config_change=True)
-    assert "a step has 4 frames now, over all ranks together, and had 6 when" in caplog.text
+    assert "a step has 4 frames on average now, over all ranks together, and had 6 when" in caplog.text
     assert load("model.ckpt-6.pt")["streams"][""]["frames"] == 2 * 3 + 4 * 2
 
 
@@ -188,4 +188,4 @@ def test_lengths_and_frames_are_those_of_steps_of_several_batches(start, caplog,
     assert cli.main(["check", "input.json"]) == 0
     out = capsys.readouterr().out
     assert 'batch_size "mixed:2", 2 batches a step' in out
-    assert "Length: 6 steps of 2 batches = 4.0 epochs of 3 batches" in out
+    assert "6 steps = 4.0 epochs of 3 batches" in out

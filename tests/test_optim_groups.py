@@ -208,7 +208,7 @@ def test_a_wrong_pattern_ends_a_command_with_names_that_there_are(run, command):
 def test_check_shows_the_sizes_of_groups(run):
     code, text = run(GROUPS, "check")
     assert code == 0
-    assert "Group: descriptor.*: 192 trained parameters, learning rate x 0.1, weight decay 0\n" in text
+    assert re.search(r" group +descriptor\.\*: 192 trained parameters, learning rate x 0\.1, weight decay 0\n", text)
 
 
 def test_tasks_train_with_groups_of_what_they_share(desk, capsys):

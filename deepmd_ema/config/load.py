@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from deepmd_ema.config import average_rules as average_rules  # enters its rules
 from deepmd_ema.config.argcheck import refusal, run_arguments
 from deepmd_ema.config.explain import explain
 from deepmd_ema.config.fields import build, is_comment, options
