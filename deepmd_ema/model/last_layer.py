@@ -84,8 +84,12 @@ class Equations:
             found.sums[name], found.counts[name] = (all_reduce_sum(one[name]) for one in (self.sums, self.counts))
         return found
 
+    def loss(self, prefactors: Mapping[str, float]) -> float:
+        """Return the weighted mean of the squared residuals."""
+        return float(self.weighted(prefactors)[-1, -1])
+
     def weighted(self, prefactors: Mapping[str, float]) -> Tensor:
-        """Return the sums (P + 1, P + 1) of all labels; the last number is the loss of the weights as they are."""
+        """Return the sums (P + 1, P + 1) of all labels; the last number is the loss."""
         total = torch.zeros_like(self.sums[ENERGY])
         for name, count in self.counts.items():
             if count:
@@ -139,15 +143,16 @@ def equations(model: EnergyModel, batches: Iterable[Batch], intensive: bool, wit
     return found
 
 
-def loss_of(model: EnergyModel, batches: Iterable[Batch], intensive: bool, prefactors: Mapping[str, float]) -> float:
-    """Return the loss of a model as it is, in evaluation mode."""
+def residuals(model: EnergyModel, batches: Iterable[Batch], intensive: bool, with_forces: bool = True) -> Equations:
+    """Return the equations without unknowns, of a model as it is, in evaluation mode; the arguments as above."""
     found = Equations(0)
     with torch.no_grad():
         for batch in batches:
             predicted = model(batch)
-            nothing = {name: predicted[name].new_zeros(predicted[name].numel(), 0) for name in FITTED}
+            names = FITTED if with_forces else (ENERGY,)
+            nothing = {name: predicted[name].new_zeros(predicted[name].numel(), 0) for name in names}
             _add(found, predicted, batch, intensive, nothing)
-    return float(found.weighted(prefactors)[-1, -1])
+    return found
 
 
 def solve(parts: Sequence[Equations], prefactors: Mapping[str, float], least: float = 0.0) -> Solution:
