@@ -214,7 +214,7 @@ def test_a_step_of_one_task_leaves_the_model_of_the_other_as_it_is(train):
 
 def test_the_bias_of_each_task_is_fitted_with_its_frames(train):
     folder = train("run")
-    fitted = load(folder / "model.ckpt-12.pt")["refitted_bias"]
+    fitted = load(folder / "model.ckpt-12.pt")["refitted"]
     assert fitted.keys() == {"live", "ema", "slow"}
     assert {name: tuple(bias.shape) for name, bias in fitted["ema"].items()} == {
         "water.out_bias": (1, 2, 1),

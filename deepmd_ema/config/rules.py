@@ -178,6 +178,39 @@ def warmup_ends_in_the_run(run: RunConfig) -> Violations:
         yield "learning_rate.warmup_steps", f" = {warmup}: expected less than training.numb_steps = {steps}."
 
 
+# ---- what is fitted after training
+
+
+@rule("run")
+def solved_layers_belong_to_one_task(run: RunConfig) -> Violations:
+    """A fitting network whose output layer is solved for is that of one task."""
+    if not run.training.solve_last_layer:
+        return
+    tasks: dict[str, list[str]] = {}
+    for link in run.links:
+        if link.part == "fitting_net":
+            tasks.setdefault(link.key, []).append(link.task)
+    for key, names in tasks.items():
+        if len(names) > 1:
+            text = f" = true: tasks {', '.join(names)} share the fitting network {key}, and each would need another "
+            yield "training.solve_last_layer", text + "output layer. Set it to false."
+
+
+@rule("run")
+def solved_layers_are_linear(run: RunConfig) -> Violations:
+    """Energies are linear in the weights of the output layer, and the loss has labels that these change."""
+    if not run.training.solve_last_layer:
+        return
+    for task in run.tasks.values():
+        of_task = f"task {task.name}: " * bool(task.name)
+        if task.model.type == "linear_ener":
+            text = f"{of_task}a model of type linear_ener has several fitting networks. Set it to false."
+            yield "training.solve_last_layer", f" = true: {text}"
+        if not {"e", "f", "v"} & set(task.loss.weights):
+            text = f"{of_task}the loss has no energies, forces or virials to fit (start_pref_e, ...). Set it to false."
+            yield "training.solve_last_layer", f" = true: {text}"
+
+
 # ---- optimizer
 
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.labels import APARAM, FPARAM
+from deepmd_ema.model.interface import HiddenUnits
 from deepmd_ema.model.nn.layers import Network, freeze, module_list
-from deepmd_ema.model.ops.reference import Operations, UsesOperations
+from deepmd_ema.model.ops.reference import Operations, UsesOperations, with_vjp
 from deepmd_ema.model.sums import mean_and_spread
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
     from deepmd_ema.families.ener.section import EnerFittingConfig
-    from deepmd_ema.model.interface import Block
+    from deepmd_ema.model.interface import Block, Vjp
 
 # A atoms, D features, P frame parameters, Q atom parameters, T types
 
@@ -141,11 +143,7 @@ class EnergyFitting(UsesOperations):
 
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its features (A, D)."""
-        beside = self._parameters_of(batch)
-        inputs = features.to(self.dtype)
-        if beside:
-            inputs = torch.cat([inputs, *beside], 1)
-        shares = [inputs.shape[0]] if self.mixed_types else list(batch.type_counts)
+        inputs, shares = self._inputs(features, batch)
         energy, gradient = self._evaluate(inputs, shares)
         energy = self._from_vacuum(energy, inputs, shares).double() + self.bias_atom_e.view(-1)[batch.atom_type]
         gradient = gradient[:, : self.dim_in].to(features.dtype)
@@ -153,6 +151,40 @@ class EnergyFitting(UsesOperations):
             return energy, gradient
         counted = self._counted[batch.atom_type]
         return energy * counted, gradient * counted[:, None].to(gradient)
+
+    def output_weights(self) -> list[nn.Parameter]:
+        """Return the weights (H, 1) of the output layer of each network."""
+        return [net.layers[-1].weight for net in self.nets]
+
+    def hidden_units(self, features: Tensor, batch: Batch) -> list[HiddenUnits]:
+        """Return the inputs of the output layers; energies are measured as those of the networks are."""
+        inputs, shares = self._inputs(features, batch)
+        found, start = [], 0
+        for index, own in enumerate(inputs.split(shares)):
+            values, vjp = with_vjp(partial(self._hidden, index), own)
+            if index in self.from_vacuum:
+                values = values - self._hidden(index, self._in_vacuum(own))
+            atoms = slice(start, start := start + len(own))
+            counted = self._counted[batch.atom_type[atoms]][:, None].to(values)
+            found.append(HiddenUnits(atoms, values * counted, partial(self._by_features, vjp, counted)))
+        return found
+
+    def _by_features(self, vjp: Vjp, counted: Tensor, grad_hidden: Tensor) -> Tensor:
+        """Return the gradient with respect to the features (B, D) from that with respect to hidden units (B, H)."""
+        return vjp(grad_hidden * counted)[:, : self.dim_in]
+
+    def _hidden(self, index: int, inputs: Tensor) -> Tensor:
+        """Return the inputs (B, H) of the output layer of a network."""
+        for layer in self.nets[index].layers[:-1]:
+            inputs = layer(inputs)
+        return inputs
+
+    def _inputs(self, features: Tensor, batch: Batch) -> tuple[Tensor, list[int]]:
+        """Return the inputs of the networks (A, N), in their precision, and the rows of each network."""
+        inputs, beside = features.to(self.dtype), self._parameters_of(batch)
+        if beside:
+            inputs = torch.cat([inputs, *beside], 1)
+        return inputs, [inputs.shape[0]] if self.mixed_types else list(batch.type_counts)
 
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
         """Return the outputs of the networks (A,) and their gradients with respect to the inputs (A, N)."""
@@ -177,10 +209,12 @@ class EnergyFitting(UsesOperations):
             return energy
         parts = list(energy.split(shares))
         for index in self.from_vacuum:
-            mine = inputs.split(shares)[index]
-            vacuum = torch.cat([torch.zeros_like(mine[:, : self.dim_in]), mine[:, self.dim_in :]], 1)
-            parts[index] = parts[index] - self._values(index, vacuum)
+            parts[index] = parts[index] - self._values(index, self._in_vacuum(inputs.split(shares)[index]))
         return torch.cat(parts)
+
+    def _in_vacuum(self, inputs: Tensor) -> Tensor:
+        """Return the inputs (B, N) of the same atoms without neighbors."""
+        return torch.cat([torch.zeros_like(inputs[:, : self.dim_in]), inputs[:, self.dim_in :]], 1)
 
     def _parameters_of(self, batch: Batch) -> list[Tensor]:
         out = []

@@ -149,8 +149,9 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
             value, step = row.best.records[0]
             shown = f"{row.name}, {row.best.metric} = {show_metric(row.best.metric, value)}"
             pairs.append(("best", f"{row.best.path(step)} ({shown})"))
-    refitted = " before the bias was fitted again" * config.training.change_bias_after_training
-    when = f"step {trainer.reporter.validated_step:,}{refitted}"
+    fitted = " before the bias was fitted again" * config.training.change_bias_after_training
+    fitted = " with the output layer solved" if config.training.solve_last_layer else fitted
+    when = f"step {trainer.reporter.validated_step:,}{fitted}"
     pairs += [
         ("errors", f"{name}, {when}, MAE / RMSE: {describe_errors(errors)}")
         for name, errors in trainer.reporter.validated.items()

@@ -28,7 +28,7 @@ from deepmd_ema.tensors import map_tensors
 from deepmd_ema.training.loop.averages import describe_averages
 from deepmd_ema.training.loop.cuda_graphs import GraphedSteps
 from deepmd_ema.training.loop.interpolation import InterpolationControl
-from deepmd_ema.training.loop.refit_bias import Biases
+from deepmd_ema.training.loop.refit import Refitted
 from deepmd_ema.training.loop.reporter import Reporter
 from deepmd_ema.training.loop.saver import Saver
 from deepmd_ema.training.loop.sharding import check_replicas
@@ -108,7 +108,7 @@ class Trainer:
         interpolation: of the embedding nets.
         graphs: takes steps as CUDA graphs instead of ``take_step`` and ``bank``; or None.
         products: context of matrix products in a step.
-        refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
+        refit: fits output bias or output layer again after the last step; or None.
         input_file: named in the message that says how to restart.
         callback: watches the run.
         deadline: by ``time.monotonic``; the run ends after the step in which it passes.
@@ -130,7 +130,7 @@ class Trainer:
     interpolation: InterpolationControl
     graphs: GraphedSteps | None = None
     products: Callable[[], AbstractContextManager[Any]] = nullcontext
-    refit: Callable[[], Biases] | None = None
+    refit: Callable[[], Refitted] | None = None
     input_file: str = "input.json"
     callback: Callback = field(default_factory=Callback)
     deadline: float = math.inf
@@ -274,20 +274,21 @@ class Trainer:
 
     def _save(self) -> None:
         with self.callback.during(self, "checkpoint"):
-            biases = None
+            refitted = None
             if self.refit is not None and self.step >= self.num_steps:
                 if self._saved < self.step:
                     self._write()  # the fit reads many frames: what ends it early costs no step of the run
-                biases = self.refit()
-            self._write(biases)
+                refitted = self.refit()
+                self.reporter.validated = {**self.reporter.validated, **refitted.errors}
+            self._write(refitted)
 
-    def _write(self, biases: Biases | None = None) -> None:
+    def _write(self, refitted: Refitted | None = None) -> None:
         check_replicas(self.validator.models, self.world, self.step)
         words = ""
         if self.bank is not None:
             words = f"averages of step {self.step:,}: {describe_averages(self.bank)}"
         with self.times.of("checkpoint"):
-            self.saver.save(self.step, self.state_dict, biases, words)
+            self.saver.save(self.step, self.state_dict, refitted, words)
         self._saved = self.step
         self._note({name: self.bank.info(name) for name in self.bank.names} if self.bank is not None else {})
 
