@@ -343,12 +343,12 @@ def test_refit_changes_nothing_in_model_and_bank(prepared):
     bank = AverageBank(run.models.by_task, [EmaProfile("ema", 0.9)])
     before = {name: tensor.clone() for name, tensor in run.models.state_dict().items()}
     average = bank.weights("ema")
-    biases = refit_bias(run, bank)
+    biases = refit_bias(run, bank).tensors
     assert list(biases) == ["live", "ema"]
     assert {tuple(bias["out_bias"].shape) for bias in biases.values()} == {(1, 2, 1)}
     assert_same(before, dict(run.models.state_dict()))
     assert_same(average, bank.weights("ema"))
-    assert list(refit_bias(run, None)) == ["live"]
+    assert list(refit_bias(run, None).tensors) == ["live"]
 
 
 def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, caplog):
@@ -375,5 +375,5 @@ def test_a_system_that_was_left_out_of_training_has_no_say(prepared):
 def test_without_energies_there_is_nothing_to_fit_and_a_warning_says_so(prepared, tmp_path, caplog):
     system = write_system(tmp_path / "forces", frames=2, energy=False)
     run = prepared([system], loss__start_pref_e=0, loss__limit_pref_e=0)
-    assert refit_bias(run, None) == {}
+    assert refit_bias(run, None).tensors == {}
     assert "training.change_bias_after_training: no training frame has an energy" in caplog.text

@@ -161,7 +161,7 @@ def _summed(
     function: Callable[..., Equations], model: EnergyModel, sample: _Sample, systems: Sequence[FrameSource],
     intensive: bool, cache: PairCache | None, world: World, part: int,
 ) -> Equations:  # fmt: skip
-    """Return what ``function`` finds for a part of the frames, summed over the ranks."""
+    """Return the equations that ``function`` makes of a part of the frames, summed over the ranks."""
     found = []
     for chosen, with_forces in ((sample.with_forces, True), (sample.others, False)):
         batches = sequential_batches(

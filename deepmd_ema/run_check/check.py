@@ -162,9 +162,8 @@ class RunCheck:
         if not self.lengths:
             return {}
         frames = sum(of.share * of.frames for of in self.lengths.values())
-        batches = max(of.batches / of.share for of in self.lengths.values() if of.share)
-        epochs = batches / self.config.training.accumulate
-        return {"steps": 1.0, "frames": 1 / frames, "epochs": float(round(epochs))}
+        batches = round(max(of.batches / of.share for of in self.lengths.values() if of.share))
+        return {"steps": 1.0, "frames": 1 / frames, "epochs": batches / self.config.training.accumulate}
 
     @property
     def unused(self) -> list[str]:
