@@ -181,8 +181,8 @@ def warmup_ends_in_the_run(run: RunConfig) -> Violations:
 # ---- what is fitted after training
 
 
-@rule("run")
-def solved_layers_belong_to_one_task(run: RunConfig) -> Violations:
+@rule("run of several tasks")
+def solved_layers_belong_to_one_task(run: MultiTaskRun) -> Violations:
     """A fitting network whose output layer is solved for is that of one task."""
     if not run.training.solve_last_layer:
         return
