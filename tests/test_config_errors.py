@@ -237,7 +237,10 @@ def test_what_does_not_fit_together_in_a_model_is_reported(changes, place, phras
 # name of a rule -> changes that break it, where the message is, what it says
 BROKEN_RULES = {
     "solved_layers_are_linear": (
-        {"training.solve_last_layer": True, "loss": {"start_pref_ae": 1, "limit_pref_ae": 1}},
+        {
+            "training.solve_last_layer": True,
+            "loss": {f"{when}_pref_{x}": int(x == "ae") for when in ("start", "limit") for x in ("e", "f", "v", "ae")},
+        },
         "training.solve_last_layer = true",
         "the loss has no energies, forces or virials to fit",
     ),
