@@ -38,7 +38,7 @@ class DP(Calculator):
     A model that takes frame or atomic parameters gets those of ``calc.set(fparam=..., aparam=...)``, else those in
     ``atoms.info["fparam"]`` and ``atoms.info["aparam"]``.
 
-    The process keeps up to 512 MB that are freed for the next step: see ``memory.keep_freed_memory``.
+    The process keeps up to 512 MB that are freed for the next step: see ``deepmd_ema.allocator.keep_freed_memory``.
 
     Args:
         model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp``, ``.yaml`` or ``.pt2``, or a ``Potential``. A

@@ -23,6 +23,10 @@ class UserError(Exception):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows: the message alone, as on the command line."""
+        return f"{type(self).__name__}: {self}".splitlines()
+
 
 class ConfigError(UserError):
     """The config file is wrong."""

@@ -38,6 +38,7 @@ class Kind:
 
 
 JSON = Kind("a JSON file", re.compile(rb"\s*\{"))
+RECORD_FILE = Kind("the record of a run", re.compile(rb"\[\s*\{\s*\"command\""))
 TABLE = Kind("a table that begins with #", re.compile(rb"#"))
 CSV = Kind("a table of `dp-ema posthoc`", re.compile(rb"weights,kind,"))
 HTML = Kind("an HTML page", re.compile(rb"\s*<!doctype html", re.IGNORECASE))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,44 @@ logger = logging.getLogger(__name__)
 BEAT_S = 15.0  # between two signs of life of a run
 WATCH_S = 70.0  # that those of a run on another machine are watched for: network file systems show them late
 GONE_S = 3600.0  # without a sign of life, by the clock of the file system
+SILENT_S = 300.0  # without a sign of life, by the clock of this machine, after which a reader says so
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # of the file system
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that a lock file names.
+
+    Attributes:
+        pid: its number on its machine.
+        host: name of the machine.
+        since: local time at which it took the lock.
+        is_alive: whether it seems to run.
+    """
+
+    pid: int
+    host: str
+    since: str
+    is_alive: bool
+
+
+def read_holder(path: Path) -> Holder | None:
+    """Return the holder of a lock, without touching it; None if nobody holds it."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found, silent = _holder(handle), time.time() - os.fstat(handle).st_mtime
+    finally:
+        os.close(handle)
+    if not found:
+        return None
+    is_here = found["machine"] == this_machine()
+    return Holder(
+        found["pid"], found["host"], found["since"], is_running(found["pid"]) if is_here else silent < SILENT_S
+    )
 
 
 @contextmanager

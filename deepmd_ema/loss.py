@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss, mse_loss
 
-from deepmd_ema.batch import Batch
+from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.dist.world import World
 from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, HESSIAN, LABELS, VIRIAL
+from deepmd_ema.tensors import on_device
 
-# F frames, A atoms
+# F frames, A atoms, T terms
 
 
 class EnergyLoss:
@@ -38,11 +39,12 @@ class EnergyLoss:
         labels: names of the labels to load.
         display_names: keys of the displayed values, in the order of the columns of ``lcurve.out``.
         need_virial: whether the model has to compute virials.
+        world: the processes over whose frames means run.
     """
 
     def __init__(self, config: EnerLossConfig, start_lr: float, world: World) -> None:
         self.config = config
-        self._world = world
+        self.world = world
         self._mae = config.loss_func == "mae"
         self._kind = "mae" if self._mae else "rmse"
         self._huber = config.use_huber and not self._mae
@@ -84,22 +86,39 @@ class EnergyLoss:
         """
         if not self.terms:
             return self._limits.sum(), {"rmse": self._limits.sum()}
-        sums = [term.compute(prediction, batch) for term in self.terms]
-        value, shown, rows = zip(*sums)
-        own = torch.stack(value)
+        own, sums = self.sums(prediction, batch)
         # one exchange, and few operations on vectors of all terms in place of many on each of them
-        everywhere = self._world.all_reduce_sum(torch.stack([*value, *shown, *rows]).detach())
-        values, errors, counts = everywhere.view(3, len(sums)).unbind()
+        values, errors, counts = self.world.all_reduce_sum(sums).unbind()
         coefficients = self.prefactors(lr) / counts.clamp(min=1)
         total = torch.dot(coefficients, own)
         loss = total.detach()
-        if self._world.size > 1:
-            total, loss = self._world.size * total, torch.dot(coefficients, values)
+        if self.world.size > 1:
+            total, loss = self.world.size * total, torch.dot(coefficients, values)
+        return total, self.displayed(loss, errors, counts)
+
+    def sums(self, prediction: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the sums of a batch over its frames on this rank.
+
+        Returns:
+            The sum of each term, (T,), to differentiate; and, detached, (3, T) the sums of the terms, those of what is
+            displayed of them (squared, unless mae), and the numbers of rows with the label.
+        """
+        value, shown, rows = zip(*[term.compute(prediction, batch) for term in self.terms])
+        return torch.stack(value), torch.stack([*value, *shown, *rows]).detach().view(3, len(value))
+
+    def displayed(self, loss: Tensor, errors: Tensor, counts: Tensor) -> dict[str, Tensor]:
+        """Return the displayed values, by the names and in the order of ``display_names``.
+
+        Args:
+            loss: scalar, of all frames.
+            errors: (T,) second row of :meth:`sums`, over all frames.
+            counts: (T,) third row.
+        """
         means = errors / counts  # 0 / 0 is nan where no frame has the label
         displayed = {"rmse": loss.sqrt()}
         for term, mean in zip(self.terms, (means if self._mae else means.sqrt()).unbind()):
             displayed[f"{self._kind}_{term.name}"] = mean
-        return total, {name: displayed[name] for name in self.display_names}
+        return {name: displayed[name] for name in self.display_names}
 
     def prefactors(self, lr: float | Tensor) -> Tensor:
         """Return the weight of each term at a learning rate, a number or a scalar on the device."""
@@ -176,6 +195,46 @@ class EnergyLoss:
 
     def _size(self, found: Tensor, label: Tensor) -> Tensor:
         return (found - label).abs() if self._mae else mse_loss(found, label, reduction="none")
+
+
+class LossOverBatches:
+    """The loss of all frames of several batches together, and its gradient, from one batch after the other.
+
+    Means run over the frames of all batches on all ranks, which are counted before the first is evaluated: the sum of
+    the gradients of what :meth:`add` returns is, to rounding, that of one batch with all the frames. Must be made by
+    every rank.
+
+    Args:
+        loss: of a batch.
+        batches: with all its labels, in host memory or on the device of the world.
+        lr: learning rate of the step, a number or a float64 scalar on the device.
+    """
+
+    def __init__(self, loss: EnergyLoss, batches: Sequence[Batch | PackedBatch], lr: float | Tensor) -> None:
+        self._loss, self._world = loss, loss.world
+        unpacked = [made.view(made.data) if isinstance(made, PackedBatch) else made for made in batches]
+        # the numbers of rows do not depend on what is predicted: labels are as good
+        counts = [torch.stack([term.compute(batch.labels, batch).rows for term in loss.terms]) for batch in unpacked]
+        total = torch.stack(counts).sum(0)
+        total = on_device(total, self._world.device) if total.is_cpu else total
+        self._coefficients = loss.prefactors(lr) / self._world.all_reduce_sum(total).clamp(min=1)
+        self._sums = total.new_zeros(3, len(total))
+
+    def add(self, prediction: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """Return the share of a batch in the loss, a float64 scalar to differentiate.
+
+        Args:
+            prediction: what the model predicts for ``batch``.
+            batch: one of the batches, on the device of the world.
+        """
+        own, sums = self._loss.sums(prediction, batch)
+        self._sums = self._sums + sums
+        return self._world.size * torch.dot(self._coefficients, own)
+
+    def displayed(self) -> dict[str, Tensor]:
+        """Return the displayed values of all batches. Must be called by every rank."""
+        values, errors, counts = self._world.all_reduce_sum(self._sums).unbind()
+        return self._loss.displayed(torch.dot(self._coefficients, values), errors, counts)
 
 
 def huber(found: Tensor, label: Tensor, delta: float) -> Tensor:

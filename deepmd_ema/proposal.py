@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ from deepmd_ema.training.estimate import Cost, measure_steps
 from deepmd_ema.version import __version__
 
 _BOND = 1.25  # sums of covalent radii within which two atoms are bonded
-_MAX_MOLECULE = 60  # atoms; a larger network of bonds is a solid
+_SAME_PLACE = 0.1  # angstrom; an image of an atom is farther away
 _ROOMY = 60.0  # angstrom^3 per atom above which a cell is mostly empty
 _SAMPLE = 30  # frames that are looked at
 _WIDER = 4 / 3  # a larger cutoff, whose number of neighbors is stated
@@ -104,7 +104,10 @@ def propose(wishes: Wishes) -> Proposal:
         UserError: for data that cannot be trained on, or too little time.
     """
     given = list(wishes.type_map or _elements(wishes.systems, wishes.validation))
-    data = _Data.read(wishes, given)
+    try:
+        data = _Data.read(wishes, given)
+    except DataError as error:  # there is no input that has a type_map yet
+        raise DataError(problem.replace("model.type_map", "-t") for problem in error.problems) from None
     name = wishes.model or ("se_e2_a" if len(given) <= _MAX_ELEMENTS else "se_atten_v2")
     preset = read_preset(MODELS)[name]
     recipes = read_preset(preset["recipes"])
@@ -139,9 +142,10 @@ class _Data:
     wider: tuple[int, int]  # most neighbors within the cutoff and a larger one
 
     @property
-    def validates_forces(self) -> bool:
-        """Whether the validation frames have forces."""
-        return any(scan.label_frames.get(FORCE) for scan in self.report.validation)
+    def metric(self) -> str | None:
+        """The error that chooses the best files: of forces, or of energies; None where frames have neither."""
+        found = [label for label in (FORCE, ENERGY) for scan in self.report.validation if scan.label_frames.get(label)]
+        return f"{found[0][0].upper()}:RMSE" if found else None
 
     @classmethod
     def read(cls, wishes: Wishes, type_map: Sequence[str]) -> _Data:
@@ -190,36 +194,51 @@ def _values_to_read(wishes: Wishes, type_map: Sequence[str]) -> dict[str, Any]:
 
 def _kind_of(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[Kind, str]:
     """Return the kind of most of the frames, and how it is known."""
-    votes: Counter[Kind] = Counter()
-    for frame in frames:
-        natoms = len(frame.atom_type)
-        if frame.box is None or abs(np.linalg.det(frame.box.reshape(3, 3))) / natoms > _ROOMY:
-            votes["molecules"] += 1
-        else:
-            sizes = _sizes_of_molecules(frame, type_map)
-            votes["liquid" if len(sizes) > 1 and max(sizes) <= min(_MAX_MOLECULE, natoms / 2) else "solid"] += 1
+    votes = Counter(_kind_of_frame(frame, type_map) for frame in frames)
     kind = votes.most_common(1)[0][0]
     reason = {
-        "molecules": "open boundaries, or cells that are mostly empty",
+        "molecules": "open boundaries, or cells with one molecule or much space",
         "liquid": "cells with several molecules",
-        "solid": "cells with one network of bonds",
+        "solid": "bonds continue from cell to cell",
     }[kind]
     return kind, f"{reason}, in {votes[kind]} of {len(frames)} frames looked at"
 
 
-def _sizes_of_molecules(frame: Frame, type_map: Sequence[str]) -> list[int]:
-    """Return the number of atoms of each set that bonds join."""
+def _kind_of_frame(frame: Frame, type_map: Sequence[str]) -> Kind:
+    if frame.box is None:
+        return "molecules"
+    number = _number_of_molecules(frame, type_map)
+    if number is None:
+        return "solid"
+    volume = abs(np.linalg.det(frame.box.reshape(3, 3)))
+    return "molecules" if number == 1 or volume / len(frame.atom_type) > _ROOMY else "liquid"
+
+
+def _number_of_molecules(frame: Frame, type_map: Sequence[str]) -> int | None:
+    """Return the number of sets of atoms that bonds join; None if bonds lead from an atom to an image of it."""
     radii = np.array([COVALENT_RADII.get(type_map[k], 1.0) for k in frame.atom_type])
-    i, j, _, distance = find_pairs_once(frame.coord, frame.box, _BOND * 2 * float(radii.max()))
+    i, j, vector, distance = find_pairs_once(frame.coord, frame.box, _BOND * 2 * float(radii.max()))
     bonded = distance < _BOND * (radii[i] + radii[j])
-    root = np.arange(len(radii))
-    while True:  # every atom takes the smallest number of its neighbors
-        low = root.copy()
-        np.minimum.at(low, i[bonded], root[j[bonded]])
-        np.minimum.at(low, j[bonded], root[i[bonded]])
-        if np.array_equal(low, root):
-            return np.unique(root, return_counts=True)[1].tolist()
-        root = low
+    bonds = defaultdict(list)
+    for one, other, way in zip(i[bonded].tolist(), j[bonded].tolist(), vector[bonded]):
+        bonds[one].append((other, way))
+        bonds[other].append((one, -way))
+    places: dict[int, Any] = {}  # of atoms, with those that bonds join to them in the same image
+    number = 0
+    for first in range(len(radii)):
+        if first in places:
+            continue
+        number, places[first], left = number + 1, np.zeros(3), [first]
+        while left:
+            one = left.pop()
+            for other, way in bonds[one]:
+                place = places[one] + way
+                if other not in places:
+                    places[other] = place
+                    left.append(other)
+                elif np.abs(places[other] - place).max() > _SAME_PLACE:
+                    return None
+    return number
 
 
 def _assemble(
@@ -240,12 +259,12 @@ def _assemble(
         **_optimization(recipes["common"], recipe, steps, data.labels),
         "training": _training(wishes, data, steps, window),
     }
-    if data.is_split or wishes.validation:
+    if data.metric:
         values["validating"] = {
             "full_validation": True,
             "ema_full_validation": True,
             "validation_freq": max(1, steps // _EVENTS),
-            "validation_metric": "F:RMSE" if data.validates_forces else "E:RMSE",
+            "validation_metric": data.metric,
             "full_val_start": 0.0,
         }
     most, wider = data.wider
@@ -276,7 +295,7 @@ def _assemble(
         f"Model: {model['descriptor']['type']} {wishes.size}. {values['optimizer']['type']}, "
         f"rate {recipe['start_lr']:g}, {steps:,} steps.",
     ]
-    missing = [] if "validating" in values else [f"no validation frames: {data.why_split}"]
+    missing = [f"no validation frames: {data.why_split}"] if data.why_split and not data.is_split else []
     return Proposal(values, why, head, [*data.report.warnings, *missing])
 
 
@@ -334,10 +353,11 @@ def _steps_in(seconds: float, cost: Cost) -> int:
     Raises:
         UserError: if they are too few.
     """
-    fixed = cost.start + _EVENTS * (cost.validation + cost.checkpoint)
-    steps = int((seconds - fixed) / cost.step)
+    fixed = cost.start + cost.events + cost.end  # rows, validations and checkpoints are as many in a run of any length
+    left, in_first_epoch = seconds - fixed, cost.epoch_steps * (cost.new_step - cost.step)
+    steps = int(max((left - in_first_epoch) / cost.step, min(left / cost.new_step, cost.epoch_steps)))
     if steps < _MIN_STEPS:
-        needed = fixed + _MIN_STEPS * cost.step
+        needed = fixed + _MIN_STEPS * cost.new_step
         raise UserError(
             f"--hours {seconds / 3600:g}: a step takes {cost.step:.2g} s here, and a run needs {duration(needed)} "
             f"(--hours {math.ceil(needed / 36) / 100:g}) for {_MIN_STEPS} steps. Give more time, a smaller model "

@@ -1,4 +1,4 @@
-"""Types of descriptors, fitting networks and models: records that name their parts.
+"""Types of descriptors, fitting networks, models and averages: records that name their parts.
 
 A part is found by name when it is used, so no other module imports a folder of ``families/``. Other distributions add
 records by entry points.
@@ -24,18 +24,19 @@ REPAIR = "Repair or uninstall the package."
 
 @dataclass(frozen=True)
 class Family:
-    """One type of descriptor, fitting network or model, and where its parts are.
+    """One type of descriptor, fitting network, model or average, and where its parts are.
 
     Attributes:
         section: dataclass of its section in the input; its module must not import torch. Its ``type`` is the name.
-        module: ``package.module:name`` of what builds the part of the model from the section.
+        module: ``package.module:name`` of what builds the part of the model from the section; empty if the section is
+            all there is.
         tree: ``package.module:name`` of the class that writes it to ``.dp`` files; empty if it cannot be frozen so.
         example: a small section without ``type``, for tests: three elements, cutoff 4 angstrom.
         origin: name and version of the distribution that adds it; empty for those of dp-ema.
     """
 
     section: type[Any]
-    module: str
+    module: str = ""
     tree: str = ""
     example: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
@@ -60,13 +61,16 @@ class Registry(Mapping[str, Family]):
     """Records by the ``type`` of their sections: those of dp-ema, then those of other distributions.
 
     Args:
-        own: type -> ``package.module:name`` of the record.
+        own: type -> ``package.module:name`` of the record, or of the section if there is nothing else to it.
         group: entry points by which other distributions add records; empty if they cannot.
         protocol: its members must be in a section of another distribution.
+        base: class of sections of other distributions, if an entry point names the section itself.
     """
 
-    def __init__(self, own: Mapping[str, str], group: str = "", protocol: type | None = None) -> None:
-        self.own, self._group, self._protocol = dict(own), group, protocol
+    def __init__(
+        self, own: Mapping[str, str], group: str = "", protocol: type | None = None, base: type | None = None
+    ) -> None:
+        self.own, self.group, self._protocol, self._base = dict(own), group, protocol, base
         self._key: tuple[Any, ...] = ()
         self._records: dict[str, Family] = {}
         self._faults: dict[str, str] = {}
@@ -97,7 +101,8 @@ class Registry(Mapping[str, Family]):
         """Return records and faults, read again after a change of ``own`` or of ``sys.path``."""
         key = (*self.own.items(), *sys.path)
         if key != self._key:
-            self._records, self._faults = {name: find_object(place) for name, place in self.own.items()}, {}
+            self._records = {name: self._record(find_object(place)) for name, place in self.own.items()}
+            self._faults = {}
             for name, found in self._entry_points().items():
                 record = self._added(name, found)
                 if isinstance(record, Family):
@@ -109,11 +114,11 @@ class Registry(Mapping[str, Family]):
 
     def _entry_points(self) -> dict[str, list[EntryPoint]]:
         """Return the entry points of the group by name, in alphabetical order."""
-        if not self._group:
+        if not self.group:
             return {}
         from importlib.metadata import entry_points  # only a run that reads a config needs it
 
-        found = entry_points(group=self._group)
+        found = entry_points(group=self.group)
         return {name: [entry for entry in found if entry.name == name] for name in sorted(found.names)}
 
     def _added(self, name: str, found: list[EntryPoint]) -> Family | str:
@@ -125,18 +130,28 @@ class Registry(Mapping[str, Family]):
             return f"the packages {' and '.join(origins)} both add this type. Uninstall one of them."
         head = f"the package {origins[0]} adds this type, but {found[0].value}"
         try:
-            record = found[0].load()
+            record = self._record(found[0].load())
         except Exception as error:  # whatever the code of others raises
             return f"{head} cannot be imported ({type(error).__name__}: {error}). {REPAIR}"
         if not isinstance(record, Family):
-            return f"{head} is of type {type(record).__name__}, expected deepmd_ema.registry.Family. {REPAIR}"
+            kind = Family if self._base is None else self._base
+            expected = f"{'a subclass of ' * (kind is not Family)}{kind.__module__}.{kind.__name__}"
+            return f"{head} is of type {type(record).__name__}, expected {expected}. {REPAIR}"
         problem = self._problem(name, record.section)
         return f"{head} has {problem}. {REPAIR}" if problem else dataclasses.replace(record, origin=origins[0])
+
+    def _record(self, found: Any) -> Any:
+        """Return the record of an object that is a section if there is nothing else to the types."""
+        return Family(found) if self._base is not None and isinstance(found, type) else found
 
     def _problem(self, name: str, section: Any) -> str:
         """Return the fault of the section of another distribution, or an empty string."""
         if not (isinstance(section, type) and dataclasses.is_dataclass(section)):
             return f"section {section!r}, expected a dataclass"
+        if self._base is not None and not issubclass(section, self._base):
+            return f"section {section!r}, expected a subclass of {self._base.__module__}.{self._base.__name__}"
+        if self._base is not None and "__dataclass_fields__" not in vars(section):
+            return f"a section that is not decorated as {self._base.__name__} is"  # its options would not be seen
         try:
             typing.get_type_hints(section)  # config reads them to check options
         except Exception as error:
@@ -146,6 +161,7 @@ class Registry(Mapping[str, Family]):
         expected = {*vars(self._protocol), *self._protocol.__annotations__} if self._protocol else set()
         has = {*dir(section), *(f.name for f in dataclasses.fields(section))}
         missing = sorted(member for member in expected - has if not member.startswith("_"))
+        missing += sorted(getattr(section, "__abstractmethods__", ()))
         if missing:
             return f"a section without {', '.join(missing)}"
         taken = {word for one in self._records.values() for word in (one.section.type, *aliases_of(one.section))}

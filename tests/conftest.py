@@ -93,6 +93,8 @@ def mixed_like(tmp_path_factory):
 
 # modules that start processes, compile, kill, or train for seconds: `-m "not slow"` leaves them out
 SLOW_MODULES = {
+    "test_accumulate",
+    "test_added_averages",
     "test_added_descriptors",
     "test_averages_of_an_input",
     "test_averaging_ranks",
@@ -119,10 +121,13 @@ SLOW_MODULES = {
     "test_finetune_tasks",
     "test_interpolation",
     "test_kill",
+    "test_loggers",
     "test_mixed_batches",
+    "test_optim_groups",
     "test_optim_muon",
     "test_optim_sharded",
     "test_parallel",
+    "test_parallel_accumulate",
     "test_parallel_faults",
     "test_parallel_launch",
     "test_parallel_optimizers",

@@ -45,6 +45,7 @@ TWO = {
         {"type": "power", "name": "power", "sigma_rel": 0.1},
     ]
 }
+GROUPS = [{"pattern": "descriptor.*", "lr_scale": 0.1, "weight_decay": 0}]
 STEPS = {  # name: descriptor, changes of it, options of the input
     "se_e2_a": (*ONE_SIDED, EMA),
     "se_e2_a, two-sided": ("se_e2_a", {"type_one_side": False}, EMA),
@@ -56,6 +57,8 @@ STEPS = {  # name: descriptor, changes of it, options of the input
     "se_e2_a, AdamW": (*ONE_SIDED, EMA | {"optimizer": {"type": "AdamW"}}),
     "se_e2_a, AdaMuon": (*ONE_SIDED, EMA | {"optimizer": {"type": "AdaMuon"}}),
     "se_e2_a, HybridMuon": (*ONE_SIDED, EMA | {"optimizer": {"type": "HybridMuon"}}),
+    "se_e2_a, groups of AdamW": (*ONE_SIDED, EMA | {"optimizer": {"type": "AdamW", "groups": GROUPS}}),
+    "se_e2_a, three batches a step": (*ONE_SIDED, EMA | {"training__accumulate": 3}),
     "se_e2_a, LKF": (*ONE_SIDED, EMA | {"optimizer": {"type": "LKF"}}),
     "se_e2_r": ("se_e2_r", {}, EMA),
     "se_e3": ("se_e3", {}, EMA),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deepmd_ema.config.outputs import CHECKED
+from deepmd_ema.config.outputs import CHECKED, RECORD
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.source import ReadSpec
 
@@ -257,12 +257,12 @@ def assert_same(a, b, path=""):
 
 
 def files_of_run(folder):
-    """Return the names of all files of a run, but the results of checks of the data.
+    """Return the names of all files of a run, but its record and the results of checks of the data.
 
     These have dates, and a restart after "sel": "auto" has those of its numbers as well.
     """
     files = [p.relative_to(folder) for p in Path(folder).rglob("*") if p.is_file()]
-    return {str(p) for p in files if p.parent.suffix != CHECKED}
+    return {str(p) for p in files if p.parent.suffix != CHECKED and p.name != RECORD}
 
 
 def assert_same_files(left, right):

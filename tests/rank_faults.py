@@ -183,6 +183,16 @@ def ask_often():
     _after_step(twice)
 
 
+def run_out_of_time():
+    """Be out of time after a step."""
+
+    def after_step(trainer):
+        if trainer.step == AT_STEP:
+            trainer.deadline = 0.0
+
+    _watch("after_step", after_step)
+
+
 def lose_folder_at_start():
     """Have no such system on this machine."""
     from deepmd_ema.data.formats import npy
@@ -390,7 +400,7 @@ FAULTS = {
     for act in (
         fail, die, hang, die_in_validation, die_at_start, die_early, die_at_the_rendezvous, be_terminated_at_start,
         be_terminated_at_the_rendezvous, ask_to_stop, ask_in_validation,
-        ask_often, lose_folder_at_start, lose_file, lose_input, spoil_frame, fill_disk, be_quick,
+        ask_often, run_out_of_time, lose_folder_at_start, lose_file, lose_input, spoil_frame, fill_disk, be_quick,
         come_late, meet_late, speak_late, leave_late, lack_device, be_terminated_while_joining,
     )
 }  # fmt: skip

@@ -26,8 +26,8 @@ from deepmd_ema.infer.potential import Potential
 from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.output_bias import change_bias, energies_of, set_bias
 from deepmd_ema.model.statistics import collect_statistics
-from deepmd_ema.training.loop import refit_bias as bias_module
-from deepmd_ema.training.loop.refit_bias import refit
+from deepmd_ema.training.loop import refit as bias_module
+from deepmd_ema.training.loop.refit import refit_bias
 from deepmd_ema.training.start.new_run import Start
 from deepmd_ema.training.start.prepare import prepare
 
@@ -242,18 +242,18 @@ def test_after_training_every_file_has_a_bias_of_its_own(tmp_path, data, monkeyp
         assert abs(mean_of_file(plain / f"model_{name}.ckpt-20.pt", data)) > 0.01
         assert abs(mean_of_file(folder / f"model_{name}.ckpt-20.pt", data)) < ZERO
     payload = checkpoint.load(folder / "model.ckpt-20.pt")
-    assert sorted(payload["refitted_bias"]) == ["ema", "live", "long", "wide"]
+    assert sorted(payload["refitted"]) == ["ema", "live", "long", "wide"]
     without = checkpoint.load(plain / "model.ckpt-20.pt")
     assert_same(payload["model"], without["model"])
     assert_same(payload["averages"], without["averages"])
     for name in names:
         averaged = checkpoint.load(folder / f"model_{name}.ckpt-20.pt")["model"]
-        assert torch.equal(averaged["out_bias"], payload["refitted_bias"][name])
+        assert torch.equal(averaged["out_bias"], payload["refitted"][name]["out_bias"])
         inside, facts = checkpoint.weights_in(payload, "x", name)
         assert_same(inside, averaged)
         assert facts["profile"] == name
     # only the last files are fitted again
-    assert "refitted_bias" not in checkpoint.load(folder / "model.ckpt-10.pt")
+    assert "refitted" not in checkpoint.load(folder / "model.ckpt-10.pt")
     one = freeze(load_model(folder / "model.ckpt-20.pt", average="long"), tmp_path / "one.yaml")
     two = freeze(load_model(folder / "model_long.ckpt-20.pt"), tmp_path / "two.yaml")
     same_arrays(one.path, two.path)
@@ -272,7 +272,7 @@ def test_a_restart_continues_from_the_raw_bias(tmp_path, data, monkeypatch):
         folder = train(tmp_path / name, data, monkeypatch, num_steps=10, **changes)
         train(folder, data, monkeypatch, "--restart", "model.ckpt.pt", num_steps=20)
         folders.append(folder)
-    assert "refitted_bias" in checkpoint.load(folders[0] / "model.ckpt-10.pt")
+    assert "refitted" in checkpoint.load(folders[0] / "model.ckpt-10.pt")
     one, two = (checkpoint.load(folder / "model.ckpt-20.pt") for folder in folders)
     for key in ("model", "optimizer", "averages", "streams", "display"):
         assert_same(one[key], two[key], key)
@@ -285,7 +285,7 @@ def test_a_restart_at_the_end_fits_the_same_bias_again(tmp_path, data, monkeypat
     first = checkpoint.load(folder / "model.ckpt-10.pt")
     train(folder, data, monkeypatch, "--restart", "model.ckpt.pt", num_steps=10, **REFIT)
     second = checkpoint.load(folder / "model.ckpt-10.pt")
-    for key in ("model", "refitted_bias"):
+    for key in ("model", "refitted"):
         assert_same(first[key], second[key])
 
 
@@ -297,13 +297,13 @@ def test_a_fit_that_is_ended_early_costs_no_step_of_the_run(tmp_path, data, monk
 
     folder = train(tmp_path / "whole", data, monkeypatch, num_steps=7, **REFIT)
     with monkeypatch.context() as broken:
-        broken.setattr("deepmd_ema.training.assembly.assemble.refit", fail)
+        broken.setattr("deepmd_ema.training.assembly.assemble.refit_bias", fail)
         with pytest.raises(AssertionError):
             train(tmp_path / "run", data, monkeypatch, num_steps=7, **REFIT)
-    assert "refitted_bias" not in checkpoint.load(tmp_path / "run" / "model.ckpt-7.pt")
+    assert "refitted" not in checkpoint.load(tmp_path / "run" / "model.ckpt-7.pt")
     train(tmp_path / "run", data, monkeypatch, "--restart", "model.ckpt.pt", num_steps=7, **REFIT)
     one, two = (checkpoint.load(f / "model.ckpt-7.pt") for f in (folder, tmp_path / "run"))
-    for key in ("model", "optimizer", "averages", "streams", "refitted_bias"):
+    for key in ("model", "optimizer", "averages", "streams", "refitted"):
         assert_same(one[key], two[key], key)
 
 
@@ -311,9 +311,9 @@ def test_readers_and_a_new_run_take_the_fitted_bias(tmp_path, data, monkeypatch)
     folder = train(tmp_path / "run", data, monkeypatch, num_steps=10, **REFIT)
     path = folder / "model.ckpt-10.pt"
     payload = checkpoint.load(path)
-    live = payload["refitted_bias"]["live"]
+    live, ema = (payload["refitted"][name]["out_bias"] for name in ("live", "ema"))
     assert torch.equal(load_model(path).model.out_bias, live)
-    assert torch.equal(load_model(path, use_average=True).model.out_bias, payload["refitted_bias"]["ema"])
+    assert torch.equal(load_model(path, use_average=True).model.out_bias, ema)
     assert not torch.equal(payload["model"]["out_bias"], live)
     coord, types, box = toy_frame(np.random.default_rng(0), 12)
     frozen = freeze(load_model(path), tmp_path / "m.dp").path
@@ -324,7 +324,7 @@ def test_readers_and_a_new_run_take_the_fitted_bias(tmp_path, data, monkeypatch)
     averaged = folder / "model_ema.ckpt-10.pt"
     new = train(tmp_path / "other", data, monkeypatch, "--init-model", str(averaged), num_steps=1)
     found = checkpoint.load(new / "model.ckpt-1.pt")["model"]["out_bias"]
-    assert torch.equal(found, payload["refitted_bias"]["ema"])
+    assert torch.equal(found, ema)
 
 
 @pytest.fixture
@@ -343,12 +343,12 @@ def test_refit_changes_nothing_in_model_and_bank(prepared):
     bank = AverageBank(run.models.by_task, [EmaProfile("ema", 0.9)])
     before = {name: tensor.clone() for name, tensor in run.models.state_dict().items()}
     average = bank.weights("ema")
-    biases = refit(run, bank)
+    biases = refit_bias(run, bank).tensors
     assert list(biases) == ["live", "ema"]
     assert {tuple(bias["out_bias"].shape) for bias in biases.values()} == {(1, 2, 1)}
     assert_same(before, dict(run.models.state_dict()))
     assert_same(average, bank.weights("ema"))
-    assert list(refit(run, None)) == ["live"]
+    assert list(refit_bias(run, None).tensors) == ["live"]
 
 
 def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, caplog):
@@ -362,7 +362,7 @@ def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, 
     assert chosen != bias_module.chosen_frames(run.tasks[""], 11, 10)
     monkeypatch.setattr(bias_module, "MAX_FRAMES", 10)
     with caplog.at_level(logging.INFO):
-        refit(run, None)
+        refit_bias(run, None)
     assert "with the weights live on 10 frames: mean residual" in caplog.text
     assert "meV/atom before, 0 after" in caplog.text
 
@@ -375,5 +375,5 @@ def test_a_system_that_was_left_out_of_training_has_no_say(prepared):
 def test_without_energies_there_is_nothing_to_fit_and_a_warning_says_so(prepared, tmp_path, caplog):
     system = write_system(tmp_path / "forces", frames=2, energy=False)
     run = prepared([system], loss__start_pref_e=0, loss__limit_pref_e=0)
-    assert refit(run, None) == {}
+    assert refit_bias(run, None).tensors == {}
     assert "training.change_bias_after_training: no training frame has an energy" in caplog.text

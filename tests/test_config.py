@@ -450,7 +450,7 @@ def test_an_average_longer_than_a_fifth_of_the_run_is_warned_about():
     config = config_from_dict(spoiled({"training.enable_ema": True}))
     (found,) = [w for w in config_warnings(config) if "ema_decay" in w]
     assert found == (
-        "training.ema_decay = 0.999: the average looks back 1,000 steps, more than a fifth of the run of 2,000, "
+        "training.ema_decay = 0.999: the average is over about 1,000 steps, more than a fifth of the run of 2,000, "
         "so it may lag behind the live weights. Try 0.995."
     )
     assert not any("ema_decay" in w for w in config_warnings(config_from_dict(GOOD)))
@@ -476,14 +476,15 @@ def test_the_summary_says_what_the_input_requests():
     lines = [f"{name}  {text}" for name, text in config_summary(config_from_dict(spoiled(changes)))]
     text = "\n".join(lines)
     for phrase in (
-        "O H", "rcut 6 angstrom", "sel 46 92", "20-20", "0.001 to 1e-08", "Adam", "force 1000 to 1", "2,000 steps",
-        "EMA, decay 0.99, window 100 steps, warm-up", "(ema weights, best by E:MAE)",
+        "O H", "rcut 6 angstrom", "sel 46 92", "20-20", "exp: 0.001, falls exponentially to 1e-08",
+        "Adam", "force 1000 to 1", "2,000 steps",
+        "EMA over about 100 steps, decay 0.99, warm-up", "(ema weights, best by E:MAE)",
     ):  # fmt: skip
         assert phrase in text
     assert all(len(line) < 140 for line in lines)
     wsd = spoiled({"learning_rate.type": "wsd", "learning_rate.warmup_steps": 5, "training.validation_data": REMOVE})
     text = "\n".join(text for _, text in config_summary(config_from_dict(wsd)))
-    assert "inverse_linear over the last 10 %, warm-up 5 steps" in text
+    assert "rises to 0.001 in 5 steps, stays, and falls with its inverse linear to" in text
     assert "none (training.validation_data is missing)" in text
 
 

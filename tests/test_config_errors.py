@@ -236,6 +236,14 @@ def test_what_does_not_fit_together_in_a_model_is_reported(changes, place, phras
 
 # name of a rule -> changes that break it, where the message is, what it says
 BROKEN_RULES = {
+    "solved_layers_are_linear": (
+        {
+            "training.solve_last_layer": True,
+            "loss": {f"{when}_pref_{x}": int(x == "ae") for when in ("start", "limit") for x in ("e", "f", "v", "ae")},
+        },
+        "training.solve_last_layer = true",
+        "the loss has no energies, forces or virials to fit",
+    ),
     "model_fits_together": ({"model.type_map": ["H", "H"]}, "model.type_map", "H occurs more than once"),
     "descriptor_fits_together": (
         {"model.descriptor.axis_neuron": 41},
@@ -297,6 +305,20 @@ BROKEN_RULES = {
         {"optimizer": {"type": "LKF"}, "training.gradient_max_norm": 5},
         "training.gradient_max_norm = 5",
         "not possible with optimizer.type LKF",
+    ),
+    "lkf_takes_one_batch": (
+        {"optimizer": {"type": "LKF"}, "training.accumulate": 4},
+        "training.accumulate = 4",
+        "LKF updates weights with each batch. Use 1, or another optimizer.",
+    ),
+    "graphs_of_the_compiler_do_not_accumulate": (
+        {
+            "training.accumulate": 2,
+            "training.enable_compile": True,
+            "training.compile_options": {"mode": "reduce-overhead"},
+        },
+        "training.accumulate = 2",
+        "not possible with CUDA graphs of torch.compile",
     ),
     "lkf_fits_energies_and_forces": (
         {"optimizer": {"type": "LKF"}, "loss.limit_pref_v": 0.5},

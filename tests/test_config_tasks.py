@@ -110,7 +110,7 @@ def test_tasks_that_share_a_fitting_net_and_are_not_distinguished_are_warned_abo
     shared = {"elements": ["O", "H"], "dpa": DPA, "net": NET}
     both = {name: model(fitting_net="net") for name in ("water", "ice")}
     (found,) = warnings_of(model__shared_dict=shared, model__model_dict=both)
-    assert found.startswith("model.shared_dict.net: water, ice share it")
+    assert found.startswith("model.shared_dict.net: the tasks water, ice share this network")
     assert '"dim_case_embd": 2' in found
     shared["net"] = {**NET, "dim_case_embd": 2}
     assert warnings_of(model__shared_dict=shared, model__model_dict=both) == []
@@ -168,6 +168,15 @@ def test_mistakes_in_a_shared_part_are_reported_once_and_where_the_input_has_it(
 
 # changes -> where the message is, what it says
 WRONG = {
+    "solved_layers_belong_to_one_task": (
+        {
+            "training__solve_last_layer": True,
+            "model__shared_dict": {"elements": ["O", "H"], "dpa": DPA, "net": NET},
+            "model__model_dict": {name: model(fitting_net="net") for name in ("water", "ice")},
+        },
+        "training.solve_last_layer = true",
+        "tasks water, ice share the fitting network net",
+    ),
     "unknown name": (
         {"model__model_dict__ice__descriptor": "dpaa"},
         "model.model_dict.ice.descriptor",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import numpy as np
@@ -10,10 +11,13 @@ from fake_descriptor import FakeConfig
 from helpers import open_data, toy_frame, toy_labels, write_system
 
 from deepmd_ema.data.check.report import check_systems
+from deepmd_ema.data.source import FrameSubset
 from deepmd_ema.errors import DataError
 from deepmd_ema.families.dpa3.section import DPA3Config, RepflowConfig
 from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 from deepmd_ema.geometry import find_pairs
+from deepmd_ema.run_check.check import RunCheck
+from deepmd_ema.run_check.text import data_lines
 
 ELEMENTS = ["O", "H"]
 LABELS = ("energy", "force", "virial")
@@ -66,6 +70,11 @@ def trajectory(path, frames=30, energy_unit=1.0, force_unit=1.0, step=0.02):
     return path
 
 
+def lines_of(report):
+    """Return the sections about the data of `dp-ema check`."""
+    return list(data_lines(RunCheck(None, reports={"": report})))
+
+
 def test_sound_data_have_neither_problems_nor_warnings(water_like, water_like_valid, mixed_like):
     report = check([water_like, mixed_like], [water_like_valid], sel=[30, 30])
     assert report.problems == []
@@ -76,26 +85,27 @@ def test_sound_data_have_neither_problems_nor_warnings(water_like, water_like_va
 def test_the_summary_reports_systems_elements_labels_ranges_pairs_and_neighbors(water, tmp_path):
     write_system("open", frames=5, natoms=7, seed=2, pbc=False)
     report = check(["water", "open"], ["open"])
-    text = "\n".join(report.lines())
-    assert "Training data: 2 systems, 17 frames, 179 atoms (O 92, H 87)" in text
-    assert "Validation data: 1 system, 5 frames, 35 atoms (O 20, H 15)" in text
-    assert "water      12 frames    12 atoms  periodic  energy, force, virial" in text
-    assert "open        5 frames     7 atoms  open      energy, force" in text
+    text = "\n".join(lines_of(report))
+    assert "Training data: 2 systems, 17 frames, 179 atoms\n" in text
+    assert "Validation data: 1 system, 5 frames, 35 atoms, open\n" in text
+    assert re.search(r"\n  water +12 +12  periodic +-\d", text)
+    assert re.search(r"\n  open +5 +7  open +-\d.* -  +-\n", text)
+    assert "virial: 12 of 17 frames" in text
+    assert re.search(r"\n  O +92 +20 ", text)
+    assert re.search(r"\n  H +87 +15 ", text)
     force = np.concatenate([np.load(f).ravel() for f in sorted(tmp_path.glob("*/set.*/force.npy"))])
-    assert f"force  {force.min():.6g} to {force.max():.6g} eV/angstrom, RMS {np.sqrt((force**2).mean()):.4g}" in text
-    nearest, most, closest = np.inf, 0, (np.inf, "")
+    every = re.search(r"\n  all +17 .*", text)[0].split()
+    assert every[-4:-2] == [f"{np.sqrt((force**2).mean()):.3f}", f"{np.abs(force).max():.2f}"]
+    most, closest = 0, (np.inf, "")
     for system in open_data(["water", "open"], ELEMENTS):
         for k in range(system.num_frames):
             frame = system.frame(k)
             pairs = find_pairs(frame.coord, frame.box, 4.0)
-            oxygens = (frame.atom_type[pairs.i] == 0) & (frame.atom_type[pairs.j] == 0)
             distance = np.linalg.norm(pairs.vector(frame.coord, frame.box), axis=1)
-            nearest = min(nearest, distance[oxygens].min())
             most = max(most, np.bincount(pairs.i).max())
             closest = min(closest, (distance.min(), f"{system.name} frame {k}"))
-    assert f"O-O {nearest:.3f}, " in text
-    assert f"{most} together" in text
-    assert f"(closest: {closest[1]})" in text
+    assert f"at most {most} within 4 angstrom" in text
+    assert f"the nearest atoms are {closest[0]:.3f} angstrom apart ({closest[1]})" in text
 
 
 @pytest.mark.parametrize(
@@ -326,12 +336,14 @@ def test_frame_and_atomic_parameters_are_shown(tmp_path):
     write_system(tmp_path / "v", frames=4, fparam=2, aparam=1, seed=5)
     names = [str(tmp_path / name) for name in "wv"]
     opened = open_data(names, ELEMENTS, LABELS, numb_fparam=2, numb_aparam=1)
-    text = "\n".join(check_systems(opened, [], ELEMENTS, SeE2AConfig(rcut=4.0), LABELS).lines())
+    report = check_systems(opened, [], ELEMENTS, SeE2AConfig(rcut=4.0), LABELS)
+    text = "\n".join(lines_of(report))
     values = [np.load(f"{name}/set.000/fparam.npy") for name in names]
-    low, high = min(v.min() for v in values), max(v.max() for v in values)
-    assert "  energy, force, virial, fparam (2), aparam (1)\n" in text
-    assert f"fparam {low:.6g} to {high:.6g}, any unit (2 of 2 systems)" in text
-    assert f"{path}" in text
+    for own in values:
+        assert f"  {own.min():.4g} to {own.max():.4g} (2 numbers)" in text
+    assert " fparam " in text
+    assert " aparam" in text
+    assert f"{path}"[-20:] in text
 
 
 def test_parameters_that_the_model_does_not_take_are_reported_once(tmp_path):
@@ -356,26 +368,73 @@ def test_a_set_of_very_many_elements_fits_the_screen(tmp_path):
     names = [f"E{k}" for k in range(53)]
     path = write_system(tmp_path / "w", frames=4, natoms=106, elements=names, num_types=53)
     report = check([path], type_map=names, sel=[1] * 53)
-    lines = [*report.lines(), *report.warnings, *report.problems]
+    lines = [*lines_of(report), *report.warnings, *report.problems]
     assert max(len(line) for line in lines) < 480, max(lines, key=len)
-    assert len(lines) < 16
-    found = report.neighbors.nearest
-    shortest = found[np.isfinite(found)].min()
-    pairs = next(line for line in lines if line.startswith("Nearest pairs"))
-    assert f" {shortest:.3f}, " in pairs.split(": ")[1][:20]
-    assert " more (closest: " in pairs
-    assert any("and 41 more)" in line for line in lines)
+    assert len(lines) < 40
+    assert "  ... and 41 more elements" in lines
+    largest = max(range(53), key=lambda k: np.sqrt(report.training[0].element_forces[k, 1]))
+    first = lines[lines.index("Elements") + 3].split()
+    assert first[0] == f"E{largest}"
 
 
 def test_neighbors_of_large_sets_are_searched_in_some_frames_only(water):
     report = check(["water"], max_searched=5)
     assert report.num_searched == 5
-    assert any("(in 5 frames, evenly spaced)" in line for line in report.lines())
+    assert any("in 5 frames, evenly spaced: the nearest" in line for line in lines_of(report))
 
 
 def test_long_tables_are_cut(tmp_path):
     for k in range(25):
         write_system(tmp_path / f"s{k:02d}", frames=1, natoms=3, seed=k)
-    lines = check([tmp_path]).lines()
-    assert "  ... and 5 more systems" in lines
-    assert len(lines) < 30
+    report = check([tmp_path])
+    lines = lines_of(report)
+    assert lines[16].strip() == "... and 13 more"
+    assert len(lines) < 35
+    sizes = sorted((scan.ranges["force"].size for scan in report.training), reverse=True)
+    assert [float(line.split()[-3]) for line in lines[4:16]] == pytest.approx(sizes[:12], abs=0.006)
+    assert lines[17].split()[:2] == ["all", "25"]
+
+
+def test_a_system_with_a_suspicious_frame_comes_first_in_a_long_table(tmp_path):
+    for k in range(15):
+        write_system(tmp_path / f"s{k:02d}", frames=4, natoms=8, seed=k)
+    force = tmp_path / "s07" / "set.000" / "force.npy"
+    edit(force, lambda f: f.__setitem__((2, 0), f[2, 0] + 1.0))
+    lines = lines_of(check([tmp_path]))
+    assert lines[4].split()[0].endswith("s07")
+    assert lines[4].split()[-1] == "1"
+    assert any(
+        re.search(r"net forces +1 of 60 frames have forces that do not add up to zero \(worst: ", line)
+        for line in lines
+    )
+
+
+def test_frames_of_a_part_are_named_by_their_numbers_in_the_whole(tmp_path):
+    path = write_system(tmp_path / "w", frames=40, seed=1)
+    edit(path / "set.000" / "energy.npy", lambda e: e.__setitem__(17, e[17] + 40))
+    [source] = open_data([str(path)], ELEMENTS, LABELS)
+    part = FrameSubset(source, np.arange(5, 40))
+    report = check_systems([part], [], ELEMENTS, SeE2AConfig(rcut=4.0), LABELS)
+    assert f"{path} frame 17 (+3." in report.suspects["energy_outliers"].worst
+
+
+def test_the_rms_of_forces_counts_no_atoms_that_fill_up_shorter_frames(tmp_path):
+    """It was too small for sets with frames of several sizes."""
+    path = write_system(tmp_path / "m", frames=4, natoms=5, mixed=True, virtual=2, seed=1)
+    types = np.load(path / "set.000" / "real_atom_types.npy")
+    force = np.load(path / "set.000" / "force.npy").reshape(4, 7, 3)[types >= 0]
+    found = check([path]).training[0].ranges["force"]
+    assert found.rms == pytest.approx(np.sqrt((force**2).mean()))
+    assert found.count == 4 * 5 * 3
+
+
+def test_forces_of_each_element_are_those_in_the_files(water):
+    report = check(["water"])
+    force = np.concatenate([np.load(f).reshape(-1, 12, 3) for f in sorted(water.glob("set.*/force.npy"))])
+    types = np.loadtxt(water / "type.raw", dtype=int)
+    for k in range(2):
+        number, squares, largest = report.training[0].element_forces[k]
+        own = force[:, types == k]
+        assert number == own.size
+        assert squares == pytest.approx((own**2).sum())
+        assert largest == np.abs(own).max()

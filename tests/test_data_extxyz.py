@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers import assert_same_files, open_data, tiny_input, toy_frame, toy_labels
 
 from deepmd_ema.cli import main
@@ -302,6 +303,35 @@ def test_a_run_on_a_file_is_checked_trained_validated_tested_and_restarted_bitwi
     assert main(["test", "-m", "model.ckpt-12.pt", "-s", "../valid.extxyz"]) == 0
 
 
+def test_isolated_atoms_fix_the_energies_of_elements_that_one_composition_leaves_open(tmp_path, monkeypatch):
+    """A sample of the frames rarely has one: each element then had the mean energy, hundreds of eV from its atom's."""
+    from ase import Atoms
+    from ase.calculators.singlepoint import SinglePointCalculator
+    from ase.io import write
+
+    def labelled(atoms, energy):
+        atoms.calc = SinglePointCalculator(atoms, energy=energy, forces=np.zeros((len(atoms), 3)))
+        return atoms
+
+    monkeypatch.chdir(tmp_path)
+    single = {"O": -2040.0, "H": -13.5}
+    rng = np.random.default_rng(0)
+    water = [Atoms("OH2", [[0, 0, 0], [1, 0, 0], [0, 1, 0]] + 0.05 * rng.normal(size=(3, 3))) for _ in range(60)]
+    frames = [labelled(atoms, single["O"] + 2 * single["H"] - 9.0) for atoms in water]
+    frames += [labelled(Atoms(symbol, [[0, 0, 0]]), energy) for symbol, energy in single.items()]
+    # a crystal of one atom is not isolated
+    frames.append(labelled(Atoms("O", [[0, 0, 0]], cell=[3, 3, 3], pbc=True), -2050.0))
+    write("train.extxyz", frames, format="extxyz")
+    no_virial = {"loss__start_pref_v": 0.0, "loss__limit_pref_v": 0.0}
+    config = tiny_input(["train.extxyz"], num_steps=1, model__data_stat_nbatch=1, **no_virial)
+    Path("input.json").write_text(json.dumps(config))
+    assert main(["train", "input.json"]) == 0
+    bias = torch.load("model.ckpt.pt", weights_only=True)["model"]["out_bias"].ravel().numpy()
+    counts, energies = [[1, 2]] * 2 + [[1, 0], [0, 1]], [single["O"] + 2 * single["H"] - 9.0] * 2 + [*single.values()]
+    np.testing.assert_allclose(bias, np.linalg.lstsq(np.array(counts, float), energies, rcond=None)[0], rtol=1e-12)
+    assert np.all(np.abs(bias - [*single.values()]) < 5)
+
+
 def test_isolated_atoms_are_no_outliers_and_offer_the_energies_of_the_elements(tmp_path):
     """They were "frames far from the others"; a primitive cell of one atom is a crystal."""
     from ase import Atoms
@@ -321,9 +351,10 @@ def test_isolated_atoms_are_no_outliers_and_offer_the_energies_of_the_elements(t
     report = check_systems([source], [], ["O", "C", "H"], descriptor, LABELS)
     assert not [w for w in report.warnings if "far from the others" in w]
     assert report.notes[-1] == (
-        f"3 frames of one isolated atom (first: {source.name} frame 30): not compared with the energies of the others. "
-        "To give the model these energies of isolated atoms, set model.fitting_net.atom_ener = [430.25, null, -13.5] "
-        "(eV; needs set_davg_zero)."
+        f"3 frames of one isolated atom (first: {source.name} frame 30): trained on like the others, and they fix "
+        "energies of elements that compositions leave open. To give the model exactly these, set "
+        "model.fitting_net.atom_ener = [430.25, null, -13.5] (eV; needs set_davg_zero and many more steps: the network "
+        "then has to learn the whole binding energy)."
     )
     write(tmp_path / "crystal.xyz", [*molecules, single("O", 432.5, cell=[3, 3, 3], pbc=True)], format="extxyz")
     report = check_systems(open_data([str(tmp_path / "crystal.xyz")], ["O", "H"], LABELS), [], ["O", "H"], descriptor)

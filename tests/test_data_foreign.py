@@ -107,14 +107,18 @@ CELL = "# Step Time Ax Ay Az Bx By Bz Cx Cy Cz Volume\n" + "".join(
 )
 
 
-@pytest.mark.parametrize("cell", ["w-1.cell", "w-1.restart", "any.inp", "ABC", "NONE"])
+@pytest.mark.parametrize("cell", ["w-1.cell", "w-1.restart", "any.inp", "ABC", "angles", "NONE"])
 def test_a_trajectory_of_cp2k_is_read_with_forces_and_cell(cell):
+    from ase.cell import Cell
+
     coord, energy, force = write_trajectory()
     boxes = [np.array([[5 + k * (cell == "w-1.cell"), 0, 0], [0, 5.5, 0], [0, 1, 6]]) for k in range(3)]
-    if cell in ("ABC", "NONE"):
-        line = "ABC 5 6 7" if cell == "ABC" else "PERIODIC NONE\n ABC 5 6 7"
+    if cell in ("ABC", "angles", "NONE"):
+        angles = "  ALPHA_BETA_GAMMA [deg] 80 100 60\n" * (cell == "angles")
+        line = "PERIODIC NONE\n ABC 5 6 7" if cell == "NONE" else f"ABC [angstrom] 5 6 7  ! of the box\n{angles}"
         Path("w.inp").write_text(f" &CELL\n {line}\n &END CELL\n")
-        boxes = [np.diag([5.0, 6, 7]) if cell == "ABC" else None] * 3
+        of_angles = Cell.new([5, 6, 7, 80, 100, 60]).array  # as ASE, which has the same convention
+        boxes = [{"ABC": np.diag([5.0, 6, 7]), "angles": of_angles, "NONE": None}[cell]] * 3
     else:
         Path(cell).write_text(CELL if cell.endswith(".cell") else INPUT)
     reported = convert_data(["w-pos-1.xyz"], "out")
@@ -124,7 +128,20 @@ def test_a_trajectory_of_cp2k_is_read_with_forces_and_cell(cell):
         assert frame.labels["energy"] == pytest.approx(energy[k] * HARTREE)
         assert np.allclose(frame.labels["force"], force[k] * HARTREE / BOHR, rtol=1e-12)
         assert (frame.box is None) == (boxes[k] is None)
-        assert frame.box is None or np.array_equal(frame.box, boxes[k])
+        assert frame.box is None or np.allclose(frame.box, boxes[k], rtol=0, atol=1e-9 * (cell == "angles"))
+
+
+@pytest.mark.parametrize("name", ["w-pos-1.xyz", "w-frc-1.xyz"])
+def test_a_trajectory_of_cp2k_as_training_data_is_to_be_converted(name):
+    write_trajectory()
+    with pytest.raises(DataError, match=rf"{name}: is a trajectory of CP2K. Make folders of it first: dp-ema convert"):
+        open_data([name], ["O", "H"], ("energy", "force"))
+
+
+def test_a_trajectory_of_cp2k_without_forces_says_so():
+    write_trajectory(forces=0)
+    Path("w-1.cell").write_text(CELL)
+    assert "forces from nowhere: w-frc-1.xyz is not there, or empty" in "\n".join(convert_data(["w-pos-1.xyz"], "out"))
 
 
 def test_steps_of_cp2k_without_forces_are_counted():

@@ -8,8 +8,8 @@ from helpers import tiny_input, write_system
 
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.data.check_cache import Memory
-from deepmd_ema.data.run import check_task, length_lines, open_run
-from deepmd_ema.errors import DataError
+from deepmd_ema.data.run import TaskLength, check_task, most_slots, open_run, run_length
+from deepmd_ema.errors import DataError, UserError
 
 
 def checked(config):
@@ -38,11 +38,10 @@ def test_without_validation_data_there_are_no_validation_systems(water_like):
 def test_the_length_of_a_run_is_reported_in_steps_and_epochs(water_like):
     config = config_from_dict(tiny_input([water_like], num_steps=None, training__numb_epoch=3))
     _, data, report = checked(config)
-    lines = length_lines(config, data, {"": report})[""]
-    assert "24 steps = 3.0 epochs of 8 batches" in lines[0]
-    assert re.fullmatch(r"Memory: about 0\.0\d+ GB for the largest batch \(24 atoms of up to \d+ neighbors\)", lines[1])
-    more = tiny_input([water_like], num_steps=None, training__numb_epoch=3, model__descriptor__sel=[1000, 2000])
-    assert length_lines(config_from_dict(more), data, {"": report})[""][1] == lines[1]
+    steps, lengths = run_length(config, data)
+    assert (steps, lengths) == (24, {"": TaskLength(1.0, 3.0, 8, 2.0, 24, ())})
+    more = config_from_dict(tiny_input([water_like], num_steps=3, model__descriptor__sel=[1000, 2000]))
+    assert most_slots(more.tasks[""], report) == sum(report.neighbors.max_neighbors)  # those that there are
 
 
 def test_tasks_are_distinguished_and_each_has_its_share_of_the_length(water_like, open_like):
@@ -65,11 +64,12 @@ def test_tasks_are_distinguished_and_each_has_its_share_of_the_length(water_like
     assert not reports["a"].warnings
     text = "task b: type_map has Xe, but no training frame does: their networks stay untrained, but for"
     assert reports["b"].warnings[0].startswith(text)
-    lengths = length_lines(config, data, reports)
-    steps = 3 * 8 + data["b"].train[0].num_frames
-    share = 100 * 24 / steps
-    assert lengths["a"][0] == f"Length: {share:.3g} % of {steps} steps = 3.0 epochs of 8 batches"
-    assert f"{100 - share:.3g} % of {steps} steps = 1.0 epochs" in lengths["b"][0]
+    steps, lengths = run_length(config, data)
+    assert steps == 3 * 8 + data["b"].train[0].num_frames
+    assert lengths["a"].share == pytest.approx(24 / steps)
+    assert lengths["a"].epochs == pytest.approx(3)
+    assert lengths["a"].batches == 8
+    assert lengths["b"].epochs == pytest.approx(1)
 
 
 def with_close_atoms(folder, frames, distance, **how):
@@ -136,4 +136,5 @@ def test_options_that_do_not_fit_the_systems_are_problems_by_their_path(water_li
         "training.training_data.batch_size",
         "training.validation_data.sys_probs",
     ]
-    assert length_lines(config, data, {"": report}) == {"": []}
+    with pytest.raises(UserError, match="batch_size"):
+        run_length(config, data)

@@ -160,11 +160,11 @@ def test_a_filter_leaves_large_systems_out_and_says_so():
 
 
 def test_epochs_become_steps_as_the_peer_counts_them():
-    assert Sampler(FRAMES, ATOMS, 2).steps_for_epochs(3) == 3 * 16
-    assert Sampler(FRAMES, ATOMS, 2).steps_for_epochs(0.5) == 8
+    assert Sampler(FRAMES, ATOMS, 2).batches_for_epochs(3) == 3 * 16
+    assert Sampler(FRAMES, ATOMS, 2).batches_for_epochs(0.5) == 8
     skewed = Sampler(FRAMES, ATOMS, 2, sys_probs=[0.1, 0.3, 0.6])
-    assert skewed.steps_for_epochs(2) == 2 * math.ceil(9 / 0.1)
-    assert Sampler(FRAMES, ATOMS, 1, world_size=2).steps_for_epochs(1) == 9 + 3 + 4
+    assert skewed.batches_for_epochs(2) == 2 * math.ceil(9 / 0.1)
+    assert Sampler(FRAMES, ATOMS, 1, world_size=2).batches_for_epochs(1) == 9 + 3 + 4
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_mixed_batches_of_one_system_are_those_of_that_size(size):
         mixed = Sampler((17,), (10,), rule, seed=3)
         assert mixed.batches_per_epoch == plain.batches_per_epoch
         assert [mixed.batch(n) for n in range(60)] == [plain.batch(n) for n in range(60)]
-        assert mixed.steps_for_epochs(2.5) == plain.steps_for_epochs(2.5)
+        assert mixed.batches_for_epochs(2.5) == plain.batches_for_epochs(2.5)
 
 
 def test_a_frame_of_more_atoms_than_mix_allows_is_alone():
@@ -276,10 +276,10 @@ def test_probabilities_of_mixed_batches_are_those_of_frames(rule, auto_prob, sys
 
 
 def test_epochs_of_mixed_batches_become_steps_as_those_of_one_system():
-    assert Sampler(FRAMES, ATOMS, "mixed:4").steps_for_epochs(3) == 3 * 8
-    assert Sampler(FRAMES, ATOMS, "mixed:4", world_size=2).steps_for_epochs(1) == 4
+    assert Sampler(FRAMES, ATOMS, "mixed:4").batches_for_epochs(3) == 3 * 8
+    assert Sampler(FRAMES, ATOMS, "mixed:4", world_size=2).batches_for_epochs(1) == 4
     skewed = Sampler(FRAMES, ATOMS, "mixed:3", sys_probs=[0.1, 0.3, 0.6])
-    assert skewed.steps_for_epochs(2) == math.ceil(2 * 170 / 3)  # 17 frames of a system of probability 0.1
+    assert skewed.batches_for_epochs(2) == math.ceil(2 * 170 / 3)  # 17 frames of a system of probability 0.1
     lengths = {Sampler(FRAMES, ATOMS, "mix:30", seed=seed).batches_per_epoch for seed in range(20)}
     assert len(lengths) == 1
 

@@ -109,11 +109,11 @@ def test_right_data_are_quiet(tmp_path):
 def test_what_cannot_be_reported_is_said(tmp_path):
     path = copied(WATER, tmp_path / "s", frames=5)
     lines = report_of(path).units.lines()
-    assert lines[0] == ("units and signs verified: lengths in 1, forces in 1, energies in 0, virials in 0 of 1 system")
-    assert lines[1] == f"  not verified: energies of {path}"
+    assert lines[0] == ("verified: lengths in 1, forces in 1, energies in 0, virials in 0 of 1 system")
+    assert lines[1] == f"not verified: energies of {path}"
     for file in ("energy", "force"):
         (path / "set.000" / f"{file}.npy").unlink()
-    assert report_of(path).units.lines() == ["units and signs: cannot be verified without forces"]
+    assert report_of(path).units.lines() == ["cannot be verified without forces"]
 
 
 def test_small_systems_are_judged_together(tmp_path):

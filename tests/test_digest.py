@@ -166,7 +166,7 @@ def test_what_average_a_file_holds_survives_what_deepmd_kit_keeps_of_it(frozen):
     tree["software"] = "deepmd-kit"
     write_tree(frozen, tree)
     info = load_model(frozen).info
-    assert info.describe() == "averaged weights (ema) of step 7: decay 0.99, 7 updates, mean age 4.5 steps"
+    assert info.describe() == "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
     assert list(info.config) == ["model"]
     del tree["model_def_script"]["dp_ema"]
     write_tree(frozen, tree)

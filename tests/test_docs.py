@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from infer_models import write_run
 from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict, ignored_options
 from deepmd_ema.config.manual import manual
+from deepmd_ema.labels import QUANTITIES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -87,10 +89,11 @@ def test_every_option_that_a_page_names_is_in_the_manual(page):
     assert [name for name in named if name not in known and not re.search(r"\.(pt|pth|dp|dcp|md)$", name)] == []
 
 
-def test_the_index_names_every_page():
-    index = (ROOT / "doc" / "README.md").read_text()
-    pages = [page.relative_to(ROOT / "doc") for page in (ROOT / "doc").rglob("*.md") if page.name != "README.md"]
-    assert [str(page) for page in pages if f"({page})" not in index] == []
+def test_the_contents_of_a_folder_name_every_page():
+    pages = [page for page in (ROOT / "doc").rglob("*.md") if page.name != "README.md"]
+    folders = [page.parent for page in (ROOT / "doc").glob("*/README.md")]
+    assert [page for page in pages if f"({page.name})" not in (page.parent / "README.md").read_text()] == []
+    assert [page for page in folders if f"({page.name}/README.md)" not in (ROOT / "doc/README.md").read_text()] == []
 
 
 @every_page
@@ -106,6 +109,12 @@ def test_the_architecture_names_every_package(package):
     assert f"`{package}`" in (ROOT / "doc" / "architecture.md").read_text()
 
 
+def test_the_layers_of_the_architecture_are_those_that_are_checked():
+    settings = (ROOT / "pyproject.toml").read_text()
+    checked = re.findall(r'^  "(.*)",$', settings[settings.index("layers = [") :].partition("]")[0], flags=re.M)
+    assert blocks(ROOT / "doc" / "architecture.md", "text")[0].splitlines() == checked
+
+
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
     """A folder as training leaves it, with the frames of the water example and a frozen file."""
@@ -118,7 +127,44 @@ def trained(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize("name", ["README.md", "doc/getting_started.md"])
+@pytest.mark.parametrize("quantity", QUANTITIES.values(), ids=QUANTITIES)
+def test_the_page_of_numbers_has_every_error_with_its_letter_and_unit(quantity):
+    rows = re.findall(r"^\| *(\w?) *\| `(\w+)` \|.*\| (\S+) \|$", (ROOT / "doc" / "numbers.md").read_text(), flags=re.M)
+    assert (quantity.metric, quantity.name, quantity.unit) in rows
+
+
+SMALLER = {  # what the tutorial shows -> what is executed, in seconds instead of minutes
+    "range(20)": "range(4)",
+    "dynamics.run(25)": "dynamics.run(2)",
+    "--steps 1000": "--steps 4",
+    "range(50, 501, 50)": "range(2, 5, 2)",
+    "dynamics.run(50)": "dynamics.run(2)",
+    "copper.pt2": "copper.dp",  # a .pt2 is compiled for minutes; tests/test_pt2.py writes some
+}
+
+
+@pytest.mark.slow
+def test_every_step_of_the_tutorial_runs_and_its_potential_conserves_energy(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("ase")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "doc" / "tutorial.md").read_text()
+    for long, short in SMALLER.items():
+        assert long in text
+        text = text.replace(long, short)
+    for language, code in re.findall(r"^```(python|sh)\n(.*?)^```", text, flags=re.M | re.S):
+        if language == "python":
+            exec(compile(code, "doc/tutorial.md", "exec"), {})
+            continue
+        for line in code.splitlines():
+            command, *words = shlex.split(line)
+            assert (command, cli.main(words)) == ("dp-ema", 0), line
+    assert {"report.html", "parity.png", "copper.dp"} <= set(os.listdir())
+    total = [float(found) for found in re.findall(r"total energy (\S+) meV/atom", capsys.readouterr().out)]
+    assert len(total) == 2
+    assert max(map(abs, total)) < 1.0
+
+
+@pytest.mark.parametrize("name", ["README.md", "doc/getting_started.md", "doc/python.md"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch-sim imports
 def test_every_python_snippet_of_a_page_runs(name, trained, capsys):
     if "ase" in (ROOT / name).read_text():

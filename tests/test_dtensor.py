@@ -1,6 +1,8 @@
 """Shards and full tensors, on two processes with shards of different sizes."""
 
+import sys
 from contextlib import contextmanager
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -61,3 +63,10 @@ def test_a_plain_tensor_is_its_own_shard():
     assert not is_sharded(plain)
     for same in (local_shard(plain), full_tensor(plain), from_local(plain, plain), shard_like(plain, plain)):
         assert same is plain
+
+
+def test_a_tensor_is_whole_while_another_thread_imports_the_sharded_ones(monkeypatch):
+    """A checkpoint was written in shards beside a step, which ended with an AttributeError."""
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("torch.distributed.tensor"))
+    assert not is_sharded(WHOLE)
+    assert local_shard(WHOLE) is WHOLE

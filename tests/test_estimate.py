@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -78,9 +79,11 @@ def test_check_says_how_long_the_run_takes(written, capsys):
     written(num_steps=8, validating=VALIDATED)
     assert main(["check", "input.json", "--time", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
-    assert "for 8 steps on this machine as it is now" in out
+    assert "Cost on this machine as it is now (" in out
+    assert "started now, it ends at 20" in out
+    assert "8 steps of" in out
     assert "2 validations of" in out
-    assert "Memory measured: " in out
+    assert re.search(r"memory  \d+ MB at most", out)
 
 
 def test_the_memory_is_that_of_the_run_however_much_the_parent_process_has(written):

@@ -58,7 +58,10 @@ def test_freezing_the_average_of_a_checkpoint_is_freezing_the_averaged_file(run,
 def test_a_frozen_file_says_which_weights_it_holds(run, tmp_path):
     averaged = load_model(freeze(load_model(run[0], use_average=True), tmp_path / "a.dp").path).info
     live = load_model(freeze(load_model(run[0]), tmp_path / "b.dp").path).info
-    assert averaged.describe() == "averaged weights (ema) of step 7: decay 0.99, 7 updates, mean age 4.5 steps"
+    assert (
+        averaged.describe()
+        == "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+    )
     assert (averaged.average["profile"], averaged.min_nbor_dist) == ("ema", 0.9)
     assert live.describe() == "live weights of step 7"
     assert live.config["training"]["seed"] == 10

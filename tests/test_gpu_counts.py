@@ -22,6 +22,8 @@ MAX_KERNELS = {
     "se_e2_a, AdamW": 548,
     "se_e2_a, AdaMuon": 631,
     "se_e2_a, HybridMuon": 696,
+    "se_e2_a, groups of AdamW": 552,
+    "se_e2_a, three batches a step": 1670,
     "se_e2_a, LKF": 2823,
     "se_e2_r": 553,
     "se_e3": 660,

@@ -117,8 +117,9 @@ def assert_same_run(a, b):
         SEVERAL,
         {"optimizer": {"type": "HybridMuon"}, "training__gradient_max_norm": 1.0},
         {"optimizer": {"type": "AdaMuon"}, "model__descriptor__precision": "float32"},
+        {"optimizer": {"type": "AdamW", "groups": [{"pattern": "descriptor.*", "lr_scale": 0.3, "weight_decay": 0}]}},
     ],
-    ids=["Adam", "several averages", "HybridMuon", "AdaMuon"],
+    ids=["Adam", "several averages", "HybridMuon", "AdaMuon", "groups"],
 )
 def test_captured_steps_have_the_bits_of_eager_ones_while_shapes_change(start, monkeypatch, options):
     watch = Watch()
@@ -150,6 +151,11 @@ def test_a_step_that_is_not_finite_is_skipped_in_a_graph_too(start):
     options = {"learning_rate__start_lr": 1e200, "learning_rate__stop_lr": 1e199, "training__save_freq": 4}
     with pytest.raises(DivergedError, match=r"step \d+: .* frame \d+"):
         start("run", options)
+
+
+def test_steps_of_several_batches_stay_eager(start, caplog):
+    start("run", {"training__accumulate": 2}, num_steps=4)
+    assert "training.cuda_graphs has no effect: a step of several batches (training.accumulate) would be" in caplog.text
 
 
 def test_steps_with_an_optimizer_that_draws_on_the_host_stay_eager(start, caplog):

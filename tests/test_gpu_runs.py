@@ -42,6 +42,7 @@ RUNS = {
     **LOSSES,
     "hessian": HESSIANS,
     "clipped, displayed on average": {"training__gradient_max_norm": 0.5, "training__disp_avg": True},
+    "three batches a step": {"training__accumulate": 3, "training__averaging": [{**AVERAGES[0], "lcurve": True}]},
     "bias fitted at the end": {"training__change_bias_after_training": True},
     "messages and a table": {name: value for name, value in MESSAGES.items() if name.startswith("model")},
 }

@@ -105,14 +105,15 @@ def test_an_update_is_few_kernels(kind, most):
     assert 0 < seen.count <= most
 
 
+@pytest.mark.parametrize("groups", [[], [sections.GroupConfig(pattern="*.weight", lr_scale=0.3)]], ids=["", "groups"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rate_on_the_device_gives_the_bits_of_one_on_the_host(kind, dtype):
+def test_a_rate_on_the_device_gives_the_bits_of_one_on_the_host(kind, dtype, groups):
     found = []
     for on_device in (False, True):
         named = network(dtype=dtype)
-        optimizer = build(kind, named, weight_decay=0.05)
-        rate = torch.zeros((), device="cuda")
+        optimizer = build(kind, named, weight_decay=0.05, groups=groups)
+        rate = torch.zeros((), dtype=torch.float64, device="cuda")
         for number in range(4):
             now = 0.3 * LR / (1 + number)
             rate.copy_(torch.tensor(now))

@@ -195,6 +195,26 @@ def test_what_the_model_was_not_trained_for_is_said_once(tmp_path, atoms, caplog
     assert len(caplog.records) == 2
 
 
+def test_an_atom_that_has_left_the_others_is_reported_once(tmp_path, caplog):
+    path, _ = write_run(tmp_path)
+    atoms = ase.Atoms("OH2", [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 3.9, 0.0]])
+    atoms.calc = DP(path, device="cpu")
+    atoms.get_potential_energy()
+    assert not caplog.records
+    for distance in (4.1, 5.0):  # beyond the cutoff of 4, within the skin first
+        atoms.positions[2, 1] = distance
+        assert not atoms.get_forces()[2].any()
+    (text,) = [r.getMessage() for r in caplog.records]
+    assert text.startswith("atom 2 (H) has no neighbor within 4 angstrom")
+    caplog.clear()
+    ase.Atoms("H", calculator=DP(path, device="cpu")).get_potential_energy()  # meant to be alone
+    # images of an atom are neighbors, and the forces of a crystal may be zero exactly
+    crystal = ase.Atoms("O2", [[0, 0, 0], [1.5, 1.5, 1.5]], cell=[3, 3, 3], pbc=True)
+    crystal.calc = DP(path, device="cpu")
+    crystal.get_potential_energy()
+    assert not caplog.records
+
+
 def test_a_parameter_that_ase_would_take_and_never_look_at_is_refused(potential):
     for name in ("heads", "type_dict"):
         with pytest.raises(UserError, match=f"{name}: models take no such parameter. Known: fparam, aparam"):

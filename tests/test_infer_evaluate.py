@@ -82,7 +82,7 @@ def test_the_lines_are_those_of_the_peer(run, labelled):
         "Energy MAE        ", "Energy RMSE       ", "Energy MAE/Natoms ", "Energy RMSE/Natoms",
         "Force  MAE        ", "Force  RMSE       ", "Virial MAE        ", "Virial RMSE       ",
         "Virial MAE/Natoms ", "Virial RMSE/Natoms", "Stress MAE        ", "Stress RMSE       ",
-        "Atomic ener MAE   ", "Atomic ener RMSE  ", "# " + "-" * 47 + " ", "# forces by element",
+        "Atomic ener MAE   ", "Atomic ener RMSE  ", "# " + "-" * 47 + " ", "# errors by composition",
     ]  # fmt: skip
     assert sum(line.startswith("Virial MAE  ") for line in lines) == 2  # the open system has none
     assert lines[start + 2].endswith(" eV")
@@ -96,7 +96,34 @@ def test_forces_by_element_and_worst_frames_are_listed(run, labelled):
     worst = text.split("# the 10 frames of largest force error")[1].splitlines()[3:13]
     sizes = [float(line.split()[1]) for line in worst]
     assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == pytest.approx(1e-3 * measure(run[0], [labelled]).worst().rows[0][0], abs=1e-6)
     assert any(f"{labelled / 'cell'}/set.001 frame 1" in line for line in worst)
+
+
+def test_errors_are_listed_by_config_type_and_by_composition_the_worst_first(run, tmp_path):
+    from ase import Atoms
+    from ase.calculators.singlepoint import SinglePointCalculator
+    from ase.io import write
+
+    rng, frames = np.random.default_rng(0), []
+    for kind, symbols, size in [("md", "OH2", 0.1), ("scan", "OH2", 5.0), ("md", "O2H", 0.2), ("", "O2H", 0.2)] * 2:
+        atoms = Atoms(symbols, [[0, 0, 0], [1, 0, 0], [0, 1, 0]] + 0.1 * rng.normal(size=(3, 3)))
+        atoms.calc = SinglePointCalculator(atoms, energy=1.0, forces=size * rng.normal(size=(3, 3)))
+        atoms.info.update({"config_type": kind} if kind else {})
+        frames.append(atoms)
+    write(tmp_path / "data.xyz", frames, format="extxyz")
+    report = measure(run[0], [tmp_path / "data.xyz"])
+    kinds, compositions = report.groups()
+    assert [(row[0], row[1]) for row in kinds.rows] == [("scan", 2), ("none", 2), ("md", 4)]
+    assert [(row[0], row[1]) for row in compositions.rows] == [("O1 H2", 4), ("O2 H1", 4)]
+    scan = [f for f in report.frames if f.source[1] % 4 == 1]
+    error = np.concatenate([f.prediction[FORCE] - f.label[FORCE] for f in scan])
+    assert kinds.rows[0][-1] == pytest.approx(np.sqrt(np.mean(error**2)), rel=SAME_MATH)
+    text = report.text()
+    assert text.index("# errors by config_type or group\n") < text.index("# errors by composition\n")
+    assert "meV" not in text
+    (tmp_path / "one.xyz").write_text((tmp_path / "data.xyz").read_text().partition("\n3\n")[0] + "\n")
+    assert measure(run[0], [tmp_path / "one.xyz"]).groups() == []
 
 
 def test_the_first_frames_of_each_system_are_taken(run, labelled):

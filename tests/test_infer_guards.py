@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -107,6 +108,31 @@ def test_threads_with_one_calculator_get_the_results_of_their_own_atoms(path, fr
     other.join()
     assert both[1].get_potential_energy() == pytest.approx(known[1], abs=1e-4)
     assert abs(known[0] - known[1]) > 1e-3
+
+
+@pytest.mark.parametrize("interpolate", ["always", "never"])
+def test_four_threads_with_one_potential_get_the_numbers_of_one(interpolate):
+    config, model = toy_model("se_e2_a", {"interpolate": interpolate})
+    loaded = LoadedModel(model, config, Provenance("toy", "frozen"))
+    systems = [
+        [(coord + 0.01 * step, types, TRICLINIC) for step in range(8)] for coord, types in map(toy_atoms, range(4))
+    ]
+    known = [
+        [Potential(copy.deepcopy(loaded), device="cpu").evaluate(*frame) for frame in of_one] for of_one in systems
+    ]
+    shared, begin = Potential(loaded, device="cpu"), threading.Barrier(4)
+
+    def evaluate(frames):
+        kept = KeptPairs(1.0)
+        begin.wait()  # together, also where the first call prepares something
+        return [(shared.evaluate(*frame), shared.evaluate(*frame, kept=kept)) for frame in frames]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(evaluate, systems))
+    for expected, of_thread in zip(known, found):
+        for one, both in zip(expected, of_thread):
+            for prediction in both:
+                same(one, prediction, atol=1e-10)
 
 
 FORKED = """

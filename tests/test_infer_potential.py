@@ -191,7 +191,10 @@ def test_the_average_of_a_training_checkpoint_is_the_averaged_file(run, frames):
     same(Potential(inside).evaluate(*frames), Potential(averaged).evaluate(*frames))
     assert abs(Potential(live).evaluate(*frames).energy - Potential(inside).evaluate(*frames).energy).max() > 1e-6
     assert inside.info.describe() == load_model(averaged).info.describe()
-    assert inside.info.describe() == "averaged weights (ema) of step 7: decay 0.99, 7 updates, mean age 4.5 steps"
+    assert (
+        inside.info.describe()
+        == "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+    )
     assert load_model(live).info.describe() == "live weights of step 7"
     assert load_model(averaged, average="ema").info.weights == "ema"
 

@@ -30,7 +30,10 @@ def test_each_of_several_averages_is_shown_with_the_option_that_freezes_it(tmp_p
     """`--use-ema` alone was advised for each of eight averages, and refused."""
     path = write_kept_run(tmp_path, None, steps=40, every=20) / "model.ckpt-40.pt"
     text = describe(path)
-    assert "p10: sigma_rel 0.1, gamma 6.937, 40 updates, mean age 4.0 steps (freeze it with --average p10)" in text
+    assert (
+        "p10: sigma_rel 0.1, gamma 6.937, 40 updates, looks back 4.0 steps on average (freeze it with --average p10)"
+        in text
+    )
     assert "--use-ema" not in text
 
 
@@ -38,7 +41,10 @@ def test_a_training_checkpoint_is_described(run):
     text = describe(run[0])
     assert text.splitlines()[0].startswith(f"{run[0]}: training checkpoint of dp-ema 0")
     assert row(text, "weights") == "live, step 7"
-    assert row(text, "average ") == "ema: decay 0.99, 7 updates, mean age 4.5 steps (freeze it with --use-ema)"
+    assert (
+        row(text, "average ")
+        == "ema: decay 0.99, 7 updates, looks back 4.5 steps on average (freeze it with --use-ema)"
+    )
     assert row(text, "elements") == "O H"
     assert row(text, "descriptor") == (
         "se_e2_a, rcut 4 angstrom (smooth from 1), sel 24 24, neuron 4-8, axis_neuron 4, float64"
@@ -54,14 +60,17 @@ def test_a_training_checkpoint_is_described(run):
 def test_an_averaged_file_is_described(run):
     text = describe(run[1])
     assert text.splitlines()[0].startswith(f"{run[1]}: averaged weights of dp-ema 0")
-    assert row(text, "weights") == "average ema: decay 0.99, 7 updates, mean age 4.5 steps, step 7"
+    assert row(text, "weights") == "average ema: decay 0.99, 7 updates, looks back 4.5 steps on average, step 7"
     assert "restart" not in text
 
 
 def test_a_frozen_file_is_described(run, tmp_path):
     text = describe(freeze(load_model(run[0], use_average=True), tmp_path / "m.dp").path)
     assert "frozen model of dp-ema 0" in text
-    assert row(text, "weights") == "averaged weights (ema) of step 7: decay 0.99, 7 updates, mean age 4.5 steps"
+    assert (
+        row(text, "weights")
+        == "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+    )
     assert row(text, "sizes") == row(describe(run[0]), "sizes")
 
 
@@ -93,5 +102,5 @@ def test_a_file_that_is_no_model_is_refused(tmp_path, run, capsys):
 def test_large_numbers_of_an_average_have_separators():
     facts = {"type": "swa", "updates": 20000, "mean_age": 9999.5}
     info = Provenance(Path("m.pt"), "average", "flat", 20000, facts)
-    words = "equal weights, 20,000 updates, mean age 9,999.5 steps"
+    words = "equal weights, 20,000 updates, looks back 9,999.5 steps on average"
     assert info.describe() == f"averaged weights (flat) of step 20,000: {words}"

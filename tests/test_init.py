@@ -18,7 +18,10 @@ from deepmd_ema.presets import KINDS, MODELS, SIZES, read_preset
 from deepmd_ema.proposal import Wishes, propose
 from deepmd_ema.training.estimate import Cost
 
-COST = Cost(1000, 10, 10, start=10.0, step=0.5, validation=1.0, checkpoint=0.0, memory=1, gpu_memory=0, measured=9)
+COST = Cost(
+    num_steps=1000, epoch_steps=10, rows=20, validations=10, checkpoints=10, start=10.0, new_step=0.5, step=0.5,
+    row=0.0, first_validation=1.0, validation=1.0, checkpoint=0.0, end=0.0, memory=1, gpu_memory=0, measured=9,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +132,7 @@ def test_steps_fill_the_time_that_is_given(monkeypatch, tmp_path):
 
 def test_too_little_time_says_how_much_is_needed(monkeypatch, tmp_path, capsys):
     data = str(write_system(tmp_path / "data", frames=8))
-    monkeypatch.setattr(proposal, "measure_steps", lambda config, device: replace(COST, step=2.0))
+    monkeypatch.setattr(proposal, "measure_steps", lambda config, device: replace(COST, new_step=2.0, step=2.0))
     assert main(["init", data, "--validation", data, "--hours", "0.01"]) == 2
     assert "a run needs 3 min 40 s (--hours 0.07) for 100 steps" in capsys.readouterr().err
     assert not Path("input.yaml").exists()
@@ -180,17 +183,83 @@ def test_labels_that_are_not_there_have_no_weight(tmp_path):
     assert found.values["validating"]["validation_metric"] == "E:RMSE"
 
 
+@pytest.mark.usefixtures("real_radii")
+@pytest.mark.parametrize("vacuum", [0, 40])
+def test_a_slab_is_a_solid_and_a_molecule_alone_in_a_small_cell_is_a_molecule(vacuum):
+    rng = np.random.default_rng(1)
+    symbols, coord, cell = copper(rng)
+    cell[2, 2] += vacuum  # 40: more than 60 cubic angstrom for each atom
+    write_extxyz("slab.extxyz", [(symbols, coord + rng.normal(scale=0.02, size=coord.shape), cell) for _ in range(12)])
+    water = np.array([[0, 0, 0], [0.96, 0, 0], [-0.24, 0.93, 0]])
+    small = [(["O", "H", "H"], water + rng.normal(scale=0.02, size=(3, 3)), 5 * np.eye(3)) for _ in range(12)]
+    write_extxyz("molecule.extxyz", small)
+    assert (
+        propose(Wishes(["slab.extxyz"]))
+        .head[1]
+        .startswith("Data: solid (bonds continue from cell to cell, in 11 of 11")
+    )
+    assert propose(Wishes(["molecule.extxyz"])).head[1].startswith("Data: molecules (")
+
+
+def test_validation_frames_without_labels_are_not_validated(tmp_path, capsys):
+    train = str(write_system(tmp_path / "train", frames=8))
+    unlabelled = write_system(tmp_path / "unlabelled", frames=8, force=False, virial=False)
+    (unlabelled / "set.000" / "energy.npy").unlink()
+    assert main(["init", train, "--validation", str(unlabelled)]) == 0
+    assert "warning: no energy in the validation data" in capsys.readouterr().out
+    assert load_config("input.yaml").validating.full_validation is False
+
+
+def test_a_file_half_of_whose_frames_have_energies_gives_an_input_and_a_warning(capsys):
+    write_extxyz("data.extxyz", frames_of("molecules"))
+    lines = Path("data.extxyz").read_text().splitlines(keepends=True)
+    headers = [k for k, line in enumerate(lines) if "energy=" in line]
+    for k in headers[::2]:
+        before, _, after = lines[k].partition("energy=")
+        lines[k] = before + after.partition(" ")[2]
+    Path("data.extxyz").write_text("".join(lines))
+    assert main(["init", "data.extxyz", "--steps", "3"]) == 0
+    assert "warning: no energy in 9 training frames of 1 of 1 systems" in capsys.readouterr().out
+    assert main(["train", "input.yaml"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("elements", "message"),
+    [
+        ("O", 'element "H" is not in -t. Known: O. Add it to -t, or leave the system out.'),
+        ("Cu Au", "2 problems\n"),
+        ("O O H", 'type_map = ["O", "O", "H"]: O occurs more than once'),
+    ],
+)
+def test_elements_that_contradict_the_data_end_in_one_message(elements, message, tmp_path, capsys):
+    data = str(write_system(tmp_path / "data", frames=8))
+    assert main(["init", data, "-o", "input.yaml", "-t", *elements.split()]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "model.type_map," not in printed
+    assert not Path("input.yaml").exists()
+
+
+def test_an_output_whose_folder_is_missing_ends_in_one_line_before_the_data_are_read(capsys):
+    assert main(["init", "no_data_either", "-o", "absent/input.yaml"]) == 2
+    message = "dp-ema: -o absent/input.yaml: absent is no folder that can be written to. Make it, or name another.\n"
+    assert capsys.readouterr().err == message
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("unlabelled", "no label of the loss is present"),
-        ("empty", "data.extxyz"),
-        ("damaged", "data.extxyz"),
-        ("missing", "data.extxyz"),
+        ("empty", "data.extxyz: no frames: the file is empty"),
+        ("damaged", "data.extxyz: frame 11 (from 0): atom 5 (from 0): 'O 2.0"),
+        ("missing", "data.extxyz: no such file or folder"),
+        ("folder", "data.extxyz: no system in it or below it. A system has type.raw and set.*/coord.npy."),
+        ("foreign", "What ASE and dpdata read becomes folders by: dp-ema convert"),
     ],
 )
 def test_data_that_nothing_can_be_learned_from_end_in_one_message(content, message, capsys):
     rng = np.random.default_rng(0)
+    data = "OUTCAR" if content == "foreign" else "data.extxyz"
     coord, _types, box = toy_frame(rng, 6)
     if content == "unlabelled":
         write_extxyz("data.extxyz", [(["O"] * 6, coord, box.reshape(3, 3))] * 12, labels=False)
@@ -199,8 +268,12 @@ def test_data_that_nothing_can_be_learned_from_end_in_one_message(content, messa
         Path("data.extxyz").write_text(Path("data.extxyz").read_text()[:-100])
     elif content == "empty":
         Path("data.extxyz").touch()
-    assert main(["init", "data.extxyz"]) == 2
+    elif content == "folder":
+        Path("data.extxyz").mkdir()
+    elif content == "foreign":
+        Path("OUTCAR").write_text(" vasp.6.4.2\n")
+    assert main(["init", data]) == 2
     printed = capsys.readouterr()
     assert message in printed.err
-    assert "Traceback" not in printed.err
+    assert printed.err.count("\n") == 1
     assert not Path("input.yaml").exists()

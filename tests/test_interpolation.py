@@ -317,7 +317,7 @@ def test_a_net_with_a_kink_is_evaluated_directly_with_a_warning(caplog):
     interpolation, control, _ = controlled(activation="relu", choice="always")
     assert interpolation.terms == 0
     assert "the network is not smooth" in caplog.text
-    assert control.describe() == "at each pair"
+    assert control.describe() == "evaluated for each pair of atoms"
     control.before_step(1000)
     assert interpolation.terms == 0
 
@@ -352,7 +352,7 @@ def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start
     )
     caplog.set_level(logging.INFO)
     direct = start("direct", 20, {"model__descriptor__interpolate": "never"})
-    assert "embedding networks  at each pair" in caplog.text
+    assert "embedding networks  evaluated for each pair of atoms" in caplog.text
     whole = start("whole", 20, ALWAYS)
     assert "terms of a Chebyshev series" in caplog.text
     weights = [load(folder / "model.ckpt-20.pt") for folder in (direct, whole)]

@@ -178,7 +178,7 @@ def test_uneven_batches_missing_elements_clipping_and_bias_follow_one_process(ru
     folder, _ = run("mixed", stage, ranks)
     assert_same_run(folder, run("mixed", 0, 1)[0])
     file = load(folder / "model.ckpt.pt")
-    assert file["refitted_bias"].keys() == {"live", "ema"}
+    assert file["refitted"].keys() == {"live", "ema"}
     assert file["step"] == 2 * 7  # 3 batches of water, 2 of the odd frames, 2 of the open ones
 
 

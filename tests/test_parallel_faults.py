@@ -199,6 +199,15 @@ def test_one_rank_that_is_requested_to_stop_stops_all_after_the_same_step(tmp_pa
     assert_continues(folder, step)
 
 
+def test_one_rank_that_is_out_of_time_ends_all_after_the_same_step_without_an_error(tmp_path):
+    folder = make_run(tmp_path / "run", 1)
+    codes, said = run(folder, "", "run_out_of_time")
+    assert (codes, said) == ([0, 0], [])
+    log = (folder / "reported.txt").read_text()
+    assert "dp-ema train --restart model.ckpt.pt input.json, launched as before" in log
+    assert_continues(folder, AT_STEP)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -77,7 +77,7 @@ def most_memory(folder):
     class Measure(Callback):
         @contextmanager
         def during(self, trainer, phase):
-            if phase == "step":
+            if phase in ("step", "display"):
                 yield
                 return
             gc.collect()

@@ -201,7 +201,7 @@ def test_the_file_is_a_model_for_every_reader(run, tmp_path, water_like, capsys,
     assert cli.main(["show", str(path)]) == 0
     said = capsys.readouterr().out
     assert ": weights of dp-ema" in said
-    assert "average posthoc: sigma_rel 0.06, gamma 13.63, made of 40 snapshots, mean age 25" in said
+    assert "average posthoc: sigma_rel 0.06, gamma 13.63, made of 40 snapshots, looks back 25" in said
     assert "step 400" in said
     assert cli.main(["freeze", "-c", str(path), "-o", str(tmp_path / "m.dp")]) == 0
     frozen = load_model(tmp_path / "m.dp")
@@ -224,7 +224,7 @@ def test_a_snapshot_is_a_model_as_well(run, capsys):
     assert cli.main(["show", str(path)]) == 0
     said = capsys.readouterr().out
     assert ": snapshot of an average of dp-ema" in said
-    assert "average p05: sigma_rel 0.05, gamma 16.97, 200 updates, mean age 10.0 steps, step 200" in said
+    assert "average p05: sigma_rel 0.05, gamma 16.97, 200 updates, looks back 10.0 steps on average, step 200" in said
     assert (
         load_model(path)
         .info.describe()
@@ -247,7 +247,7 @@ def test_a_bias_that_was_refitted_after_training_is_mentioned(copy, capsys):
     change(copy / "model.ckpt-400.pt", refitted_bias=bias)
     assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.06"]) == 0
     said = capsys.readouterr().out
-    assert "the bias of this file is not refitted, and all errors above are those before" in said
+    assert "this file has neither, and all errors above are those before" in said
     assert f"dp-ema change-bias {copy / 'model_posthoc.pt'}" in said
 
 

@@ -1,7 +1,12 @@
 """``from deepmd_ema import train``: an input or its values, the files and the errors of the run."""
 
+import asyncio
+import io
 import json
 import logging
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +14,8 @@ from helpers import assert_same_files, tiny_input, write_system
 
 import deepmd_ema
 from deepmd_ema import Potential, train
-from deepmd_ema.errors import ConfigError
+from deepmd_ema.errors import ConfigError, Interrupted
+from deepmd_ema.training.run import Callback
 
 VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
 
@@ -70,6 +76,66 @@ def test_mistakes_in_values_are_named_all_at_once(config):
         train(wrong)
     assert "training.numb_step" in str(caught.value)
     assert "training.disp_freq" in str(caught.value)
+
+
+def test_a_notebook_shows_the_message_of_a_mistake_without_a_traceback(config):
+    with pytest.raises(ConfigError) as caught:
+        train(config | {"training": config["training"] | {"disp_freq": 0, "save_frq": 1}})
+    first, second = caught.value._render_traceback_()
+    assert first.startswith("ConfigError: input: training.")
+    assert "training." in second
+
+
+def test_it_trains_inside_of_a_running_event_loop(config):
+    async def cell():
+        return train(config, device="cpu")
+
+    assert asyncio.run(cell()).step == 6
+
+
+def test_it_trains_outside_of_the_main_thread(config):
+    found, before = [], signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=lambda: found.append(train(config, device="cpu")))
+    thread.start()
+    thread.join()
+    assert found[0].step == 6
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class _Interrupts(Callback):
+    def after_step(self, trainer):
+        if trainer.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_cell_that_is_interrupted_can_be_continued_bitwise(config, tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        if name == "parts":
+            with pytest.raises(Interrupted, match=r"stopped by SIGINT after step 3 of 6; everything is saved\."):
+                train(config, callback=_Interrupts(), device="cpu")
+        train(config, restart="model.ckpt.pt" if name == "parts" else None, device="cpu")
+    assert_same_files(tmp_path / "whole", tmp_path / "parts")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("has_handlers", [False, True])
+def test_a_message_is_shown_once_however_often_it_trains(config, monkeypatch, capsys, has_handlers):
+    stream = io.StringIO()
+    log = logging.getLogger("deepmd_ema")
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler(stream)] * has_handlers)
+    for _ in range(2):
+        train(config, device="cpu")
+    for handler in log.handlers:
+        handler.close()
+    seen = {"stderr": capsys.readouterr().err, "program": stream.getvalue()}
+    assert {where: text.count("optimizer  ") for where, text in seen.items()} == {
+        "stderr": 0 if has_handlers else 2,
+        "program": 2 if has_handlers else 0,
+    }
 
 
 def test_names_of_the_package_are_found_on_demand():

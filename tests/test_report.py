@@ -9,14 +9,17 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from deepmd_ema.config.due import Due
 from deepmd_ema.errors import UserError, WriteError, counted, every_steps
-from deepmd_ema.report.logs import open_board, set_up_logging
-from deepmd_ema.report.progress import IntervalTimes, Progress, duration
+from deepmd_ema.report.logs import set_up_logging
+from deepmd_ema.report.progress import Progress, duration
 from deepmd_ema.report.tables import LcurveFile, ValidationLog, show_metric
+from deepmd_ema.report.times import RunTimes
 
 TABLES = Path(__file__).parent / "golden" / "tables"
 # written by `dp --pt train` of DeePMD-kit 3.2.0 (12 steps, disp_freq 4, validation_freq 4, se_e2_a on random frames)
@@ -220,6 +223,40 @@ def test_errors_are_shown_with_five_significant_digits(value, shown):
 # progress, times, messages
 
 
+class Known(RunTimes):
+    """Times that are given, not measured."""
+
+    def __init__(self, left, step=0.25):
+        super().__init__()
+        self.given = left, step
+
+    def left(self, step, num_steps):
+        return self.given[0]
+
+    def step_seconds(self):
+        return self.given[1]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A list of one number: what the clock says."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def bar_text(monkeypatch, progress, columns=None):
+    """Return the last state of the bar of 100 steps after step 40, on a terminal of so many columns."""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    progress.advance(39)
+    progress._bar.ncols, progress._bar.dynamic_ncols = columns, None
+    progress.advance(40)
+    progress._bar.refresh()
+    progress.close()
+    return stream.getvalue().rstrip().rpartition("\r")[2]
+
+
 def show(progress, step):
     errors = {"": {"rmse_e": 0.2, "rmse": 41.9}}
     progress.show(step, 1e-3, errors, {"": {"rmse": 35.0}}, 0.05, "data 2 % | step 95 %")
@@ -227,7 +264,7 @@ def show(progress, step):
 
 def test_a_displayed_step_says_errors_speed_split_and_when_it_ends(caplog):
     caplog.set_level(logging.INFO)
-    progress = Progress(100, interactive=False)
+    progress = Progress(100, Known(left=2.5), interactive=False)
     progress.start_at(40)
     for step in range(41, 51):
         progress.advance(step)
@@ -246,7 +283,7 @@ def test_each_of_several_tasks_has_a_line_of_its_own(caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    progress = Progress(100, interactive=True)
+    progress = Progress(100, RunTimes(), interactive=True)
     progress.advance(1)
     errors = {"water": {"rmse": 2.0, "rmse_e": 1.0}, "ice": {"rmse": 3.0}, "steam": {}}
     progress.show(1, 1e-3, errors, {"water": {}, "ice": {"rmse": 4.0}}, 0.1)
@@ -259,22 +296,86 @@ def test_each_of_several_tasks_has_a_line_of_its_own(caplog, monkeypatch):
         "ice_val: rmse = 4.00e+00",
     ]
     assert lines[4:] == ["water_ema: rmse = 2.00e+00, rmse_e = 1.00e+00", "ice_ema: rmse = 3.00e+00"]
-    assert "rmse water 2.00e+00, ice 3.00e+00, lr 1.0e-03" in stream.getvalue()
 
 
-def test_the_time_left_follows_from_the_whole_run(caplog):
-    """It was that of the last interval: 23, 7, 2 s were shown where 15, 13, 8 s were left."""
+def take_steps(times, clock, steps, seconds):
+    for _ in range(steps):
+        with times.of("step"):
+            clock[0] += seconds
+
+
+def test_the_time_left_has_the_validations_and_checkpoints_that_are_due(clock):
+    """It followed from the intervals so far, and jumped when the first validation came."""
+    due = {"validation": Due(0, 40, 100), "checkpoint": Due(0, 100, 100)}
+    times = RunTimes(due, expected={"validation": 8.0})
+    assert times.left(0, 100) is None  # nothing is known yet
+    take_steps(times, clock, 2, 9.0)  # they prepare memory
+    assert times.left(2, 100) is None
+    take_steps(times, clock, 18, 0.5)
+    assert times.left(20, 100) == 80 * 0.5 + 3 * 8 * 0.5
+    take_steps(times, clock, 20, 0.5)
+    with times.of("validation"):
+        clock[0] += 6.0
+    with times.of("checkpoint"):
+        clock[0] += 1.0
+    assert times.left(40, 100) == pytest.approx(60 * 0.5 + 2 * 6.0 + 1.0)
+    assert times.step_seconds() == pytest.approx(0.5)
+    take_steps(times, clock, 60, 0.5)
+    assert times.left(100, 100) == 0.0
+
+
+@pytest.mark.parametrize("first", [0, 1, 7, 10, 30, 100, 150])
+@pytest.mark.parametrize("every", [0, 1, 7, 10, 100, 1000])
+def test_what_is_due_is_counted_as_it_will_happen(first, every):
+    steps = {s for s in range(first or every, 101) if (s - (first or every)) % every == 0} if every else set()
+    for after in (0, 1, 6, 7, 10, 29, 30, 99, 100):
+        assert Due(first, every, 100).count(after) == sum(s > after for s in steps | {100})
+
+
+def test_the_bar_has_what_matters_within_its_width(monkeypatch):
+    wide, narrow, tiny = (bar_of(monkeypatch, columns) for columns in (120, 60, 40))
+    assert wide.endswith("| 40/100, ema F 4.00 meV/Å, 07:33 left, 0.25 s/step")
+    assert narrow.endswith("| 40/100, ema F 4.00 meV/Å, 07:33 left, 0.25 s/step")
+    assert tiny.endswith("| 40/100, ema F 4.00 meV/Å")
+    assert [len(text) for text in (wide, narrow, tiny)] == [120, 60, 40]
+
+
+def bar_of(monkeypatch, columns):
+    progress = Progress(100, Known(left=453.0), interactive=True)
+    progress.show_validation(30, {"live": Given([1, 2, 3, 9, 5, 6]), "ema": Given([1, 2, 3, 4, 5, 6])})
+    return bar_text(monkeypatch, progress, columns)
+
+
+def test_the_bar_shows_the_first_average_or_live_weights_and_each_task(monkeypatch):
+    progress = Progress(100, RunTimes(), interactive=True)
+    progress.show_validation(30, {"live": Given([1, 2, 3, 1234.5, 5, 6])})
+    assert bar_text(monkeypatch, progress).endswith("40/100, live F 1230 meV/Å")
+    progress = Progress(100, RunTimes(), interactive=True)
+    rows = {f"{task} {name}": k for k, (name, task) in enumerate(product(("live", "ema", "swa"), ("ice", "water")))}
+    progress.show_validation(30, {name: Given([1, 2, 3, k, 5, 6]) for name, k in rows.items()})
+    assert bar_text(monkeypatch, progress).endswith("40/100, ema F ice 2.00, water 3.00 meV/Å")
+
+
+def test_the_bar_shows_errors_of_batches_until_there_is_a_validation(monkeypatch):
+    progress = Progress(100, RunTimes(), interactive=True)
+    progress.show(30, 1e-3, {"": {"rmse": 1.0, "rmse_f": 0.5}}, {"": {"rmse": 1.0, "rmse_f": 0.0661}}, 0.1)
+    assert bar_text(monkeypatch, progress).endswith("40/100, val batch F 66.1 meV/Å")
+    progress = Progress(100, RunTimes(), interactive=True)
+    progress.show(30, 1e-3, {"": {"rmse": 1.0, "rmse_f": 0.5}}, {"": {}}, 0.1)
+    assert bar_text(monkeypatch, progress).endswith("40/100, trn batch F 500 meV/Å")
+
+
+def test_without_a_terminal_a_line_comes_every_minute_that_has_no_row(caplog, clock):
     caplog.set_level(logging.INFO)
-    progress = Progress(100, interactive=False)
-    for step, seconds in ((1, 5.0), (11, 0.1), (21, 0.5), (31, 0.1)):  # the second interval validates
-        progress.show(step, 1e-3, {"": {"rmse": 1.0}}, {}, seconds)
-    left = [r.getMessage().split("eta = ")[1].split(" at")[0] for r in caplog.records if "eta" in r.getMessage()]
-    assert left == ["0:00:08", "0:00:23", "0:00:16"]  # nothing after one step, which prepares memory
-    restarted = Progress(100, interactive=False)
-    restarted.start_at(90)
-    caplog.clear()
-    restarted.show(95, 1e-3, {"": {"rmse": 1.0}}, {}, 2.0)
-    assert "eta = 0:00:10 at" in caplog.text
+    progress = Progress(100, Known(left=30.0), interactive=False)
+    for step in range(1, 101):
+        clock[0] += 25.0 if step < 10 else 1.0
+        progress.advance(step)
+        if step == 5:
+            show(progress, step)
+    lines = [r.getMessage() for r in caplog.records if "100 steps in all" in r.getMessage()]
+    assert [int(line.split()[1].rstrip(":")) for line in lines] == [3, 8, 45]
+    assert lines[0] == "Batch       3: 100 steps in all, 00:30 left, 0.25 s/step"
 
 
 def test_times_and_numbers_are_as_text():
@@ -289,7 +390,7 @@ def test_times_and_numbers_are_as_text():
 def test_live_and_averaged_errors_stand_one_above_the_other(caplog):
     caplog.set_level(logging.INFO)
     results = {"live": Given([94.363, 115.17, 896.33, 1103, "nan", "nan"]), "ema": Given([1, 2, 3, 4, 5, 6])}
-    Progress(10, interactive=False).show_validation(4, results)
+    Progress(10, RunTimes(), interactive=False).show_validation(4, results)
     first, second = (r.getMessage() for r in caplog.records)
     assert first.endswith("live: E 94.363 / 115.17 meV/atom, F 896.33 / 1103.0 meV/Å")
     assert second.endswith("ema : E 1.0000 / 2.0000 meV/atom, F 3.0000 / 4.0000 meV/Å, S 5.0000 / 6.0000 meV/Å³")
@@ -299,7 +400,7 @@ def test_messages_do_not_break_the_bar(monkeypatch, fresh_logging):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     set_up_logging("INFO")
-    progress = Progress(20, interactive=True)
+    progress = Progress(20, RunTimes(), interactive=True)
     for step in range(1, 21):
         progress.advance(step)
         if step % 10 == 0:
@@ -308,7 +409,6 @@ def test_messages_do_not_break_the_bar(monkeypatch, fresh_logging):
     progress.close()
     text = stream.getvalue()
     assert "20/20" in text
-    assert "rmse 4.19e+01, lr 1.0e-03" in text
     for line in text.replace("\r", "\n").splitlines():
         assert not ("saved" in line and "step/s" in line)
         assert not ("Batch" in line and "|" in line.split("data")[0])
@@ -317,7 +417,7 @@ def test_messages_do_not_break_the_bar(monkeypatch, fresh_logging):
 def test_a_restarted_bar_begins_at_its_step(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    progress = Progress(20, interactive=True)
+    progress = Progress(20, RunTimes(), interactive=True)
     progress.start_at(15)
     progress.advance(16)
     progress.close()
@@ -327,21 +427,23 @@ def test_a_restarted_bar_begins_at_its_step(monkeypatch):
 def test_the_bar_shows_the_last_validated_force_error_of_the_averaged_weights(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    progress = Progress(20, interactive=True)
+    progress = Progress(20, RunTimes(), interactive=True)
     progress.advance(10)
     progress.show_validation(10, {"live": Given([1, 2, 3, 4, 5, 6]), "ema": Given([1, 2, 3, 44.4, 5, 6])})
     show(progress, 10)
     progress.advance(20)
+    assert "ema F 44.4 meV/Å" in progress._bar.postfix
+    progress.show_validation(20, {"live": Given([1, 2, 3, 4, 5, 6]), "ema": Given([1, 2, 3, 33.3, 5, 6])})
     progress.close()
-    assert "ema F 44.400 meV/Å" in stream.getvalue()
+    assert "20/20, ema F 33.3 meV/Å" in stream.getvalue()
 
 
 def test_a_terminal_that_does_not_know_its_width_has_a_bar():
     pty, ours = pytest.importorskip("pty"), []
     master, slave = pty.openpty()  # its size is 0 by 0
     code = (
-        "from deepmd_ema.report.progress import Progress\n"
-        "bar = Progress(5)\nfor k in range(1, 6): bar.advance(k)\nbar.close()"
+        "from deepmd_ema.report.progress import Progress\nfrom deepmd_ema.report.times import RunTimes\n"
+        "bar = Progress(5, RunTimes())\nfor k in range(1, 6): bar.advance(k)\nbar.close()"
     )
     subprocess.run([sys.executable, "-c", code], stderr=slave, check=True, timeout=60)
     os.close(slave)
@@ -356,7 +458,7 @@ def test_a_terminal_that_does_not_know_its_width_has_a_bar():
 def test_no_bar_is_drawn_when_stderr_is_not_a_terminal(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    progress = Progress(5)
+    progress = Progress(5, RunTimes())
     progress.advance(1)
     progress.close()
     assert stream.getvalue() == ""
@@ -366,7 +468,7 @@ def test_the_time_of_an_interval_is_split_by_category(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    times = IntervalTimes()
+    times = RunTimes()
     for _ in range(2):
         for category, seconds in {"data": 2, "step": 95, "validation": 2, "checkpoint": 1}.items():
             with times.of(category):
@@ -385,7 +487,7 @@ def test_the_time_of_an_interval_is_split_by_category(monkeypatch, caplog):
 def test_time_is_counted_also_when_the_body_fails(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    times = IntervalTimes()
+    times = RunTimes()
 
     def fail():
         clock[0] += 1
@@ -424,9 +526,3 @@ def test_a_log_file_that_cannot_be_written_is_an_error(here, fresh_logging):
     (here / "file").write_text("x")
     with pytest.raises(UserError, match=r"--log-path file/train.log: cannot be written"):
         set_up_logging("INFO", "file/train.log")
-
-
-def test_a_missing_tensorboard_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match=r"pip install dp-ema\[tensorboard\]"):
-        open_board("log")

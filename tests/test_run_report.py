@@ -1,105 +1,368 @@
-"""``dp-ema report``: one page without links, with the errors that ``dp-ema test`` finds."""
+"""``dp-ema report``: one page without links to elsewhere, with the errors that ``dp-ema test`` finds."""
 
 import json
+import os
 import re
+import shutil
+import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from helpers import tiny_input, write_system
 
+from deepmd_ema import checkpoint
 from deepmd_ema.cli.main import main
+from deepmd_ema.config.outputs import LOCK, RECORD
+from deepmd_ema.files import this_machine
 from deepmd_ema.infer.evaluate import measure
-from deepmd_ema.run_report import write_report
+from deepmd_ema.report.tables import significant
 from deepmd_ema.training.run import run_training
 
 pytest.importorskip("matplotlib")
-VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
+VALIDATED = {"full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
+AVERAGES = [
+    {"name": "ema", "type": "ema", "decay": 0.9, "full_validation": True},
+    {"name": "slow", "type": "ema", "decay": 0.99, "full_validation": True},
+]
+
+
+def train_in(folder, values, **options):
+    """Train in a folder with an input of these values."""
+    before = Path.cwd()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    try:
+        Path("input.json").write_text(json.dumps(values))
+        run_training("input.json", device="cpu", **options)
+    finally:
+        os.chdir(before)
+
+
+def one_task(**changes):
+    values = tiny_input(["../data"], num_steps=6, training__averaging=AVERAGES, training__save_freq=3,
+                        training__disp_freq=2, validating=VALIDATED)  # fmt: skip
+    values["training"] |= {"validation_fraction": 0.25, **changes}
+    return values
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run with two averages, which split its validation frames off, and one of two tasks."""
+    root = tmp_path_factory.mktemp("runs")
+    write_system(root / "data", frames=24)
+    write_system(root / "other", frames=6, seed=5, natoms=8, pbc=False)
+    train_in(root / "run", one_task())
+    single = tiny_input(["../data"])
+    task = {"type_map": ["O", "H"], "descriptor": "d", "fitting_net": single["model"]["fitting_net"]}
+    data = {name: {"training_data": {"systems": [f"../{of}"]}, "validation_data": {"systems": [f"../{of}"]}}
+            for name, of in (("ice", "data"), ("gas", "other"))}  # fmt: skip
+    training = {name: value for name, value in single["training"].items() if name != "training_data"}
+    several = {
+        "model": {
+            "shared_dict": {"d": single["model"]["descriptor"]},
+            "model_dict": {"ice": task, "gas": task},
+        },
+        "learning_rate": single["learning_rate"],
+        "loss_dict": {"ice": single["loss"], "gas": {"start_pref_e": 1, "limit_pref_e": 1, "start_pref_f": 1}},
+        "training": {**training, "data_dict": data, "numb_steps": 6, "enable_ema": True, "disp_freq": 2},
+        "validating": {**VALIDATED, "ema_full_validation": True},
+    }
+    train_in(root / "tasks", several)
+    return root
+
+
+@pytest.fixture(scope="module")
+def page(trained):
+    """The page of the first of them."""
+    assert main(["report", str(trained / "run"), "-o", str(trained / "page.html"), "--device", "cpu"]) == 0
+    return Page(trained / "page.html")
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """The folder of a run with an average, which split its validation frames off."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    write_system("data", frames=24)
-    config = tiny_input(["data"], num_steps=6, training__enable_ema=True, training__save_freq=3, validating=VALIDATED)
-    config["training"]["validation_fraction"] = 0.25
-    Path("input.json").write_text(json.dumps(config))
-    run_training("input.json", device="cpu")
-    monkeypatch.chdir(tmp_path)  # paths of the input begin in the folder of the run
-    return folder
+def runs(trained, tmp_path, monkeypatch):
+    """A copy of all of it, in the working directory."""
+    shutil.copytree(trained, tmp_path / "all", symlinks=True)
+    monkeypatch.chdir(tmp_path / "all")
+    return tmp_path / "all"
 
 
-def rows_of(page):
-    """Return the cells of the rows of all tables."""
-    rows = re.findall(r"<tr>(.*?)</tr>", page, re.DOTALL)
-    return [re.findall(r"<td>(.*?)</td>", row) for row in rows]
+def report(capsys, *words):
+    """Write the page and return what the command prints after the first line."""
+    assert main(["report", *words, "-o", "page.html", "--device", "cpu"]) == 0
+    first, *more = capsys.readouterr().out.splitlines()
+    assert first == "wrote page.html"
+    return more
 
 
-def test_the_page_has_the_errors_of_the_last_validation_and_needs_nothing_else(run, capsys):
-    assert main(["report", "run", "-o", "page.html", "--device", "cpu"]) == 0
-    assert capsys.readouterr().out == "wrote page.html\n"
-    page = Path("page.html").read_text()
-    rows = {row[0]: row[1:] for row in rows_of(page) if row}
-    assert {"live, validation", "live, training", "ema, validation", "ema, training"} <= rows.keys()
+class Page(HTMLParser):
+    """The parts of a page that can be checked: tags are closed in order, tables are read cell by cell."""
+
+    VOID = ("meta", "img", "br", "link")
+
+    def __init__(self, path="page.html"):
+        super().__init__()
+        self.open, self.tables, self.images, self.ids, self.links, self.text = [], [], [], set(), [], ""
+        self.source = Path(path).read_text(encoding="utf-8")
+        self.feed(self.source)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.ids |= {attrs["id"]} if "id" in attrs else set()
+        self.links += [attrs[name] for name in ("href", "src") if name in attrs]
+        if tag == "img":
+            self.images.append(attrs["alt"])
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.text += data
+        if any(tag in self.open for tag in ("td", "th")):
+            self.tables[-1][-1][-1] += data
+
+    def table(self, corner):
+        """Return the rows of the table whose first cell is ``corner``, by their first cell."""
+        [found] = [rows for rows in self.tables if rows[0][0] == corner]
+        return {row[0]: row[1:] for row in found}
+
+
+def test_the_page_has_the_errors_of_the_last_validation_and_needs_nothing_else(trained, page):
+    table = page.table("6 validation frames")
+    assert table["6 validation frames"] == ["live", "emaaveraged", "slowaveraged"]
+    last = [
+        line.split() for line in (trained / "run/val_ema.log").read_text().splitlines() if not line.startswith("#")
+    ][-1]
+    for row, column in [("Energy MAE, meV/atom", 1), ("Energy RMSE, meV/atom", 2), ("Force MAE, meV/Å", 3),
+                        ("Force RMSE, meV/Å", 4), ("Stress RMSE, meV/Å³", 6)]:  # fmt: skip
+        assert table[row][1] == significant(float(last[column]), 3)
+    rows = page.table("weights, frames")
+    assert {f"{name}, {part}" for name in ("live", "ema", "slow") for part in ("validation", "training")} < rows.keys()
     assert rows["ema, validation"][0] == rows["ema, training"][0] == "6"
-    header = [line for line in (run / "val_ema.log").read_text().splitlines() if line.startswith("#")]
-    last = [line.split() for line in (run / "val_ema.log").read_text().splitlines() if not line.startswith("#")][-1]
-    column = next(
-        k for line in header if "F_RMSE" in line for k, name in enumerate(line.strip("# ").split()) if "F_RMSE" in name
+    assert all(link.startswith(("data:image/", "#")) for link in page.links)
+    assert {link[1:] for link in page.links if link.startswith("#")} <= page.ids
+    assert len(page.source) < 2e6
+    assert (
+        "Potential se_e2_a for O, H, trained on 18 frames of 1 system, validated on 6 frames of 1 system." in page.text
     )
-    assert float(rows["ema, validation"][4]) == pytest.approx(float(last[column]), rel=1e-3)
-    assert page.count("data:image/png;base64,") == 2
-    assert not re.search(r"(src|href)=.(?!data:)", page)
-    assert "the 6 frames of largest force error" in page
-    assert "forces by element" in page
-    assert "validation_fraction" in page
 
 
-def test_errors_are_those_of_the_test_of_the_same_frames(run, monkeypatch):
-    values = json.loads((run / "input.json").read_text())
+def test_errors_are_those_of_the_test_of_the_same_frames(runs, capsys):
+    values = one_task()
     del values["training"]["validation_fraction"]
-    values["training"]["training_data"]["systems"] = [str(run / "data")]
-    values["training"]["validation_data"] = {"systems": ["other"]}
-    second = Path("second").resolve()
-    write_system(second / "other", frames=7, seed=5)
-    monkeypatch.chdir(second)
-    run_training(values, device="cpu")
-    monkeypatch.chdir(run)
-    page = write_report(second, "page.html", device="cpu").read_text()
-    rows = {row[0]: row[1:] for row in rows_of(page) if row}
-    report = measure(second, [second / "other"], use_average=True)
-    assert rows["ema, validation"][2] == f"{1000 * report.total.metric('E:RMSE'):.4g}"
-    assert rows["ema, validation"][4] == f"{1000 * report.total.metric('F:RMSE'):.4g}"
+    values["training"]["validation_data"] = {"systems": ["../other"]}
+    train_in(runs / "second", values)
+    report(capsys, "second", "--average", "slow")
+    tested = measure("second", ["other"], average="slow")
+    table = Page().table("6 validation frames")
+    assert table["Energy RMSE, meV/atom"][1] == significant(1000 * tested.total.metric("E:RMSE"), 3)
+    assert table["Force RMSE, meV/Å"][1] == significant(1000 * tested.total.metric("F:RMSE"), 3)
+    assert "Virial RMSE, meV/atom" not in table  # open frames have none
+    assert table["6 validation frames"][1] == "slowaveraged"  # the chosen one is beside the live weights
 
 
-def test_few_frames_are_spread_over_all(run):
-    page = write_report(run, "page.html", num_frames=3, device="cpu").read_text()
-    rows = {row[0]: row[1:] for row in rows_of(page) if row}
+def test_pictures_say_what_they_show_to_those_who_do_not_see_them(page):
+    words = page.images
+    assert any(text.startswith("Force RMSE over steps: live ") and "ema " in text for text in words)
+    assert any(text.startswith("Energy: predictions against 6 reference values") for text in words)
+    assert all(text.strip() for text in words)
+    assert len(words) == 5 + 3  # energy, force, virial, stress, rate; energy, force, virial
+
+
+def test_worst_frames_have_their_place_errors_and_composition(trained, page):
+    [rows] = [rows for rows in page.tables if rows[0][0] == "frame"]
+    assert [cell.partition(" RMSE")[0] for cell in rows[0]] == [
+        *("frame", "Energy", "Force", "Virial", "Stress"), "composition", "file",
+    ]  # fmt: skip
+    forces = [float(row[2]) for row in rows[1:]]
+    assert forces == sorted(forces, reverse=True)
+    assert all(row[5] == "O6 H6" and row[6] == "data/set.000" for row in rows[1:])
+    assert f"files in {trained}" in page.text
+
+
+def test_deviations_are_relative_distances_from_the_live_weights(trained, page):
+    table = page.table("part of the model")
+    payload = checkpoint.load(trained / "run")
+    for part in ("descriptor", "fitting"):
+        for column, name in enumerate(("ema", "slow"), 1):
+            weights = payload["averages"]["profiles"][name]["weights"]
+            names = [n for n in weights if n.startswith(part)]
+            live = torch.cat([payload["model"][n].ravel() for n in names])
+            apart = torch.cat([weights[n].ravel() for n in names]) - live
+            assert table[part][column] == significant(100 * float(apart.norm() / live.norm()), 3)
+    ages = page.table("average")
+    assert ages["ema"][1:] == ["6", f"{payload['averages']['profiles']['ema']['mean_age']:,.1f}"]
+
+
+def test_times_add_up_to_that_of_the_run(runs, capsys):
+    parts = json.loads(Path("run", RECORD).read_text())
+    parts[-1] |= {"elapsed": 200.0, "seconds": {"start": 10.0, "data": 20.0, "step": 100.0, "forward": 30.0,
+                                                "backward": 40.0, "optimizer": 20.0, "validation": 50.0}}  # fmt: skip
+    Path("run", RECORD).write_text(json.dumps(parts))
+    report(capsys, "run")
+    table = Page().table("part")
+    assert {name: cells[:2] for name, cells in table.items() if name != "part"} == {
+        "start: data, statistics": ["10 s", "5.0 %"],
+        "waiting for data": ["20 s", "10.0 %"],
+        "step: forward pass": ["30 s", "15.0 %"],
+        "step: backward pass": ["40 s", "20.0 %"],
+        "step: clipping, optimizer": ["20 s", "10.0 %"],
+        "step: averages, the rest": ["10 s", "5.0 %"],
+        "full validations": ["50 s", "25.0 %"],
+        "end and everything else": ["20 s", "10.0 %"],
+    }
+
+
+def test_programs_machine_warnings_and_input_are_there(runs, capsys):
+    parts = json.loads(Path("run", RECORD).read_text())
+    parts[-1]["warnings"] = [["2026-01-02 03:04:05+00:00", "a <warning> & more"]]
+    Path("run", RECORD).write_text(json.dumps(parts))
+    report(capsys, "run")
+    text = Page().text
+    own = parts[-1]["machine"], parts[-1]["command"], parts[-1]["began"][:19], "2026-01-02 03:04:05"
+    for words in (*own, f"torch {torch.__version__}", f"numpy {np.__version__}", "a <warning> & more"):
+        assert words in text
+    assert '"validation_fraction": 0.25' in text
+
+
+def test_each_of_several_tasks_has_its_errors_curves_and_worst_frames(runs, capsys):
+    report(capsys, "tasks")
+    page = Page()
+    assert "Stress RMSE, meV/Å³" in page.table("ice: 24 validation frames")
+    assert "Stress RMSE, meV/Å³" not in page.table("gas: 6 validation frames")
+    assert page.images.count("Learning rate over steps") == 2
+    assert {"ice descriptor", "ice fitting", "gas fitting"} < page.table("part of the model").keys()
+    assert "gas descriptor" not in page.table("part of the model")  # it is that of ice
+
+
+def test_few_frames_are_spread_over_all(runs, capsys):
+    report(capsys, "run", "-n", "3")
+    rows = Page().table("weights, frames")
     assert rows["live, validation"][0] == rows["live, training"][0] == "3"
 
 
-def test_a_run_without_rows_and_validation_has_a_page(run):
-    for file in [*run.glob("val*.log"), run / "lcurve.out"]:
-        file.unlink()
-    page = write_report(run, "page.html", device="cpu").read_text()
-    assert "No rows were written yet." in page
+def test_a_run_without_rows_averages_record_and_validation_has_a_page(runs, capsys):
+    values = one_task(averaging=[])
+    del values["training"]["validation_fraction"], values["validating"]
+    train_in(runs / "plain", values)
+    for name in ("lcurve.out", RECORD, "out.json"):
+        (runs / "plain" / name).unlink()
+    remarks = report(capsys, "plain")
+    page = Page()
+    assert "No rows were written yet." in page.text
+    assert "Not known: the folder has no record of the run." in page.text
+    assert "24 training frames" in page.text or "without validation frames" in page.text
+    assert "Averages" not in page.text
+    assert [line for line in remarks if "not training (it has left no record)" in line]
+
+
+def test_many_points_are_drawn_as_densities_in_a_small_picture(tmp_path):
+    from deepmd_ema.report.panels import draw_parities
+    from deepmd_ema.report.plots import MAX_DOTS
+
+    rng = np.random.default_rng(0)
+    for number in (100, MAX_DOTS + 1, 300_000):
+        label = rng.normal(size=number)
+        [figure] = draw_parities({"Force": (label, label + 0.1 * rng.normal(size=number), "eV/Å")}, tmp_path)
+        assert figure.file.stat().st_size < 250_000
+        assert ("density of points" in figure.words) is (number > MAX_DOTS)
+
+
+def test_the_details_are_those_of_the_average_that_is_named(runs, capsys):
+    remarks = report(capsys, "run")
+    assert remarks == ["Details are of the average ema; --average shows another: slow."]
+    assert report(capsys, "run", "--average", "slow") == []
+    assert "6 validation frames, weights slow." in Page().text
+    assert main(["report", "run", "--average", "fast"]) == 2
+    assert "no average is called 'fast'. Give --average one of: ema, slow." in capsys.readouterr().err
+
+
+def change_record(folder, **changes):
+    parts = json.loads(Path(folder, RECORD).read_text())
+    parts[-1] |= changes
+    Path(folder, RECORD).write_text(json.dumps(parts))
+
+
+def test_an_interrupted_and_a_running_run_are_called_so(runs, capsys):
+    change_record("tasks", ended="interrupted by SIGTERM", step=5)
+    [line] = report(capsys, "tasks")
+    assert line == "Status: interrupted (by SIGTERM), step 6 of 6 (100 %). The page shows the checkpoint of step 6."
+    assert line in Page().text
+    change_record("tasks", ended="")
+    holder = {"machine": this_machine(), "host": "here", "pid": os.getpid(), "since": "2026-01-01"}
+    Path("tasks", LOCK).write_text(json.dumps(holder))
+    [line] = report(capsys, "tasks")
+    assert line.startswith(f"Status: training (process {os.getpid()} on here), step 6 of 6")
+    for file in ("checkpoint", "model.ckpt.pt"):
+        Path("tasks", file).unlink()
+    assert main(["report", "tasks"]) == 2
+    message = capsys.readouterr().err
+    assert "tasks: no checkpoint yet (training (process" in message
+    assert "`dp-ema show tasks` says how far the run is." in message
+    assert message.count("\n") == 1
+
+
+def test_data_that_have_moved_leave_the_errors_of_the_last_validation(runs, capsys):
+    shutil.rmtree("data")
+    [line, _] = report(capsys, "run")
+    assert line.startswith("The errors of single frames are missing: training.training_data.systems")
+    assert str(runs / "data") in line
+    page = Page()
+    assert line in page.text
+    assert "ema, validation of step 6: E MAE" in page.text
+    assert "descriptor" in page.table("part of the model")
+    assert not [words for words in page.images if "predictions" in words]
+
+
+def test_a_sharded_checkpoint_has_a_page(runs, capsys):
+    values = one_task(checkpoint_format="sharded")
+    train_in(runs / "shards", values)
+    assert (runs / "shards" / "model.ckpt-6.dcp").is_dir()
+    report(capsys, "shards")
+    expected = Page().table("6 validation frames")
+    assert report(capsys, "shards/model.ckpt-6.dcp") is not None
+    assert Page().table("6 validation frames") == expected
+
+
+def test_without_matplotlib_the_command_that_installs_it_is_named(runs, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["report", "run"]) == 2
+    expected = "dp-ema: this needs matplotlib, which is not installed. pip install 'dp-ema[plot]'\n"
+    assert capsys.readouterr().err == expected
+    assert not Path("report.html").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["report", "empty"], "empty: no file 'checkpoint' here that names the newest checkpoint"),
         (["report", "nothing"], "nothing"),
         (["report", "run/model_ema.ckpt.pt"], "is of the kind average. Expected the folder of a run"),
         (["report", "run", "-o", "run/input.json"], "a file is there that is not an HTML page"),
     ],
 )
-def test_what_is_no_run_ends_in_one_line(run, words, message, capsys):
-    Path("empty").mkdir()
-    before = (run / "input.json").read_text()
+def test_wrong_use_ends_in_one_line_and_changes_nothing(runs, words, message, capsys):
+    before = (runs / "run" / "input.json").read_text()
     assert main(words) == 2
-    assert message in capsys.readouterr().err
-    assert (run / "input.json").read_text() == before
+    found = capsys.readouterr().err
+    assert message in found
+    assert found.count("\n") == 1
+    assert (runs / "run" / "input.json").read_text() == before
     assert not Path("report.html").exists()
+
+
+def test_the_last_lines_of_a_run_name_the_report(runs, caplog):
+    caplog.set_level("INFO")
+    train_in(runs / "again", one_task())
+    assert re.search(r"next +dp-ema report\n +next +dp-ema freeze", caplog.text)

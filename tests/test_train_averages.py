@@ -354,14 +354,17 @@ def test_the_log_names_averaged_files_like_the_others_and_says_how_far_each_look
         assert f"saved {', '.join(f'{name}.ckpt-{step}.pt' for name in names)}" in said
     (words,) = [line for line in said if line.startswith("averages of step 10: ")]
     decays = [min(0.9, (1 + t) / (10 + t)) for t in range(10)]
-    assert words.startswith(f"averages of step 10: ema: decay {decays[-1]:.6g}, mean age ")
-    assert "; slow: decay 0.5, mean age 1.0 steps; flat: decay 0.9, mean age 4.5 steps; late: no update yet" in words
+    assert words.startswith(f"averages of step 10: ema: decay {decays[-1]:.6g}, looks back ")
+    assert (
+        "; slow: decay 0.5, looks back 1.0 steps on average; flat: decay 0.9, looks back 4.5 steps on average; "
+        "late: no update yet" in words
+    )
     age = 0.0
     for decay in decays:
         age = decay * (age + 1)
-    assert f"mean age {age:.1f} steps; slow" in words
+    assert f"looks back {age:.1f} steps on average; slow" in words
     (words,) = [line for line in said if line.startswith("averages of step 20: ")]
-    assert "late: decay 0.357143, mean age " in words
+    assert "late: decay 0.357143, looks back " in words
 
 
 class Terminal(io.StringIO):

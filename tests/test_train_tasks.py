@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 
@@ -158,6 +159,15 @@ def test_a_restart_of_two_tasks_is_bitwise_the_unbroken_run(train):
         assert {f.name for f in whole.glob("best*")} == {f.name for f in parts.glob("best*")}
 
 
+def test_a_restart_names_the_task_whose_data_have_changed(train, tmp_path, caplog):
+    train("run")
+    shutil.rmtree(tmp_path / "data" / "salt1")
+    write_system(tmp_path / "data" / "salt1", frames=7, natoms=9, elements=("Na", "Cl", "O"), seed=6)
+    train("run", restart="model.ckpt.pt")
+    assert "the training data of task salt have 7 frames now and had 5" in caplog.text
+    assert "of task water" not in caplog.text
+
+
 def train_tasks_here(folder, data, stage, batch):
     """Train two tasks in ``folder`` as one rank of those that were launched together."""
     os.chdir(folder)
@@ -204,7 +214,7 @@ def test_a_step_of_one_task_leaves_the_model_of_the_other_as_it_is(train):
 
 def test_the_bias_of_each_task_is_fitted_with_its_frames(train):
     folder = train("run")
-    fitted = load(folder / "model.ckpt-12.pt")["refitted_bias"]
+    fitted = load(folder / "model.ckpt-12.pt")["refitted"]
     assert fitted.keys() == {"live", "ema", "slow"}
     assert {name: tuple(bias.shape) for name, bias in fitted["ema"].items()} == {
         "water.out_bias": (1, 2, 1),

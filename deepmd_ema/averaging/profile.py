@@ -6,7 +6,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -182,6 +182,71 @@ class SwaProfile(Profile, SwaSettings):
         return updates / (updates + 1)
 
 
+class CustomRule(Protocol):
+    """The formula of an average that another distribution adds: a section of ``training.averaging``."""
+
+    type: ClassVar[str]
+
+    @property
+    def own_options(self) -> dict[str, Any]:
+        """Return its options as plain values."""
+
+    def decay_at(self, done: Tensor) -> Tensor | float:
+        """Return the decay of each step, ``done`` steps after the start."""
+
+
+@dataclass(frozen=True)
+class CustomProfile(Profile):
+    """An average whose decay another distribution gives.
+
+    Attributes:
+        rule: what gives it, for each step; an update has the product of those of its ``update_every`` steps.
+    """
+
+    rule: CustomRule = field(kw_only=True)
+
+    @property
+    def type(self) -> str:  # type: ignore[override]
+        """Name of the rule."""
+        return self.rule.type
+
+    def decay_at(self, updates: int | Tensor) -> Any:
+        """Return the decay of the update that follows after ``updates`` updates."""
+        if isinstance(updates, int):
+            return float(self.decay_at(torch.tensor(updates, dtype=torch.float64)))
+        every = self.update_every
+        if every == 1:
+            return self._decays(updates)
+        offsets = torch.arange(every, dtype=updates.dtype, device=updates.device)
+        return self._decays(updates.unsqueeze(-1) * every + offsets).prod(-1)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as plain values, those of the rule as ``options``."""
+        found = super().settings()
+        del found["rule"]
+        return found | {"options": self.rule.own_options}
+
+    def problems(self) -> Iterator[str]:
+        """Yield each wrong setting, and what is wrong with the decays."""
+        yield from super().problems()
+        done = torch.tensor([0.0, 1.0, 2.0, 10.0, 1e3, 1e6], dtype=torch.float64)
+        try:
+            decays = self._decays(done)
+            self._decays(done.to("meta"))  # as on a GPU, where no number may be read in a step
+        except Exception as error:  # whatever the code of others raises
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            yield f"decay_at of type {self.type!r} fails for a tensor of steps ({reason}). Use operations of tensors."
+            return
+        wrong = [k for k, decay in enumerate(decays.tolist()) if not 0 <= decay <= 1]
+        if wrong:
+            n, decay = int(done[wrong[0]]), float(decays[wrong[0]])
+            yield f"decay_at of type {self.type!r} is {decay:g} after {n:,} steps, expected a number from 0 to 1."
+
+    def _decays(self, done: Tensor) -> Tensor:
+        found = self.rule.decay_at(done)
+        return found.expand_as(done) if isinstance(found, Tensor) else torch.full_like(done, found)
+
+
 PROFILES: dict[str, type[Profile]] = {kind.type: kind for kind in (EmaProfile, PowerProfile, SwaProfile)}
 
 
@@ -189,12 +254,14 @@ def make_profile(kind: str, settings: Mapping[str, Any]) -> Profile:
     """Return a profile from settings by name, such as the options of an average in an input.
 
     Args:
-        kind: its type.
+        kind: its type; one that is not in ``PROFILES`` has a ``rule`` in its settings.
         settings: ``half_life`` (in steps) may stand for ``decay``, ``sigma_rel`` for ``gamma``. None is the default;
             names that are not settings of this type are not looked at.
     """
-    profile = PROFILES[kind]
+    profile = PROFILES.get(kind, CustomProfile)
     known = {f.name: settings[f.name] for f in fields(profile) if settings.get(f.name) is not None}
+    if profile is CustomProfile:
+        return profile(**known)
     if settings.get("half_life") is not None:
         return EmaProfile.from_half_life(known.pop("name"), settings["half_life"], **known)
     if settings.get("sigma_rel") is not None:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.checkpoint.archive import DIGEST, DamagedError, read_archive, write_archive
-from deepmd_ema.checkpoint.folder import SHARDS, is_sharded, read_folder, write_folder
+from deepmd_ema.checkpoint.folder import SHARDS, read_folder, write_folder
 from deepmd_ema.checkpoint.names import SUFFIXES, numbered, series_and_step, training_series
 from deepmd_ema.checkpoint.schema import check_content
 from deepmd_ema.config.outputs import POINTER
+from deepmd_ema.config.outputs import is_sharded as is_sharded
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError, WriteError, first_few, is_disk_full, reason_of
 from deepmd_ema.files import atomic_write, spare_of, writing
@@ -296,8 +297,8 @@ def weights_in(
     """Return the weights that a reader of a file uses, by name, and the facts of the average (empty for live weights).
 
     A training checkpoint holds the live weights and every average; any other file holds one set of weights. The live
-    buffers complete an average. A bias that was fitted after training (``refitted_bias``) takes the place of the raw
-    one, which only a restart needs.
+    buffers complete an average. Tensors that were fitted after training (``refitted``) take the place of the raw ones,
+    which only a restart needs.
 
     Args:
         payload: content of a model file.
@@ -317,11 +318,13 @@ def weights_in(
         facts = {"profile": name, **plain, "updates": max(0, state["updates"])}  # before its start it has no update
     elif profile is not None and profile != own:
         raise CheckpointError(f"{path}: holds the weights {own!r}, not the average {profile!r}.")
-    biases = payload.get("refitted_bias", {})
-    if name in biases:
-        fitted = biases[name]  # of one model, or by name where there are several
-        weights |= fitted if isinstance(fitted, Mapping) else {"out_bias": fitted}
-    return weights, facts
+    return weights | refitted(payload).get(name, {}), facts
+
+
+def refitted(payload: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors that were fitted after training, by name of the weights and by their names in the models."""
+    found = payload.get("refitted", payload.get("refitted_bias", {}))  # of 0.1.0, where one model had the bias itself
+    return {name: dict(own) if isinstance(own, Mapping) else {"out_bias": own} for name, own in found.items()}
 
 
 def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | None = None) -> str:

@@ -10,20 +10,14 @@ from typing import Any
 import torch
 
 from deepmd_ema.checkpoint.archive import DamagedError, read_archive, write_archive
-from deepmd_ema.config.outputs import SHARDED_SUFFIX
+from deepmd_ema.config.outputs import HEAD
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.files import part_of, remove, replace_folder, sweep
 from deepmd_ema.tensors import RowShard, StoredTensor
 
-HEAD = "head.pt"  # what a gathered checkpoint holds, without the tensors that are in the shards
 SHARDS = "shards"  # in it: the files of the shards, and the tensors that are there under another name
 _BETWEEN = "/"  # names of a path in the tree; none of them contains it
-
-
-def is_sharded(path: Path) -> bool:
-    """Whether ``path`` is the folder of a sharded checkpoint, whole or not."""
-    return path.is_dir() and (path.resolve().suffix == SHARDED_SUFFIX or (path / HEAD).is_file())
 
 
 def write_folder(path: Path, payload: Mapping[str, Any], world: World) -> None:

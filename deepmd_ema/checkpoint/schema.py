@@ -163,6 +163,7 @@ SETTINGS: dict[str, Rule] = {
     "update_every": POSITIVE,
     "warmup": FLAG,
     "should_update": _or_none(TEXT),
+    "options": _each(lambda value, place: iter(())),
 }
 PROGRESS: dict[str, Rule] = {"updates": COUNT, "mean_age": NUMBER}
 AVERAGE = _parts({}, {**SETTINGS, **PROGRESS})
@@ -250,7 +251,7 @@ KINDS: dict[str, Rule] = {
         {**_ALL, "weights": _value(lambda v: v == LIVE, f"{LIVE!r}"), "config": _OF_RUN, "optimizer": OPTIMIZER,
          "streams": STREAMS, "display": DISPLAY, "validation_pending": FLAG},
         {**_COMMON, "averages": AVERAGES, "best": BEST, "interpolation": INTERPOLATION, "splines": SPLINES,
-         "refitted_bias": _each(_of_one_or_each_task(_is_tensor, TENSOR))},
+         "refitted": _each(TENSORS), "refitted_bias": _each(_of_one_or_each_task(_is_tensor, TENSOR))},
     ),
     "average": _parts({**_ALL, "average": AVERAGE}, _COMMON),
     "best": _parts(_ALL, {**_COMMON, "average": AVERAGE}),

@@ -6,6 +6,7 @@ import argparse
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, add_systems, add_weights, chosen_systems, file_to_write, num_frames, path
+from deepmd_ema.cli.streams import say
 from deepmd_ema.errors import UserError
 
 SUMMARY = "the energy of each element in a model, from data or given"
@@ -42,4 +43,4 @@ def run(args: argparse.Namespace) -> None:
     else:
         systems, _ = chosen_systems(args, ["."])
         request = BiasRequest(args.mode or CHANGE, systems, num_frames=args.num_frames or 0, source=args.datafile or "")
-    print(write_changed(args.input, request, args.output, args.use_ema, args.average, args.head, args.device).text())
+    say(write_changed(args.input, request, args.output, args.use_ema, args.average, args.head, args.device).text())

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, add_input
+from deepmd_ema.cli.streams import say
 from deepmd_ema.dist.launch import find_launch
+from deepmd_ema.errors import ReportedElsewhere, UserError
 
-SUMMARY = "check an input and the data it names, without training"
+if TYPE_CHECKING:
+    from deepmd_ema.config import RunConfig
+
+SUMMARY = "check an input and its data; show plan, cost and files of the run"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -18,42 +24,77 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     only.add_argument("--config-only", action="store_true", help="do not read the data that the input names")
     only.add_argument("--time", action="store_true",
                       help="also measure some steps, and say how long the run will take")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON document, described in doc/check.md")
     add_device(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a summary of the input and of its data."""
-    from deepmd_ema.config import as_launched, config_summary, config_warnings, ignored_options, load_config
-    from deepmd_ema.report.table import facts, render
+    """Print the report, section by section as it becomes known, or as one document."""
+    if args.json:
+        _print_document(args)
+    else:
+        _print_sections(args)
 
-    config = as_launched(load_config(args.input), find_launch().launched)
-    table = facts(f"{args.input}: the options are good", config_summary(config))
-    warnings = [f"  warning: {line}" for line in [*ignored_options(config), *config_warnings(config)]]
-    print("\n".join([*render(table, "  "), *(f"  {line}" for line in config.notes), *warnings]), flush=True)
+
+def _print_sections(args: argparse.Namespace) -> None:
+    from deepmd_ema.config import config_warnings, ignored_options
+    from deepmd_ema.run_check.text import closing_lines, cost_lines, data_lines, file_lines, plan_lines
+
+    config = _load(args)
+    say(f"{args.input}: the options are good")
     if args.config_only:
+        say(
+            "\n".join(
+                [*plan_lines(config), *closing_lines(config.notes, ignored_options(config), config_warnings(config))]
+            )
+        )
         return
     with loading():
-        from deepmd_ema.data.run import check_task, choose_validation, length_lines, open_run, split_off
-    from deepmd_ema.errors import DataError
+        from deepmd_ema.run_check.check import RunCheck
+    check = RunCheck(config)
+    try:
+        check.read_data()
+        say("\n".join([*data_lines(check), *plan_lines(check.config, check)]))
+        if args.time and not check.problems:
+            check.measure(args.device)
+        say("\n".join([*cost_lines(check), *file_lines(check)]))
+    except UserError:  # what is known is shown before it
+        known = [] if check.reports else plan_lines(config)
+        say("\n".join([*known, *closing_lines(config.notes, check.unused, check.warnings)]))
+        raise
+    say("\n".join(closing_lines(config.notes, check.unused, check.warnings)))
+    check.raise_problems()
+    say(f"\nnext: dp-ema train {args.input}")
 
-    data = open_run(config)
-    seed = config.training.seed
-    splits = choose_validation(config, data, seed or 0)
-    for name, split in splits.items():
-        lines = [*split.lines, *(f"warning: {line}" for line in split.warnings)]
-        drawn = ["  training.seed is not given: a run draws one, and chooses other frames"] * (seed is None)
-        print("\n".join(f"task {name}: {line}" if name else line for line in [*lines, *drawn]), flush=True)
-    data = split_off(config, data, splits)
-    reports = {name: check_task(task, data[name]) for name, task in config.tasks.items()}
-    lengths = length_lines(config, data, reports)
-    for name, report in reports.items():
-        title = [f"Data of task {name}"] if name else []
-        lines = [*report.lines(), *lengths[name], *(f"warning: {line}" for line in report.warnings)]
-        print("\n".join([*title, *(f"{'  ' * bool(name)}{line}" for line in lines)]), flush=True)
-    problems = [problem for report in reports.values() for problem in report.problems]
-    if problems:
-        raise DataError(problems)
-    if args.time:
-        with loading():
-            from deepmd_ema.training.estimate import measure_steps
-        print("\n".join(measure_steps(config, args.device).lines()))
+
+def _print_document(args: argparse.Namespace) -> None:
+    """Print the document, also of an input with problems.
+
+    Raises:
+        ReportedElsewhere: if there are problems.
+    """
+    import json
+
+    from deepmd_ema.run_check.document import document
+
+    config, check = None, None
+    try:
+        config = _load(args)
+        if not args.config_only:
+            with loading():
+                from deepmd_ema.run_check.check import RunCheck
+            check = RunCheck(config)
+            check.read_data()
+            check.raise_problems()
+            if args.time:
+                check.measure(args.device)
+    except UserError as error:
+        print(json.dumps(document(args.input, config, check, error.problems), indent=2))
+        raise ReportedElsewhere from error
+    print(json.dumps(document(args.input, config, check, []), indent=2))
+
+
+def _load(args: argparse.Namespace) -> RunConfig:
+    from deepmd_ema.config import as_launched, load_config
+
+    return as_launched(load_config(args.input), find_launch().launched)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_deepmd_kit, file_to_write, path, with_suffix_of_backend
+from deepmd_ema.cli.streams import say
 from deepmd_ema.errors import UserError
 
 SUMMARY = "write a frozen .pt2 or .pth file again with tables of its embedding networks"
@@ -41,4 +42,4 @@ def run(args: argparse.Namespace) -> None:
     with loading():
         from deepmd_ema.export import compress
 
-    print(compress(source, target, args.device, args.dp))
+    say(compress(source, target, args.device, args.dp))

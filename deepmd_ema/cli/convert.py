@@ -6,6 +6,7 @@ import argparse
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_deepmd_kit, add_weights, num_frames, number_below, path
+from deepmd_ema.cli.streams import say
 from deepmd_ema.errors import UserError
 
 SUMMARY = "a model file as another kind of model file, or data of other programs as deepmd/npy folders"
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         _refuse(args, _OF_MODELS, "models, and these are data")
         seed = 1 if args.seed is None else args.seed
         lines = convert_data(args.input, args.output, args.validation or 0.0, args.mixed, args.format, seed)
-        print("\n".join(lines))
+        say("\n".join(lines))
     else:
         _refuse(args, _OF_DATA, f"data, and {args.input[0]} is a model or does not exist")
         if len(args.input) > 1:
@@ -78,9 +79,9 @@ def _convert_model(args: argparse.Namespace) -> None:
                        lambda names: names if takes_all else [choose_head(names, args.head, source)])  # fmt: skip
     loaded = next(iter(file.models.values()))
     written = convert_to_deepmd(file, args.output) if args.to == "deepmd" else convert(loaded, args.output, args.dp)
-    print(f"read {loaded.info.path}: {loaded.info.version}, elements {' '.join(loaded.config.type_map)}, "
-          f"{loaded.config.descriptor.summary()}")  # fmt: skip
-    print(f"wrote {written.text()}")
+    say(f"read {loaded.info.path}: {loaded.info.version}, elements {' '.join(loaded.config.type_map)}, "
+        f"{loaded.config.descriptor.summary()}")  # fmt: skip
+    say(f"wrote {written.text()}")
 
 
 def _refuse(args: argparse.Namespace, options: dict[str, str], kind: str) -> None:

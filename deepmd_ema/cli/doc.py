@@ -18,9 +18,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the manual, one option of it, or the schema."""
     from deepmd_ema.config.manual import json_schema_text, manual
+    from deepmd_ema.config.schema.averaging import AVERAGES
     from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+    from deepmd_ema.config.schema.loggers import LOGGERS
 
-    if not args.option or "descriptor" in args.option:
-        for name, fault in DESCRIPTORS.faults.items():
-            say_error(f'descriptor "{name}" is not listed: {fault}')
+    for what, section, registry in (
+        ("descriptor", "descriptor", DESCRIPTORS), ("average", "averaging", AVERAGES), ("logger", "loggers", LOGGERS)
+    ):  # fmt: skip
+        for name, fault in registry.faults.items() if section in (args.option or section) else ():
+            say_error(f'{what} "{name}" is not listed: {fault}')
     print(json_schema_text() if args.json_schema else manual(args.option))

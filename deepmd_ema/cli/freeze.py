@@ -6,6 +6,7 @@ import argparse
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_deepmd_kit, add_weights, file_to_write, path, with_suffix_of_backend
+from deepmd_ema.cli.streams import say
 from deepmd_ema.errors import UserError
 
 SUMMARY = "write a checkpoint as a .dp, .pt2 or .pth file, which DeePMD-kit and LAMMPS read"
@@ -43,4 +44,4 @@ def run(args: argparse.Namespace) -> None:
     if args.lower_kind is not None and output.endswith((".dp", ".yaml", ".yml")):
         raise UserError(f"--lower-kind {args.lower_kind}: {output} holds the model, not a graph of it. Leave it out.")
     loaded = load_model(args.checkpoint, use_average=args.use_ema, average=args.average, head=args.head)
-    print(freeze(loaded, output, device=args.device, compress=args.compress, program=args.dp).text())
+    say(freeze(loaded, output, device=args.device, compress=args.compress, program=args.dp).text())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from dataclasses import fields
 from pathlib import Path
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, file_to_write, path, positive
+from deepmd_ema.cli.streams import say
 from deepmd_ema.errors import UserError, show_text
 from deepmd_ema.files import atomic_write
 from deepmd_ema.presets import KINDS, SIZES
@@ -48,14 +50,16 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"-o {file}: expected a file that ends in {', '.join(SUFFIXES)}.")
     if file.exists():
         raise UserError(f"{file}: is there already. Name another file with -o, or remove it.")
+    if not os.access(file.parent, os.W_OK):  # --hours measures before the file is written
+        raise UserError(f"-o {file}: {file.parent} is no folder that can be written to. Make it, or name another.")
     with loading():
         from deepmd_ema.proposal import Wishes, propose
     proposal = propose(Wishes(**{wish.name: getattr(args, wish.name) for wish in fields(Wishes)}))
     with atomic_write(file) as part:
         part.write_text(proposal.text(file), encoding="utf-8")
-    print("\n".join([f"wrote {file}", *(f"  {line}" for line in proposal.head[1:]),
-                     *(f"  warning: {line}" for line in proposal.warnings),
-                     f"  next      dp-ema check {file}", f"            dp-ema train {file}"]), flush=True)  # fmt: skip
+    say("\n".join([f"wrote {file}", *(f"  {line}" for line in proposal.head[1:]),
+                   *(f"  warning: {line}" for line in proposal.warnings),
+                   f"  next      dp-ema check {file}", f"            dp-ema train {file}"]))  # fmt: skip
 
 
 def _steps(text: str) -> int:

@@ -173,7 +173,8 @@ def _one_screen(error: UserError, words: Sequence[str], head: str) -> str:
     problems = error.problems
     if len(problems) == 1:
         return f"{head}: {problems[0]}"
-    where = next((w for w in words if w.endswith((".json", ".yaml", ".yml"))), None)
+    is_given = words[:1] != ["init"]  # which writes an input
+    where = next((w for w in words if is_given and w.endswith((".json", ".yaml", ".yml"))), None)
     place = f" in {where}" if where and isinstance(error, ConfigError) else ""
     place = f" in the data of {where}" if where and isinstance(error, DataError) else place
     shown = problems if words[:1] == ["check"] else problems[:MAX_PROBLEMS]

@@ -6,6 +6,7 @@ import argparse
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_systems, chosen_systems, positive
+from deepmd_ema.cli.streams import say
 
 SUMMARY = "shortest distance and most neighbors of data"
 
@@ -25,4 +26,4 @@ def run(args: argparse.Namespace) -> None:
         from deepmd_ema.infer.neighbors import find_statistics
 
     systems, patterns = chosen_systems(args, ["."])
-    print(find_statistics(systems, args.rcut, args.type_map, args.mixed_type, patterns).text())
+    say(find_statistics(systems, args.rcut, args.type_map, args.mixed_type, patterns).text())

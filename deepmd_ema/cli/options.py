@@ -144,8 +144,8 @@ def chosen_systems(args: argparse.Namespace, default: list[str]) -> tuple[list[s
         if data is None and task.is_validated:
             raise ConfigError(
                 f"{args.valid_data}: {task.place('training')}.validation_fraction splits validation frames off while "
-                "training; their errors are in val*.log. Give systems with -s; `dp-ema convert --validation` writes "
-                "such frames as folders."
+                "training; their errors are in val*.log and, in detail, in the page of `dp-ema report`. Give systems "
+                "with -s; `dp-ema convert --validation` writes such frames as folders."
             )
         if data is None:
             place = f"{task.place('training')}.validation_data"

@@ -8,7 +8,7 @@ from deepmd_ema.allocator import keep_freed_memory
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, file_to_write, num_frames, path
 
-SUMMARY = "one page about a run: curves, errors of all weights, parity, worst frames"
+SUMMARY = "one page about a run: errors of all weights, curves, parity, worst frames, averages, time"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--numb-test", metavar="N", type=num_frames, default=0,
                         help="most frames of the validation data, and of the training data (0: all for validation, as "
                         "many for training)")  # fmt: skip
+    parser.add_argument("--average", metavar="NAME", help="the average of which details are shown (the first one)")
     add_device(parser)
 
 
@@ -29,4 +30,5 @@ def run(args: argparse.Namespace) -> None:
     with loading():
         from deepmd_ema.run_report import write_report
 
-    print(f"wrote {write_report(args.folder, args.output, args.numb_test, args.device)}")
+    report = write_report(args.folder, args.output, args.numb_test, args.device, args.average)
+    print("\n".join([f"wrote {report.path}", *report.remarks]))

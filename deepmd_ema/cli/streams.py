@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from deepmd_ema.errors import WriteError
+from deepmd_ema.terminal import RED, colored, fitted
 
 
 def prepare_streams() -> None:
@@ -48,11 +49,23 @@ def settle_streams() -> None:
     _settle(sys.stderr)
 
 
+def say(text: str) -> None:
+    """Print ``text``; on a terminal lines fit its width."""
+    print(fitted(text, sys.stdout))
+    flush_results()
+
+
 def say_error(text: str) -> None:
-    """Write ``text`` to standard error, if anybody is there; what would steer a terminal is shown as a code."""
+    """Write ``text`` to standard error, if anybody is there; what would steer a terminal is shown as a code.
+
+    On a terminal lines fit its width, and the name of the program at the beginning is red.
+    """
     text = re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    head, colon, rest = fitted(text, sys.stderr).partition(":")
+    if head.startswith("dp-ema"):
+        head = colored(head, RED, sys.stderr)
     with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        print(f"{head}{colon}{rest}", file=sys.stderr, flush=True)
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -14,15 +15,13 @@ from typing import TYPE_CHECKING
 from deepmd_ema.allocator import keep_freed_memory
 from deepmd_ema.cli.loading import libraries_of_torch, loading
 from deepmd_ema.cli.options import add_device, add_input, file_to_write, path
-from deepmd_ema.dist.launch import launch_ranks, raise_on_end
+from deepmd_ema.dist.launch import TURN_S, launch_ranks, raise_on_end
 from deepmd_ema.errors import ReportedElsewhere, Terminated, show_text
 
 if TYPE_CHECKING:
     from deepmd_ema.training.start.request import TrainRequest
 
 SUMMARY = "train a model"
-# of Python code before another thread gets its turn; after 5 ms, the default, a step waits for the loader at each call
-TURN_S = 5e-4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-neighbor-stat", action="store_true", help="take sel as given, not counted in the data")
     parser.add_argument("--allow-config-change", action="store_true",
                         help="restart although the input differs from that of the checkpoint")  # fmt: skip
+    parser.add_argument("--max-time", metavar="TIME", type=_seconds, default=math.inf,
+                        help="save and end after this time, e.g. 90m, 23.5h or 23:30:00; the start counts")  # fmt: skip
     parser.add_argument("--nproc-per-node", metavar="N", type=_processes,
                         help="train on N processes of this machine, as torchrun starts them; gpu: one per GPU, auto: "
                         "the same, or one where there is no GPU")  # fmt: skip
@@ -81,6 +82,21 @@ def _request(args: argparse.Namespace) -> TrainRequest:
         if args.launch.size == 1 and not args.use_pretrain_script and args.model_branch is None:
             _ = request.input.config
         return request
+
+
+def _seconds(text: str) -> float:
+    """Return the seconds of a time that is given on the command line: ``90m``, or ``[days-]hours:minutes:seconds``."""
+    if found := re.fullmatch(r"(\d+\.?\d*)([smhd])", text):
+        seconds = float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+    elif found := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
+        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+        seconds = ((24.0 * days + hours) * 60 + minutes) * 60 + rest
+    else:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        expected = "a time above 0 with its unit (300s, 90m, 23.5h, 2d), or hours:minutes:seconds (23:30:00)"
+        raise argparse.ArgumentTypeError(f"{show_text(text)}: expected {expected}")
+    return seconds
 
 
 def _processes(text: str) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from deepmd_ema.checks import Check as Check
+from deepmd_ema.checks import positive as positive
+from deepmd_ema.checks import positive_int as positive_int
 from deepmd_ema.config.argcheck import run_arguments as run_arguments
+from deepmd_ema.config.fields import option as option
 from deepmd_ema.config.load import InputFile as InputFile
 from deepmd_ema.config.load import config_from_dict as config_from_dict
 from deepmd_ema.config.load import load_config as load_config
@@ -16,6 +20,9 @@ from deepmd_ema.config.remarks import ignored_options as ignored_options
 from deepmd_ema.config.remarks import rows_of_tasks as rows_of_tasks
 from deepmd_ema.config.rules import as_launched as as_launched
 from deepmd_ema.config.rules import launch_problems as launch_problems
+from deepmd_ema.config.schema.averaging import CustomAverage as CustomAverage
+from deepmd_ema.config.schema.loggers import LoggedRun as LoggedRun
+from deepmd_ema.config.schema.loggers import Logger as Logger
 from deepmd_ema.config.schema.model import ModelConfig as ModelConfig
 from deepmd_ema.config.schema.run import RunConfig as RunConfig
 from deepmd_ema.config.schema.run import TaskConfig as TaskConfig

@@ -7,11 +7,14 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import Option, input_options, plain, wants
 from deepmd_ema.config.messages import close_names, show
+from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+from deepmd_ema.config.schema.loggers import LOGGERS
 from deepmd_ema.config.schema.model import FITTINGS
 from deepmd_ema.config.schema.run import MultiTaskRun, SingleTaskRun
 
@@ -35,7 +38,7 @@ def run_arguments(multi_task: bool = False) -> Argument:
         multi_task: whether it is that of an input of several tasks, in which the names of shared parts are replaced by
             the parts.
     """
-    return _run_arguments(multi_task, DESCRIPTORS.sections() + FITTINGS.sections())
+    return _run_arguments(multi_task, tuple(chain(*(r.sections() for r in (DESCRIPTORS, FITTINGS, AVERAGES, LOGGERS)))))
 
 
 @cache

@@ -118,6 +118,8 @@ class _Validator:
             text = f" = {show(name)}: {option.registry.faults[str(name)]}"
         else:
             text = unknown_choice(name, known)
+            if option.registry is not None and option.registry.group and "Did you mean" not in text:
+                text += " A type of another package is known where that package is installed."
         return self._refuse((*path, "type"), text)  # the keys of an unknown type cannot be judged
 
 

@@ -8,11 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from deepmd_ema.config import average_rules as average_rules  # enters its rules
 from deepmd_ema.config.argcheck import refusal, run_arguments
 from deepmd_ema.config.explain import explain
 from deepmd_ema.config.fields import build, is_comment, options
 from deepmd_ema.config.messages import Place, Problem, Source, render
 from deepmd_ema.config.rules import model_problems, rule_problems
+from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.config.schema.model import Link, ModelConfig
 from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun, to_dict
 from deepmd_ema.config.tasks import has_tasks
@@ -98,14 +100,21 @@ def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunCo
 def saved_config(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig:
     """Return the run that the config of a checkpoint describes, with removed values replaced.
 
+    It has no loggers, and no average of a type whose package is not installed here: the weights in the file can be used
+    without.
+
     Raises:
         ConfigError: with every mistake of the config.
     """
     training = values.get("training")
+    if isinstance(training, Mapping):
+        training = {name: value for name, value in training.items() if name != "loggers"}
+        values = {**values, "training": training}
     averages = training.get("averaging") if isinstance(training, Mapping) else None
     if isinstance(training, Mapping) and isinstance(averages, list):
         # a checkpoint holds whole averages, however the ranks held them
         kept = [{**a, "layout": "local_shard"} if a.get("layout") == "rank_range" else a for a in averages]
+        kept = [a for a in kept if a.get("type", "ema") in AVERAGES]
         values = {**values, "training": {**training, "averaging": kept}}
     return config_from_dict(values, source)
 

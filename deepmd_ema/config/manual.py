@@ -8,7 +8,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -51,6 +51,17 @@ class Entry:
         """The path as an input has it."""
         return re.sub(r"\[[^]]*\]", "", self.path)
 
+    @property
+    def facts(self) -> str:
+        """Values, unit, default, other spellings and types of the option, as text; empty for a type of a section."""
+        o = self.option
+        if o is None:
+            return ""
+        default = "required" if o.required else f"default {_default_words(o)}"
+        aliases = f"also spelled {', '.join(o.alias)}" if o.alias else ""
+        types = f"of {', '.join(self.types)}" if self.types else ""
+        return "; ".join(filter(None, [_kind_words(o), o.unit, default, aliases, types]))
+
     def is_under(self, topic: str) -> bool:
         """Whether the option is ``topic`` or in it."""
         return any(p == topic or p.startswith((f"{topic}.", f"{topic}[")) for p in (self.path, self.plain_path))
@@ -62,7 +73,7 @@ def manual(topic: str | None = None) -> str:
     Raises:
         ConfigError: if there is no such option; the message names those that look like it.
     """
-    entries = [*_entries(SingleTaskRun, ""), *_entries_of_tasks()]
+    entries = manual_entries()
     topic = re.sub(r"\[\d+\]", "", topic or "")  # as messages name the entries of a list
     if not topic:
         return "\n\n".join([_INTRO.rstrip("\n"), *map(_entry_text, entries)])
@@ -76,6 +87,11 @@ def manual(topic: str | None = None) -> str:
         if chosen:
             return "\n\n".join(chosen)
     raise ConfigError(f"doc {topic}: no such option. Try {', '.join(_like(topic, entries))}.")
+
+
+def manual_entries() -> list[Entry]:
+    """Return all options, and the types of sections, in the order of the manual."""
+    return [*_entries(SingleTaskRun, ""), *_entries_of_tasks()]
 
 
 def _like(topic: str, entries: Sequence[Entry]) -> list[str]:
@@ -146,7 +162,9 @@ def _choice_entries(sections: tuple[Any, ...], path: str, listed: tuple[Any, ...
     shared = [same[0] for same in declared.values() if len(same) > 1 and all(o == same[0] for o in same)]
     for o in shared:
         having = tuple(s.type for s in sections if o in options(s))
-        yield Entry(f"{path}.{o.name}", o, o.doc, having if len(having) < len(sections) else ())
+        first, *inner = _option_entries(o, f"{path}.{o.name}", listed)
+        yield replace(first, types=having if len(having) < len(sections) else ())
+        yield from inner
     for s in sections:
         is_usual = getattr(s, "is_usual", False)
         there = path if is_usual else f"{path}[{s.type}]"
@@ -167,14 +185,8 @@ def _type_words(option: Option) -> str:
 
 
 def _entry_text(entry: Entry) -> str:
-    o, texts = entry.option, [entry.doc]
-    if o is not None:
-        default = "required" if o.required else f"default {_default_words(o)}"
-        aliases = f"also spelled {', '.join(o.alias)}" if o.alias else ""
-        types = f"of {', '.join(entry.types)}" if entry.types else ""
-        texts = ["; ".join(filter(None, [_kind_words(o), o.unit, default, aliases, types])), entry.doc]
-    texts = [textwrap.indent(textwrap.fill(text, _WIDTH - len(_INDENT)), _INDENT) for text in texts]
-    return "\n".join([entry.path, *texts])
+    texts = [textwrap.fill(text, _WIDTH - len(_INDENT)) for text in (entry.facts, entry.doc) if text or entry.option]
+    return "\n".join([entry.path, *(textwrap.indent(text, _INDENT) for text in texts)])
 
 
 def _kind_words(option: Option) -> str:
@@ -186,11 +198,9 @@ def _kind_words(option: Option) -> str:
             return f"section; type is {names}"
         default = f" ({option.default_type} if not given)" if option.default_type else ""
         return f"list of sections; type is {names}{default}"
-    return (
-        ("sections by name" if option.named else "section")
-        if option.sections
-        else wants(option) + " or null" * option.nullable
-    )
+    if option.sections:
+        return "sections by name" if option.named else "list of sections" if option.many else "section"
+    return wants(option) + " or null" * option.nullable
 
 
 def _default_words(option: Option) -> str:

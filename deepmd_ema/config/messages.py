@@ -56,6 +56,25 @@ class Problem:
     text: str
 
 
+class Message(str):
+    """A message about an input that begins with its place, which programs read from attributes.
+
+    Attributes:
+        line: in the file; 0 if it is not known.
+        path: of the option, in dots.
+    """
+
+    line: int
+    path: str
+
+    @classmethod
+    def at(cls, source: str, line: int, path: str, text: str) -> Message:
+        """Return the message ``source:line: path`` with ``text`` after it."""
+        message = cls(f"{source}{f':{line}' * (line > 0)}: {path or 'the config'}{text}")
+        message.line, message.path = line, path
+        return message
+
+
 def dotted(path: Place) -> str:
     """Return a path as people write it: ``training.training_data.systems[0]``; that of a whole input is empty."""
     text = ""
@@ -77,11 +96,11 @@ def of_one_task(path: str) -> str:
     return path
 
 
-def render(problems: Iterable[Problem], source: Source) -> list[str]:
+def render(problems: Iterable[Problem], source: Source) -> list[Message]:
     """Return the messages in the order of the file, each beginning with ``source:line: path``."""
     found = [(_line_of(problem.path, source.lines), problem) for problem in dict.fromkeys(problems)]
     return [
-        f"{source.name}{f':{line}' * (line > 0)}: {dotted(problem.path) or 'the config'}{problem.text}"
+        Message.at(source.name, line, dotted(problem.path), problem.text)
         for line, problem in sorted(found, key=lambda pair: pair[0])
     ]
 

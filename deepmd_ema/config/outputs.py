@@ -13,12 +13,21 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.run import RunConfig
 
 POINTER = "checkpoint"  # text file that names the newest training checkpoint
+LOCK = ".dp-ema.lock"  # held by a run in its folder
+RECORD = "run_record.json"  # programs, machine, times and warnings of a run
 SNAPSHOTS = "snapshots"  # folder of the copies that `dp-ema posthoc` combines, beside the numbered checkpoints
 CHECKED = ".checked"  # end of the name of a folder that remembers what was found in the data
+LOGGED = ".dp-ema.logged"  # what a restart needs to continue the runs of loggers
 BEST = "best"  # best files are called best.ckpt-<step>.t-<rank>.pt
 
 GATHERED_SUFFIX = ".pt"  # of a checkpoint that is one file
 SHARDED_SUFFIX = ".dcp"  # of one that is a folder, to which every rank writes: torch.distributed.checkpoint
+HEAD = "head.pt"  # in it: what a gathered checkpoint holds, without the tensors that are in the shards
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether ``path`` is the folder of a sharded checkpoint, whole or not."""
+    return path.is_dir() and (path.resolve().suffix == SHARDED_SUFFIX or (path / HEAD).is_file())
 
 
 def suffixed(file: str | Path, suffix: str) -> Path:

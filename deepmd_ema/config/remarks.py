@@ -79,18 +79,21 @@ def config_summary(
     passes = [f"{task} {epochs:g} epochs" for task, epochs in config.task_epochs.items()]
     length = counted(num_steps, "step") if num_steps else ", ".join(passes) or f"{training.numb_epoch:g} epochs"
     if steps_per is not None and "" in config.tasks:  # several tasks see their data more or less often
-        batches = round(steps_per["epochs"])
-        length = (
-            f"{counted(num_steps, 'step')} = {num_steps / batches:.1f} epochs of {counted(batches, 'batch', 'batches')}"
-        )
+        batches = round(steps_per["epochs"] * training.accumulate)
+        epochs = num_steps * training.accumulate / batches
+        length = f"{counted(num_steps, 'step')} = {epochs:.1f} epochs of {counted(batches, 'batch', 'batches')}"
     averages = [("average", f"{a.name}: {a.summary(steps_per or {})}") for a in training.averaging]
     decay = getattr(config.optimizer, "weight_decay", 0.0)
+    number = len(config.optimizer.groups)
+    groups = f", {counted(number, 'group')} of parameters" * (number > 0)
     batch = ", ".join(show(task.training_data.batch_size) for task in config.tasks.values())
+    several = f", {training.accumulate} batches a step" * (training.accumulate > 1)
+    seed = "random" if training.seed is None else training.seed
     return [
         *rows_of_tasks(rows, config.links),
         ("learning rate", config.learning_rate.summary(num_steps)),
-        ("optimizer", config.optimizer.type + (f", weight decay {decay:g}" if decay else "")),
-        ("run", f"{length}, batch_size {batch}, seed {'random' if training.seed is None else training.seed}"),
+        ("optimizer", "".join([config.optimizer.type, f", weight decay {decay:g}" * (decay > 0), groups])),
+        ("run", f"{length}, batch_size {batch}{several}, seed {seed}"),
         *(averages or [("average", "none")]),
         ("validation", _validation_words(config)),
     ]
@@ -173,6 +176,11 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
     "run": (
         ("model.model_branch_alias", lambda run: "" in run.tasks, "there is one task, so no head is chosen by a name"),
         ("optimizer.lr_adjust_coeff", lambda run: getattr(run.optimizer, "lr_adjust", 0) > 0, "lr_adjust is above 0"),
+        (
+            "training.change_bias_after_training",
+            lambda run: run.training.solve_last_layer,
+            "solve_last_layer fits the bias as well",
+        ),
         ("training.mixed_precision", lambda _: True, "the precision is that of descriptor and fitting_net"),
         ("training.enable_tf32", lambda run: not _in_float32(run), "no product is in float32"),
         ("validating.tf32_infer", lambda run: not _in_float32(run), "no product is in float32"),
@@ -254,7 +262,7 @@ def _of_several_tasks(config: RunConfig) -> Iterator[str]:
     for key in dict.fromkeys(link.key for link in fittings):
         tasks = [link.task for link in fittings if link.key == key]
         if len(tasks) > 1 and not config.tasks[tasks[0]].model.fitting_net.dim_case_embd:
-            text = f"{', '.join(tasks)} share it and are distinguished by the energies of the elements only"
+            text = f"the tasks {', '.join(tasks)} share this network and differ only in the energies of the elements"
             instead = f'For labels of different methods give it "dim_case_embd": {len(config.tasks)}'
             yield f"model.shared_dict.{key}: {text}. {instead}."
 
@@ -271,7 +279,7 @@ def _long_window(
     else:
         return
     if window > longest:
-        found = f"{dotted(config.source.path(f'{path}.{name}'))} = {value:g}{unit}: the average looks back"
+        found = f"{dotted(config.source.path(f'{path}.{name}'))} = {value:g}{unit}: the average is over about"
         why = f"more than a fifth of the run of {num_steps:,}, so it may lag behind the live weights"
         yield f"{found} {window:,.0f} steps, {why}. Try {better:.3g}."
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import InvalidOptionError
-from deepmd_ema.config.messages import Problem, Source, dotted, render, show
+from deepmd_ema.config.messages import Problem, Source, render, show
 from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.averaging import AverageConfig
 from deepmd_ema.config.schema.model import Link
@@ -94,7 +94,7 @@ def launch_problems(run: RunConfig, world_size: int) -> list[str]:
         f' = "LKF": trains in one process only, and {world_size} were launched. Start it without a launcher, '
         "or choose Adam, AdamW, AdaMuon or HybridMuon."
     )
-    return render([Problem(run.source.path("optimizer.type"), text)], run.source)
+    return [*render([Problem(run.source.path("optimizer.type"), text)], run.source)]
 
 
 def as_launched(run: RunConfig, launched: bool) -> RunConfig:
@@ -178,14 +178,46 @@ def warmup_ends_in_the_run(run: RunConfig) -> Violations:
         yield "learning_rate.warmup_steps", f" = {warmup}: expected less than training.numb_steps = {steps}."
 
 
+# ---- what is fitted after training
+
+
+@rule("run of several tasks")
+def solved_layers_belong_to_one_task(run: MultiTaskRun) -> Violations:
+    """A fitting network whose output layer is solved for is that of one task."""
+    if not run.training.solve_last_layer:
+        return
+    tasks: dict[str, list[str]] = {}
+    for link in run.links:
+        if link.part == "fitting_net":
+            tasks.setdefault(link.key, []).append(link.task)
+    for key, names in tasks.items():
+        if len(names) > 1:
+            text = f" = true: tasks {', '.join(names)} share the fitting network {key}, and each would need another "
+            yield "training.solve_last_layer", text + "output layer. Set it to false."
+
+
+@rule("run")
+def solved_layers_are_linear(run: RunConfig) -> Violations:
+    """Energies are linear in the weights of the output layer, and the loss has labels that these change."""
+    if not run.training.solve_last_layer:
+        return
+    for task in run.tasks.values():
+        of_task = f"task {task.name}: " * bool(task.name)
+        if task.model.type == "linear_ener":
+            text = f"{of_task}a model of type linear_ener has several fitting networks. Set it to false."
+            yield "training.solve_last_layer", f" = true: {text}"
+        if not {"e", "f", "v"} & set(task.loss.weights):
+            text = f"{of_task}the loss has no energies, forces or virials to fit (start_pref_e, ...). Set it to false."
+            yield "training.solve_last_layer", f" = true: {text}"
+
+
 # ---- optimizer
 
 
 @rule("run of LKF")
 def lkf_shares_nothing_out(run: RunConfig) -> Violations:
     """LKF trains in one process: a block of its covariance has weights of several layers."""
-    stage = run.training.zero_stage
-    if stage > 0:
+    if (stage := run.training.zero_stage) > 0:
         text = f" = {stage}: LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon."
         yield "training.zero_stage", text
 
@@ -193,9 +225,15 @@ def lkf_shares_nothing_out(run: RunConfig) -> Violations:
 @rule("run of LKF")
 def lkf_does_not_clip(run: RunConfig) -> Violations:
     """The length of an update of LKF is the filter's, not the gradient's."""
-    norm = run.training.gradient_max_norm
-    if norm:
+    if norm := run.training.gradient_max_norm:
         yield "training.gradient_max_norm", f" = {norm:g}: not possible with optimizer.type LKF. Remove one of the two."
+
+
+@rule("run of LKF")
+def lkf_takes_one_batch(run: RunConfig) -> Violations:
+    """An update of LKF takes in the measurements of one batch; there is no gradient to add up."""
+    if (number := run.training.accumulate) > 1:
+        yield "training.accumulate", f" = {number}: LKF updates weights with each batch. Use 1, or another optimizer."
 
 
 @rule("run of LKF")
@@ -257,6 +295,15 @@ def hessian_needs_whole_parameters(run: RunConfig) -> Violations:
 
 
 # ---- training
+
+
+@rule("run")
+def graphs_of_the_compiler_do_not_accumulate(run: RunConfig) -> Violations:
+    """CUDA graphs that torch.compile makes overwrite the gradients of the batch before (pytorch issue 169545)."""
+    training = run.training
+    if training.accumulate > 1 and training.enable_compile and training.compile_options.makes_cuda_graphs:
+        text = f" = {training.accumulate}: not possible with CUDA graphs of torch.compile, which overwrite gradients."
+        yield "training.accumulate", f"{text} Use 1, or backend inductor and mode default in training.compile_options."
 
 
 @rule("training")
@@ -424,62 +471,3 @@ def case_embedding_is_one_number(run: MultiTaskRun) -> Violations:
         if most and size != max(most, tasks):
             text = f" = {size}: expected {max(most, tasks)} in every task, at least the number of tasks ({tasks})."
             yield f"model.model_dict.{name}.fitting_net.dim_case_embd", text
-
-
-# ---- one entry of training.averaging
-
-
-@rule("average")
-def names_are_unique(entry: AverageEntry) -> Violations:
-    """No two averages have one name; upper and lower case are one on some disks."""
-    name, averages = entry.average.name, entry.run.training.averaging
-    same = next((n for n in range(entry.number) if averages[n].name.lower() == name.lower()), None)
-    if same is not None:
-        case = "" if averages[same].name == name else " but for upper and lower case, and so have its files"
-        first = dotted(entry.run.source.path(f"training.averaging[{same}]"))
-        yield "name", f" = {show(name)}: {first} has this name{case}. Choose another."
-
-
-@rule("average")
-def one_length_of_the_average(entry: AverageEntry) -> Violations:
-    """Exactly one of ``decay`` and ``half_life`` is given, or of ``gamma`` and ``sigma_rel``."""
-    average = entry.average
-    given = [(name, value) for name in average.lengths if (value := getattr(average, name)) is not None]
-    if len(given) > 1:
-        (first, a), (second, b) = given
-        yield second, f" = {b:g}: {first} = {a:g} is given too. Remove one of the two."
-    if average.lengths and not given:
-        example = '"decay": 0.999' if average.type == "ema" else '"sigma_rel": 0.05'
-        yield "", f": {' or '.join(average.lengths)} is required for type {average.type}. Add one, e.g. {example}."
-
-
-@rule("average")
-def one_start_of_the_average(entry: AverageEntry) -> Violations:
-    """``start_step`` and ``start_epoch`` exclude each other."""
-    average = entry.average
-    if average.start_step > 0 and average.start_epoch is not None:
-        steps, epoch = average.start_step, average.start_epoch
-        yield "start_epoch", f" = {epoch:g}: start_step = {steps} is given too. Remove one of the two."
-
-
-@rule("average")
-def validated_average_needs_data(entry: AverageEntry) -> Violations:
-    """``full_validation`` of an average needs ``validation_data``."""
-    if entry.average.full_validation and not entry.run.has_validation_data:
-        yield "full_validation", NEEDS_DATA
-
-
-@rule("average")
-def displayed_average_needs_display(entry: AverageEntry) -> Violations:
-    """``lcurve`` of an average needs ``disp_training``."""
-    if entry.average.lcurve and not entry.run.training.disp_training:
-        yield "lcurve", " = true: needs training.disp_training, which is false. Set it to true, or remove this."
-
-
-@rule("average")
-def snapshots_have_a_frequency(entry: AverageEntry) -> Violations:
-    """``snapshots`` come with the checkpoints, unless ``snapshot_freq`` says otherwise."""
-    save_freq = entry.run.training.save_freq
-    if entry.average.snapshots and entry.average.snapshot_freq is None and save_freq <= 0:
-        why = f"training.save_freq = {save_freq} writes the last step only"
-        yield "snapshots", f' = true: needs snapshot_freq, because {why}. Add it, e.g. "snapshot_freq": 1000.'

@@ -18,6 +18,7 @@ from deepmd_ema.data.source import FrameSource
 # in a batch whose frames are evaluated only: a GPU needs many for its kernels to take longer than their launches
 ATOMS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
 MAX_ATOMS = ATOMS_AT_ONCE["cpu"]
+PREFETCH = 4  # batches of training made ahead
 
 Pad = Callable[[Batch], Batch]
 """Fills a batch up, so that batches have few sizes."""
@@ -43,6 +44,7 @@ class Loader:
     Attributes:
         systems: as given.
         sampler: as given.
+        cache: neighbor lists.
         position: number of the batch that ``next`` returns; a checkpoint needs nothing else of the loader.
         wait_s: seconds that ``next`` has waited for batches in all.
     """
@@ -53,7 +55,7 @@ class Loader:
         sampler: Sampler,
         layout: NeighborLayout,
         start: int = 0,
-        prefetch: int = 4,
+        prefetch: int = PREFETCH,
         pin: bool = False,
         cache: PairCache | None = None,
         labels: Sequence[str] = (),
@@ -62,7 +64,7 @@ class Loader:
         self.systems, self.sampler = systems, sampler
         self.position = start
         self.wait_s = 0.0
-        pairs = PairCache() if cache is None else cache
+        self.cache = pairs = PairCache() if cache is None else cache
 
         def make(n: int) -> Batch:
             batch = collate([pairs.get(systems[system], k, layout) for system, k in sampler.batch(n)], layout, labels)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,8 +20,8 @@ from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpec
 from deepmd_ema.data.split import FrameTable, Split, split_frames
-from deepmd_ema.errors import DataError, UserError, collect_problems, counted, first_few
-from deepmd_ema.geometry import find_pairs_once
+from deepmd_ema.errors import DataError, collect_problems, counted, first_few
+from deepmd_ema.geometry import NeighborStatistics, find_pairs_once
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.seeds import seed_for
 
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
 
 logger = logging.getLogger(__name__)
-
-Lines = dict[str, list[str]]
-"""Lines of text by the name of a task."""
 
 MIN_BRIDGED_DISTANCE = 0.01  # angstrom; the energy of bridging is finite but for atoms in one place
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
@@ -280,53 +277,86 @@ def task_shares(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int)
     if not weights:
         weights = {name: float(len(of.train)) for name, of in data.items()}
     for name, epochs in config.task_epochs.items():
-        weights[name] = float(_sampler(config, name, data, num_ranks).steps_for_epochs(epochs))
+        weights[name] = float(_sampler(config, name, data, num_ranks).batches_for_epochs(epochs))
     total = sum(weights[name] for name in data)
     return {name: weights[name] / total for name in data}
 
 
-def steps_for_epochs(tasks: Iterable[tuple[float, float, Sampler]]) -> int:
+def steps_for_epochs(tasks: Iterable[tuple[float, float, Sampler]], accumulate: int) -> int:
     """Return the steps of a run in which every task has had its epochs, on average.
 
     Args:
         tasks: epochs, share of the steps, and what draws the batches of each.
+        accumulate: batches of a step.
     """
-    return max(steps_with_share(sampler.steps_for_epochs(epochs), share) for epochs, share, sampler in tasks if share)
+    numbers = ((sampler.batches_for_epochs(epochs), share) for epochs, share, sampler in tasks if share)
+    return max(steps_with_share(number, share * accumulate) for number, share in numbers)
 
 
 def steps_with_share(number: int, share: float) -> int:
-    """Return after how many steps of the run a task of this share has had ``number`` of them, on average."""
+    """Return after how many steps of the run a task that has ``share`` batches in each on average had ``number``."""
     return math.ceil(number / share * (1 - 1e-12))  # a share is rounded
 
 
-def length_lines(config: RunConfig, data: Mapping[str, TaskData], reports: Mapping[str, DataReport]) -> Lines:
-    """Return the length of the training of each task and an estimate of its memory, one line each."""
-    try:
-        shares, samplers = task_shares(config, data, 1), {name: _sampler(config, name, data) for name in data}
-    except UserError:  # one of the problems of a report
-        return {name: [] for name in data}
+class TaskLength(NamedTuple):
+    """Length of the training of one task.
+
+    Attributes:
+        share: of the steps of the run.
+        epochs: passes over its training frames.
+        batches: of one epoch.
+        frames: mean number in a step.
+        max_atoms: of the largest batch.
+        warnings: about frames and batches.
+    """
+
+    share: float
+    epochs: float
+    batches: int
+    frames: float
+    max_atoms: int
+    warnings: tuple[str, ...]
+
+
+def run_length(config: RunConfig, data: Mapping[str, TaskData]) -> tuple[int, dict[str, TaskLength]]:
+    """Return the steps of a run in one process, and the length of each task.
+
+    Raises:
+        UserError: if options do not fit the systems.
+    """
+    shares, samplers = task_shares(config, data, 1), {name: _sampler(config, name, data) for name in data}
     epochs = config.task_epochs or dict.fromkeys(data, config.training.numb_epoch or 0)
-    steps = config.training.numb_steps or steps_for_epochs([(epochs[n], shares[n], samplers[n]) for n in data])
-    lines: Lines = {}
-    for name, sampler in samplers.items():
-        part = f"{100 * shares[name]:.3g} % of {counted(steps, 'step')}" if name else counted(steps, "step")
-        batches = counted(sampler.batches_per_epoch, "batch", "batches")
-        length = f"Length: {part} = {shares[name] * steps / sampler.batches_per_epoch:.1f} epochs of {batches}"
-        lines[name] = [length, *_memory_lines(config.tasks[name], sampler, reports[name])]
-    return lines
+    accumulate, each = config.training.accumulate, [(epochs[n], shares[n], samplers[n]) for n in data]
+    steps = config.training.numb_steps or steps_for_epochs(each, accumulate)
+    return steps, {
+        name: TaskLength(
+            shares[name], shares[name] * steps * accumulate / of.batches_per_epoch, of.batches_per_epoch,
+            accumulate * of.frames_per_step, of.max_atoms, tuple(of.warnings),
+        )
+        for name, of in samplers.items()
+    }  # fmt: skip
 
 
-def _memory_lines(task: TaskConfig, sampler: Sampler, report: DataReport) -> Iterator[str]:
+def with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) -> RunConfig:
+    """Return the config with ``sel: auto`` as numbers, from the neighbors in the data of each task."""
+    models = {}
+    for name, task in config.tasks.items():
+        if task.model.descriptor.neighbors is None:
+            # a descriptor that tasks share has room for the neighbors in all
+            of_all = reduce(NeighborStatistics.with_counts_of, [found[other] for other in config.sharing_with(name)])
+            models[name] = task.model.with_descriptor(task.model.descriptor.with_neighbors(of_all))
+    return config.with_models(models) if models else config
+
+
+def most_slots(task: TaskConfig, report: DataReport) -> int:
+    """Return the most slots for neighbors that an atom has in a batch; 0 where neighbors are not known."""
     found = report.neighbors
-    if found is not None:
-        descriptor = task.model.descriptor.with_neighbors(found)
-        kept = list(descriptor.neighbors or ())
-        # a batch has slots for the neighbors that there are, however many may be kept
-        there = list(found.max_neighbors) if len(kept) == len(found.max_neighbors) else [found.max_total]
-        slots = sum(map(min, kept, there))
-        wanted = 8 * sampler.max_atoms * slots * descriptor.numbers_per_pair
-        batch = f"{sampler.max_atoms:,} atoms of up to {slots:,} neighbors"
-        yield f"Memory: about {wanted / 1e9:.2g} GB for the largest batch ({batch})"
+    if found is None:
+        return 0
+    kept = list(task.model.descriptor.with_neighbors(found).neighbors or ())
+    # a batch has slots for the neighbors that there are, however many may be kept
+    there = list(found.max_neighbors) if len(kept) == len(found.max_neighbors) else [found.max_total]
+    return sum(map(min, kept, there))
 
 
 def _sampler(config: RunConfig, name: str, data: Mapping[str, TaskData], num_ranks: int = 1) -> Sampler:

@@ -112,8 +112,8 @@ class Sampler:
         """Whether batch ``n`` of this rank repeats a frame of another rank, and is excluded from losses."""
         return len(self._batches.step(n)) <= self._rank
 
-    def steps_for_epochs(self, num_epochs: float) -> int:
-        """Return the steps after which even the rarest system has been seen ``num_epochs`` times, as DeePMD-kit."""
+    def batches_for_epochs(self, num_epochs: float) -> int:
+        """Return the batches after which even the rarest system has been seen ``num_epochs`` times, as DeePMD-kit."""
         drawn = math.ceil(max(Fraction(n) / p for n, p in zip(self._units, self._probabilities) if n and p > 0))
         return math.ceil(Fraction(num_epochs) * drawn * Fraction(self.batches_per_epoch, sum(self._units)))
 

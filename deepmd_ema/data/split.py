@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from deepmd_ema.data.check.plausibility import Suspects
 from deepmd_ema.data.epochs import permutation
 from deepmd_ema.data.formats.properties import KIND_NAMES
-from deepmd_ema.data.source import BOX, COORD, Chunk
+from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.labels import FORCE
 from deepmd_ema.seeds import seed_for
@@ -143,6 +144,43 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
             f"parts with a fraction of {fraction:g}. Use more frames or another fraction, or give validation data."
         )
     return Split(chosen, *_describe_parts(table, chosen, fraction, seed))
+
+
+def find_near_copies(training: Sequence[FrameSource], validation: Sequence[FrameSource], num_types: int) -> Suspects:
+    """Return validation frames that are nearer to a training frame than near copies are, also exact copies.
+
+    Frames are compared that follow each other closely in the order of a number, so some may be missed.
+    """
+    sources, table = [*training, *validation], FrameTable()
+    for source in sources:
+        table.add(source.chunks((COORD, BOX)), num_types)
+    points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
+    num_training = sum(source.num_frames for source in training)
+    copy_of: dict[int, int] = {}
+    for members in _groups(table.compositions).values():
+        bound = max(_COPY, _NEAR * _scale(points, members))
+        for a, b, distance in _neighbors(points, members):
+            low, high = np.minimum(a, b), np.maximum(a, b)
+            near = (distance < bound) & (low < num_training) & (high >= num_training)
+            copy_of |= dict(zip(high[near].tolist(), low[near].tolist()))
+    ends = np.cumsum([0, *(source.num_frames for source in sources)])
+    by_system = np.histogram(list(copy_of), ends)[0].tolist() if sources else []
+
+    def name(frame: int) -> str:
+        k = int(np.searchsorted(ends, frame, side="right")) - 1
+        return f"{sources[k].name} frame {sources[k].numbers[frame - ends[k]]}"
+
+    num_validation = len(points) - num_training
+    if not copy_of:
+        return Suspects(tuple(by_system), num_validation)
+    first = min(copy_of)
+    worst = f"{name(first)} is near {name(copy_of[first])}"
+    warning = (
+        f"{len(copy_of):,} of {num_validation:,} validation frames are near copies of training frames (first: "
+        f"{worst}): validation errors will look too good. Take validation frames from other trajectories, or let "
+        "training.validation_fraction choose them."
+    )
+    return Suspects(tuple(by_system), num_validation, worst, warning)
 
 
 def describe_frames(chunk: Chunk) -> Array:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether each rank holds only a shard of ``tensor``."""
     # not imported: that takes half a second, and before somebody has done it there is no sharded tensor
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    # another thread, which writes a sharded checkpoint, may be importing it: then it has no DTensor yet
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ ADDRESS = ("MASTER_ADDR", PORT)
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of a launcher or a batch system, and of a terminal that is closed
+# of Python code before another thread gets its turn; after 5 ms, the default, a step waits for the loader at each call
+TURN_S = 5e-4
 
 
 @contextlib.contextmanager

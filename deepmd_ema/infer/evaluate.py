@@ -20,6 +20,7 @@ from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats.discover import open_systems
+from deepmd_ema.data.formats.properties import KIND_NAMES
 from deepmd_ema.data.loader import Pad, atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, UserError, counted
@@ -35,6 +36,7 @@ from deepmd_ema.model.tabulated import tabulate
 from deepmd_ema.report.table import Column, Table, render
 
 WORST = 10  # frames shown at the end
+MAX_GROUPS = 20  # rows of a table of compositions or kinds of calculation
 _LINE = "# " + "-" * 47 + " "
 _AXES = {(): [""], (3,): [*"xyz"], (9,): [a + b for a in "xyz" for b in "xyz"]}  # by the shape of a label
 
@@ -71,9 +73,38 @@ class ErrorReport:
             lines += [f"# number of test data : {errors.summary()['num_frames']:.0f} ", *_error_lines(errors), _LINE]
         lines += ["# ----------weighted average of errors----------- ", f"# number of systems : {len(systems)}"]
         lines += [*_error_lines(self.total), _LINE]
-        for table in (self.forces_by_element(), self.worst()):
+        # in the units of the lines above, which are those of DeePMD-kit
+        for table in (*self.groups(), self.forces_by_element(milli=False), self.worst(milli=False)):
             lines += [*render(table, "# "), _LINE] if table.rows else []
         return "\n".join(lines)
+
+    def groups(self) -> list[Table]:
+        """Return errors by kind of calculation and by composition, in eV, where there are several; the worst first."""
+        kinds = {name: source.kinds for name, source in self.systems.items()}
+
+        def kind_of(frame: FrameResult) -> str:
+            of_system = kinds[frame.source[0]]
+            return (of_system[frame.source[1]] if of_system else "") or "none"
+
+        groups = {
+            " or ".join(KIND_NAMES): group_frames(self.frames, kind_of),
+            "composition": group_frames(self.frames, lambda f: describe_composition(f.atom_type, self.type_map)),
+        }
+        return [self._by_group(title, found) for title, found in groups.items() if len(found) > 1]
+
+    def _by_group(self, title: str, groups: Mapping[str, Errors]) -> Table:
+        shown = [quantity for quantity in "EFS" if not math.isnan(self.total.metric(f"{quantity}:RMSE"))]
+        by = "F:RMSE" if "F" in shown else "E:RMSE"
+        # those without the label last
+        order = sorted(groups.items(), key=lambda item: -np.nan_to_num(item[1].metric(by), nan=-1.0))[:MAX_GROUPS]
+        errors = [(quantity, kind) for quantity in shown for kind in ("MAE", "RMSE")]
+        rows: list[list[float | str]] = [
+            [name, of.summary()["num_frames"], *(of.metric(f"{quantity}:{kind}") for quantity, kind in errors)]
+            for name, of in order
+        ]
+        columns = [Column(f"{quantity} {kind}", METRICS[quantity].unit_symbol, ".6f") for quantity, kind in errors]
+        more = f", the {MAX_GROUPS} of largest error of {len(groups):,}" * (len(groups) > MAX_GROUPS)
+        return Table(f"# errors by {title}{more}", (Column(title), Column("frames", "", ".0f"), *columns), rows)
 
     def write_details(self, prefix: str | Path) -> list[Path]:
         """Write labels beside predictions to ``<prefix>.e.out``, ``.f.out``, ``.v.out`` and so on; return the files.
@@ -95,6 +126,12 @@ class ErrorReport:
         """Draw predictions against labels and return the path of the figure."""
         from deepmd_ema.report.plots import plot_parity
 
+        count = f"{counted(len(self.frames), 'frame')} of {counted(len(self.by_system), 'system')}"
+        return plot_parity(self.pairs(), path, f"{self.info.path.name}: {self.info.describe()}; {count}")
+
+    def pairs(self) -> dict[str, tuple[NDArray[Any], NDArray[Any], str]]:
+        """Return labels, predictions and unit by quantity; energies and virials per atom. Empty without a label."""
+
         def pair(name: str, per_atom: bool) -> tuple[NDArray[Any], NDArray[Any]]:
             pairs = [(np.zeros(0), np.zeros(0))]
             for f in self.frames:
@@ -104,38 +141,34 @@ class ErrorReport:
             labels, predictions = map(np.concatenate, zip(*pairs))
             return labels, predictions
 
-        count = f"{counted(len(self.frames), 'frame')} of {counted(len(self.by_system), 'system')}"
-        return plot_parity(
-            {
-                "Energy": (*pair(ENERGY, True), "eV/atom"),
-                "Force": (*pair(FORCE, False), "eV/Å"),
-                "Virial": (*pair(VIRIAL, True), "eV/atom"),
-            },
-            path,
-            f"{self.info.path.name}: {self.info.describe()}; {count}",
-        )
+        return {
+            "Energy": (*pair(ENERGY, True), "eV/atom"),
+            "Force": (*pair(FORCE, False), "eV/Å"),
+            "Virial": (*pair(VIRIAL, True), "eV/atom"),
+        }
 
-    def forces_by_element(self) -> Table:
-        """Return the errors of the forces on the atoms of each element that has some."""
-        unit, factor = METRICS["F"].display_unit, METRICS["F"].display_factor
+    def forces_by_element(self, milli: bool = True) -> Table:
+        """Return the errors of the forces on the atoms of each element that has some, in meV or eV."""
+        unit, factor, spec = _display(METRICS["F"], milli)
         rows = []
         for name, errors in zip(self.type_map, force_errors_by_type(self.frames, len(self.type_map))):
             if atoms := errors.summary()["num_atoms"]:
                 rows.append((name, atoms, factor * errors.metric("F:MAE"), factor * errors.metric("F:RMSE")))
-        numbers = (Column("atoms", "", ".0f"), Column("F MAE", unit, ".3f"), Column("F RMSE", unit, ".3f"))
+        numbers = (Column("atoms", "", ".0f"), Column("F MAE", unit, spec), Column("F RMSE", unit, spec))
         return Table("# forces by element", (Column("element"), *numbers), rows)
 
-    def worst(self) -> Table:
-        """Return the frames of largest force error, or energy error without forces, and where they are."""
+    def worst(self, milli: bool = True) -> Table:
+        """Return the frames of largest force error (energy error without forces), in meV or eV, and where they are."""
         metric, by = ("F:RMSE", "force") if any(FORCE in frame.label for frame in self.frames) else ("E:RMSE", "energy")
         frames = worst_frames(self.frames, metric, WORST)
-        force, energy = METRICS["F"], METRICS["E"]
+        shown = {name: _display(METRICS[name], milli) for name in "FE"}
         rows: list[list[float | str]] = []
         for frame in frames if len(frames) > 1 else ():
             place = self.systems[frame.source[0]].where(frame.source[1])
-            errors = [q.display_factor * frame.errors.metric(f"{q.metric}:RMSE") for q in (force, energy)]
+            errors = [factor * frame.errors.metric(f"{name}:RMSE") for name, (_, factor, _) in shown.items()]
             rows.append([*errors, f"{place.file} frame {place.frame}"])
-        columns = (Column("F RMSE", force.display_unit, ".3f"), Column("E error", energy.display_unit, ".3f"))
+        units = [(unit, spec) for unit, _, spec in shown.values()]
+        columns = (Column("F RMSE", *units[0]), Column("E error", *units[1]))
         title = f"# the {len(rows)} frames of largest {by} error (frames count from 0)"
         return Table(title, (*columns, Column("where")), rows)
 
@@ -313,6 +346,17 @@ def _refuse_non_finite(report: ErrorReport, loaded: LoadedModel) -> None:
         f"{place.file}: frame {place.frame} (from 0) and {len(bad) - 1} more: {report.info.path} gives no finite "
         "energies and forces. Does it hold nan, or are these frames far from what it was trained on?"
     )
+
+
+def describe_composition(atom_type: NDArray[Any], type_map: Sequence[str]) -> str:
+    """Return the formula of a frame, such as ``H8 C5 O2``."""
+    counts = np.bincount(atom_type, minlength=len(type_map))
+    return " ".join(f"{name}{n}" for name, n in zip(type_map, counts) if n)
+
+
+def _display(quantity: Quantity, milli: bool) -> tuple[str, float, str]:
+    """Return the unit of an error, the factor that brings it there from eV, and its format."""
+    return (quantity.display_unit, quantity.display_factor, ".3f") if milli else (quantity.unit_symbol, 1.0, ".6f")
 
 
 def _error_lines(errors: Errors) -> list[str]:

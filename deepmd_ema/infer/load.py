@@ -13,6 +13,7 @@ from deepmd_ema import checkpoint, interchange
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.checkpoint.schema import check_frozen_facts
 from deepmd_ema.config import ModelConfig, choose_head, saved_models, to_dict
+from deepmd_ema.config.messages import show
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.infer.compiled import CompiledModel
@@ -37,7 +38,7 @@ _AVERAGE_WORDS = {
     "gamma": "gamma {:.4g}",
     "updates": "{}",
     "snapshots": "made of {:,} snapshots",
-    "mean_age": "mean age {:,.1f} steps",
+    "mean_age": "looks back {:,.1f} steps on average",
     "residual": "residual {:.2%}",
 }
 
@@ -192,6 +193,8 @@ def describe_average(average: Mapping[str, Any]) -> str:
     if "updates" in facts:  # -1 before the first step
         facts["updates"] = counted(max(0, facts["updates"]), "update")
     words = [text.format(facts[name]) for name, text in _AVERAGE_WORDS.items() if name in facts]
+    if "options" in facts:  # of a type that another distribution adds
+        words = [str(facts.get("type")), *(f"{name} {show(value)}" for name, value in facts["options"].items()), *words]
     return ", ".join(["equal weights"] * (average.get("type") == "swa") + words)
 
 

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LONE_ATOM = (
+    "atom %s has no neighbor within %g angstrom: the model gives it a constant energy and no force. Has it left the "
+    "others, or are positions or cell in another unit? This is reported once."
+)
+
 Rows: TypeAlias = "NDArray[np.float64] | list[None]"  # one per frame
 _ROUNDING = 1e-6  # of a distance that was found twice
 # a frame of more atoms whose pairs are kept is evaluated alone on a CPU: keeping its slots as well is worth more than
@@ -188,6 +193,8 @@ class Potential:
         found = {name: np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)]) for name in names}
         if not all(np.isfinite(value).all() for value in found.values()):
             _refuse_without_energy(frames, self)
+        if LONE_ATOM not in self._warned and (lone := _lone_atom(frames, found[FORCE].reshape(-1, 3), self)):
+            self._warn(LONE_ATOM, lone, self.rcut)
         return found
 
     def _parts(self, frames: Sequence[Frame], kept: Sequence[KeptPairs | None]) -> list[dict[str, Any]]:
@@ -291,6 +298,18 @@ def _refuse_without_energy(frames: Sequence[Frame], potential: Potential) -> Non
         f"{potential.info.path}: the model gives no finite energies and forces. Does it hold nan, or are these frames "
         "far from what it was trained on?"
     )
+
+
+def _lone_atom(frames: Sequence[Frame], force: NDArray[np.float64], potential: Potential) -> str | None:
+    """Return an atom among others that has no neighbor; they are searched only if some atom has no force (N, 3)."""
+    still = np.logical_not(force.any(axis=1))
+    ends = np.cumsum([0, *(frame.num_atoms for frame in frames)])
+    for frame, (begin, end) in zip(frames, pairwise(ends)) if still.any() else ():
+        if frame.num_atoms > 1 and still[begin:end].any():
+            lone = np.setdiff1d(np.arange(frame.num_atoms), find_pairs(frame.coord, frame.box, potential.rcut).i)
+            if len(lone):
+                return frame.describe_atom(int(lone[0]), potential.type_map)
+    return None
 
 
 def _together(paired: Sequence[PairedFrame], layout: NeighborLayout) -> Placed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,7 @@ def describe(path: str | Path, whole_config: bool = False) -> str:
         info = replace(info, head="" if len(infos) > 1 else info.head)
         path, kind, version, config = info.path, info.kind, info.version, file.config
         tensors = ModelSet({name: loaded.model for name, loaded in file.models.items()}).state_dict()
-        weights = iter([("weights", info.describe()), *_bias(info.bias)])
+        weights = iter([("weights", info.describe()), *_bias(info.bias, {})])
         model = rows_of_tasks({name: loaded.config.summary() for name, loaded in file.models.items()}, ())
         state = _nearest({name: own.min_nbor_dist for name, own in infos.items()})
     else:
@@ -74,7 +74,7 @@ def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for average, state in profiles.items():
         option = "--use-ema" if len(profiles) == 1 else f"--average {average}"
         yield "average", f"{average}: {describe_average(state)} (freeze it with {option})"
-    yield from _bias(payload.get("bias", {}), payload.get("refitted_bias", {}))
+    yield from _bias(payload.get("bias", {}), checkpoint.refitted(payload))
 
 
 def _state(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -114,18 +114,19 @@ def _size(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
     return "sizes", f"{numbers:,} numbers in {len(once)} tensors, {size / 1e6:.2f} MB, {' and '.join(kinds)}"
 
 
-def _bias(record: Mapping[str, Any], refitted: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
+def _bias(record: Mapping[str, Any], refitted: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, str]]:
     """Yield the rows of the output bias.
 
     Args:
         record: how it was changed, or that by task.
-        refitted: the weights of a run for which it was fitted at the end.
+        refitted: tensors that were fitted at the end of a run, by name of its weights.
     """
     for task, own in ({"": record} if "mode" in record else record).items():
         yield "bias", f"{task}: {describe_record(own)}" if task else describe_record(own)
-    names = ", ".join(refitted)
-    if names:
-        yield "bias", f"fitted again after training, for {names}; a restart continues from the one before"
+    if refitted:
+        solved = any(not name.endswith("out_bias") for own in refitted.values() for name in own)
+        what = "output layer and bias" if solved else "bias"
+        yield "fitted", f"{what} after training, for {', '.join(refitted)}; a restart continues from those before"
 
 
 def _nearest(distance: float | Mapping[str, float | None] | None) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.config.schema.training import MODES_OF_CUDA_GRAPHS
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.files import writing
 from deepmd_ema.labels import ENERGY
@@ -26,7 +27,6 @@ from deepmd_ema.model.energy import EnergyModel, run
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 64  # of a process; then torch continues eagerly and warns
-MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,12 @@ from deepmd_ema.config.schema import optim as sections
 from deepmd_ema.dist.dtensor import local_shard, shard_like
 from deepmd_ema.dist.saved_tensors import Take, WholeTensors
 from deepmd_ema.errors import CheckpointError, first_few
+from deepmd_ema.optim.groups import split_by_pattern
 from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state
 from deepmd_ema.optim.muon import AdaMuon, HybridMuon, routed
 
 OF_CHECKPOINT = "optimizer state of the checkpoint"
+LR_SCALE = "lr_scale"  # key of a group of parameters: factor of its learning rate
 NORM_GUARD = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeePMD-kit: no division by zero
 NamedParameters = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
 
@@ -28,6 +30,7 @@ def build_optimizer(
     config: sections.AdamConfig | sections.AdamWConfig | sections.AdaMuonConfig | sections.HybridMuonConfig,
     named_parameters: NamedParameters,
     shared: bool = False,
+    names: Mapping[str, str] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that ``config`` describes, over the parameters that are trained.
 
@@ -40,19 +43,32 @@ def build_optimizer(
         named_parameters: parameters by name; those with ``requires_grad`` off are left out.
         shared: whether each rank keeps the state of a part of the parameters only, updates these, and sends them to
             all others (ZeRO stage 1; Rajbhandari et al., arXiv:1910.02054).
+        names: all names of parameters that ``groups`` may match, each with its name in ``named_parameters``; by default
+            the names there.
+
+    Raises:
+        ConfigError: if a pattern of ``groups`` matches no parameter.
     """
-    trained = {name: p for name, p in dict(named_parameters).items() if p.requires_grad}
+    named = dict(named_parameters)
+    trained = {name: p for name, p in named.items() if p.requires_grad}
     kind: type[torch.optim.Optimizer]
-    parameters: list[Any] = list(trained.values())
     settings = asdict(config)
+    del settings["groups"]
     if config.type == "HybridMuon":
-        kind, parameters = HybridMuon, routed(trained, settings["muon_mode"])
+        kind = HybridMuon
     elif config.type == "AdaMuon":
         kind = AdaMuon
     else:
         kind = getattr(torch.optim, config.type)
         betas = settings.pop("adam_beta1"), settings.pop("adam_beta2")
         settings |= {"betas": betas, "eps": ADAM_EPS, "fused": True}
+    parameters: list[dict[str, Any]] = []
+    groups = zip([*map(asdict, config.groups), {}], split_by_pattern(config.groups, names or dict(zip(named, named))))
+    for group, own in groups:
+        part = {name: trained[name] for name in own if name in trained}
+        routes = routed(part, settings["muon_mode"]) if kind is HybridMuon else [{"params": list(part.values())}]
+        own_settings = {key: group[key] for key in (LR_SCALE, "weight_decay") if group.get(key) is not None}
+        parameters += [{**route, **own_settings} for route in routes if route["params"]]
     if shared:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # importing it uses parts of torch that are deprecated
@@ -71,18 +87,25 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) -> None:
-    """Set the learning rate of the next steps.
+    """Set the learning rate of the next steps, multiplied by the factor of each group.
 
     Args:
         optimizer: one from :func:`build_optimizer`.
-        rate: a float; on a GPU also a scalar in float32 there, with which a step reads no number of the host. Both
-            give the same bits there: a float is rounded to float32, in which the fused kernels of torch read a scalar.
+        rate: a float; on a GPU also a scalar in float64 there, with which a step reads no number of the host. Both
+            give the same bits there: rates are rounded to float32, in which the fused kernels of torch read a scalar.
     """
     on_host = optimizer.param_groups[0]["params"][0].is_cpu
-    if not on_host and not isinstance(rate, Tensor):
-        rate = torch.tensor(rate, dtype=torch.float32).item()
+    rates: dict[float, float | Tensor] = {}
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        scale = group.get(LR_SCALE, 1.0)
+        if scale not in rates:
+            scaled = rate if scale == 1 else rate * scale
+            if isinstance(scaled, Tensor):
+                scaled = scaled.to(torch.float32)
+            elif not on_host:
+                scaled = torch.tensor(scaled, dtype=torch.float32).item()
+            rates[scale] = scaled
+        group["lr"] = rates[scale]
 
 
 def clip_gradients(

@@ -69,10 +69,11 @@ class Row:
 
     def describe(self) -> str:
         """Return one line about an average that was made of snapshots."""
+        back = f"looks back {self.mean_age:,.0f} steps on average"
         if self.decay is None:
-            return f"sigma_rel {self.sigma_rel:.4g}, gamma {self.gamma:.4g}, mean age {self.mean_age:,.0f} steps"
+            return f"sigma_rel {self.sigma_rel:.4g}, gamma {self.gamma:.4g}, {back}"
         length = f"the last {percent(self.decay.part)} ({counted(self.decay.steps, 'step')})"
-        return f"{self.decay.shape} decay over {length}, mean age {self.mean_age:,.0f} steps"
+        return f"{self.decay.shape} decay over {length}, {back}"
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class PosthocReport:
         widths = "those that were tracked" if ends is None else f"{ends[0]:.3g} to {ends[1]:.3g}"
         lines = [
             f"{run.folder}: step {run.step:,}, {counted(len(run.snapshots), 'snapshot')} of {profiles}",
-            f"solve: condition {found.condition:.2g}{dropped}; resolvable sigma_rel: {widths}",
+            f"solve: condition {found.condition:.2g}{dropped}; sigma_rel that the snapshots can give: {widths}",
             *(f"left out, {reason}: {', '.join(names)}" for reason, names in self.left_out.items()),
             f"errors on {counted(self.num_frames, 'frame')} of {counted(self.num_systems, 'system')}",
             "",
@@ -177,7 +178,7 @@ class PosthocReport:
             Column("weights"),
             Column("sigma_rel", "", ".4f"),
             Column("gamma", "", ".4g"),
-            Column("mean age", "steps", ",.0f"),
+            Column("looks back", "steps", ",.0f"),
             *(Column(f"{q.metric} RMSE", q.display_unit, ".4g") for q in quantities),
             Column(self.metric, unit, ".4g"),
             Column("residual", "", ".2g"),

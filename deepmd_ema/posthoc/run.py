@@ -120,11 +120,10 @@ def run_posthoc(
         say(f"wrote {report.plot(plot)}")
     except ModuleNotFoundError:
         say("no picture: matplotlib is not installed. pip install 'dp-ema[plot]', then run this again.")
-    if "refitted_bias" in run.payload:
+    if checkpoint.refitted(run.payload):
         say(
-            "the run refitted the output bias after its last step (training.change_bias_after_training); the bias of "
-            "this file is not refitted, and all errors above are those before. To do so: "
-            f"dp-ema change-bias {output} -s TRAINING_SYSTEMS"
+            "the run fitted its output bias or output layer after the last step; this file has neither, and all errors "
+            f"above are those before. To fit the bias: dp-ema change-bias {output} -s TRAINING_SYSTEMS"
         )
     return report
 
@@ -216,7 +215,7 @@ def measure_combinations(
 def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:
     """Yield the live weights and every average of the training checkpoint, each with its row, still without errors."""
     # a bias that was refitted after training would make live and tracked weights look better than those made here
-    payload = {name: value for name, value in run.payload.items() if name != "refitted_bias"}
+    payload = {name: value for name, value in run.payload.items() if name not in ("refitted", "refitted_bias")}
     at = f", step {payload['step']:,}" if payload["step"] != run.step else ""
     yield Row(LIVE, f"{LIVE}{at}"), checkpoint.weights_in(payload, run.reference)[0]
     for name, state in payload.get("averages", {}).get("profiles", {}).items():

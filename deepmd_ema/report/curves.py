@@ -98,18 +98,24 @@ def read_curve(path: str | Path) -> Curve:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raised = NoRowsError if isinstance(error, FileNotFoundError) else UserError
         raise raised(f"{path}: cannot be read: {reason}. Give lcurve.out, val.log or val_ema.log.") from error
+    lines = text.splitlines()
     header = next((line.lstrip("# ").split() for line in lines if re.match(r"#\s*step\s", line)), None)
     if header is None:
         raise UserError(f"{path}: has no header line '# step ...'. Give lcurve.out, val.log or val_ema.log.")
     rows: dict[int, list[float]] = {}  # in the order of their steps
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith("#"):
-            step, values = _row(line, len(header), f"{path}, line {number}")
+            try:
+                step, values = _row(line, len(header), f"{path}, line {number}")
+            except UserError:
+                if number == len(lines) and not text.endswith("\n"):
+                    break  # a run is writing it
+                raise
             if rows and step <= next(reversed(rows)):
                 rows = {earlier: row for earlier, row in rows.items() if earlier < step}
             rows[step] = values

@@ -1,4 +1,4 @@
-"""Handlers of log messages: the terminal (without breaking a bar), a log file, and TensorBoard."""
+"""Handlers of log messages: the terminal (without breaking a bar) and a log file."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import logging
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from deepmd_ema.errors import UserError, reason_of
+from deepmd_ema.errors import reason_of
 from deepmd_ema.files import LOG, refuse_to_lose, writing
+from deepmd_ema.terminal import RED, YELLOW, colored, fitted
 
 
 class _TerminalHandler(logging.Handler):
-    """Writes to stderr above a progress bar, if there is one."""
+    """Writes to stderr, above a progress bar if there is one; lines fit the width of a terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one message."""
         from tqdm import tqdm
 
+        text = fitted(self.format(record), sys.stderr)
+        if record.levelno >= logging.WARNING:
+            level = f"{record.levelname}:"
+            text = text.replace(
+                level, colored(level, RED if record.levelno >= logging.ERROR else YELLOW, sys.stderr), 1
+            )
         with suppress(OSError, ValueError):  # the terminal is gone or full
-            tqdm.write(self.format(record), file=sys.stderr)
+            tqdm.write(text, file=sys.stderr)
 
 
 class _FileHandler(logging.FileHandler):
@@ -74,19 +80,3 @@ def set_up_logging(level: str | int = "INFO", log_file: str | Path | None = None
         handler.setFormatter(_Formatter())
         logger.addHandler(handler)
     logger.setLevel(level if is_main else logging.ERROR)
-
-
-def open_board(folder: str | Path, step: int = 0) -> Any:
-    """Return a TensorBoard writer for ``folder``; points after ``step`` of an earlier run are hidden.
-
-    Raises:
-        UserError: if TensorBoard is not installed.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError(
-            "training.tensorboard: TensorBoard is not installed. Install it with `pip install dp-ema[tensorboard]`, or "
-            "set training.tensorboard to false."
-        ) from error
-    return SummaryWriter(str(folder), purge_step=step + 1 if step else None)

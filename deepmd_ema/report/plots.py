@@ -28,7 +28,7 @@ RUN_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", 
 OTHER_COLORS = tuple(color for color in RUN_COLORS if color not in (LIVE_COLOR, AVERAGE_COLOR))
 LINES = ("-", "--", ":", "-.")
 TRAIN_LEVEL = 2  # lines of training batches lie below all others
-MAX_DOTS = 20_000  # beyond it a density says more than dots
+MAX_DOTS = 5_000  # beyond it a density says more than dots
 MAX_MARKED_AVERAGES = 2  # averages whose rows are marked by dots; more lines would hide each other
 KEPT = "kept as best"
 NORMAL, SMALL = 11.0, 9.5  # points; legends and the errors below a panel are small
@@ -118,19 +118,19 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
         UserError: if a file is not one of these, none has rows, or the picture cannot be written.
     """
     output = picture_file(output)
-    curves = _read(files)
-    styles = _styles(curves)
-    panels = [p for p in QUANTITIES.values() if any(_has(c, p) for c in curves)] or [LOSS]
+    curves = read_curves(files)
+    styles = curve_styles(curves)
+    panels = [p for p in QUANTITIES.values() if any(has_panel(c, p) for c in curves)] or [LOSS]
     rates = list({c.path: c for c in curves if "lr" in c.columns}.values())
     several = len({_group(c) for c in curves}) > 1
     several_runs = len({c.path.parent for c in curves}) > 1
-    with _picture(output, len(panels) + bool(rates)) as (figure, axes):
+    with picture(output, len(panels) + bool(rates)) as (figure, axes):
         for axis, panel in zip(axes, panels):
             for curve in _readable(curves, panel) if several else curves:
-                _draw(axis, curve, panel, styles)
+                draw_curve(axis, curve, panel, styles)
             axis.set(title=panel.title, ylabel=f"{panel.title.split()[-1]} ({panel.unit})")
         for curve in rates:
-            color = styles[_key(curve)].color if several_runs else INK
+            color = styles[curve_key(curve)].color if several_runs else INK
             axes[-1].plot(curve.steps, curve.columns["lr"], color=color, lw=1.6)
             axes[-1].set(title="Learning rate", ylabel="Learning rate")
         first, last = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
@@ -138,14 +138,20 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
         for axis in axes:
             axis.set(xlabel="Optimizer step", xlim=(first - margin, last + margin))
             axis.set_yscale("log")
-            _fit_values(axis)
+            fit_values(axis)
             if log_steps:
                 axis.set(xscale="log", xlim=(0.9 * max(1, first), 1.1 * last))
         _legend(figure, axes, keys=_keys(curves, styles) if several else {})
     return output
 
 
-def _read(files: Sequence[str | Path]) -> list[Curve]:
+def read_curves(files: Sequence[str | Path]) -> list[Curve]:
+    """Return the curves of files, or of folders of runs, one for each task; files without rows are named in the log.
+
+    Raises:
+        NoRowsError: if none has rows.
+        UserError: if a file is not one of these.
+    """
     curves, without_rows = list[Curve](), list[str]()
     for file in (file for path in files for file in curve_files(path)):
         with collect_problems(without_rows, kind=NoRowsError):
@@ -159,7 +165,7 @@ def _read(files: Sequence[str | Path]) -> list[Curve]:
 
 def _readable(curves: Sequence[Curve], panel: Panel) -> list[Curve]:
     """Return the curves of one panel for several runs: errors on single batches only of runs without better ones."""
-    validated = {_group(c) for c in curves if c.kind == VALIDATION and _has(c, panel)}
+    validated = {_group(c) for c in curves if c.kind == VALIDATION and has_panel(c, panel)}
     return [c for c in curves if c.kind == VALIDATION or _group(c) not in validated]
 
 
@@ -168,7 +174,8 @@ def _group(curve: Curve) -> tuple[Path, str]:
     return curve.path.parent, curve.task
 
 
-def _key(curve: Curve) -> tuple[Path, str]:
+def curve_key(curve: Curve) -> tuple[Path, str]:
+    """Return the key of a curve in its styles."""
     return curve.path, curve.task
 
 
@@ -176,7 +183,7 @@ def _keys(curves: Sequence[Curve], styles: Styles) -> dict[str, Any]:
     """Return the entries of the legend of several runs: the color of each run, the dashes of each set of weights."""
     from matplotlib.lines import Line2D
 
-    chosen = [styles[_key(c)] for c in curves]
+    chosen = [styles[curve_key(c)] for c in curves]
     runs = {s.run: Line2D([], [], color=s.color, lw=2.0) for s in chosen}
     weights = {s.weights: Line2D([], [], color=INK, lw=2.0, ls=s.line) for s in chosen}
     return runs | (weights if len(weights) > 1 else {})
@@ -197,11 +204,11 @@ def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Pat
     shown = {name: (np.ravel(a), np.ravel(b), unit) for name, (a, b, unit) in pairs.items() if np.size(a)}
     if not shown:
         raise UserError(f"{output}: nothing to draw: the frames have no energy, force or virial.")
-    with _picture(output, 2 * len(shown), title, heights=(3.2, 1.0)) as (_, axes):
+    with picture(output, 2 * len(shown), title, heights=(3.2, 1.0)) as (_, axes):
         for k, (name, (label, predicted, unit)) in enumerate(shown.items()):
-            _draw_parity(axes[k], label, predicted)
+            draw_parity(axes[k], label, predicted)
             axes[k].set(title=name, xlabel=f"Reference ({unit})", ylabel=f"Predicted ({unit})")
-            _draw_errors(axes[len(shown) + k], 1000 * (predicted - label), f"m{unit}")
+            draw_errors(axes[len(shown) + k], 1000 * (predicted - label), f"m{unit}")
     return output
 
 
@@ -229,7 +236,7 @@ def plot_sigma_rels(
     every = [values for curve in curves.values() for _, values in curve]
     known = {name for values in every for name, value in values.items() if np.isfinite(value)}
     panels = [(name, panel) for name, panel in QUANTITIES.items() if name in known]
-    with _picture(output, len(panels), title) as (figure, axes):
+    with picture(output, len(panels), title) as (figure, axes):
         for axis, (name, panel) in zip(axes, panels):
             for curve, (label, points) in enumerate(curves.items()):
                 widths, values = [width for width, _ in points], [values[name] for _, values in points]
@@ -264,7 +271,8 @@ def _draw_others(
             axis.plot(width, values[name], "D", color=color, ms=5.5, mec="white", mew=0.6, zorder=5, label=label)
 
 
-def _draw_parity(axis: Any, label: Array, predicted: Array) -> None:
+def draw_parity(axis: Any, label: Array, predicted: Array) -> None:
+    """Draw predictions against labels; where dots would hide each other, their number in each place."""
     low, high = min(label.min(), predicted.min()), max(label.max(), predicted.max())
     margin = 0.04 * (high - low) or 1e-3 * max(1.0, abs(high))
     ends = (low - margin, high + margin)
@@ -279,25 +287,29 @@ def _draw_parity(axis: Any, label: Array, predicted: Array) -> None:
     axis.set(xlim=ends, ylim=ends)
     axis.set_box_aspect(1)
     axis.ticklabel_format(useOffset=False)
-    axis.locator_params(nbins=5)
+    axis.locator_params(nbins=4)
 
 
-def _draw_errors(axis: Any, error: Array, unit: str) -> None:
+def draw_errors(axis: Any, error: Array, unit: str) -> None:
+    """Draw the distribution of errors."""
     mae, rmse = np.abs(error).mean(), np.sqrt(np.square(error).mean())
     mean = error.mean() if abs(error.mean()) > 1e-9 * rmse else 0.0  # forces add up to zero but for rounding
     limit = 4 * rmse or 1.0
     axis.hist(np.clip(error, -limit, limit), bins=61, range=(-limit, limit), color=LIVE_COLOR, alpha=0.85)
     axis.axvline(0, color=INK, lw=0.9)
     axis.set(xlabel=f"Predicted − reference ({unit})", yticks=[])
-    axis.set_title(f"MAE {mae:.4g}, RMSE {rmse:.4g}\nmean {mean:+.3g} {unit}", fontsize=SMALL, fontweight="normal")
+    shift = f"{mean:+.2g}" if mean else "0"
+    text = f"MAE {mae:.3g}, RMSE {rmse:.3g}\nmean {shift} {unit}"
+    axis.set_title(text, fontsize=SMALL, fontweight="normal")
     axis.spines["left"].set_visible(False)
     axis.grid(False)
 
 
-def _draw(axis: Any, curve: Curve, panel: Panel, styles: Styles) -> None:
-    style = styles[_key(curve)]
+def draw_curve(axis: Any, curve: Curve, panel: Panel, styles: Styles) -> None:
+    """Draw what a file holds of one quantity."""
+    style = styles[curve_key(curve)]
     if curve.kind == VALIDATION:
-        if _has(curve, panel):
+        if has_panel(curve, panel):
             values = curve.columns[panel.full]
             axis.plot(curve.steps, values, color=style.color, lw=2.0, ls=style.line, marker=style.marker, ms=3.2,
                       zorder=4, label=style.label("validation set"))  # fmt: skip
@@ -334,7 +346,7 @@ def _running_mean(values: Array) -> Array:
     return np.where(numbers > 0, np.exp(sums / np.maximum(numbers, 1)), np.nan)
 
 
-def _styles(curves: Sequence[Curve]) -> Styles:
+def curve_styles(curves: Sequence[Curve]) -> Styles:
     """Return file and task to style: in one run each set of weights has its color, of several runs each run has."""
     groups = list(dict.fromkeys(_group(c) for c in curves))
     folders = list(dict.fromkeys(folder for folder, _ in groups))
@@ -357,7 +369,7 @@ def _styles(curves: Sequence[Curve]) -> Styles:
         else:
             color = averages[(place - 1) % len(averages)]
             style = CurveStyle(color, (color, color), "-", "", words, marker)
-        styles[_key(curve)] = style
+        styles[curve_key(curve)] = style
     return styles
 
 
@@ -369,7 +381,8 @@ def _batch_columns(curve: Curve, panel: Panel) -> list[tuple[str, Array]]:
     return [(n, v) for n, v in curve.columns.items() if n.startswith(starts) and np.isfinite(v).any()]
 
 
-def _has(curve: Curve, panel: Panel) -> bool:
+def has_panel(curve: Curve, panel: Panel) -> bool:
+    """Whether a file holds anything of one quantity."""
     if curve.kind == VALIDATION:
         return panel.full in curve.columns and bool(np.isfinite(curve.columns[panel.full]).any())
     return bool(_batch_columns(curve, panel))
@@ -388,7 +401,7 @@ def picture_file(output: str | Path, option: str = "-o") -> Path:
 
 
 @contextmanager
-def _picture(
+def picture(
     output: Path, panels: int, title: str = "", heights: Sequence[float] | None = None
 ) -> Iterator[tuple[Any, list[Any]]]:
     """Yield a figure that belongs to no window, and its axes row by row; it is written after the block."""
@@ -415,7 +428,7 @@ def _picture(
             raise UserError(f"{Path(output)}: the picture cannot be written: {error}") from error
 
 
-def _fit_values(axis: Any) -> None:
+def fit_values(axis: Any) -> None:
     """Fit the axis of values to the validation lines, if there are any: one lucky batch would stretch it by decades.
 
     An axis that is not about tiny numbers gets plain ones at its ticks.
@@ -427,15 +440,17 @@ def _fit_values(axis: Any) -> None:
         margin = (values.max() / values.min()) ** 0.06
         axis.set_ylim(values.min() / margin, values.max() * margin)
     low, high = axis.get_ylim()
-    if low > 1e-2 and high < 1e5:
+    if low > 1e-2 and high < 3 * low:
+        _plain_numbers(axis.yaxis)
+    elif low > 1e-2 and high < 1e5:
         _plain_numbers(axis.yaxis, (1, 1.5, 2, 3, 5, 7) if high < 12 * low else (1, 2, 5) if high < 100 * low else (1,))
 
 
-def _plain_numbers(axis: Any, parts: Sequence[float]) -> None:
-    """Write plain numbers at the ticks of a logarithmic x or y axis, which are ``parts`` of each decade."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+def _plain_numbers(axis: Any, parts: Sequence[float] = ()) -> None:
+    """Write plain numbers at the ticks of a logarithmic axis: ``parts`` of each decade, or as on a linear one."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
-    axis.set_major_locator(LogLocator(subs=parts))
+    axis.set_major_locator(LogLocator(subs=parts) if parts else MaxNLocator(5))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(NullFormatter())
 

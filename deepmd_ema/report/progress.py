@@ -1,4 +1,4 @@
-"""Progress of a run: a bar or plain lines, and times of its parts."""
+"""Progress of a run: a bar on a terminal, or plain lines."""
 
 from __future__ import annotations
 
@@ -7,41 +7,50 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from deepmd_ema.report.tables import ValuesByTask, show_metric
+from deepmd_ema.labels import METRICS
+from deepmd_ema.report.tables import ValuesByTask, show_metric, significant
+from deepmd_ema.report.times import RunTimes
+from deepmd_ema.weight_names import LIVE
 
 if TYPE_CHECKING:
     from deepmd_ema.metrics import Errors
 
 logger = logging.getLogger(__name__)
 
-_CATEGORIES = ("data", "step", "validation", "checkpoint")
-_SLOW_DATA = 0.1  # share of the time above which waiting for data deserves a hint
+LINE_INTERVAL_S = 60.0  # where no bar is drawn, a line comes at least so often
+_DIGITS = 3  # of an error beside the bar
 
 
 class Progress:
-    """A bar on a terminal with loss, learning rate, steps per second and time left; log lines everywhere.
+    """A bar on a terminal with steps, force error and time left; log lines everywhere.
 
     Args:
         num_steps: steps of the whole run.
+        times: stopwatch of the run.
         interactive: whether to draw a bar; None: if stderr is a terminal.
         frames_per_step: mean number of frames in a step of all ranks together; None leaves frames per second out.
     """
 
-    def __init__(self, num_steps: int, interactive: bool | None = None, frames_per_step: float | None = None) -> None:
-        self._num_steps, self._frames = num_steps, frames_per_step
+    def __init__(
+        self,
+        num_steps: int,
+        times: RunTimes,
+        interactive: bool | None = None,
+        frames_per_step: float | None = None,
+    ) -> None:
+        self._num_steps, self._times, self._frames = num_steps, times, frames_per_step
         self._interactive = sys.stderr.isatty() if interactive is None else interactive
         self._bar: tqdm | None = None
-        self._validated = ""
+        self._error, self._is_validated = "", False
         self._step = self._shown = 0
-        # the first interval, in which things are prepared, counts only until there is another
-        self._begun, self._counted_steps, self._counted_seconds = False, 0, 0.0
+        self._line_at = time.perf_counter()
 
     def start_at(self, step: int) -> None:
         """Count from ``step``, at a restart."""
@@ -54,14 +63,29 @@ class Progress:
                 self._bar = tqdm(
                     total=self._num_steps,
                     initial=self._step,
-                    unit="step",
+                    bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
                     # a terminal that does not know its width (a recording, some containers) reports 0
                     **({"dynamic_ncols": True} if _has_width() else {"ncols": 80, "nrows": 24}),
-                    smoothing=0,
                     file=sys.stderr,
                 )
+            self._bar.set_postfix_str(self._facts(step), refresh=False)
             self._bar.update(step - self._step)
+        elif time.perf_counter() - self._line_at > LINE_INTERVAL_S and step < self._num_steps:
+            self._line_at = time.perf_counter()
+            logger.info("Batch %7d: %d steps in all, %s", step, self._num_steps, self._facts(step))
         self._step = step
+
+    def _facts(self, step: int) -> str:
+        """Return the force error, the time left and that of a step; the last are left out where there is no room."""
+        left, seconds = self._times.left(step, self._num_steps), self._times.step_seconds()
+        facts = [self._error] * bool(self._error)
+        if left is not None and seconds is not None:
+            facts += [f"{tqdm.format_interval(left)} left", f"{seconds:.2g} s/step"]
+        while self._bar is not None and self._bar.ncols and len(facts) > 1:
+            if len(f"100%|#| {step}/{self._num_steps}, {', '.join(facts)}") <= self._bar.ncols:
+                break
+            facts.pop()
+        return ", ".join(facts)
 
     def show(
         self,
@@ -76,10 +100,11 @@ class Progress:
         for task, of_task in training.items():
             _log(step, task, "trn", of_task, f", lr = {lr:8.2e}")
             _log(step, task, "val", validation.get(task, {}))
-        # the first step prepares memory and caches: its time says nothing of the others
-        is_known = self._begun or step - self._shown > 1
-        left = self._mean_seconds(step, seconds_per_step) * (self._num_steps - step)
-        end = (datetime.now() + timedelta(seconds=left)).strftime("%Y-%m-%d %H:%M")
+        left = self._times.left(step, self._num_steps)  # nothing is known after the first steps
+        eta = ""
+        if left is not None:
+            end = (datetime.now() + timedelta(seconds=left)).strftime("%Y-%m-%d %H:%M")
+            eta = f", eta = {timedelta(seconds=int(left))} at {end}"
         rate = 1 / seconds_per_step if seconds_per_step > 0 else 0.0
         logger.info(
             "Batch %7d: total wall time = %.2f s (%.1f steps/s%s%s)%s",
@@ -88,28 +113,11 @@ class Progress:
             rate,
             f", {rate * self._frames:.4g} frames/s" if self._frames is not None else "",
             f"; {split}" if split else "",
-            f", eta = {timedelta(seconds=int(left))} at {end}" if is_known else "",
+            eta,
         )
-        self._shown = step
-        if self._bar is not None:
-            losses = [
-                f"{task} {values.get('rmse', next(iter(values.values()))):.2e}".strip()
-                for task, values in training.items()
-                if values
-            ]
-            self._bar.set_postfix_str(f"rmse {', '.join(losses)}, lr {lr:.1e}{self._validated}", refresh=False)
-
-    def _mean_seconds(self, step: int, seconds_per_step: float) -> float:
-        """Return the mean duration of a step of the run, which ends an interval of steps that took this long each.
-
-        One interval says little of those that follow: it may hold a validation and a checkpoint, or none.
-        """
-        steps = step - self._shown
-        if self._begun:
-            self._counted_steps += steps
-            self._counted_seconds += steps * seconds_per_step
-        self._begun = True
-        return self._counted_seconds / self._counted_steps if self._counted_steps else seconds_per_step
+        self._shown, self._line_at = step, time.perf_counter()
+        if not self._is_validated:
+            self._error = _batch_errors(training, validation)
 
     def show_average(self, step: int, name: str, errors: ValuesByTask) -> None:
         """Log the displayed errors of an average on the same batches."""
@@ -122,62 +130,15 @@ class Progress:
         for weights, errors in results.items():
             words = describe_errors(errors)
             logger.info("Batch %7d: full validation, MAE / RMSE, %-*s: %s", step, width, weights, words)
-            if not math.isnan(force := errors.metric("F:RMSE")):  # the last are the averaged weights, if there are any
-                self._validated = f", {weights} F {show_metric('F:RMSE', force)}"
+        if shown := _validated_errors(results):
+            self._error, self._is_validated = shown, True
 
     def close(self) -> None:
-        """Leave the bar as it is and end its line."""
+        """Leave the bar as it is now and end its line."""
         if self._bar is not None:
+            self._bar.set_postfix_str(self._facts(self._step), refresh=False)  # with the last validation
             self._bar.close()
             self._bar = None
-
-
-class IntervalTimes:
-    """A stopwatch that says where the time between two displayed steps went, and what was spent waiting for data."""
-
-    def __init__(self) -> None:
-        self._spent = dict.fromkeys(_CATEGORIES, 0.0)
-        self._since = self._began = time.perf_counter()
-        self._waited = 0.0
-        self._first_wait: float | None = None
-        self._hinted = False
-
-    def waiting_share(self) -> float:
-        """Return the share of the time since the first batch was there that was spent waiting for others, 0 to 1."""
-        first = self._first_wait or 0.0
-        total = max(time.perf_counter() - self._began - first, 1e-9)
-        return min(1.0, max(0.0, self._waited + self._spent["data"] - first) / total)
-
-    @contextmanager
-    def of(self, category: str) -> Iterator[None]:
-        """Count the time of the body under ``category``: data, step, validation or checkpoint."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - begin
-            self._spent[category] += seconds
-            if category == "data" and self._first_wait is None:
-                self._first_wait, self._began = seconds, begin
-
-    def split(self) -> str:
-        """Return such as ``data 2 % | step 95 % | validation 2 % | checkpoint 1 %`` and start a new interval.
-
-        The first time that more than a tenth was spent waiting for data, a hint is logged.
-        """
-        total = max(time.perf_counter() - self._since, sum(self._spent.values()), 1e-9)
-        shares = {category: spent / total for category, spent in self._spent.items()}
-        if shares["data"] > _SLOW_DATA and not self._hinted:
-            self._hinted = True
-            logger.info(
-                "%.0f %% of the time was spent waiting for data: read it from a local disk, give the run one more CPU "
-                "core, or use a larger batch_size (the first interval also fills the cache of neighbor lists)",
-                100 * shares["data"],
-            )
-        self._waited += self._spent["data"]
-        self._spent = dict.fromkeys(self._spent, 0.0)
-        self._since = time.perf_counter()
-        return " | ".join(f"{category} {100 * share:.0f} %" for category, share in shares.items())
 
 
 def _has_width() -> bool:
@@ -206,6 +167,28 @@ def duration(seconds: float) -> str:
         if number or (unit == "s" and not parts):
             parts.append(f"{number} {unit}")
     return " ".join(parts[:2]) if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def _validated_errors(results: Mapping[str, Errors]) -> str:
+    """Return the force errors of each task by the first average, or by the live weights if there is none."""
+    rows = [(*name.rpartition(" ")[::2], errors.metric("F:RMSE")) for name, errors in results.items()]
+    names = list(dict.fromkeys(weights for _, weights, _ in rows))
+    chosen = next((name for name in names if name != LIVE), LIVE)
+    return _force_errors(chosen, {task: force for task, weights, force in rows if weights == chosen})
+
+
+def _batch_errors(training: ValuesByTask, validation: ValuesByTask) -> str:
+    """Return the force errors of the batches of a displayed step, those of validation frames if there are any."""
+    name, values = ("val batch", validation) if any(validation.values()) else ("trn batch", training)
+    return _force_errors(name, {task: of.get("rmse_f", math.nan) for task, of in values.items()})
+
+
+def _force_errors(name: str, errors: Mapping[str, float]) -> str:
+    """Return force errors by task, given in eV/angstrom, as ``ema F 44.4 meV/Å``; nothing where there are none."""
+    factor, unit = METRICS["F"].display_factor, METRICS["F"].display_unit
+    known = {task: significant(factor * force, _DIGITS) for task, force in errors.items() if not math.isnan(force)}
+    shown = [f"{task} {force}".strip() for task, force in known.items()]
+    return f"{name} F {', '.join(shown)} {unit}" if shown else ""
 
 
 def _log(step: int, task: str, what: str, errors: Mapping[str, float], more: str = "") -> None:

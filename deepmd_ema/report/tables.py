@@ -131,7 +131,7 @@ class ValidationLog(RowTable):
     def write(self, step: int, errors: Errors) -> None:
         """Add the row of ``step``."""
         values = (METRICS[column[0]].display_factor * errors.metric(column) for column in self._columns)
-        self._add(self._row("  ", [str(step), *map(_significant, values)]))
+        self._add(self._row("  ", [str(step), *map(significant, values)]))
 
     def write_best(self, file: str | Path, metric: str, value: float) -> None:
         """Note that ``file`` was written as one of the best, here and in the log."""
@@ -152,15 +152,15 @@ _VALIDATION_NOTE = (
 def show_metric(metric: str, value: float) -> str:
     """Return a metric such as ``E:MAE`` with its unit: eV to ``94.363 meV/atom``."""
     quantity = METRICS[metric[0].upper()]
-    return f"{_significant(quantity.display_factor * value)} {quantity.display_unit}"
+    return f"{significant(quantity.display_factor * value)} {quantity.display_unit}"
 
 
-def _significant(value: float) -> str:
-    """Return ``value`` with five significant digits and without an exponent."""
+def significant(value: float, digits: int = _DIGITS) -> str:
+    """Return ``value`` with so many significant digits and without an exponent."""
     if not math.isfinite(value):
         return str(value)
-    magnitude = int(f"{value:.{_DIGITS - 1}e}".partition("e")[2])
-    decimals = _DIGITS - 1 - magnitude
+    magnitude = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    decimals = digits - 1 - magnitude
     return f"{round(value, decimals):.{max(0, decimals)}f}"
 
 

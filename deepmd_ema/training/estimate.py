@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,114 +25,133 @@ import torch
 
 from deepmd_ema.allocator import peak_memory
 from deepmd_ema.config import RunConfig, to_dict
+from deepmd_ema.config.due import due_in
 from deepmd_ema.config.paths import with_absolute_paths
-from deepmd_ema.errors import Interrupted, UserError, counted
-from deepmd_ema.report.progress import duration
+from deepmd_ema.dist.launch import TURN_S
+from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.training.loop.trainer import Callback, Trainer
 from deepmd_ema.training.run import TrainRequest, run_training
 
 _FIRST = 2  # steps that prepare memory and caches, not counted
-_VALIDATED_EVERY = 4
-_MAX_STEPS = 40
+_NEW, _KNOWN = 12, 28  # steps whose frames are new, and then those with neighbors in the cache
+_SHOWN_EVERY = 8  # steps between two rows, of which some must be measured
+_NEVER = 10**9
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The measured cost of a run.
+    """The measured cost of a run; times are in seconds.
 
     Attributes:
         num_steps: steps of the run.
+        epoch_steps: steps of the first epoch.
+        rows: rows of the learning curve in the run.
         validations: of all validation frames in the run.
         checkpoints: in the run.
-        start: seconds until the first step, with the checks of the data.
-        step: mean seconds of a step.
-        validation: mean seconds of a validation of all frames; 0 if there is none.
-        checkpoint: mean seconds of a step that are spent on a checkpoint.
-        memory: largest memory of the process, bytes.
+        start: from the command to the first step, with the checks of the data.
+        new_step: mean time of a step of the first epoch, in which neighbors are searched.
+        step: mean time of a later step.
+        row: mean time of a row.
+        first_validation: time of the first validation, in which neighbors are searched; 0 if there is none.
+        validation: time of a later one.
+        checkpoint: mean time of a step that is spent on a checkpoint.
+        end: after the last step, with the last checkpoint.
+        memory: largest memory of the process, bytes; with the neighbors of all frames.
         gpu_memory: largest memory of a CUDA device, bytes; 0 on a CPU.
         measured: steps that were measured.
     """
 
     num_steps: int
+    epoch_steps: int
+    rows: int
     validations: int
     checkpoints: int
     start: float
+    new_step: float
     step: float
+    row: float
+    first_validation: float
     validation: float
     checkpoint: float
+    end: float
     memory: int
     gpu_memory: int
     measured: int
 
     @property
+    def steps(self) -> float:
+        """Seconds of all steps."""
+        new = min(self.num_steps, self.epoch_steps)
+        return new * self.new_step + (self.num_steps - new) * self.step
+
+    @property
+    def events(self) -> float:
+        """Seconds of rows, validations and checkpoints but the last one, which is a part of ``end``."""
+        validations = self.first_validation + (self.validations - 1) * self.validation if self.validations else 0.0
+        return self.rows * self.row + validations + max(0, self.checkpoints - 1) * self.checkpoint
+
+    @property
     def total(self) -> float:
         """Seconds of the run."""
-        rest = self.validations * self.validation + self.checkpoints * self.checkpoint
-        return self.start + self.num_steps * self.step + rest
-
-    def lines(self) -> list[str]:
-        """Return lines for the user."""
-        parts = [f"{self.step:.2g} s a step", f"{self.start:.2g} s to the first"]
-        if self.validations:
-            parts.append(f"{counted(self.validations, 'validation')} of {self.validation:.2g} s")
-        if self.checkpoint >= 0.01 * self.step:
-            parts.append(f"{counted(self.checkpoints, 'checkpoint')} of {self.checkpoint:.2g} s")
-        on_gpu = f", {self.gpu_memory / 1e9:.2g} GB of the GPU" if self.gpu_memory else ""
-        return [
-            f"Time: {duration(self.total)} for {counted(self.num_steps, 'step')} on this machine as it is now "
-            f"({', '.join(parts)}; {counted(self.measured, 'step')} measured)",
-            f"Memory measured: {self.memory / 1e9:.2g} GB{on_gpu}",
-        ]
+        return self.start + self.steps + self.events + self.end
 
 
 def measure_steps(config: RunConfig, device: str | None = None, seconds: float = 15.0) -> Cost:
     """Return the cost of a run, from steps, validations and a checkpoint of it in a process of its own.
 
-    Nothing is written but to a temporary folder. The frames differ, so the mean of some steps has an error; where the
-    first steps compile code, they are not counted.
+    Counted are the start of the program, the checks of the data, statistics, compilation, steps with and without a
+    search for neighbors, rows, validations, checkpoints, and the end; not TensorBoard and
+    ``change_bias_after_training``. Nothing is written but to a temporary folder. The frames differ, so the mean of some
+    steps has an error.
 
     Args:
         config: of the run.
         device: as for a run.
-        seconds: after which no further step is measured; four are in any case.
+        seconds: after which no further step is measured; one is in any case.
 
     Raises:
         UserError: for mistakes in the data.
     """
     values = _with_files_in_here(with_absolute_paths(to_dict(config), "."))
+    measure = partial(
+        _measure, device=device, seconds=seconds, validates="validation" in due_in(config, 1), path=sys.path
+    )
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as folder:
         Path(folder, "input.json").write_text(json.dumps(values))
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=spawn) as pool:
             try:
-                found = pool.submit(_measure, folder, device, seconds, sys.path).result()
+                found = pool.submit(measure, folder, time.time()).result()
             except BrokenProcessPool:
                 raise UserError(
                     "The process that measured the steps was killed, perhaps for lack of memory. Use a smaller "
                     "batch_size, or a machine with more memory."
                 ) from None
-    steps, validating = found["num_steps"], config.validating
-    start = validating.full_val_start
-    validations = 0
-    if start != 1 and config.fully_validated:
-        validations = _times(int(start * steps) if start < 1 else int(start), validating.validation_freq, steps)
-    return Cost(validations=validations, checkpoints=_times(0, config.training.save_freq, steps), **found)
+    steps = found["num_steps"]
+    times = {name: due.count() for name, due in due_in(config, steps).items()}
+    return Cost(
+        rows=num_rows(config, steps),
+        validations=times.get("validation", 0),
+        checkpoints=times["checkpoint"],
+        **found,
+    )
 
 
-def _times(first: int, every: int, steps: int) -> int:
-    """Return the number of events that come every so many steps, from ``first`` on, and after the last step."""
-    due = range(first or every, steps + 1, every) if every > 0 else ()
-    return len(due) + (steps not in due)
+def num_rows(config: RunConfig, steps: int) -> int:
+    """Return the number of rows of the learning curve of a run."""
+    return steps // config.training.disp_freq + (config.training.disp_freq > 1)
 
 
 def _with_files_in_here(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values of an input whose run writes into the folder where it is started, and validates early."""
+    """Return values of an input whose run writes into the folder where it is started, and validates at its end only."""
     training, validating = values["training"], values["validating"]
     training = {name: value for name, value in training.items() if name not in ("save_dir", "cache_dir")}
     training = _without_writing_statistics(training) | {
         "save_ckpt": "model.ckpt",
         "disp_file": "lcurve.out",
+        "disp_freq": _SHOWN_EVERY,
         "tensorboard": False,
+        "loggers": [],
     }
     if "data_dict" in training:
         tasks = training["data_dict"].items()
@@ -138,7 +159,7 @@ def _with_files_in_here(values: dict[str, Any]) -> dict[str, Any]:
     validating = {name: value for name, value in validating.items() if name != "save_best_dir"}
     validating["full_val_file"] = "val.log"
     if validating.get("full_val_start") != 1:
-        validating |= {"validation_freq": _VALIDATED_EVERY, "full_val_start": 0.0}
+        validating |= {"validation_freq": _NEVER, "full_val_start": 0.0}
     return {**values, "training": training, "validating": validating}
 
 
@@ -149,60 +170,119 @@ def _without_writing_statistics(section: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Stopwatch(Callback):
-    """Measures the parts of a run, and ends it."""
+    """Measures the parts of a run, and ends it.
 
-    def __init__(self, seconds: float) -> None:
+    Args:
+        seconds: after which no further step is taken.
+        validates: whether to validate before the end.
+    """
+
+    def __init__(self, seconds: float, validates: bool) -> None:
         self.spent: dict[str, list[float]] = defaultdict(list)
-        self.num_steps = 0
-        self.first_step = 0.0
-        self._seconds, self._within = seconds, 0.0
+        self.first_step = self.stopped = self.within = 0.0
+        self.num_steps = self.epoch_steps = self.num_new = self.more_memory = 0
+        self._seconds, self._validates = seconds, validates
 
     def on_start(self, trainer: Trainer) -> None:
-        self.num_steps, self.first_step = trainer.num_steps, time.perf_counter()
+        self.num_steps, self.epoch_steps = trainer.num_steps, math.ceil(trainer.tasks.steps_per_epoch)
+        self.first_step = time.perf_counter()
 
     @contextmanager
     def _measured(self, phase: str) -> Iterator[None]:
-        begin, before = time.perf_counter(), self._within
+        begin, before = time.perf_counter(), self.within
         try:
             yield
         finally:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             took = time.perf_counter() - begin
-            own = took - (self._within - before)  # a step holds what is due after it
-            self._within = before + took
+            own = took - (self.within - before)  # a step holds what is due after it
+            self.within = before + took
             self.spent[phase].append(own)
 
     def during(self, trainer: Trainer, phase: str) -> Any:
         return self._measured(phase)
 
     def after_step(self, trainer: Trainer) -> None:
-        late = time.perf_counter() - self.first_step > self._seconds
-        if (late and trainer.step >= _VALIDATED_EVERY) or trainer.step >= _MAX_STEPS:
+        step, spent = trainer.step, time.perf_counter() - self.first_step
+        if step == min(_FIRST + _NEW, self.epoch_steps) and spent < self._seconds / 2:
+            self.num_new = step
+            _search_neighbors_ahead(trainer, _KNOWN)
+        if step == trainer.num_steps or step >= _FIRST + _NEW + _KNOWN or (spent > self._seconds and step > _FIRST):
+            while self._validates and len(self.spent["validation"]) < 2:
+                with self._measured("validation"):
+                    trainer.validator.run(step, trainer.saver, lambda: False, lambda weights: None)
+                if self.spent["validation"][0] > self._seconds / 3:
+                    break
+            self.more_memory = _growth_of_cache(trainer)
+            self.stopped = time.perf_counter()
             trainer.stop.request(signal.SIGTERM)
 
 
-def _measure(folder: str, device: str | None, seconds: float, path: list[str]) -> dict[str, Any]:
-    """Return the times and the memory of steps of an input in a folder; a process of its own runs this, silently."""
-    began = time.perf_counter()
+def _search_neighbors_ahead(trainer: Trainer, num_steps: int) -> None:
+    """Have the neighbors of the next steps in the cache, as they are after the first epoch."""
+    for task in trainer.tasks:
+        loader, layout = task.train_loader, task.models.by_task[task.name].layout
+        for number in range(loader.position, loader.position + num_steps * task.accumulate):
+            for system, frame in loader.sampler.batch(number):
+                loader.cache.get(loader.systems[system], frame, layout)
+
+
+def _growth_of_cache(trainer: Trainer) -> int:
+    """Return by how much the neighbors in memory will still grow during the run, bytes."""
+    cache = next(iter(trainer.tasks)).train_loader.cache
+    part = min(1.0, trainer.num_steps / trainer.tasks.steps_per_epoch)
+    frames = sum(part * sum(task.train_loader.sampler.num_frames) for task in trainer.tasks)
+    frames += sum(source.num_frames for task in trainer.validator.tasks.values() for source in task.valid)
+    if not len(cache):
+        return 0
+    whole = min(cache.max_bytes, cache.num_bytes * max(1.0, frames / len(cache)))
+    return int(whole) - cache.num_bytes
+
+
+def _measure(
+    folder: str, began: float, device: str | None, seconds: float, validates: bool, path: list[str]
+) -> dict[str, Any]:
+    """Return the times and the memory of steps of an input in a folder; a process of its own runs this, silently.
+
+    Args:
+        folder: of the input.
+        began: time of day when the process was started.
+        device: as for a run.
+        seconds: see :func:`measure_steps`.
+        validates: whether the run validates all validation frames.
+        path: in which modules are found.
+    """
+    loaded = time.time() - began
+    entered = time.perf_counter()
     sys.path[:] = path
     os.chdir(folder)
     logging.disable()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    watch = _Stopwatch(seconds)
+    sys.setswitchinterval(TURN_S)  # as `dp-ema train` does
+    watch = _Stopwatch(seconds, validates)
     with suppress(Interrupted):
         run_training(TrainRequest("input.json", device=device), callback=watch)
-    steps = watch.spent["step"]
+    end = time.perf_counter() - watch.stopped
+    steps, rows, validations = (watch.spent[phase] for phase in ("step", "display", "validation"))
     counted = steps[_FIRST:] or steps
-    mean = sum(counted) / len(counted)
-    whole = watch.first_step - began + sum(steps[:_FIRST]) - mean * len(steps[:_FIRST])
+    new, known = steps[_FIRST : watch.num_new], steps[watch.num_new :]
+    is_known = 0 < len(new) < len(counted) and _mean(new) > _mean(known)
+    mean = _mean(known if is_known else counted)
+    new_step = _mean(new) if is_known else mean
+    whole = loaded + watch.first_step - entered + sum(steps[:_FIRST]) - new_step * len(steps[:_FIRST])
     return {
         "num_steps": watch.num_steps,
+        "epoch_steps": watch.epoch_steps,
         "start": max(whole, 0.0),
+        "new_step": new_step,
         "step": mean,
-        "validation": _mean(watch.spent["validation"]),
+        "row": _mean(rows[1:] or rows),
+        "first_validation": _mean(validations[:1]),
+        "validation": _mean(validations[1:] or validations),
         "checkpoint": _mean(watch.spent["checkpoint"]),
-        "memory": peak_memory(),
+        "end": end,
+        "memory": peak_memory() + watch.more_memory,
         "gpu_memory": torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0,
         "measured": len(counted),
     }

@@ -9,16 +9,20 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from deepmd_ema.config import RunConfig, as_launched, ignored_options, launch_problems
+from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.report.loggers.run import check_packages
 from deepmd_ema.report.logs import set_up_logging
+from deepmd_ema.report.record import RunRecord, keeping_warnings
 from deepmd_ema.report.table import Table, render
 from deepmd_ema.training.assembly.assemble import assemble
-from deepmd_ema.training.assembly.summary import TrainedRun, end_table, trained_run
+from deepmd_ema.training.assembly.summary import TrainedRun, describe_device, end_table, trained_run
 from deepmd_ema.training.loop.averages import Hook
 from deepmd_ema.training.loop.trainer import Callback, Trainer
 from deepmd_ema.training.start.new_run import Start
@@ -66,7 +70,7 @@ def run_training(
     elif options:
         raise TypeError(f"run_training: {', '.join(options)} belongs into the request")
     launch = find_launch() if launch is None else launch
-    with open_world(request.device, launch) as world, ExitStack() as held:
+    with keeping_warnings() as warnings, open_world(request.device, launch) as world, ExitStack() as held:
         with world.all_ranks_ok():
             start = load_start(request, (world.rank, world.size))
             config = _config(request, start, launch, world.size)
@@ -77,8 +81,11 @@ def run_training(
         _warn_idle_heads(config, request)
         prepared = prepare(config, start, world, request.skip_neighbor_stat)
         world.broadcast_from_rank0(partial(write_config, prepared.config, request.output, is_new=start.step == 0))
-        make = partial(assemble, prepared, start, world, should_update, request.name, callback)
-        table, trained = _train(make, prepared.config, world, began)
+        file, device = Path(RECORD) if world.is_main else None, describe_device(world.device)
+        record = RunRecord(file, warnings, device, world.size, began, continues=start.step > 0)
+        make = partial(assemble, prepared, start, world, should_update, request.name, callback, record)
+        with record.ending():
+            table, trained = _train(make, prepared.config, world, began, request.max_time)
         logger.info("%s", "\n".join(render(table, "  ")))
         return trained
 
@@ -87,13 +94,17 @@ def train(request: TrainRequest | str | Mapping[str, Any], **options: Any) -> Tr
     """Train as the command line does, with its messages on stderr; for scripts and notebooks.
 
     ``train("input.json")``, ``train({"model": ...})`` or ``train("input.json", restart="model.ckpt.pt")``. The
-    arguments are those of :func:`run_training`.
+    arguments are those of :func:`run_training`. Where the program has handlers of log messages, these get the messages.
 
     Raises:
         UserError: for every mistake in the input, the data or the files.
+        Interrupted: after Ctrl-C, or when a notebook interrupts the cell, with the current step saved.
     """
-    if not logging.getLogger("deepmd_ema").handlers:
+    log = logging.getLogger("deepmd_ema")
+    if not log.hasHandlers():
         set_up_logging()
+    elif log.level == logging.NOTSET:  # the level of the program, often WARNING, would hide the errors of each row
+        log.setLevel(logging.INFO)
     return run_training(request, **options)
 
 
@@ -109,6 +120,7 @@ def _config(request: TrainRequest, start: Start, launch: Launch, num_ranks: int)
 
 def _seed(config: RunConfig, request: TrainRequest, held: ExitStack) -> int:
     """Return the seed of the run, once its outputs are checked and locked until ``held`` is closed."""
+    check_packages(config)
     check_outputs(config, request)
     held.enter_context(lock_outputs(config))
     return secrets.randbelow(2**31) if config.training.seed is None else config.training.seed
@@ -123,12 +135,14 @@ def _warn_idle_heads(config: RunConfig, request: TrainRequest) -> None:
             logger.warning('%s.finetune_head = "%s": no effect without --finetune%s', place, head, also)
 
 
-def _train(make: Callable[[], Trainer], config: RunConfig, world: World, began: float) -> tuple[Table, TrainedRun]:
+def _train(
+    make: Callable[[], Trainer], config: RunConfig, world: World, began: float, max_time: float
+) -> tuple[Table, TrainedRun]:
     """Train and return the summary, for people and for programs."""
     # a function of its own, because the trainer must be gone when the process group is destroyed
     with world.all_ranks_ok():
         trainer = make()
-    first = trainer.step
+    trainer.deadline, first = began + max_time, trainer.step
     trainer.run()
     seconds = time.monotonic() - began
     return end_table(trainer, config, trainer.step - first, seconds), trained_run(trainer, seconds)

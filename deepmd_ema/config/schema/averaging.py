@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from deepmd_ema.average_settings import AverageSettings, EmaSettings, PowerSettings, SwaSettings, sigma_rel_check
-from deepmd_ema.config.fields import Check, fraction, not_negative, option, positive_int
+from deepmd_ema.config.fields import Check, fraction, not_negative, option, options, plain, positive_int
+from deepmd_ema.config.messages import show
 from deepmd_ema.errors import every_steps
+from deepmd_ema.registry import Registry
 
 _MAX_HALF_LIFE = 1e9  # half-lives of 1e16 steps give a decay of 1
 _half_life = Check(lambda v: 0 < v <= _MAX_HALF_LIFE, "a number > 0 and <= 1e9")
@@ -58,7 +61,8 @@ class _Average(AverageSettings):
 
     def _length_words(self, steps_per: Mapping[str, float]) -> str:
         name, value = self.length
-        return f"{self.type}, {name} {value:g}" if self.lengths else "equal weights"
+        width = f" over about {100 * value:g} % of the steps so far" * (name == "sigma_rel")
+        return f"{self.type}{width}, {name} {value:g}" if self.lengths else "equal weights"
 
     def _more_words(self, steps_per: Mapping[str, float]) -> Iterator[str]:
         if self.start_epoch:
@@ -115,7 +119,7 @@ class EmaAverageConfig(_Average, EmaSettings):
     def _length_words(self, steps_per: Mapping[str, float]) -> str:
         (name, value), unit, warmup = self.length, self.half_life_unit, ", warm-up" * self.warmup
         if name == "decay":
-            return f"EMA, decay {value:g}, window {1 / (1 - value):,.0f} steps{warmup}"
+            return f"EMA over about {1 / (1 - value):,.0f} steps, decay {value:g}{warmup}"
         steps = f" ({value * steps_per[unit]:,.0f} steps)" if unit in steps_per else ""
         return f"EMA, half-life {value:g} {unit}{steps}{warmup}"
 
@@ -139,7 +143,79 @@ class SwaAverageConfig(_Stored, SwaSettings):
     """Stochastic weight averaging: equal weights of all steps since the start; the same as `power` with gamma 0."""
 
 
-AverageConfig = EmaAverageConfig | PowerAverageConfig | SwaAverageConfig
+@dataclass(frozen=True, kw_only=True)
+class CustomAverage(_Average, ABC):
+    """Base class of averages that other distributions add: their section in the input and their rule in one.
+
+    The averages are ``average <- d * average + (1 - d) * weights`` after each optimizer step. A subclass says what d
+    is, and may say which steps count; both must follow from the arguments and the options alone, so that a restart is
+    exact: there is no other state. The module must not import torch, so that checking an input starts fast::
+
+        @dataclass(frozen=True, kw_only=True)
+        class CycleAverage(CustomAverage):
+            # equal weights of the steps since the begin of a cycle
+            type: ClassVar[str] = "cycle"
+            period: int = option(1000, check=positive_int, unit="steps", doc="Length of a cycle.")
+
+            def decay_at(self, done):
+                place = done % self.period
+                return place / (place + 1)
+
+    It has the options of all averages: ``start_step``, ``update_every``, ``full_validation``, ...
+    """
+
+    snapshots: ClassVar[bool] = False
+    snapshot_freq: ClassVar[None] = None
+
+    @abstractmethod
+    def decay_at(self, done: Any) -> Any:
+        """Return the decay of the next step, d, 0 to 1.
+
+        With ``update_every`` an update has the product of the decays of its steps.
+
+        Args:
+            done: steps since the start of the average, or updates if :meth:`should_update` is overridden: a tensor in
+                float64, of any shape, perhaps on a GPU. Each element is a case of its own: use operators and functions
+                of tensors, and ``torch.where`` in place of ``if``.
+
+        Returns:
+            A tensor of the shape of ``done``, or one number for all steps.
+        """
+
+    def should_update(self, step: int, epoch: float) -> bool:
+        """Whether the average is updated with the weights of a step; override it for a rule beside ``update_every``.
+
+        Args:
+            step: optimizer steps of the run, after the start of the average.
+            epoch: passes over the training data so far.
+        """
+        return True
+
+    @property
+    def update_rule(self) -> Callable[[int, float], bool] | None:
+        """Return :meth:`should_update` if a subclass overrides it."""
+        return None if type(self).should_update is CustomAverage.should_update else self.should_update
+
+    @property
+    def own_options(self) -> dict[str, Any]:
+        """Return the options that only this type has, as plain values."""
+        common = {o.name for o in options(CustomAverage)}
+        return {o.name: plain(getattr(self, o.name)) for o in options(type(self)) if o.name not in common}
+
+    def _length_words(self, steps_per: Mapping[str, float]) -> str:
+        return ", ".join([self.type, *(f"{name} {show(value)}" for name, value in self.own_options.items())])
+
+
+AverageConfig = EmaAverageConfig | PowerAverageConfig | SwaAverageConfig | CustomAverage
+AVERAGES = Registry(
+    {
+        "ema": f"{__name__}:EmaAverageConfig",
+        "power": f"{__name__}:PowerAverageConfig",
+        "swa": f"{__name__}:SwaAverageConfig",
+    },
+    group="deepmd_ema.averages",
+    base=CustomAverage,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from deepmd_ema.config.fields import (
     positive_int,
     redefined,
 )
-from deepmd_ema.errors import counted, every_steps
+from deepmd_ema.errors import every_steps
 from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, HESSIAN, VIRIAL
 
 DEFAULT_STOP_LR = 5e-8
@@ -57,13 +57,13 @@ class _Schedule:
 
     def summary(self, num_steps: int = 0) -> str:
         """Return type and main options as text; ``num_steps`` is the length of the run, 0 while it is not known."""
-        words = f"{self.type}, {self.start_lr:g} to {self.end_lr:g}{self._shape_words(num_steps)}"
-        if self.warmup_steps:
-            return f"{words}, warm-up {counted(self.warmup_steps, 'step')}"
-        return f"{words}, warm-up {100 * self.warmup_ratio:g} %" if self.warmup_ratio else words
+        warmup = f"{100 * self.warmup_ratio:g} % of the" if self.warmup_ratio else f"{self.warmup_steps:,}"
+        start = f"rises to {self.start_lr:g} in {warmup} steps" if self.warmup_ratio or self.warmup_steps else ""
+        return f"{self.type}: {start or f'{self.start_lr:g}'}, {self._shape_words(num_steps)}"
 
     def _shape_words(self, num_steps: int) -> str:
-        return ""
+        """Return the shape of the decay and the last rate as text."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class ExpScheduleConfig(_Schedule):
     def _shape_words(self, num_steps: int) -> str:
         rate = "" if self.decay_rate is None else f" by {self.decay_rate:g}"
         used = self.used_decay_steps(num_steps) if num_steps else self.decay_steps
-        return f", {every_steps(1 if self.smooth else used)}{rate}"
+        return f"falls exponentially to {self.end_lr:g}, {every_steps(1 if self.smooth else used)}{rate}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,9 @@ class CosineScheduleConfig(_Schedule):
     """Half a cosine from `start_lr` to `stop_lr`."""
 
     type: ClassVar[str] = "cosine"
+
+    def _shape_words(self, num_steps: int) -> str:
+        return f"falls along half a cosine to {self.end_lr:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +116,30 @@ class WsdScheduleConfig(_Schedule):
     )
 
     def _shape_words(self, num_steps: int) -> str:
-        return f", {self.decay_type} over the last {100 * self.decay_phase_ratio:g} %"
+        shape = {"inverse_linear": "with its inverse linear", "cosine": "along half a cosine", "linear": "linearly"}
+        part = f"in the last {100 * self.decay_phase_ratio:g} % of the steps"
+        return f"stays, and falls {shape[self.decay_type]} to {self.end_lr:g} {part}"
 
 
 ScheduleConfig = ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """Parameters by their names, with a learning rate and a weight decay of their own."""
+
+    pattern: str = option(
+        check=Check(lambda v: v.strip() != "", 'a pattern of names of parameters, e.g. "descriptor.*"'),
+        doc="Names of parameters as checkpoints have them, with `*`, `?` and `[...]` as in names of files.",
+    )
+    lr_scale: float = option(1.0, check=positive, doc="Factor of the learning rate.")
+    weight_decay: float | None = option(None, check=not_negative, doc="Weight decay; null: that of the optimizer.")
+
+
+_GROUPS = (
+    "Parameters with a learning rate or weight decay of their own; one that several patterns match belongs to the "
+    "first, one that none matches has those of the optimizer. Only in dp-ema."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +151,7 @@ class AdamConfig:
     adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
     adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
     weight_decay: float = option(0.0, check=not_negative, doc="Weight of the L2 term.")
+    groups: list[GroupConfig] = option([], doc=_GROUPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +180,7 @@ class _MuonConfig:
         "multiplied by `lr_adjust_coeff * sqrt(max(R, C))`.",
     )
     lr_adjust_coeff: float = option(0.2, check=positive, doc="See `lr_adjust`.")
+    groups: list[GroupConfig] = option([], doc=_GROUPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +216,7 @@ class LKFConfig:
     """Layer-wise Kalman filter; it fits energies and forces, has no learning rate, and needs much memory."""
 
     type: ClassVar[str] = "LKF"
+    groups: ClassVar[tuple[GroupConfig, ...]] = ()
 
     kf_blocksize: int = option(
         5120,
@@ -274,8 +300,8 @@ class EnerLossConfig:
 
     def summary(self) -> str:
         """Return kind of the errors and the active terms as text."""
-        kind = "huber" if self.use_huber else self.loss_func
-        return f"{kind}: " + ", ".join(f"{_TERMS[t][0]} {a:g} to {b:g}" for t, (a, b) in self.weights.items())
+        terms = [f"{_TERMS[t][0]} {a:g}" + f" to {b:g}" * (a != b) for t, (a, b) in self.weights.items()]
+        return f"{self.error}, weights: {', '.join(terms)}"
 
 
 _TERMS = {  # term -> what it compares, and the labels that it needs

@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 
 from deepmd_ema.checks import is_number
 from deepmd_ema.config.fields import Check, file_name, not_negative, not_negative_int, option, positive, positive_int
-from deepmd_ema.config.schema.averaging import AverageConfig, EmaShorthand, EmaValidationShorthand
+from deepmd_ema.config.schema.averaging import AVERAGES, AverageConfig, EmaShorthand, EmaValidationShorthand
+from deepmd_ema.config.schema.loggers import LOGGERS, Logger
 from deepmd_ema.config.schema.text_options import BatchSizeRule, Metric, SystemProbability, is_readable
 
 _MAX_PAIR_DISTANCE = 5.0  # angstrom, longer than any bond
+MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # of torch.compile
 
 
 def _is_batch_size(value: Any) -> bool:
@@ -164,6 +166,11 @@ class CompileConfig:
         None, check=file_name, doc="Folder where code is kept for later runs; null: that of torch."
     )
 
+    @property
+    def makes_cuda_graphs(self) -> bool:
+        """Whether the code runs as CUDA graphs on a GPU."""
+        return self.backend == "cudagraphs" or self.mode in MODES_OF_CUDA_GRAPHS
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
@@ -216,6 +223,7 @@ class TrainingOptions:
     )
     averaging: list[AverageConfig] = option(
         [],
+        registry=AVERAGES,
         default_type="ema",
         doc="Averages of the weights that are tracked at once, each with a `name`. `enable_ema` adds one named `ema`, "
         "the first of the list. Only in dp-ema.",
@@ -225,6 +233,12 @@ class TrainingOptions:
         doc="Whether the energy bias of each element is fitted to the training data once more after the last step, for "
         "the live weights and for each average with its own weights.",
     )
+    solve_last_layer: bool = option(
+        False,
+        doc="Whether the output layer of the fitting network and the energy bias of each element are solved for by "
+        "least squares over the training data after the last step, for the live weights and for each average, under "
+        "the weights of the loss. Only in dp-ema.",
+    )
     disp_training: bool = option(True, doc="Whether lines are written to `disp_file`.")
     time_training: bool = option(True, doc="Has no effect: times and the time left are always shown.")
     disp_avg: bool = option(
@@ -233,12 +247,25 @@ class TrainingOptions:
     tensorboard: bool = option(False, doc="Whether to write files for TensorBoard (extra `tensorboard`).")
     tensorboard_log_dir: str = option("log", check=file_name, doc="Folder of the TensorBoard files.")
     tensorboard_freq: int = option(1, check=positive_int, unit="steps", doc="Steps between two TensorBoard points.")
+    loggers: list[Logger] = option(
+        [],
+        registry=LOGGERS,
+        doc="What else records the errors: TensorBoard, Weights & Biases (extra `wandb`), MLflow (extra `mlflow`). A "
+        "restart continues their runs. Only in dp-ema.",
+    )
     mixed_precision: MixedPrecisionConfig | None = option(
         None,
         doc="Has no effect, as in DeePMD-kit's torch backends: the precision is that of descriptor and fitting net.",
     )
     gradient_max_norm: float = option(
         0.0, check=not_negative, doc="Gradients with a larger norm are scaled down to it; 0: no clipping."
+    )
+    accumulate: int = option(
+        1,
+        check=positive_int,
+        unit="batches",
+        doc="Batches of a step, which are evaluated one after the other: the gradient is that of one batch with all "
+        "their frames, in the memory of one of them. All options in steps count these steps. Only in dp-ema.",
     )
     enable_compile: bool = option(
         False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,25 +24,51 @@ _MIN_FRAMES = 10  # to judge outliers
 _AT_ONCE = 20_000  # frames whose compositions are in memory as floating-point numbers
 
 
-def duplicate_warnings(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> list[str]:
-    """Return warnings about frames that occur twice in the training data, or in both training and validation data."""
-    warnings = []
+class Suspects(NamedTuple):
+    """Frames that a check has found.
+
+    Attributes:
+        by_system: their number in each system, of training and then of validation.
+        total: frames that were looked at.
+        worst: the frame to look at first, with its number; empty without any.
+        warning: for the user; empty without any.
+    """
+
+    by_system: tuple[int, ...] = ()
+    total: int = 0
+    worst: str = ""
+    warning: str = ""
+
+    @property
+    def num_frames(self) -> int:
+        """Their number in all systems."""
+        return sum(self.by_system)
+
+
+def find_copies(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> tuple[Suspects, Suspects]:
+    """Return training frames that are copies of others, and validation frames that are also training frames."""
     scans = [*training, *validation]
     num_training = sum(scan.system.num_frames for scan in training)
     first = _first_equal(np.concatenate([np.zeros((0, 2), np.uint64), *(scan.digests for scan in scans)]))
-    copies = np.flatnonzero(first[:num_training] < np.arange(num_training))
-    if len(copies):
-        many = "1 training frame is a copy" if len(copies) == 1 else f"{len(copies):,} training frames are copies"
-        place, of = _place(scans, copies[0]), _place(scans, first[copies[0]])
-        warnings.append(f"{many} of another (first: {place} is {of}).")
-    shared = num_training + np.flatnonzero(first[num_training:] < num_training)
-    if len(shared):
-        place, of = _place(scans, shared[0]), _place(scans, first[shared[0]])
-        warnings.append(
-            f"{len(shared):,} of {len(first) - num_training:,} validation frames are also training frames (first: "
-            f"{place} is {of}): validation errors will look too good."
-        )
-    return warnings
+    numbers = np.arange(len(first))
+    is_copy = (numbers < num_training) & (first < numbers)
+    is_shared = (numbers >= num_training) & (first < num_training)
+    worst, warnings = [], []
+    for found in (is_copy, is_shared):
+        frame = int(found.argmax()) if found.any() else None
+        worst.append("" if frame is None else f"{_place(scans, frame)} is {_place(scans, int(first[frame]))}")
+    many = counted(int(is_copy.sum()), "training frame is a copy", "training frames are copies")
+    warnings.append(f"{many} of another (first: {worst[0]})." * bool(worst[0]))
+    many = f"{int(is_shared.sum()):,} of {len(first) - num_training:,} validation frames are also training frames"
+    warnings.append(f"{many} (first: {worst[1]}): validation errors will look too good." * bool(worst[1]))
+    ends = np.cumsum([scan.system.num_frames for scan in scans])[:-1]
+    copies, shared = (
+        tuple(int(part.sum()) for part in np.split(found, ends)) if scans else () for found in (is_copy, is_shared)
+    )
+    return (
+        Suspects(copies, num_training, worst[0], warnings[0]),
+        Suspects(shared, len(first) - num_training, worst[1], warnings[1]),
+    )
 
 
 def _first_equal(digests: Array) -> Array:
@@ -59,35 +86,38 @@ def _place(scans: Sequence[SystemScan], frame: int) -> str:
         if frame < scan.system.num_frames:
             break
         frame -= scan.system.num_frames
-    return f"{scan.system.name} frame {frame}"
+    return scan.name_of(frame)
 
 
-def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> list[str]:
-    """Return warnings about frames far from energies per element fitted to the training frames."""
+def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> Suspects:
+    """Return frames far from energies per element that are fitted to the training frames."""
     known = [np.isfinite(_bound_energy(scan)) for scan in training]
     num_known = sum(int(k.sum()) for k in known)
     if num_known < _MIN_FRAMES:
-        return []
+        return Suspects()
     fit = _energies_of_elements(training, num_known)
     residual = np.concatenate([_per_atom(scan, fit)[k] for scan, k in zip(training, known)])
     middle = np.median(residual)
     spread = 1.4826 * np.median(np.abs(residual - middle))
     bound = max(OUTLIER_SIGMAS * spread, OUTLIER_ENERGY)
-    found = []
+    found: list[tuple[float, SystemScan, int]] = []
+    by_system, total = [], 0
     for scan in [*training, *validation]:
         off = _per_atom(scan, fit) - middle
-        found += [
-            (abs(off[k]), f"{scan.system.name} frame {k} ({off[k]:+.3f} eV/atom)")
-            for k in np.flatnonzero(np.abs(off) > bound)
-        ]
+        far = np.flatnonzero(np.abs(off) > bound)
+        by_system.append(len(far))
+        total += int(np.isfinite(off).sum())
+        found += [(off[k], scan, k) for k in far.tolist()]
     if not found:
-        return []
-    worst = ", ".join(text for _, text in sorted(found, reverse=True)[:_MAX_NAMES])
+        return Suspects(tuple(by_system), total)
+    found.sort(key=lambda one: -abs(one[0]))
+    named = [f"{scan.name_of(k)} ({value:+.3f} eV/atom)" for value, scan, k in found[:_MAX_NAMES]]
     what = "1 frame has an energy" if len(found) == 1 else f"{len(found):,} frames have energies"
-    return [
+    warning = (
         f"{what} far from the others (after subtraction of energies per element; half "
-        f"of all lie within {spread / 1.4826:.4f} eV/atom): {worst}. Have they converged?"
-    ]
+        f"of all lie within {spread / 1.4826:.4f} eV/atom): {', '.join(named)}. Have they converged?"
+    )
+    return Suspects(tuple(by_system), total, named[0], warning)
 
 
 def _energies_of_elements(scans: Sequence[SystemScan], num_known: int) -> Array:
@@ -130,14 +160,16 @@ def isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) ->
         for frame in np.flatnonzero(scan.isolated & np.isfinite(scan.energy)).tolist():
             element = int(scan.type_counts[frame].argmax())
             lowest[element] = min(lowest.get(element, math.inf), float(scan.energy[frame]))
-            places.append(f"{scan.system.name} frame {frame}")
+            places.append((scan, frame))
     if not places:
         return []
+    first = places[0][0].name_of(places[0][1])
     energies = ", ".join(f"{lowest[k]:.10g}" if k in lowest else "null" for k in range(len(type_map)))
     return [
-        f"{counted(len(places), 'frame')} of one isolated atom (first: {places[0]}): not compared with the energies of "
-        f"the others. To give the model these energies of isolated atoms, set model.fitting_net.atom_ener = "
-        f"[{energies}] (eV; needs set_davg_zero)."
+        f"{counted(len(places), 'frame')} of one isolated atom (first: {first}): trained on like the others, and "
+        "they fix energies of elements that compositions leave open. To give the model exactly these, set "
+        f"model.fitting_net.atom_ener = [{energies}] (eV; needs set_davg_zero and many more steps: the network then "
+        "has to learn the whole binding energy)."
     ]
 
 
@@ -191,26 +223,27 @@ def shear_ratio_warnings(training: Sequence[SystemScan], validation: Sequence[Sy
     ]
 
 
-def net_force_warnings(scans: Sequence[SystemScan]) -> list[str]:
-    """Return a warning if the forces of some frames do not add up to zero.
+def net_forces(scans: Sequence[SystemScan]) -> Suspects:
+    """Return frames whose forces do not add up to zero.
 
     Errors of N forces that have nothing to do with each other add up to sqrt(N) times one of them, so the sum is judged
     by that.
     """
-    total, known, worst, place = 0, 0, 0.0, ""
+    by_system, known, worst, place = [], 0, 0.0, ""
     for scan in scans:
         net, rms = np.nan_to_num(scan.net_force), np.nan_to_num(scan.force_rms)
         each = net / np.sqrt(np.maximum(scan.type_counts.sum(axis=1), 1))
         off = (net > NET_FORCE) & (each > NET_FORCE * rms)
-        total, known = total + int(off.sum()), known + int(np.isfinite(scan.net_force).sum())
+        by_system.append(int(off.sum()))
+        known += int(np.isfinite(scan.net_force).sum())
         if off.any() and each[off].max() > worst:
             frame = int(np.where(off, each, 0).argmax())
             worst = float(each[frame])
-            place = f"{net[frame]:.3g} eV/angstrom in {scan.system.name} frame {frame}, RMS force {rms[frame]:.3g}"
-    if not total:
-        return []
-    frames = "1 frame" if total == 1 else f"{total:,} frames"
-    return [
-        f"the forces of {frames} of {known:,} do not add up to zero (worst: {place}): no "
+            place = f"{net[frame]:.3g} eV/angstrom in {scan.name_of(frame)}, RMS force {rms[frame]:.3g}"
+    if not any(by_system):
+        return Suspects(tuple(by_system), known)
+    warning = (
+        f"the forces of {counted(sum(by_system), 'frame')} of {known:,} do not add up to zero (worst: {place}): no "
         "model can learn this part. Without an outer field it points to unconverged forces."
-    ]
+    )
+    return Suspects(tuple(by_system), known, place, warning)

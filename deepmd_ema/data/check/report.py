@@ -15,30 +15,33 @@ import numpy as np
 
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.plausibility import (
-    duplicate_warnings,
+    Suspects,
     energy_outliers,
+    find_copies,
     isolated_atom_notes,
     large_force_warnings,
     large_virial_warnings,
-    net_force_warnings,
+    net_forces,
     shear_ratio_warnings,
 )
-from deepmd_ema.data.check.scan import Range, SystemScan, scan_system
+from deepmd_ema.data.check.scan import SystemScan, scan_system
 from deepmd_ema.data.check.units import UnitReport, judge_units
 from deepmd_ema.data.source import BOX, COORD, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
-from deepmd_ema.labels import APARAM, ENERGY, FPARAM, LABELS, VIRIAL
+from deepmd_ema.labels import APARAM, FPARAM, LABELS, VIRIAL
 from deepmd_ema.sorting import Array
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
 
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
+# names of checks of frames, and keys of `dp-ema check --json`
+COPIES, SHARED, OUTLIERS, NET_FORCES = "duplicates", "in_training_and_validation", "energy_outliers", "net_forces"
+NEAR_COPIES = "near_training_frames"
 _MAX_MESSAGES = 5  # of one kind and system
-_MAX_ROWS = 20  # systems in the table
 _FEW = 16  # of so many frames one is read alone, not among all of them
-_MAX_ELEMENTS = 12  # elements, or pairs of them, in one line
+_MAX_ELEMENTS = 12  # numbers of so many elements in one line
 
 
 @dataclass
@@ -54,6 +57,7 @@ class DataReport:
         neighbors: statistics over the usable frames, or over a sample of them.
         num_searched: number of frames in ``neighbors``.
         closest: the frame with the shortest distance of all, for messages.
+        suspects: frames that a check has found, by its name.
         units: what is known about units and signs; None of data with problems.
         date: when the data were read, if that is remembered.
     """
@@ -68,6 +72,7 @@ class DataReport:
     neighbors: NeighborStatistics | None = None
     num_searched: int = 0
     closest: str = ""
+    suspects: dict[str, Suspects] = field(default_factory=dict)
     units: UnitReport | None = None
     date: str = ""
 
@@ -93,30 +98,6 @@ class DataReport:
         notes, warnings = (list(map(str, stored[name])) for name in ("notes", "warnings"))
         date = str(stored["date"])
         return cls(tuple(type_map), rcut, [], warnings, notes, neighbors=neighbors, date=date)
-
-    def lines(self) -> list[str]:
-        """Return the summary as lines of text, without problems and warnings."""
-        out = _table("Training data", self.training, self.type_map)
-        if self.validation:
-            out += _table("Validation data", self.validation, self.type_map)
-        out += [f"  {note}" for note in self.notes]
-        out += self.units.lines() if self.units is not None else []
-        if self.neighbors is None:
-            return out
-        names, nearest = self.type_map, self.neighbors.nearest
-        found = [(a, b) for a in range(len(names)) for b in range(a, len(names)) if math.isfinite(nearest[a, b])]
-        if len(found) > _MAX_ELEMENTS:  # the shortest of them
-            found.sort(key=lambda pair: nearest[pair])
-        pairs = [f"{names[a]}-{names[b]} {nearest[a, b]:.3f}" for a, b in found]
-        most = _largest(self.neighbors.max_neighbors, names, "{n} {name}")
-        usable = sum(s.system.num_frames - len(s.bad_frames) for s in self.training + self.validation)
-        seen = f" (in {self.num_searched:,} frames, evenly spaced)" if self.num_searched < usable else ""
-        where = f" (closest: {self.closest})" if self.closest else ""
-        return [
-            *out,
-            f"Nearest pairs in angstrom{seen}: {first_few(pairs, _MAX_ELEMENTS) or 'none within the cutoff'}{where}",
-            f"Most neighbors within {self.rcut:g} angstrom{seen}: {most}, {self.neighbors.max_total} together",
-        ]
 
 
 def check_systems(
@@ -155,7 +136,7 @@ def check_systems(
         report.neighbors = neighbor_statistics(_geometries(every, chosen), descriptor.cutoff, len(type_map))
         if math.isfinite(report.neighbors.min_distance):
             k, index = chosen[int(report.neighbors.frame_min.argmin())]
-            report.closest = f"{every[k].system.name} frame {index}"
+            report.closest = every[k].name_of(index)
         report.problems += _too_close(every, chosen, report.neighbors, min_distance, type_map)
         report.warnings += _too_few_neighbors(descriptor, report.neighbors, type_map)
         report.warnings += _too_few_inside(descriptor, report.neighbors)
@@ -164,8 +145,9 @@ def check_systems(
     report.warnings += _label_warnings(report.validation, labels, "validation")
     report.warnings += _unread_warnings(every)
     report.warnings += _element_warnings(report, type_map, task)
-    report.warnings += duplicate_warnings(report.training, report.validation)
-    report.warnings += energy_outliers(report.training, report.validation)
+    copies, shared = find_copies(report.training, report.validation)
+    outliers = energy_outliers(report.training, report.validation)
+    report.warnings += [found.warning for found in (copies, shared, outliers) if found.warning]
     if not report.problems:  # numbers that are no energies would make it blind
         report.units = judge_units(every, type_map)
         report.warnings += report.units.warnings
@@ -173,7 +155,9 @@ def check_systems(
     report.warnings += large_force_warnings(every, reported)
     report.warnings += large_virial_warnings(every, report.units.of_virials if report.units is not None else [])
     report.warnings += shear_ratio_warnings(report.training, report.validation)
-    report.warnings += net_force_warnings(every)
+    net = net_forces(every)
+    report.warnings += [net.warning] * bool(net.warning)
+    report.suspects = {COPIES: copies, SHARED: shared, OUTLIERS: outliers, NET_FORCES: net}
     report.warnings = [f"task {task}: {text}" if task else text for text in report.warnings]
     return report
 
@@ -324,51 +308,3 @@ def _element_warnings(report: DataReport, type_map: Sequence[str], task: str) ->
 
 def _count_elements(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Array:
     return sum((s.type_counts.sum(axis=0) for s in scans), np.zeros(len(type_map), np.int64))
-
-
-def _table(title: str, scans: Sequence[SystemScan], type_map: Sequence[str]) -> list[str]:
-    frames = sum(s.system.num_frames for s in scans)
-    counts = _count_elements(scans, type_map)
-    elements = _largest(counts, type_map, "{name} {n:,}")
-    total = f"{counted(frames, 'frame')}, {counted(int(counts.sum()), 'atom')}"
-    out = [f"{title}: {counted(len(scans), 'system')}, {total} ({elements})"]
-    width = max((len(s.system.name) for s in scans[:_MAX_ROWS]), default=0)
-    for scan in scans[:_MAX_ROWS]:
-        system = scan.system
-        sizes = scan.type_counts.sum(axis=1)
-        atoms = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
-        cell = {0: "periodic", system.num_frames: "open"}.get(scan.open_frames, "both")
-        labels = [
-            label if have == system.num_frames else f"{label} ({have:,} frames)"
-            for label, have in scan.label_frames.items()
-        ]
-        labels += [f"{name} ({numbers})" for name, (_, _, numbers) in scan.conditions.items()]
-        out.append(
-            f"  {system.name:<{width}}  {system.num_frames:>6,} frames  {atoms:>4} atoms  {cell:<8}  "
-            f"{', '.join(labels) or 'no labels'}"
-        )
-    if len(scans) > _MAX_ROWS:
-        out.append(f"  ... and {len(scans) - _MAX_ROWS} more systems")
-    for name, label in LABELS.items():
-        known = [(scan.ranges[name], scan) for scan in scans if name in scan.ranges and scan.ranges[name].count]
-        if known:
-            every = Range.of([one for one, _ in known])
-            rms = f", RMS {every.rms:.4g}" if name != ENERGY else ""
-            largest, scan = max(known, key=lambda pair: pair[0].size)
-            where = f"largest: {scan.system.name} frame {largest.worst}"
-            unit = label.unit + "/atom" * label.extensive
-            out.append(f"  {name:<6} {every.low:.6g} to {every.high:.6g} {unit}{rms} ({where})")
-    for name in (FPARAM, APARAM):
-        given = [scan.conditions[name] for scan in scans if name in scan.conditions]
-        if given:
-            low, high = min(one[0] for one in given), max(one[1] for one in given)
-            out.append(f"  {name:<6} {low:.6g} to {high:.6g}, any unit ({len(given)} of {len(scans)} systems)")
-    return out
-
-
-def _largest(numbers: Sequence[int] | Array, names: Sequence[str], form: str) -> str:
-    """Return numbers with their elements, of many elements the largest ones."""
-    pairs = list(zip(numbers, names))
-    if len(pairs) > _MAX_ELEMENTS:
-        pairs.sort(key=lambda pair: -int(pair[0]))
-    return first_few([form.format(n=int(n), name=name) for n, name in pairs], _MAX_ELEMENTS)

@@ -38,6 +38,8 @@ class SystemScan:
         isolated: (F,) whether a frame is one atom without neighbors within the cutoff.
         net_force: (F,) length of the sum of the forces, eV/angstrom, NaN where missing.
         force_rms: (F,) eV/angstrom, NaN where missing.
+        element_forces: (T, 3) of the forces on each element: number of finite components, sum of their squares, and
+            the largest, eV/angstrom.
         ranges: of the labels that metrics show, extensive ones per atom.
         shear: of the virials without their trace, eV/atom, which no pressure changes.
         label_frames: number of frames that have each label.
@@ -56,6 +58,7 @@ class SystemScan:
         self.type_counts = np.zeros((system.num_frames, num_types), small)
         self.energy, self.net_force, self.force_rms = np.full((3, system.num_frames), np.nan)
         self.isolated = np.zeros(system.num_frames, bool)
+        self.element_forces = np.zeros((num_types, 3))
         self.ranges: dict[str, Range] = {}
         self.shear = Range()
         self.label_frames: dict[str, int] = {}
@@ -63,6 +66,10 @@ class SystemScan:
         self.open_frames = 0
         self.digests = np.zeros((system.num_frames, 2), np.uint64)
         self.work: Array = np.zeros((2, 0))
+
+    def name_of(self, frame: int) -> str:
+        """Return the name of a frame for messages, with its number in the file or system."""
+        return f"{self.system.name} frame {self.system.numbers[frame]}"
 
 
 @dataclass
@@ -177,8 +184,8 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
     scan.type_counts[here] = np.stack([(types == t).sum(axis=1) for t in range(scan.type_counts.shape[1])], axis=1)
     scan.open_frames += chunk.num_frames * (BOX not in arrays)
     scan.digests[here] = _digests(chunk)
-    scan.isolated[here] = _is_isolated(num_atoms, arrays.get(BOX), rcut)
-    _add_ranges(scan, arrays, num_atoms, first)
+    scan.isolated[here] = is_isolated(num_atoms, arrays.get(BOX), rcut)
+    _add_ranges(scan, arrays, exists, first)
     for name in (FPARAM, APARAM):
         if name in arrays:
             low, high, _ = scan.conditions.get(name, (math.inf, -math.inf, 0))
@@ -188,13 +195,14 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
         scan.energy[here] = arrays[ENERGY][:, 0]
     if FORCE in arrays:
         force = arrays[FORCE]
+        _add_element_forces(scan.element_forces, types[exists], force[exists])
         scan.net_force[here] = np.linalg.norm(force.sum(axis=1), axis=1)
         scan.force_rms[here] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
         if ENERGY in arrays:
             scan.work = np.concatenate([scan.work, _work(types, arrays, force)], axis=1)
 
 
-def _is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
+def is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
     """Return (F,) which frames are one atom farther than ``rcut`` from its images."""
     single: Array = num_atoms == 1
     if box is not None and single.any():
@@ -205,18 +213,36 @@ def _is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
     return single
 
 
-def _add_ranges(scan: SystemScan, arrays: Mapping[str, Array], num_atoms: Array, first: int) -> None:
-    """Add the ranges of the labels of frames, of which the first has the number ``first``."""
-    num_frames = len(num_atoms)
+def _add_ranges(scan: SystemScan, arrays: Mapping[str, Array], exists: Array, first: int) -> None:
+    """Add the ranges of the labels of frames, of which the first has the number ``first``.
+
+    ``exists`` (F, atoms) is false for atoms that fill up the row of a shorter frame.
+    """
+    num_frames, num_atoms = len(exists), exists.sum(axis=1)
     for name, label in LABELS.items():
         if name not in arrays:
             continue
         scan.label_frames[name] = scan.label_frames.get(name, 0) + num_frames
         if any(quantity.metric for quantity in label.errors):
-            values = arrays[name].reshape(num_frames, -1) / (num_atoms[:, None] if label.extensive else 1)
+            values = arrays[name]
+            if label.per_pair:
+                coordinates = exists.repeat(3, axis=1)
+                values = np.where(coordinates[:, :, None] & coordinates[:, None, :], values, np.nan)
+            elif label.per_atom:
+                values = np.where(exists[:, :, None], values, np.nan)
+            values = values.reshape(num_frames, -1) / (num_atoms[:, None] if label.extensive else 1)
             scan.ranges.setdefault(name, Range()).add(values, first)
     if VIRIAL in arrays:
         scan.shear.add(traceless(arrays[VIRIAL] / num_atoms[:, None]), first)
+
+
+def _add_element_forces(table: Array, types: Array, force: Array) -> None:
+    """Add the forces (A, 3) on atoms to the ``element_forces`` of a scan."""
+    finite = np.isfinite(force)
+    sizes = np.where(finite, np.abs(force), 0.0)
+    for column, values in enumerate((finite.sum(axis=1), (sizes**2).sum(axis=1))):
+        table[:, column] += np.bincount(types, values, len(table))
+    np.maximum.at(table[:, 2], types, sizes.max(axis=1, initial=0.0))
 
 
 def traceless(virial: Array) -> Array:

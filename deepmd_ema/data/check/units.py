@@ -76,15 +76,15 @@ class UnitReport:
     def lines(self) -> list[str]:
         """Return lines with the quantities that could be verified and those that could not."""
         if not self.num_systems:
-            return ["units and signs: cannot be verified without forces"]
+            return ["cannot be verified without forces"]
         many = counted(self.num_systems, "system")
         if self.num_systems < self.num_all:
             many = f"{self.num_systems:,} evenly spaced systems of {self.num_all:,}"
         verified = ", ".join(f"{what} in {count:,}" for what, count in self.verified.items())
-        out = [f"units and signs verified: {verified} of {many}"]
+        out = [f"verified: {verified} of {many}"]
         for what, names in self.unverified.items():
             if names:
-                out.append(f"  not verified: {what} of {first_few(names, 3)}")
+                out.append(f"not verified: {what} of {first_few(names, 3)}")
         return out
 
 
@@ -265,7 +265,8 @@ class _Findings:
         for name in near:
             sign = " with the wrong sign" if ratio < 0 and "stress" not in name else ""
             looks.append(f"look like {name}{sign}" if name else "have the wrong sign")
-        self.texts.append(f"the virials {' or '.join(looks) or 'do not fit the forces'}: {found}")
+        named = " or ".join(looks).replace(" or look like ", " or ") or "do not fit the forces"
+        self.texts.append(f"the virials {named}: {found}")
 
     def _reason(self, ratio: float) -> str:
         if self._is_exact:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,11 @@ HARTREE = 27.211386245988  # eV; CODATA 2018
 _BOHR = 0.529177210903  # angstrom
 _COMMENT = re.compile(r"\s*i\s*=\s*(\d+)\s*,.*\bE\s*=\s*(\S+)")
 _NAME = re.compile(r"(.+)-(pos|frc|vel)-(\d+)\.xyz$")
-_VECTOR = re.compile(r"^\s*(A|B|C|ABC)\s+(?:\[angstrom\]\s+)?([-+\d.eE]+)\s+([-+\d.eE]+)\s+([-+\d.eE]+)\s*$", re.I)
+_VECTOR = re.compile(
+    r"^\s*(A|B|C|ABC|ALPHA_BETA_GAMMA)\s+(?:\[(?:angstrom|deg)\]\s+)?"
+    r"([-+\d.eE]+)\s+([-+\d.eE]+)\s+([-+\d.eE]+)\s*(?:[!#].*)?$",
+    re.I,
+)
 
 
 def is_cp2k_trajectory(path: Path) -> bool:
@@ -50,7 +54,8 @@ def cp2k_frames(path: Path, inventory: Inventory) -> Iterator[StoredFrame]:
     if forces_file.exists():
         forces = {step: rows * (HARTREE / _BOHR) for step, _, _, rows in _steps(forces_file)}
     from_steps, cell = _cells(path, name[1], name[3])
-    inventory.other[f"energies are from the comments (hartree), forces from {forces_file.name} (hartree/bohr)"] = 0
+    where = f"{forces_file.name} (hartree/bohr)" if forces else f"nowhere: {forces_file.name} is not there, or empty"
+    inventory.other[f"energies are from the comments (hartree), forces from {where}"] = 0
     for step, energy, symbols, coord in _steps(path):
         box = from_steps.get(step) if from_steps else cell
         if from_steps and box is None:
@@ -112,6 +117,15 @@ def _cell_of_input(text: str) -> Array | None:
     if re.search(r"^\s*PERIODIC\s+NONE\s*$", section[1], re.M | re.I):
         return np.zeros((3, 3))
     rows = {v[1].upper(): [float(x) for x in v.groups()[1:]] for v in map(_VECTOR.match, section[1].splitlines()) if v}
-    if "ABC" in rows and not re.search(r"ALPHA_BETA_GAMMA", section[1], re.I):
-        return np.diag(rows["ABC"])
+    if "ABC" in rows:
+        return _cell_of_lengths(np.array(rows["ABC"]), rows.get("ALPHA_BETA_GAMMA", [90.0, 90.0, 90.0]))
     return np.array([rows[v] for v in "ABC"]) if {"A", "B", "C"} <= rows.keys() else None
+
+
+def _cell_of_lengths(lengths: Array, degrees: Sequence[float]) -> Array:
+    """Return the (3, 3) cell of CP2K: the first vector along x, the second in the plane of x and y."""
+    alpha, beta, gamma = np.cos(np.radians(degrees)).round(12)  # of a right angle exactly zero
+    sine = np.sqrt(1 - gamma**2)
+    third = np.array([beta, (alpha - beta * gamma) / sine, 0.0])
+    third[2] = np.sqrt(1 - third @ third)
+    return lengths[:, None] * np.array([[1.0, 0.0, 0.0], [gamma, sine, 0.0], third])

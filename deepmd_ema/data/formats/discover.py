@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from deepmd_ema.data.formats.cp2k import is_cp2k_trajectory
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, find_extxyz, is_extxyz
 from deepmd_ema.data.formats.hdf5 import hdf5_stores, is_hdf5
 from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
@@ -102,11 +103,14 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
     claiming = [one for one in FORMATS if one.claims(Path(file))]
     if not claiming and not Path(file).exists():
         raise DataError(f"{file}: no such file or folder.{_similar(Path(file))}")
+    if Path(file).is_file() and is_cp2k_trajectory(Path(file)):
+        raise DataError(f"{file}: is a trajectory of CP2K. Make folders of it first: dp-ema convert {file} my_data")
     if claiming:
         found = claiming[0].find(Path(file), group)
     elif not Path(path).is_dir():
         raise DataError(
-            f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, HDF5, LMDB or extended XYZ."
+            f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, HDF5, LMDB or extended "
+            f"XYZ. What ASE and dpdata read becomes folders by: dp-ema convert {path} my_data"
         )
     else:
         found = [partial(open_system, NpyStore(folder)) for folder in _folders(Path(path), patterns)]
@@ -149,8 +153,7 @@ def _below(root: Path) -> Iterator[Path]:
 
 
 def _similar(path: Path) -> str:
-    from_here = "" if path.is_absolute() else f" (looked up from {Path.cwd()})"
-    parent = path.parent
+    parent, from_here = path.parent, "" if path.is_absolute() else f" (looked up from {Path.cwd()})"
     while not parent.exists():
         path, parent = parent, parent.parent
     names = sorted(n for n in os.listdir(parent) if not n.startswith(".")) if parent.is_dir() else []
@@ -158,7 +161,8 @@ def _similar(path: Path) -> str:
     if close:
         return f" Did you mean {parent / close[0]}?"
     listed = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
-    return f" {parent}{from_here} holds: {listed or 'nothing'}."
+    place = str(Path.cwd()) if parent == Path() else f"{parent}{from_here}"
+    return f" {place} holds: {listed or 'nothing'}."
 
 
 def _nothing_found(path: str, patterns: Sequence[str] | None) -> str:

@@ -38,6 +38,15 @@ class DPA4Fitting(EnergyFitting):
         energies, gradients = zip(*found, strict=True)
         return torch.cat(energies), torch.cat(gradients)
 
+    def output_weights(self) -> list[nn.Parameter]:
+        """Return the weights (H, 1) of the output layer of each network."""
+        return [net.output_layer.matrix for net in self.nets]
+
+    def _hidden(self, index: int, inputs: Tensor) -> Tensor:
+        """Return the inputs (B, H) of the output layer of a network."""
+        hidden: Tensor = self.nets[index].hidden(inputs, self.case_embd)
+        return hidden
+
     def _values(self, index: int, inputs: Tensor) -> Tensor:
         """Return the outputs (B,) of a network."""
         values: Tensor = self.nets[index](inputs, self.case_embd)
@@ -76,6 +85,11 @@ class GatedNetwork(nn.Module):
 
     def forward(self, x: Tensor, case: Tensor | None = None) -> Tensor:
         """Return the output (B, 1); ``case`` (Q,) distinguishes the task."""
+        out: Tensor = self.output_layer(self.hidden(x, case))
+        return out
+
+    def hidden(self, x: Tensor, case: Tensor | None = None) -> Tensor:
+        """Return the input (B, H) of the output layer."""
         code = None
         if self.case_film is not None:
             assert case is not None
@@ -86,8 +100,7 @@ class GatedNetwork(nn.Module):
             x = layer(x)
             if self.case_film is not None:
                 x = self.case_film(x, cast("Tensor", code), k + 1)
-        out: Tensor = self.output_layer(x)
-        return out
+        return x
 
 
 class GatedLayer(nn.Module):

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.labels import APARAM, FPARAM
+from deepmd_ema.model.interface import HiddenUnits
 from deepmd_ema.model.nn.layers import Network, freeze, module_list
-from deepmd_ema.model.ops.reference import Operations, UsesOperations
+from deepmd_ema.model.ops.reference import Operations, UsesOperations, with_vjp
 from deepmd_ema.model.sums import mean_and_spread
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
     from deepmd_ema.families.ener.section import EnerFittingConfig
-    from deepmd_ema.model.interface import Block
+    from deepmd_ema.model.interface import Block, Vjp
 
 # A atoms, D features, P frame parameters, Q atom parameters, T types
 
@@ -141,18 +143,37 @@ class EnergyFitting(UsesOperations):
 
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its features (A, D)."""
-        beside = self._parameters_of(batch)
-        inputs = features.to(self.dtype)
-        if beside:
-            inputs = torch.cat([inputs, *beside], 1)
-        shares = [inputs.shape[0]] if self.mixed_types else list(batch.type_counts)
+        inputs, shares = _inputs(self, features, batch)
         energy, gradient = self._evaluate(inputs, shares)
-        energy = self._from_vacuum(energy, inputs, shares).double() + self.bias_atom_e.view(-1)[batch.atom_type]
+        energy = _from_vacuum(self, energy, inputs, shares).double() + self.bias_atom_e.view(-1)[batch.atom_type]
         gradient = gradient[:, : self.dim_in].to(features.dtype)
         if not self.excluded_types:
             return energy, gradient
         counted = self._counted[batch.atom_type]
         return energy * counted, gradient * counted[:, None].to(gradient)
+
+    def output_weights(self) -> list[nn.Parameter]:
+        """Return the weights (H, 1) of the output layer of each network."""
+        return [net.layers[-1].weight for net in self.nets]
+
+    def hidden_units(self, features: Tensor, batch: Batch) -> list[HiddenUnits]:
+        """Return the inputs of the output layers; energies are measured as those of the networks are."""
+        inputs, shares = _inputs(self, features, batch)
+        found, start = [], 0
+        for index, own in enumerate(inputs.split(shares)):
+            values, vjp = with_vjp(partial(self._hidden, index), own)
+            if index in self.from_vacuum:
+                values = values - self._hidden(index, _in_vacuum(own, self.dim_in))
+            atoms = slice(start, start := start + len(own))
+            counted = self._counted[batch.atom_type[atoms]][:, None].to(values)
+            found.append(HiddenUnits(atoms, values * counted, partial(_by_features, vjp, counted, self.dim_in)))
+        return found
+
+    def _hidden(self, index: int, inputs: Tensor) -> Tensor:
+        """Return the inputs (B, H) of the output layer of a network."""
+        for layer in self.nets[index].layers[:-1]:
+            inputs = layer(inputs)
+        return inputs
 
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
         """Return the outputs of the networks (A,) and their gradients with respect to the inputs (A, N)."""
@@ -172,16 +193,6 @@ class EnergyFitting(UsesOperations):
         values: Tensor = self.nets[index](inputs)
         return values[:, 0]
 
-    def _from_vacuum(self, energy: Tensor, inputs: Tensor, shares: list[int]) -> Tensor:
-        if not self.from_vacuum:
-            return energy
-        parts = list(energy.split(shares))
-        for index in self.from_vacuum:
-            mine = inputs.split(shares)[index]
-            vacuum = torch.cat([torch.zeros_like(mine[:, : self.dim_in]), mine[:, self.dim_in :]], 1)
-            parts[index] = parts[index] - self._values(index, vacuum)
-        return torch.cat(parts)
-
     def _parameters_of(self, batch: Batch) -> list[Tensor]:
         out = []
         if self.num_fparam:
@@ -190,14 +201,43 @@ class EnergyFitting(UsesOperations):
                 if self._default_fparam is None:
                     raise DataError(f"this model needs fparam: {self.num_fparam} numbers for each frame.")
                 fparam = self._default_fparam.expand(batch.num_frames, -1)
-            out.append(self._normalised(FPARAM, fparam)[batch.atom_frame])
+            out.append(_normalised(self, FPARAM, fparam)[batch.atom_frame])
         if self.num_aparam:
             if APARAM not in batch.conditions:
                 raise DataError(f"this model needs aparam: {self.num_aparam} numbers for each atom.")
-            out.append(self._normalised(APARAM, batch.conditions[APARAM]))
+            out.append(_normalised(self, APARAM, batch.conditions[APARAM]))
         if self.case_embd is not None and self.case_is_input:
             out.append(self.case_embd.expand(batch.atom_type.shape[0], -1))
         return out
 
-    def _normalised(self, name: str, values: Tensor) -> Tensor:
-        return (values.to(self.dtype) - getattr(self, f"{name}_avg")) * getattr(self, f"{name}_inv_std")
+
+def _inputs(fitting: EnergyFitting, features: Tensor, batch: Batch) -> tuple[Tensor, list[int]]:
+    """Return the inputs of the networks (A, N), in their precision, and the rows of each network."""
+    inputs, beside = features.to(fitting.dtype), fitting._parameters_of(batch)
+    if beside:
+        inputs = torch.cat([inputs, *beside], 1)
+    return inputs, [inputs.shape[0]] if fitting.mixed_types else list(batch.type_counts)
+
+
+def _by_features(vjp: Vjp, counted: Tensor, dim_in: int, grad_hidden: Tensor) -> Tensor:
+    """Return the gradient with respect to the features (B, D) from that with respect to hidden units (B, H)."""
+    return vjp(grad_hidden * counted)[:, :dim_in]
+
+
+def _from_vacuum(fitting: EnergyFitting, energy: Tensor, inputs: Tensor, shares: list[int]) -> Tensor:
+    """Return energies (A,) without those of the same atoms without neighbors, where they are measured so."""
+    if not fitting.from_vacuum:
+        return energy
+    parts = list(energy.split(shares))
+    for index in fitting.from_vacuum:
+        parts[index] = parts[index] - fitting._values(index, _in_vacuum(inputs.split(shares)[index], fitting.dim_in))
+    return torch.cat(parts)
+
+
+def _in_vacuum(inputs: Tensor, dim_in: int) -> Tensor:
+    """Return the inputs (B, N) of the same atoms without neighbors."""
+    return torch.cat([torch.zeros_like(inputs[:, :dim_in]), inputs[:, dim_in:]], 1)
+
+
+def _normalised(fitting: EnergyFitting, name: str, values: Tensor) -> Tensor:
+    return (values.to(fitting.dtype) - getattr(fitting, f"{name}_avg")) * getattr(fitting, f"{name}_inv_std")

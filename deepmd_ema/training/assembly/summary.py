@@ -17,12 +17,13 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import counted
 from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
+from deepmd_ema.optim.groups import describe_groups
 from deepmd_ema.report.progress import describe_errors, duration
 from deepmd_ema.report.table import Table, facts
 from deepmd_ema.report.tables import show_metric
 from deepmd_ema.training.loop.averages import snapshot_lines
 from deepmd_ema.training.loop.task import TaskMixture
-from deepmd_ema.training.loop.trainer import Trainer
+from deepmd_ema.training.loop.trainer import Trainer, restart_command
 from deepmd_ema.training.start.prepare import PreparedRun
 from deepmd_ema.version import __version__
 
@@ -50,7 +51,6 @@ def start_table(
     config, stage, device = prepared.config, prepared.config.training.zero_stage, world.device
     per_step = f"{tasks.frames_per_step:.6g} frames per step over all ranks"
     several = f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as given"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     pairs = [("ranks", several if world.size > 1 or stage else ""), *config_summary(config, num_steps, tasks.steps_per)]
     epochs = tasks.epochs(num_steps)
     averages = [bank[name].profile for name in bank.names] if bank is not None else []
@@ -64,15 +64,27 @@ def start_table(
         pairs.append(("training", f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}{part}"))
     pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
               for p in averages if p.should_update is not None]  # fmt: skip
+    if (batches := config.training.accumulate) > 1:
+        frames_of_step = f"{tasks.frames_per_step:.6g} frames" + " over all ranks" * (world.size > 1)
+        pairs.append(("step", f"{batches} batches, {frames_of_step}"))
+    parameters = dict(prepared.models.named_parameters())
+    lines = describe_groups(config.optimizer.groups, prepared.models.first_names(), parameters)
+    pairs += [("group", line) for line in lines]
     pairs.append(("embedding networks", embedding))
     # a kept copy has its trained parameters in float32, everything else as it is
-    parameters = {n for n, p in prepared.models.named_parameters() if p.requires_grad}
+    trained_names = {n for n, p in parameters.items() if p.requires_grad}
     state = prepared.models.state_dict()
-    num_bytes = sum(t.numel() * (4 if name in parameters else t.element_size()) for name, t in state.items())
+    num_bytes = sum(t.numel() * (4 if name in trained_names else t.element_size()) for name, t in state.items())
     pairs += [("snapshots", line) for line in snapshot_lines(config, averages, num_steps, num_bytes)]
     pairs.append(("units", "rows of single batches in eV and angstrom, as in lcurve.out; full validation in meV"))
     program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    return facts(f"{program}, on {device} ({name})", pairs)
+    return facts(f"{program}, on {describe_device(device)}", pairs)
+
+
+def describe_device(device: torch.device) -> str:
+    """Return such as ``cuda:0 (NVIDIA H100)``, or ``cpu (2 threads)``."""
+    threads = counted(torch.get_num_threads(), "thread")
+    return f"{device} ({torch.cuda.get_device_name(device) if device.type == 'cuda' else threads})"
 
 
 @dataclass(frozen=True)
@@ -129,14 +141,17 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
     saver = trainer.saver
     averages = {name: series.link for name, series in saver.averages.items()}
     heads = [name for name in config.tasks if name]
-    pairs = [("heads", ", ".join(heads)), *(("averaged", f"{link} ({name})") for name, link in averages.items())]
+    over = f"after step {trainer.step:,} of {trainer.num_steps:,}, as the time is over; everything is saved"
+    pairs = [("stopped", over if trainer.is_out_of_time else ""), ("heads", ", ".join(heads))]
+    pairs += [("averaged", f"{link} ({name})") for name, link in averages.items()]
     for row in trainer.validator.rows:
         if row.best is not None and row.best.records:
             value, step = row.best.records[0]
             shown = f"{row.name}, {row.best.metric} = {show_metric(row.best.metric, value)}"
             pairs.append(("best", f"{row.best.path(step)} ({shown})"))
-    refitted = " before the bias was fitted again" * config.training.change_bias_after_training
-    when = f"step {trainer.reporter.validated_step:,}{refitted}"
+    fitted = " before the bias was fitted again" * config.training.change_bias_after_training
+    fitted = " with the output layer solved" if config.training.solve_last_layer else fitted
+    when = f"step {trainer.reporter.validated_step:,}{fitted}"
     pairs += [
         ("errors", f"{name}, {when}, MAE / RMSE: {describe_errors(errors)}")
         for name, errors in trainer.reporter.validated.items()
@@ -148,6 +163,7 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
     pairs.append(("memory", _describe_memory(trainer.world.device)))
     pairs.append(("waiting", f"for data {100 * trainer.times.waiting_share():.1f} % of the time of training"))
+    pairs.append(("continue", restart_command(trainer) if trainer.is_out_of_time else ""))
     model = next(iter(averages.values()), saver.link)
     validated = [name for name, task in config.tasks.items() if task.validation_data is not None]
     if validated:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.averaging.profile import Profile, make_profile
 from deepmd_ema.config import RunConfig
-from deepmd_ema.config.schema.averaging import AverageConfig
+from deepmd_ema.config.schema.averaging import AverageConfig, CustomAverage
 from deepmd_ema.errors import ConfigError, counted, every_steps
 from deepmd_ema.model.model_set import ModelSet
 
@@ -33,7 +33,9 @@ def tracked_averages(
         settings = vars(section) | {"should_update": hooks.pop(section.name, None)}
         if section.start_epoch is not None:
             settings["start_step"] = math.ceil(section.start_epoch * steps_per["epochs"])
-        if settings.get("half_life") is not None:
+        if isinstance(section, CustomAverage):
+            settings |= {"rule": section, "should_update": settings["should_update"] or section.update_rule}
+        elif settings.get("half_life") is not None:
             settings["half_life"] *= steps_per[settings["half_life_unit"]]
         profiles.append(make_profile(section.type, settings))
     if hooks:
@@ -74,7 +76,7 @@ def describe_averages(bank: AverageBank) -> str:
     """Return the current window of every average, on one line; may wait for the device."""
     facts = ((name, bank.info(name)) for name in bank.names)
     return "; ".join(
-        f"{name}: decay {info['effective_decay']:.6g}, mean age {info['mean_age']:,.1f} steps"
+        f"{name}: decay {info['effective_decay']:.6g}, looks back {info['mean_age']:,.1f} steps on average"
         if info["updates"]
         else f"{name}: no update yet"
         for name, info in facts

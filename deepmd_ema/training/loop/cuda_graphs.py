@@ -126,7 +126,7 @@ class GraphedSteps:
     def _step(self, task: Task, batch: Batch, due: tuple[str, ...]) -> Updated:
         rate, step = self._numbers[0], self._numbers[1].long()
         with self._products():
-            updated = Updated(*self._take_step.update(task, batch, rate, step))
+            updated = Updated(*self._take_step.update(task, [batch], rate, step))
         if self._bank is not None:
             self._bank.apply(due, updated.ok, step)
         return updated

@@ -62,8 +62,8 @@ class InterpolationControl:
         chosen = {name: one for name, one in self._named.items() if one.choice != NEVER and on_cpu}
         if not on_cpu and any(one.choice == ALWAYS for one in self._named.values()):
             logger.warning(
-                "interpolate = always: networks are interpolated on CPUs only. On %s they are evaluated at each pair, "
-                "as with interpolate = never.", self.world.device.type,
+                "interpolate = always: networks are interpolated on CPUs only. On %s they are evaluated for each pair "
+                "of atoms, as with interpolate = never.", self.world.device.type,
             )  # fmt: skip
         for one in chosen.values():
             one.use(FIRST_TERMS)
@@ -86,7 +86,7 @@ class InterpolationControl:
         """Return a description of the evaluation of embedding nets; empty if there is no choice."""
         used = {name: one.terms for name, one in self._named.items() if one.terms}
         if not used:
-            return "at each pair" if self._named else ""
+            return "evaluated for each pair of atoms" if self._named else ""
         several = len(self._named) > 1
         return "; ".join(f"{f'{name}: ' if several else ''}{n} terms of a Chebyshev series" for name, n in used.items())
 
@@ -120,7 +120,7 @@ class InterpolationControl:
         if terms > MAX_TERMS:
             logger.warning(
                 "%s: more than %d terms would be needed for derivatives within %.0e of the largest: the network is not "
-                "smooth. From now on it is evaluated at each pair, as with interpolate = never.",
+                "smooth. From now on it is evaluated for each pair of atoms, as with interpolate = never.",
                 name, MAX_TERMS, one.max_error,
             )  # fmt: skip
         elif terms != one.terms:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deepmd_ema.batch import Batch
+from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config.schema import optim as sections
 from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.labels import ENERGY, FORCE
@@ -57,8 +57,10 @@ class KalmanStep(Step):
         self._schedule = build_schedule(prepared.config.learning_rate, num_steps)  # for the displayed loss only
         self._config, self._num_steps, self._seed = config, num_steps, prepared.seed
 
-    def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
-        """Update the weights with one batch; ``step`` counts from 1."""
+    def __call__(self, task: Task, batches: Sequence[Batch | PackedBatch], step: int) -> Outcome:
+        """Update the weights with one batch, on the device; ``step`` counts from 1."""
+        (batch,) = batches
+        assert isinstance(batch, Batch)
         rate, config = self._schedule(step - 1), self._config
         weight = {
             "e": self._between(config.kf_start_pref_e, config.kf_limit_pref_e, step),

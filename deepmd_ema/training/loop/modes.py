@@ -10,7 +10,7 @@ from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.data.loader import Pad
 from deepmd_ema.dist.world import World
-from deepmd_ema.model.compiler import MODES_OF_CUDA_GRAPHS, CompileOptions
+from deepmd_ema.model.compiler import CompileOptions
 from deepmd_ema.model.dummy_atoms import pad, to_eighth
 
 
@@ -22,14 +22,15 @@ def compiled_modes(config: RunConfig) -> tuple[bool, bool]:
 
 def why_no_graphs(config: RunConfig, world: World) -> str:
     """Return the reason why steps are not launched as CUDA graphs; empty if they are."""
-    options = config.training.compile_options
     if world.device.type != "cuda":
         return "there are none on a CPU"
     if isinstance(config.optimizer, LKFConfig):
         return "LKF draws numbers on the host in each step"
     if world.size > 1:
         return "ranks exchange gradients in a step"
-    if config.training.enable_compile and (options.backend == "cudagraphs" or options.mode in MODES_OF_CUDA_GRAPHS):
+    if config.training.accumulate > 1:
+        return "a step of several batches (training.accumulate) would be a graph for each combination of their shapes"
+    if config.training.enable_compile and config.training.compile_options.makes_cuda_graphs:
         return "compile_options makes CUDA graphs of its own"
     return ""
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.dist.world import World
-from deepmd_ema.files import writing
+from deepmd_ema.loss import LossOverBatches
 from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
-from deepmd_ema.report.logs import open_board
-from deepmd_ema.report.progress import IntervalTimes, Progress
-from deepmd_ema.report.tables import LcurveFile
+from deepmd_ema.report.loggers.run import Loggers, named
+from deepmd_ema.report.progress import Progress
+from deepmd_ema.report.tables import LcurveFile, ValuesByTask
+from deepmd_ema.report.times import RunTimes
 from deepmd_ema.training.loop.step import Outcome, Products
 from deepmd_ema.training.loop.task import Task, TaskMixture
 from deepmd_ema.weight_names import LIVE
@@ -35,12 +36,13 @@ class Reporter:
         tasks: whose errors are shown.
         bank: averages, or None; some have learning curves of their own.
         num_steps: steps of the whole run.
-        start: steps done before it, at a restart.
+        run_id: of the trajectory of weights, which loggers continue at a restart.
         world: the processes over whose frames errors are summed.
+        times: stopwatch of the run.
         products: context of matrix products of validation frames.
 
     Attributes:
-        times: stopwatch of the current interval.
+        times: stopwatch of the run.
         curves: ``live`` and names of averages to the files of their learning curves, on the same batches; None on
             ranks that write nothing.
         validated: errors of the last full validation, by row.
@@ -53,14 +55,15 @@ class Reporter:
         tasks: TaskMixture,
         bank: AverageBank | None,
         num_steps: int,
-        start: int,
+        run_id: str,
         world: World,
+        times: RunTimes,
         products: Products = nullcontext,
     ) -> None:
         self._products = products
         training, outputs = config.training, Outputs(config)
-        self._tasks, self._bank, self._world, self.times = tasks, bank, world, IntervalTimes()
-        self._progress = Progress(num_steps, None if world.is_main else False, tasks.frames_per_step)
+        self._tasks, self._bank, self._world, self.times = tasks, bank, world, times
+        self._progress = Progress(num_steps, times, None if world.is_main else False, tasks.frames_per_step)
         # a row shows the mean over its interval, or the last batch of each task
         self._every, self._shows_means = training.disp_freq, training.disp_avg
         names = {task.name: task.loss.display_names for task in tasks}
@@ -68,9 +71,7 @@ class Reporter:
         averages = [average.name for average in training.averaging if average.lcurve]
         shown = [LIVE, *averages] if training.disp_training else []
         self.curves = {w: LcurveFile(outputs.lcurve(w), names, with_valid) if world.is_main else None for w in shown}
-        has_board = training.tensorboard and world.is_main
-        self._board: Any = open_board(training.tensorboard_log_dir, start) if has_board else None
-        self._board_every = training.tensorboard_freq
+        self._loggers = Loggers(config, run_id) if world.is_main else None
         self._shown_step, self._shown_at = 0, time.perf_counter()
         # by task: values of its last step, and their mean over its steps in the current interval
         self._last: dict[str, Mapping[str, Tensor]] = {}
@@ -82,38 +83,44 @@ class Reporter:
         """Whether ``step`` has a row."""
         return step == 1 or step % self._every == 0
 
+    def start(self, step: int) -> None:
+        """Start the loggers of a run that has done ``step`` steps."""
+        if self._loggers is not None:
+            self._loggers.start(step)
+
     def record(self, step: int, task: Task, outcome: Outcome) -> None:
-        """Record a step; nothing waits for the device unless a point on the board is due."""
+        """Record a step; nothing waits for the device unless a logger takes training errors more often than shown."""
         self._progress.advance(step)
         self._last[task.name] = outcome.values
         if self._shows_means:
             self._means[task.name].add(outcome.values)
-        if self._board is not None and (step == 1 or step % self._board_every == 0):
-            prefix = f"{task.name or 'Default'}/"
-            self._add_points(prefix, {"lr": outcome.learning_rate, **outcome.values}, step)
+        if self._loggers is not None and (due := self._loggers.takes_training_errors(step)) is not None:
+            errors = {task.name: {name: float(value) for name, value in outcome.values.items()}}
+            self._loggers.log(step, {"lr": outcome.learning_rate, **named("train", LIVE, errors)}, due)
 
-    def show(self, step: int, task: Task, batch: Batch, outcome: Outcome) -> None:
+    def show(self, step: int, task: Task, batches: Sequence[Batch | PackedBatch], outcome: Outcome) -> None:
         """Write the row of ``step`` and a line with losses, speed and the split of the interval's time.
 
         Args:
             step: optimizer steps so far.
             task: whose step it was.
-            batch: the training batch of the step, on which averages with a curve of their own are evaluated.
+            batches: of the step, on whose frames averages with a curve of their own are evaluated.
             outcome: of the step.
         """
         rate = outcome.learning_rate
         train = {t.name: self._train_values(t.name) for t in self._tasks}
-        with self.times.of("validation"), self._products():
-            batches = {t.name: t.next_display_batches() for t in self._tasks}
-            valid = self._mean_values(batches, rate)
+        with self.times.of("row"), self._products():
+            display = {t.name: t.next_display_batches() for t in self._tasks}
+            valid = self._mean_values(display, rate)
             rows = {LIVE: (train, valid)}
             for name in (name for name in self.curves if name != LIVE):
                 assert self._bank is not None
                 with self._bank.swapped_in(name):
-                    rows[name] = self._mean_values({task.name: [batch]}, rate), self._mean_values(batches, rate)
+                    rows[name] = self._values_of_step(task, batches, rate), self._mean_values(display, rate)
         for name, (of_train, of_valid) in rows.items():
             if (file := self.curves.get(name)) is not None:
                 file.write(step, rate, of_train, of_valid)
+            self._log_row(step, name, rate, of_train, of_valid)
             if name != LIVE:
                 self._progress.show_average(step, name, of_valid if any(of_valid.values()) else of_train)
         now = time.perf_counter()
@@ -126,14 +133,20 @@ class Reporter:
         """Set the errors of the live and the averaged weights side by side."""
         self.validated_step, self.validated = step, results
         self._progress.show_validation(step, results)
-        if self._board is not None:
-            for weights, errors in results.items():
-                self._add_points(f"validation/{weights}/", errors.summary(), step)
+        if self._loggers is not None:
+            for row, errors in results.items():
+                task, _, weights = row.rpartition(" ")
+                values = {name: value for name, value in errors.summary().items() if not name.startswith("num_")}
+                self._loggers.log(step, named("val", weights, {task: values}))
 
-    def _add_points(self, prefix: str, values: Mapping[str, float | Tensor], step: int) -> None:
-        with writing("training.tensorboard_log_dir"):
-            for name, value in values.items():
-                self._board.add_scalar(prefix + name, float(value), step)
+    def _log_row(self, step: int, weights: str, rate: float, training: ValuesByTask, validation: ValuesByTask) -> None:
+        """Log what a row shows of some weights; training errors of the live ones to loggers without their own pace."""
+        if self._loggers is None:
+            return
+        errors = named("train", weights, training)
+        if weights == LIVE:
+            self._loggers.log(step, {"lr": rate, **errors}, lambda logger: logger.freq is None)
+        self._loggers.log(step, named("batch", weights, validation) | (errors if weights != LIVE else {}))
 
     def _train_values(self, task: str) -> dict[str, float]:
         """Return the values of a row for the training batches of a task; nothing if it has had no step."""
@@ -166,12 +179,22 @@ class Reporter:
                 file.cut_after(step)
         self._progress.start_at(step)
 
-    def close(self) -> None:
-        """Close the bar and the board."""
+    def close(self, status: str) -> None:
+        """Close the bar, and the loggers of a run that ends with a ``status``."""
         self._progress.close()
-        if self._board is not None:
-            with writing("training.tensorboard_log_dir"):
-                self._board.close()
+        if self._loggers is not None:
+            self._loggers.finish(status)
+
+    def _values_of_step(
+        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float
+    ) -> dict[str, dict[str, float]]:
+        """Return each displayed value by task over all frames of a step, of one task; empty for the others."""
+        whole = LossOverBatches(task.loss, batches, rate)
+        with _evaluated(task.models):
+            for batch in (b.to(self._world.device) for b in batches):
+                whole.add(task.models(task.name, batch, **task.loss.needs(batch)), batch)
+        values = {name: float(value) for name, value in whole.displayed().items()}
+        return {t.name: values if t is task else {} for t in self._tasks}
 
     def _mean_values(
         self, batches: Mapping[str, Sequence[Batch | PackedBatch]], rate: float
@@ -180,17 +203,26 @@ class Reporter:
         means: dict[str, dict[str, float]] = {}
         for task in self._tasks:
             mean = _Mean()
-            was_training = task.models.training
-            task.models.eval()
-            for batch in (b.to(self._world.device) for b in batches.get(task.name, ())):
-                prediction = task.models(task.name, batch, **task.loss.needs(batch))
-                _, values = task.loss(prediction, batch, rate)
-                atoms = 0 if batch.padding else batch.num_real[1]
-                own = torch.tensor(atoms, dtype=torch.float64, device=self._world.device)
-                mean.add(values, self._world.all_reduce_sum(own))
-            task.models.train(was_training)
+            with _evaluated(task.models):
+                for batch in (b.to(self._world.device) for b in batches[task.name]):
+                    prediction = task.models(task.name, batch, **task.loss.needs(batch))
+                    _, values = task.loss(prediction, batch, rate)
+                    atoms = 0 if batch.padding else batch.num_real[1]
+                    own = torch.tensor(atoms, dtype=torch.float64, device=self._world.device)
+                    mean.add(values, self._world.all_reduce_sum(own))
             means[task.name] = mean.values()
         return means
+
+
+@contextmanager
+def _evaluated(models: nn.Module) -> Iterator[None]:
+    """Put models in evaluation mode within this context."""
+    was_training = models.training
+    models.eval()
+    try:
+        yield
+    finally:
+        models.train(was_training)
 
 
 @dataclass

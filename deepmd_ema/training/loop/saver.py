@@ -24,7 +24,7 @@ from deepmd_ema.model.model_set import unnested
 from deepmd_ema.report.tables import RowTable
 from deepmd_ema.tensors import HostCopies
 from deepmd_ema.training.loop.averages import snapshot_every
-from deepmd_ema.training.loop.refit_bias import OUT_BIAS, Biases
+from deepmd_ema.training.loop.refit import Refitted
 from deepmd_ema.training.start.prepare import PreparedRun
 from deepmd_ema.weight_names import LIVE
 
@@ -215,29 +215,25 @@ class Saver:
         content = self.builder.weights(weights, step, "best")
         self._submit(lambda: done(best.write(step, content)))
 
-    def save(self, step: int, state: MakeState, biases: Biases | None = None, words: str = "") -> None:
+    def save(self, step: int, state: MakeState, refitted: Refitted | None = None, words: str = "") -> None:
         """Write all files of ``step``, then move the links and rotate.
 
         Args:
             step: optimizer steps so far.
             state: everything a restart needs beside weights and averages.
-            biases: by name of the weights the biases (1, T, 1) in eV that were fitted again after the last step, by
-                their names in the models. Averaged files have them in the model; the training file has them beside raw
-                weights, so that a restart stays exact.
+            refitted: tensors that were fitted after the last step. Averaged files have them in the model; the training
+                file has them beside raw weights, so that a restart stays exact.
             words: what the log says when all is written, beside the names of the files.
         """
         self.writer.begin(step)
         training = self.builder.training(step, state)
-        if biases:
-            # the bias itself where there is one model
-            training["refitted_bias"] = {
-                name: found[OUT_BIAS] if set(found) == {OUT_BIAS} else dict(found) for name, found in biases.items()
-            }
+        if refitted is not None:
+            training["refitted"] = {name: dict(tensors) for name, tensors in refitted.tensors.items()}
         files = [(self.live, training)]
         for name, series in self.averages.items():
             content = self.builder.weights(name, step, "average")
-            if biases and self.builder.take.keep:
-                content["model"].update((n, bias.clone()) for n, bias in biases[name].items())
+            if refitted is not None and self.builder.take.keep:
+                content["model"].update((n, tensor.clone()) for n, tensor in refitted.tensors.get(name, {}).items())
             files.append((series, content))
         self._submit(partial(self._write, step, files, words))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,12 +11,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.batch import Batch
+from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError, RankLostError, first_few
+from deepmd_ema.loss import LossOverBatches
 from deepmd_ema.model.interface import HasBlocksInBfloat16
 from deepmd_ema.optim.build import (
     build_optimizer,
@@ -27,6 +28,7 @@ from deepmd_ema.optim.build import (
     set_learning_rate,
 )
 from deepmd_ema.optim.schedule import build_schedule
+from deepmd_ema.report.times import Laps
 from deepmd_ema.training.loop.sharding import LAST_REPLICATED_STAGE
 from deepmd_ema.training.loop.task import Task, TaskMixture
 from deepmd_ema.training.start.prepare import PreparedRun
@@ -113,6 +115,9 @@ class Step:
 
     Args:
         module: owner of the parameters, by the names that checkpoints use.
+
+    Attributes:
+        laps: times of the parts of a step.
     """
 
     skipped = "by that step"  # updates of the weights that are left out
@@ -123,10 +128,11 @@ class Step:
         self._named = dict(module.named_parameters())
         self._trained = [p for p in self._named.values() if p.requires_grad]
         self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
+        self.laps = Laps(measures=self._first_bad.device.type == "cpu")  # the host does not wait for a GPU
         self._own_fault = torch.zeros((), dtype=torch.bool, device=self._trained[0].device)
 
-    def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
-        """Update the weights with one batch; ``step`` counts from 1."""
+    def __call__(self, task: Task, batches: Sequence[Batch | PackedBatch], step: int) -> Outcome:
+        """Update the weights once with the frames of all batches; ``step`` counts from 1."""
         raise NotImplementedError
 
     def state_dict(self, take: Take) -> dict[str, Any]:
@@ -156,9 +162,7 @@ class Step:
         if world.all_reduce_max(int(own)) and not own:
             raise RankLostError("ended because the loss of another rank is not finite")
         task = tasks.draw(bad)
-        behind = sum(tasks.draw(step) is task for step in range(bad, last_step + 1))
-        loader = task.train_loader
-        frames = loader.frames_at(loader.position - behind)
+        frames = task.frames_of_step(sum(tasks.draw(step) is task for step in range(bad, last_step + 1)))
         shown = first_few([f"{system} frame {index}" for system, index in frames], 8)
         named = f" (task {task.name})" if task.name else ""
         raise DivergedError(
@@ -198,44 +202,79 @@ class GradientStep(Step):
         super().__init__(prepared.models)
         self._parallel_module = parallel_module
         self._schedule = build_schedule(config.learning_rate, num_steps)
-        self._optimizer = build_optimizer(config.optimizer, self._named, shared=stage == 1)
+        self._optimizer = build_optimizer(
+            config.optimizer, self._named, shared=stage == 1, names=prepared.models.first_names()
+        )
         self._cpu_group = world.cpu_group
+        # FSDP adds each gradient to its shards at once: no rank has memory for a whole one
+        self._without_exchange = getattr(parallel_module, "no_sync", nullcontext)
         self._max_norm = config.training.gradient_max_norm or None  # 0: no clipping
         # where each rank holds a part of every gradient
         self._all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
 
-    def __call__(self, task: Task, batch: Batch, step: int) -> Outcome:
-        """Update the weights with one batch; ``step`` counts from 1."""
+    def __call__(self, task: Task, batches: Sequence[Batch | PackedBatch], step: int) -> Outcome:
+        """Update the weights once with the frames of all batches; ``step`` counts from 1."""
         rate = self.rate(step)
-        return Outcome(rate, *self.update(task, batch, rate, step))
+        return Outcome(rate, *self.update(task, batches, rate, step))
 
     def rate(self, step: int) -> float:
         """Return the learning rate of ``step``, from 1."""
         return self._schedule(step - 1)
 
     def update(
-        self, task: Task, batch: Batch, rate: float | Tensor, step: int | Tensor
+        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float | Tensor, step: int | Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Update the weights with one batch, and return the values to display and whether it was good, as 1 or 0.
+        """Update the weights, and return the values to display and whether the update was good, as 1 or 0.
 
         Args:
-            task: whose batch it is.
-            batch: on the device.
+            task: whose batches they are.
+            batches: one on the device, or several in host memory, whose gradients are added up.
             rate: learning rate, or a scalar in float64 on the device.
             step: from 1, or an int64 scalar on the device. With both on a CUDA device, no number of the host is used,
                 and all memory that is kept from one step to the next is changed in place.
         """
-        set_learning_rate(self._optimizer, rate.float() if isinstance(rate, Tensor) else rate)
+        set_learning_rate(self._optimizer, rate)
         self._optimizer.zero_grad(set_to_none=True)
-        prediction = self._parallel_module(task.name, batch, **task.loss.needs(batch))
-        total, values = task.loss(prediction, batch, rate)
-        total.backward()
+        self.laps.lap()
+        if len(batches) == 1:
+            batch = batches[0].to(self._first_bad.device)
+            total, values = task.loss(self._predict(task, batch), batch, rate)
+            self.laps.lap("forward")
+            total.backward()
+            self.laps.lap("backward")
+        else:
+            total, values = self._add_gradients(task, batches, rate)
         norm = clip_gradients(self._trained, self._max_norm, self._all_reduce_sum)
         # both are the same on all ranks
         finite = torch.isfinite(norm) & torch.isfinite(values["rmse"])
         ok = self._note(finite, step, own=torch.isfinite(total.detach()))
         guarded_step(self._optimizer, 1 - ok)
+        self.laps.lap("optimizer")
         return values, ok
+
+    def _add_gradients(
+        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float | Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Take the gradient of the loss of several batches, one at a time on the device.
+
+        Returns:
+            The share of this rank in the loss, detached, and the values to display.
+        """
+        loss, totals = LossOverBatches(task.loss, batches, rate), []
+        for number, made in enumerate(batches, 1):
+            batch = made.to(self._first_bad.device)
+            # the ranks add up once what each has added up
+            with nullcontext() if number == len(batches) else self._without_exchange():
+                total = loss.add(self._predict(task, batch), batch)
+                self.laps.lap("forward")
+                total.backward()
+                self.laps.lap("backward")
+            totals.append(total.detach())
+        return torch.stack(totals).sum(), loss.displayed()
+
+    def _predict(self, task: Task, batch: Batch) -> dict[str, Tensor]:
+        prediction: dict[str, Tensor] = self._parallel_module(task.name, batch, **task.loss.needs(batch))
+        return prediction
 
     def state_dict(self, take: Take) -> dict[str, Any]:
         """Return moments and counters by parameter name. Must be called by every rank."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config import RunConfig
-from deepmd_ema.data.loader import Loader, Pad
+from deepmd_ema.data.loader import PREFETCH, Loader, Pad
 from deepmd_ema.data.run import steps_for_epochs, steps_with_share
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import FrameSource
@@ -36,6 +36,7 @@ class Task:
         models: the models of the run, on the device they compute on; this task trains the one of its name.
         loss: the weighted loss.
         train_loader: training batches in their seeded order.
+        accumulate: how many of them a step takes.
         display_loader: validation batches for the learning curve, or None.
         display_batches: how many of them one row of the learning curve uses.
         split: hash of the frames that were split off for validation; empty without.
@@ -45,9 +46,24 @@ class Task:
     models: ModelSet
     loss: EnergyLoss
     train_loader: Loader
+    accumulate: int = 1
     display_loader: Loader | None = None
     display_batches: int = 1
     split: str = ""
+
+    @property
+    def frames_per_step(self) -> float:
+        """Mean number of frames in a step of this task, of all ranks together."""
+        return self.accumulate * self.train_loader.sampler.frames_per_step
+
+    def next_batches(self) -> list[Batch | PackedBatch]:
+        """Return the training batches of the next step, in host memory."""
+        return [next(self.train_loader) for _ in range(self.accumulate)]
+
+    def frames_of_step(self, back: int) -> list[tuple[str, int]]:
+        """Return the origin of the frames of the last step of this task (``back`` 1), or of one before it."""
+        first = self.train_loader.position - back * self.accumulate
+        return [frame for n in range(first, first + self.accumulate) for frame in self.train_loader.frames_at(n)]
 
     def next_display_batches(self) -> list[Batch | PackedBatch]:
         """Return the next validation batches of a row, in host memory; none without validation data."""
@@ -61,7 +77,7 @@ class Task:
         consumed: dict[str, Any] = {
             "frames": self.train_loader.position,
             "num_frames": sum(sampler.num_frames),
-            "frames_per_step": sampler.frames_per_step,
+            "frames_per_step": self.frames_per_step,
         }
         if self.display_loader is not None:
             consumed["display_frames"] = self.display_loader.position
@@ -78,20 +94,22 @@ class Task:
                 "or start a new run",
                 f"task {self.name}: " * bool(self.name),
             )
+        of_task = f" of task {self.name}" * bool(self.name)
         now = sum(self.train_loader.sampler.num_frames)
         before = state.get("num_frames", now)
         if before != now:
             logger.warning(
-                "the training data have %d frames now and had %d when the checkpoint was written: they come in another "
-                "order from here on",
-                now, before,
+                "the training data%s have %d frames now and had %d when the checkpoint was written: they come in "
+                "another order from here on",
+                of_task, now, before,
             )  # fmt: skip
-        size = self.train_loader.sampler.frames_per_step
+        size = self.frames_per_step
         size_before = state.get("frames_per_step", size)
         if size_before != size:
             logger.warning(
-                "a step has %.4g frames now, over all ranks together, and had %.4g when the checkpoint was written",
-                size, size_before,
+                "a step%s has %.4g frames on average now, over all ranks together, and had %.4g when the checkpoint "
+                "was written",
+                of_task, size, size_before,
             )  # fmt: skip
         self.train_loader.seek(int(state["frames"]))
         if self.display_loader is not None:
@@ -114,9 +132,10 @@ class TaskMixture:
 
     def __init__(self, prepared: PreparedRun, world: World) -> None:
         config, self._seed = prepared.config, prepared.seed
+        self._accumulate = config.training.accumulate
         self._tasks: list[Task] = []
         for name, task in prepared.tasks.items():
-            make = partial(_build_loader, task, prepared.seed, world)
+            make = partial(_build_loader, task, prepared.seed, world, self._accumulate)
             valid = task.config.displayed_data if config.training.disp_training else None
             pad, display_pad = pads(config, world, task.model.layout)
             self._tasks.append(
@@ -125,6 +144,7 @@ class TaskMixture:
                     prepared.models,
                     EnergyLoss(task.config.loss, config.learning_rate.start_lr, world),
                     train_loader=make(task.train, task.config.training_data, "frames", pad),
+                    accumulate=self._accumulate,
                     display_loader=make(task.valid, valid, "display frames", display_pad) if valid else None,
                     display_batches=valid.numb_btch if valid is not None else 1,
                     split=task.split,
@@ -139,29 +159,31 @@ class TaskMixture:
     @property
     def frames_per_step(self) -> float:
         """Mean number of frames in a step of all ranks together."""
-        return sum(share * sampler.frames_per_step for share, sampler in self._shares)
+        return self._accumulate * sum(share * sampler.frames_per_step for share, sampler in self._shares)
 
     @property
-    def batches_per_epoch(self) -> int:
+    def steps_per_epoch(self) -> float:
         """Steps in which every task has, on average, seen all of its frames at least once."""
-        return max(steps_with_share(sampler.batches_per_epoch, share) for share, sampler in self._shares if share)
+        batches = max(steps_with_share(sampler.batches_per_epoch, share) for share, sampler in self._shares if share)
+        return batches / self._accumulate
 
     @property
     def steps_per(self) -> dict[str, float]:
         """Steps of one of the units in which lengths of averages are given."""
-        return {"steps": 1.0, "frames": 1 / self.frames_per_step, "epochs": float(self.batches_per_epoch)}
+        return {"steps": 1.0, "frames": 1 / self.frames_per_step, "epochs": self.steps_per_epoch}
 
     def num_steps(self, config: RunConfig) -> int:
         """Return the steps of a run: as given, or those of the passes over the data of each task."""
         if config.training.numb_steps:
             return config.training.numb_steps
         epochs = config.task_epochs or dict.fromkeys(config.tasks, config.training.numb_epoch or 0)
-        return steps_for_epochs([(epochs[task.name], *of) for task, of in zip(self._tasks, self._shares)])
+        each = [(epochs[task.name], *of) for task, of in zip(self._tasks, self._shares)]
+        return steps_for_epochs(each, self._accumulate)
 
     def epochs(self, num_steps: int) -> dict[str, float]:
         """Return the mean number of epochs of each task in a run."""
-        of_tasks = zip(self._tasks, self._shares)
-        return {task.name: share * num_steps / sampler.batches_per_epoch for task, (share, sampler) in of_tasks}
+        of_tasks, batches = zip(self._tasks, self._shares), num_steps * self._accumulate
+        return {task.name: share * batches / sampler.batches_per_epoch for task, (share, sampler) in of_tasks}
 
     @property
     def warnings(self) -> list[str]:
@@ -198,6 +220,7 @@ def _build_loader(
     task: PreparedTask,
     seed: int,
     world: World,
+    accumulate: int,
     systems: Sequence[FrameSource],
     data: Any,
     stream: str,
@@ -214,4 +237,6 @@ def _build_loader(
         world_size=world.size,
     )
     pin, labels = world.device.type == "cuda", task.config.loss.labels
-    return Loader(systems, sampler, task.model.layout, pin=pin, cache=task.cache, labels=labels, pad=pad)
+    # those of the next step are made beside a step
+    ahead = max(PREFETCH, accumulate)
+    return Loader(systems, sampler, task.model.layout, 0, ahead, pin, task.cache, labels, pad)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,16 +17,18 @@ import torch
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
+from deepmd_ema.config.schema.loggers import FAILED, FINISHED, INTERRUPTED
 from deepmd_ema.dist.launch import END_SIGNALS, handling
 from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import Interrupted, UserError
-from deepmd_ema.report.progress import IntervalTimes
+from deepmd_ema.report.record import RunRecord
+from deepmd_ema.report.times import RunTimes
 from deepmd_ema.tensors import map_tensors
 from deepmd_ema.training.loop.averages import describe_averages
 from deepmd_ema.training.loop.cuda_graphs import GraphedSteps
 from deepmd_ema.training.loop.interpolation import InterpolationControl
-from deepmd_ema.training.loop.refit_bias import Biases
+from deepmd_ema.training.loop.refit import Refitted
 from deepmd_ema.training.loop.reporter import Reporter
 from deepmd_ema.training.loop.saver import Saver
 from deepmd_ema.training.loop.sharding import check_replicas
@@ -36,7 +39,8 @@ from deepmd_ema.training.loop.validate import FullValidation, ValidationAborted
 logger = logging.getLogger(__name__)
 
 STOP_POLL_INTERVAL = 10  # steps, on a GPU, between two checks whether another rank received a signal
-WRITER_FAILED = 1 << 16  # sent through the same all-reduce as signal numbers, so it must exceed them
+# sent through the same all-reduce as signal numbers, which they exceed
+TIME_IS_OVER, WRITER_FAILED = 1 << 15, 1 << 16
 SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
 
 
@@ -65,7 +69,10 @@ class Callback:
         """Called before the first step, after a restart has loaded everything."""
 
     def during(self, trainer: Trainer, phase: str) -> AbstractContextManager[Any]:
-        """Return the context of a ``step`` with all that is due after it, a ``validation`` or a ``checkpoint``."""
+        """Return the context of a ``step`` with all that is due after it, or in it of one of these.
+
+        They are a ``display``, a ``validation`` and a ``checkpoint``.
+        """
         return nullcontext()
 
     def after_update(self, trainer: Trainer) -> None:
@@ -94,17 +101,20 @@ class Trainer:
         validator: full validation.
         saver: writes checkpoints.
         reporter: learning curves and progress.
-        times: stopwatch of the interval that the reporter shows.
+        times: stopwatch of the run.
+        record: file of what is known of the run beside its weights and errors.
         num_steps: of the whole run.
         world: the processes of the run.
         interpolation: of the embedding nets.
         graphs: takes steps as CUDA graphs instead of ``take_step`` and ``bank``; or None.
         products: context of matrix products in a step.
-        refit: fits the energy bias again after the last step: by name of the weights, tensors by name; or None.
+        refit: fits output bias or output layer again after the last step; or None.
         input_file: named in the message that says how to restart.
         callback: watches the run.
+        deadline: by ``time.monotonic``; the run ends after the step in which it passes.
         step: optimizer steps so far.
         stop: the signal that ends the run, if one was received.
+        is_out_of_time: whether the run has ended because its time was over.
     """
 
     tasks: TaskMixture
@@ -113,22 +123,25 @@ class Trainer:
     validator: FullValidation
     saver: Saver
     reporter: Reporter
-    times: IntervalTimes
+    times: RunTimes
+    record: RunRecord
     num_steps: int
     world: World
     interpolation: InterpolationControl
     graphs: GraphedSteps | None = None
     products: Callable[[], AbstractContextManager[Any]] = nullcontext
-    refit: Callable[[], Biases] | None = None
+    refit: Callable[[], Refitted] | None = None
     input_file: str = "input.json"
     callback: Callback = field(default_factory=Callback)
+    deadline: float = math.inf
     step: int = 0
     stop: StopRequest = field(default_factory=StopRequest)
+    is_out_of_time: bool = False
     _validation_pending: bool = False
     _saved: int = -1
 
     def run(self) -> None:
-        """Train from the current step to ``num_steps``.
+        """Train from the current step to ``num_steps``, or until the time is over.
 
         Raises:
             Interrupted: after SIGTERM, SIGHUP or Ctrl-C, with the current step saved.
@@ -136,21 +149,24 @@ class Trainer:
         """
         with handling((*END_SIGNALS, signal.SIGINT), self.stop.request):
             try:
+                self.record.start(self.step, self.num_steps)
+                self.reporter.start(self.step)
                 self.callback.on_start(self)
                 check_replicas(self.validator.models, self.world, self.step)
                 self._loop()
                 self.saver.writer.finish()
-            except BaseException:
+            except BaseException as error:
+                was_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
                 with suppress(OSError, UserError):  # the first error is the one to report
-                    self._close()
+                    self._close(INTERRUPTED if was_stopped else FAILED)
                 raise
-            self._close()
+            self._close(FINISHED)
         self.callback.on_end(self)
 
-    def _close(self) -> None:
+    def _close(self, status: str) -> None:
         try:
             self.saver.writer.close()
-            self.reporter.close()
+            self.reporter.close(status)
         finally:
             self.tasks.close()
 
@@ -167,6 +183,7 @@ class Trainer:
                 polls = not waits or self.step % STOP_POLL_INTERVAL == 0
                 if polls and self._is_stopped() and self.step < self.num_steps:
                     self._leave()
+                    break
         except ValidationAborted:
             self._leave()
 
@@ -176,58 +193,67 @@ class Trainer:
             number = self.step + 1
             task = self.tasks.draw(number)
             with self.times.of("data"):
-                made = next(task.train_loader)
+                made = task.next_batches()
             # A GPU's own thread of the backward pass counts the operations of second derivatives apart. The order in
             # which gradients are added would depend on the steps before, and a restart would not be bitwise.
             with self.times.of("step"), torch.autograd.set_multithreading_enabled(False):
                 self.interpolation.before_step(number)
-                outcome, batch = self._update(task, made, number)
+                outcome, batches = self._update(task, made, number)
             self.callback.after_update(self)
-            self._do_what_is_due(task, batch, outcome)
+            self._do_what_is_due(task, batches, outcome)
             self.saver.builder.forget()  # nothing more is due: copies are kept only as long as files need them
         self.callback.after_step(self)
 
-    def _update(self, task: Task, made: Batch | PackedBatch, number: int) -> tuple[Outcome, Batch]:
-        """Update weights and averages with a batch; return the outcome and the batch on the device."""
-        epoch = number / self.tasks.batches_per_epoch
-        if self.graphs is not None and isinstance(made, PackedBatch):
-            found = self.graphs(task, made, number, epoch)
+    def _update(
+        self, task: Task, made: list[Batch | PackedBatch], number: int
+    ) -> tuple[Outcome, Sequence[Batch | PackedBatch]]:
+        """Update weights and averages with the batches of a step; return the outcome and the batches.
+
+        A single batch is returned on the device, several in host memory.
+        """
+        epoch = number / self.tasks.steps_per_epoch
+        if self.graphs is not None and isinstance(made[0], PackedBatch):
+            outcome, batch = self.graphs(task, made[0], number, epoch)
             self.step = number
-            return found
-        batch = made.to(self.world.device)
+            return outcome, [batch]
+        batches = made if len(made) > 1 else [made[0].to(self.world.device)]
         with self.products():
-            outcome = self.take_step(task, batch, number)
+            outcome = self.take_step(task, batches, number)
         self.step = number
         if self.take_step.checks_are_free:
             self._raise_if_diverged()
         if self.bank is not None:
             # a step that was checked on the host is good; else the device decides, and nothing waits for it
             self.bank.update(None if self.take_step.checks_are_free else outcome.ok, epoch)
-        return outcome, batch
+        return outcome, batches
 
     def _is_stopped(self) -> bool:
-        """Whether some rank received a signal: all of them then stop after this step.
+        """Whether some rank received a signal or is out of time: all of them then stop after this step.
 
         Raises:
             UserError: if files could not be written since the last check.
         """
-        found = self.world.all_reduce_max(WRITER_FAILED if self.saver.writer.has_failed else self.stop.signal or 0)
+        is_late = self.step < self.num_steps and time.monotonic() >= self.deadline  # the end of a run is not broken off
+        own = self.stop.signal or TIME_IS_OVER * is_late
+        found = self.world.all_reduce_max(WRITER_FAILED if self.saver.writer.has_failed else own)
         if found == WRITER_FAILED:
             self.saver.writer.raise_error()
-        if found and self.stop.signal is None:
+        self.is_out_of_time = found == TIME_IS_OVER
+        if 0 < found < TIME_IS_OVER and self.stop.signal is None:
             self.stop.signal = signal.Signals(found)
         return found > 0
 
-    def _do_what_is_due(self, task: Task, batch: Batch, outcome: Outcome) -> None:
+    def _do_what_is_due(self, task: Task, batches: Sequence[Batch | PackedBatch], outcome: Outcome) -> None:
         last = self.step == self.num_steps
         self.reporter.record(self.step, task, outcome)
         if self.reporter.is_due(self.step):
             self._raise_if_diverged()
-            self.reporter.show(self.step, task, batch, outcome)
+            with self.callback.during(self, "display"):
+                self.reporter.show(self.step, task, batches, outcome)
         snapshots = self.saver.snapshots_due(self.step, last)
         if snapshots:  # before a validation, which a stop may break off
             self._raise_if_diverged()
-            with self.times.of("checkpoint"):
+            with self.times.of("snapshot"):
                 self.saver.keep_snapshots(snapshots, self.step)
         if self.validator.is_due(self.step):
             self._raise_if_diverged()
@@ -235,6 +261,8 @@ class Trainer:
         if self.saver.is_due(self.step, last):
             self._raise_if_diverged()
             self._save()
+        elif self.reporter.is_due(self.step):
+            self._note()
 
     def _validate(self) -> None:
         self._validation_pending = True
@@ -246,24 +274,31 @@ class Trainer:
 
     def _save(self) -> None:
         with self.callback.during(self, "checkpoint"):
-            biases = None
+            refitted = None
             if self.refit is not None and self.step >= self.num_steps:
                 if self._saved < self.step:
                     self._write()  # the fit reads many frames: what ends it early costs no step of the run
-                biases = self.refit()
-            self._write(biases)
+                refitted = self.refit()
+                self.reporter.validated = {**self.reporter.validated, **refitted.errors}
+            self._write(refitted)
 
-    def _write(self, biases: Biases | None = None) -> None:
+    def _write(self, refitted: Refitted | None = None) -> None:
         check_replicas(self.validator.models, self.world, self.step)
         words = ""
         if self.bank is not None:
             words = f"averages of step {self.step:,}: {describe_averages(self.bank)}"
         with self.times.of("checkpoint"):
-            self.saver.save(self.step, self.state_dict, biases, words)
+            self.saver.save(self.step, self.state_dict, refitted, words)
         self._saved = self.step
+        self._note({name: self.bank.info(name) for name in self.bank.names} if self.bank is not None else {})
+
+    def _note(self, averages: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """Keep what is known of the run now; with averages, at a checkpoint, it is in the file at once."""
+        seconds = {**self.times.seconds, **self.take_step.laps.seconds}
+        self.record.note(self.step, seconds, self.times.left(self.step, self.num_steps), averages)
 
     def _leave(self) -> None:
-        """Save the current step and end the run."""
+        """Save the current step; raise Interrupted unless only the time is over."""
         self._raise_if_diverged()
         # of the last step, with which `dp-ema posthoc` ends; those of a regular pace are there already
         there = self.saver.snapshots_due(self.step, False)
@@ -272,11 +307,12 @@ class Trainer:
         if self._saved != self.step or self._validation_pending:
             self._save()
         self.saver.writer.finish()
+        if self.is_out_of_time:
+            return
         assert self.stop.signal is not None
         raise Interrupted(
             f"stopped by {self.stop.signal.name} after step {self.step:,} of {self.num_steps:,}; everything is saved. "
-            f"Continue with: dp-ema train --restart {self.saver.link} {self.input_file}"
-            + (", launched as before" if self.world.size > 1 else ""),
+            f"Continue with: {restart_command(self)}",
             self.stop.signal,
         )
 
@@ -318,3 +354,9 @@ class Trainer:
         self._validation_pending = bool(state["validation_pending"] and self.validator.rows)
         self.validator.load_state_dict(state.get("best", {}))
         self.validator.truncate(step - 1 if self._validation_pending else step)
+
+
+def restart_command(trainer: Trainer) -> str:
+    """Return the command that continues a run from its newest checkpoint."""
+    launched = ", launched as before" if trainer.world.size > 1 else ""
+    return f"dp-ema train --restart {trainer.saver.link} {trainer.input_file}{launched}"

@@ -11,20 +11,29 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from deepmd_ema import checkpoint
-from deepmd_ema.checkpoint.folder import is_sharded
 from deepmd_ema.checkpoint.names import best_pattern, files_by_step, numbered, numbered_pattern
 from deepmd_ema.config import RunConfig, config_from_dict, to_dict
 from deepmd_ema.config.messages import as_text
-from deepmd_ema.config.outputs import BEST, POINTER, Output, Outputs, suffix_of, suffixed
+from deepmd_ema.config.outputs import (
+    BEST,
+    LOCK,
+    LOGGED,
+    POINTER,
+    RECORD,
+    Output,
+    Outputs,
+    is_sharded,
+    suffix_of,
+    suffixed,
+)
 from deepmd_ema.errors import CheckpointError, UserError, collect_problems
-from deepmd_ema.files import JSON, TABLE, atomic_write, link, move, refuse_to_lose, size_of, sync, writing
+from deepmd_ema.files import JSON, RECORD_FILE, TABLE, atomic_write, link, move, refuse_to_lose, size_of, sync, writing
 from deepmd_ema.locks import locked
 from deepmd_ema.training.start.request import TrainRequest
 from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
 
-LOCK = ".dp-ema.lock"
 EARLIER = "earlier"  # folders earlier-1, earlier-2, ... hold the files of runs that were not continued
 
 
@@ -66,6 +75,8 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
                 refuse_to_lose(o.path, o.option, TABLE, inputs)
     with collect_problems(problems):
         refuse_to_lose(output, "--output", JSON, inputs)
+    with collect_problems(problems):
+        refuse_to_lose(RECORD, "the record of the run", RECORD_FILE, inputs)
     if problems:
         raise CheckpointError(problems)
 
@@ -102,7 +113,9 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
         if path.is_file() and path.read_text(encoding="utf-8", errors="replace") != text:
             files.append(path)
     files = list(dict.fromkeys(path for path in files if path.is_file() or is_sharded(path)))
-    if files and not (files == [Path(output)] and _is_normalized(files[0])):
+    # of a run that ended before its first row these two are nothing to keep
+    kept = [path for path in files if path != Path(RECORD)]
+    if kept and not (kept == [Path(output)] and _is_normalized(kept[0])):
         steps = numbered(outputs.checkpoint_folder, outputs.checkpoint_link(LIVE).stem)
         folders = _set_aside(files)
         logger.warning(
@@ -152,7 +165,7 @@ def _in_the_way(config: RunConfig) -> Iterator[Path]:
     outputs = Outputs(config)
     yield from map(outputs.checkpoint_link, _names(config))
     yield from (o.path for o in outputs if o.has_rows)
-    yield Path(POINTER)
+    yield from (Path(POINTER), Path(RECORD), Path(LOGGED))
     for name in _names(config):
         series = suffixed(config.training.save_ckpt, suffix_of(name)).name
         for folder in (outputs.checkpoint_folder, outputs.snapshot_folder):

@@ -4,34 +4,44 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
+from deepmd_ema.data.check.scan import is_isolated
 from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.epochs import permutation
-from deepmd_ema.data.run import TaskData, check_unless_unchanged, choose_validation, open_run, split_off, task_shares
+from deepmd_ema.data.run import (
+    TaskData,
+    check_unless_unchanged,
+    choose_validation,
+    open_run,
+    split_off,
+    task_shares,
+    with_neighbors,
+)
 from deepmd_ema.data.sampler import batch_sizes, frames_taken
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.data.split import Split
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DataError, UserError
 from deepmd_ema.files import writing
-from deepmd_ema.geometry import NeighborStatistics
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
+from deepmd_ema.optim.groups import split_by_pattern
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.training.start.new_run import Start
 
@@ -119,6 +129,7 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     cache, tasks = PairCache(local_size=world.local_size), {}  # one for all tasks: they share its limit
     seeds = {name: seed_for(stream_of("weights", name), seed) for name in config.tasks}
     models = build_models({name: task.model for name, task in config.tasks.items()}, config.links, seeds)
+    split_by_pattern(config.optimizer.groups, models.first_names())  # a mistake is reported before statistics are made
     for name, model in models.by_task.items():
         model.min_nbor_dist = nearest[name]
         tasks[name] = PreparedTask(
@@ -173,13 +184,7 @@ def _check_data(
             found[name] = report.neighbors
     if problems:
         raise DataError(problems)
-    models = {}
-    for name, task in config.tasks.items():
-        if task.model.descriptor.neighbors is None:
-            # a descriptor that tasks share has room for the neighbors in all
-            of_all = reduce(NeighborStatistics.with_counts_of, [found[other] for other in config.sharing_with(name)])
-            models[name] = task.model.with_descriptor(task.model.descriptor.with_neighbors(of_all))
-    return config.with_models(models) if models else config, nearest, dates
+    return with_neighbors(config, found), nearest, dates
 
 
 def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[str, Tensor]:
@@ -245,8 +250,20 @@ def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int, max_atoms
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
         order = frames[permutation(len(frames), seed_for(stream, seed, number))]
         # as many as one process with all the frames of a step would take, so that it starts from the same model
-        chosen = [int(k) for k in order[: task.config.model.data_stat_nbatch * size * num_ranks]]
+        drawn = task.config.model.data_stat_nbatch * size * num_ranks
+        chosen = [int(k) for k in (*order[:drawn], *_isolated_atoms(system, order[drawn:], layout.rcut))]
         largest = max((int(system.frame_sizes[k]) for k in chosen), default=1)
         at_once = 8 if max_atoms is None else max(1, min(8, max_atoms // largest))
         for begin in range(0, len(chosen), at_once):
             yield collate([task.cache.get(system, k, layout) for k in chosen[begin : begin + at_once]], layout)
+
+
+def _isolated_atoms(system: FrameSource, frames: Iterable[int], rcut: float) -> list[int]:
+    """Return those of ``frames`` that are an isolated atom, of the first hundred that are one atom.
+
+    A sample rarely has one, and without them nothing fixes what compositions leave open: of one molecule alone each
+    element gets the mean energy, hundreds of eV from that of its atom.
+    """
+    single = [k for k in frames if system.frame_sizes[k] == 1][:100]
+    boxes = [system.frame(k).box for k in single]
+    return [k for k, box in zip(single, boxes) if is_isolated(np.ones(1), None if box is None else box[None], rcut)[0]]

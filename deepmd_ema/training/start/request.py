@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,7 @@ class TrainRequest:
         device: ``cpu``, ``cuda`` or ``cuda:1``; chosen automatically if None.
         skip_neighbor_stat: whether ``sel: auto`` is refused; the data are checked all the same.
         allow_config_change: whether a restart with a changed config is allowed.
+        max_time: seconds after which the run is saved and ends, data and start included.
     """
 
     input_file: str | Mapping[str, Any]
@@ -39,6 +41,7 @@ class TrainRequest:
     device: str | None = None
     skip_neighbor_stat: bool = False
     allow_config_change: bool = False
+    max_time: float = math.inf
 
     @cached_property
     def input(self) -> InputFile:

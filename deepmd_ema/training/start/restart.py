@@ -37,6 +37,7 @@ CONTINUITY = (
     "training.num_epoch_dict",
     "training.seed",
     "training.gradient_max_norm",
+    "training.accumulate",
 )
 # often changed on purpose, to train longer; the learning rate may follow it, so it is reported
 LENGTH = ("training.numb_steps", "training.numb_epoch")

@@ -1,0 +1,241 @@
+"""The record that a run keeps beside its files: programs, machine, times of its parts, warnings, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import shlex
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from deepmd_ema.config.outputs import RECORD
+from deepmd_ema.errors import Interrupted, WriteError
+from deepmd_ema.files import atomic_write
+from deepmd_ema.version import __version__
+
+logger = logging.getLogger(__name__)
+
+MIN_INTERVAL_S = 10.0  # between two writes of the record in a step; each costs milliseconds
+MAX_WARNINGS = 20  # the last ones are kept
+_LIBRARIES = ("torch", "numpy")
+
+
+@dataclass
+class Part:
+    """A run from one start to its end: a restart begins another one.
+
+    Attributes:
+        command: the words of the command line.
+        programs: versions by name.
+        machine: host, processor and operating system.
+        device: on which it ran.
+        ranks: number of processes.
+        began: local time of the start, as ISO 8601.
+        updated: local time of the last entry.
+        ended: how it ended, such as ``ended`` or ``interrupted by SIGTERM``; empty while it runs, or if it was killed.
+        first_step: steps done before it.
+        step: steps done.
+        num_steps: of the whole run.
+        elapsed: seconds of this part of the run, with data and validation.
+        left: seconds until the end, at its last entry; None while it is not known.
+        seconds: by part: start, data, step, forward, backward, optimizer (in step), row, validation, checkpoint.
+        averages: settings, updates and mean age of each average, at the last checkpoint.
+        warnings: time and text of the last warnings.
+    """
+
+    command: str = ""
+    programs: dict[str, str] = field(default_factory=dict)
+    machine: str = ""
+    device: str = ""
+    ranks: int = 1
+    began: str = ""
+    updated: str = ""
+    ended: str = ""
+    first_step: int = 0
+    step: int = 0
+    num_steps: int = 0
+    elapsed: float = 0.0
+    left: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    averages: dict[str, dict[str, Any]] = field(default_factory=dict)
+    warnings: list[list[str]] = field(default_factory=list)
+
+
+class RunRecord:
+    """Writes the record of a run, at most every ten seconds; where it cannot be written the run continues without it.
+
+    Args:
+        path: the file; None writes nothing.
+        warnings: of the run so far, which may grow.
+        device: on which the run computes, such as ``cpu (2 threads)``.
+        ranks: number of processes.
+        began: ``time.monotonic()`` at the start.
+        continues: whether the run continues the one that the file is of.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        warnings: deque[list[str]] | None = None,
+        device: str = "",
+        ranks: int = 1,
+        began: float | None = None,
+        continues: bool = False,
+    ) -> None:
+        self._path, self._warnings = path, warnings if warnings is not None else deque[list[str]]()
+        self._began = time.monotonic() if began is None else began
+        self._written = 0.0
+        self._earlier = read_record(path.parent) if path is not None and continues else []
+        self.part = Part(
+            command=_command(),
+            programs={"dp-ema": __version__, **_versions(), "Python": platform.python_version()},
+            machine=f"{socket.gethostname()}, {_processor()}, {platform.system()} {platform.release()}",
+            device=device,
+            ranks=ranks,
+            began=_now(self._began),
+        )
+
+    def start(self, step: int, num_steps: int) -> None:
+        """Note that data and models are ready, and the next step is the one after ``step``."""
+        self.part.first_step, self.part.step, self.part.num_steps = step, step, num_steps
+        self.part.seconds["start"] = time.monotonic() - self._began
+        self._write()
+
+    def note(
+        self,
+        step: int,
+        seconds: Mapping[str, float],
+        left: float | None,
+        averages: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Note that ``step`` is done; it is in the file at once if averages are given, else some seconds later.
+
+        Args:
+            step: optimizer steps so far.
+            seconds: of each part of the steps.
+            left: seconds until the end.
+            averages: settings and counters of each average.
+        """
+        self.part.step, self.part.left = step, left
+        self.part.seconds |= seconds
+        if averages is not None:
+            self.part.averages = {name: dict(facts) for name, facts in averages.items()}
+        if averages is not None or time.monotonic() - self._written > MIN_INTERVAL_S:
+            self._write()
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Note at the end of the body how it ended."""
+        try:
+            yield
+        except Interrupted as error:
+            self._end(f"interrupted by {Signals(error.signal_number).name}")
+            raise
+        except KeyboardInterrupt:
+            self._end("interrupted by Ctrl-C")
+            raise
+        except BaseException as error:
+            self._end(f"failed: {' '.join(str(error).split()) or type(error).__name__}")
+            raise
+        self._end("ended" if self.part.step >= self.part.num_steps else "interrupted before its last step")
+
+    def _end(self, how: str) -> None:
+        self.part.ended, self.part.left = how, None
+        self._write()
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        self.part.updated, self.part.elapsed = _now(), time.monotonic() - self._began
+        self.part.warnings = [list(entry) for entry in self._warnings]
+        text = json.dumps([asdict(part) for part in (*self._earlier, self.part)], indent=1, default=str)
+        try:
+            with atomic_write(self._path) as file:
+                file.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        except WriteError as error:
+            self._path = None
+            logger.warning("%s The run continues without it.", error)
+        self._written = time.monotonic()
+
+
+def read_record(folder: str | Path) -> list[Part]:
+    """Return the parts of the run in a folder, the last one last; nothing where there is no record, or no whole one."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        known = {f.name for f in fields(Part)}
+        found = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
+        return [Part(**{name: value for name, value in part.items() if name in known}) for part in found]
+    return []
+
+
+@contextmanager
+def keeping_warnings() -> Iterator[deque[list[str]]]:
+    """Yield the last warnings that are logged in the body, with their times."""
+    kept = deque[list[str]](maxlen=MAX_WARNINGS)
+    handler = _Keeper(kept)
+    root = logging.getLogger("deepmd_ema")
+    root.addHandler(handler)
+    try:
+        yield kept
+    finally:
+        root.removeHandler(handler)
+
+
+class _Keeper(logging.Handler):
+    def __init__(self, kept: deque[list[str]]) -> None:
+        super().__init__(logging.WARNING)
+        self._kept = kept
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one message, and show it where nothing else does, as logging would without this handler."""
+        self._kept.append([_now(), record.getMessage()])
+        handlers = (*logging.getLogger("deepmd_ema").handlers, *logging.getLogger().handlers)
+        if logging.lastResort is not None and all(handler is self for handler in handlers):
+            logging.lastResort.handle(record)
+
+
+def total_seconds(parts: Sequence[Part]) -> dict[str, float]:
+    """Return the seconds of each part of the steps over all parts of a run."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, seconds in part.seconds.items():
+            total[name] = total.get(name, 0.0) + seconds
+    return total
+
+
+def _now(monotonic: float | None = None) -> str:
+    """Return the local time, now or at a reading of ``time.monotonic()``."""
+    ago = 0.0 if monotonic is None else time.monotonic() - monotonic
+    return datetime.fromtimestamp(time.time() - ago).astimezone().isoformat(" ", "seconds")
+
+
+def _command() -> str:
+    program = Path(sys.argv[0])
+    name = "dp-ema" if program.parent.name == "deepmd_ema" else program.name  # of a rank: python -m deepmd_ema
+    return shlex.join([name, *sys.argv[1:]])
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()

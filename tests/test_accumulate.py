@@ -1,0 +1,191 @@
+"""Several batches of a step: the gradient, the update and the displayed errors of one batch with all their frames."""
+
+import json
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+from flat_batches import flat_batch, predicted, random_frame
+from helpers import assert_same, tiny_input, write_system
+from test_loss import ALL
+from test_parallel import assert_near
+from test_train import StopAfter, load
+
+from deepmd_ema import cli
+from deepmd_ema.config.schema.optim import EnerLossConfig as Config
+from deepmd_ema.dist.world import World
+from deepmd_ema.errors import ConfigError, DivergedError, Interrupted
+from deepmd_ema.loss import EnergyLoss, LossOverBatches
+from deepmd_ema.training.run import run_training
+
+SAME_MATH = 1e-12
+ROUNDING = 1e-9  # after some steps
+WITHOUT_HUBER = {name: value for name, value in ALL.items() if name[-2:] not in ("_h", "pf")}
+LOSSES = {
+    "mse": ALL,
+    "mae": {**ALL, "loss_func": "mae"},
+    "norm": {**ALL, "loss_func": "mae", "f_use_norm": True},
+    "huber": {**WITHOUT_HUBER, "use_huber": True},
+    "intensive": {**ALL, "intensive_ener_virial": True, "use_default_pf": True},
+    "relative": {**ALL, "relative_f": 0.3},
+}
+LACKING = [(), ("force", "hessian"), ("energy", "virial", "atom_pref"), ("atom_energy", "virial", "force", "hessian")]
+
+
+def frames_of_different_sizes():
+    """Return frames of four sizes, which lack different labels, and predictions for them."""
+    rng = np.random.default_rng(1)
+    sizes = (2, 7, 4, 3)
+    complete = [random_frame(rng, n) for n in sizes]
+    labelled = [{k: v for k, v in f.items() if k not in lacking} for f, lacking in zip(complete, LACKING)]
+    return labelled, [random_frame(rng, n, types=f["types"]) for n, f in zip(sizes, labelled)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_of_batches_add_up_to_that_of_all_their_frames(name):
+    labelled, guess = frames_of_different_sizes()
+    config = Config(**LOSSES[name])
+    loss = EnergyLoss(config, 1e-3, World())
+
+    def evaluated(frames):
+        batch = flat_batch([labelled[k] for k in frames], names=config.labels)
+        return batch, {k: v.requires_grad_() for k, v in predicted([guess[k] for k in frames], batch).items()}
+
+    batch, prediction = evaluated(range(4))
+    total, shown = loss(prediction, batch, 7e-4)
+    total.backward()
+    parts = [evaluated(frames) for frames in ([0, 1], [2], [3])]
+    whole = LossOverBatches(loss, [part for part, _ in parts], 7e-4)
+    shares = [whole.add(own, part) for part, own in parts]
+    sum(shares).backward()
+    assert sum(shares).item() == pytest.approx(total.item(), rel=SAME_MATH)
+    displayed = whole.displayed()
+    assert list(displayed) == list(shown)
+    for key, value in shown.items():
+        assert displayed[key].item() == pytest.approx(value.item(), rel=SAME_MATH, nan_ok=True), key
+    gradient = torch.cat([own["energy"].grad for _, own in parts])
+    torch.testing.assert_close(gradient, prediction["energy"].grad, rtol=SAME_MATH, atol=0)
+    forces = torch.cat([part.in_file_order(own["force"].grad) for part, own in parts])
+    torch.testing.assert_close(forces, batch.in_file_order(prediction["force"].grad), rtol=SAME_MATH, atol=0)
+
+
+@pytest.fixture(scope="module")
+def systems(tmp_path_factory):
+    """Six frames of three sizes: two with all labels, two open ones without virials, two with energies only."""
+    folder = tmp_path_factory.mktemp("data")
+    return [
+        write_system(folder / "whole", frames=2, natoms=12, seed=1),
+        write_system(folder / "open", frames=2, natoms=7, seed=2, pbc=False),
+        write_system(folder / "energies", frames=2, natoms=10, seed=3, force=False, virial=False),
+    ]
+
+
+OPTIONS = {
+    "model__descriptor__interpolate": "never",
+    "training__enable_ema": True,
+    "training__ema_decay": 0.8,
+    "training__gradient_max_norm": 0.5,
+    "training__save_freq": 1,
+    "training__disp_freq": 1,
+    "training__max_ckpt_keep": 0,
+    "training__averaging": [{"name": "slow", "decay": 0.9, "lcurve": True}],
+}
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch, systems, water_like_valid):
+    """Return a function that trains in a folder of its own: start(name, batch_size, accumulate, options, **how)."""
+
+    def run(name, batch_size, accumulate, options=None, num_steps=6, **how):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        chosen = {**OPTIONS, "training__accumulate": accumulate, **(options or {})}
+        config = tiny_input(systems, [water_like_valid], num_steps=num_steps, **chosen)
+        config["training"]["training_data"]["batch_size"] = batch_size
+        (folder / "input.json").write_text(json.dumps(config))
+        run_training("input.json", device="cpu", **how)
+        return folder
+
+    return run
+
+
+def parts_of(folder, step):
+    """Return weights, averages and moments of a checkpoint: all but the positions in the data."""
+    file = load(folder / f"model.ckpt-{step}.pt")
+    return {key: file[key] for key in ("model", "averages", "optimizer", "step")}
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "AdaMuon"])
+def test_a_step_of_three_batches_is_one_of_a_batch_with_all_their_frames(start, optimizer):
+    options = {"optimizer": {"type": optimizer}}
+    once, thrice = start("once", "mixed:6", 1, options), start("thrice", "mixed:2", 3, options)
+    # moments of the first step are the gradient; those of Adam beside AdaMuon are in float32
+    assert_near(parts_of(thrice, 1), parts_of(once, 1), SAME_MATH if optimizer == "Adam" else 1e-6)
+    assert_near(parts_of(thrice, 6), parts_of(once, 6), ROUNDING if optimizer == "Adam" else 1e-5)
+    for name in ("lcurve.out", "lcurve_slow.out"):
+        rows = [np.genfromtxt(folder / name, skip_header=2) for folder in (thrice, once)]
+        np.testing.assert_allclose(*rows, rtol=2e-3, atol=1e-6)  # of three digits
+        assert len(rows[0]) == 6
+
+
+def test_averages_are_updated_once_per_update(start):
+    folder = start("run", "mixed:2", 3, num_steps=2)
+    assert [load(folder / f"model_{name}.ckpt-2.pt")["average"]["updates"] for name in ("ema", "slow")] == [2, 2]
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_restart_continues_to_the_last_bit(start, at):
+    options = {"training__disp_avg": True, "optimizer": {"type": "HybridMuon"}}
+    whole = start("whole", "mixed:2", 2, options)
+    with pytest.raises(Interrupted):
+        start("parts", "mixed:2", 2, options, callback=StopAfter(at))
+    parts = start("parts", "mixed:2", 2, options, restart="model.ckpt.pt")
+    assert_same(load(whole / "model.ckpt-6.pt"), load(parts / "model.ckpt-6.pt"))
+    for name in ("lcurve.out", "lcurve_slow.out"):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes()
+
+
+def test_another_number_of_batches_at_a_restart_is_refused_or_reported(start, caplog):
+    start("run", "mixed:2", 3, num_steps=2)
+    with pytest.raises(ConfigError, match=r"training\.accumulate: 3 in the checkpoint, 2 in the input"):
+        start("run", "mixed:2", 2, restart="model.ckpt.pt")
+    with caplog.at_level("WARNING"):
+        start("run", "mixed:2", 2, restart="model.ckpt.pt", allow_config_change=True)
+    assert "a step has 4 frames on average now, over all ranks together, and had 6 when" in caplog.text
+    assert load("model.ckpt-6.pt")["streams"][""]["frames"] == 2 * 3 + 4 * 2
+
+
+def test_a_batch_that_is_not_finite_skips_the_update_and_all_frames_of_the_step_are_named(start, monkeypatch):
+    add, seen = EnergyLoss.sums, []
+
+    def spoiled(self, prediction, batch):
+        own, sums = add(self, prediction, batch)
+        seen.append(batch.frames)
+        return (own * torch.nan, sums * torch.nan) if len(seen) == 2 * 3 + 2 else (own, sums)
+
+    monkeypatch.setattr(EnergyLoss, "sums", spoiled)
+    with pytest.raises(DivergedError, match=r"step 3: the loss or a gradient is not finite") as caught:
+        start("run", "mixed:2", 3, {"training__averaging": [], "training__disp_training": False})
+    frames = {f"{system} frame {k}" for frames in seen[6:9] for system, k in frames}
+    assert len(seen) == 9
+    assert len(frames) == 6
+    assert all(name in str(caught.value) for name in frames)
+    assert not os.path.exists("model.ckpt-3.pt")
+
+
+def test_lengths_and_frames_are_those_of_steps_of_several_batches(start, caplog, capsys):
+    options = {"training__numb_epoch": 4, "training__averaging": [{"name": "late", "decay": 0.9, "start_epoch": 2}]}
+    with caplog.at_level("INFO"):
+        start("run", "mixed:2", 2, options, num_steps=None)
+    assert load("model.ckpt.pt")["step"] == 6  # 4 epochs of 3 batches, 2 in each step
+    text = re.sub(" +", " ", caplog.text)
+    assert " step 2 batches, 4 frames\n" in text
+    assert '6 steps = 4.0 epochs of 3 batches, batch_size "mixed:2", 2 batches a step' in text
+    assert "from epoch 2 (step 3)" in text
+    assert cli.main(["check", "input.json"]) == 0
+    out = capsys.readouterr().out
+    assert 'batch_size "mixed:2", 2 batches a step' in out
+    assert "6 steps = 4.0 epochs of 3 batches" in out

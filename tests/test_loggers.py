@@ -1,0 +1,320 @@
+"""Loggers of a run: what they get, what a restart continues, and that none of them can end a training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from fake_logger import RaisingLogger
+from helpers import tiny_input
+from packages import install
+from parallel_runs import run_ranks, train_here
+from test_docs import blocks
+
+from deepmd_ema import cli, train
+from deepmd_ema.config import config_from_dict
+from deepmd_ema.errors import ConfigError, Interrupted
+from deepmd_ema.report.loggers.run import check_packages
+from deepmd_ema.training.run import Callback, run_training
+
+pytestmark = pytest.mark.timeout(600)
+ARCHITECTURE = Path(__file__).parents[1] / "doc" / "architecture.md"
+LINES = {"type": "lines"}
+
+
+@pytest.fixture(autouse=True)
+def site(tmp_path, monkeypatch):
+    """The distribution of the loggers is installed for one test, in a folder on ``sys.path``."""
+    places = {"lines": "fake_logger:LinesLogger", "raising": "fake_logger:RaisingLogger"}
+    install(tmp_path / "site", "fake-logger", places, group="deepmd_ema.loggers")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("deepmd_ema"), "handlers", [logging.NullHandler()])
+
+
+@pytest.fixture
+def values(water_like, water_like_valid):
+    """An input of six steps with an average, shown every second step and validated every third."""
+    validating = {"full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
+    average = {"name": "half", "type": "ema", "decay": 0.5, "full_validation": True, "lcurve": True}
+    return tiny_input(
+        [water_like],
+        [water_like_valid],
+        num_steps=6,
+        training__averaging=[average],
+        training__disp_freq=2,
+        training__save_freq=2,
+        training__loggers=[LINES],
+        validating=validating,
+    )
+
+
+def lines(kind=None, path="lines.txt"):
+    """Return the calls of the logger, one list for each; without its first entry if they are those of one kind."""
+    found = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return found if kind is None else [rest for name, *rest in found if name == kind]
+
+
+def points(path="lines.txt"):
+    """Return the steps at which each value was logged."""
+    found = {}
+    for step, of_step in lines("log", path):
+        for name in of_step:
+            found.setdefault(name, []).append(step)
+    return found
+
+
+def test_a_logger_gets_the_rows_of_every_file_under_names_that_say_which(values):
+    train(values, device="cpu")
+    assert lines()[0] == ["start", 0, None, 6]
+    assert lines()[-1] == ["finish", "finished"]
+    steps = points()
+    assert steps["lr"] == steps["train/live/rmse_f"] == steps["batch/half/rmse_e"] == [1, 2, 4, 6]
+    assert steps["val/live/rmse_f"] == steps["val/half/mae_e_peratom"] == [3, 6]
+    logged = {name: value for _, of_step in lines("log") for name, value in of_step.items()}  # of the last step
+    header, *rows = [line for line in Path("lcurve_half.out").read_text().splitlines() if "If there is" not in line]
+    last = dict(zip(header.split()[1:], map(float, rows[-1].split())))
+    assert logged["batch/half/rmse_f"] == pytest.approx(last["rmse_f_val"], rel=1e-2)
+    assert logged["train/half/rmse_f"] == pytest.approx(last["rmse_f_trn"], rel=1e-2)
+    assert all(math.isfinite(value) for value in logged.values())
+
+
+def test_a_restart_continues_what_was_logged_and_repeats_nothing(values):
+    train(values, device="cpu")
+    whole = points()
+    longer = values | {"training": values["training"] | {"numb_steps": 9}}
+    train(longer, restart="model.ckpt-2.pt", device="cpu", allow_config_change=True)
+    assert lines("start") == [[0, None, 6], [2, "id-0", 9]]
+    for name, steps in points().items():
+        # step 9 of the validation, and the last step of the rows
+        assert steps == [*whole[name], *([9] if name.startswith("val") else [8])]
+
+
+def test_a_new_run_begins_anew_and_sets_what_was_known_aside(values):
+    train(values, device="cpu")
+    train(values | {"training": values["training"] | {"seed": 5}}, device="cpu")
+    assert lines("start") == [[0, None, 6], [0, None, 6]]
+    assert Path("earlier-1/.dp-ema.logged").is_file()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"run": "of another", "loggers": {}}'])
+def test_without_what_was_logged_a_restart_begins_anew(values, content):
+    train(values, device="cpu")
+    Path(".dp-ema.logged").write_text(content)
+    train(values, restart="model.ckpt-4.pt", device="cpu")
+    assert lines("start")[-1] == [4, None, 6]
+    assert points()["lr"] == [1, 2, 4, 6, 6]
+
+
+def test_the_class_of_the_documentation_logs_a_run(values, tmp_path):
+    source = next(text for text in blocks(ARCHITECTURE, "python") if "LinesLogger" in text).replace('"lines"', '"text"')
+    install(
+        tmp_path / "site", "text", {"text": "text_logger:LinesLogger"}, group="deepmd_ema.loggers", text_logger=source
+    )
+    values["training"]["loggers"] = [{"type": "text", "path": "mine.txt"}]
+    train(values, device="cpu")
+    assert Path("mine.txt").read_text().startswith("1 {'lr': 0.001, 'train/live/rmse': ")
+
+
+@pytest.mark.parametrize("where", ["start", "log", "finish"])
+def test_a_logger_that_raises_is_reported_once_and_ends_nothing(values, caplog, where):
+    values["training"]["loggers"] = [{"type": "raising", "where": where}, LINES]
+    assert train(values, device="cpu").step == 6
+    said = [r.getMessage() for r in caplog.records if "logger" in r.getMessage()]
+    text = f'training.loggers[0] ("raising"): ConnectionError: no answer in {where}.'
+    assert said == [f"{text} The run continues without this logger."]
+    assert points()["lr"] == [1, 2, 4, 6]
+
+
+class _Ends(Callback):
+    """Ends a run after its third step, by a signal or an error."""
+
+    def __init__(self, error=None):
+        self.error = error
+
+    def after_step(self, trainer):
+        if trainer.step == 3:
+            if self.error is not None:
+                raise self.error
+            trainer.stop.request(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "status"),
+    [(None, Interrupted, "interrupted"), (KeyboardInterrupt(), KeyboardInterrupt, "interrupted"),
+     (ValueError("bad"), ValueError, "failed")],
+)  # fmt: skip
+def test_a_logger_gets_the_status_of_the_run_at_its_end(values, error, raised, status):
+    with pytest.raises(raised):
+        run_training(values, callback=_Ends(error), device="cpu")
+    assert lines()[-1] == ["finish", status]
+
+
+def test_training_errors_may_have_a_pace_of_their_own(values):
+    values["training"]["loggers"] = [LINES | {"freq": 5}, LINES | {"path": "rows.txt"}]
+    train(values, device="cpu")
+    assert points()["train/live/rmse_f"] == points()["lr"] == [1, 5]
+    assert points()["batch/live/rmse_f"] == points("rows.txt")["lr"] == [1, 2, 4, 6]
+
+
+def test_errors_of_several_tasks_have_their_names(values, water_like, open_like):
+    model = values["model"]
+    data = {name: {"training_data": {"systems": [str(path)]}} for name, path in (("a", water_like), ("b", open_like))}
+    training = {name: value for name, value in values["training"].items() if "data" not in name and name != "averaging"}
+    validated = {"a": data["a"] | {"validation_data": {"systems": [str(water_like)]}}, "b": data["b"]}
+    train(
+        {
+            "model": {"model_dict": {"a": model, "b": model}},
+            "loss_dict": dict.fromkeys(data, values["loss"]),
+            "learning_rate": values["learning_rate"],
+            "training": training | {"data_dict": validated, "averaging": []},
+            "validating": values["validating"],
+        },
+        device="cpu",
+    )
+    assert {"train/live/a/rmse_f", "train/live/b/rmse_e", "val/live/a/rmse_f"} <= points().keys()
+
+
+def test_ranks_other_than_the_first_log_nothing(values, tmp_path):
+    (tmp_path / "input.json").write_text(json.dumps(values))
+    run_ranks(2, train_here, str(tmp_path), {}, limit=300)
+    assert len(lines("start")) == len(lines("finish")) == 1
+
+
+# ---- TensorBoard
+
+
+def test_the_tags_of_tensorboard_are_those_of_deepmd_kit(values):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = {"tensorboard": True, "tensorboard_log_dir": "board", "tensorboard_freq": 3, "loggers": []}
+    values["training"] |= board
+    train(values, device="cpu")
+    train(values, restart="model.ckpt-2.pt", device="cpu")
+    found = EventAccumulator("board").Reload()
+    tags = set(found.Tags()["scalars"])
+    assert {"Default/lr", "Default/rmse_f", "validation/live/rmse_f", "validation/half/mae_e_peratom"} <= tags
+    assert [event.step for event in found.Scalars("Default/rmse_f")] == [1, 3, 6]
+    assert not Path(".dp-ema.logged").exists()
+
+
+# ---- packages of services, in place of which there are stubs
+
+
+def test_a_package_that_is_missing_is_named_before_training(values, monkeypatch, capsys):
+    values["training"]["loggers"] = [{"type": "wandb", "project": "water"}, {"type": "mlflow"}]
+    monkeypatch.setattr("deepmd_ema.report.loggers.run.find_spec", lambda name: None)
+    Path("input.json").write_text(json.dumps(values))
+    assert cli.main(["train", "input.json"]) == 2
+    said = capsys.readouterr().err
+    for n, name in enumerate(("wandb", "mlflow")):
+        assert f'training.loggers[{n}] ("{name}"): the package {name} is not installed.' in said
+        assert f'`pip install "dp-ema[{name}]"`' in said
+    assert not Path("out.json").exists()
+
+
+def test_a_folder_of_the_name_of_a_package_is_none(tmp_path, monkeypatch):
+    (tmp_path / "no_such_service").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(RaisingLogger, "needs", {"no_such_service": "no-such-service"})
+    config = config_from_dict(tiny_input(["a"], training__loggers=[{"type": "raising", "where": "log"}]))
+    with pytest.raises(ConfigError, match=r'the package no_such_service is not installed.*"no-such-service"'):
+        check_packages(config)
+
+
+class _Service:
+    """Keeps the calls of its methods, in place of an object of a service."""
+
+    def __init__(self, calls, **attributes):
+        self.calls = calls
+        vars(self).update(attributes)
+
+    def __getattr__(self, name):
+        return lambda *args, **options: self.calls.append((name, args, options))
+
+
+def _stub(monkeypatch, name, **attributes):
+    module = ModuleType(name)
+    module.__spec__ = SimpleNamespace(origin=f"{name}.py", name=name)
+    vars(module).update(attributes)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_a_run_of_wandb_is_continued_by_its_id(values, monkeypatch):
+    calls = []
+
+    def init(**options):
+        calls.append(("init", (), options))
+        return _Service(calls, id=options["id"] or "abc")
+
+    _stub(monkeypatch, "wandb", init=init)
+    values["training"]["loggers"] = [{"type": "wandb", "project": "water", "mode": "offline"}]
+    train(values, device="cpu")
+    train(values | {"training": values["training"] | {"numb_steps": 8}}, restart="model.ckpt-6.pt", device="cpu")
+    starts = [options for name, _, options in calls if name == "init"]
+    assert [(o["id"], o["resume"], o["project"], o["mode"]) for o in starts] == [
+        (None, None, "water", "offline"),
+        ("abc", "allow", "water", "offline"),
+    ]
+    assert starts[0]["config"]["training"]["numb_steps"] == 6
+    logged = [(options["step"], args[0].keys()) for name, args, options in calls if name == "log"]
+    assert [step for step, names in logged if "lr" in names] == [1, 2, 4, 6, 8]
+    assert [options for name, _, options in calls if name == "finish"] == [{"exit_code": 0}] * 2
+
+
+def test_a_run_of_mlflow_is_continued_by_its_id(values, monkeypatch):
+    calls = []
+    client = _Service(
+        calls,
+        get_experiment_by_name=lambda name: None,
+        create_experiment=lambda name: f"experiment of {name}",
+        create_run=lambda experiment, run_name: SimpleNamespace(
+            info=SimpleNamespace(run_id=f"{experiment}, {run_name}")
+        ),
+    )
+    _stub(monkeypatch, "mlflow", MlflowClient=lambda uri: client)
+    _stub(monkeypatch, "mlflow.entities", Param=lambda *of: of, Metric=lambda *of: of)
+    values["training"]["loggers"] = [{"type": "mlflow", "experiment": "water", "name": "first"}]
+    train(values, device="cpu")
+    train(values | {"training": values["training"] | {"numb_steps": 8}}, restart="model.ckpt-6.pt", device="cpu")
+    run = "experiment of water, first"
+    batches = [(args, options) for name, args, options in calls if name == "log_batch"]
+    assert {args[0] for args, _ in batches} == {run}
+    params = dict(param for _, options in batches for param in options.get("params", ()))
+    assert params["training.numb_steps"] == "6"
+    assert max(len(options.get("params", ())) for _, options in batches) <= 100
+    metrics = [metric for args, _ in batches for metric in (args[1] if len(args) > 1 else ())]
+    assert [step for name, _, _, step in metrics if name == "lr"] == [1, 2, 4, 6, 8]
+    others = [(name, args) for name, args, _ in calls if name in ("update_run", "set_terminated")]
+    assert others == [
+        ("set_terminated", (run, "FINISHED")),
+        ("update_run", (run,)),
+        ("set_terminated", (run, "FINISHED")),
+    ]
+
+
+# ---- the input
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"type": "wandbb"},
+            r'loggers\[0\]\.type = "wandbb": unknown\. Did you mean wandb\? Known: tensorboard, .*lines',
+        ),
+        ({"type": "wandb", "projekt": "a"}, r"training\.loggers\[0\]\.projekt: unknown key\. Did you mean project\?"),
+        ({"type": "lines", "freq": 0}, r"training\.loggers\[0\]\.freq = 0: expected a whole number > 0"),
+        ({"project": "a"}, r"training\.loggers\[0\]\.type: required, but missing\. Expected one of tensorboard, wandb"),
+        ({"type": "raising"}, r"training\.loggers\[0\]\.where: required, but missing"),
+    ],
+)
+def test_mistakes_in_a_section_are_named(section, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(tiny_input(["a"], training__loggers=[section]))

@@ -1,0 +1,178 @@
+"""``dp-ema check``: the report of a run before it starts, as text and as JSON."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import tiny_input, write_system
+
+from deepmd_ema.cli.main import main
+from deepmd_ema.config import load_config
+from deepmd_ema.run_check.check import RunCheck
+from deepmd_ema.training.run import run_training
+
+VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 4, "full_val_start": 0.0,
+             "max_best_ckpt": 2}  # fmt: skip
+KEYS = [
+    "format",
+    "version",
+    "input",
+    "problems",
+    "warnings",
+    "without_effect",
+    "notes",
+    "plan",
+    "data",
+    "cost",
+    "files",
+]
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Return a function that writes an input with averages and validation."""
+    monkeypatch.chdir(tmp_path)
+    write_system("data", frames=12, seed=1)
+    write_system("valid", frames=5, seed=2)
+
+    def write(**changes):
+        options = {"num_steps": 12, "training__save_freq": 3, "training__enable_ema": True, "validating": VALIDATED}
+        Path("input.json").write_text(json.dumps(tiny_input(["data"], ["valid"], **(options | changes)), indent=1))
+
+    return write
+
+
+def reported(capsys, *words, code=0):
+    """Return the document that the command prints, and check that it prints nothing else."""
+    assert main(["check", "input.json", "--json", *words]) == code
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+def test_sections_come_in_order_and_warnings_last(write, capsys):
+    write(validating=VALIDATED | {"tf32_infer": True}, training__ema_decay=0.999)
+    assert main(["check", "input.json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = [re.split(r"[:(]", line)[0].strip() for line in lines if line and not line.startswith(" ")]
+    assert heads == [
+        "input.json", "Training data", "Validation data", "Elements", "Checks of the data", "Plan", "Cost",
+        "Files after the run", "1 option without effect", "1 warning", "next",
+    ]  # fmt: skip
+    assert lines[-1] == "next: dp-ema train input.json"
+    assert lines[-3].startswith("  1. training.ema_decay = 0.999: the average is over about 1,000 steps")
+    assert max(map(len, lines[: lines.index("Plan")])) <= 110
+
+
+def test_problems_of_the_data_come_after_everything_that_is_known(write, capsys):
+    write()
+    force = np.load("data/set.000/force.npy")
+    force[3, 4] = np.nan
+    np.save("data/set.000/force.npy", force)
+    assert main(["check", "input.json"]) == 2
+    out, err = capsys.readouterr()
+    assert "Training data: 1 system, 12 frames" in out
+    assert "next:" not in out
+    assert err.startswith("dp-ema: data/set.000/force.npy: frame 3 (of 12, from 0): nan at atom 1.")
+
+
+def test_the_document_has_the_same_keys_whatever_is_wrong(write, capsys):
+    write()
+    good = reported(capsys)
+    assert list(good) == KEYS
+    assert good["problems"] == []
+    only = reported(capsys, "--config-only")
+    assert list(only) == KEYS
+    assert (only["data"], only["cost"], only["files"]) == ([], None, [])
+    assert only["plan"].keys() == good["plan"].keys()
+    write(training__enable_ema=3, training__no_such=1)
+    bad = reported(capsys, code=2)
+    assert list(bad) == KEYS
+    [unknown] = [p for p in bad["problems"] if p["path"] == "training.no_such"]
+    assert Path("input.json").read_text().splitlines()[unknown["line"] - 1].strip().startswith('"no_such"')
+    assert unknown["message"].startswith(f"input.json:{unknown['line']}: training.no_such: unknown key.")
+
+
+def test_problems_of_the_data_are_in_the_document(write, capsys):
+    write()
+    force = np.load("data/set.000/force.npy")
+    force[3, 4] = np.nan
+    np.save("data/set.000/force.npy", force)
+    found = reported(capsys, code=2)
+    [problem] = found["problems"]
+    assert problem["message"].startswith("data/set.000/force.npy: frame 3")
+    assert (problem["path"], problem["line"]) == (None, None)
+    assert [system["system"] for system in found["data"][0]["systems"]] == ["data", "valid"]
+
+
+def test_numbers_of_the_document_are_those_of_the_data(write, capsys):
+    write()
+    found = reported(capsys)
+    [task] = found["data"]
+    data, valid = task["systems"]
+    assert (data["part"], data["frames"], data["periodic_frames"], valid["part"]) == ("training", 12, 12, "validation")
+    force = np.load("data/set.000/force.npy")
+    assert data["labels"]["force"]["rms_eV_per_angstrom"] == pytest.approx(np.sqrt((force**2).mean()))
+    energy = np.load("data/set.000/energy.npy") / 12
+    assert data["labels"]["energy"]["min_eV_per_atom"] == pytest.approx(energy.min())
+    assert [row["element"] for row in task["elements"]] == ["O", "H"]
+    assert sum(row["training_atoms"] for row in task["elements"]) == 144
+    assert task["checks"]["duplicates"] == {"frames": 0, "of_frames": 12, "example": None}
+    assert found["plan"]["num_steps"] == 12
+    assert found["plan"]["tasks"][0]["epochs"] == pytest.approx(12 / found["plan"]["tasks"][0]["batches_per_epoch"])
+    assert found["cost"]["disk_bytes"] == sum(file["number"] * file["size_bytes"] for file in found["files"])
+    assert "NaN" not in json.dumps(found)
+
+
+def test_validation_frames_near_training_frames_are_a_warning(write, capsys):
+    write()
+    assert reported(capsys)["data"][0]["checks"]["near_training_frames"] == {
+        "frames": 0, "of_frames": 5, "example": None,
+    }  # fmt: skip
+    coord, copied = np.load("data/set.000/coord.npy"), np.load("valid/set.000/coord.npy")
+    copied[2] = coord[7] + 1e-3 * np.random.default_rng(0).normal(size=coord[7].shape)
+    np.save("valid/set.000/coord.npy", copied)
+    for name in ("box", "energy", "force", "virial"):
+        values = np.load(f"valid/set.000/{name}.npy")
+        values[2] = np.load(f"data/set.000/{name}.npy")[7]
+        np.save(f"valid/set.000/{name}.npy", values)
+    found = reported(capsys)
+    near = found["data"][0]["checks"]["near_training_frames"]
+    assert near == {"frames": 1, "of_frames": 5, "example": "valid frame 2 is near data frame 7"}
+    assert [s["suspicious_frames"] for s in found["data"][0]["systems"]] == [0, 1]
+    assert any(w.startswith("1 of 5 validation frames are near copies of training frames") for w in found["warnings"])
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "HybridMuon", "LKF"])
+def test_the_planned_files_are_those_of_the_run(write, optimizer):
+    averaging = [{"type": "power", "name": "p", "sigma_rel": 0.1, "snapshots": True, "snapshot_freq": 2}]
+    blocks = {"kf_blocksize": 512} if optimizer == "LKF" else {}
+    write(training__averaging=averaging, optimizer={"type": optimizer, **blocks}, model__fitting_net__neuron=[60, 60],
+          training__max_ckpt_keep=2, loss__start_pref_v=0, loss__limit_pref_v=0)  # fmt: skip
+    check = RunCheck(load_config("input.json"))
+    check.read_data()
+    run_training("input.json", device="cpu")
+    seen = set()
+    for file in check.files:
+        there = [path for path in Path().glob(file.path) if path.is_file() and not path.is_symlink()]
+        assert len(there) == file.number, file
+        seen.update(there)
+        for path in there:
+            assert path.stat().st_size == pytest.approx(file.size, rel=0.1, abs=4000 + 400 * check.sizes.num_tensors), (
+                file
+            )
+    left = {path for path in Path().rglob("*") if path.is_file() and not path.is_symlink()} - seen
+    assert {path.parts[0] for path in left} == {".dp-ema.checked", "data", "valid", "input.json"}
+
+
+def test_memory_and_disk_grow_with_the_model_and_its_averages(write):
+    found = []
+    for options in ({}, {"model__fitting_net__neuron": [500, 500]}, {"training__enable_ema": False, "validating": {}}):
+        write(**options)
+        check = RunCheck(load_config("input.json"))
+        check.read_data()
+        found.append((check.memory.tensors, sum(file.number * file.size for file in check.files)))
+    assert found[1] > found[0] > found[2]
+    assert found[1][0] > 5 * found[0][0]

@@ -1,0 +1,262 @@
+"""``dp-ema show RUN``: how far a run is, from its files alone, at any moment."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from helpers import tiny_input, write_system
+
+from deepmd_ema.cli.main import main
+from deepmd_ema.config.outputs import LOCK, RECORD
+from deepmd_ema.errors import Interrupted
+from deepmd_ema.files import this_machine
+from deepmd_ema.report.record import MAX_WARNINGS, RunRecord, read_record
+from deepmd_ema.report.status import read_status
+from deepmd_ema.training.loop.trainer import Callback
+from deepmd_ema.training.run import run_training
+
+VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
+
+
+class StopAt(Callback):
+    """Ends a run after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def after_step(self, trainer):
+        if trainer.step == self.step:
+            trainer.stop.request(15)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of six steps, and one that was interrupted after four."""
+    root = tmp_path_factory.mktemp("runs")
+    write_system(root / "data", frames=8)
+    before = Path.cwd()
+    for name, callback in (("whole", None), ("stopped", StopAt(4))):
+        folder = root / name
+        folder.mkdir()
+        os.chdir(folder)
+        config = tiny_input(["../data"], ["../data"], num_steps=6, training__enable_ema=True, training__save_freq=3,
+                            training__disp_freq=2, validating=VALIDATED)  # fmt: skip
+        Path("input.json").write_text(json.dumps(config))
+        try:
+            run_training("input.json", device="cpu", callback=callback)
+        except Interrupted:
+            assert name == "stopped"
+        finally:
+            os.chdir(before)
+    return root
+
+
+@pytest.fixture
+def runs(trained, tmp_path, monkeypatch):
+    """Copies of these runs, in the working directory."""
+    for name in ("whole", "stopped"):
+        shutil.copytree(trained / name, tmp_path / name, symlinks=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def take_lock(folder, pid, machine=None):
+    holder = {"machine": machine or this_machine(), "host": "here", "pid": pid, "since": "2026-01-01 00:00:00"}
+    (folder / LOCK).write_text(json.dumps(holder))
+
+
+def change_record(folder, **changes):
+    parts = json.loads((folder / RECORD).read_text())
+    parts[-1] |= changes
+    (folder / RECORD).write_text(json.dumps(parts))
+
+
+def shown(capsys, folder):
+    assert main(["show", str(folder)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_finished_run_shows_its_errors_files_and_time(runs, capsys):
+    text = shown(capsys, "whole")
+    assert text.startswith("whole: ended, step 6 of 6 (100 %)\n  time ")
+    rows = [line.split(maxsplit=1) for line in text.splitlines()[1:]]
+    names = [name for name, _ in rows]
+    assert names[:4] == ["time", "last", "validation", "validation"]
+    last = (runs / "whole" / "val_ema.log").read_text().splitlines()
+    force = [line.split()[4] for line in last if not line.startswith("#")][-1]
+    assert f"RMSE {float(force):.4g}"[:9] in next(row for name, row in rows if row.startswith("ema, step 6"))
+    assert "model.ckpt-6.pt" in text
+    assert "ema: model_ema.ckpt-6.pt, 6 updates, mean age" in text
+    assert "so far" not in text
+
+
+def test_json_holds_the_same_without_nan(runs, capsys):
+    assert main(["show", "whole", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert (found["state"], found["step"], found["num_steps"], found["left"]) == ("ended", 6, 6, None)
+    assert found["validation"]["ema"]["step"] == found["last_row"]["step"] == 6
+    assert found["best"]["ema"][found["metric"]] <= found["validation"]["ema"][found["metric"]]
+    assert found["checkpoint"] == "model.ckpt-6.pt"
+    assert found["averages"] == {"ema": "model_ema.ckpt-6.pt"}
+
+
+def test_an_interrupted_run_differs_from_a_killed_one(runs, capsys):
+    assert shown(capsys, "stopped").startswith("stopped: interrupted (by SIGTERM), step 4 of 6 (67 %)\n")
+    change_record(runs / "stopped", ended="")
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    take_lock(runs / "stopped", gone.pid)
+    assert shown(capsys, "stopped").startswith("stopped: killed (without a last entry in its record), step 4 of 6")
+
+
+def test_a_run_that_trains_has_a_time_left_that_runs_down(runs, capsys):
+    folder = runs / "stopped"
+    written = (datetime.now().astimezone() - timedelta(seconds=100)).isoformat(" ", "seconds")
+    change_record(folder, ended="", left=1000.0, elapsed=50.0, updated=written)
+    take_lock(folder, os.getpid())
+    found = read_status(folder)
+    assert found.state == "training"
+    assert found.left == pytest.approx(900, abs=10)
+    assert found.elapsed == pytest.approx(150, abs=10)
+    text = shown(capsys, folder)
+    assert f"training (process {os.getpid()} on here), step 4 of 6 (67 %)" in text
+    assert " so far, " in text
+    assert " left, ends about " in text
+
+
+def test_a_lock_of_another_machine_counts_while_it_is_renewed(runs):
+    folder = runs / "stopped"
+    change_record(folder, ended="")
+    take_lock(folder, 1, machine="other")
+    assert read_status(folder).state == "training"
+    long_ago = time.time() - 3600
+    os.utime(folder / LOCK, (long_ago, long_ago))
+    assert read_status(folder).state == "killed"
+
+
+def test_a_run_that_reads_its_data_is_not_called_training(runs, capsys):
+    take_lock(runs / "stopped", os.getpid())  # its record is that of the part before
+    assert "preparing" in shown(capsys, "stopped").splitlines()[0]
+
+
+def test_nothing_is_changed_and_half_written_lines_do_no_harm(runs, capsys):
+    folder = runs / "stopped"
+    take_lock(folder, os.getpid())
+    for name in ("lcurve.out", "val.log"):
+        with (folder / name).open("a") as file:
+            file.write("      6    1.0")
+    with (folder / "val_ema.log").open("a") as file:
+        file.write("      6    1.0e")
+    (folder / RECORD).write_text((folder / RECORD).read_text()[:200])
+    before = {path: (path.stat().st_mtime_ns, path.lstat().st_ino) for path in folder.iterdir()}
+    text = shown(capsys, folder)
+    assert "last row    step 4" in text
+    assert "ema, step 3" in text
+    assert {path: (path.stat().st_mtime_ns, path.lstat().st_ino) for path in folder.iterdir()} == before
+
+
+def test_a_run_without_a_record_or_rows_is_shown_as_far_as_it_is_known(runs, capsys):
+    for name in ("whole", "stopped"):
+        (runs / name / RECORD).unlink()
+    assert shown(capsys, "whole").startswith("whole: ended, step 6 of 6")
+    assert shown(capsys, "stopped").startswith("stopped: not training (it has left no record), step 4 of 6")
+    for file in [*(runs / "whole").glob("val*.log"), runs / "whole" / "lcurve.out", runs / "whole" / "out.json"]:
+        file.unlink()
+    assert "model.ckpt-6.pt" in shown(capsys, "whole")
+
+
+def test_the_status_of_a_run_needs_no_torch(runs):
+    code = (
+        "import sys; from deepmd_ema.cli.main import main\n"
+        "assert main(['show', 'whole']) == 0\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", ["show", "report"])
+def test_what_is_no_run_is_answered_in_one_line(runs, command, capsys):
+    if command == "report":
+        pytest.importorskip("matplotlib")
+    (runs / "empty").mkdir()
+    for folder, message in [
+        ("empty", "empty: no run here. Give the folder in which `dp-ema train` was started."),
+        (".", ".: no run here, but 2 runs in folders: stopped, whole. Give one of them."),
+    ]:
+        assert main([command, folder]) == 2
+        assert capsys.readouterr().err == f"dp-ema: {message}\n"
+
+
+def test_json_of_a_file_is_refused(runs, capsys):
+    assert main(["show", "whole/model.ckpt.pt", "--json"]) == 2
+    assert "--json whole/model.ckpt.pt: prints the status of a run. Give its folder" in capsys.readouterr().err
+
+
+def test_the_record_has_programs_device_and_times(runs):
+    [part] = read_record(runs / "whole")
+    assert {"dp-ema", "torch", "numpy", "Python"} == part.programs.keys()
+    assert (part.ended, part.first_step, part.step, part.num_steps) == ("ended", 0, 6, 6)
+    assert part.device.startswith("cpu (")
+    assert datetime.fromisoformat(part.began) <= datetime.fromisoformat(part.updated)
+    assert part.averages["ema"]["updates"] == 6
+    inside = part.seconds["forward"] + part.seconds["backward"] + part.seconds["optimizer"]
+    assert 0 < inside <= part.seconds["step"]
+    apart = ("start", "data", "step", "row", "validation", "checkpoint")
+    assert sum(part.seconds[name] for name in apart) <= part.elapsed
+
+
+def test_a_restart_adds_a_part_and_a_new_run_begins_anew(runs, trained, monkeypatch):
+    monkeypatch.chdir(runs / "stopped")
+    shutil.copytree(trained / "data", runs / "data")
+    run_training("input.json", restart="model.ckpt.pt", device="cpu")
+    assert [(p.first_step, p.step, p.ended) for p in read_record(".")] == [
+        (0, 4, "interrupted by SIGTERM"),
+        (4, 6, "ended"),
+    ]
+    run_training("input.json", device="cpu")
+    assert [(p.first_step, p.step) for p in read_record(".")] == [(0, 6)]
+    assert [p.first_step for p in read_record("earlier-1")] == [0, 4]
+
+
+def test_the_record_keeps_the_last_warnings_and_the_reason_of_an_end(runs, trained, monkeypatch):
+    monkeypatch.chdir(runs / "whole")
+    shutil.copytree(trained / "data", runs / "data")
+
+    class Fails(Callback):
+        def after_step(self, trainer):
+            import logging
+
+            for number in range(MAX_WARNINGS + 5):
+                logging.getLogger("deepmd_ema.somewhere").warning("warning %d", number)
+            raise ValueError("it broke\nhere")
+
+    with pytest.raises(ValueError, match="it broke"):
+        run_training("input.json", device="cpu", callback=Fails())
+    [part] = read_record(".")
+    assert part.ended == "failed: it broke here"
+    assert [text for _, text in part.warnings] == [f"warning {n}" for n in range(5, MAX_WARNINGS + 5)]
+
+
+def test_a_run_that_returns_before_its_last_step_counts_as_interrupted():
+    for step, how in ((10, "ended"), (4, "interrupted before its last step")):
+        record = RunRecord()
+        with record.ending():
+            record.start(0, 10)
+            record.note(step, {}, None)
+        assert record.part.ended == how
+
+
+def test_a_file_of_the_user_that_has_the_name_of_the_record_is_not_replaced(runs, trained, monkeypatch):
+    monkeypatch.chdir(runs)
+    shutil.copytree(trained / "data", runs / "data")
+    (runs / "new").mkdir()
+    monkeypatch.chdir(runs / "new")
+    Path(RECORD).write_text('{"mine": 1}')
+    shutil.copy("../whole/input.json", "input.json")
+    assert main(["train", "input.json", "--device", "cpu"]) == 2
+    assert Path(RECORD).read_text() == '{"mine": 1}'

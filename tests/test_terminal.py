@@ -1,0 +1,112 @@
+"""Text for a terminal: wrapped with the indentation of its text, sparingly colored; files get lines as they are."""
+
+import io
+import logging
+import os
+import pty
+
+import pytest
+
+from deepmd_ema.cli.main import main
+from deepmd_ema.report.logs import set_up_logging
+from deepmd_ema.terminal import RED, colored, fitted, width_of, wrapped
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal, without a number."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _without_settings(monkeypatch):
+    for name in ("COLUMNS", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+@pytest.mark.parametrize(
+    ("line", "lines"),
+    [
+        ("short", ["short"]),
+        ("one two three four five six seven eight", ["one two three four five six", "  seven eight"]),
+        ("  1. one two three four five six seven", ["  1. one two three four five", "     six seven"]),
+        (" 12. one two three four five six seven", [" 12. one two three four five", "     six seven"]),
+        ("  memory  one two three four five six", ["  memory  one two three four", "          five six"]),
+        ("    one two three four five six seven", ["    one two three four five", "      six seven"]),
+        ("  system  frames  energy  forces  virials", ["  system  frames  energy  forces  virials"]),
+        ("see /a/very/long/path/that/must/not/be/broken now",
+         ["see", "  /a/very/long/path/that/must/not/be/broken", "  now"]),
+        ("it is a well-known-word-with-hyphens", ["it is a", "  well-known-word-with-hyphens"]),
+        ("try it again with `dp-ema check --time`", ["try it again with", "  `dp-ema check --time`"]),
+        ("it takes one two three four 25 % of it", ["it takes one two three four", "  25 % of it"]),
+        ("then: dp-ema train --restart a.pt in.json", ["then:", "  dp-ema train --restart a.pt in.json"]),
+        ("[2026-11-24 10:00:00] one two three four", ["[2026-11-24 10:00:00] one two three four"]),  # no room
+    ],
+)  # fmt: skip
+def test_long_lines_continue_below_the_beginning_of_their_text(line, lines):
+    assert wrapped(line, 28).split("\n") == lines
+
+
+def test_lines_of_a_log_continue_below_their_time():
+    line = "[2026-11-24 10:00:00] one two three four five six"
+    assert wrapped(line, 40) == "[2026-11-24 10:00:00] one two three four\n  five six"
+    line = "[2026-11-24 10:00:00]   average  one two three four five six seven"
+    assert wrapped(line, 56) == "[2026-11-24 10:00:00]   average  one two three four five\n           six seven"
+
+
+def test_every_line_of_a_text_is_wrapped_by_itself():
+    text = "dp-ema: 2 problems\n  1. one two three four five\n\n  2. six"
+    assert wrapped(text, 26) == "dp-ema: 2 problems\n  1. one two three four\n     five\n\n  2. six"
+
+
+def test_the_width_is_that_of_the_terminal_or_of_columns_or_80(monkeypatch):
+    assert width_of(io.StringIO()) is None
+    assert width_of(Terminal()) == 80  # it has no number to ask with
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w") as terminal:
+        assert width_of(terminal) == 80  # a new one reports 0
+        monkeypatch.setenv("COLUMNS", "33")
+        assert width_of(terminal) == 33
+        monkeypatch.setenv("COLUMNS", "0")
+        assert width_of(terminal) == 80
+    os.close(leader)
+
+
+def test_files_and_pipes_get_lines_as_they_are(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    line = "word " * 30
+    assert fitted(line, io.StringIO()) == line
+    assert fitted(line, Terminal()) != line
+
+
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colors_are_for_terminals_that_want_them(monkeypatch, variable, value):
+    assert colored("x", RED, Terminal()) == "\x1b[31mx\x1b[0m"
+    assert colored("x", RED, io.StringIO()) == "x"
+    monkeypatch.setenv(variable, value)
+    assert colored("x", RED, Terminal()) == "x"
+
+
+def test_an_error_on_a_terminal_fits_it(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    assert main(["show", "a_file_that_is_not_there.pt"]) == 2
+    lines = terminal.getvalue().splitlines()
+    assert lines[0].startswith("\x1b[31mdp-ema\x1b[0m: ")
+    assert len(lines) > 1
+    assert max(map(len, lines[1:])) <= 40
+
+
+def test_a_warning_in_the_log_is_yellow_and_wrapped_on_a_terminal_only(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    set_up_logging("INFO", tmp_path / "log")
+    logging.getLogger("deepmd_ema").warning("word %s", "word " * 20 + "end")
+    set_up_logging("ERROR")
+    shown, kept = terminal.getvalue(), (tmp_path / "log").read_text()
+    assert "] \x1b[33mWARNING:\x1b[0m word" in shown
+    assert len(shown.splitlines()) > 1
+    assert len(kept.splitlines()) == 1
+    assert "] WARNING: word word" in kept
