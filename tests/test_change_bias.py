@@ -125,7 +125,7 @@ def test_a_bias_fitted_after_training_is_shown(run, tmp_path, capsys):
     payload["refitted_bias"] = {name: torch.full((1, 2, 1), -1.0, dtype=torch.float64) for name in ("live", "ema")}
     checkpoint.save(tmp_path / "model.ckpt-7.pt", payload)
     assert cli.main(["show", str(tmp_path / "model.ckpt-7.pt")]) == 0
-    assert "bias           fitted again after training, for live, ema; a restart continues" in capsys.readouterr().out
+    assert "bias after training, for live, ema; a restart continues from those before" in capsys.readouterr().out
 
 
 def test_values_are_taken_as_they_are(run, tmp_path, capsys):

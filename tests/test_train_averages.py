@@ -385,7 +385,7 @@ def test_no_line_about_averages_breaks_the_progress_bar(start, monkeypatch):
                   "averages of step 20: ema", "model_p05.ckpt-20.pt"):  # fmt: skip
         assert words in text
     lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
-    bars = [line for line in lines if re.match(r"\d+%\|.*step/s.*\]$", line)]
+    bars = [line for line in lines if re.match(r"\d+%\|.*\| \d+/20", line)]
     assert bars
     messages = [line for line in lines if re.match(r"\[\d{4}-\d\d-\d\d ", line)]
     assert not [line for line in messages if "step/s]" in line or "%|" in line]

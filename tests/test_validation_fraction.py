@@ -208,9 +208,9 @@ def test_each_task_is_split_by_itself(tmp_path, monkeypatch, capsys):
     Path("input.json").write_text(json.dumps(config))
     assert cli.main(["check", "input.json"]) == 0
     reported = capsys.readouterr().out
-    assert "task a: validation: 2 of 20 frames (fraction 0.1" in reported
-    assert "task b: validation: 4 of 20 frames (fraction 0.2" in reported
-    assert reported.count("Validation data: 1 system") == 2
+    assert "validation: 2 of 20 frames (fraction 0.1" in reported
+    assert "validation: 4 of 20 frames (fraction 0.2" in reported
+    assert reported.count("Validation data of task ") == 2
 
 
 def test_check_says_that_a_run_without_a_seed_draws_one(tmp_path, monkeypatch, capsys):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -58,9 +58,8 @@ class KalmanStep(Step):
         self._config, self._num_steps, self._seed = config, num_steps, prepared.seed
 
     def __call__(self, task: Task, batches: Sequence[Batch | PackedBatch], step: int) -> Outcome:
-        """Update the weights with one batch, on the device; ``step`` counts from 1."""
-        (batch,) = batches
-        assert isinstance(batch, Batch)
+        """Update the weights with the only batch; ``step`` counts from 1."""
+        batch = cast("Batch", batches[0])  # the rules of the config allow one, which is on the device
         rate, config = self._schedule(step - 1), self._config
         weight = {
             "e": self._between(config.kf_start_pref_e, config.kf_limit_pref_e, step),
