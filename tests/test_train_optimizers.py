@@ -186,9 +186,8 @@ def test_nothing_changes_after_an_update_that_was_not_finite(measured, poison):
     model.poison = None
     assert step(task, [batch], 2).ok == 0
     assert all(torch.equal(p, q) for p, q in zip(values, model.parameters()))
-    frames = SimpleNamespace(position=2, frames_at=lambda _: (("water", 3),))
     tasks = SimpleNamespace(draw=lambda _: task)
-    task.train_loader = frames
+    task.frames_of_step = lambda back: [("water", 3)]
     with pytest.raises(
         DivergedError, match=r"step 1.*water frame 3.*were not updated by that step after its first update"
     ) as e:
