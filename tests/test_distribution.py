@@ -7,7 +7,7 @@ import sys
 import tarfile
 import venv
 import zipfile
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,8 @@ from helpers import write_system
 import deepmd_ema
 
 pytest.importorskip("hatchling")
-if find_spec("pip") is None:  # importing it would take distutils from setuptools, which torch's compiler needs
+# not looked for as a module: that takes setuptools' distutils away, which torch's compiler needs in this process
+if not list(distributions(name="pip")):
     pytest.skip("pip is not installed", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parent.parent
