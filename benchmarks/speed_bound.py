@@ -141,7 +141,7 @@ def working_in(folder: Path) -> Iterator[None]:
 
 
 def _measured(trainer: Any, steps: int, device: torch.device, only_times: bool) -> dict[str, Any]:
-    for _ in range(3 + trainer.tasks.batches_per_epoch):  # all neighbors are found, and kept from then on
+    for _ in range(3 + math.ceil(trainer.tasks.steps_per_epoch)):  # all neighbors are found, and kept from then on
         trainer.advance()
     seconds, launch = zip(*(_timed(trainer.advance, device) for _ in range(max(3, steps))))
     times = {"step": statistics.median(seconds), "least": min(seconds), "launch": statistics.median(launch)}
