@@ -23,10 +23,10 @@ from deepmd_ema.export import freeze
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
+from deepmd_ema.infer.solve import chosen_frames
 from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.output_bias import change_bias, energies_of, set_bias
 from deepmd_ema.model.statistics import collect_statistics
-from deepmd_ema.training.loop import refit as bias_module
 from deepmd_ema.training.loop.refit import refit_bias
 from deepmd_ema.training.start.new_run import Start
 from deepmd_ema.training.start.prepare import prepare
@@ -353,14 +353,14 @@ def test_refit_changes_nothing_in_model_and_bank(prepared):
 
 def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, caplog):
     run = prepared()
-    assert bias_module.chosen_frames(run.tasks[""], run.seed, 24) == [list(range(6))] * 4
-    chosen = bias_module.chosen_frames(run.tasks[""], run.seed, 10)
+    assert chosen_frames(run.tasks[""].config, run.tasks[""].train, run.seed, 24) == [list(range(6))] * 4
+    chosen = chosen_frames(run.tasks[""].config, run.tasks[""].train, run.seed, 10)
     assert sum(map(len, chosen)) == 10
     assert {len(frames) for frames in chosen} <= {2, 3}
     assert all(frames == sorted(set(frames)) and set(frames) <= set(range(6)) for frames in chosen)
-    assert chosen == bias_module.chosen_frames(prepared().tasks[""], run.seed, 10)
-    assert chosen != bias_module.chosen_frames(run.tasks[""], 11, 10)
-    monkeypatch.setattr(bias_module, "MAX_FRAMES", 10)
+    assert chosen == chosen_frames(run.tasks[""].config, prepared().tasks[""].train, run.seed, 10)
+    assert chosen != chosen_frames(run.tasks[""].config, run.tasks[""].train, 11, 10)
+    monkeypatch.setattr("deepmd_ema.training.loop.refit.MAX_FRAMES", 10)
     with caplog.at_level(logging.INFO):
         refit_bias(run, None)
     assert "with the weights live on 10 frames: mean residual" in caplog.text
@@ -369,7 +369,7 @@ def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, 
 
 def test_a_system_that_was_left_out_of_training_has_no_say(prepared):
     run = prepared(training__training_data__batch_size="filter:12")
-    assert list(map(len, bias_module.chosen_frames(run.tasks[""], run.seed, 100))) == [6, 6, 6, 0]
+    assert list(map(len, chosen_frames(run.tasks[""].config, run.tasks[""].train, run.seed, 100))) == [6, 6, 6, 0]
 
 
 def test_without_energies_there_is_nothing_to_fit_and_a_warning_says_so(prepared, tmp_path, caplog):

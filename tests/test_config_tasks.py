@@ -168,7 +168,7 @@ def test_mistakes_in_a_shared_part_are_reported_once_and_where_the_input_has_it(
 
 # changes -> where the message is, what it says
 WRONG = {
-    "solved_layers_belong_to_one_task": (
+    "fitting network of two tasks whose output layers are solved for": (
         {
             "training__solve_last_layer": True,
             "model__shared_dict": {"elements": ["O", "H"], "dpa": DPA, "net": NET},

@@ -257,7 +257,9 @@ KINDS: dict[str, Rule] = {
     "best": _parts(_ALL, {**_COMMON, "average": AVERAGE}),
     "snapshot": _all(_parts({**_ALL, "average": TRACKED, "averaged": TEXTS}, _COMMON), _averaged_are_there),
     # a model of another program may not say of which step it is
-    "weights": _parts({**_ALL, "step": _or_none(COUNT)}, {**_COMMON, "average": AVERAGE, "bias": BIASES}),
+    "weights": _parts(
+        {**_ALL, "step": _or_none(COUNT)}, {**_COMMON, "average": AVERAGE, "bias": BIASES, "fitted": TEXT}
+    ),
 }  # fmt: skip
 
 FROZEN_FACTS = _parts(

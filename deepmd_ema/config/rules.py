@@ -181,34 +181,30 @@ def warmup_ends_in_the_run(run: RunConfig) -> Violations:
 # ---- what is fitted after training
 
 
-@rule("run of several tasks")
-def solved_layers_belong_to_one_task(run: MultiTaskRun) -> Violations:
-    """A fitting network whose output layer is solved for is that of one task."""
-    if not run.training.solve_last_layer:
-        return
+def why_not_solvable(run: RunConfig) -> Iterator[str]:
+    """Yield why the output layers of the models of a run cannot be fitted by least squares."""
     tasks: dict[str, list[str]] = {}
     for link in run.links:
         if link.part == "fitting_net":
             tasks.setdefault(link.key, []).append(link.task)
     for key, names in tasks.items():
         if len(names) > 1:
-            text = f" = true: tasks {', '.join(names)} share the fitting network {key}, and each would need another "
-            yield "training.solve_last_layer", text + "output layer. Set it to false."
+            together = ", ".join(names)
+            yield f"tasks {together} share the fitting network {key}, and each would need another output layer."
+    for task in run.tasks.values():
+        of_task = f"task {task.name}: " * bool(task.name)
+        if task.model.type == "linear_ener":
+            yield f"{of_task}a model of type linear_ener has several fitting networks."
+        if not {"e", "f", "v"} & set(task.loss.weights):
+            yield f"{of_task}the loss has no energies, forces or virials to fit (start_pref_e, ...)."
 
 
 @rule("run")
 def solved_layers_are_linear(run: RunConfig) -> Violations:
-    """Energies are linear in the weights of the output layer, and the loss has labels that these change."""
-    if not run.training.solve_last_layer:
-        return
-    for task in run.tasks.values():
-        of_task = f"task {task.name}: " * bool(task.name)
-        if task.model.type == "linear_ener":
-            text = f"{of_task}a model of type linear_ener has several fitting networks. Set it to false."
-            yield "training.solve_last_layer", f" = true: {text}"
-        if not {"e", "f", "v"} & set(task.loss.weights):
-            text = f"{of_task}the loss has no energies, forces or virials to fit (start_pref_e, ...). Set it to false."
-            yield "training.solve_last_layer", f" = true: {text}"
+    """Energies are linear in the output layer of one task, and the loss has labels that it changes."""
+    if run.training.solve_last_layer:
+        for reason in why_not_solvable(run):
+            yield "training.solve_last_layer", f" = true: {reason} Set it to false."
 
 
 # ---- optimizer

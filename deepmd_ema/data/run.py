@@ -117,6 +117,16 @@ def split_off(config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[s
     return dict(data) | {name: _parts(config.tasks[name], data[name].train, split) for name, split in splits.items()}
 
 
+def open_split(config: RunConfig) -> dict[str, TaskData]:
+    """Return the data of every task as the run has split them.
+
+    Raises:
+        DataError: if they cannot be read.
+    """
+    opened = open_run(config)
+    return split_off(config, opened, choose_validation(config, opened, config.training.seed or 0))
+
+
 def _parts(task: TaskConfig, sources: Sequence[FrameSource], split: Split) -> TaskData:
     parts = TaskData([], [])
     ends = np.cumsum([source.num_frames for source in sources])

@@ -75,6 +75,8 @@ def _weights(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         option = "--use-ema" if len(profiles) == 1 else f"--average {average}"
         yield "average", f"{average}: {describe_average(state)} (freeze it with {option})"
     yield from _bias(payload.get("bias", {}), checkpoint.refitted(payload))
+    if part := payload.get("fitted"):
+        yield "fitted", f"output {part}, to training frames after the run"
 
 
 def _state(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

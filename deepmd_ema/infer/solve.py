@@ -1,18 +1,27 @@
-"""The output layer of a model, fitted to labelled frames by least squares; cross-validation chooses the ridge."""
+"""The output bias or the output layer of a model, fitted to labelled frames by least squares.
+
+Of the layer, cross-validation chooses the ridge.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from deepmd_ema.batch import Batch
+from deepmd_ema.config import TaskConfig
+from deepmd_ema.config.schema.model import ModelConfig
 from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.data.collate import PairCache
+from deepmd_ema.data.epochs import permutation
 from deepmd_ema.data.loader import sequential_batches
+from deepmd_ema.data.sampler import frames_taken
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import UserError, counted
@@ -27,8 +36,13 @@ from deepmd_ema.model.last_layer import (
     residuals,
     solve,
 )
+from deepmd_ema.model.model_set import TaskModel
+from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.report.progress import duration
+from deepmd_ema.seeds import seed_for, stream_of
 
+OUT_BIAS = "out_bias"  # name of the bias in a model
+MAX_FRAMES = 10_000  # few numbers are fitted: more frames would only take longer
 ATOMS_PER_UNKNOWN = 8  # whose forces are fitted: 24 equations per unknown, of which those of a frame are correlated
 FRAMES_PER_UNKNOWN = 10  # whose energies are fitted
 NUM_PARTS, NUM_BLOCKS = 5, 20  # of the frames; neighbors in a trajectory, which are near copies, share a block
@@ -57,6 +71,38 @@ def loss_weights(loss: EnerLossConfig, rate: float) -> dict[str, float]:
         start, limit = (getattr(loss, f"{when}_pref_{LABELS[name].symbol}") for when in ("start", "limit"))
         found[name] = limit + (start - limit) * rate
     return found
+
+
+def chosen_frames(task: TaskConfig, train: Sequence[FrameSource], seed: int, most: int) -> list[Sequence[int]]:
+    """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
+    # frames that `filter:N` leaves out were not trained on
+    frames = frames_taken(task.training_data.batch_size, [system.frame_sizes for system in train])
+    counts = [len(own) for own in frames]
+    total = sum(counts)
+    if total <= most:
+        return [own.tolist() for own in frames]
+    # rounded so that they add up: the shares are the differences of rounded edges
+    edges = np.cumsum([0, *counts]) * most // total
+    stream = stream_of("bias", task.name)
+    orders = [permutation(count, seed_for(stream, seed, number)) for number, count in enumerate(counts)]
+    return [np.sort(own[order[:share]]).tolist() for own, order, share in zip(frames, orders, np.diff(edges))]
+
+
+def fit_bias(model: EnergyModel | TaskModel, config: ModelConfig, batches: Iterable[Batch]) -> Solved:
+    """Return the output bias (1, T, 1), eV, with which the mean residual per atom over the frames is zero.
+
+    Args:
+        model: as it is; its tensors are the same afterwards.
+        config: its section.
+        batches: on the CPU, with labels; without energies nothing is fitted.
+    """
+    before = model.out_bias.view(-1).cpu().numpy()
+    frames = energies_of(model, config, batches)
+    if not len(frames):
+        return Solved({}, "no frame has an energy")
+    bias = change_bias(frames, before).bias
+    about = f"{counted(len(frames), 'frame')}: {frames.describe_means(bias - before)}"
+    return Solved({OUT_BIAS: torch.from_numpy(bias).view(1, -1, 1)}, about)
 
 
 def solve_last_layer(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from deepmd_ema.errors import counted
 from deepmd_ema.files import atomic_write
@@ -19,7 +20,8 @@ from deepmd_ema.report.table import Column, Table, render
 from deepmd_ema.weight_names import POSTHOC
 
 RANKED = ("E", "F", "V")  # quantities of the table and of `overall`
-TRACKED, SHAPE = "tracked", "shape"  # kinds of rows, beside those of live weights and of lengths made of snapshots
+# kinds of rows, beside those of live weights and of lengths made of snapshots
+TRACKED, SHAPE, FITTED = "tracked", "shape", "fitted"
 OVERALL = "overall"  # mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
 
 
@@ -28,13 +30,16 @@ class Row:
     """One set of weights and its errors.
 
     Attributes:
-        kind: ``live``, ``tracked``, or made of snapshots: ``posthoc`` a length, ``shape`` a decay.
+        kind: ``live``, ``tracked``, made of snapshots (``posthoc`` a length, ``shape`` a decay), or ``fitted``: one of
+            these whose output bias or layer was fitted to training frames.
         name: of the weights.
         sigma_rel: width of the profile, or None.
         gamma: exponent of a power profile, or None.
         mean_age: mean number of steps between the weights in it and its last update.
         combination: how it was made of snapshots, or None.
         errors: on the validation frames.
+        facts: of a tracked average, as a checkpoint has them.
+        fitted: ``layer``, ``bias`` or empty.
     """
 
     kind: str
@@ -44,6 +49,8 @@ class Row:
     mean_age: float = 0.0
     combination: Combination | None = None
     errors: Errors = field(default_factory=Errors)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    fitted: str = ""
 
     @classmethod
     def of(cls, made: Combination) -> Row:
@@ -52,6 +59,15 @@ class Row:
         if isinstance(to, Decay):
             return cls(SHAPE, to.describe(), to.sigma_rel, None, to.mean_age(), made)
         return cls(POSTHOC, POSTHOC, to.sigma_rel, to.gamma, to.mean_age(), made)
+
+    def with_fit(self, part: str, errors: Errors) -> Row:
+        """Return the row of the same weights whose output bias or layer was fitted."""
+        return replace(self, kind=FITTED, name=f"{self.name}, {part} fitted", fitted=part, errors=errors)
+
+    @property
+    def is_plain_combination(self) -> bool:
+        """Whether it was made of snapshots and nothing was fitted."""
+        return self.combination is not None and not self.fitted
 
     @property
     def decay(self) -> Decay | None:
@@ -68,8 +84,10 @@ class Row:
         return sum(parts) / len(parts)
 
     def describe(self) -> str:
-        """Return one line about an average that was made of snapshots."""
-        back = f"looks back {self.mean_age:,.0f} steps on average"
+        """Return one line about weights that can be chosen: made of snapshots, or fitted."""
+        if self.combination is None:
+            return self.name
+        back = f"looks back {self.mean_age:,.0f} steps on average" + f", {self.fitted} fitted" * bool(self.fitted)
         if self.decay is None:
             return f"sigma_rel {self.sigma_rel:.4g}, gamma {self.gamma:.4g}, {back}"
         length = f"the last {percent(self.decay.part)} ({counted(self.decay.steps, 'step')})"
@@ -104,7 +122,7 @@ class PosthocReport:
 
     @property
     def chosen(self) -> Row:
-        """The best average that was made of snapshots."""
+        """The best of the weights that were made here: of snapshots, or by a fit."""
         return self.rows[self.best]
 
     def scores(self) -> list[float]:
@@ -113,15 +131,9 @@ class PosthocReport:
 
     def text(self) -> str:
         """Return the table with what it was made of, and what it says."""
-        run, found = self.run, self.found
-        names = dict.fromkeys((s.profile, f"{s.track.sigma_rel:.4g}") for s in run.snapshots)
-        profiles = ", ".join(f"{name} (sigma_rel {width})" for name, width in names)
-        dropped = f", {found.dropped} directions below rounding dropped" if found.dropped else ""
-        ends = self.resolvable
-        widths = "those that were tracked" if ends is None else f"{ends[0]:.3g} to {ends[1]:.3g}"
+        run = self.run
         lines = [
-            f"{run.folder}: step {run.step:,}, {counted(len(run.snapshots), 'snapshot')} of {profiles}",
-            f"solve: condition {found.condition:.2g}{dropped}; sigma_rel that the snapshots can give: {widths}",
+            f"{run.folder}: step {run.step:,}, {self._snapshots()}",
             *(f"left out, {reason}: {', '.join(names)}" for reason, names in self.left_out.items()),
             f"errors on {counted(self.num_frames, 'frame')} of {counted(self.num_systems, 'system')}",
             "",
@@ -137,17 +149,32 @@ class PosthocReport:
             better = 1 - scores[winner] / scores[self.best]
             lines.append(f"{self.rows[winner].name} is better still, by {100 * better:.2g} %")
         made = [row for row in self.rows if row.kind == POSTHOC]
-        if len(made) > 2 and self.chosen in (made[0], made[-1]):
+        if len(made) > 2 and self.chosen.sigma_rel in (made[0].sigma_rel, made[-1].sigma_rel):
             lines.append("the chosen one is at an end of the range: a sigma_rel beyond it may be better still")
-            if ends is not None and any(math.isclose(self.chosen.sigma_rel or 0, end) for end in ends):
+            if self.resolvable and any(math.isclose(self.chosen.sigma_rel or 0, end) for end in self.resolvable):
                 lines.append("more frequent snapshots (a smaller snapshot_freq) widen the resolvable range")
         return "\n".join(lines)
+
+    def _snapshots(self) -> str:
+        """Return the snapshots that averages were made of, and the widths that these can give."""
+        run, found = self.run, self.found
+        if not run.snapshots:
+            return "no snapshots"
+        names = dict.fromkeys((s.profile, f"{s.track.sigma_rel:.4g}") for s in run.snapshots)
+        profiles = ", ".join(f"{name} (sigma_rel {width})" for name, width in names)
+        dropped = f", {found.dropped} directions below rounding dropped" if found.dropped else ""
+        ends = self.resolvable
+        widths = "those that were tracked" if ends is None else f"{ends[0]:.3g} to {ends[1]:.3g}"
+        return (
+            f"{counted(len(run.snapshots), 'snapshot')} of {profiles}\n"
+            f"combined: condition {found.condition:.2g}{dropped}; sigma_rel that the snapshots can give: {widths}"
+        )
 
     def _best_of_each(self, scores: Sequence[float]) -> list[str]:
         """Return a line on the best length and the best decay of each shape, if there are decays."""
         groups: dict[str, list[int]] = {}
         for k, row in enumerate(self.rows):
-            if row.combination is not None:
+            if row.is_plain_combination:
                 groups.setdefault(row.decay.shape if row.decay else POSTHOC, []).append(k)
         if not SHAPES.keys() & groups.keys():
             return []
@@ -192,7 +219,16 @@ class PosthocReport:
         errors = [(q, kind) for q in METRICS.values() for kind in ("RMSE", "MAE")]
         columns = ["weights", "kind", "sigma_rel", "gamma", "mean_age_steps"]
         columns += [f"{kind.lower()}_{q.metric.lower()}_m{q.unit.replace('angstrom', 'A')}" for q, kind in errors]
-        columns += [f"score_{self.metric}", "residual", "amplification", "condition", "chosen", "shape", "part"]
+        columns += [
+            f"score_{self.metric}",
+            "residual",
+            "amplification",
+            "condition",
+            "chosen",
+            "shape",
+            "part",
+            "fitted",
+        ]
         path = Path(path)
         advice = "Choose another --table."
         with atomic_write(path, advice) as part, part.open("w", encoding="utf-8", newline="") as file:
@@ -204,11 +240,11 @@ class PosthocReport:
                 solved = [made.residual, made.amplification, self.found.condition] if made else [None] * 3
                 shape = [row.decay.shape, row.decay.part] if row.decay else [None] * 2
                 writer.writerow([row.name, row.kind, row.sigma_rel, row.gamma, row.mean_age, *values, score, *solved,
-                                 int(k == self.best), *shape])  # fmt: skip
+                                 int(k == self.best), *shape, row.fitted])  # fmt: skip
         return path
 
     def plot(self, path: str | Path) -> Path:
-        """Draw the errors over sigma_rel and return the path of the figure."""
+        """Draw the errors over sigma_rel, of weights without a fit, and return the path of the figure."""
         from deepmd_ema.report.plots import plot_sigma_rels
 
         values = [
@@ -216,14 +252,21 @@ class PosthocReport:
             for row in self.rows
         ]
         curves: dict[str, list[tuple[float, Mapping[str, float]]]] = {}
+        scores = self.scores()
+        made = [k for k, row in enumerate(self.rows) if row.is_plain_combination]
+        best = min(made, key=lambda k: scores[k])
         for k, row in enumerate(self.rows):
-            if row.combination is not None:
+            if row.is_plain_combination:
                 label = f"{row.decay.shape} decay" if row.decay else "made of snapshots"
                 curves.setdefault(label, []).append((row.sigma_rel or 0.0, values[k]))
         return plot_sigma_rels(
             curves,
-            {row.name: (row.sigma_rel, values[k]) for k, row in enumerate(self.rows) if row.combination is None},
-            (self.chosen.sigma_rel or 0.0, values[self.best]),
+            {
+                row.name: (row.sigma_rel, values[k])
+                for k, row in enumerate(self.rows)
+                if row.combination is None and not row.fitted
+            },
+            (self.rows[best].sigma_rel or 0.0, values[best]),
             path,
             f"{self.run.folder.resolve().name}, step {self.run.step:,}: averages of {len(self.run.snapshots)} "
             f"snapshots; {self.num_frames} validation frames",

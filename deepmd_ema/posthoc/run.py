@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,12 @@ from tqdm import tqdm
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
-from deepmd_ema.config import TaskConfig, saved_config
+from deepmd_ema.config import RunConfig, TaskConfig, saved_config
+from deepmd_ema.config.paths import with_absolute_paths
+from deepmd_ema.config.rules import why_not_solvable
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import atoms_at_once, prefetch, sequential_batches
+from deepmd_ema.data.run import TaskData, open_split
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems, counted, did_you_mean
@@ -38,6 +41,7 @@ from deepmd_ema.posthoc.combination import (
     refuse_unresolvable,
     resolvable_range,
 )
+from deepmd_ema.posthoc.fit import LAYER, Fit
 from deepmd_ema.posthoc.profiles import SHAPES, Decay
 from deepmd_ema.posthoc.ranking import OVERALL, RANKED, TRACKED, PosthocReport, Row
 from deepmd_ema.posthoc.shapes import DecayRequest, parse_shapes, parse_words, place_decays
@@ -61,6 +65,7 @@ def run_posthoc(
     output: str | Path | None = None,
     plot: str | Path | None = None,
     table: str | Path | None = None,
+    solve: str | None = None,
     head: str | None = None,
     device: str | None = None,
     say: Callable[[str], Any],
@@ -80,6 +85,8 @@ def run_posthoc(
         output: model file; ``model_posthoc.pt`` in ``folder`` by default.
         plot: picture; ``posthoc.png`` in ``folder`` by default.
         table: ``posthoc.csv`` in ``folder`` by default.
+        solve: ``layer`` or ``bias``, which is then fitted to the training frames of the run for the live weights, each
+            tracked average and the best one made of snapshots, of which there may be none.
         head: the task whose errors are measured, of a run of several; the file holds the model of each.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
         say: prints a text.
@@ -94,22 +101,21 @@ def run_posthoc(
         folder / default if path is None else Path(path)
         for path, default in ((output, "model_posthoc.pt"), (table, "posthoc.csv"), (plot, "posthoc.png"))
     )
-    run = find_snapshots(folder, step)
-    for option, path in (("-o", output), ("--table", table), ("--plot", plot)):
-        checkpoint.ensure_writable(path.parent, option)
-        if path.is_dir():
-            raise UserError(f"{option} {path}: a folder. Give the name of a file.")
-    checkpoint.refuse_to_replace(output, "-o")
-    refuse_to_lose(table, "--table", CSV)
-    refuse_to_lose(plot, "--plot", PICTURE)
+    run = find_snapshots(folder, step, may_lack=solve is not None and not widths and decays is None)
+    _ensure_writable(output, table, plot)
     for note in run.notes:
         say(note)
     found, resolvable, left_out = find_requested(run, widths, decays)
-    config = saved_config(run.payload["config"], source=str(run.reference))
+    config = _config_of(run, solve)
     task = config.task(head)
-    opened = _open(task, run, systems, rglob_patterns)
+    data = open_split(config) if solve or (systems is None and task.data.validation_fraction is not None) else {}
+    opened = _open(task, run, data, systems, rglob_patterns)
     models = build_models({name: each.model for name, each in config.tasks.items()}, config.links)
-    rows, best, weights = measure_combinations(run, found.combinations, models, task.name, opened, where, metric)
+    validation = _Validation(models.to(where), task.name, opened, where, metric)
+    rows, best, weights = _measured(run, found.combinations, validation)
+    if solve is not None:
+        fit = Fit(solve, config, data, models, validation.cache, say)
+        rows, best, weights = _with_fits(run, rows, best, weights, fit, validation)
     num_frames = sum(source.num_frames for source in opened)
     report = PosthocReport(run, found, resolvable, rows, metric, best, num_frames, len(opened), left_out)
     say(report.text())
@@ -117,15 +123,26 @@ def run_posthoc(
     say(f"wrote {output}: {report.chosen.describe()}")
     say(f"wrote {report.write_table(table)}")
     try:
-        say(f"wrote {report.plot(plot)}")
+        say(f"wrote {report.plot(plot)}" if run.snapshots else "no picture: there are no snapshots to make averages of")
     except ModuleNotFoundError:
         say("no picture: matplotlib is not installed. pip install 'dp-ema[plot]', then run this again.")
-    if checkpoint.refitted(run.payload):
+    if checkpoint.refitted(run.payload) and not report.chosen.fitted:
         say(
             "the run fitted its output bias or output layer after the last step; this file has neither, and all errors "
-            f"above are those before. To fit the bias: dp-ema change-bias {output} -s TRAINING_SYSTEMS"
+            "above are those before. --solve bias or --solve layer fits them here as well."
         )
     return report
+
+
+def _ensure_writable(output: Path, table: Path, plot: Path) -> None:
+    """Raise UserError if a file cannot be written, or would replace one of another kind."""
+    for option, path in (("-o", output), ("--table", table), ("--plot", plot)):
+        checkpoint.ensure_writable(path.parent, option)
+        if path.is_dir():
+            raise UserError(f"{option} {path}: a folder. Give the name of a file.")
+    checkpoint.refuse_to_replace(output, "-o")
+    refuse_to_lose(table, "--table", CSV)
+    refuse_to_lose(plot, "--plot", PICTURE)
 
 
 def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
@@ -152,6 +169,8 @@ def find_requested(
     Raises:
         UserError: if the snapshots do not resolve a requested width or decay.
     """
+    if not run.snapshots:
+        return Combinations([], 1.0, 0), None, {}
     tracks = run.tracks
     resolvable = resolvable_range(tracks, run.step)
     widths = list(sigma_rels)
@@ -191,25 +210,92 @@ def measure_combinations(
     metric: str = OVERALL,
 ) -> tuple[list[Row], int, Mapping[str, Tensor]]:
     """Return the errors of live weights, tracked averages and combinations; the row of the best, and its weights."""
-    model = models.to(device).by_task[task]
-    cache = PairCache()
+    return _measured(run, combinations, _Validation(models.to(device), task, systems, device, metric))
+
+
+@dataclass
+class _Validation:
+    """Errors of weights on validation frames, and which are better.
+
+    Attributes:
+        models: on the device.
+        task: whose errors.
+        systems: validation systems.
+        device: of the models.
+        metric: what better means.
+        cache: neighbors found so far.
+        live: errors of the live weights, which are measured first.
+    """
+
+    models: ModelSet
+    task: str
+    systems: Sequence[FrameSource]
+    device: torch.device
+    metric: str
+    cache: PairCache = field(default_factory=PairCache)
+    live: Errors | None = None
+
+    def errors(self, weights: Mapping[str, Tensor]) -> Errors:
+        """Return the errors of weights of all models."""
+        self.models.load_state_dict(weights)
+        model = self.models.by_task[self.task]
+        batches = sequential_batches(self.systems, model.layout, self.cache, atoms_at_once(self.device), LABELS)
+        errors = evaluate(model, prefetch(batches, self.device), self.device)
+        if self.live is None:
+            _check_labels(errors, self.metric, self.systems)
+            self.live = errors
+        return errors
+
+    def score(self, row: Row) -> float:
+        """Return the value of the metric."""
+        assert self.live is not None
+        return row.score(self.metric, self.live)
+
+
+def _measured(
+    run: SnapshotRun, combinations: Sequence[Combination], validation: _Validation
+) -> tuple[list[Row], int, Mapping[str, Tensor]]:
+    """Return the rows of :func:`measure_combinations`; the best is -1 where there are no combinations."""
     rows: list[Row] = []
     best: tuple[float, int, Mapping[str, Tensor]] = (math.inf, -1, {})
     tracked = list(_tracked(run))
     made = ((Row.of(one), weights) for one, weights in zip(combinations, combine(run, combinations)))
     with tqdm(total=len(tracked) + len(combinations), unit=" models", disable=None, leave=False) as bar:
         for row, weights in chain(tracked, made):
-            models.load_state_dict(weights)
-            batches = sequential_batches(systems, model.layout, cache, atoms_at_once(device), LABELS)
-            errors = evaluate(model, prefetch(batches, device), device)
-            rows.append(replace(row, errors=errors))
-            if len(rows) == 1:
-                _check_labels(errors, metric, systems)
-            value = rows[-1].score(metric, rows[0].errors)
+            rows.append(replace(row, errors=validation.errors(weights)))
+            value = validation.score(rows[-1])
             if row.combination is not None and (best[1] < 0 or value < best[0]):
                 best = (value, len(rows) - 1, weights)
             bar.update()
     return rows, best[1], best[2]
+
+
+def _with_fits(
+    run: SnapshotRun, rows: Sequence[Row], best: int, weights: Mapping[str, Tensor], fit: Fit, validation: _Validation
+) -> tuple[list[Row], int, Mapping[str, Tensor]]:
+    """Return rows with those of fitted weights after them, and the best one and its weights, as they were or fitted."""
+    rows = list(rows)
+    candidates = [*_tracked(run), *([(rows[best], weights)] if best >= 0 else [])]
+    lowest = validation.score(rows[best]) if best >= 0 else math.inf
+    for row, own in candidates:
+        if tensors := fit(own, row.name):
+            fitted = {**own, **tensors}
+            rows.append(row.with_fit(fit.part, validation.errors(fitted)))
+            if (value := validation.score(rows[-1])) < lowest:
+                lowest, best, weights = value, len(rows) - 1, fitted
+    if best < 0:
+        raise UserError(
+            f"--solve {fit.part}: no change is better for any weights of {run.reference}: nothing to write."
+        )
+    return rows, best, weights
+
+
+def _config_of(run: SnapshotRun, solve: str | None) -> RunConfig:
+    """Return the input of the run, with paths that are right from here, if its models can be fitted as requested."""
+    config = saved_config(with_absolute_paths(run.payload["config"], run.folder), source=str(run.reference))
+    if solve == LAYER and (reasons := list(why_not_solvable(config))):
+        raise UserError([f"--solve layer: {reason} Use --solve bias, or none." for reason in reasons])
+    return config
 
 
 def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:
@@ -224,14 +310,17 @@ def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:
         weights, facts = checkpoint.weights_in(payload, run.reference, name)
         gamma = float(facts.get("gamma", 0.0)) if facts.get("type") in ("power", "swa") else None
         sigma_rel = None if gamma is None else sigma_rel_of(gamma)
-        yield Row(TRACKED, f"{name}{at}", sigma_rel, gamma, facts["mean_age"]), weights
+        yield Row(TRACKED, f"{name}{at}", sigma_rel, gamma, facts["mean_age"], facts=facts), weights
 
 
 def _open(
-    task: TaskConfig, run: SnapshotRun, systems: Sequence[str | Path] | None, patterns: Sequence[str] | None
-) -> list[FrameSource]:
-    """Return the validation systems, given ones or those of the run's input, read from the folder of the run."""
+    task: TaskConfig, run: SnapshotRun, split: Mapping[str, TaskData], systems: Sequence[str | Path] | None,
+    patterns: Sequence[str] | None,
+) -> list[FrameSource]:  # fmt: skip
+    """Return the validation systems: given ones, or those that the run has split off or names."""
     paths = [str(path) for path in systems or ()]
+    if systems is None and task.data.validation_fraction is not None:
+        return split[task.name].valid
     if systems is None:
         data = task.validation_data
         if data is None:
@@ -239,8 +328,7 @@ def _open(
                 f"{run.reference}: the run has no {task.place('training')}.validation_data to rank averages with. Give "
                 "systems with -s, or an input that has some with --valid-data."
             )
-        # as the run has found them: a path is looked up from the folder in which it was started
-        paths, patterns = [str(run.folder / path) for path in data.systems], data.rglob_patterns
+        paths, patterns = list(data.systems), data.rglob_patterns
     try:
         return open_labelled(paths, task.model, LABELS, patterns)
     except DataError as error:
@@ -321,8 +409,13 @@ def _refused(
 
 def _payload(run: SnapshotRun, chosen: Row, found: Combinations, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the content of the model file of the chosen average."""
-    assert chosen.combination is not None
     config, distance = run.payload["config"], run.payload.get("min_nbor_dist")
+    about: dict[str, Any] = {"run": run.payload.get("run")} | ({"fitted": chosen.fitted} if chosen.fitted else {})
+    if chosen.combination is None:  # a fit of live weights or of a tracked average
+        own = chosen.facts.get("profile", LIVE)
+        about |= {"average": dict(chosen.facts)} if chosen.facts else {}
+        head = checkpoint.payload_head("weights", own, run.payload["step"], config, distance, **about)
+        return {**head, "model": dict(weights)}
     average: dict[str, Any] = {"profile": POSTHOC, "sigma_rel": chosen.sigma_rel}
     if chosen.decay is None:
         average |= {"type": "power", "gamma": chosen.gamma}
@@ -330,5 +423,5 @@ def _payload(run: SnapshotRun, chosen: Row, found: Combinations, weights: Mappin
         average |= {"type": "decay", "shape": chosen.decay.shape, "part": chosen.decay.part}
     average |= {"mean_age": chosen.mean_age, "step": run.step, "residual": chosen.combination.residual}
     average |= {"condition": found.condition, "snapshots": len(run.snapshots)}
-    head = checkpoint.payload_head("weights", POSTHOC, run.step, config, distance, run=run.payload.get("run"))
+    head = checkpoint.payload_head("weights", POSTHOC, run.step, config, distance, **about)
     return {**head, "average": average, "model": dict(weights)}

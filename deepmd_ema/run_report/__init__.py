@@ -13,7 +13,7 @@ from deepmd_ema import checkpoint
 from deepmd_ema.config import RunConfig, config_summary, saved_config
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.paths import with_absolute_paths
-from deepmd_ema.data.run import TaskData
+from deepmd_ema.data.run import TaskData, open_split
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.files import HTML, atomic_write, refuse_to_lose
 from deepmd_ema.report.panels import draw_curves, draw_parities
@@ -119,7 +119,7 @@ def write_report(
     config = saved_config(with_absolute_paths(payload["config"], folder), str(file))
     data, tested = None, list[Tested]()
     try:
-        data = errors.open_data(config)
+        data = open_split(config)
         tested = list(errors.evaluate(file, data, weights, num_frames, device))
     except UserError as error:
         remarks.append(f"The errors of single frames are missing: {error.problems[0]}")

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from deepmd_ema.config import RunConfig
 from deepmd_ema.data.collate import PairCache
-from deepmd_ema.data.run import TaskData, choose_validation, open_run, split_off
+from deepmd_ema.data.run import TaskData
 from deepmd_ema.data.source import FrameSource, evenly_spaced
 from deepmd_ema.infer.evaluate import WORST, ErrorReport, predict
 from deepmd_ema.infer.load import load_model
@@ -52,16 +51,6 @@ class Tested:
     def quantities(self) -> str:
         """Letters of the quantities that some frame has a label of."""
         return "".join(q for q in _QUANTITIES if np.isfinite(self.report.total.metric(f"{q}:RMSE")))
-
-
-def open_data(config: RunConfig) -> dict[str, TaskData]:
-    """Return the frames of each task as the run has split them.
-
-    Raises:
-        UserError: if they cannot be read.
-    """
-    opened = open_run(config)
-    return split_off(config, opened, choose_validation(config, opened, config.training.seed or 0))
 
 
 def folder_of(data: Mapping[str, TaskData]) -> str:

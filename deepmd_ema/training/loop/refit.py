@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.data.epochs import permutation
 from deepmd_ema.data.loader import atoms_at_once, prefetch, sequential_batches, shared_atoms_at_once
-from deepmd_ema.data.sampler import frames_taken
 from deepmd_ema.dist.dtensor import full_tensor
 from deepmd_ema.dist.world import World
-from deepmd_ema.infer.solve import loss_weights, solve_last_layer
+from deepmd_ema.infer.solve import MAX_FRAMES, chosen_frames, fit_bias, loss_weights, solve_last_layer
 from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.model.tabulated import tables_in
 from deepmd_ema.optim.schedule import build_schedule
-from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import prefix_of
-from deepmd_ema.training.start.prepare import PreparedRun, PreparedTask, stream_of
+from deepmd_ema.training.start.prepare import PreparedRun, PreparedTask
 from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
-
-OUT_BIAS = "out_bias"  # name of the bias in a model
-MAX_FRAMES = 10_000  # a few numbers are fitted: more frames would only take longer
 
 
 @dataclass(frozen=True)
@@ -65,19 +56,14 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank | None) -> Refitted:
         with bank.swapped_in(weights) if bank is not None and weights != LIVE else nullcontext():
             for name, task in prepared.tasks.items():
                 model = prepared.models.of(name)
-                chosen = chosen_frames(task, prepared.seed, MAX_FRAMES)
+                chosen = chosen_frames(task.config, task.train, prepared.seed, MAX_FRAMES)
                 most = atoms_at_once(model.out_bias.device)
                 batches = sequential_batches(task.train, task.model.layout, task.cache, most, frames=chosen)
-                before = model.out_bias.view(-1).cpu().numpy()
-                frames = energies_of(model, task.config.model, batches)
-                if len(frames):
-                    bias = change_bias(frames, before).bias
-                    logger.info(
-                        "output bias fitted again with the weights %s on %s frames: %s",
-                        f"{name} {weights}" if name else weights, f"{len(frames):,}",
-                        frames.describe_means(bias - before),
-                    )  # fmt: skip
-                    fitted.setdefault(weights, {})[prefix_of(name) + OUT_BIAS] = torch.from_numpy(bias).view(1, -1, 1)
+                found = fit_bias(model, task.config.model, batches)
+                if found.tensors:
+                    row = f"{name} {weights}" if name else weights
+                    logger.info("output bias fitted again with the weights %s on %s", row, found.summary)
+                    fitted.setdefault(weights, {}).update({prefix_of(name) + n: t for n, t in found.tensors.items()})
                 elif weights == LIVE:
                     logger.warning(
                         "training.change_bias_after_training: no training frame%s has an energy, so there is nothing "
@@ -111,7 +97,7 @@ def solve(prepared: PreparedRun, bank: AverageBank | None, num_steps: int, world
         models.load_state_dict(whole)
         for name, task in prepared.tasks.items():
             model, loss = models.by_task[name], task.config.loss
-            frames = chosen_frames(task, prepared.seed, MAX_FRAMES)
+            frames = chosen_frames(task.config, task.train, prepared.seed, MAX_FRAMES)
             found = solve_last_layer(
                 model, task.train, frames, loss_weights(loss, rate), loss.intensive_ener_virial, task.cache, world
             )
@@ -130,19 +116,3 @@ def _errors(model: EnergyModel, task: PreparedTask, world: World) -> Errors:
     batches = sequential_batches(task.valid, model.layout, task.cache, most, rank=world.rank, world_size=world.size)
     with tables_in([model]):
         return Errors(world.all_reduce_sum(evaluate(model, prefetch(batches, world.device), world.device).sums))
-
-
-def chosen_frames(task: PreparedTask, seed: int, most: int) -> list[Sequence[int]]:
-    """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
-    train = task.train
-    # frames that `filter:N` leaves out were not trained on
-    frames = frames_taken(task.config.training_data.batch_size, [system.frame_sizes for system in train])
-    counts = [len(own) for own in frames]
-    total = sum(counts)
-    if total <= most:
-        return [own.tolist() for own in frames]
-    # rounded so that they add up: the shares are the differences of rounded edges
-    edges = np.cumsum([0, *counts]) * most // total
-    stream = stream_of("bias", task.config.name)
-    orders = [permutation(count, seed_for(stream, seed, number)) for number, count in enumerate(counts)]
-    return [np.sort(own[order[:share]]).tolist() for own, order, share in zip(frames, orders, np.diff(edges))]

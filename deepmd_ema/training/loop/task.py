@@ -20,9 +20,9 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.seeds import seed_for
+from deepmd_ema.seeds import seed_for, stream_of
 from deepmd_ema.training.loop.modes import pads
-from deepmd_ema.training.start.prepare import PreparedRun, PreparedTask, stream_of
+from deepmd_ema.training.start.prepare import PreparedRun, PreparedTask
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.optim.groups import split_by_pattern
-from deepmd_ema.seeds import seed_for
+from deepmd_ema.seeds import seed_for, stream_of
 from deepmd_ema.training.start.new_run import Start
 
 logger = logging.getLogger(__name__)
@@ -88,11 +88,6 @@ class PreparedRun:
     models: ModelSet
     shares: Mapping[str, float]
     seed: int
-
-
-def stream_of(name: str, task: str) -> str:
-    """Return the name of a random stream of a task; a task without a name has that of the run."""
-    return f"{name} of {task}" if task else name
 
 
 def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: bool = False) -> PreparedRun:
