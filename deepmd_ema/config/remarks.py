@@ -148,6 +148,7 @@ def _in_bfloat16(run: RunConfig) -> bool:
     return any(task.model.has_mixed_precision for task in run.tasks.values())
 
 
+_OF_DECAY = ("stop_lr", "stop_lr_ratio", "decay_type")
 _OF_TABLE = ("smin_alpha", "sw_rmin", "sw_rmax")
 _OF_BRIDGING = ("bridging_r_inner", "bridging_r_outer")
 # what an option belongs to (a key of SUBJECTS) -> option, whether it does nothing, and why; {0} is what it belongs to
@@ -171,6 +172,7 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
     "learning_rate": (
         ("scale_by_worker", lambda _: True, "the learning rate is taken as it is"),
         ("warmup_start_factor", lambda lr: lr.warmup_steps == 0 and not lr.warmup_ratio, "there is no warm-up"),
+        *((name, lambda lr: getattr(lr, "decay_phase_ratio", 1) == 0, "decay_phase_ratio is 0") for name in _OF_DECAY),
     ),
     "run of LKF": (("learning_rate.start_lr", lambda _: True, "LKF has no learning rate"),),
     "run": (

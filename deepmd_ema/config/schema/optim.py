@@ -116,12 +116,39 @@ class WsdScheduleConfig(_Schedule):
     )
 
     def _shape_words(self, num_steps: int) -> str:
+        return f"stays, and {self._fall_words()}"
+
+    def _fall_words(self) -> str:
         shape = {"inverse_linear": "with its inverse linear", "cosine": "along half a cosine", "linear": "linearly"}
         part = f"in the last {100 * self.decay_phase_ratio:g} % of the steps"
-        return f"stays, and falls {shape[self.decay_type]} to {self.end_lr:g} {part}"
+        return f"falls {shape[self.decay_type]} to {self.end_lr:g} {part}"
 
 
-ScheduleConfig = ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig
+@dataclass(frozen=True, kw_only=True)
+class InvSqrtScheduleConfig(WsdScheduleConfig):
+    """Inverse square root of the step, which needs no length of the run; optionally down to `stop_lr` at its end.
+
+    `start_lr * sqrt(a / (a + t))`, t steps after the warm-up (arXiv:2602.03702). Only in dp-ema.
+    """
+
+    type: ClassVar[str] = "invsqrt"
+
+    a: float = option(
+        1000.0,
+        check=positive,
+        unit="steps",
+        doc="Steps after which the rate is `start_lr / sqrt(2)`; larger is slower.",
+    )
+    decay_phase_ratio: float = option(
+        0.0, check=_part, doc="Part of the run, its last, in which the rate goes down to `stop_lr`; 0: none."
+    )
+
+    def _shape_words(self, num_steps: int) -> str:
+        fall = f", and {self._fall_words()}" if self.decay_phase_ratio else ""
+        return f"falls as the inverse square root of the step, by half in {3 * self.a:,.0f} steps{fall}"
+
+
+ScheduleConfig = ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig | InvSqrtScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
