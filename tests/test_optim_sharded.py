@@ -14,7 +14,7 @@ from deepmd_ema.optim.build import build_optimizer, optimizer_state
 
 CPU = torch.device("cpu")
 ROUNDING = 1e-9  # the norm of an update is a sum of two parts, in float32
-MUONS = ["AdaMuon", "HybridMuon"]
+OWN = ["AdaMuon", "HybridMuon", "AdamWScheduleFree"]
 
 
 class Net(nn.Module):
@@ -127,7 +127,7 @@ def test_what_ranks_exchange_at_stage_1(tmp_path, kind, check):
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("kind", MUONS)
+@pytest.mark.parametrize("kind", OWN)
 @pytest.mark.parametrize("check", [compare_shards, compare_shared_state])
 def test_the_updates_are_those_of_one_process(tmp_path, kind, check):
     mp.spawn(on_rank, (str(tmp_path), check, kind), nprocs=2, join=True)

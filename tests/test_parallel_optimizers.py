@@ -1,4 +1,4 @@
-"""Muon on several processes: every stage trains as one process does, and takes up the state of any other."""
+"""Optimizers on several processes: every stage trains as one process does, and takes up the state of any other."""
 
 import shutil
 from functools import cache
@@ -11,7 +11,11 @@ from test_parallel import STAGES, assert_near, config_of
 pytestmark = pytest.mark.timeout(480)
 
 STEPS, HALF = 8, 4
-KINDS = {"AdaMuon": {"type": "AdaMuon"}, "HybridMuon": {"type": "HybridMuon", "enable_gram": False}}
+KINDS = {
+    "AdaMuon": {"type": "AdaMuon"},
+    "HybridMuon": {"type": "HybridMuon", "enable_gram": False},
+    "AdamWScheduleFree": {"type": "AdamWScheduleFree"},
+}
 OPTIONS = {
     "model__fitting_net__neuron": [7, 7],  # 7 rows are distributed unevenly
     "training__enable_ema": True,

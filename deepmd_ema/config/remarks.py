@@ -10,7 +10,7 @@ from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import dotted, path_of, show
 from deepmd_ema.config.rules import SUBJECTS
 from deepmd_ema.config.schema.averaging import AverageConfig, EmaAverageConfig
-from deepmd_ema.config.schema.optim import ExpScheduleConfig
+from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, ExpScheduleConfig, InvSqrtScheduleConfig
 from deepmd_ema.errors import counted, every_steps
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def config_warnings(
     """
     steps, steps_per = config.training.numb_steps or num_steps, {"steps": 1.0, **(steps_per or {})}
     found = [text for task in config.tasks.values() for text in _warnings_of(task)]
-    found += [*_of_several_tasks(config), *_snapshots_that_do_not_combine(config)]
+    found += [*_rate_that_falls(config), *_of_several_tasks(config), *_snapshots_that_do_not_combine(config)]
     if steps is None:
         return found
     for path, entry in SUBJECTS["average"](config):
@@ -244,6 +244,16 @@ def _decay_steps_against_run(config: RunConfig, num_steps: int) -> Iterator[str]
         steps = counted(num_steps - lr.num_warmup_steps(num_steps), "step")
         found = f"learning_rate.decay_steps = {lr.decay_steps}: not less than the {steps} of the decay"
         yield f"{found}; {used} is used instead, as DeePMD-kit does."
+
+
+def _rate_that_falls(config: RunConfig) -> Iterator[str]:
+    lr = config.learning_rate
+    falls = isinstance(lr, InvSqrtScheduleConfig) or lr.end_lr < lr.start_lr
+    if isinstance(config.optimizer, AdamWScheduleFreeConfig) and falls:
+        yield (
+            f"learning_rate: the rate falls ({lr.summary()}). AdamWScheduleFree averages in place of a schedule and is "
+            f'made for a constant rate: "stop_lr": {lr.start_lr:g}, with type exp, cosine or wsd.'
+        )
 
 
 def _warnings_of(task: TaskConfig) -> Iterator[str]:

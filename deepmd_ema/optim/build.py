@@ -19,6 +19,7 @@ from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.optim.groups import split_by_pattern
 from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state
 from deepmd_ema.optim.muon import AdaMuon, HybridMuon, routed
+from deepmd_ema.optim.schedule_free import AdamWScheduleFree
 
 OF_CHECKPOINT = "optimizer state of the checkpoint"
 LR_SCALE = "lr_scale"  # key of a group of parameters: factor of its learning rate
@@ -27,10 +28,11 @@ NamedParameters = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]
 
 
 def build_optimizer(
-    config: sections.AdamConfig | sections.AdamWConfig | sections.AdaMuonConfig | sections.HybridMuonConfig,
+    config: sections.GradientConfig,
     named_parameters: NamedParameters,
     shared: bool = False,
     names: Mapping[str, str] | None = None,
+    warmup: tuple[int, float] = (0, 0.0),
 ) -> torch.optim.Optimizer:
     """Return the optimizer that ``config`` describes, over the parameters that are trained.
 
@@ -45,6 +47,7 @@ def build_optimizer(
             all others (ZeRO stage 1; Rajbhandari et al., arXiv:1910.02054).
         names: all names of parameters that ``groups`` may match, each with its name in ``named_parameters``; by default
             the names there.
+        warmup: length of the warm-up of the learning rate, in steps, and its first rate over the last one.
 
     Raises:
         ConfigError: if a pattern of ``groups`` matches no parameter.
@@ -58,6 +61,9 @@ def build_optimizer(
         kind = HybridMuon
     elif config.type == "AdaMuon":
         kind = AdaMuon
+    elif config.type == "AdamWScheduleFree":
+        kind = AdamWScheduleFree
+        settings |= zip(("warmup_steps", "warmup_start_factor"), warmup)
     else:
         kind = getattr(torch.optim, config.type)
         betas = settings.pop("adam_beta1"), settings.pop("adam_beta2")

@@ -191,6 +191,19 @@ class AdamWConfig(AdamConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdamWScheduleFreeConfig(AdamWConfig):
+    """AdamW without a schedule: gradients at points between z, which they move, and an average x of all z.
+
+    The live weights are these points. x is an average of `training.averaging` of type `schedule_free`, which is added
+    if the list has none. Only in dp-ema.
+    """
+
+    type: ClassVar[str] = "AdamWScheduleFree"
+
+    adam_beta1: float = option(0.9, check=fraction, doc="Part of x in the live weights; the rest is z.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class _MuonConfig:
     """Options of optimizers with orthogonal updates of matrices."""
 
@@ -256,7 +269,8 @@ class LKFConfig:
     kf_limit_pref_f: float = option(1.0, check=positive, doc="Factor of force errors at the end.")
 
 
-OptimizerConfig = AdamConfig | AdamWConfig | AdaMuonConfig | HybridMuonConfig | LKFConfig
+GradientConfig = AdamConfig | AdamWConfig | AdamWScheduleFreeConfig | AdaMuonConfig | HybridMuonConfig
+OptimizerConfig = GradientConfig | LKFConfig
 
 
 def _weight(default: float, doc: str) -> Any:

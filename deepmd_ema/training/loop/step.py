@@ -202,8 +202,13 @@ class GradientStep(Step):
         super().__init__(prepared.models)
         self._parallel_module = parallel_module
         self._schedule = build_schedule(config.learning_rate, num_steps)
+        lr = config.learning_rate
         self._optimizer = build_optimizer(
-            config.optimizer, self._named, shared=stage == 1, names=prepared.models.first_names()
+            config.optimizer,
+            self._named,
+            shared=stage == 1,
+            names=prepared.models.first_names(),
+            warmup=(lr.num_warmup_steps(num_steps), lr.warmup_start_factor),
         )
         self._cpu_group = world.cpu_group
         # FSDP adds each gradient to its shards at once: no rank has memory for a whole one
