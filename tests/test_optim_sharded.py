@@ -14,7 +14,7 @@ from deepmd_ema.optim.build import build_optimizer, optimizer_state
 
 CPU = torch.device("cpu")
 ROUNDING = 1e-9  # the norm of an update is a sum of two parts, in float32
-OWN = ["AdaMuon", "HybridMuon", "AdamWScheduleFree"]
+OWN = ["AdaMuon", "HybridMuon", "AdamWScheduleFree", "SOAP"]
 
 
 class Net(nn.Module):
@@ -78,7 +78,9 @@ def compare_shared_state(kind, rank):
     train(net, optimizer)
     train(reference, build(reference, kind))
     assert len(optimizer.optim.state) < 5
-    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), reference.parameters()))
+    exact = kind != "SOAP"  # whose product of two matrices at once rounds in another way than that of one
+    for p, q in zip(net.parameters(), reference.parameters()):
+        torch.testing.assert_close(p, q, rtol=0, atol=0 if exact else ROUNDING)
 
 
 def count_messages(kind, rank):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         with_gradient_only: whether a parameter without a gradient is left as it is.
+        number: of the step in the run, from 1.
 
     Args:
         params: parameters that are trained, or groups of them.
@@ -30,6 +31,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
     """
 
     with_gradient_only: ClassVar[bool] = True
+    number: int | Tensor = 1
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__(params, options)
@@ -46,6 +48,10 @@ class GuardedOptimizer(torch.optim.Optimizer):
     def is_matrix(self, p: Tensor, group: dict[str, Any]) -> bool:
         """Whether a parameter is updated as a matrix; the others are updated by Adam."""
         raise NotImplementedError
+
+    def kind(self, p: Tensor, group: dict[str, Any]) -> Hashable:
+        """Return a key that parameters must share to be updated together."""
+        return self.is_matrix(p, group)
 
     def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
         """Return parameters of one kind as a vector."""
@@ -93,7 +99,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         chosen, where = tuple(map(id, parameters)), addresses(parameters)
         kept = self._vectors.get(chosen)
         if kept is None or kept[0] != where:
-            together = batches(parameters, lambda p: self.is_matrix(p, group))
+            together = batches(parameters, lambda p: self.kind(p, group))
             kept = self._vectors[chosen] = where, [self.vector(batch, group) for batch in together]
         return kept[1]
 

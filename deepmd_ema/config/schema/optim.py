@@ -252,6 +252,23 @@ class HybridMuonConfig(_MuonConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SOAPConfig(AdamWConfig):
+    """Adam in the eigenbasis of Shampoo's preconditioner for matrices, AdamW for vectors. Only in dp-ema."""
+
+    type: ClassVar[str] = "SOAP"
+
+    adam_beta1: float = redefined(AdamWConfig, "adam_beta1", 0.95)
+    adam_beta2: float = redefined(AdamWConfig, "adam_beta2", 0.95)
+    shampoo_beta: float = option(0.95, check=fraction, doc="Decay of the covariances of rows and columns of gradients.")
+    precondition_frequency: int = option(
+        10, check=positive_int, unit="steps", doc="Steps between two changes of the bases, after as many first steps."
+    )
+    max_precond_dim: int = option(
+        1000, check=positive_int, doc="Longest side of a matrix that has a basis; a longer one is not rotated."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LKFConfig:
     """Layer-wise Kalman filter; it fits energies and forces, has no learning rate, and needs much memory."""
 
@@ -269,7 +286,7 @@ class LKFConfig:
     kf_limit_pref_f: float = option(1.0, check=positive, doc="Factor of force errors at the end.")
 
 
-GradientConfig = AdamConfig | AdamWConfig | AdamWScheduleFreeConfig | AdaMuonConfig | HybridMuonConfig
+GradientConfig = AdamConfig | AdamWConfig | AdamWScheduleFreeConfig | AdaMuonConfig | HybridMuonConfig | SOAPConfig
 OptimizerConfig = GradientConfig | LKFConfig
 
 

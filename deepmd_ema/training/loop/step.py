@@ -253,7 +253,7 @@ class GradientStep(Step):
         # both are the same on all ranks
         finite = torch.isfinite(norm) & torch.isfinite(values["rmse"])
         ok = self._note(finite, step, own=torch.isfinite(total.detach()))
-        guarded_step(self._optimizer, 1 - ok)
+        guarded_step(self._optimizer, 1 - ok, step)
         self.laps.lap("optimizer")
         return values, ok
 
