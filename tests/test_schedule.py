@@ -3,6 +3,7 @@
 import json
 import math
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,14 @@ def test_an_inverse_root_with_a_decay_falls_from_where_it_is_to_stop_lr(kind):
     assert rate(400) == pytest.approx(1e-6, rel=SAME_MATH)
     expected = {"inverse_linear": 2 / (1e6 + 1 / 5e-4), "cosine": 2.505e-4, "linear": 2.505e-4}
     assert rate(350) == pytest.approx(expected[kind], rel=1e-9)
+
+
+def test_a_decay_does_not_rise_to_a_last_rate_above_where_it_begins():
+    config = InvSqrtScheduleConfig(start_lr=1e-3, a=1.0, stop_lr=5e-4, decay_phase_ratio=0.5)
+    rate = build_schedule(config, 100)
+    rates = [rate(step) for step in range(101)]
+    assert all(later <= earlier * (1 + SAME_MATH) for earlier, later in pairwise(rates))
+    assert rates[100] == pytest.approx(1e-3 / math.sqrt(51), rel=SAME_MATH)
 
 
 def test_a_last_rate_of_an_inverse_root_without_a_decay_is_said_to_have_no_effect():

@@ -79,6 +79,7 @@ def _with_fall(before: Schedule, config: WsdScheduleConfig, length: int, num_ste
     falling = max(1, min(int(config.decay_phase_ratio * num_steps), length))
     stable = length - falling
     highest = before(stable)
+    stop = min(stop, highest)
 
     def rate(step: int) -> float:
         if step < stable:
