@@ -55,7 +55,14 @@ AVERAGES = [
 ]
 PARTS = {"weights": ("model",), "moments": ("optimizer",), "averages": ("averages",)}
 CURVES = ("lcurve.out", "lcurve_slow.out")
-OPTIMIZERS = {"Adam": {}, "AdamW": {"weight_decay": 0.01}, "AdaMuon": {}, "HybridMuon": {"enable_gram": False}}
+OPTIMIZERS = {
+    "Adam": {},
+    "AdamW": {"weight_decay": 0.01},
+    "AdamWScheduleFree": {},
+    "AdaMuon": {},
+    "HybridMuon": {"enable_gram": False},
+    "SOAP": {"precondition_frequency": 3},
+}
 
 Place = tuple[int, int]  # stage, processes
 

@@ -154,3 +154,10 @@ class SwaSettings(AverageSettings):
     """Settings of averages of equal weights."""
 
     type: ClassVar[str] = "swa"
+
+
+@dataclass(frozen=True)
+class ScheduleFreeSettings(AverageSettings):
+    """Settings of the averaged point of the optimizer AdamWScheduleFree."""
+
+    type: ClassVar[str] = "schedule_free"

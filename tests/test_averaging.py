@@ -19,7 +19,7 @@ from deepmd_ema.errors import CheckpointError, ConfigError
 
 # what nobody should have to import for an average of weights
 HEAVY = {"h5py", "vesin", "dargs", "tqdm", "ase", "matplotlib", "yaml"}
-PACKAGES = {"average_settings", "averaging", "checks", "dist", "errors", "tensors", "version", "weight_names"}
+PACKAGES = {"average_settings", "averaging", "checks", "dist", "errors", "optim", "tensors", "version", "weight_names"}
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ BAD = [
     ({"type": "power", "name": "a", "decay": 0.9}, ".decay", ["It belongs to type ema"]),
     ({"type": "swa", "name": "a", "gamma": 1}, ".gamma", ["It belongs to type power, and this one is of type swa."]),
     ({"name": "a", "ema_decay": 0.9}, ".ema_decay", ["It belongs to training.ema_decay. Or did you mean decay?"]),
-    ({**SLOW, "type": "edm"}, '.type = "edm"', ["unknown", "Known: ema, power, swa."]),
+    ({**SLOW, "type": "edm"}, '.type = "edm"', ["unknown", "Known: ema, power, swa, schedule_free."]),
     ({**SLOW, "type": "pwoer"}, '.type = "pwoer"', ["Did you mean power?"]),
     ({**SLOW, "type": 3}, ".type = 3", ["Known: ema, power, swa"]),
     ({**SLOW, "name": ""}, '.name = ""', ["a name of at most 40 letters"]),
@@ -288,6 +288,7 @@ def test_mistakes_of_entries_carry_their_lines_in_yaml(tmp_path):
 # ---- rules: name of a rule -> entries and other changes that break it, where the message is, what it says
 
 DECAYS = {"name": "a", "decay": 0.9, "half_life": 10}
+POINT, FREE = {"name": "x", "type": "schedule_free"}, {"optimizer": {"type": "AdamWScheduleFree"}}
 BROKEN_RULES = {
     "names_are_unique": [
         ((SLOW, SLOW), {}, '[1].name = "slow"', "training.averaging[0] has this name. Choose another."),
@@ -304,6 +305,18 @@ BROKEN_RULES = {
         ((SLOW, {"name": "a"}), {}, "[1]: decay or half_life is required for type ema", 'Add one, e.g. "decay": 0.999'),
         (({**POWER, "gamma": 5},), {}, "[0].sigma_rel = 0.05", "gamma = 5 is given too. Remove one of the two."),
         (({"type": "power", "name": "a"},), {}, "[0]: gamma or sigma_rel is required", 'e.g. "sigma_rel": 0.05'),
+    ],
+    "averaged_point_is_that_of_an_optimizer": [
+        (
+            (POINT,),
+            {},
+            '[0].type = "schedule_free"',
+            "optimizer.type is Adam, and only AdamWScheduleFree has this average. Change one of the two.",
+        ),
+    ],
+    "averaged_point_takes_every_step": [
+        (({**POINT, name: value},), FREE, f"[0].{name} = {value}", "updated in every step. Remove it.")
+        for name, value in (("start_step", 5), ("start_epoch", 1), ("update_every", 2))
     ],
     "one_start_of_the_average": [
         (
@@ -594,7 +607,7 @@ def test_the_summary_names_the_averages_that_are_validated():
 
 def test_the_manual_reports_of_averages_and_their_options():
     text = manual("training.averaging")
-    assert "list of sections; type is ema or power or swa (ema if not given); default []" in text
+    assert "list of sections; type is ema or power or swa or schedule_free (ema if not given); default []" in text
     for name in ("name", "start_epoch", "[ema].half_life", "[power].sigma_rel", "snapshots"):
         path = f"training.averaging{name}" if name.startswith("[") else f"training.averaging.{name}"
         assert f"\n{path}\n" in text

@@ -104,7 +104,7 @@ BAD = [
     (
         {"optimizer": {"type": "Adma"}},
         'optimizer.type = "Adma"',
-        ["unknown", "Did you mean Adam?", "AdamW, AdaMuon"],
+        ["unknown", "Did you mean Adam?", "AdamW, AdamWScheduleFree, AdaMuon"],
     ),
     (
         {"model.descriptor.type": "se_e2"},

@@ -81,7 +81,7 @@ def test_the_manual_names_aliases_units_and_defaults():
         "of se_e2_a, se_e2_r, se_atten, se_atten_v2, se_e3, se_e3_tebd, dpa4, dpa4c"
     )
     assert "also spelled stop_batch, num_step" in manual("training.numb_steps")
-    assert "learning_rate[wsd].decay_type" in manual("learning_rate.decay_type")
+    assert "learning_rate[exp].decay_steps" in manual("learning_rate.decay_steps")
     assert max(map(len, manual().splitlines())) <= 120
 
 

@@ -20,7 +20,7 @@ from deepmd_ema.optim.build import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-KINDS = ["Adam", "AdamW", "AdaMuon", "HybridMuon"]
+KINDS = ["Adam", "AdamW", "AdaMuon", "HybridMuon", "AdamWScheduleFree", "SOAP"]
 MUONS = ["AdaMuon", "HybridMuon"]
 DTYPES = [torch.float64, torch.float32]
 LR = 1e-3

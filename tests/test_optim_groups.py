@@ -27,7 +27,7 @@ from deepmd_ema.optim.build import (
 )
 from deepmd_ema.optim.groups import describe_groups, split_by_pattern
 
-KINDS = ["Adam", "AdamW", "AdaMuon", "HybridMuon"]
+KINDS = ["Adam", "AdamW", "AdaMuon", "HybridMuon", "AdamWScheduleFree", "SOAP"]
 RATE = 0.02
 Group = sections.GroupConfig
 

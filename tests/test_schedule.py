@@ -1,16 +1,32 @@
 """Learning rates: DeePMD-kit's numbers, ends of a run, wrong options."""
 
 import json
+import math
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from config_inputs import spoiled
 
-from deepmd_ema.config.schema.optim import CosineScheduleConfig, ExpScheduleConfig, WsdScheduleConfig
+from deepmd_ema.config import config_from_dict
+from deepmd_ema.config.remarks import ignored_options
+from deepmd_ema.config.schema.optim import (
+    CosineScheduleConfig,
+    ExpScheduleConfig,
+    InvSqrtScheduleConfig,
+    WsdScheduleConfig,
+)
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.optim.schedule import build_schedule
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "schedule.json").read_text())
-KINDS = {"exp": ExpScheduleConfig, "cosine": CosineScheduleConfig, "wsd": WsdScheduleConfig}
+KINDS = {
+    "exp": ExpScheduleConfig,
+    "cosine": CosineScheduleConfig,
+    "wsd": WsdScheduleConfig,
+    "invsqrt": partial(InvSqrtScheduleConfig, decay_phase_ratio=0.2),
+}
 SAME_MATH = 1e-12
 
 
@@ -55,3 +71,41 @@ def test_an_inverse_linear_decay_to_zero_is_refused():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_no_steps_has_a_rate(kind):
     assert make(0, kind, start_lr=1e-3)(0) == 1e-3
+
+
+def test_the_inverse_root_is_that_of_the_steps_after_the_warm_up_whatever_the_length_of_the_run():
+    options = {"start_lr": 2e-3, "warmup_steps": 50, "a": 300.0}
+    rates, longer = (build_schedule(InvSqrtScheduleConfig(**options), steps) for steps in (1000, 9000))
+    for step in (50, 51, 350, 999):
+        assert rates(step) == pytest.approx(2e-3 * math.sqrt(300 / (300 + step - 50)), rel=SAME_MATH)
+        assert rates(step) == longer(step)
+    assert rates(350) == pytest.approx(2e-3 / math.sqrt(2), rel=SAME_MATH)
+
+
+@pytest.mark.parametrize("kind", ["inverse_linear", "cosine", "linear"])
+def test_an_inverse_root_with_a_decay_falls_from_where_it_is_to_stop_lr(kind):
+    options = {"start_lr": 1e-3, "a": 100.0}
+    config = InvSqrtScheduleConfig(**options, stop_lr=1e-6, decay_phase_ratio=0.25, decay_type=kind)
+    rate, without = build_schedule(config, 400), build_schedule(InvSqrtScheduleConfig(**options), 400)
+    assert [rate(step) for step in range(301)] == pytest.approx([without(step) for step in range(301)], rel=SAME_MATH)
+    assert rate(400) == pytest.approx(1e-6, rel=SAME_MATH)
+    expected = {"inverse_linear": 2 / (1e6 + 1 / 5e-4), "cosine": 2.505e-4, "linear": 2.505e-4}
+    assert rate(350) == pytest.approx(expected[kind], rel=1e-9)
+
+
+def test_a_decay_does_not_rise_to_a_last_rate_above_where_it_begins():
+    config = InvSqrtScheduleConfig(start_lr=1e-3, a=1.0, stop_lr=5e-4, decay_phase_ratio=0.5)
+    rate = build_schedule(config, 100)
+    rates = [rate(step) for step in range(101)]
+    assert all(later <= earlier * (1 + SAME_MATH) for earlier, later in pairwise(rates))
+    assert rates[100] == pytest.approx(1e-3 / math.sqrt(51), rel=SAME_MATH)
+
+
+def test_a_last_rate_of_an_inverse_root_without_a_decay_is_said_to_have_no_effect():
+    values = {"learning_rate": {"type": "invsqrt", "start_lr": 1e-3, "stop_lr": 1e-6}}
+    assert "learning_rate.stop_lr = 1e-06: no effect, decay_phase_ratio is 0" in ignored_options(
+        config_from_dict(spoiled(values))
+    )
+    with_decay = config_from_dict(spoiled({**values, "learning_rate.decay_phase_ratio": 0.1}))
+    assert not any("stop_lr" in text for text in ignored_options(with_decay))
+    assert "falls as the inverse square root of the step" in with_decay.learning_rate.summary()

@@ -23,6 +23,7 @@ from deepmd_ema.training.run import run_training
 KINDS = {
     "AdaMuon": {"type": "AdaMuon"},
     "HybridMuon": {"type": "HybridMuon"},
+    "SOAP": {"type": "SOAP"},
     "LKF": {"type": "LKF", "kf_blocksize": 64, "kf_start_pref_f": 2.0},
 }
 CPU = torch.device("cpu")

@@ -15,12 +15,14 @@ from deepmd_ema.average_settings import (
     AverageSettings,
     EmaSettings,
     PowerSettings,
+    ScheduleFreeSettings,
     SwaSettings,
     redeclared,
     sigma_rel_check,
 )
 from deepmd_ema.checks import positive
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.optim.schedule_free import share_of_next
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,37 @@ class SwaProfile(Profile, SwaSettings):
         return updates / (updates + 1)
 
 
+@dataclass(frozen=True)
+class ScheduleFreeProfile(Profile, ScheduleFreeSettings):
+    """The averaged point x of :class:`deepmd_ema.optim.schedule_free.AdamWScheduleFree`, whose weights are y.
+
+    From ``y = b1 * x + (1 - b1) * z`` and ``x <- (1 - c) * x + c * z`` follows ``x <- d * x + (1 - d) * y`` with
+    ``d = (1 - c) * (1 - b1) / (1 - b1 + c * b1)``, so that x is an average of y.
+
+    Attributes:
+        adam_beta1: of the optimizer, b1.
+        warmup_steps: of the learning rate.
+        warmup_start_factor: of the learning rate.
+    """
+
+    adam_beta1: float = field(default=0.9, kw_only=True)
+    warmup_steps: int = field(default=0, kw_only=True)
+    warmup_start_factor: float = field(default=0.0, kw_only=True)
+
+    def decay_at(self, updates: int | Tensor) -> Any:
+        """Return the decay of the update that follows after ``updates`` updates."""
+        if isinstance(updates, int):
+            return float(self.decay_at(torch.tensor(updates, dtype=torch.float64)))
+        share, of_z = share_of_next(updates, self.warmup_steps, self.warmup_start_factor), 1 - self.adam_beta1
+        return (1 - share) * of_z / (of_z + share * self.adam_beta1)
+
+    def problems(self) -> Iterator[str]:
+        """Yield each wrong setting, and that updates are left out."""
+        yield from super().problems()
+        if self.start_step or self.update_every != 1 or self.should_update is not None:
+            yield "start_step, update_every or should_update is given; the averaged point needs every step."
+
+
 class CustomRule(Protocol):
     """The formula of an average that another distribution adds: a section of ``training.averaging``."""
 
@@ -247,7 +280,9 @@ class CustomProfile(Profile):
         return found.expand_as(done) if isinstance(found, Tensor) else torch.full_like(done, found)
 
 
-PROFILES: dict[str, type[Profile]] = {kind.type: kind for kind in (EmaProfile, PowerProfile, SwaProfile)}
+PROFILES: dict[str, type[Profile]] = {
+    kind.type: kind for kind in (EmaProfile, PowerProfile, SwaProfile, ScheduleFreeProfile)
+}
 
 
 def make_profile(kind: str, settings: Mapping[str, Any]) -> Profile:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from deepmd_ema.config.messages import dotted, show
 from deepmd_ema.config.rules import NEEDS_DATA, AverageEntry, Violations, rule
-from deepmd_ema.config.schema.averaging import CustomAverage
+from deepmd_ema.config.schema.averaging import CustomAverage, ScheduleFreeAverageConfig
+from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig
 
 
 @rule("average")
@@ -29,6 +30,25 @@ def one_length_of_the_average(entry: AverageEntry) -> Violations:
     if average.lengths and not given:
         example = '"decay": 0.999' if average.type == "ema" else '"sigma_rel": 0.05'
         yield "", f": {' or '.join(average.lengths)} is required for type {average.type}. Add one, e.g. {example}."
+
+
+@rule("average")
+def averaged_point_is_that_of_an_optimizer(entry: AverageEntry) -> Violations:
+    """``schedule_free`` is the averaged point of the optimizer AdamWScheduleFree."""
+    optimizer = entry.run.optimizer
+    is_there = isinstance(optimizer, AdamWScheduleFreeConfig)
+    if isinstance(entry.average, ScheduleFreeAverageConfig) and not is_there:
+        why = f"optimizer.type is {optimizer.type}, and only AdamWScheduleFree has this average"
+        yield "type", f' = "schedule_free": {why}. Change one of the two.'
+
+
+@rule("average")
+def averaged_point_takes_every_step(entry: AverageEntry) -> Violations:
+    """``schedule_free`` has no start and no interval of its own."""
+    if isinstance(entry.average, ScheduleFreeAverageConfig):
+        for name, default in (("start_step", 0), ("start_epoch", None), ("update_every", 1)):
+            if (value := getattr(entry.average, name)) != default:
+                yield name, f" = {value:g}: the averaged point of the optimizer is updated in every step. Remove it."
 
 
 @rule("average")

@@ -19,7 +19,7 @@ from deepmd_ema.config.schema.model import Link, ModelConfig
 from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun, to_dict
 from deepmd_ema.config.tasks import has_tasks
 from deepmd_ema.config.text import read_config_file
-from deepmd_ema.config.upgrade import Upgraded, expand_short_form, upgrade
+from deepmd_ema.config.upgrade import Upgraded, add_averaged_point, expand_short_form, upgrade
 from deepmd_ema.errors import ConfigError
 
 
@@ -174,6 +174,7 @@ def _load(values: Any, name: str, lines: Mapping[Place, int]) -> RunConfig:
     upgraded = upgrade(values, lines)
     found, problems = _checked(upgraded.section, upgraded)
     expand_short_form(upgraded, found)
+    add_averaged_point(found)
     source = Source(name, upgraded.lines, upgraded.source_paths, frozenset(upgraded.given))
     links = {"links": upgraded.links} if upgraded.section is MultiTaskRun else {}
     notes = {"notes": tuple(upgraded.notes), "unused": tuple(upgraded.unused)}

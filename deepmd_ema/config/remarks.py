@@ -10,7 +10,7 @@ from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import dotted, path_of, show
 from deepmd_ema.config.rules import SUBJECTS
 from deepmd_ema.config.schema.averaging import AverageConfig, EmaAverageConfig
-from deepmd_ema.config.schema.optim import ExpScheduleConfig
+from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, ExpScheduleConfig, InvSqrtScheduleConfig
 from deepmd_ema.errors import counted, every_steps
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def config_warnings(
     """
     steps, steps_per = config.training.numb_steps or num_steps, {"steps": 1.0, **(steps_per or {})}
     found = [text for task in config.tasks.values() for text in _warnings_of(task)]
-    found += [*_of_several_tasks(config), *_snapshots_that_do_not_combine(config)]
+    found += [*_rate_that_falls(config), *_of_several_tasks(config), *_snapshots_that_do_not_combine(config)]
     if steps is None:
         return found
     for path, entry in SUBJECTS["average"](config):
@@ -148,6 +148,7 @@ def _in_bfloat16(run: RunConfig) -> bool:
     return any(task.model.has_mixed_precision for task in run.tasks.values())
 
 
+_OF_DECAY = ("stop_lr", "stop_lr_ratio", "decay_type")
 _OF_TABLE = ("smin_alpha", "sw_rmin", "sw_rmax")
 _OF_BRIDGING = ("bridging_r_inner", "bridging_r_outer")
 # what an option belongs to (a key of SUBJECTS) -> option, whether it does nothing, and why; {0} is what it belongs to
@@ -171,6 +172,7 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
     "learning_rate": (
         ("scale_by_worker", lambda _: True, "the learning rate is taken as it is"),
         ("warmup_start_factor", lambda lr: lr.warmup_steps == 0 and not lr.warmup_ratio, "there is no warm-up"),
+        *((name, lambda lr: getattr(lr, "decay_phase_ratio", 1) == 0, "decay_phase_ratio is 0") for name in _OF_DECAY),
     ),
     "run of LKF": (("learning_rate.start_lr", lambda _: True, "LKF has no learning rate"),),
     "run": (
@@ -242,6 +244,16 @@ def _decay_steps_against_run(config: RunConfig, num_steps: int) -> Iterator[str]
         steps = counted(num_steps - lr.num_warmup_steps(num_steps), "step")
         found = f"learning_rate.decay_steps = {lr.decay_steps}: not less than the {steps} of the decay"
         yield f"{found}; {used} is used instead, as DeePMD-kit does."
+
+
+def _rate_that_falls(config: RunConfig) -> Iterator[str]:
+    lr = config.learning_rate
+    falls = isinstance(lr, InvSqrtScheduleConfig) or lr.end_lr < lr.start_lr
+    if isinstance(config.optimizer, AdamWScheduleFreeConfig) and falls:
+        yield (
+            f"learning_rate: the rate falls ({lr.summary()}). AdamWScheduleFree averages in place of a schedule and is "
+            f'made for a constant rate: "stop_lr": {lr.start_lr:g}, with type exp, cosine or wsd.'
+        )
 
 
 def _warnings_of(task: TaskConfig) -> Iterator[str]:

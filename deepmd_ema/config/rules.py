@@ -158,8 +158,9 @@ def learning_rate_goes_down(lr: Any) -> Violations:
 
 @rule("learning_rate")
 def inverse_decay_ends_above_zero(lr: Any) -> Violations:
-    """The inverse linear decay of wsd, which divides by the last rate, does not end at 0."""
-    if lr.type == "wsd" and lr.stop_lr == 0 and getattr(lr, "decay_type", "") == "inverse_linear":
+    """The inverse linear decay, which divides by the last rate, does not end at 0."""
+    is_used = getattr(lr, "decay_type", "") == "inverse_linear" and lr.decay_phase_ratio > 0
+    if is_used and lr.stop_lr == 0:
         yield "stop_lr", " = 0: expected > 0 for decay_type inverse_linear. Or use decay_type linear."
 
 

@@ -14,8 +14,9 @@ from typing import Any
 from deepmd_ema.config.compositions import spell_out_bridging
 from deepmd_ema.config.fields import Option, input_options, is_comment, options
 from deepmd_ema.config.messages import Place, Problem, dotted, show
-from deepmd_ema.config.schema.averaging import EmaShorthand, EmaValidationShorthand
+from deepmd_ema.config.schema.averaging import EmaShorthand, EmaValidationShorthand, ScheduleFreeAverageConfig
 from deepmd_ema.config.schema.model import Link
+from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig
 from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun
 from deepmd_ema.config.tasks import expand_tasks, has_tasks
 from deepmd_ema.config.unsupported import is_no_op, unavailable_key
@@ -190,6 +191,24 @@ def expand_short_form(upgraded: Upgraded, values: dict[str, Any]) -> None:
     if not same and (on is True or validated):
         values["training"]["averaging"] = [entry, *entries]
         _move_paths_of_entries(upgraded, len(entries))
+
+
+def add_averaged_point(values: dict[str, Any]) -> None:
+    """Put the averaged point of the optimizer AdamWScheduleFree last into ``training.averaging``, if it is not there.
+
+    It is validated where the live weights are.
+
+    Args:
+        values: of a whole input under canonical keys, some perhaps ``INVALID``; changed.
+    """
+    optimizer, training, validating = (values.get(name, {}) for name in ("optimizer", "training", "validating"))
+    if not isinstance(training, dict) or not isinstance(optimizer, dict):
+        return
+    entries, kind = training.get("averaging", []), ScheduleFreeAverageConfig.type
+    is_missing = isinstance(entries, list) and all(isinstance(e, dict) and e.get("type") != kind for e in entries)
+    if optimizer.get("type") == AdamWScheduleFreeConfig.type and is_missing:
+        validated = isinstance(validating, dict) and validating.get("full_validation") is True
+        training["averaging"] = [*entries, {"type": kind, "name": kind, "full_validation": validated}]
 
 
 def _take(values: dict[str, Any], path: Place, default: Any) -> Any:

@@ -19,18 +19,24 @@ from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.optim.groups import split_by_pattern
 from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state
 from deepmd_ema.optim.muon import AdaMuon, HybridMuon, routed
+from deepmd_ema.optim.schedule_free import AdamWScheduleFree
+from deepmd_ema.optim.soap import SOAP
 
 OF_CHECKPOINT = "optimizer state of the checkpoint"
+OWN: dict[str, type[GuardedOptimizer]] = {
+    kind.__name__: kind for kind in (AdamWScheduleFree, AdaMuon, HybridMuon, SOAP)
+}
 LR_SCALE = "lr_scale"  # key of a group of parameters: factor of its learning rate
 NORM_GUARD = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and DeePMD-kit: no division by zero
 NamedParameters = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
 
 
 def build_optimizer(
-    config: sections.AdamConfig | sections.AdamWConfig | sections.AdaMuonConfig | sections.HybridMuonConfig,
+    config: sections.GradientConfig,
     named_parameters: NamedParameters,
     shared: bool = False,
     names: Mapping[str, str] | None = None,
+    warmup: tuple[int, float] = (0, 0.0),
 ) -> torch.optim.Optimizer:
     """Return the optimizer that ``config`` describes, over the parameters that are trained.
 
@@ -45,6 +51,7 @@ def build_optimizer(
             all others (ZeRO stage 1; Rajbhandari et al., arXiv:1910.02054).
         names: all names of parameters that ``groups`` may match, each with its name in ``named_parameters``; by default
             the names there.
+        warmup: length of the warm-up of the learning rate, in steps, and its first rate over the last one.
 
     Raises:
         ConfigError: if a pattern of ``groups`` matches no parameter.
@@ -54,10 +61,10 @@ def build_optimizer(
     kind: type[torch.optim.Optimizer]
     settings = asdict(config)
     del settings["groups"]
-    if config.type == "HybridMuon":
-        kind = HybridMuon
-    elif config.type == "AdaMuon":
-        kind = AdaMuon
+    if config.type in OWN:
+        kind = OWN[config.type]
+        if kind is AdamWScheduleFree:
+            settings |= zip(("warmup_steps", "warmup_start_factor"), warmup)
     else:
         kind = getattr(torch.optim, config.type)
         betas = settings.pop("adam_beta1"), settings.pop("adam_beta2")
@@ -138,7 +145,7 @@ def clip_gradients(
     return total
 
 
-def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
+def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor, number: int | Tensor = 1) -> None:
     """Take an optimizer step, unless ``found_inf`` is 1: then weights, moments and counters stay as they are.
 
     The device decides, the host does not wait for it.
@@ -146,10 +153,13 @@ def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
     Args:
         optimizer: one from :func:`build_optimizer`.
         found_inf: scalar on the device of the parameters, 1 to skip the step, else 0.
+        number: of the step in the run, from 1, by which SOAP knows when its bases are due.
     """
     # the fused kernels of torch look for this attribute, which is how torch.amp.GradScaler skips a step
     local = _local(optimizer)
     assert isinstance(local, GuardedOptimizer) or local.defaults["fused"], "the step would not be skipped"
+    if isinstance(local, GuardedOptimizer):
+        local.number = number
     local.found_inf = found_inf.detach().to(torch.float32)  # type: ignore[attr-defined]
     try:
         optimizer.step()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,13 +18,20 @@ ADAM_EPS = 1e-8  # the default of Adam (arXiv:1412.6980, algorithm 1), of torch 
 class GuardedOptimizer(torch.optim.Optimizer):
     """An optimizer whose :meth:`step` is skipped where ``found_inf`` is 1, as the fused ones of torch do.
 
-    State is allocated at construction and changed in place. A parameter without a gradient is left as it is. The
-    learning rate ``lr`` of a group is what :func:`deepmd_ema.optim.build.set_learning_rate` takes.
+    State is allocated at construction and changed in place. The learning rate ``lr`` of a group is what
+    :func:`deepmd_ema.optim.build.set_learning_rate` takes.
+
+    Attributes:
+        with_gradient_only: whether a parameter without a gradient is left as it is.
+        number: of the step in the run, from 1.
 
     Args:
         params: parameters that are trained, or groups of them.
         options: those of the section of the optimizer by their names there, and ``lr``.
     """
+
+    with_gradient_only: ClassVar[bool] = True
+    number: int | Tensor = 1
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__(params, options)
@@ -42,12 +49,16 @@ class GuardedOptimizer(torch.optim.Optimizer):
         """Whether a parameter is updated as a matrix; the others are updated by Adam."""
         raise NotImplementedError
 
+    def kind(self, p: Tensor, group: dict[str, Any]) -> Hashable:
+        """Return a key that parameters must share to be updated together."""
+        return self.is_matrix(p, group)
+
     def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
         """Return parameters of one kind as a vector."""
         raise NotImplementedError
 
     def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
-        """Return new weights and states of parameters of one kind that have gradients.
+        """Return new weights and states of parameters of one kind that have gradients, or all have none.
 
         Args:
             vector: the parameters.
@@ -59,7 +70,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Sharded parameters: every rank must call this."""
+        """Update the parameters. Sharded parameters: every rank must call this."""
         assert closure is None, "no optimizer here evaluates the loss again"
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None or not found_inf.is_cpu:
@@ -73,20 +84,22 @@ class GuardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             lr = group["lr"]  # products with a scalar in float32 would be rounded to it
             options = {**group, "lr": lr.to(torch.float64) if isinstance(lr, Tensor) else lr}
-            for vector in self._vectors_of(group):
+            # those with gradients are those of one task
+            found = [p for p in group["params"] if p.grad is not None]
+            others = [] if self.with_gradient_only else [p for p in group["params"] if p.grad is None]
+            for vector in (*self._vectors_of(found, group), *self._vectors_of(others, group)):
                 before = vector.read()
                 values = vector.split(before)
                 out = values if skip is None else dict.fromkeys(values)
                 vector.write(self.updated(vector, values, out, options), before, skip)
 
-    def _vectors_of(self, group: dict[str, Any]) -> list[ParameterVector]:
-        """Return the parameters of a group that have gradients, which are those of one task, as vectors."""
-        parameters = [p for p in group["params"] if p.grad is not None]
+    def _vectors_of(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> list[ParameterVector]:
+        """Return parameters of a group as vectors."""
         # a wrapper of the optimizer may move the weights to other memory
         chosen, where = tuple(map(id, parameters)), addresses(parameters)
         kept = self._vectors.get(chosen)
         if kept is None or kept[0] != where:
-            together = batches(parameters, lambda p: self.is_matrix(p, group))
+            together = batches(parameters, lambda p: self.kind(p, group))
             kept = self._vectors[chosen] = where, [self.vector(batch, group) for batch in together]
         return kept[1]
 

@@ -1,4 +1,4 @@
-"""Learning rate as a function of the step: warm-up, then exponential, cosine or warm-up-stable-decay."""
+"""Learning rate as a function of the step: warm-up, then exponential, cosine, warm-up-stable-decay, inverse root."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from deepmd_ema.config.schema.optim import CosineScheduleConfig, ExpScheduleConfig, WsdScheduleConfig
+from deepmd_ema.config.schema.optim import (
+    CosineScheduleConfig,
+    ExpScheduleConfig,
+    InvSqrtScheduleConfig,
+    ScheduleConfig,
+    WsdScheduleConfig,
+)
 from deepmd_ema.errors import ConfigError, counted
 
 Schedule: TypeAlias = Callable[[int], float]
@@ -15,7 +21,7 @@ Schedule: TypeAlias = Callable[[int], float]
 MIN_STOP_LR = 1e-10  # a decay to zero has no rate: the exponential one aims here and is cut at stop_lr
 
 
-def build_schedule(config: ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig, num_steps: int) -> Schedule:
+def build_schedule(config: ScheduleConfig, num_steps: int) -> Schedule:
     """Return the schedule that ``config`` describes for a run of ``num_steps`` updates.
 
     During the ``warmup_steps`` the rate grows linearly from ``warmup_factor * start_lr`` to ``start_lr``, then it
@@ -53,18 +59,32 @@ def _cosine(config: CosineScheduleConfig, length: int, _: int) -> Schedule:
 
 
 def _wsd(config: WsdScheduleConfig, length: int, num_steps: int) -> Schedule:
-    start, stop, kind = config.start_lr, config.end_lr, config.decay_type
+    return _with_fall(lambda step: config.start_lr, config, length, num_steps)
+
+
+def _invsqrt(config: InvSqrtScheduleConfig, length: int, num_steps: int) -> Schedule:
+    start, a = config.start_lr, config.a
+    return _with_fall(lambda step: start * math.sqrt(a / (a + step)), config, length, num_steps)
+
+
+def _with_fall(before: Schedule, config: WsdScheduleConfig, length: int, num_steps: int) -> Schedule:
+    """Return ``before``, and in the last part of the run the way from where it is down to the last rate."""
+    if config.decay_phase_ratio == 0:
+        return before
+    stop, kind = config.end_lr, config.decay_type
     if kind == "inverse_linear" and stop == 0:
         raise ConfigError(
             "learning_rate.stop_lr = 0: decay_type inverse_linear never reaches 0. Use a stop_lr above 0, or linear."
         )
     falling = max(1, min(int(config.decay_phase_ratio * num_steps), length))
     stable = length - falling
+    highest = before(stable)
+    stop = min(stop, highest)
 
     def rate(step: int) -> float:
         if step < stable:
-            return start
-        return _fall(kind, (step - stable) / falling, start, stop) if step < length else stop
+            return before(step)
+        return _fall(kind, (step - stable) / falling, highest, stop) if step < length else stop
 
     return rate
 
@@ -78,4 +98,4 @@ def _fall(kind: str, part: float, start: float, stop: float) -> float:
     return start + (stop - start) * part
 
 
-DECAYS: dict[str, Callable[..., Schedule]] = {"exp": _exp, "cosine": _cosine, "wsd": _wsd}
+DECAYS: dict[str, Callable[..., Schedule]] = {"exp": _exp, "cosine": _cosine, "wsd": _wsd, "invsqrt": _invsqrt}

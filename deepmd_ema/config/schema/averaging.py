@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from deepmd_ema.average_settings import AverageSettings, EmaSettings, PowerSettings, SwaSettings, sigma_rel_check
+from deepmd_ema.average_settings import (
+    AverageSettings,
+    EmaSettings,
+    PowerSettings,
+    ScheduleFreeSettings,
+    SwaSettings,
+    sigma_rel_check,
+)
 from deepmd_ema.config.fields import Check, fraction, not_negative, option, options, plain, positive_int
 from deepmd_ema.config.messages import show
 from deepmd_ema.errors import every_steps
@@ -144,6 +151,17 @@ class SwaAverageConfig(_Stored, SwaSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScheduleFreeAverageConfig(_Average, ScheduleFreeSettings):
+    """Averaged point x of the optimizer `AdamWScheduleFree`, updated in each step from the start."""
+
+    snapshots: ClassVar[bool] = False
+    snapshot_freq: ClassVar[None] = None
+
+    def _length_words(self, steps_per: Mapping[str, float]) -> str:
+        return "averaged point of the optimizer"
+
+
+@dataclass(frozen=True, kw_only=True)
 class CustomAverage(_Average, ABC):
     """Base class of averages that other distributions add: their section in the input and their rule in one.
 
@@ -206,12 +224,13 @@ class CustomAverage(_Average, ABC):
         return ", ".join([self.type, *(f"{name} {show(value)}" for name, value in self.own_options.items())])
 
 
-AverageConfig = EmaAverageConfig | PowerAverageConfig | SwaAverageConfig | CustomAverage
+AverageConfig = EmaAverageConfig | PowerAverageConfig | SwaAverageConfig | ScheduleFreeAverageConfig | CustomAverage
 AVERAGES = Registry(
     {
         "ema": f"{__name__}:EmaAverageConfig",
         "power": f"{__name__}:PowerAverageConfig",
         "swa": f"{__name__}:SwaAverageConfig",
+        ScheduleFreeSettings.type: f"{__name__}:ScheduleFreeAverageConfig",
     },
     group="deepmd_ema.averages",
     base=CustomAverage,

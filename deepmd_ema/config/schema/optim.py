@@ -116,12 +116,39 @@ class WsdScheduleConfig(_Schedule):
     )
 
     def _shape_words(self, num_steps: int) -> str:
+        return f"stays, and {self._fall_words()}"
+
+    def _fall_words(self) -> str:
         shape = {"inverse_linear": "with its inverse linear", "cosine": "along half a cosine", "linear": "linearly"}
         part = f"in the last {100 * self.decay_phase_ratio:g} % of the steps"
-        return f"stays, and falls {shape[self.decay_type]} to {self.end_lr:g} {part}"
+        return f"falls {shape[self.decay_type]} to {self.end_lr:g} {part}"
 
 
-ScheduleConfig = ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig
+@dataclass(frozen=True, kw_only=True)
+class InvSqrtScheduleConfig(WsdScheduleConfig):
+    """Inverse square root of the step, which needs no length of the run; optionally down to `stop_lr` at its end.
+
+    `start_lr * sqrt(a / (a + t))`, t steps after the warm-up (arXiv:2602.03702). Only in dp-ema.
+    """
+
+    type: ClassVar[str] = "invsqrt"
+
+    a: float = option(
+        1000.0,
+        check=positive,
+        unit="steps",
+        doc="Steps after which the rate is `start_lr / sqrt(2)`; larger is slower.",
+    )
+    decay_phase_ratio: float = option(
+        0.0, check=_part, doc="Part of the run, its last, in which the rate goes down to `stop_lr`; 0: none."
+    )
+
+    def _shape_words(self, num_steps: int) -> str:
+        fall = f", and {self._fall_words()}" if self.decay_phase_ratio else ""
+        return f"falls as the inverse square root of the step, by half in {3 * self.a:,.0f} steps{fall}"
+
+
+ScheduleConfig = ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig | InvSqrtScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +188,19 @@ class AdamWConfig(AdamConfig):
     type: ClassVar[str] = "AdamW"
 
     weight_decay: float = option(0.001, check=not_negative, doc="Decoupled weight decay.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWScheduleFreeConfig(AdamWConfig):
+    """AdamW without a schedule: gradients at points between z, which they move, and an average x of all z.
+
+    The live weights are these points. x is an average of `training.averaging` of type `schedule_free`, which is added
+    if the list has none. Only in dp-ema.
+    """
+
+    type: ClassVar[str] = "AdamWScheduleFree"
+
+    adam_beta1: float = option(0.9, check=fraction, doc="Part of x in the live weights; the rest is z.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +252,23 @@ class HybridMuonConfig(_MuonConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SOAPConfig(AdamWConfig):
+    """Adam in the eigenbasis of Shampoo's preconditioner for matrices, AdamW for vectors. Only in dp-ema."""
+
+    type: ClassVar[str] = "SOAP"
+
+    adam_beta1: float = redefined(AdamWConfig, "adam_beta1", 0.95)
+    adam_beta2: float = redefined(AdamWConfig, "adam_beta2", 0.95)
+    shampoo_beta: float = option(0.95, check=fraction, doc="Decay of the covariances of rows and columns of gradients.")
+    precondition_frequency: int = option(
+        10, check=positive_int, unit="steps", doc="Steps between two changes of the bases, after as many first steps."
+    )
+    max_precond_dim: int = option(
+        1000, check=positive_int, doc="Longest side of a matrix that has a basis; a longer one is not rotated."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LKFConfig:
     """Layer-wise Kalman filter; it fits energies and forces, has no learning rate, and needs much memory."""
 
@@ -229,7 +286,8 @@ class LKFConfig:
     kf_limit_pref_f: float = option(1.0, check=positive, doc="Factor of force errors at the end.")
 
 
-OptimizerConfig = AdamConfig | AdamWConfig | AdaMuonConfig | HybridMuonConfig | LKFConfig
+GradientConfig = AdamConfig | AdamWConfig | AdamWScheduleFreeConfig | AdaMuonConfig | HybridMuonConfig | SOAPConfig
+OptimizerConfig = GradientConfig | LKFConfig
 
 
 def _weight(default: float, doc: str) -> Any:

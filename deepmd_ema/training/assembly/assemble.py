@@ -74,7 +74,7 @@ def assemble(
     module = parallelize(models, world, config.training.zero_stage)
     if start.loads_after_sharding(config):
         start.load_shards(models)
-    bank = build_bank(config, models, tasks.steps_per, should_update)
+    bank = build_bank(config, models, tasks.steps_per, should_update, num_steps)
     times, run = _times(prepared, tasks, num_steps), start.run_id(config)
     reporter = Reporter(config, tasks, bank, num_steps, run, world, times, in_validation)
     store = Store(world.for_writer() if config.training.writes_shards else None)

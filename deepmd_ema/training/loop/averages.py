@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.averaging.profile import Profile, make_profile
 from deepmd_ema.config import RunConfig
-from deepmd_ema.config.schema.averaging import AverageConfig, CustomAverage
+from deepmd_ema.config.schema.averaging import AverageConfig, CustomAverage, ScheduleFreeAverageConfig
+from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig
 from deepmd_ema.errors import ConfigError, counted, every_steps
 from deepmd_ema.model.model_set import ModelSet
 
@@ -16,7 +17,7 @@ Hook = Callable[[int, float], bool]
 
 
 def tracked_averages(
-    config: RunConfig, steps_per: Mapping[str, float], should_update: Mapping[str, Hook] | None
+    config: RunConfig, steps_per: Mapping[str, float], should_update: Mapping[str, Hook] | None, num_steps: int
 ) -> list[Profile]:
     """Return the profile of each average of the list ``training.averaging``.
 
@@ -24,17 +25,22 @@ def tracked_averages(
         config: of the run.
         steps_per: steps of one of ``steps``, ``frames`` and ``epochs``.
         should_update: for some averages by name, called before each update.
+        num_steps: length of the run.
 
     Raises:
         ConfigError: if ``should_update`` names an average that the run does not track.
     """
-    hooks, profiles = dict(should_update or {}), []
+    hooks, profiles, lr = dict(should_update or {}), [], config.learning_rate
     for section in config.training.averaging:
         settings = vars(section) | {"should_update": hooks.pop(section.name, None)}
         if section.start_epoch is not None:
             settings["start_step"] = math.ceil(section.start_epoch * steps_per["epochs"])
         if isinstance(section, CustomAverage):
             settings |= {"rule": section, "should_update": settings["should_update"] or section.update_rule}
+        elif isinstance(section, ScheduleFreeAverageConfig):
+            assert isinstance(config.optimizer, AdamWScheduleFreeConfig)  # a rule of the input
+            settings |= {"adam_beta1": config.optimizer.adam_beta1, "warmup_steps": lr.num_warmup_steps(num_steps)}
+            settings |= {"warmup_start_factor": lr.warmup_start_factor}
         elif settings.get("half_life") is not None:
             settings["half_life"] *= steps_per[settings["half_life_unit"]]
         profiles.append(make_profile(section.type, settings))
@@ -45,10 +51,14 @@ def tracked_averages(
 
 
 def build_bank(
-    config: RunConfig, models: ModelSet, steps_per: Mapping[str, float], should_update: Mapping[str, Hook] | None = None
+    config: RunConfig,
+    models: ModelSet,
+    steps_per: Mapping[str, float],
+    should_update: Mapping[str, Hook] | None,
+    num_steps: int,
 ) -> AverageBank | None:
     """Return the averages of a run, or None if it has none; ``models`` may be sharded."""
-    profiles = tracked_averages(config, steps_per, should_update)
+    profiles = tracked_averages(config, steps_per, should_update, num_steps)
     return AverageBank(models.by_task, profiles, around=models) if profiles else None
 
 

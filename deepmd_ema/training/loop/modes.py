@@ -7,7 +7,7 @@ from functools import partial
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.fields import plain
-from deepmd_ema.config.schema.optim import LKFConfig
+from deepmd_ema.config.schema.optim import LKFConfig, SOAPConfig
 from deepmd_ema.data.loader import Pad
 from deepmd_ema.dist.world import World
 from deepmd_ema.model.compiler import CompileOptions
@@ -26,6 +26,8 @@ def why_no_graphs(config: RunConfig, world: World) -> str:
         return "there are none on a CPU"
     if isinstance(config.optimizer, LKFConfig):
         return "LKF draws numbers on the host in each step"
+    if isinstance(config.optimizer, SOAPConfig):
+        return "SOAP changes its bases in some steps only"
     if world.size > 1:
         return "ranks exchange gradients in a step"
     if config.training.accumulate > 1:

@@ -202,8 +202,13 @@ class GradientStep(Step):
         super().__init__(prepared.models)
         self._parallel_module = parallel_module
         self._schedule = build_schedule(config.learning_rate, num_steps)
+        lr = config.learning_rate
         self._optimizer = build_optimizer(
-            config.optimizer, self._named, shared=stage == 1, names=prepared.models.first_names()
+            config.optimizer,
+            self._named,
+            shared=stage == 1,
+            names=prepared.models.first_names(),
+            warmup=(lr.num_warmup_steps(num_steps), lr.warmup_start_factor),
         )
         self._cpu_group = world.cpu_group
         # FSDP adds each gradient to its shards at once: no rank has memory for a whole one
@@ -248,7 +253,7 @@ class GradientStep(Step):
         # both are the same on all ranks
         finite = torch.isfinite(norm) & torch.isfinite(values["rmse"])
         ok = self._note(finite, step, own=torch.isfinite(total.detach()))
-        guarded_step(self._optimizer, 1 - ok)
+        guarded_step(self._optimizer, 1 - ok, step)
         self.laps.lap("optimizer")
         return values, ok
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from deepmd_ema.config import RunConfig, saved_config, saved_models, to_dict
 from deepmd_ema.config.differences import differences_of, shortened, without_tasks
 from deepmd_ema.config.messages import of_one_task
-from deepmd_ema.config.schema.optim import LKFConfig
+from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, LKFConfig
 from deepmd_ema.dist.dtensor import local_shard, shard_like
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.model.build import build_models
@@ -41,6 +41,10 @@ CONTINUITY = (
 )
 # often changed on purpose, to train longer; the learning rate may follow it, so it is reported
 LENGTH = ("training.numb_steps", "training.numb_epoch")
+_OF_ALL_TASKS = {  # optimizers whose state does not fit to other tasks, and why
+    LKFConfig.type: "its covariances are of blocks of the weights of all tasks",
+    AdamWScheduleFreeConfig.type: "its averaged point is over the steps of all tasks",
+}
 _ADVICE = (
     "     A restart continues the same run. Put this back, or say --allow-config-change if the change is meant,\n"
     "     or start anew from the weights with --init-model."
@@ -107,11 +111,9 @@ class Restart(FromWeights):
                 f'optimizer.type = "{config.optimizer.type}": the checkpoint holds the moments of {kind}. Set it to '
                 f'"{kind}", or start anew from the weights with --init-model.'
             )
-        if kind == LKFConfig.type and (came or went):
-            raise ConfigError(
-                f'optimizer.type = "{kind}": its covariances are of blocks of the weights of all tasks, and these are '
-                "others now. Start anew from the weights with --finetune."
-            )
+        if kind in _OF_ALL_TASKS and (came or went):
+            text = f'optimizer.type = "{kind}": {_OF_ALL_TASKS[kind]}, and these are others now. '
+            raise ConfigError(text + "Start anew from the weights with --finetune.")
         for line in lines:
             logger.warning("the restart continues with a change. %s", line)
 

@@ -1,0 +1,119 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner for matrices, AdamW for everything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, Out, Values, adam_state, adam_updated, decayed
+from deepmd_ema.optim.vector import WEIGHT, ParameterVector
+
+SIDES = ("left", "right")  # of a matrix: its rows, its columns
+# Added to the diagonal of a covariance, over its mean: where there were no gradients yet, any basis is one of
+# eigenvectors, and rounding would choose another on each rank and at each zero_stage
+RIDGE = 1e-6
+
+# B matrices of R rows and C columns; n is R or C
+
+
+class SOAP(GuardedOptimizer):
+    """SOAP (Vyas et al., arXiv:2409.11321, algorithm 3) for matrices, AdamW for scalars and vectors.
+
+    Dims of size 1 do not count. The first other dim of a parameter is the rows of its matrix, all others are the
+    columns. With its gradient g in step t:
+
+        m  <- b1 * m + (1 - b1) * g                               b1, b2 = adam_beta1, adam_beta2
+        v  <- b2 * v + (1 - b2) * (U^T g V)^2                     per element
+        w  <- (1 - lr * weight_decay) * w - lr * U [(U^T m V) / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)] V^T
+        L  <- shampoo_beta * L + (1 - shampoo_beta) * g g^T       R, of the columns, with g^T g
+        U  <- QR(L U)                                             V with R; algorithm 4
+
+    The last line is for the first ``precondition_frequency`` steps of the run and each step that is a multiple of it.
+    U and V are the identity at first, and for a side longer than ``max_precond_dim``. Sharded matrices are gathered;
+    each rank has all of L, R, U and V of every matrix.
+
+    Args:
+        params: parameters that are trained, or groups of them.
+        options: those of the section SOAP, and ``lr``.
+    """
+
+    def first_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return zero moments and covariances, and bases of unit vectors."""
+        if not self.is_matrix(p, group):
+            return adam_state(p)
+        state = adam_state(p, p.dtype)
+        for side, size in zip(SIDES, matrix_shape(p)):
+            if size <= group["max_precond_dim"]:
+                state[side] = torch.zeros(size, size, dtype=p.dtype, device=p.device)
+                state[f"{side}_basis"] = torch.eye(size, dtype=p.dtype, device=p.device)
+        return state
+
+    def is_matrix(self, p: Tensor, group: dict[str, Any]) -> bool:
+        """Whether a parameter has two dims or more that are not of size 1."""
+        return sum(size != 1 for size in p.shape) > 1
+
+    def kind(self, p: Tensor, group: dict[str, Any]) -> Hashable:
+        """Return the shape of a matrix: those of one shape are one array."""
+        return matrix_shape(p) if self.is_matrix(p, group) else None
+
+    def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
+        """Return parameters of one kind as a vector."""
+        return ParameterVector(parameters, self.state)
+
+    def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
+        """Return new weights and states by the formulas of the class."""
+        if not self.is_matrix(vector.parameters[0], group):
+            return adam_updated(vector, values, out, {**group, "lr_adjust": 0}, decay=group["weight_decay"])
+        lr, b1, b2, gradient = group["lr"], group["adam_beta1"], group["adam_beta2"], vector.gradient()
+        count, shape = len(vector.parameters), matrix_shape(vector.parameters[0])
+        bases = [None if values.get(side) is None else values[f"{side}_basis"].view(count, n, n)
+                 for side, n in zip(SIDES, shape)]  # fmt: skip
+        new = {"exp_avg": torch.lerp(values["exp_avg"], gradient, 1 - b1, out=out["exp_avg"])}
+        new["step"] = torch.add(values["step"], 1, out=out["step"])
+        g, mean = (vector.full(t).view(count, *shape) for t in (gradient, new["exp_avg"]))
+        in_basis, mean = (rotated(t, bases) for t in (g, mean))
+        square = vector.own((in_basis * in_basis).reshape(-1))
+        new["exp_avg_sq"] = square = torch.lerp(values["exp_avg_sq"], square, 1 - b2, out=out["exp_avg_sq"])
+        wide = new["step"].to(torch.float64)
+        rates, corrections = (1 - b1**wide).reciprocal() * lr, 1 - b2**wide
+        lengths = (square / vector.per_entry(corrections.to(square.dtype))).sqrt() + ADAM_EPS
+        direction = vector.own(mean.reshape(-1)) / lengths * vector.per_entry(rates.to(square.dtype))
+        direction = rotated(vector.full(direction).view(count, *shape), [None if u is None else u.mT for u in bases])
+        weights = decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
+        new[WEIGHT] = torch.sub(weights, vector.own(direction.reshape(-1)), out=out[WEIGHT])
+        number, frequency = int(self.number), group["precondition_frequency"]  # of the host: there are no CUDA graphs
+        is_due = number <= frequency or number % frequency == 0
+        for side, basis, factor in zip(SIDES, bases, (g, g.mT)):
+            if basis is not None:
+                covariance = values[side].view_as(basis).lerp(factor @ factor.mT, 1 - group["shampoo_beta"])
+                new[side] = covariance.reshape(-1)
+                new[f"{side}_basis"] = (next_basis(covariance, basis) if is_due else basis).reshape(-1)
+        return new
+
+
+def matrix_shape(p: Tensor) -> tuple[int, int]:
+    """Return rows and columns of a parameter as one matrix."""
+    first, *others = (size for size in p.shape if size != 1)
+    return first, math.prod(others)
+
+
+def rotated(matrices: Tensor, bases: Sequence[Tensor | None]) -> Tensor:
+    """Return ``U^T X V`` for matrices X (B, R, C), with U (B, R, R) and V (B, C, C); None is the identity."""
+    left, right = bases
+    matrices = matrices if left is None else left.mT @ matrices
+    return matrices if right is None else matrices @ right
+
+
+def next_basis(covariance: Tensor, basis: Tensor) -> Tensor:
+    """Return bases nearer to eigenvectors, by a step of orthogonal iteration.
+
+    Args:
+        covariance: symmetric, (B, n, n).
+        basis: orthogonal, (B, n, n).
+    """
+    ridge = RIDGE * covariance.diagonal(dim1=1, dim2=2).mean(1)
+    return torch.linalg.qr(covariance @ basis + ridge[:, None, None] * basis)[0]

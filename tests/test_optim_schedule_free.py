@@ -1,0 +1,178 @@
+"""Schedule-free AdamW: the numbers of the paper, its averaged point as an average of the weights, inputs, restarts."""
+
+import json
+
+import pytest
+import torch
+from config_inputs import spoiled
+from helpers import assert_same, tiny_input
+from test_train_sharing import desk as desk
+from test_train_sharing import input_of
+from torch import nn
+
+from deepmd_ema import cli
+from deepmd_ema.averaging import AverageBank
+from deepmd_ema.averaging.profile import ScheduleFreeProfile
+from deepmd_ema.config import config_from_dict
+from deepmd_ema.config.remarks import config_warnings
+from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, ExpScheduleConfig
+from deepmd_ema.errors import ConfigError
+from deepmd_ema.optim.build import build_optimizer, guarded_step, set_learning_rate
+from deepmd_ema.optim.schedule import build_schedule
+from deepmd_ema.training.run import run_training
+
+SAME_MATH = 1e-13
+OPTIMIZER = {"type": "AdamWScheduleFree", "adam_beta1": 0.8}
+CONSTANT = {"learning_rate__start_lr": 0.01, "learning_rate__stop_lr": 0.01, "learning_rate__warmup_steps": 5}
+
+
+def network():
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"weight": (4, 3), "bias": (3,), "single": (1,)}
+    return {name: nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for name, s in shapes.items()}
+
+
+def gradients_of(step, named):
+    generator = torch.Generator().manual_seed(100 + step)
+    return {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in named.items()}
+
+
+def reference(start, rates, gradients, b1, b2, decay):
+    """Return x, y and z after steps by arXiv:2405.15682, algorithm 1; a gradient of None moves no z."""
+    x, z, v, t = start.clone(), start.clone(), torch.zeros_like(start), 0
+    y, largest, weights = start.clone(), 0.0, 0.0
+    for rate, gradient in zip(rates, gradients):
+        if gradient is not None:
+            t += 1
+            v = b2 * v + (1 - b2) * gradient**2
+            z = z - rate * (gradient / ((v / (1 - b2**t)).sqrt() + 1e-8) + decay * y)
+        largest = max(largest, rate)
+        weights += largest**2
+        c = largest**2 / weights if weights else 0.0
+        x = (1 - c) * x + c * z
+        y = b1 * x + (1 - b1) * z
+    return {"x": x, "y": y, "z": z}
+
+
+@pytest.mark.parametrize("first", [0.0, 0.25])
+@pytest.mark.parametrize("warmup", [0, 1, 6])
+@pytest.mark.parametrize("decay", [0.0, 0.02])
+def test_x_y_and_z_are_those_of_the_paper(decay, warmup, first):
+    config = AdamWScheduleFreeConfig(adam_beta1=0.85, adam_beta2=0.99, weight_decay=decay)
+    rate = build_schedule(ExpScheduleConfig(start_lr=0.02, stop_lr=0.01, decay_steps=4, warmup_steps=warmup,
+                                            warmup_start_factor=first), 30)  # fmt: skip
+    named = network()
+    bank = AverageBank(
+        nn.ParameterDict(named),
+        [ScheduleFreeProfile("x", adam_beta1=0.85, warmup_steps=warmup, warmup_start_factor=first)],
+    )
+    optimizer = build_optimizer(config, named, warmup=(warmup, first))
+    rates, gradients = [rate(step) for step in range(30)], [gradients_of(step, named) for step in range(30)]
+    for step in range(30):
+        gradients[step]["bias"] = None if step % 3 == 1 else gradients[step]["bias"]  # another task
+        for name, p in named.items():
+            p.grad = gradients[step][name]
+        set_learning_rate(optimizer, rates[step])
+        guarded_step(optimizer, torch.zeros(()))
+        bank.update()
+    averaged = bank.weights("x")
+    for name, p in named.items():
+        expected = reference(network()[name].detach(), rates, [g[name] for g in gradients], 0.85, 0.99, decay)
+        found = {"x": averaged[name], "y": p.detach(), "z": optimizer.state[p]["z"]}
+        for point, value in found.items():
+            torch.testing.assert_close(value, expected[point], rtol=SAME_MATH, atol=SAME_MATH, msg=f"{name} {point}")
+        assert (averaged[name] - p).abs().max() > 1e-3
+
+
+def test_a_skipped_step_changes_neither_weights_nor_state_nor_the_averaged_point():
+    named = network()
+    bank = AverageBank(nn.ParameterDict(named), [ScheduleFreeProfile("x")])
+    optimizer = build_optimizer(AdamWScheduleFreeConfig(), named)
+    for step in range(6):
+        for name, gradient in gradients_of(step, named).items():
+            named[name].grad = gradient if step != 3 else gradient * torch.nan
+        named["single"].grad = None
+        before = [t.clone() for p in named.values() for t in (p, *optimizer.state[p].values())]
+        before += [t.clone() for t in bank.weights("x").values()]
+        set_learning_rate(optimizer, 0.01)
+        guarded_step(optimizer, torch.tensor(float(step == 3)))
+        bank.update(torch.tensor(float(step != 3)))
+        after = [t for p in named.values() for t in (p, *optimizer.state[p].values())] + [*bank.weights("x").values()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after)) == (step == 3)
+    for name, p in named.items():
+        x = bank.weights("x")[name]
+        torch.testing.assert_close(x, (p - 0.1 * optimizer.state[p]["z"]) / 0.9, rtol=SAME_MATH, atol=SAME_MATH)
+
+
+def test_the_averaged_point_is_added_to_the_averages_of_an_input_once():
+    values = {"optimizer": {"type": "AdamWScheduleFree"}}
+    config = config_from_dict(spoiled(values))
+    *others, last = config.training.averaging
+    assert (last.type, last.name) == ("schedule_free", "schedule_free")
+    assert last.full_validation == config.validating.full_validation
+    assert [a.type for a in others] == [a.type for a in config_from_dict(spoiled({})).training.averaging]
+    own = {**values, "training.averaging": [{"name": "x", "type": "schedule_free", "lcurve": True}]}
+    found = [a for a in config_from_dict(spoiled(own)).training.averaging if a.type == "schedule_free"]
+    assert [(a.name, a.lcurve) for a in found] == [("x", True)]
+
+
+def test_a_hook_of_updates_is_refused_for_the_averaged_point():
+    with pytest.raises(ConfigError, match="the averaged point needs every step"):
+        ScheduleFreeProfile("x", should_update=max)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop", "warned"), [("exp", 1e-3, False), ("exp", 1e-5, True), ("invsqrt", 1e-3, True)]
+)
+def test_a_rate_that_falls_is_warned_about(kind, stop, warned):
+    rate = {"type": kind, "start_lr": 1e-3, "stop_lr": stop}
+    config = config_from_dict(spoiled({"optimizer": OPTIMIZER, "learning_rate": rate}))
+    found = [text for text in config_warnings(config) if "AdamWScheduleFree" in text]
+    assert len(found) == warned
+    assert all("learning_rate" in text and "constant" in text for text in found)
+
+
+def train(folder, monkeypatch, training, valid, restart=None, **changes):
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    config = tiny_input([training], [valid], num_steps=20, optimizer=OPTIMIZER, **CONSTANT, **changes)
+    (folder / "input.json").write_text(json.dumps(config))
+    run_training("input.json", restart=restart, device="cpu")
+    return torch.load(folder / "model.ckpt-20.pt", weights_only=True)
+
+
+def test_a_restart_is_the_same_run_and_the_averaged_point_is_saved_and_validated(
+    tmp_path, monkeypatch, water_like, water_like_valid
+):
+    data = water_like, water_like_valid
+    options = {"validating__full_validation": True, "validating__validation_freq": 10}
+    whole = train(tmp_path / "whole", monkeypatch, *data, training__save_freq=20, **options)
+    train(tmp_path / "parts", monkeypatch, *data, training__save_freq=10, **options)
+    (tmp_path / "parts" / "model.ckpt-20.pt").unlink()
+    again = train(tmp_path / "parts", monkeypatch, *data, "model.ckpt-10.pt", training__save_freq=10, **options)
+    for part in ("model", "optimizer", "averages"):
+        assert_same(whole[part], again[part])
+    x = torch.load(tmp_path / "whole" / "model_schedule_free.ckpt-20.pt", weights_only=True)["model"]
+    for name, state in whole["optimizer"]["state"].items():
+        implied = (whole["model"][name] - 0.2 * state["z"]) / 0.8
+        torch.testing.assert_close(x[name], implied, rtol=1e-10, atol=1e-10)
+        assert not torch.equal(x[name], whole["model"][name])
+    rows = (tmp_path / "whole" / "val_schedule_free.log").read_text()
+    assert rows != (tmp_path / "whole" / "val.log").read_text()
+    assert list((tmp_path / "whole").glob("best_schedule_free.ckpt-*"))
+
+
+def test_with_several_tasks_the_averaged_point_is_that_of_all_steps(desk):
+    rate = {"start_lr": 0.01, "stop_lr": 0.01, "warmup_steps": 3}
+    values = input_of("the fitting network") | {"optimizer": OPTIMIZER, "learning_rate": rate}
+    (desk / "input.json").write_text(json.dumps(values))
+    assert cli.main(["train", "input.json"]) == 0
+    saved = torch.load("model.ckpt.pt", weights_only=True)
+    held = saved["averages"]["profiles"]["schedule_free"]["weights"]
+    counts = set()
+    for name, state in saved["optimizer"]["state"].items():
+        implied = (saved["model"][name] - 0.2 * state["z"]) / 0.8
+        torch.testing.assert_close(held[name], implied, rtol=1e-9, atol=1e-9)
+        counts.add((float(state["step"]), float(state["averaged"])))
+    assert len(counts) > 1
+    assert len({averaged for _, averaged in counts}) == 1
