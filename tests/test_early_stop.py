@@ -61,7 +61,7 @@ def test_the_count_begins_anew_at_an_error_that_is_lower_by_more_than_min_delta(
 def test_an_error_that_is_not_finite_is_no_improvement():
     stop = fed([{LIVE: v} for v in (float("nan"), float("nan"))])
     assert stop.is_met
-    assert "none that is finite" in stop.describe()
+    assert "improvements: none" in stop.describe()
 
 
 def test_the_improvement_of_one_of_several_rows_is_enough_unless_one_is_chosen():
@@ -71,10 +71,11 @@ def test_the_improvement_of_one_of_several_rows_is_enough_unless_one_is_chosen()
     assert not fed(rows, weights="ema").is_met
 
 
-def test_the_reason_names_metric_patience_and_the_lowest_errors():
+def test_the_reason_names_metric_patience_and_the_last_improvements():
     found = fed([{LIVE: 1.0, ("ema", "ice"): 0.9}, {LIVE: 2.0}, {LIVE: 2.0}], min_delta=0.01).describe()
     assert found == (
-        "F:RMSE has not fallen by more than 10.000 meV/Å in the last 2 full validations; lowest: "
+        "F:RMSE has not fallen by more than 10.000 meV/Å in the last 2 full validations; "
+        "last improvements: "
         "live 1000.0 meV/Å after step 10, ice ema 900.00 meV/Å after step 10"
     )
 
@@ -83,7 +84,11 @@ def test_the_reason_names_metric_patience_and_the_lowest_errors():
 def test_the_count_continues_from_its_state(task):
     one, other = (fed([{("live", task): v} for v in values]) for values in ((1.0, 0.9, 0.95), ()))
     other.load_state_dict(json.loads(json.dumps(one.state_dict())), [("live", task)])
-    assert (other.waited, other.lowest) == (one.waited, one.lowest) == (1, {("live", task): (pytest.approx(0.9), 20)})
+    assert (
+        (other.waited, other.improvements)
+        == (one.waited, one.improvements)
+        == (1, {("live", task): (pytest.approx(0.9), 20)})
+    )
 
 
 def test_another_metric_is_counted_anew(caplog):
@@ -162,7 +167,17 @@ def test_a_run_that_stopped_early_continues_with_more_patience_only(start, caplo
     assert start("run", restart=str(found.checkpoint)).step == END
     assert f"step {END} ended the run early" in caplog.text
     assert "Raise validating.early_stop.patience" in caplog.text
+    assert read_record(".")[-1].ended.startswith("ended early: F:RMSE")
     assert start("run", stop={**STOP, "patience": 5}, restart=str(found.checkpoint)).step == END + 2 * EVERY
+
+
+def test_a_run_that_stops_at_its_last_step_has_not_ended_early(start, caplog):
+    caplog.set_level(logging.INFO, "deepmd_ema")
+    # full validations after steps 4, 6, ..., 24, of which the first alone is an improvement
+    assert start("run", stop={**STOP, "patience": (STEPS - 4) // EVERY}).step == STEPS
+    assert "stopped   early" not in caplog.text
+    assert "early stop after" not in caplog.text
+    assert read_record(".")[-1].ended == "ended"
 
 
 def test_without_early_stop_a_checkpoint_has_no_count(start):
@@ -183,7 +198,7 @@ def test_a_run_of_two_tasks_stops_early_and_restarts_with_the_count_of_each(tmp_
     values["validating"]["early_stop"] = STOP
     Path("input.json").write_text(json.dumps(values))
     part = run_training("input.json", device="cpu", callback=StopAt(10, False))
-    rows = checkpoint.load(part.checkpoint)["early_stop"]["lowest"]
+    rows = checkpoint.load(part.checkpoint)["early_stop"]["improvements"]
     assert [(weights, set(tasks)) for weights, tasks in rows.items()] == [
         (weights, {"water", "salt"}) for weights in ("live", "slow")
     ]
@@ -192,9 +207,15 @@ def test_a_run_of_two_tasks_stops_early_and_restarts_with_the_count_of_each(tmp_
 
 
 @pytest.mark.slow
-def test_ranks_stop_early_at_the_same_step(tmp_path, water_like, water_like_valid):
-    values = tiny_input(
-        [water_like], [water_like_valid], num_steps=STEPS, validating=VALIDATED, training__enable_ema=True
-    )
+@pytest.mark.parametrize(
+    ("stage", "kind", "link"), [(0, "gathered", "model.ckpt.pt"), (3, "sharded", "model.ckpt.dcp")]
+)
+def test_ranks_stop_early_at_the_same_step_and_their_restart_keeps_it(
+    tmp_path, water_like, water_like_valid, stage, kind, link
+):
+    options = {"training__zero_stage": stage, "training__checkpoint_format": kind, "training__enable_ema": True}
+    values = tiny_input([water_like], [water_like_valid], num_steps=STEPS, validating=VALIDATED, **options)
     train(tmp_path, 2, values)
-    assert checkpoint.load(tmp_path / "model.ckpt.pt")["step"] == END
+    assert checkpoint.load(tmp_path / link)["early_stop"]["waited"] == STOP["patience"]
+    train(tmp_path, 2, restart=link)
+    assert checkpoint.load(tmp_path / link)["step"] == END

@@ -197,7 +197,7 @@ _RECORDS = _parts({"metric": _METRIC, "records": _list(_RECORD)})
 BEST = _each(_of_one_or_each_task(lambda v: isinstance(v, Mapping) and "records" in v, _RECORDS))
 EARLY_STOP = _parts({
     "metric": _METRIC, "waited": COUNT,
-    "lowest": _each(_of_one_or_each_task(lambda v: isinstance(v, list | tuple), _RECORD)),
+    "improvements": _each(_of_one_or_each_task(lambda v: isinstance(v, list | tuple), _RECORD)),
 })  # fmt: skip
 
 STREAMS = _each(

@@ -335,4 +335,7 @@ def _validation_words(config: RunConfig) -> str:
     *others, last = validated
     weights = f"{', '.join(others)} and {last}" if others else last
     which = f"{weights} weights, best by {v.validation_metric}"
+    if v.early_stop is not None:
+        metric, patience = v.early_stop.metric or v.validation_metric, counted(v.early_stop.patience, "validation")
+        which += f"; the run ends after {patience} without a lower {metric}"
     return f"{shown}; all data {every_steps(v.validation_freq)} and after the last ({which})"

@@ -353,7 +353,7 @@ _metric = Check(
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopConfig:
-    """When a run ends before its last step, because errors of full validation have stopped to fall."""
+    """When a run ends before its last step, because errors of full validation no longer fall."""
 
     patience: int = option(
         check=positive_int,
@@ -366,8 +366,8 @@ class EarlyStopConfig:
     min_delta: float = option(
         0.0,
         check=not_negative,
-        doc="An error is an improvement if it is lower than the lowest so far by more than this, in eV/atom (E, V), "
-        "eV/angstrom (F) or eV/angstrom^3 (S).",
+        doc="An error is an improvement if it is lower than at the last improvement by more than this, in eV/atom (E, "
+        "V), eV/angstrom (F) or eV/angstrom^3 (S).",
     )
     weights: str | None = option(
         None,

@@ -1,4 +1,4 @@
-"""Early stopping: whether the errors of full validation have stopped to fall."""
+"""Early stopping: whether the errors of full validation no longer fall."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Row: TypeAlias = tuple[str, str]
 class EarlyStop:
     """Counts the full validations since the last improvement of any watched error.
 
-    An error is an improvement if it is lower than the lowest of its weights and task so far by more than ``min_delta``.
-    Errors that are not finite are none. All ranks have the same errors, and so decide alike.
+    An error is an improvement if it is the first of its weights and task, or lower than at their last improvement by
+    more than ``min_delta``. Errors that are not finite are none. All ranks have the same errors, and so decide alike.
 
     Args:
         config: patience, metric, ``min_delta`` and weights.
@@ -32,13 +32,13 @@ class EarlyStop:
 
     Attributes:
         waited: full validations since the last improvement.
-        lowest: the lowest error and its step, by weights and task.
+        improvements: error and step of the last one, by weights and task.
     """
 
     def __init__(self, config: EarlyStopConfig, metric: Metric) -> None:
         self._config, self._metric = config, config.metric or metric
         self.waited = 0
-        self.lowest: dict[Row, tuple[float, int]] = {}
+        self.improvements: dict[Row, tuple[float, int]] = {}
 
     @property
     def is_met(self) -> bool:
@@ -51,31 +51,31 @@ class EarlyStop:
         for row, found in errors.items():
             if self._config.weights not in (None, row[0]):
                 continue
-            value, (lowest, _) = found.metric(self._metric), self.lowest.get(row, (math.inf, 0))
-            if math.isfinite(value) and value < lowest - self._config.min_delta:
-                self.lowest[row] = (value, step)
+            value, (before, _) = found.metric(self._metric), self.improvements.get(row, (math.inf, 0))
+            if math.isfinite(value) and value < before - self._config.min_delta:
+                self.improvements[row] = (value, step)
                 self.waited = 0
 
     def describe(self) -> str:
-        """Return the reason for the end, with the lowest errors."""
+        """Return the reason for the end, with the last improvements."""
         delta = self._config.min_delta
         by = f" by more than {show_metric(self._metric, delta)}" * (delta > 0)
         rows = [
             f"{' '.join(filter(None, reversed(row)))} {show_metric(self._metric, value)} after step {step:,}"
-            for row, (value, step) in self.lowest.items()
+            for row, (value, step) in self.improvements.items()
         ]
         since = f"{self._metric} has not fallen{by} in the last {counted(self.waited, 'full validation')}"
-        return f"{since}; lowest: {', '.join(rows) or 'none that is finite'}"
+        return f"{since}; last improvements: {', '.join(rows) or 'none'}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return metric, count and lowest errors."""
-        lowest: dict[str, dict[str, list[float]]] = {}
-        for (weights, task), record in self.lowest.items():
-            lowest.setdefault(weights, {})[task] = list(record)
+        """Return metric, count and last improvements."""
+        found: dict[str, dict[str, list[float]]] = {}
+        for (weights, task), record in self.improvements.items():
+            found.setdefault(weights, {})[task] = list(record)
         return {
             "metric": str(self._metric),
             "waited": self.waited,
-            "lowest": {weights: unnested(of_task) for weights, of_task in lowest.items()},
+            "improvements": {weights: unnested(of_task) for weights, of_task in found.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], rows: Iterable[Row]) -> None:
@@ -86,6 +86,6 @@ class EarlyStop:
             return
         self.waited = state["waited"]
         for weights, task in rows:
-            record = nested(state["lowest"].get(weights, {}), (task,)).get(task)
+            record = nested(state["improvements"].get(weights, {}), (task,)).get(task)
             if record:
-                self.lowest[weights, task] = (float(record[0]), int(record[1]))
+                self.improvements[weights, task] = (float(record[0]), int(record[1]))

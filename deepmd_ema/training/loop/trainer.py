@@ -359,7 +359,7 @@ class Trainer:
         if self.validator.early_stop is not None and "early_stop" in state:
             self.validator.early_stop.load_state_dict(state["early_stop"], self.validator.row_names)
         if (why := self.validator.stopped_early) and step < self.num_steps:
-            self.num_steps = step
+            self.record.early_end, self.num_steps = why, step
             logger.warning(
                 "step %d ended the run early: %s. Nothing is left to train. Raise validating.early_stop.patience, or "
                 "remove early_stop, to continue.", step, why,
