@@ -156,6 +156,8 @@ BAD = [
         "model.use_compile = true: training.enable_compile = false, and a run has one of them.",
         ["Give both the same value, or remove one."],
     ),
+    ({"validating.early_stop": {"patience": 0}}, "validating.early_stop.patience = 0", ["> 0"]),
+    ({"validating.early_stop": {"patience": 2, "metric": "F"}}, 'validating.early_stop.metric = "F"', ["E:MAE"]),
     ({"validating.validation_metric": "FM:MAE"}, "validating.validation_metric", [NOT_YET]),
 ]
 
@@ -350,6 +352,11 @@ BROKEN_RULES = {
         {"validating.full_validation": True, "validating.full_val_file": "./lcurve.out"},
         "validating.full_val_file: ",
         "validation of live would be written to lcurve.out, as the learning curve of live is. Choose another name.",
+    ),
+    "early_stop_watches_validated_weights": (
+        {"validating.full_validation": True, "validating.early_stop": {"patience": 3, "weights": "ema"}},
+        'validating.early_stop.weights = "ema"',
+        "no full validation. With it: live.",
     ),
     "metric_is_trained": (
         {"validating.full_validation": True, "validating.validation_metric": "S:RMSE", "loss.start_pref_v": 1},

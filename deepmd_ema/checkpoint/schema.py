@@ -195,6 +195,10 @@ _RECORD = _all(
 )
 _RECORDS = _parts({"metric": _METRIC, "records": _list(_RECORD)})
 BEST = _each(_of_one_or_each_task(lambda v: isinstance(v, Mapping) and "records" in v, _RECORDS))
+EARLY_STOP = _parts({
+    "metric": _METRIC, "waited": COUNT,
+    "improvements": _each(_of_one_or_each_task(lambda v: isinstance(v, list | tuple), _RECORD)),
+})  # fmt: skip
 
 STREAMS = _each(
     _parts({"frames": COUNT}, {"num_frames": COUNT, "frames_per_step": NUMBER, "display_frames": COUNT, "split": TEXT})
@@ -250,8 +254,9 @@ KINDS: dict[str, Rule] = {
     "training": _parts(
         {**_ALL, "weights": _value(lambda v: v == LIVE, f"{LIVE!r}"), "config": _OF_RUN, "optimizer": OPTIMIZER,
          "streams": STREAMS, "display": DISPLAY, "validation_pending": FLAG},
-        {**_COMMON, "averages": AVERAGES, "best": BEST, "interpolation": INTERPOLATION, "splines": SPLINES,
-         "refitted": _each(TENSORS), "refitted_bias": _each(_of_one_or_each_task(_is_tensor, TENSOR))},
+        {**_COMMON, "averages": AVERAGES, "best": BEST, "early_stop": EARLY_STOP, "interpolation": INTERPOLATION,
+         "splines": SPLINES, "refitted": _each(TENSORS),
+         "refitted_bias": _each(_of_one_or_each_task(_is_tensor, TENSOR))},
     ),
     "average": _parts({**_ALL, "average": AVERAGE}, _COMMON),
     "best": _parts(_ALL, {**_COMMON, "average": AVERAGE}),

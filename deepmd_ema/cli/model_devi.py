@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import (
@@ -13,6 +12,7 @@ from deepmd_ema.cli.options import (
     add_weights,
     chosen_systems,
     file_to_write,
+    num_steps,
     path,
     positive,
 )
@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_systems(parser, datafile=False)
     parser.add_argument("-o", "--output", metavar="FILE", type=file_to_write, default="model_devi.out",
                         help="table of all frames (model_devi.out)")  # fmt: skip
-    parser.add_argument("-f", "--frequency", metavar="N", type=_steps, default=1,
+    parser.add_argument("-f", "--frequency", metavar="N", type=num_steps, default=1,
                         help="steps between two frames, for the column step (1)")  # fmt: skip
     parser.add_argument("--real_error", "--real-error", action="store_true",
                         help="root mean square errors of the models, not their deviations")  # fmt: skip
@@ -54,9 +54,3 @@ def run(args: argparse.Namespace) -> None:
     )
     print(report.text())
     print(f"wrote {report.write(args.output)}")
-
-
-def _steps(text: str) -> int:
-    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a number of steps, at least 1")
-    return int(text)

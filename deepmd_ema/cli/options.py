@@ -80,6 +80,13 @@ def num_frames(text: str) -> int:
     return int(text)
 
 
+def num_steps(text: str) -> int:
+    """Return a number of steps that is given on the command line."""
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a number of steps, at least 1")
+    return int(text)
+
+
 def number_below(most: float, expected: str) -> Callable[[str], float]:
     """Return the reader of a number above 0 and below ``most`` that is given on the command line."""
 

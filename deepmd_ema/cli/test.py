@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import sys
+from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.allocator import keep_freed_memory
 from deepmd_ema.cli.loading import loading
@@ -14,8 +18,16 @@ from deepmd_ema.cli.options import (
     chosen_systems,
     file_to_write,
     num_frames,
+    num_steps,
     path,
+    positive,
 )
+from deepmd_ema.errors import UserError
+
+if TYPE_CHECKING:
+    from deepmd_ema.infer.evaluate import ErrorReport
+    from deepmd_ema.metrics import Errors
+    from deepmd_ema.physics.report import PhysicsReport
 
 SUMMARY = "errors of a model on labelled frames"
 
@@ -33,15 +45,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="PNG", nargs="?", const="parity.png", type=file_to_write,
                         help="parity plots (parity.png)")  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="compile the model first: for many frames; needs g++")
+    parser.add_argument("--physics", action="store_true",
+                        help="dynamics, bond scans, cutoff and crystals as well (doc/physics.md)")  # fmt: skip
+    parser.add_argument("--temperature", metavar="K", type=positive,
+                        help="with --physics: of the run without thermostat, half of the other (300)")  # fmt: skip
+    parser.add_argument("--md-steps", metavar="N", type=num_steps, help="with --physics: steps of each run (1000)")
+    parser.add_argument("--time-step", metavar="FS", type=positive,
+                        help="with --physics: in femtoseconds (0.5 with hydrogen, else 1)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     add_weights(parser)
     add_device(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the errors and write the requested files."""
+    """Print the errors, and the physics where requested, and write the requested files."""
+    options = {name: getattr(args, name) for name in ("temperature", "md_steps", "time_step")}
+    if not args.physics and (given := [name for name, value in options.items() if value is not None]):
+        raise UserError(f"--{given[0].replace('_', '-')}: no effect without --physics. Add it, or leave this out.")
     keep_freed_memory()
     with loading():
         from deepmd_ema.infer.evaluate import measure, refuse_details
+        from deepmd_ema.physics.report import PhysicsOptions, measure_physics
 
     if args.detail_file is not None:
         refuse_details(args.detail_file)
@@ -50,20 +74,41 @@ def run(args: argparse.Namespace) -> None:
 
         picture_file(args.plot, "--plot")
     systems, patterns = chosen_systems(args, ["."])
-    report = measure(
-        args.model,
-        systems,
-        num_frames=args.numb_test,
-        atomic=args.atomic,
-        use_average=args.use_ema,
-        average=args.average,
-        head=args.head,
-        device=args.device,
-        rglob_patterns=patterns,
-        compiled=args.compile,
-    )
-    print(report.text())
-    if args.detail_file is not None:
-        print(f"wrote {', '.join(map(str, report.write_details(args.detail_file)))}")
-    if args.plot is not None:
-        print(f"wrote {report.plot(args.plot)}")
+    common = {
+        "num_frames": args.numb_test,
+        "use_average": args.use_ema,
+        "average": args.average,
+        "head": args.head,
+        "device": args.device,
+        "rglob_patterns": patterns,
+    }
+    report = measure(args.model, systems, atomic=args.atomic, compiled=args.compile, **common)
+    if not args.json:
+        print(report.text(), flush=True)
+    physics = None
+    if args.physics:
+        chosen = PhysicsOptions(args.temperature or 300.0, args.time_step, args.md_steps or 1000)
+        physics = measure_physics(args.model, systems, chosen, **common)
+    if args.json:
+        print(json.dumps(_document(report, physics), indent=2))
+    elif physics is not None:
+        print(physics.text())
+    written = [] if args.detail_file is None else report.write_details(args.detail_file)
+    written += [] if args.plot is None else [report.plot(args.plot)]
+    if written:
+        print(f"wrote {', '.join(map(str, written))}", file=sys.stderr if args.json else sys.stdout)
+
+
+def _document(report: ErrorReport, physics: PhysicsReport | None) -> dict[str, Any]:
+    """Return errors in the units of ``labels.QUANTITIES``, and physics, as values of JSON; None where there is none."""
+
+    def numbers(errors: Errors) -> dict[str, float | None]:
+        return {name: None if math.isnan(value) else value for name, value in errors.summary().items()}
+
+    return {
+        "model": str(report.info.path),
+        "weights": report.info.describe(),
+        "errors": numbers(report.total),
+        "systems": {name: numbers(errors) for name, errors in report.by_system.items()},
+        "physics": None if physics is None else physics.document(),
+    }

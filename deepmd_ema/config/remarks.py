@@ -21,8 +21,8 @@ Unused = Iterator[tuple[str, str]]
 """Dotted path of an option and the reason why it does nothing."""
 
 _FULL_VALIDATION = (
-    "validation_freq", "save_best", "save_best_dir", "max_best_ckpt", "validation_metric", "full_val_file",
-    "full_val_start",
+    "validation_freq", "save_best", "save_best_dir", "max_best_ckpt", "validation_metric", "early_stop",
+    "full_val_file", "full_val_start",
 )  # fmt: skip
 _MAX_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
 _MIN_SNAPSHOTS = 4  # of one average; from fewer, averages of other lengths cannot be reconstructed well
@@ -347,4 +347,7 @@ def _validation_words(config: RunConfig) -> str:
     *others, last = validated
     weights = f"{', '.join(others)} and {last}" if others else last
     which = f"{weights} weights, best by {v.validation_metric}"
+    if v.early_stop is not None:
+        metric, patience = v.early_stop.metric or v.validation_metric, counted(v.early_stop.patience, "validation")
+        which += f"; the run ends after {patience} without a lower {metric}"
     return f"{shown}; all data {every_steps(v.validation_freq)} and after the last ({which})"

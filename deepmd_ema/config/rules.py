@@ -348,15 +348,27 @@ NEEDS_DATA = " = true: needs training.validation_data (or validation_fraction). 
 
 @rule("run")
 def metric_is_trained(run: RunConfig) -> Violations:
-    """The metric that ranks weights has weights in the loss of every task, at the start and at the end."""
-    metric = run.validating.validation_metric
-    letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[metric.quantity]
-    for task in run.tasks.values():
-        start, limit = (getattr(task.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))
-        if run.fully_validated and not (start and limit):
-            both = f"start_pref_{letter} = {start:g} and limit_pref_{letter} = {limit:g} must both be > 0"
-            text = f" = {show(metric)}: not in the loss, whose {both}. Set them, or choose another metric."
-            yield "validating.validation_metric", text
+    """The metrics that rank weights and end a run have weights in the loss of every task, at the start and the end."""
+    metrics, early_stop = {"validation_metric": run.validating.validation_metric}, run.validating.early_stop
+    if early_stop is not None and early_stop.metric is not None:
+        metrics["early_stop.metric"] = early_stop.metric
+    for name, metric in metrics.items() if run.fully_validated else ():
+        letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[metric.quantity]
+        for task in run.tasks.values():
+            start, limit = (getattr(task.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))
+            if not (start and limit):
+                both = f"start_pref_{letter} = {start:g} and limit_pref_{letter} = {limit:g} must both be > 0"
+                text = f" = {show(metric)}: not in the loss, whose {both}. Set them, or choose another metric."
+                yield f"validating.{name}", text
+
+
+@rule("run")
+def early_stop_watches_validated_weights(run: RunConfig) -> Violations:
+    """The weights that end a run have full validation."""
+    early_stop, there = run.validating.early_stop, run.fully_validated
+    if early_stop is not None and early_stop.weights is not None and there and early_stop.weights not in there:
+        text = f" = {show(early_stop.weights)}: these weights have no full validation. With it: {', '.join(there)}."
+        yield "validating.early_stop.weights", text
 
 
 @rule("run")

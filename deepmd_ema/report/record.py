@@ -43,7 +43,8 @@ class Part:
         ranks: number of processes.
         began: local time of the start, as ISO 8601.
         updated: local time of the last entry.
-        ended: how it ended, such as ``ended`` or ``interrupted by SIGTERM``; empty while it runs, or if it was killed.
+        ended: how it ended, such as ``ended``, ``ended early: ...`` or ``interrupted by SIGTERM``; empty while it runs,
+            or if it was killed.
         first_step: steps done before it.
         step: steps done.
         num_steps: of the whole run.
@@ -82,6 +83,9 @@ class RunRecord:
         ranks: number of processes.
         began: ``time.monotonic()`` at the start.
         continues: whether the run continues the one that the file is of.
+
+    Attributes:
+        early_end: why the run ends before its last step although nothing has interrupted it; empty if it does not.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class RunRecord:
     ) -> None:
         self._path, self._warnings = path, warnings if warnings is not None else deque[list[str]]()
         self._began = time.monotonic() if began is None else began
-        self._written = 0.0
+        self._written, self.early_end = 0.0, ""
         self._earlier = read_record(path.parent) if path is not None and continues else []
         self.part = Part(
             command=_command(),
@@ -148,7 +152,10 @@ class RunRecord:
         except BaseException as error:
             self._end(f"failed: {' '.join(str(error).split()) or type(error).__name__}")
             raise
-        self._end("ended" if self.part.step >= self.part.num_steps else "interrupted before its last step")
+        if self.early_end:
+            self._end(f"ended early: {self.early_end}")
+        else:
+            self._end("ended" if self.part.step >= self.part.num_steps else "interrupted before its last step")
 
     def _end(self, how: str) -> None:
         self.part.ended, self.part.left = how, None

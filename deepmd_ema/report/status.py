@@ -207,8 +207,8 @@ def _state(parts: Sequence[Part], holder: Holder | None, step: int, num_steps: i
     if not parts:
         return (ENDED, "") if num_steps and step >= num_steps else (UNKNOWN, "it has left no record")
     how = parts[-1].ended
-    if how == ENDED:
-        return ENDED, ""
+    if how.startswith(ENDED):
+        return ENDED, how.removeprefix(ENDED).strip()
     return (INTERRUPTED, how.removeprefix(f"{INTERRUPTED} ")) if how else (KILLED, "without a last entry in its record")
 
 

@@ -352,6 +352,31 @@ _metric = Check(
 
 
 @dataclass(frozen=True, kw_only=True)
+class EarlyStopConfig:
+    """When a run ends before its last step, because errors of full validation no longer fall."""
+
+    patience: int = option(
+        check=positive_int,
+        unit="full validations",
+        doc="Full validations without improvement after which the run ends, as it does after the last step.",
+    )
+    metric: Metric | None = option(
+        None, check=_metric, convert=Metric, doc="The error that must fall; null: `validation_metric`."
+    )
+    min_delta: float = option(
+        0.0,
+        check=not_negative,
+        doc="An error is an improvement if it is lower than at the last improvement by more than this, in eV/atom (E, "
+        "V), eV/angstrom (F) or eV/angstrom^3 (S).",
+    )
+    weights: str | None = option(
+        None,
+        doc="The weights whose errors count: `live`, or the name of an average with full validation; null: all of "
+        "them, and an improvement of any one, in any task, is enough.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ValidatingConfig:
     """Full validation: errors over the whole validation set at regular steps; the best weights are kept."""
 
@@ -373,6 +398,9 @@ class ValidatingConfig:
         convert=Metric,
         unavailable="F[RM]:|f[rm]:",
         doc="The error that ranks weights: E, F, V or S : MAE or RMSE.",
+    )
+    early_stop: EarlyStopConfig | None = option(
+        None, doc="When the run ends before its last step; null: never. Only in dp-ema."
     )
     full_val_file: str = option(
         "val.log", check=file_name, doc="File of full validation; averaged weights have `_ema` before the last dot."

@@ -142,7 +142,8 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
     averages = {name: series.link for name, series in saver.averages.items()}
     heads = [name for name in config.tasks if name]
     over = f"after step {trainer.step:,} of {trainer.num_steps:,}, as the time is over; everything is saved"
-    pairs = [("stopped", over if trainer.is_out_of_time else ""), ("heads", ", ".join(heads))]
+    early = f"early, after step {trainer.step:,}: {why}" if (why := trainer.record.early_end) else ""
+    pairs = [("stopped", over if trainer.is_out_of_time else early), ("heads", ", ".join(heads))]
     pairs += [("averaged", f"{link} ({name})") for name, link in averages.items()]
     for row in trainer.validator.rows:
         if row.best is not None and row.best.records:

@@ -202,6 +202,11 @@ class Saver:
             if content["average"]["updates"]:
                 self._submit(partial(_write_snapshot, self._snapshots[name][0], step, content, buffers))
 
+    def keep_last_snapshots(self, step: int) -> None:
+        """Write the snapshots that are due only because ``step`` is the last one, with which `dp-ema posthoc` ends."""
+        there = self.snapshots_due(step, False)  # these were written at their own pace
+        self.keep_snapshots([name for name in self.snapshots_due(step, True) if name not in there], step)
+
     def keep_best(self, best: BestFiles, weights: str, step: int, done: Callable[[Path], None]) -> None:
         """Write the best file of ``step``, which ``best`` has entered.
 

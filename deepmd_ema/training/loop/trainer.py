@@ -103,7 +103,7 @@ class Trainer:
         reporter: learning curves and progress.
         times: stopwatch of the run.
         record: file of what is known of the run beside its weights and errors.
-        num_steps: of the whole run.
+        num_steps: of the whole run; an early stop makes the current step the last one.
         world: the processes of the run.
         interpolation: of the embedding nets.
         graphs: takes steps as CUDA graphs instead of ``take_step`` and ``bank``; or None.
@@ -244,13 +244,12 @@ class Trainer:
         return found > 0
 
     def _do_what_is_due(self, task: Task, batches: Sequence[Batch | PackedBatch], outcome: Outcome) -> None:
-        last = self.step == self.num_steps
         self.reporter.record(self.step, task, outcome)
         if self.reporter.is_due(self.step):
             self._raise_if_diverged()
             with self.callback.during(self, "display"):
                 self.reporter.show(self.step, task, batches, outcome)
-        snapshots = self.saver.snapshots_due(self.step, last)
+        snapshots = self.saver.snapshots_due(self.step, self.step == self.num_steps)
         if snapshots:  # before a validation, which a stop may break off
             self._raise_if_diverged()
             with self.times.of("snapshot"):
@@ -258,7 +257,7 @@ class Trainer:
         if self.validator.is_due(self.step):
             self._raise_if_diverged()
             self._validate()
-        if self.saver.is_due(self.step, last):
+        if self.saver.is_due(self.step, self.step == self.num_steps):  # a validation may have made it the last step
             self._raise_if_diverged()
             self._save()
         elif self.reporter.is_due(self.step):
@@ -271,6 +270,10 @@ class Trainer:
             results = self.validator.run(self.step, self.saver, self._is_stopped, entered)
         self._validation_pending = False
         self.reporter.show_validation(self.step, results)
+        if (why := self.validator.stopped_early) and self.step < self.num_steps:
+            logger.info("early stop after step %d of %d: %s", self.step, self.num_steps, why)
+            self.record.early_end, self.num_steps = why, self.step
+            self.saver.keep_last_snapshots(self.step)
 
     def _save(self) -> None:
         with self.callback.during(self, "checkpoint"):
@@ -300,10 +303,7 @@ class Trainer:
     def _leave(self) -> None:
         """Save the current step; raise Interrupted unless only the time is over."""
         self._raise_if_diverged()
-        # of the last step, with which `dp-ema posthoc` ends; those of a regular pace are there already
-        there = self.saver.snapshots_due(self.step, False)
-        due = [name for name in self.saver.snapshots_due(self.step, True) if name not in there]
-        self.saver.keep_snapshots(due, self.step)
+        self.saver.keep_last_snapshots(self.step)
         if self._saved != self.step or self._validation_pending:
             self._save()
         self.saver.writer.finish()
@@ -330,6 +330,8 @@ class Trainer:
         }
         if self.validator.rows:
             state["best"] = self.validator.state_dict()
+        if self.validator.early_stop is not None:
+            state["early_stop"] = self.validator.early_stop.state_dict()
         return state
 
     def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
@@ -354,6 +356,14 @@ class Trainer:
         self._validation_pending = bool(state["validation_pending"] and self.validator.rows)
         self.validator.load_state_dict(state.get("best", {}))
         self.validator.truncate(step - 1 if self._validation_pending else step)
+        if self.validator.early_stop is not None and "early_stop" in state:
+            self.validator.early_stop.load_state_dict(state["early_stop"], self.validator.row_names)
+        if (why := self.validator.stopped_early) and step < self.num_steps:
+            self.record.early_end, self.num_steps = why, step
+            logger.warning(
+                "step %d ended the run early: %s. Nothing is left to train. Raise validating.early_stop.patience, or "
+                "remove early_stop, to continue.", step, why,
+            )  # fmt: skip
 
 
 def restart_command(trainer: Trainer) -> str:

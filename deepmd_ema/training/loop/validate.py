@@ -21,6 +21,7 @@ from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.model.tabulated import tables_in
 from deepmd_ema.report.tables import ValidationLog
+from deepmd_ema.training.loop.early_stop import EarlyStop
 from deepmd_ema.training.loop.saver import Saver
 from deepmd_ema.training.loop.step import Products
 from deepmd_ema.training.start.prepare import PreparedRun, PreparedTask
@@ -71,6 +72,7 @@ class FullValidation:
         models: the live models.
         tasks: tasks with validation frames, by name.
         rows: what is validated, maybe nothing; those of the same weights follow each other.
+        early_stop: counts validations without a lower error; None: the run has all its steps.
     """
 
     def __init__(
@@ -90,6 +92,8 @@ class FullValidation:
         # below 1 a fraction of the run, never at 1, a step above it; the last step is validated in any case but never
         start = validating.full_val_start
         self._start = None if start == 1 else int(start * num_steps) if start < 1 else int(start)
+        early_stop = validating.early_stop
+        self.early_stop = EarlyStop(early_stop, self._metric) if early_stop is not None else None
         self.rows: list[Validated] = []
         for weights in config.fully_validated:
             for task in self.tasks:
@@ -136,6 +140,8 @@ class FullValidation:
             value = found.metric(self._metric)
             if row.best is not None and row.best.offer(value, step):
                 saver.keep_best(row.best, row.weights, step, partial(self._report_best, row, value))
+        if self.early_stop is not None:
+            self.early_stop.add(step, {(row.weights, row.task): found for row, found in errors.items()})
         return {row.name: found for row, found in errors.items()}
 
     def _report_best(self, row: Validated, value: float, path: Path) -> None:
@@ -163,6 +169,16 @@ class FullValidation:
         for row in self.rows:
             if row.log is not None:
                 row.log.cut_after(step)
+
+    @property
+    def stopped_early(self) -> str:
+        """Why the errors so far end the run before its last step; empty if they do not."""
+        return self.early_stop.describe() if self.early_stop is not None and self.early_stop.is_met else ""
+
+    @property
+    def row_names(self) -> list[tuple[str, str]]:
+        """Weights and task of each row."""
+        return [(row.weights, row.task) for row in self.rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best records by set of weights, and by task if there are several."""

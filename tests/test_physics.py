@@ -1,0 +1,364 @@
+"""``dp-ema test --physics``: each quantity on a surface whose answer is known, and the command."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from helpers import write_system
+from infer_models import write_run
+
+from deepmd_ema.cli import main
+from deepmd_ema.data.source import Frame
+from deepmd_ema.errors import UserError
+from deepmd_ema.geometry import find_pairs_once
+from deepmd_ema.infer.potential import Prediction
+from deepmd_ema.labels import FORCE
+from deepmd_ema.physics.crystal import (
+    describe_crystal,
+    elastic_constants,
+    force_constants,
+    frequencies,
+    is_crystal,
+    relax,
+)
+from deepmd_ema.physics.dynamics import FRICTION, Run, _moments, conserve, survive
+from deepmd_ema.physics.report import PhysicsOptions, physics_of, shortest_distances
+from deepmd_ema.physics.scans import count_extrema, scan_bonds, scan_cutoff
+from deepmd_ema.physics.surface import EV_PER_KELVIN, MASSES, Surface
+
+WELL, RATE, LENGTH = 1.0, 1.5, 2.0  # eV, 1/angstrom, angstrom: of Morse's potential
+CALM = Run(temperature=300.0, time_step=1.0, steps=300, seed=3)
+HOT = Run(temperature=600.0, time_step=1.0, steps=300, seed=3)
+NO_LIMIT = np.zeros((1, 1))
+PRECISION_OF_DIFFERENCES = 1e-3  # relative, of second derivatives by displacements of 0.01 angstrom
+
+
+def morse(r):
+    """Return energy and its derivative."""
+    decay = np.exp(-RATE * (r - LENGTH))
+    return WELL * (decay**2 - 2 * decay), 2 * WELL * RATE * (decay - decay**2)
+
+
+def with_bump(r):
+    """Return Morse's energy with a ripple at 2.3 angstrom, and its derivative."""
+    energy, slope = morse(r)
+    ripple = 0.3 * np.exp(-(((r - 2.3) / 0.05) ** 2))
+    return energy + ripple, slope - 2 * (r - 2.3) / 0.05**2 * ripple
+
+
+def with_hole(r):
+    """Return an energy without a wall, and its derivative."""
+    return -2.0 / (r + 0.01), 2.0 / (r + 0.01) ** 2
+
+
+class PairModel:
+    """A model that is a sum over pairs; ``excess`` scales forces, which then are no derivatives."""
+
+    type_map = ("Cu",)
+
+    def __init__(self, pair=morse, rcut=6.0, excess=1.0):
+        self.pair, self.rcut, self.excess = pair, rcut, excess
+
+    def evaluate(self, coord, types, box=None, fparam=None, aparam=None, kept=None):
+        """Return energies and forces; virials are not needed."""
+        energies, forces = [], []
+        for frame in np.asarray(coord):
+            i, j, vector, r = find_pairs_once(frame, box, self.rcut)
+            energy, slope = self.pair(r)
+            force = np.zeros_like(frame)
+            push = (slope / r)[:, None] * vector
+            np.add.at(force, i, push)
+            np.add.at(force, j, -push)
+            energies.append(energy.sum())
+            forces.append(self.excess * force)
+            if not np.isfinite(energies[-1]):
+                raise UserError("no finite energy")
+        return Prediction(np.array(energies), np.array(forces), np.zeros((len(energies), 9)), np.zeros((1, 1)))
+
+
+class AseModel:
+    """EMT of ASE as a model."""
+
+    type_map, rcut = ("Cu",), 6.0
+
+    def evaluate(self, coord, types, box=None, fparam=None, aparam=None, kept=None):
+        """Return energies, forces and virials."""
+        from ase import Atoms
+        from ase.calculators.emt import EMT
+
+        found = []
+        boxes = np.broadcast_to(box, (len(coord), 3, 3))
+        for frame, cell in zip(coord, boxes):
+            atoms = Atoms("Cu" * len(frame), frame, cell=cell, pbc=True, calculator=EMT())
+            virial = -atoms.get_stress(voigt=False) * atoms.get_volume()
+            found.append((atoms.get_potential_energy(), atoms.get_forces(), virial.ravel()))
+        energy, force, virial = map(np.array, zip(*found))
+        return Prediction(energy, force, virial, np.zeros((1, 1)))
+
+
+def line(*places, box=None, force=None):
+    """Return a frame of copper atoms on a line, at these places."""
+    coord = np.zeros((len(places), 3))
+    coord[:, 0] = places
+    labels = {} if force is None else {FORCE: np.full(coord.shape, force)}
+    return Frame(coord, np.zeros(len(places), np.int64), box, labels)
+
+
+def frame_of(atoms):
+    return Frame(atoms.positions.copy(), np.zeros(len(atoms), np.int64), atoms.cell.array.copy())
+
+
+# ---- dynamics
+
+
+def test_velocity_verlet_keeps_the_energy_of_a_conservative_model():
+    found = conserve(Surface(PairModel(), line(0, 2.1, 4.2)), NO_LIMIT, CALM)
+    assert not found.failure
+    assert found.time == pytest.approx(0.3)
+    assert abs(found.drift) < 1e-3
+    assert 0 < found.spread < 1e-3
+
+
+def test_halving_the_time_step_divides_the_spread_by_four():
+    surface = Surface(PairModel(), line(0, 2.1, 4.2))
+    whole = conserve(surface, NO_LIMIT, Run(300.0, 2.0, 500, 3)).spread
+    half = conserve(surface, NO_LIMIT, Run(300.0, 1.0, 1000, 3)).spread
+    assert whole / half == pytest.approx(4, rel=0.1)
+
+
+def test_forces_that_are_no_derivatives_spread_the_energy():
+    good = conserve(Surface(PairModel(), line(0, 2.1, 4.2)), NO_LIMIT, CALM)
+    bad = conserve(Surface(PairModel(excess=1.3), line(0, 2.1, 4.2)), NO_LIMIT, CALM)
+    assert bad.spread > 20 * good.spread
+
+
+def test_a_run_with_a_wall_lasts_and_one_with_a_hole_fails_with_its_reason():
+    least = np.array([[1.2]])
+    good = survive(Surface(PairModel(), line(0, 2.1, 4.2)), least, HOT)
+    assert (good.failure, good.time) == ("", pytest.approx(0.3))
+    bad = survive(Surface(PairModel(with_hole), line(0, 2.1, 4.2)), least, HOT)
+    assert 0 < bad.time < 0.3
+    assert "Cu-Cu at" in bad.failure or "eV/Å" in bad.failure or " K" in bad.failure
+
+
+def test_a_model_without_a_finite_energy_ends_the_run():
+    def breaks(r):
+        energy, slope = morse(r)
+        return np.where(r < 2.0, np.nan, energy), slope
+
+    found = survive(Surface(PairModel(breaks), line(0, 2.1)), NO_LIMIT, HOT)
+    assert found.failure == "no finite energy"
+    assert math.isnan(conserve(Surface(PairModel(breaks), line(0, 2.1)), NO_LIMIT, HOT).drift)
+
+
+def test_the_thermostat_reaches_its_temperature():
+    places = 2.1 * np.arange(20)
+    run = Run(300.0, 2.0, 3000, 1)
+    kinetic = [m.kinetic for m in _moments(Surface(PairModel(rcut=3.0), line(*places)), run, FRICTION)]
+    assert np.mean(kinetic[500:]) == pytest.approx(1.5 * 20 * EV_PER_KELVIN * 300, rel=0.1)
+
+
+def test_an_element_without_a_mass_is_refused_by_name():
+    model = PairModel()
+    model.type_map = ("X1",)
+    with pytest.raises(UserError, match="X1 has no mass"):
+        physics_of(model, [line(0, 2.0)], PhysicsOptions(steps=5))
+
+
+def test_masses_are_those_of_ase():
+    from ase.data import atomic_masses, chemical_symbols
+
+    for number, symbol in enumerate(chemical_symbols[1:104], 1):
+        assert MASSES[symbol] == pytest.approx(atomic_masses[number], rel=1e-4)
+
+
+# ---- scans
+
+
+@pytest.mark.parametrize(
+    ("energies", "found"),
+    [
+        ([2, 1, 0, 1, 2], (1, 0)),
+        ([2, 1, 0], (0, 0)),
+        ([0, 1, 0, 1], (1, 1)),
+        ([2, 0, 1, 0, 2], (2, 1)),
+        ([2, 0, 0.05, 0, 2], (1, 0)),  # a ripple below the barrier
+        ([1, 1, 1], (0, 0)),
+    ],
+)
+def test_extrema_are_counted_above_a_barrier(energies, found):
+    assert count_extrema(np.array(energies, float), 0.1) == found
+
+
+def test_a_morse_bond_has_one_well_and_a_ripple_adds_two_extrema():
+    shortest = np.array([[1.9]])
+    for pair, number in ((morse, 0), (with_bump, 2)):
+        (scan,) = scan_bonds(Surface(PairModel(pair), line(0, 2.0)), shortest, 0.75)
+        assert scan.elements == ("Cu", "Cu")
+        assert scan.distance[[0, -1]] == pytest.approx([0.75 * 1.9, 1.25 * 2.0])
+        assert scan.energy == pytest.approx(pair(scan.distance)[0])
+        assert scan.extrema == number
+
+
+def test_a_scan_ends_where_the_atom_would_meet_a_third_one():
+    (scan,) = scan_bonds(Surface(PairModel(), line(0, 2.0, 4.1)), np.array([[2.4]]), 0.75)
+    assert scan.distance[-1] <= 4.1 - 0.75 * 2.4 + 1e-9
+    assert scan.distance[-1] > 2.2
+
+
+def test_a_truncated_energy_jumps_at_the_cutoff_by_its_value_there():
+    cut = scan_cutoff(Surface(PairModel(rcut=4.0), line(0, 3.9)))
+    energy, slope = morse(np.array(4.0))
+    assert cut.energy_jump == pytest.approx(abs(energy), rel=1e-3)
+    assert cut.force_jump == pytest.approx(abs(slope), rel=1e-3)
+    assert cut.force_error > 1
+
+
+def test_a_smooth_energy_has_no_jump_at_the_cutoff():
+    def smooth(r):
+        energy, slope = morse(r)
+        rest = np.clip(4.0 - r, 0, None)
+        return energy * rest**4, slope * rest**4 - 4 * energy * rest**3
+
+    cut = scan_cutoff(Surface(PairModel(smooth, rcut=4.0), line(0, 2.0, 3.9)))
+    assert cut.energy_jump < 1e-8
+    assert cut.force_jump < 1e-3
+    assert cut.force_error < 2e-3
+    forces_of_another = scan_cutoff(Surface(PairModel(smooth, rcut=4.0, excess=1.1), line(0, 2.2, 3.9)))
+    assert forces_of_another.force_error > 0.01
+
+
+def test_a_single_atom_has_no_cutoff_to_pass():
+    assert scan_cutoff(Surface(PairModel(), line(0))) is None
+
+
+# ---- crystals
+
+
+def strained_stress(atoms, k):
+    """Return the derivative of ASE's stress by the strain ``k`` with relaxed atoms, GPa."""
+    from ase import units
+    from ase.calculators.emt import EMT
+    from ase.optimize import BFGS
+
+    a, b = ((0, 0), (1, 1), (2, 2), (1, 2), (0, 2), (0, 1))[k]
+    found = []
+    for sign in (1, -1):
+        strain = np.eye(3)
+        strain[a, b] += sign * 1e-3
+        strain[b, a] = strain[a, b] if a != b else strain[b, a]
+        moved = atoms.copy()
+        moved.set_cell(atoms.cell.array @ strain, scale_atoms=True)
+        moved.calc = EMT()
+        BFGS(moved, logfile=None).run(1e-5, 200)
+        found.append(moved.get_stress())
+    return (found[0] - found[1]) / (2e-3 * (1 if a == b else 2)) / units.GPa
+
+
+def test_elastic_constants_are_those_of_strained_cells_whose_atoms_are_relaxed():
+    from ase.build import bulk
+
+    atoms = bulk("Cu", cubic=True) * (2, 1, 1)
+    del atoms[3]  # with a vacancy atoms move when the cell is strained
+    surface = Surface(AseModel(), frame_of(atoms))
+    coord, residual = relax(surface)
+    assert residual <= 1e-3
+    found = elastic_constants(surface, coord, force_constants(surface, coord))
+    atoms.positions = coord
+    for k in (0, 1, 4):
+        assert found[:, k] == pytest.approx(strained_stress(atoms, k), abs=0.5)
+    clamped = elastic_constants(surface, coord, 1e9 * np.eye(coord.size))
+    assert abs(clamped - found).max() > 5  # relaxation matters here
+
+
+def test_frequencies_at_gamma_are_those_of_ase(tmp_path):
+    from ase.build import bulk
+    from ase.calculators.emt import EMT
+    from ase.vibrations import Vibrations
+
+    atoms = bulk("Cu", cubic=True)
+    found = describe_crystal(Surface(AseModel(), frame_of(atoms)), ("data", 0))
+    assert found.moved < 0.01
+    assert found.elastic[0, 0] == pytest.approx(found.elastic[2, 2], rel=1e-6)
+    atoms.calc = EMT()
+    vibrations = Vibrations(atoms, name=str(tmp_path / "vibrations"))
+    vibrations.run()
+    expected = np.sort(np.real(vibrations.get_frequencies()))[3:] / 33.35641
+    assert len(found.frequencies) == 9
+    assert found.frequencies == pytest.approx(expected, rel=PRECISION_OF_DIFFERENCES)
+
+
+def test_a_frame_at_a_maximum_has_imaginary_frequencies():
+    def repulsive(r):
+        return -morse(r)[0], -morse(r)[1]
+
+    box = np.diag([4.0, 20.0, 20.0])
+    surface = Surface(PairModel(repulsive, rcut=3.0), line(0, 2.0, box=box))
+    assert surface.masses == pytest.approx([63.546, 63.546])
+    assert frequencies(force_constants(surface, surface.coord), surface.masses)[0] < -1
+
+
+def test_only_relaxed_periodic_frames_without_a_gap_are_crystals():
+    dense, open_box = np.diag([4.0, 2.5, 2.5]), np.diag([30.0, 2.5, 2.5])
+    assert is_crystal(line(0, 2.0, box=dense, force=0.01))
+    assert not is_crystal(line(0, 2.0, box=dense, force=0.2))
+    assert not is_crystal(line(0, 2.0, box=dense))  # no label
+    assert not is_crystal(line(0, 2.0, box=open_box, force=0.01))
+    assert not is_crystal(line(0, 2.0, force=0.01))
+
+
+# ---- report
+
+
+def test_the_report_names_what_fails():
+    frames = [line(0, 2.0), line(0, 1.9)]
+    assert shortest_distances(frames, 1, 6.0) == pytest.approx(np.array([[1.9]]))
+    good = physics_of(PairModel(rcut=12.0), frames, PhysicsOptions(steps=50))
+    assert not good.failed
+    assert good.text().endswith("# all limits are kept")
+    bad = physics_of(PairModel(with_bump), frames, PhysicsOptions(steps=50))
+    assert any(row.quantity == "extrema beyond one well, Cu-Cu" and row.value == 2 for row in bad.failed)
+    assert "FAILED" in bad.text()
+    assert "limits not kept" in bad.text() or "limit not kept" in bad.text()
+
+
+@pytest.fixture
+def tested(tmp_path, monkeypatch, capsys):
+    """Return a function that runs ``dp-ema test`` on a random model and a small system: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run")
+    write_system(tmp_path / "data", frames=3, natoms=6)
+    capsys.readouterr()
+
+    def run(*words):
+        code = main(["test", "-m", "run/model.ckpt.pt", "-s", "data", "--device", "cpu", *words])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_prints_a_table_with_limits(tested):
+    code, out, _ = tested("--physics", "--md-steps", "20", "--temperature", "100")
+    assert code == 0
+    table = out[out.index("# physics of the model, at frame 0 of data") :]
+    for quantity in ("NVE energy drift", "time to failure at 200 K", "energy jump at the cutoff", "extrema beyond"):
+        assert quantity in table
+    assert "no periodic frame of relaxed atoms" in table
+
+
+def test_the_command_prints_one_document(tested):
+    code, out, _ = tested("--physics", "--md-steps", "20", "--time-step", "0.25", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["errors"]["num_frames"] == 3
+    assert found["physics"]["run"] == {"temperature": 300.0, "time_step": 0.25, "steps": 20, "seed": 1}
+    assert {row["ok"] for row in found["physics"]["rows"]} <= {True, False, None}
+    assert json.loads(tested("--json")[1])["physics"] is None
+
+
+@pytest.mark.parametrize("words", [("--temperature", "400"), ("--md-steps", "5"), ("--time-step", "1")])
+def test_an_option_of_the_dynamics_without_physics_is_refused(tested, words):
+    code, _, err = tested(*words)
+    assert code == 2
+    assert f"{words[0]}: no effect without --physics" in err
