@@ -1,4 +1,4 @@
-"""Files of other programs become deepmd/npy folders: every number comes back, and nothing is dropped without a word."""
+"""Data of any format become folders or extended XYZ: every number comes back, and nothing is dropped without a word."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import open_data, toy_frame, toy_labels
+from helpers import open_data, toy_frame, toy_labels, write_system
 from test_data_extxyz import LABELS, text, toy_atoms, write_toy
 
 from deepmd_ema.cli import main
 from deepmd_ema.data.convert import convert_data, is_data
+from deepmd_ema.data.formats.extxyz import blocks
 from deepmd_ema.errors import DataError, UserError
 
 KBAR = 1602.1766208  # in eV/angstrom^3
@@ -193,6 +194,124 @@ def test_frames_without_labels_are_counted():
     assert source.frame(1).labels["force"].tolist() == [[4, 5, 6], [1, 2, 3]]
 
 
+EVERY_LABEL = ("energy", "force", "virial", "atom_energy", "atom_pref", "hessian")
+
+
+def assert_same_frames(name, origins, spec):
+    """Check that a file has every number of other data bit for bit, in their order of frames and atoms."""
+    [own], sources = (
+        open_data([name], list(TYPES), EVERY_LABEL, **spec),
+        open_data(origins, list(TYPES), EVERY_LABEL, **spec),
+    )
+    frames = [source.frame(k) for source in sources for k in range(source.num_frames)]
+    assert own.num_frames == len(frames)
+    for k, expected in enumerate(frames):
+        found = own.frame(k)
+        assert (found.box is None) == (expected.box is None)
+        assert found.labels.keys() == expected.labels.keys()
+        pairs = [(found.labels[label], value) for label, value in expected.labels.items()]
+        pairs += [
+            (getattr(found, part), getattr(expected, part))
+            for part in ("coord", "atom_type", "box", "fparam", "aparam")
+        ]
+        for value, of_origin in pairs:
+            np.testing.assert_array_equal(value, of_origin)
+
+
+def write_everything():
+    """Write three systems with every label and parameter: plain, open, and mixed with virtual atoms."""
+    options = {"frames": 6, "atom_ener": True, "atom_pref": True, "hessian": True, "fparam": 2, "aparam": 3}
+    write_system("folders/plain", natoms=6, seed=1, sets=2, **options)
+    write_system("folders/open", natoms=4, seed=2, pbc=False, **options)
+    write_system("folders/mixed", natoms=5, seed=3, mixed=True, virtual=2, **options)
+
+
+def test_folders_become_a_file_with_the_same_numbers_which_become_folders_with_the_same_numbers():
+    write_everything()
+    lines = convert_data(["folders"], "out.extxyz")
+    assert "read folders/mixed: 6 frames, 30 atoms" in lines
+    labels = "energy, force, virial (12 frames), atom_energy, atom_pref, hessian, fparam, aparam"
+    assert lines[-1] == f"wrote out.extxyz: 18 frames, {labels}"
+    assert_same_frames("out.extxyz", ["folders"], {"numb_fparam": 2, "numb_aparam": 3})
+    convert_data(["out.extxyz"], "again", mixed=True)
+    convert_data(["again"], "back.xyz")
+    assert sorted(frames_in("back.xyz")) == sorted(frames_in("out.extxyz"))
+
+
+def frames_in(name):
+    return [block for _, block in blocks(Path(name))]
+
+
+def test_hdf5_and_lmdb_become_a_file_with_the_same_numbers():
+    h5py, toy = pytest.importorskip("h5py"), pytest.importorskip("test_data_lmdb")
+    write_everything()
+    with h5py.File("data.h5", "w") as file:
+        for path in Path("folders").rglob("*.*"):
+            if path.suffix == ".npy":
+                file[str(path)] = np.load(path)
+            elif path.is_file():
+                file[str(path)] = [word.encode() for word in path.read_text().split()]
+        file.create_dataset("folders/open/nopbc", data=0)
+    convert_data(["data.h5#/folders/open"], "open.xyz")
+    parameters = {"numb_fparam": 2, "numb_aparam": 3}
+    assert_same_frames("open.xyz", ["folders/open"], parameters)
+    records = toy.toy_records(virtual=True)
+    for record in records:
+        record |= {"fparam": np.arange(2.0), "aparam": np.arange(3.0 * len(record["atom_types"]))}
+    toy.write_lmdb(Path("toy.lmdb"), records)
+    convert_data(["toy.lmdb"], "toy.xyz")
+    assert_same_frames("toy.xyz", ["toy.lmdb"], parameters)
+
+
+def test_ase_reads_the_file_that_is_written():
+    from ase.io import read
+
+    [origin] = toy_atoms(1)
+    origin.write("a.traj")
+    convert_data(["a.traj"], "out.xyz")
+    atoms = read("out.xyz")
+    np.testing.assert_array_equal(atoms.positions, origin.positions)
+    np.testing.assert_array_equal(atoms.get_forces(), origin.get_forces())
+    assert atoms.get_potential_energy() == origin.get_potential_energy()
+    np.testing.assert_allclose(-atoms.info["virial"] / atoms.get_volume(), origin.get_stress(voigt=False), rtol=1e-12)
+
+
+def test_validation_frames_become_a_second_file_and_kinds_are_kept():
+    write_kinds("a.extxyz")
+    lines = convert_data(["a.extxyz"], "out.xyz", validation=0.2)
+    assert lines[-2:] == [
+        f"wrote out{part}.xyz: {n} frames, energy, force" for part, n in (("", 25), ("_validation", 6))
+    ]
+    written = [frames_in(name) for name in ("out.xyz", "out_validation.xyz")]
+    assert [sum(b'config_type="bulk"' in block for block in part) for part in written] == [16, 4]
+    assert len({*written[0], *written[1]}) == 31
+    Path("out.xyz").unlink()
+    with pytest.raises(UserError, match=r"out_validation.xyz: exists. Nothing is written over"):
+        convert_data(["a.extxyz"], "out.xyz", validation=0.2)
+    assert not Path("out.xyz").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixed": True}, "--mixed: is an option for folders, and out.xyz is extended XYZ"),
+        ({"validation": 0.5}, "leave none for one of the parts"),
+    ],
+)
+def test_a_file_that_cannot_be_written_does_not_appear(options, message):
+    Path("a.xyz").write_bytes((text() + text()).encode())
+    with pytest.raises(UserError, match=message):
+        convert_data(["a.xyz"], "out.xyz", **options)
+    assert [path.name for path in Path().iterdir()] == ["a.xyz"]
+
+
+def test_folders_without_names_of_elements_are_refused():
+    write_system("nameless", frames=2)
+    Path("nameless/type_map.raw").unlink()
+    with pytest.raises(DataError, match=r"nameless/type_map.raw: missing. Expected the elements"):
+        convert_data(["nameless"], "out.xyz")
+
+
 def write_kinds(path):
     """Write 20 frames of bulk, 10 of a surface and one of a third kind."""
     from ase import Atoms
@@ -288,8 +407,8 @@ def test_odd_names_of_elements_make_no_odd_folders():
 def test_data_are_reported_from_models():
     for name in ("a.xyz", "OUTCAR", "model.pt", "model.dp", "model.yaml"):
         Path(name).write_text("")
-    assert [is_data(n) for n in ("a.xyz", "a.xyz#energy=e", "OUTCAR")] == [True] * 3
-    assert [is_data(n) for n in ("model.pt", "model.dp", "model.yaml", "nothing", ".")] == [False] * 5
+    assert [is_data(n, "out") for n in ("a.xyz", "a.xyz#energy=e", "OUTCAR", ".")] == [True] * 4
+    assert [is_data(n, "out") for n in ("model.pt", "model.dp", "model.yaml", "nothing")] == [False] * 4
 
 
 def test_the_command_converts_splits_and_prints(capsys):

@@ -209,7 +209,7 @@ def test_the_command_prints_and_writes(run, labelled, tmp_path, capsys, monkeypa
     assert "averaged weights (ema) of step 7" in out
     assert "Atomic ener MAE    : " in out
     assert "wrote det.e.out, det.e_peratom.out, det.f.out" in out
-    assert "wrote parity.png" in out
+    assert ", parity.png\n" in out
     assert (tmp_path / "parity.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -9,7 +9,7 @@ from deepmd_ema.cli.options import add_deepmd_kit, add_weights, num_frames, numb
 from deepmd_ema.cli.streams import say
 from deepmd_ema.errors import UserError
 
-SUMMARY = "a model file as another kind of model file, or data of other programs as deepmd/npy folders"
+SUMMARY = "a model file as another kind of model file, or data of any format as deepmd/npy folders or extended XYZ"
 _OF_MODELS = {"to": "--to", "head": "--head", "use_ema": "--use-ema", "average": "--average", "dp": "--dp"}
 _OF_DATA = {"validation": "--validation", "mixed": "--mixed", "format": "--format", "seed": "--seed"}
 
@@ -18,13 +18,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("input", metavar="IN", type=path, nargs="+",
                         help="a model: a .pt of dp-ema or DeePMD-kit, the folder of a run, a .dp, a .yaml; or data: "
-                        "files of extended XYZ (train.xyz#energy=REF_energy), and of what ASE reads")  # fmt: skip
+                        "what `train` reads (folders, a.xyz#energy=REF_energy), and files that ASE reads")  # fmt: skip
     parser.add_argument(
         "output",
         metavar="OUT",
         type=path,
         help="of a model: a .dp, a .yaml, a .pt2, a .pt (see --to), or a .pth (written by an installed "
-        "DeePMD-kit); of data: a new folder",
+        "DeePMD-kit); of data: a new folder, or a new .xyz or .extxyz",
     )
     models = parser.add_argument_group("models")
     models.add_argument("--to", choices=("dp-ema", "deepmd"), help="whose .pt is written: a file of dp-ema with the "
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     """Write the files and print lines about the content that was read and written."""
     from deepmd_ema.data.convert import convert_data, is_data
 
-    if args.format is not None or any(is_data(name) for name in args.input):
+    if args.format is not None or any(is_data(name, args.output) for name in args.input):
         _refuse(args, _OF_MODELS, "models, and these are data")
         seed = 1 if args.seed is None else args.seed
         lines = convert_data(args.input, args.output, args.validation or 0.0, args.mixed, args.format, seed)

@@ -1,4 +1,4 @@
-"""Files of other programs as ``deepmd/npy`` folders: one per composition, or mixed, and validation frames apart."""
+"""Data of any format as ``deepmd/npy`` folders or extended XYZ, and validation frames apart."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -14,14 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES
-from deepmd_ema.data.formats.foreign import stored_frames
-from deepmd_ema.data.formats.properties import Inventory, kind_of, labels_of, parse_choice
+from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
+from deepmd_ema.data.formats.foreign import stored_parts
+from deepmd_ema.data.formats.properties import kind_of, labels_of
 from deepmd_ema.data.formats.system import TYPES
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
 from deepmd_ema.data.split import FrameTable, Split, split_frames
 from deepmd_ema.errors import DataError, UserError, collect_problems, counted
-from deepmd_ema.files import writing
+from deepmd_ema.files import atomic_write, writing
 from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
 from deepmd_ema.sorting import Array
 
@@ -29,10 +30,20 @@ _MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo",
 _MAX_FORMULA_CHARACTERS = 100  # letters of a folder's name
 
 
-def is_data(path: str) -> bool:
-    """Whether ``dp-ema convert`` takes ``path`` for data: named as XYZ files are, or a file not named as models are."""
+def is_data(path: str, output: str) -> bool:
+    """Whether ``dp-ema convert`` takes ``path`` for data.
+
+    Files are that are named as XYZ files are, or not as models are; folders, unless ``output`` is named as models are.
+    """
     file = Path(path.partition("#")[0])
-    return file.suffix.lower() in XYZ_SUFFIXES or (file.is_file() and file.suffix.lower() not in _MODELS)
+    if is_xyz(output) or file.suffix.lower() in XYZ_SUFFIXES:
+        return True
+    return file.exists() and (Path(output) if file.is_dir() else file).suffix.lower() not in _MODELS
+
+
+def is_xyz(output: str) -> bool:
+    """Whether ``dp-ema convert`` writes extended XYZ."""
+    return Path(output).suffix.lower() in XYZ_SUFFIXES
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +64,14 @@ def convert_data(
     file_format: str | None = None,
     seed: int = 1,
 ) -> list[str]:
-    """Write the frames of files as ``deepmd/npy`` folders and return what was read, left out and written, in lines.
+    """Write frames as ``deepmd/npy`` folders or extended XYZ and return what was read, left out and written, in lines.
 
     The frames are held in memory, which takes less than their text.
 
     Args:
-        inputs: files; after ``#`` the names to read, such as ``train.xyz#energy=REF_energy``.
-        output: folder to make; with a validation share it gets the parts ``train`` and ``validation``.
+        inputs: of ``stored_parts``; after ``#`` the names to read, such as ``train.xyz#energy=REF_energy``.
+        output: folder to make, which with a validation share gets the parts ``train`` and ``validation``; or file named
+            as XYZ files are, which then has the training frames, with the others in ``NAME_validation`` beside it.
         validation: share of the frames that are kept apart, 0 to 1, see ``split_frames``.
         mixed: whether frames of all compositions with the same number of atoms make one system.
         file_format: of ASE or dpdata, see ``stored_frames``.
@@ -71,53 +83,49 @@ def convert_data(
     """
     if not 0 <= validation < 1:
         raise UserError(f"--validation {validation:g}: expected a share of the frames from 0 to below 1, such as 0.1.")
-    folder = Path(output)
-    if folder.exists() or folder.is_symlink():
-        raise UserError(f"{output}: exists. Nothing is written over: name a folder that does not exist.")
+    out = Path(output)
+    paths = [out, out.with_stem(f"{out.stem}_validation")] if validation and is_xyz(output) else [out]
+    for path in paths:
+        if path.exists() or path.is_symlink():
+            raise UserError(f"{path}: exists. Nothing is written over: name a file or folder that does not exist.")
+    if mixed and is_xyz(output):
+        raise UserError(f"--mixed: is an option for folders, and {output} is extended XYZ, whose frames have any size.")
     frames, lines = _read(inputs, file_format)
     if not frames:
         raise DataError(f"{', '.join(inputs)}: no frame has an energy or forces. Is the format the right one?")
     type_map = tuple(dict.fromkeys(symbol for frame in frames for symbol in frame.symbols))
-    parts = {"": frames}
+    parts = [frames]
     if validation:
         split = _split(frames, type_map, validation, seed)
-        parts = {"train": [f for f, c in zip(frames, split.chosen) if not c]}
-        parts["validation"] = [f for f, c in zip(frames, split.chosen) if c]
+        parts = [[frame for frame, own in zip(frames, split.chosen) if own == kind] for kind in (False, True)]
         lines += [*split.lines, *(f"warning: {text}" for text in split.warnings)]
+    if is_xyz(output):
+        return lines + _write_files(dict(zip(paths, parts)))
     if not mixed and any(list(f.symbols) != sorted(f.symbols, key=type_map.index) for f in frames):
         lines.append(f"the atoms of a frame are sorted by element: {' '.join(type_map)}")
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        apart = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            for part, members in parts.items():
-                lines.append(f"wrote {folder / part}: {counted(len(members), 'frame')}")
-                lines += _write_part(apart / "whole" / part, members, type_map, mixed)
-            (apart / "whole").rename(folder)
-        finally:
-            shutil.rmtree(apart, ignore_errors=True)
-    return lines
+    return lines + _write_folders(
+        out, dict(zip(("train", "validation") if validation else ("",), parts)), type_map, mixed
+    )
 
 
 def _read(inputs: Sequence[str], file_format: str | None) -> tuple[list[_Labelled], list[str]]:
     """Return the frames with energies or forces of all files, and remarks on each file."""
     frames, lines, problems, num_empty = list[_Labelled](), list[str](), list[str](), 0
-    for number, given in enumerate(inputs):
+    for given in inputs:
         with collect_problems(problems):
-            name, _, choice = given.partition("#")
-            inventory = Inventory(parse_choice(choice))
-            stored = stored_frames(Path(name), file_format, inventory)
-            for index, frame in enumerate(stored):
-                with collect_problems(problems, f"{name}: frame {index} (from 0): "):
-                    arrays = labels_of(frame, inventory.sources(frame), (*LABELS, FPARAM, APARAM))
-                    if ENERGY not in arrays and FORCE not in arrays:
-                        num_empty += 1
-                        continue
-                    arrays |= {COORD: frame.coord} if frame.box is None else {COORD: frame.coord, BOX: frame.box}
-                    frames.append(_Labelled(number, kind_of(frame), tuple(frame.symbols), arrays))
-            num_atoms = counted(sum(len(frame.symbols) for frame in stored), "atom")
-            lines.append(f"read {given}: {counted(inventory.num_frames, 'frame')}, {num_atoms}")
-            lines += [f"  {line}" for line in inventory.lines()]
+            # numbers are unique, as each part adds a line or more
+            for number, (name, inventory, stored) in enumerate(stored_parts(given, file_format), len(lines)):
+                for index, frame in enumerate(stored):
+                    with collect_problems(problems, f"{name}: frame {index} (from 0): "):
+                        arrays = labels_of(frame, inventory.sources(frame), (*LABELS, FPARAM, APARAM))
+                        if ENERGY not in arrays and FORCE not in arrays:
+                            num_empty += 1
+                            continue
+                        arrays |= {COORD: frame.coord} if frame.box is None else {COORD: frame.coord, BOX: frame.box}
+                        frames.append(_Labelled(number, kind_of(frame), tuple(frame.symbols), arrays))
+                num_atoms = counted(sum(len(frame.symbols) for frame in stored), "atom")
+                lines.append(f"read {name}: {counted(inventory.num_frames, 'frame')}, {num_atoms}")
+                lines += [f"  {line}" for line in inventory.lines()]
     if problems:
         raise DataError(problems)
     if num_empty:
@@ -147,6 +155,42 @@ def _chunks(frames: Sequence[_Labelled], type_map: Sequence[str]) -> Iterator[Ch
         first += len(members)
 
 
+def _write_files(parts: Mapping[Path, Sequence[_Labelled]]) -> list[str]:
+    """Write the frames of each file as extended XYZ and return a line for each; none appears before all are written."""
+    lines, problems = list[str](), list[str]()
+    with ExitStack() as written:
+        for path, frames in parts.items():
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            with written.enter_context(atomic_write(path)).open("w", encoding="utf-8") as file:
+                for number, frame in enumerate(frames):
+                    with collect_problems(problems, f"{path}: frame {number} (from 0): "):
+                        file.write(frame_text(frame.symbols, frame.arrays, frame.kind))
+                    if problems:
+                        raise DataError(problems)
+            counts = Counter(name for frame in frames for name in frame.arrays if name not in (COORD, BOX))
+            lines.append(f"wrote {path}: {counted(len(frames), 'frame')}, {_describe_labels(counts, len(frames))}")
+    return lines
+
+
+def _write_folders(
+    folder: Path, parts: Mapping[str, Sequence[_Labelled]], type_map: Sequence[str], mixed: bool
+) -> list[str]:
+    """Write the frames of each part of ``folder`` and return lines about them; it appears when it is complete."""
+    lines = []
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        apart = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            for part, members in parts.items():
+                lines.append(f"wrote {folder / part}: {counted(len(members), 'frame')}")
+                lines += _write_part(apart / "whole" / part, members, type_map, mixed)
+            (apart / "whole").rename(folder)
+        finally:
+            shutil.rmtree(apart, ignore_errors=True)
+    return lines
+
+
 def _write_part(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[str], mixed: bool) -> list[str]:
     """Write frames as systems below ``folder``, of one size or one composition, and return a line for each."""
     groups: dict[tuple[str, bool], list[_Labelled]] = {}
@@ -160,10 +204,13 @@ def _write_part(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[st
             place = f"system.{len(used):04d}"
         used.add(place.lower())
         counts = _write_system(folder / place, members, type_map, mixed)
-        labels = [n if c == len(members) else f"{n} ({counted(c, 'frame')})" for n, c in counts.items()]
         cell = "periodic" if periodic else "open"
-        lines.append(f"  {place}: {counted(len(members), 'frame')}, {cell}, {', '.join(labels)}")
+        lines.append(f"  {place}: {counted(len(members), 'frame')}, {cell}, {_describe_labels(counts, len(members))}")
     return lines
+
+
+def _describe_labels(counts: Mapping[str, int], num_frames: int) -> str:
+    return ", ".join(n if c == num_frames else f"{n} ({counted(c, 'frame')})" for n, c in counts.items())
 
 
 def _write_system(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[str], mixed: bool) -> dict[str, int]:

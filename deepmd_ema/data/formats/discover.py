@@ -15,7 +15,7 @@ from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, find_extxyz, is_extxyz
 from deepmd_ema.data.formats.hdf5 import hdf5_stores, is_hdf5
 from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
 from deepmd_ema.data.formats.npy import NpyStore, is_there
-from deepmd_ema.data.formats.system import open_system, read_type_map
+from deepmd_ema.data.formats.system import ArrayStore, open_system, read_type_map
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, collect_problems, first_few
 
@@ -89,13 +89,26 @@ def stored_type_map(paths: Sequence[str], rglob_patterns: Sequence[str] | None =
     names: dict[str, None] = {}
     for path in paths:
         for opener in _find(path, rglob_patterns):
-            store = opener.args[0] if isinstance(opener, partial) and opener.func is open_system else None
+            store = _store_of(opener)
             found = None if store is None else read_type_map(store)
             if found is None:
                 where = path if store is None else f"{store.name}/type_map.raw"
                 raise DataError(f"{where}: names no elements in the order of their numbers. Name them all with -t.")
             names |= dict.fromkeys(found)
     return list(names)
+
+
+def find_stores(path: str) -> list[ArrayStore]:
+    """Return the files of every system at ``path``: a folder, a parent of folders, or HDF5.
+
+    Raises:
+        DataError: if there is none.
+    """
+    return [store for opener in _find(path, None) if (store := _store_of(opener)) is not None]
+
+
+def _store_of(opener: Opener) -> ArrayStore | None:
+    return opener.args[0] if isinstance(opener, partial) and opener.func is open_system else None
 
 
 def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:

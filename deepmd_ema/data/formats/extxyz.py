@@ -13,14 +13,24 @@ from typing import NamedTuple
 import numpy as np
 
 from deepmd_ema.data.formats.npy import is_there, readable
-from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, make_frame, numbers, parse_choice
-from deepmd_ema.data.source import Frame, FrameSource, ReadSpec
+from deepmd_ema.data.formats.properties import (
+    KIND_NAMES,
+    Inventory,
+    StoredFrame,
+    kind_of,
+    make_frame,
+    numbers,
+    parse_choice,
+)
+from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, is_per_atom
 from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, collect_problems, show_text
+from deepmd_ema.labels import ATOM_ENERGY, FORCE, VIRIAL
 from deepmd_ema.sorting import Array
 
 XYZ_SUFFIXES = (".xyz", ".extxyz")
 _MAX_PROBLEMS = 5  # of one file
+_WRITTEN_NAMES = {COORD: "pos", FORCE: "forces", ATOM_ENERGY: "energies"}  # as ASE names them; others have their own
 _PLAIN = "species:S:1:pos:R:3"  # columns where a file does not say
 # what a comment line consists of: words, and names with a value that may be quoted or in brackets
 _WORD = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'[^']*'|[^\s=]+)""")
@@ -139,6 +149,42 @@ def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
             block = line + b"".join(rest)
             yield start, block
             start, number, line_number = start + len(block), number + 1, line_number + len(rest) + 1
+
+
+def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = "") -> str:
+    """Return a frame of N atoms in extended XYZ; ``read_block`` returns the same numbers, bit for bit.
+
+    Args:
+        symbols: (N,) names of elements.
+        arrays: float64 arrays by name: ``coord`` (N, 3) and, where the frame has them, ``box`` (3, 3), labels,
+            ``fparam`` and ``aparam``, in the shapes of :class:`~deepmd_ema.data.source.Frame`.
+        kind: kind of calculation; empty without one.
+
+    Raises:
+        DataError: if a name cannot be written in one word or line.
+    """
+    if bad := [symbol for symbol in symbols if symbol.split() != [symbol]]:
+        raise DataError(
+            f"element {show_text(bad[0])}: cannot be written in extended XYZ. Expected a name without spaces."
+        )
+    if "\n" in kind or "\r" in kind:
+        raise DataError(f"{KIND_NAMES[0]} {show_text(kind)}: cannot be written in extended XYZ. Expected one line.")
+    head, properties, columns = [], ["species:S:1"], [np.array(symbols, object)[:, None]]
+    if (box := arrays.get(BOX)) is not None:
+        head.append(f'Lattice="{_numbers(box)}"')
+    for name, array in arrays.items():
+        written = _WRITTEN_NAMES.get(name, name)
+        if is_per_atom(name):
+            columns.append(array.reshape(len(symbols), -1).astype(object))
+            properties.append(f"{written}:R:{columns[-1].shape[1]}")
+        elif name != BOX:
+            value = array.reshape(3, 3).T if name == VIRIAL else array  # column by column, as it is read
+            head.append(f"{written}={_quoted(_numbers(value))}")
+    if kind:
+        head.append(f"{KIND_NAMES[0]}={_quoted(kind)}")
+    head += ["Properties=" + ":".join(properties), f'pbc="{" ".join("FT"[box is not None] * 3)}"']
+    rows = np.concatenate(columns, axis=1).tolist()
+    return "\n".join([str(len(symbols)), " ".join(head), *(" ".join(map(str, row)) for row in rows), ""])
 
 
 class _Head(NamedTuple):
@@ -268,3 +314,13 @@ def _unquoted(text: str) -> str:
     if len(text) > 1 and text[0] + text[-1] in ('""', "''", "{}"):
         return re.sub(r"\\(.)", r"\1", text[1:-1])
     return text
+
+
+def _numbers(array: Array) -> str:
+    """Return float64 numbers in the shortest form that is read back as the same numbers."""
+    return " ".join(map(str, array.ravel().tolist()))
+
+
+def _quoted(text: str) -> str:
+    escaped = re.sub(r'(["\\])', r"\\\1", text)
+    return f'"{escaped}"'

@@ -1,4 +1,4 @@
-"""Files of other programs, read whole by ASE or dpdata, frame by frame as they are stored."""
+"""Files of any format, read whole and frame by frame as they are stored; those of other programs by ASE or dpdata."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepmd_ema.data.formats.cp2k import cp2k_frames, is_cp2k_trajectory
+from deepmd_ema.data.formats.discover import find_stores
 from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
+from deepmd_ema.data.formats.hdf5 import is_hdf5
+from deepmd_ema.data.formats.lmdb import is_lmdb, lmdb_frames
 from deepmd_ema.data.formats.npy import is_there
-from deepmd_ema.data.formats.properties import Inventory, StoredFrame
+from deepmd_ema.data.formats.properties import Inventory, StoredFrame, parse_choice
+from deepmd_ema.data.formats.system import system_frames
 from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError
 from deepmd_ema.labels import HESSIAN
@@ -36,11 +40,32 @@ _OPEN_IN_PART = (
 )
 
 
+def stored_parts(given: str, file_format: str | None) -> Iterator[tuple[str, Inventory, list[StoredFrame]]]:
+    """Yield name, content and frames of an input, of each system where it has several.
+
+    Args:
+        given: what ``train`` reads, or a file as for :func:`stored_frames`; after ``#`` the names to read in a file.
+        file_format: as for :func:`stored_frames`.
+
+    Raises:
+        DataError: as :func:`stored_frames`.
+    """
+    name, _, choice = given.partition("#")
+    path = Path(name)
+    if file_format is None and (path.is_dir() or is_hdf5(path)) and not is_lmdb(path):
+        for store in find_stores(given):
+            inventory = Inventory()
+            yield store.name, inventory, _all_frames(store.name, system_frames(store), inventory)
+    else:
+        inventory = Inventory(parse_choice(choice))
+        yield given, inventory, stored_frames(path, file_format, inventory)
+
+
 def stored_frames(path: Path, file_format: str | None, inventory: Inventory) -> list[StoredFrame]:
     """Return all frames of a file; what a user should know of them goes to ``inventory``.
 
     Args:
-        path: the file; extended XYZ is read here, anything else by ASE.
+        path: the file; extended XYZ and LMDB are read here, anything else by ASE.
         file_format: of ASE (``vasp-out``, ``vasp-xml``, ``db``, ...) or, with a ``/`` in it, of dpdata
             (``cp2k/output``, ...); found from the name and the content when not given; dpdata reads what ASE cannot.
         inventory: counts what the frames have.
@@ -52,7 +77,10 @@ def stored_frames(path: Path, file_format: str | None, inventory: Inventory) -> 
         raise DataError(f"{path}: no such file.")
     if path.is_file() and not path.stat().st_size:  # ASE would make a new data base of it
         raise DataError(f"{path}: is empty.")
-    frames = _frames(path, file_format, inventory)
+    return _all_frames(str(path), _frames(path, file_format, inventory), inventory)
+
+
+def _all_frames(name: str, frames: Iterator[StoredFrame], inventory: Inventory) -> list[StoredFrame]:
     found, problems, number = [], list[str](), 0
     while True:
         try:
@@ -62,11 +90,11 @@ def stored_frames(path: Path, file_format: str | None, inventory: Inventory) -> 
             inventory.add(frame)
             found.append(frame)
         except DataError as error:
-            problems += [text if str(path) in text else f"{path}: frame {number}: {text}" for text in error.problems]
+            problems += [text if name in text else f"{name}: frame {number}: {text}" for text in error.problems]
             if len(problems) >= _MAX_PROBLEMS:
                 break
         number += 1
-    problems += [f"{path}: {text}" for text in inventory.problems()] if not problems else []
+    problems += [f"{name}: {text}" for text in inventory.problems()] if not problems else []
     if problems:
         raise DataError(problems)
     return found
@@ -79,6 +107,8 @@ def _frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterat
         )
     if file_format is None and path.is_file() and is_cp2k_trajectory(path):
         return cp2k_frames(path, inventory)
+    if file_format is None and is_lmdb(path):
+        return lmdb_frames(path)
     if file_format is None and is_extxyz(path):
         return map(read_block, (block for _, block in blocks(path)))
     if file_format is not None and "/" in file_format:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +19,7 @@ from deepmd_ema.data.formats.npy import is_there
 from deepmd_ema.data.formats.properties import StoredFrame, make_frame
 from deepmd_ema.data.formats.system import type_table
 from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, is_per_atom, of_atoms
+from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, collect_problems, counted, first_few, show_text
 from deepmd_ema.labels import APARAM, FPARAM, HESSIAN, LABELS
 from deepmd_ema.sorting import Array
@@ -145,6 +146,17 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     )
 
 
+def lmdb_frames(path: Path) -> Iterator[StoredFrame]:
+    """Yield the frames of a data base with all labels and parameters that it has, without virtual atoms.
+
+    Raises:
+        DataError: as ``open_lmdb``, and if it names no elements.
+    """
+    file = open_lmdb(path, ReadSpec(SYMBOLS, tuple(LABELS), takes_numbers=False))
+    for index in range(file.num_frames):
+        yield _stored(_frame_record(file.store, index, file.key_format), file.index_of, SYMBOLS)[0]
+
+
 class _Index(NamedTuple):
     """Index of a data base: sizes of all frames, types that occur, and the number of frames with each name."""
 
@@ -211,6 +223,13 @@ def _frame_record(store: _Store, index: int, key_format: str) -> dict[str, Array
 
 
 def _frame(record: Mapping[str, Array], index_of: Array, spec: ReadSpec, source: tuple[str, int]) -> Frame:
+    stored, real = _stored(record, index_of, spec.type_map)
+    frame = make_frame(stored, {name: name for name in (*stored.per_frame, *stored.per_atom)}, spec, source)
+    return frame if len(real) == len(record[_ATYPE]) else replace(frame, file_index=real)
+
+
+def _stored(record: Mapping[str, Array], index_of: Array, type_map: Sequence[str]) -> tuple[StoredFrame, Array]:
+    """Return a frame, and the numbers of its real atoms in the file."""
     types = np.asarray(record[_ATYPE])
     if types.max() >= len(index_of) - 1:
         raise DataError(f"atom_types: has {types.max()}, but there are only {len(index_of) - 1} elements.")
@@ -225,11 +244,9 @@ def _frame(record: Mapping[str, Array], index_of: Array, spec: ReadSpec, source:
     per_frame = {name: record[name] for name in (*LABELS, FPARAM) if name in record and not is_per_atom(name)}
     if HESSIAN in per_frame and np.size(per_frame[HESSIAN]) == LABELS[HESSIAN].num_rows(len(types)):
         per_frame[HESSIAN] = of_atoms(HESSIAN, np.asarray(per_frame[HESSIAN]), real)
-    symbols = [spec.type_map[number] for number in index_of[types[real]].tolist()]
+    symbols = [type_map[number] for number in index_of[types[real]].tolist()]
     cell = box.reshape(3, 3) if box.any() else None  # open frames have a cell of zeros, or none
-    stored = StoredFrame(symbols, coord, cell, per_frame, per_atom)
-    frame = make_frame(stored, {name: name for name in (*per_frame, *per_atom)}, spec, source)
-    return frame if len(real) == len(types) else replace(frame, file_index=real)
+    return StoredFrame(symbols, coord, cell, per_frame, per_atom), real
 
 
 def _rows(name: str, array: Array, natoms: int) -> Array:

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from deepmd_ema.data.formats.hdf5 import Hdf5Store
 from deepmd_ema.data.formats.npy import NpyStore, StoredArray
+from deepmd_ema.data.formats.properties import StoredFrame
 from deepmd_ema.data.source import (
     BOX,
     COORD,
@@ -187,6 +189,31 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
         store.name, sizes, unread, is_slow=is_slow, natoms=len(file_types), periodic=periodic, spec=spec, sets=sets,
         atom_type=atom_type, index_of=index_of, text_files=store.text_files(),
     )  # fmt: skip
+
+
+def system_frames(store: ArrayStore) -> Iterator[StoredFrame]:
+    """Yield the frames of a system with all labels and parameters that it has, without virtual atoms.
+
+    Raises:
+        DataError: with all problems of its files, or if it names no elements.
+    """
+    names = read_type_map(store)
+    if names is None:
+        raise DataError(
+            f"{store.name}/type_map.raw: missing. Expected the elements that the types of type.raw count in."
+        )
+    natoms = len(_read_types(store))
+    widths = dict.fromkeys((FPARAM, APARAM), 0)
+    for name, place in product(widths, store.set_names()):
+        if array := store.array(f"{place}/{name}.npy"):
+            widths[name] = math.prod(array.shape[1:]) // (natoms if is_per_atom(name) else 1)
+    system = open_system(store, ReadSpec(names, tuple(LABELS), widths[FPARAM], widths[APARAM]))
+    for frame in map(system.frame, range(system.num_frames)):
+        arrays = {**frame.labels, FPARAM: frame.fparam, APARAM: frame.aparam}
+        per_atom, per_frame = (
+            {n: a for n, a in arrays.items() if a is not None and is_per_atom(n) is kind} for kind in (True, False)
+        )
+        yield StoredFrame([names[t] for t in frame.atom_type.tolist()], frame.coord, frame.box, per_frame, per_atom)
 
 
 def read_type_map(store: ArrayStore) -> list[str] | None:
