@@ -114,7 +114,11 @@ AVERAGE = {"name": "slow", "decay": 0.5}
             '"half_life"',
             "training.averaging[1].half_life: unknown key here. It belongs to type ema, and this one is of type power.",
         ),
-        ([{**AVERAGE, "type": "sma"}], '"sma"', 'training.averaging[0].type = "sma": unknown. Known: ema, power, swa, schedule_free.'),
+        (
+            [{**AVERAGE, "type": "sma"}],
+            '"sma"',
+            'training.averaging[0].type = "sma": unknown. Known: ema, power, swa, schedule',
+        ),
         ([{**AVERAGE, "decay": 1}], '"decay": 1', "training.averaging[0].decay = 1: expected a number >= 0 and < 1"),
         (
             [{"name": "a", "half_life": 5, "half_life_unit": "hours"}],
