@@ -23,7 +23,9 @@ SINGLE = {"model__descriptor__precision": "float32", "model__fitting_net__precis
 
 
 def profiles_of(*entries):
-    return tracked_averages(config_from_dict(tiny_input(["a"], training__averaging=list(entries))), STEPS_PER, None)
+    return tracked_averages(
+        config_from_dict(tiny_input(["a"], training__averaging=list(entries))), STEPS_PER, None, 100
+    )
 
 
 # ---- settings

@@ -237,7 +237,7 @@ def test_half_lives_in_frames_and_epochs_survive_a_change_of_batch_and_of_ranks(
     for batch, ranks in ((1, 1), (2, 1), (1, 4), (5, 2)):
         sampler = Sampler([40, 60], [10, 10], batch_size=batch, world_size=ranks)
         steps_per = {"steps": 1.0, "frames": 1 / sampler.frames_per_step, "epochs": sampler.batches_per_epoch}
-        for profile in tracked_averages(config, steps_per, None):
+        for profile in tracked_averages(config, steps_per, None, 100):
             steps = math.log(0.5) / math.log(profile.decay)
             halved.setdefault(profile.name, []).append((steps, steps * batch * ranks))
     assert np.ptp([frames for _, frames in halved["frames"]]) < 1e-6
@@ -252,7 +252,7 @@ def test_a_smaller_last_batch_counts_in_half_lives_of_frames():
         tiny_input(["a"], training__averaging=[{"name": "a", "half_life": 70, "half_life_unit": "frames"}])
     )
     sampler = Sampler([7], [10], batch_size=5)  # an epoch is a batch of 5 and one of 2
-    (profile,) = tracked_averages(config, {"frames": 1 / sampler.frames_per_step}, None)
+    (profile,) = tracked_averages(config, {"frames": 1 / sampler.frames_per_step}, None, 100)
     assert profile.decay == pytest.approx(0.5 ** (1 / 20))
 
 
