@@ -134,6 +134,16 @@ def test_parts_whose_forces_differ_by_two_are_reported(rng):
     )
 
 
+@pytest.mark.parametrize("fault", [np.nan, np.inf])
+def test_forces_that_are_not_finite_are_left_to_the_check_of_the_data(rng, fault):
+    """The user saw a warning that the RMS is nan, and only then the error with file and frame."""
+    coord, types, box = zip(*(toy_frame(rng) for _ in range(10)))
+    parts = [("a", chunk_of([coord[k]], types[k], box[k], force=fault if k == 4 else 1.0), "") for k in range(10)]
+    split = split_frames(table_of(*parts), 0.2, seed=1)
+    assert split.chosen.sum() == 2
+    assert not [line for line in (*split.lines, *split.warnings) if "force RMS" in line]
+
+
 def test_frames_that_leave_a_part_empty_are_refused(rng):
     coord, types, box = toy_frame(rng)
     with pytest.raises(DataError, match=r"20 frames of 1 different structure leave none for one of the parts"):

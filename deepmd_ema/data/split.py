@@ -376,7 +376,7 @@ def _describe_parts(table: FrameTable, chosen: Array, fraction: float, seed: int
         lines.append("  at random in each composition of each file or system, near copies in one part")
     squares = np.concatenate(table.forces)
     sums = np.stack([squares[~chosen].sum(axis=0), squares[chosen].sum(axis=0)])
-    if not sums[:, 1].all():
+    if not sums[:, 1].all() or not np.isfinite(sums).all():  # the check of the data names forces that are not finite
         return lines, []
     training, validation = np.sqrt(sums[:, 0] / sums[:, 1]).tolist()
     lines.append(f"  force RMS (eV/angstrom): {training:.3g} in training, {validation:.3g} in validation")
