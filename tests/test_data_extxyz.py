@@ -222,7 +222,8 @@ def test_a_comment_line_is_not_searched_again_after_a_value_that_does_not_end(mo
 def test_damaged_bytes_are_reported(write_text):
     good = text().encode()
     assert "is not UTF-8 text" in problems_of(write_text(good.replace(b"species", b"sp\xffcies"), mode="wb"))
-    assert "expected the number of atoms" in problems_of(write_text(bytes(range(256)) * 50, mode="wb"))
+    binary = write_text(np.ones(50_000).tobytes(), mode="wb")
+    assert problems_of(binary) == "a.xyz: line 1: is not text, expected the number of atoms of frame 0."
 
 
 @pytest.mark.parametrize(
@@ -360,3 +361,18 @@ def test_isolated_atoms_are_no_outliers_and_offer_the_energies_of_the_elements(t
     report = check_systems(open_data([str(tmp_path / "crystal.xyz")], ["O", "H"], LABELS), [], ["O", "H"], descriptor)
     assert [w for w in report.warnings if "far from the others" in w]
     assert not [note for note in report.notes if "one isolated atom (" in note]
+
+
+def test_isolated_atoms_need_no_forces_but_others_do(write_text):
+    molecules = [text(), text()]
+    atoms = [f'1\nenergy={energy} pbc="F F F"\n{symbol} 0 0 0\n' for symbol, energy in (("O", -3), ("H", -1))]
+    descriptor = SeE2AConfig(rcut=4.0, sel="auto")
+
+    def warnings(*frames):
+        report = check_systems([open_one(write_text(*frames))], [], ["O", "H"], descriptor, ("energy", "force"))
+        return [warning for warning in report.warnings if warning.startswith("no force")]
+
+    assert warnings(*molecules, *atoms) == []
+    crystal = '1\nenergy=-3 Lattice="3 0 0 0 3 0 0 0 3"\nO 0 0 0\n'
+    [warning] = warnings(*molecules, *atoms, crystal)
+    assert warning.startswith("no force in 1 training frames of 1 of 1 systems (first: a.xyz)")

@@ -29,7 +29,7 @@ from deepmd_ema.data.check.units import UnitReport, judge_units
 from deepmd_ema.data.source import BOX, COORD, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
-from deepmd_ema.labels import APARAM, FPARAM, LABELS, VIRIAL
+from deepmd_ema.labels import APARAM, FORCE, FPARAM, LABELS, VIRIAL
 from deepmd_ema.sorting import Array
 
 if TYPE_CHECKING:
@@ -259,10 +259,7 @@ def _no_labels(training: Sequence[SystemScan], labels: Sequence[str]) -> list[st
 def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: str) -> list[str]:
     warnings = []
     for label in labels:
-        # an open frame has no virial by nature
-        lacking = [
-            s for s in scans if s.label_frames.get(label, 0) < s.system.num_frames - s.open_frames * (label == VIRIAL)
-        ]
+        lacking = {scan: number for scan in scans if (number := _frames_without(scan, label)) > 0}
         file = f"{LABELS[label].files[0]}.npy"
         if scans and not any(s.label_frames.get(label) for s in scans):
             loss = "this term of the loss is left out" if kind == "training" else "its error is not known"
@@ -271,12 +268,21 @@ def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: st
                 f"Add set.*/{file} or set the prefactor to 0."
             )
         elif lacking:
-            frames = sum(s.system.num_frames - s.label_frames.get(label, 0) for s in lacking)
+            frames = sum(lacking.values())
             warnings.append(
                 f"no {label} in {frames:,} {kind} frames of {len(lacking)} of {len(scans)} systems (first: "
-                f"{lacking[0].system.name}): they do not count in this term of the loss."
+                f"{next(iter(lacking)).system.name}): they do not count in this term of the loss."
             )
     return warnings
+
+
+def _frames_without(scan: SystemScan, label: str) -> int:
+    """Return the number of frames that lack a label which they could have."""
+    by_nature = {
+        VIRIAL: scan.open_frames,
+        FORCE: int(np.count_nonzero(scan.isolated & np.isnan(scan.force_rms))),  # zero; NaN is a missing one
+    }
+    return scan.system.num_frames - scan.label_frames.get(label, 0) - by_nature.get(label, 0)
 
 
 def _unread_warnings(scans: Sequence[SystemScan]) -> Iterator[str]:

@@ -138,7 +138,8 @@ def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
                 start, line_number = start + len(line), line_number + 1
                 continue
             if not re.fullmatch(rb"\s*\d{1,9}\s*", line) or not int(line):
-                found = show_text(line.decode(errors="replace").strip())
+                is_text = b"\0" not in line and line.decode(errors="ignore").encode() == line
+                found = show_text(line.decode().strip()) if is_text else "is not text"
                 raise DataError(f"{path}: line {line_number}: {found}, expected the number of atoms of frame {number}.")
             rest = list(islice(file, int(line) + 1))
             if len(rest) <= int(line):
