@@ -121,7 +121,9 @@ class RunCheck:
         if groups := self.config.optimizer.groups:
             models = build_models({name: of.model for name, of in self.config.tasks.items()}, self.config.links)
             try:
-                self.groups = describe_groups(groups, models.first_names(), dict(models.named_parameters()))
+                self.groups = describe_groups(
+                    groups, models.first_names(), dict(models.named_parameters()), self.config.source
+                )
             except ConfigError as error:
                 self.problems = list(error.problems)
                 return

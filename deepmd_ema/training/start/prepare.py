@@ -124,7 +124,8 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     cache, tasks = PairCache(local_size=world.local_size), {}  # one for all tasks: they share its limit
     seeds = {name: seed_for(stream_of("weights", name), seed) for name in config.tasks}
     models = build_models({name: task.model for name, task in config.tasks.items()}, config.links, seeds)
-    split_by_pattern(config.optimizer.groups, models.first_names())  # a mistake is reported before statistics are made
+    # a mistake is reported before statistics are made
+    split_by_pattern(config.optimizer.groups, models.first_names(), config.source)
     for name, model in models.by_task.items():
         model.min_nbor_dist = nearest[name]
         tasks[name] = PreparedTask(
