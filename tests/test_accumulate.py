@@ -12,6 +12,7 @@ from helpers import assert_same, tiny_input, write_system
 from test_loss import ALL
 from test_parallel import assert_near
 from test_train import StopAfter, load
+from test_train_tasks import joined
 
 from deepmd_ema import cli
 from deepmd_ema.config.schema.optim import EnerLossConfig as Config
@@ -92,19 +93,26 @@ OPTIONS = {
     "training__max_ckpt_keep": 0,
     "training__averaging": [{"name": "slow", "decay": 0.9, "lcurve": True}],
 }
+SMALL_MODEL = {
+    "model__descriptor": {"type": "se_e2_r", "sel": [30, 30], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2]},
+    "model__fitting_net": {"neuron": [2]},
+}
+COMPILED = {"training__enable_compile": True, "training__compile_options": {"backend": "aot_eager"}}
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch, systems, water_like_valid):
     """Return a function that trains in a folder of its own: start(name, batch_size, accumulate, options, **how)."""
 
-    def run(name, batch_size, accumulate, options=None, num_steps=6, **how):
+    def run(name, batch_size, accumulate, options=None, num_steps=6, tasks=(), **how):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         monkeypatch.chdir(folder)
         chosen = {**OPTIONS, "training__accumulate": accumulate, **(options or {})}
         config = tiny_input(systems, [water_like_valid], num_steps=num_steps, **chosen)
         config["training"]["training_data"]["batch_size"] = batch_size
+        if tasks:
+            config = joined(dict.fromkeys(tasks, config))
         (folder / "input.json").write_text(json.dumps(config))
         run_training("input.json", device="cpu", **how)
         return folder
@@ -129,6 +137,26 @@ def test_a_step_of_three_batches_is_one_of_a_batch_with_all_their_frames(start, 
         rows = [np.genfromtxt(folder / name, skip_header=2) for folder in (thrice, once)]
         np.testing.assert_allclose(*rows, rtol=2e-3, atol=1e-6)  # of three digits
         assert len(rows[0]) == 6
+
+
+def test_a_step_of_a_task_takes_its_batches_from_this_task_alone(start):
+    """Two tasks have the same frames, which the six frames of each step are; their weights are of other seeds."""
+    tasks = ("first", "second")
+    once, thrice = start("once", "mixed:6", 1, tasks=tasks), start("thrice", "mixed:2", 3, tasks=tasks)
+    assert_near(parts_of(thrice, 6), parts_of(once, 6), ROUNDING)
+    streams = load(thrice / "model.ckpt-6.pt")["streams"]
+    batches = [streams[task]["frames"] for task in tasks]
+    assert sum(batches) == 6 * 3
+    assert all(number % 3 == 0 < number for number in batches)
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo's own
+def test_a_step_of_several_batches_of_a_compiled_model_is_the_eager_one_to_rounding(start, caplog):
+    eager = start("eager", "mixed:2", 3, SMALL_MODEL, num_steps=3)
+    with caplog.at_level("INFO"):
+        compiled = start("compiled", "mixed:2", 3, SMALL_MODEL | COMPILED, num_steps=3)
+    assert_near(parts_of(compiled, 3), parts_of(eager, 3), ROUNDING)
+    assert "compiled  2 graphs in" in caplog.text  # of training, for batches of all sizes, and of validation
 
 
 def test_averages_are_updated_once_per_update(start):
