@@ -37,6 +37,7 @@ SMALL = {"neuron": [2], "axis_neuron": 2, "nlayers": 1}
 ONE_SIDE = {"type_one_side": True}
 SMALLER = {
     "dpa2": {"use_three_body": False},
+    "dpa4": {"n_blocks": 1, "mixing_layers": 1},
     "hybrid": {"list": [SECTIONS["se_e2_r"] | {"neuron": [2]} | ONE_SIDE | more for more in ({}, {"rcut": 3.5})]},
     "se_e2_a": ONE_SIDE,
     "se_e2_r": ONE_SIDE,
