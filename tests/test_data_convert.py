@@ -13,7 +13,7 @@ from test_data_extxyz import LABELS, text, toy_atoms, write_toy
 
 from deepmd_ema.cli import main
 from deepmd_ema.data.convert import convert_data, is_data
-from deepmd_ema.data.formats.extxyz import blocks
+from deepmd_ema.data.formats.extxyz import blocks, frame_text
 from deepmd_ema.errors import DataError, UserError
 
 KBAR = 1602.1766208  # in eV/angstrom^3
@@ -303,6 +303,11 @@ def test_a_file_that_cannot_be_written_does_not_appear(options, message):
     with pytest.raises(UserError, match=message):
         convert_data(["a.xyz"], "out.xyz", **options)
     assert [path.name for path in Path().iterdir()] == ["a.xyz"]
+
+
+def test_a_kind_of_calculation_of_two_lines_is_refused():
+    with pytest.raises(DataError, match=r"config_type 'a\\nb': cannot be written in extended XYZ. Expected one line."):
+        frame_text(["H"], {"coord": np.zeros((1, 3))}, "a\nb")
 
 
 def test_folders_without_names_of_elements_are_refused():

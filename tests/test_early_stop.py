@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import assert_same_files, tiny_input
+from out_of_time import OutOfTime
 from parallel_runs import train
 from test_train_tasks import input_of_two_tasks, write_data
 
@@ -19,7 +20,6 @@ from deepmd_ema.metrics import Errors
 from deepmd_ema.report.record import read_record
 from deepmd_ema.report.status import read_status
 from deepmd_ema.training.loop.early_stop import EarlyStop
-from deepmd_ema.training.loop.trainer import Callback
 from deepmd_ema.training.run import run_training
 
 STEPS, EVERY = 24, 2
@@ -117,21 +117,6 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid):
     return run
 
 
-class StopAt(Callback):
-    """Lets the time be over: after a step, or in the validation of the averaged weights after it."""
-
-    def __init__(self, step, in_validation):
-        self.step, self.is_in_validation = step, in_validation
-
-    def after_update(self, trainer):
-        if trainer.step == self.step and not self.is_in_validation:
-            trainer.deadline = 0.0
-
-    def in_validation(self, trainer, weights):
-        if trainer.step == self.step and weights == "ema":
-            trainer.deadline = 0.0
-
-
 def test_a_run_that_no_longer_improves_ends_as_after_its_last_step(start, caplog):
     caplog.set_level(logging.INFO, "deepmd_ema")
     found = start("run", more={"training__change_bias_after_training": True})
@@ -151,7 +136,7 @@ def test_a_run_that_no_longer_improves_ends_as_after_its_last_step(start, caplog
 
 @pytest.mark.parametrize(("step", "in_validation"), [(5, False), (8, False), (8, True), (END, True)])
 def test_the_restart_of_an_interrupted_run_stops_early_as_the_unbroken_run_does(start, step, in_validation):
-    part = start("parts", callback=StopAt(step, in_validation))
+    part = start("parts", callback=OutOfTime(step, in_validation))
     assert part.step == step
     assert start("parts", restart=str(part.checkpoint)).step == END
     start("whole")
@@ -197,7 +182,7 @@ def test_a_run_of_two_tasks_stops_early_and_restarts_with_the_count_of_each(tmp_
     values["training"]["numb_steps"] = STEPS
     values["validating"]["early_stop"] = STOP
     Path("input.json").write_text(json.dumps(values))
-    part = run_training("input.json", device="cpu", callback=StopAt(10, False))
+    part = run_training("input.json", device="cpu", callback=OutOfTime(10))
     rows = checkpoint.load(part.checkpoint)["early_stop"]["improvements"]
     assert [(weights, set(tasks)) for weights, tasks in rows.items()] == [
         (weights, {"water", "salt"}) for weights in ("live", "slow")

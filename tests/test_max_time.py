@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from helpers import assert_same_files, tiny_input
+from out_of_time import OutOfTime
 
 from deepmd_ema import cli
-from deepmd_ema.training.loop.trainer import Callback
 from deepmd_ema.training.run import run_training
 
 STEPS = 12
@@ -37,21 +37,6 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid):
         return run_training("input.json", device="cpu", **how)
 
     return run
-
-
-class OutOfTime(Callback):
-    """Lets the time be over: after a step, or in the validation of the averaged weights after it."""
-
-    def __init__(self, step, in_validation=False):
-        self.step, self.in_average = step, in_validation
-
-    def after_update(self, trainer):
-        if trainer.step == self.step and not self.in_average:
-            trainer.deadline = 0.0
-
-    def in_validation(self, trainer, weights):
-        if trainer.step == self.step and weights == "ema":
-            trainer.deadline = 0.0
 
 
 @pytest.mark.parametrize(("step", "in_validation"), [(5, False), (8, True)])

@@ -22,7 +22,7 @@ from deepmd_ema.physics.crystal import (
     is_crystal,
     relax,
 )
-from deepmd_ema.physics.dynamics import FRICTION, Run, _moments, conserve, survive
+from deepmd_ema.physics.dynamics import FRICTION, Run, _trajectory, energy_conservation, time_to_failure
 from deepmd_ema.physics.report import PhysicsOptions, physics_of, shortest_distances
 from deepmd_ema.physics.scans import count_extrema, scan_bonds, scan_cutoff
 from deepmd_ema.physics.surface import EV_PER_KELVIN, MASSES, Surface
@@ -113,7 +113,7 @@ def frame_of(atoms):
 
 
 def test_velocity_verlet_keeps_the_energy_of_a_conservative_model():
-    found = conserve(Surface(PairModel(), line(0, 2.1, 4.2)), NO_LIMIT, CALM)
+    found = energy_conservation(Surface(PairModel(), line(0, 2.1, 4.2)), NO_LIMIT, CALM)
     assert not found.failure
     assert found.time == pytest.approx(0.3)
     assert abs(found.drift) < 1e-3
@@ -122,22 +122,22 @@ def test_velocity_verlet_keeps_the_energy_of_a_conservative_model():
 
 def test_halving_the_time_step_divides_the_spread_by_four():
     surface = Surface(PairModel(), line(0, 2.1, 4.2))
-    whole = conserve(surface, NO_LIMIT, Run(300.0, 2.0, 500, 3)).spread
-    half = conserve(surface, NO_LIMIT, Run(300.0, 1.0, 1000, 3)).spread
+    whole = energy_conservation(surface, NO_LIMIT, Run(300.0, 2.0, 500, 3)).spread
+    half = energy_conservation(surface, NO_LIMIT, Run(300.0, 1.0, 1000, 3)).spread
     assert whole / half == pytest.approx(4, rel=0.1)
 
 
 def test_forces_that_are_no_derivatives_spread_the_energy():
-    good = conserve(Surface(PairModel(), line(0, 2.1, 4.2)), NO_LIMIT, CALM)
-    bad = conserve(Surface(PairModel(excess=1.3), line(0, 2.1, 4.2)), NO_LIMIT, CALM)
+    good = energy_conservation(Surface(PairModel(), line(0, 2.1, 4.2)), NO_LIMIT, CALM)
+    bad = energy_conservation(Surface(PairModel(excess=1.3), line(0, 2.1, 4.2)), NO_LIMIT, CALM)
     assert bad.spread > 20 * good.spread
 
 
 def test_a_run_with_a_wall_lasts_and_one_with_a_hole_fails_with_its_reason():
     least = np.array([[1.2]])
-    good = survive(Surface(PairModel(), line(0, 2.1, 4.2)), least, HOT)
+    good = time_to_failure(Surface(PairModel(), line(0, 2.1, 4.2)), least, HOT)
     assert (good.failure, good.time) == ("", pytest.approx(0.3))
-    bad = survive(Surface(PairModel(with_hole), line(0, 2.1, 4.2)), least, HOT)
+    bad = time_to_failure(Surface(PairModel(with_hole), line(0, 2.1, 4.2)), least, HOT)
     assert 0 < bad.time < 0.3
     assert "Cu-Cu at" in bad.failure or "eV/Å" in bad.failure or " K" in bad.failure
 
@@ -147,15 +147,15 @@ def test_a_model_without_a_finite_energy_ends_the_run():
         energy, slope = morse(r)
         return np.where(r < 2.0, np.nan, energy), slope
 
-    found = survive(Surface(PairModel(breaks), line(0, 2.1)), NO_LIMIT, HOT)
+    found = time_to_failure(Surface(PairModel(breaks), line(0, 2.1)), NO_LIMIT, HOT)
     assert found.failure == "no finite energy"
-    assert math.isnan(conserve(Surface(PairModel(breaks), line(0, 2.1)), NO_LIMIT, HOT).drift)
+    assert math.isnan(energy_conservation(Surface(PairModel(breaks), line(0, 2.1)), NO_LIMIT, HOT).drift)
 
 
 def test_the_thermostat_reaches_its_temperature():
     places = 2.1 * np.arange(20)
     run = Run(300.0, 2.0, 3000, 1)
-    kinetic = [m.kinetic for m in _moments(Surface(PairModel(rcut=3.0), line(*places)), run, FRICTION)]
+    kinetic = [m.kinetic for m in _trajectory(Surface(PairModel(rcut=3.0), line(*places)), run, FRICTION)]
     assert np.mean(kinetic[500:]) == pytest.approx(1.5 * 20 * EV_PER_KELVIN * 300, rel=0.1)
 
 
@@ -163,7 +163,7 @@ def test_an_element_without_a_mass_is_refused_by_name():
     model = PairModel()
     model.type_map = ("X1",)
     with pytest.raises(UserError, match="X1 has no mass"):
-        physics_of(model, [line(0, 2.0)], PhysicsOptions(steps=5))
+        physics_of(model, [line(0, 2.0)], PhysicsOptions(md_steps=5))
 
 
 def test_masses_are_those_of_ase():
@@ -314,10 +314,10 @@ def test_only_relaxed_periodic_frames_without_a_gap_are_crystals():
 def test_the_report_names_what_fails():
     frames = [line(0, 2.0), line(0, 1.9)]
     assert shortest_distances(frames, 1, 6.0) == pytest.approx(np.array([[1.9]]))
-    good = physics_of(PairModel(rcut=12.0), frames, PhysicsOptions(steps=50))
+    good = physics_of(PairModel(rcut=12.0), frames, PhysicsOptions(md_steps=50))
     assert not good.failed
     assert good.text().endswith("# all limits are kept")
-    bad = physics_of(PairModel(with_bump), frames, PhysicsOptions(steps=50))
+    bad = physics_of(PairModel(with_bump), frames, PhysicsOptions(md_steps=50))
     assert any(row.quantity == "extrema beyond one well, Cu-Cu" and row.value == 2 for row in bad.failed)
     assert "FAILED" in bad.text()
     assert "limits not kept" in bad.text() or "limit not kept" in bad.text()

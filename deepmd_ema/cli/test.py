@@ -59,9 +59,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the errors, and the physics where requested, and write the requested files."""
-    options = {name: getattr(args, name) for name in ("temperature", "md_steps", "time_step")}
-    if not args.physics and (given := [name for name, value in options.items() if value is not None]):
-        raise UserError(f"--{given[0].replace('_', '-')}: no effect without --physics. Add it, or leave this out.")
+    names = ("temperature", "md_steps", "time_step")
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if options and not args.physics:
+        problems = [f"--{name.replace('_', '-')}: no effect without --physics." for name in options]
+        raise UserError([f"{problem} Add it, or leave this out." for problem in problems])
     keep_freed_memory()
     with loading():
         from deepmd_ema.infer.evaluate import measure, refuse_details
@@ -87,8 +89,7 @@ def run(args: argparse.Namespace) -> None:
         print(report.text(), flush=True)
     physics = None
     if args.physics:
-        chosen = PhysicsOptions(args.temperature or 300.0, args.time_step, args.md_steps or 1000)
-        physics = measure_physics(args.model, systems, chosen, **common)
+        physics = measure_physics(args.model, systems, PhysicsOptions(**options), **common)
     if args.json:
         print(json.dumps(_document(report, physics), indent=2))
     elif physics is not None:

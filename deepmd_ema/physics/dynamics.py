@@ -13,8 +13,9 @@ from deepmd_ema.physics.surface import EV_PER_KELVIN, SPEED2_PER_EV, Array, Surf
 
 FRICTION = 0.01  # 1/fs, of the thermostat: it couples within 0.1 ps
 CHECK_EVERY = 10  # steps between two searches for pairs that are too close
-MAX_FORCE = 100.0  # eV/angstrom: a thousand times that of a vibration
-MAX_HEAT = 5.0  # times the temperature of the thermostat: of 9 degrees of freedom it is passed once in 1e5
+MAX_FORCE = 100.0  # eV/angstrom: those of vibrations are about 1
+# times the temperature of the thermostat: the kinetic energy of 9 degrees of freedom is above it with probability 1e-6
+MAX_HEAT = 5.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Moment:
+class State:
     """One step of a run.
 
     Attributes:
@@ -69,7 +70,7 @@ class Conservation:
 
 
 @dataclass(frozen=True)
-class Survival:
+class Stability:
     """Length of a run until it fails.
 
     Attributes:
@@ -86,7 +87,7 @@ def time_step_of(surface: Surface) -> float:
     return 0.5 if surface.masses.min() < 3 else 1.0
 
 
-def conserve(surface: Surface, least: Array, run: Run) -> Conservation:
+def energy_conservation(surface: Surface, least: Array, run: Run) -> Conservation:
     """Return drift and spread of the total energy by velocity Verlet, without thermostat.
 
     A straight line is fitted to the energies: drift = slope of E(t) / N, spread = RMS of the residuals / N. Velocities
@@ -98,41 +99,42 @@ def conserve(surface: Surface, least: Array, run: Run) -> Conservation:
         run: its temperature is that of the first velocities.
     """
     energies: list[float] = []
-    survival = _survive(surface, least, run, 0.0, math.inf, energies)
-    if survival.failure:
-        return Conservation(math.nan, math.nan, survival.time, survival.failure)
+    stability = _run_until_failure(surface, least, run, 0.0, math.inf, energies)
+    if stability.failure:
+        return Conservation(math.nan, math.nan, stability.time, stability.failure)
     number = len(surface.coord)
     time = 1e-3 * run.time_step * np.arange(len(energies))
     slope, offset = np.polyfit(time, energies, 1)
     rest = np.array(energies) - (slope * time + offset)
-    return Conservation(float(slope) / number, float(np.sqrt(np.mean(rest**2))) / number, survival.time)
+    return Conservation(float(slope) / number, float(np.sqrt(np.mean(rest**2))) / number, stability.time)
 
 
-def survive(surface: Surface, least: Array, run: Run) -> Survival:
+def time_to_failure(surface: Surface, least: Array, run: Run) -> Stability:
     """Return the time that a run with a thermostat lasts, by Langevin dynamics (BAOAB).
 
     A run fails when an energy is not finite, a pair is closer than ``least``, a force is above ``MAX_FORCE``, or the
-    kinetic temperature is above ``MAX_HEAT`` times that of the thermostat. Arguments are those of :func:`conserve`.
+    kinetic temperature is above ``MAX_HEAT`` times that of the thermostat. Arguments are as for
+    :func:`energy_conservation`.
     """
-    return _survive(surface, least, run, FRICTION, MAX_HEAT * run.temperature, [])
+    return _run_until_failure(surface, least, run, FRICTION, MAX_HEAT * run.temperature, [])
 
 
-def _survive(
+def _run_until_failure(
     surface: Surface, least: Array, run: Run, friction: float, hottest: float, energies: list[float]
-) -> Survival:
+) -> Stability:
     """Return the time that a run lasts, and add the total energy of each step to ``energies``."""
     step = 0
     try:
-        for step, now in enumerate(_moments(surface, run, friction)):
+        for step, now in enumerate(_trajectory(surface, run, friction)):
             energies.append(now.potential + now.kinetic)
             if failure := _failure(surface, now, least if step % CHECK_EVERY == 0 else None, hottest):
-                return Survival(1e-3 * run.time_step * step, failure)
+                return Stability(1e-3 * run.time_step * step, failure)
     except UserError:  # two atoms in one place, or numbers that are not finite
-        return Survival(1e-3 * run.time_step * (step + 1), "no finite energy")
-    return Survival(1e-3 * run.time_step * step)
+        return Stability(1e-3 * run.time_step * (step + 1), "no finite energy")
+    return Stability(1e-3 * run.time_step * step)
 
 
-def _failure(surface: Surface, now: Moment, least: Array | None, hottest: float) -> str:
+def _failure(surface: Surface, now: State, least: Array | None, hottest: float) -> str:
     temperature = 2 * now.kinetic / (_freedom(surface) * EV_PER_KELVIN)
     if now.max_force > MAX_FORCE:
         return f"force {now.max_force:.0f} eV/Å"
@@ -152,7 +154,7 @@ def _freedom(surface: Surface) -> int:
     return max(3, 3 * len(surface.coord) - 3)
 
 
-def _moments(surface: Surface, run: Run, friction: float) -> Iterator[Moment]:
+def _trajectory(surface: Surface, run: Run, friction: float) -> Iterator[State]:
     """Yield the frame and every step after it.
 
     BAOAB (Leimkuhler and Matthews, Appl. Math. Res. Express 2013, 34): half a kick, half a drift, friction and noise,
@@ -168,7 +170,7 @@ def _moments(surface: Surface, run: Run, friction: float) -> Iterator[Moment]:
     keep = math.exp(-friction * time_step)
     coord = surface.coord.copy()
     energy, force = surface.next(coord)
-    yield Moment(coord, energy, _kinetic(masses, velocity), _largest(force))
+    yield State(coord, energy, _kinetic(masses, velocity), _largest(force))
     for _ in range(run.steps):
         velocity = velocity + 0.5 * time_step * SPEED2_PER_EV * force / masses
         coord = coord + 0.5 * time_step * velocity
@@ -178,7 +180,7 @@ def _moments(surface: Surface, run: Run, friction: float) -> Iterator[Moment]:
         coord = coord + 0.5 * time_step * velocity
         energy, force = surface.next(coord)
         velocity = velocity + 0.5 * time_step * SPEED2_PER_EV * force / masses
-        yield Moment(coord, energy, _kinetic(masses, velocity), _largest(force))
+        yield State(coord, energy, _kinetic(masses, velocity), _largest(force))
 
 
 def _kinetic(masses: Array, velocity: Array) -> float:

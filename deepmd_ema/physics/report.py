@@ -24,13 +24,13 @@ from deepmd_ema.physics.crystal import (
     describe_crystal,
     is_crystal,
 )
-from deepmd_ema.physics.dynamics import Conservation, Run, Survival, conserve, survive, time_step_of
+from deepmd_ema.physics.dynamics import Conservation, Run, Stability, energy_conservation, time_step_of, time_to_failure
 from deepmd_ema.physics.scans import BondScan, CutoffScan, scan_bonds, scan_cutoff
 from deepmd_ema.physics.surface import Array, Model, Surface
 from deepmd_ema.report.table import Column, Table, render
 
 MAX_DRIFT = 1e-3  # eV/atom/ps
-MAX_SPREAD = 1e-3  # eV/atom: a thirtieth of the kinetic energy of an atom at 300 K
+MAX_SPREAD = 1e-3  # eV/atom: a fortieth of the kinetic energy of an atom at 300 K
 MIN_DISTANCE_RATIO = 0.75  # of the shortest distance in the data: nearer, an energy was not learned
 MAX_ENERGY_JUMP = 1e-4  # eV; energies of a hundred atoms in float32 are rounded to 1e-5
 MAX_FORCE_JUMP = 1e-3  # eV/angstrom
@@ -48,13 +48,13 @@ class PhysicsOptions:
     Attributes:
         temperature: of the run without thermostat, K; the other one has twice as much.
         time_step: fs; None: 0.5 with hydrogen, otherwise 1.
-        steps: of each of the two runs.
+        md_steps: of each of the two runs.
         seed: of velocities and noise.
     """
 
     temperature: float = 300.0
     time_step: float | None = None
-    steps: int = 1000
+    md_steps: int = 1000
     seed: int = 1
 
 
@@ -87,7 +87,7 @@ class PhysicsReport:
         source: system and number of the frame of dynamics and scans.
         run: without thermostat.
         conservation: run without thermostat.
-        survival: run at twice the temperature.
+        stability: run at twice the temperature.
         bonds: one scan for each pair of elements.
         cutoff: smoothness at the cutoff, or None.
         crystal: properties of a relaxed periodic frame, or None.
@@ -97,7 +97,7 @@ class PhysicsReport:
     source: tuple[str, int]
     run: Run
     conservation: Conservation
-    survival: Survival
+    stability: Stability
     bonds: Sequence[BondScan]
     cutoff: CutoffScan | None
     crystal: Crystal | None = None
@@ -145,7 +145,7 @@ class PhysicsReport:
         }
 
     def _dynamics(self) -> Iterator[Row]:
-        nve, hot, run = self.conservation, self.survival, self.run
+        nve, hot, run = self.conservation, self.stability, self.run
         about = f"{nve.time:g} ps from {run.temperature:g} K by {run.time_step:g} fs"
         about = f"failed after {nve.time:g} ps: {nve.failure}" if nve.failure else about
         drift, spread = (None if nve.failure else 1e3 * value for value in (nve.drift, nve.spread))
@@ -232,7 +232,7 @@ def physics_of(model: Model, frames: Sequence[Frame], options: PhysicsOptions) -
     shortest = shortest_distances(frames, len(model.type_map), model.rcut)
     least = MIN_DISTANCE_RATIO * np.where(np.isfinite(shortest), shortest, 0.0)
     surface = Surface(model, frames[0])
-    run = Run(options.temperature, options.time_step or time_step_of(surface), options.steps, options.seed)
+    run = Run(options.temperature, options.time_step or time_step_of(surface), options.md_steps, options.seed)
     crystal, failure = None, ""
     relaxed = next(filter(is_crystal, sorted(frames, key=_largest_label_force)), None)
     try:
@@ -242,8 +242,8 @@ def physics_of(model: Model, frames: Sequence[Frame], options: PhysicsOptions) -
     return PhysicsReport(
         frames[0].source,
         run,
-        conserve(surface, least, run),
-        survive(surface, least, replace(run, temperature=2 * run.temperature)),
+        energy_conservation(surface, least, run),
+        time_to_failure(surface, least, replace(run, temperature=2 * run.temperature)),
         scan_bonds(surface, shortest, MIN_DISTANCE_RATIO),
         scan_cutoff(surface),
         crystal,

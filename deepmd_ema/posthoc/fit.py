@@ -31,6 +31,7 @@ class Fit:
         data: of each task.
         models: of the run, on the device.
         cache: neighbor lists to share.
+        num_steps: of the run.
         say: prints a text.
     """
 
@@ -39,6 +40,7 @@ class Fit:
     data: Mapping[str, TaskData]
     models: ModelSet
     cache: PairCache
+    num_steps: int
     say: Callable[[str], Any]
 
     def __call__(self, weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -49,6 +51,8 @@ class Fit:
             name: of the weights, for what is printed.
         """
         self.models.load_state_dict(weights)
+        schedule = build_schedule(self.config.learning_rate, self.num_steps)
+        rate = schedule(self.num_steps - 1) / self.config.learning_rate.start_lr  # the loss depends on it
         fitted: dict[str, Tensor] = {}
         for task in self.config.tasks.values():
             model, train = self.models.by_task[task.name], self.data[task.name].train
@@ -58,15 +62,9 @@ class Fit:
                 batches = sequential_batches(train, model.layout, self.cache, most, frames=frames)
                 found = fit_bias(model, task.model, batches)
             else:
-                prefactors, intensive = loss_weights(task.loss, self._last_rate()), task.loss.intensive_ener_virial
+                prefactors, intensive = loss_weights(task.loss, rate), task.loss.intensive_ener_virial
                 found = solve_last_layer(model, train, frames, prefactors, intensive, self.cache)
             row = f"{task.name} {name}" if task.name else name
             self.say(f"{PARTS[self.part]} fitted with the weights {row}: {found.summary}")
             fitted |= {prefix_of(task.name) + key: tensor for key, tensor in found.tensors.items()}
         return fitted
-
-    def _last_rate(self) -> float:
-        """Return the learning rate at the end of the run, as a part of the first one, which the loss depends on."""
-        steps = self.config.training.numb_steps
-        rate = self.config.learning_rate
-        return build_schedule(rate, steps)(steps - 1) / rate.start_lr if steps else rate.end_lr / rate.start_lr

@@ -114,7 +114,8 @@ def run_posthoc(
     validation = _Validation(models.to(where), task.name, opened, where, metric)
     rows, best, weights = _measured(run, found.combinations, validation)
     if solve is not None:
-        fit = Fit(solve, config, data, models, validation.cache, say)
+        num_steps = config.training.numb_steps or run.payload["step"]  # of epochs, the run has ended
+        fit = Fit(solve, config, data, models, validation.cache, num_steps, say)
         rows, best, weights = _with_fits(run, rows, best, weights, fit, validation)
     num_frames = sum(source.num_frames for source in opened)
     report = PosthocReport(run, found, resolvable, rows, metric, best, num_frames, len(opened), left_out)
