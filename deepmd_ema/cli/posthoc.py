@@ -7,7 +7,7 @@ import argparse
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, add_head, add_systems, chosen_systems, file_to_write, path
 
-SUMMARY = "the average of any length or shape, from the snapshots of a run"
+SUMMARY = "the average of any length or shape, from the snapshots of a run; output layers by least squares"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from deepmd_ema.metrics import Errors
     from deepmd_ema.physics.report import PhysicsReport
 
-SUMMARY = "errors of a model on labelled frames"
+SUMMARY = "errors of a model on labelled frames, and its physics: dynamics, bonds, crystals"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
