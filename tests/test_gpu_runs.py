@@ -26,6 +26,8 @@ OPTIMIZERS = {
 ROUNDING = 1e-7  # of the largest number of a tensor, after all steps: rates of Adam on CUDA are in float32
 # directions of Muon are in bfloat16 or, by Gram matrices on CUDA, in float16; a CPU has float32 there
 IN_HALF = {"AdaMuon": 1e-4, "HybridMuon in bfloat16": 1e-4, "HybridMuon": 1e-3}
+# bases of SOAP turn with rounding where gradients are almost 0
+IN_TURNED_BASES = {"SOAP": 1e-5}
 SETTINGS = {"device": ("live", "cpu"), "layout": ("local_shard", "full_tensor"), "dtype": ("float64", "float32")}
 BUFFERS = ("copy", "average")
 AVERAGES = [
@@ -95,7 +97,7 @@ def config_of(water_like, mixed_like, water_like_valid):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_every_optimizer_takes_the_steps_of_the_cpu_and_restarts_to_the_last_bit(check, config_of, kind):
-    check(config_of(optimizer=OPTIMIZERS[kind], **NO_VIRIAL), IN_HALF.get(kind, ROUNDING))
+    check(config_of(optimizer=OPTIMIZERS[kind], **NO_VIRIAL), (IN_HALF | IN_TURNED_BASES).get(kind, ROUNDING))
 
 
 def test_averages_of_every_device_layout_and_precision_are_those_of_the_cpu(check, config_of):

