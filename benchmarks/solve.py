@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import re
 import subprocess
 import sys
@@ -64,7 +65,8 @@ def _solve(args: argparse.Namespace, run: Path) -> list[list[str]]:
     for name, before in found.items():
         if not name.endswith(ends):
             after = found.get(name + ends, before)
-            errors = [f"{float(before[c]):.3g} -> {float(after[c]):.3g}" for c in COLUMNS.values()]
+            pairs = [(float(before[column]), float(after[column])) for column in COLUMNS.values()]
+            errors = ["-" if math.isnan(old) else f"{old:.3g} -> {new:.3g}" for old, new in pairs]
             rows.append([_name(run), name, *errors, ridges.get(name, "none"), f"{seconds:.0f}"])
     return rows
 
