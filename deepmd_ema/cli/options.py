@@ -38,7 +38,7 @@ def add_deepmd_kit(parser: argparse._ActionsContainer) -> None:
 def add_weights(parser: argparse._ActionsContainer, several: bool = False) -> None:
     """Add ``--use-ema``, ``--average`` and ``--head``: which weights of a file are taken; ``several`` averages each."""
     parser.add_argument("--use-ema", action="store_true", help="take the averaged weights of a training checkpoint")
-    which = "which averages, each a model" if several else "which average, when there are several"
+    which = "which averages, each a model, and `live` for the trained weights" if several else "which average, when there are several"
     parser.add_argument("--average", "--profile", dest="average", metavar="NAME", nargs="+" if several else None,
                         help=f"{which}; implies --use-ema")  # fmt: skip
     add_head(parser)

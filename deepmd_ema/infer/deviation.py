@@ -102,7 +102,7 @@ def measure_deviation(
         systems: systems, or folders searched for systems.
         options: what is measured.
         use_average: takes the averaged weights of training checkpoints.
-        averages: which averages; each model is taken once with each of them. Implies ``use_average``.
+        averages: which averages, or ``live``; each model is taken once with each of them. Implies ``use_average``.
         head: which model of files that hold several.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
         rglob_patterns: names of systems to search for in folders.
@@ -190,7 +190,7 @@ def _check_models(loaded: Sequence[LoadedModel], options: DeviationOptions) -> N
     """Raise UserError if there is nothing to compare, or if the models do not read the same data."""
     if len(loaded) < 2 and not options.real_error:
         raise UserError(
-            "-m: one model, and deviations are those of two or more. Give more models or averages (--average A B), or "
+            "-m: one model, and deviations are those of two or more. Give more models or averages (--average live A), or "
             "--real_error for the errors of one."
         )
     first = loaded[0]
