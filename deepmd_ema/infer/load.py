@@ -144,8 +144,8 @@ def load_model(
         path: a checkpoint of any kind, of DeePMD-kit too, the folder of a run (its latest checkpoint), a ``.dp``,
             ``.yaml`` or ``.pt2`` file, or a ``.pth``, ``.pte`` or ``.pb`` file, which an installed DeePMD-kit converts.
         use_average: takes the averaged weights out of a training checkpoint instead of the file's own weights.
-        average: which average, when the checkpoint holds several; implies ``use_average``. Or ``live``: the weights that
-            were trained.
+        average: which average, when the checkpoint holds several; implies ``use_average``. ``live`` is the trained
+            weights.
         head: which model of a file that holds several.
 
     Raises:
