@@ -1,6 +1,7 @@
 """``dp-ema model-devi --sample-layer``: models of one run that differ in the output layer."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import torch
 from helpers import tiny_input, write_system
 from infer_models import write_run
 from test_last_layer import PREFACTORS, frames_of, labelled, put, random_change
+from test_train_tasks import input_of_two_tasks, write_data
 from toy_models import TRICLINIC, toy_atoms, toy_model
 
 from deepmd_ema import cli
+from deepmd_ema.errors import UserError
 from deepmd_ema.export import freeze
 from deepmd_ema.infer.deviation import measure_deviation
 from deepmd_ema.infer.evaluate import first_frames, measure, open_labelled, predict
@@ -113,6 +116,18 @@ def test_a_seed_gives_the_same_samples_and_another_one_others(run, systems):
     assert not np.allclose(rows(1)[:, 1:], rows(2)[:, 1:])
 
 
+def test_one_of_two_tasks_is_sampled_on_its_own_frames(tmp_path, monkeypatch):
+    data = write_data(tmp_path / "data")
+    (tmp_path / "input.json").write_text(json.dumps(input_of_two_tasks(data)))
+    monkeypatch.chdir(tmp_path)
+    run_training("input.json", device="cpu")
+    found = measure_deviation([tmp_path], [data / "salt2"], head="salt", device="cpu", sampled_layers=3)
+    assert all(np.all(rows[:, 4] > 0) for rows in found.systems.values())
+    shutil.rmtree(data / "salt1")
+    with pytest.raises(UserError, match="salt1: no such"):
+        measure_deviation([tmp_path], [data / "salt2"], head="salt", device="cpu", sampled_layers=3)
+
+
 def test_the_command_prints_which_weights_were_sampled(run, systems, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["model-devi", "-m", str(run), "--average", "live", "ema", "--sample-layer", "-s", str(systems[1])]
@@ -130,11 +145,14 @@ def test_the_command_prints_which_weights_were_sampled(run, systems, tmp_path, m
         (["--real_error"], "--sample-layer and --real_error: samples have larger errors than the model"),
         (["-m", "FROZEN"], "is not a checkpoint of dp-ema, which names its training frames"),
         (["-m", "MOVED"], "train: no such"),
+        (["-m", "OTHER"], "--sample-layer: the loss has no energies, forces or virials to fit"),
     ],
 )
 def test_a_request_without_samples_is_reported(run, systems, tmp_path, capsys, words, message):
     freeze(load_model(run), tmp_path / "frozen.dp")
     places = {"FROZEN": str(tmp_path / "frozen.dp"), "MOVED": str(write_run(tmp_path / "moved")[0])}
+    others = {f"loss__{when}_pref_{term}": 0 for when in ("start", "limit") for term in "efv"}
+    places["OTHER"] = str(write_run(tmp_path / "other", **others, loss__start_pref_ae=1)[0])
     words = [places.get(word, word) for word in words]
     if "-m" not in words:
         words += ["-m", str(run)]

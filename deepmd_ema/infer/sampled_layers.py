@@ -9,7 +9,7 @@ from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.names import SUFFIXES
 from deepmd_ema.config import saved_config
 from deepmd_ema.config.paths import with_absolute_paths
-from deepmd_ema.config.rules import why_not_solvable
+from deepmd_ema.config.rules import why_task_not_solvable
 from deepmd_ema.data.run import open_split
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import UserError
@@ -41,9 +41,9 @@ def with_sampled_layers(loaded: LoadedModel, number: int, seed: int, device: str
         )
     payload = checkpoint.load(path)
     config = saved_config(with_absolute_paths(payload["config"], path.parent), source=str(path))
-    for reason in why_not_solvable(config):
-        raise UserError(f"{OPTION}: {reason} Leave it out.")
     task = config.task(loaded.info.head or None)
+    if reasons := list(why_task_not_solvable(task)):
+        raise UserError([f"{OPTION}: {reason} Leave it out." for reason in reasons])
     train = open_split(config)[task.name].train
     num_steps = config.training.numb_steps or payload["step"]
     rate = build_schedule(config.learning_rate, num_steps)(num_steps - 1) / config.learning_rate.start_lr
