@@ -119,7 +119,7 @@ def _molybdenum(sources: Path) -> list[list[Atoms]]:
     for atoms, (group, text) in zip(documents(file), groups):
         is_known = group == "Elastic" or (group == "AIMD-NVT" and text.endswith(" 300 K"))
         (known if is_known else other).append(atoms)
-    return [[a for k, a in enumerate(known) if k % 4], known[::4], [a for a in other if len(a) > 50]]
+    return [[a for k, a in enumerate(known) if k % 4], known[::4], [a for a in other if len(a) > 50][::2]]
 
 
 def _example(system: str) -> list[Atoms]:

@@ -128,6 +128,8 @@ def test_the_file_is_that_of_deepmd_kit(runs, data, tmp_path, monkeypatch, capsy
         (["-m", "A", "C"], "type_map is ['H', 'O'], and ['O', 'H'] in"),
         (["-m", "A", "B", "--average", "nobody"], "no average is called 'nobody'"),
         (["-m", "E", "B", "--average", "live"], "holds ema weights (average), not the live ones"),
+        (["-m", "A", "B", "--seed", "2"], "--seed: is for samples of the output layer. Add --sample-layer"),
+        (["-m", "A", "--sample-layer", "1"], "'1': expected 2 to 999 samples"),
         (["-m", "A", "B", "-f", "0"], "expected a number of steps, at least 1"),
         (["-m", "A", "B", "--relative", "-1"], "expected a number above 0"),
         (["-m", "A", "B", "-S", "set"], "model-devi -S: all sets of a system are read"),
