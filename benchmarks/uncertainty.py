@@ -144,7 +144,9 @@ SETS = {
     "3BPA": Data("3BPA, DFT: 300 K; 300 K; 600 and 1,200 K", _bpa, 4),
     "acac": Data("acetylacetone, DFT: 300 K; 300 K; 600 K", _acac, 4),
     "molecules": Data(
-        "molecules, GFN2-xTB: four of 2 heavy atoms and acetic acid; the same; four others", _molecules, 4
+        "molecules, GFN2-xTB: methanol, methylamine, formic and acetic acid; the same; ethanol, ether, acetamide, propane",
+        _molecules,
+        4,
     ),
     "Mo": Data("Mo, DFT: MD at 300 K and strained; the same; MD at 3,000 and 6,000 K, vacancies", _molybdenum, 2),
     "water": Data("water, GFN1-xTB: 300 and 350 K; the same; 500 K", _water, 1),
@@ -379,7 +381,7 @@ def _from_last_layer(
 
 
 def _quality(estimate: np.ndarray, error: np.ndarray, frame: np.ndarray, parts: np.ndarray) -> dict[str, list[float]]:
-    """Return how an estimate of each atom's error ranks them: a number for each part, and for both together."""
+    """Return the quality of an estimate of each atom's error: a number for each part, and for both together."""
     most, worst = np.zeros(len(parts)), np.zeros(len(parts))
     np.maximum.at(most, frame, estimate)
     np.maximum.at(worst, frame, error)
