@@ -144,7 +144,7 @@ SETS = {
     "3BPA": Data("3BPA, DFT: 300 K; 300 K; 600 and 1,200 K", _bpa, 4),
     "acac": Data("acetylacetone, DFT: 300 K; 300 K; 600 K", _acac, 4),
     "molecules": Data(
-        "molecules, GFN2-xTB: methanol, methylamine, formic and acetic acid; the same; ethanol, ether, acetamide, propane",
+        "GFN2-xTB: CH3OH, CH3NH2, HCOOH, CH3COOH; the same; C2H5OH, CH3OCH3, CH3CONH2, C3H8",
         _molecules,
         4,
     ),
