@@ -97,6 +97,9 @@ def test_averages_of_one_run_are_models(runs, data):
     both = measure_deviation([live.parent, runs[1][0].parent], [data], averages=["ema"], device="cpu")
     assert ["live" in word for word in by_file.models] == [True, False]
     assert all("averaged weights (ema)" in word for word in both.models)
+    by_name = measure_deviation([live.parent], [data], averages=["live", "ema"], device="cpu")
+    for system, rows in by_file.systems.items():
+        np.testing.assert_array_equal(by_name.systems[system], rows)
     assert by_file.systems.keys() == both.systems.keys() == {str(data / "open"), str(data / "water")}
 
 
@@ -124,6 +127,9 @@ def test_the_file_is_that_of_deepmd_kit(runs, data, tmp_path, monkeypatch, capsy
         (["-m", "A"], "-m: one model, and deviations are those of two or more"),
         (["-m", "A", "C"], "type_map is ['H', 'O'], and ['O', 'H'] in"),
         (["-m", "A", "B", "--average", "nobody"], "no average is called 'nobody'"),
+        (["-m", "E", "B", "--average", "live"], "holds ema weights (average), not the live ones"),
+        (["-m", "A", "B", "--seed", "2"], "--seed: is for samples of the output layer. Add --sample-layer"),
+        (["-m", "A", "--sample-layer", "1"], "'1': expected 2 to 999 samples"),
         (["-m", "A", "B", "-f", "0"], "expected a number of steps, at least 1"),
         (["-m", "A", "B", "--relative", "-1"], "expected a number above 0"),
         (["-m", "A", "B", "-S", "set"], "model-devi -S: all sets of a system are read"),
@@ -132,7 +138,7 @@ def test_the_file_is_that_of_deepmd_kit(runs, data, tmp_path, monkeypatch, capsy
 )
 def test_a_wrong_request_is_reported(runs, data, tmp_path, capsys, words, message):
     other = write_run(tmp_path, model__type_map=["H", "O"])[0]
-    places = {"A": str(runs[0][0]), "B": str(runs[1][0]), "C": str(other)}
+    places = {"A": str(runs[0][0]), "B": str(runs[1][0]), "C": str(other), "E": str(runs[0][1])}
     words = [places.get(word, word) for word in words]
     assert cli.main(["model-devi", *words, "-s", str(data), "-o", str(tmp_path / "x.out"), "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.options import add_deepmd_kit, add_weights, num_frames, number_below, path
+from deepmd_ema.cli.options import add_deepmd_kit, add_weights, number_below, path, seed_number
 from deepmd_ema.cli.streams import say
 from deepmd_ema.errors import UserError
 
@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("--validation", metavar="SHARE", type=number_below(1, "a share of the frames, such as 0.1"),
                       help="keep this share of the frames of each kind apart, near copies together")  # fmt: skip
-    data.add_argument("--seed", metavar="N", type=num_frames, help="of the random choice of these frames (1)")
+    data.add_argument("--seed", metavar="N", type=seed_number, help="of the random choice of these frames (1)")
     data.add_argument(
         "--mixed",
         action="store_true",

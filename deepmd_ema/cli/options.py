@@ -38,7 +38,11 @@ def add_deepmd_kit(parser: argparse._ActionsContainer) -> None:
 def add_weights(parser: argparse._ActionsContainer, several: bool = False) -> None:
     """Add ``--use-ema``, ``--average`` and ``--head``: which weights of a file are taken; ``several`` averages each."""
     parser.add_argument("--use-ema", action="store_true", help="take the averaged weights of a training checkpoint")
-    which = "which averages, each a model" if several else "which average, when there are several"
+    which = (
+        "which averages, each a model, and `live` for the trained weights"
+        if several
+        else "which average, when there are several"
+    )
     parser.add_argument("--average", "--profile", dest="average", metavar="NAME", nargs="+" if several else None,
                         help=f"{which}; implies --use-ema")  # fmt: skip
     add_head(parser)
@@ -73,18 +77,20 @@ def backend(text: str) -> str:
     return BACKENDS[text]
 
 
-def num_frames(text: str) -> int:
-    """Return a number of frames that is given on the command line, 0 for all of them."""
-    if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise argparse.ArgumentTypeError(f"{show_text(text)}: expected a number of frames, 0 for all")
-    return int(text)
+def whole_number(least: int, expected: str, digits: int = 18) -> Callable[[str], int]:
+    """Return the reader of a whole number of at most so many digits that is given on the command line."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(rf"[0-9]{{1,{digits}}}", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{show_text(text)}: expected {expected}")
+        return int(text)
+
+    return read
 
 
-def num_steps(text: str) -> int:
-    """Return a number of steps that is given on the command line."""
-    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a number of steps, at least 1")
-    return int(text)
+num_frames = whole_number(0, "a number of frames, 0 for all")
+num_steps = whole_number(1, "a number of steps, at least 1", digits=9)
+seed_number = whole_number(0, "a whole number, at least 0")
 
 
 def number_below(most: float, expected: str) -> Callable[[str], float]:

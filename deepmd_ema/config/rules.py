@@ -193,11 +193,16 @@ def why_not_solvable(run: RunConfig) -> Iterator[str]:
             together = ", ".join(names)
             yield f"tasks {together} share the fitting network {key}, and each would need another output layer."
     for task in run.tasks.values():
-        of_task = f"task {task.name}: " * bool(task.name)
-        if task.model.type == "linear_ener":
-            yield f"{of_task}a model of type linear_ener has several fitting networks."
-        if not {"e", "f", "v"} & set(task.loss.weights):
-            yield f"{of_task}the loss has no energies, forces or virials to fit (start_pref_e, ...)."
+        yield from why_task_not_solvable(task)
+
+
+def why_task_not_solvable(task: TaskConfig) -> Iterator[str]:
+    """Yield why the output layer of one task does not follow from labels by least squares."""
+    of_task = f"task {task.name}: " * bool(task.name)
+    if task.model.type == "linear_ener":
+        yield f"{of_task}a model of type linear_ener has several fitting networks."
+    if not {"e", "f", "v"} & set(task.loss.weights):
+        yield f"{of_task}the loss has no energies, forces or virials to fit (start_pref_e, ...)."
 
 
 @rule("run")

@@ -144,7 +144,8 @@ def load_model(
         path: a checkpoint of any kind, of DeePMD-kit too, the folder of a run (its latest checkpoint), a ``.dp``,
             ``.yaml`` or ``.pt2`` file, or a ``.pth``, ``.pte`` or ``.pb`` file, which an installed DeePMD-kit converts.
         use_average: takes the averaged weights out of a training checkpoint instead of the file's own weights.
-        average: which average, when the checkpoint holds several; implies ``use_average``.
+        average: which average, when the checkpoint holds several; implies ``use_average``. ``live`` is the trained
+            weights.
         head: which model of a file that holds several.
 
     Raises:
@@ -165,7 +166,9 @@ def load_models(
     ``choose`` gets the names of the models, with their aliases, and returns those that are wanted. One without a name
     is called ``""``.
     """
-    path, use_average = Path(path), use_average or average is not None
+    path = Path(path)
+    wants_live = average == LIVE
+    use_average, average = (False, None) if wants_live else (use_average or average is not None, average)
     if path.suffix.lower() in FROZEN_SUFFIXES:
         _ = choose({"": ()})
         frozen = _load_frozen(path)
@@ -177,6 +180,11 @@ def load_models(
         except checkpoint.DeepmdCheckpointError as error:
             return models_of_deepmd(path, error.content, use_average, average, choose)
     info = next(iter(found.models.values())).info
+    if wants_live and info.weights != LIVE:
+        raise CheckpointError(
+            f"{path}: holds {info.weights or 'unnamed'} weights ({info.kind}), not the live ones. Give the training "
+            "checkpoint or the folder of the run."
+        )
     if use_average and info.weights in (LIVE, ""):
         raise CheckpointError(
             f"{path}: holds {info.weights or 'unnamed'} weights ({info.kind}), no average. Give the "

@@ -34,6 +34,7 @@ from deepmd_ema.model.last_layer import (
     equations,
     num_unknowns,
     residuals,
+    sample_changes,
     solve,
 )
 from deepmd_ema.model.model_set import TaskModel
@@ -159,6 +160,36 @@ def solve_last_layer(
     )
     size, seconds = counted(num_unknowns(model), "number"), duration(time.monotonic() - began)
     return Solved(tensors if is_changed else {}, f"{size}, {sample.describe()}, {seconds}: {found}")
+
+
+def sample_last_layers(
+    model: EnergyModel,
+    systems: Sequence[FrameSource],
+    frames: Sequence[Sequence[int]],
+    prefactors: Mapping[str, float],
+    intensive: bool,
+    number: int,
+    seed: int,
+) -> list[dict[str, Tensor]]:
+    """Return output layers and output biases, drawn around those of the model from what the labels leave open.
+
+    Args:
+        model: in evaluation mode; its tensors are the same afterwards.
+        systems: with labels.
+        frames: which frames of each system.
+        prefactors: weights of the squared errors by label, as in the loss.
+        intensive: whether the loss divides squares of energies and virials by the square of the number of atoms.
+        number: how many.
+        seed: of the random numbers.
+
+    Raises:
+        UserError: if there are too few frames.
+    """
+    sample = _Sample.of(model, systems, frames)
+    parts = [_summed(equations, model, sample, systems, intensive, None, World(), part) for part in range(NUM_PARTS)]
+    random = torch.Generator().manual_seed(seed_for("output layers", seed))
+    changes = sample_changes(reduce(Equations.plus, parts), prefactors, number, random)
+    return [changed_tensors(model, change) for change in changes]
 
 
 @dataclass(frozen=True)

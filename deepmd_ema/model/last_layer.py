@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 FITTED = (ENERGY, FORCE, VIRIAL)
 RIDGES = tuple(10.0 ** (k / 2) for k in range(-24, 5))
 """Candidates, as parts of the diagonal; the smallest is what rounding in float64 leaves of it."""
+SAMPLED_RIDGE = 1e-4  # of samples, see benchmarks/results/2026-11-24-uncertainty.md
 
 
 @dataclass(eq=False)
@@ -178,6 +179,34 @@ def solve(parts: Sequence[Equations], prefactors: Mapping[str, float], least: fl
     return Solution(change, ridge, (before, kept_apart), (float(whole[-1, -1]), _loss(whole, change)))
 
 
+def sample_changes(
+    found: Equations,
+    prefactors: Mapping[str, float],
+    number: int,
+    random: torch.Generator,
+    ridge: float = SAMPLED_RIDGE,
+) -> Tensor:
+    """Return samples (``number``, P) float64 of the change of the unknowns that equations leave open.
+
+    They are normal, around zero, with the inverse of the matrix of the equations as covariance: the posterior of a
+    Bayesian linear regression of the labels (last-layer prediction rigidity, Bigi et al., arXiv:2403.02251). Its factor
+    is the one with which the mean square of the changes of the predictions is that of the residuals.
+
+    Args:
+        found: of all frames.
+        prefactors: weights of the labels in the loss.
+        number: of samples.
+        random: on the CPU.
+        ridge: smallest part of the diagonal to which a direction is known.
+    """
+    sums = found.weighted(prefactors)
+    inverse, values, vectors = _normalized(sums)
+    precision = values + ridge
+    variance = sums[-1, -1] / (values / precision).sum() / precision
+    normal = torch.randn(number, len(values), generator=random, dtype=torch.float64)
+    return (normal * variance.sqrt()) @ vectors.T * inverse
+
+
 def changed_tensors(model: EnergyModel, change: Tensor) -> dict[str, Tensor]:
     """Return the weights and the bias after a change (P,), by their names in the model, on the CPU."""
     names = {id(p): name for name, p in model.named_parameters()}
@@ -191,12 +220,18 @@ def changed_tensors(model: EnergyModel, change: Tensor) -> dict[str, Tensor]:
 
 def _solver(sums: Tensor) -> Callable[[float], Tensor]:
     """Return a function from a ridge to the change (P,) that solves the equations with it."""
-    matrix, right = sums[:-1, :-1], sums[:-1, -1]
+    inverse, values, vectors = _normalized(sums)
+    projected = vectors.T @ (inverse * sums[:-1, -1])
+    return lambda ridge: inverse * (vectors @ (projected / (values + ridge)))
+
+
+def _normalized(sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scale (P,) that makes the diagonal of the equations one, and their eigenvalues and vectors with it."""
+    matrix = sums[:-1, :-1]
     scale = matrix.diagonal().sqrt()
     inverse = torch.where(scale > 0, 1 / scale, 0.0)  # what no frame depends on stays as it is
     values, vectors = torch.linalg.eigh(inverse[:, None] * matrix * inverse)
-    projected = vectors.T @ (inverse * right)
-    return lambda ridge: inverse * (vectors @ (projected / (values.clamp(min=0) + ridge)))
+    return inverse, values.clamp(min=0), vectors
 
 
 def _loss(sums: Tensor, change: Tensor) -> float:

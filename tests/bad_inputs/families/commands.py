@@ -39,6 +39,8 @@ WRONG = [
     "model-devi -m model.ckpt.pt frozen.dp -s valid --relative_v 0", "model-devi -m model.ckpt.pt frozen.dp -s valid -o no/where",
     "model-devi -m model.ckpt.pt frozen.dp -s valid -o frozen.dp", "model-devi -m model.ckpt.pt frozen.dp -s valid -o input.json",
     "model-devi -m model.ckpt.pt frozen.dp -s valid --use-ema", "model-devi -m model.ckpt.pt -s valid --average nobody ema",
+    "model-devi -m frozen.dp -s valid --sample-layer", "model-devi -m model.ckpt.pt -s valid --sample-layer 1",
+    "model-devi -m model.ckpt.pt -s valid --sample-layer --real_error", "model-devi -m model_ema.ckpt.pt -s valid --average live",
     "model-devi -m model.ckpt.pt '' -s valid", "neighbor-stat", "neighbor-stat -s valid", "neighbor-stat -s nowhere -r 6", "neighbor-stat -s valid -r x",
     "neighbor-stat -s valid -r 0", "neighbor-stat -s valid -r -6", "neighbor-stat -s valid -r inf", "neighbor-stat -s valid -r 1e9", "neighbor-stat -s valid -r 6 -t He",
     "neighbor-stat -s input.json -r 6", "neighbor-stat -s valid -r 6 -l log", "train input.json -l data", "check input.json extra.json", "train input.yaml", "train input.json --device cpu:x",
