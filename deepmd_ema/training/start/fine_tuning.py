@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from deepmd_ema.config import ModelConfig, RunConfig, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
@@ -57,6 +57,7 @@ class FineTune(Start):
         sources: what each task starts from, of one file.
     """
 
+    validates_before: ClassVar[bool] = True
     sources: Mapping[str, Pretrained]
 
     def fits_bias(self, task: str) -> bool:

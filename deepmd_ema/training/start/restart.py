@@ -55,6 +55,7 @@ class Restart(FromWeights):
     """The continuation of a run, bitwise what it would have been without a break."""
 
     continues = True
+    validates_before = False  # it was done, and is in the checkpoint
 
     @property
     def step(self) -> int:
