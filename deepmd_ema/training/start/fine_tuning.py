@@ -130,9 +130,18 @@ class FineTune(Start):
             )
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
-        """Return ``config`` with ``sel`` as in the file where the input leaves it open and it fits."""
+        """Return ``config`` with ``sel`` as in the file where the input leaves it open and it fits.
+
+        Raises:
+            ConfigError: if a bias is to be kept for a fitting network that is fresh.
+        """
         models = {}
         for name, task in config.tasks.items():
+            if task.model.finetune_bias == "keep" and self.sources[name].fresh_fitting:
+                raise ConfigError(
+                    f'{task.place("model")}.finetune_bias = "keep": the fitting network starts anew, and its bias is a '
+                    "fit of the labels. Leave it out, or choose a model of the file with finetune_head."
+                )
             model, saved = task.model, self.sources[name].config
             report_differences(saved, model, task.place("model"))
             fits = len(saved.descriptor.neighbors or ()) == 1 or model.type_map == saved.type_map
