@@ -54,7 +54,7 @@ class TrainingSet:
         return str(folder / "data.extxyz")
 
 
-def _documents(file: Path) -> Iterator[Atoms]:
+def documents(file: Path) -> Iterator[Atoms]:
     """Yield frames of a file of mlearn or snap: pymatgen's structures; stresses in kbar, positive under compression."""
     for document in json.loads(file.read_text()):
         sites, outputs = document["structure"]["sites"], document["outputs"]
@@ -72,14 +72,14 @@ def _documents(file: Path) -> Iterator[Atoms]:
 
 def _alloys(sources: Path) -> list[Atoms]:
     folder = sources / "snap/NbMoTaW/training"
-    pairs = [atoms for pair in PAIRS for atoms in list(_documents(folder / f"{pair}_SS.json"))[::6]]
-    return [*pairs, *_documents(folder / "Multinary_Test.json")]
+    pairs = [atoms for pair in PAIRS for atoms in list(documents(folder / f"{pair}_SS.json"))[::6]]
+    return [*pairs, *documents(folder / "Multinary_Test.json")]
 
 
 def _surfaces(sources: Path) -> list[Atoms]:
     files = [f"snap/NbMoTaW/training/{metal}_Surface.json" for metal in METALS]
     files += [f"snap/{metal}/training/Surface.json" for metal in ("Ni", "Cu")]
-    return [atoms for file in files for atoms in _documents(sources / file)]
+    return [atoms for file in files for atoms in documents(sources / file)]
 
 
 def _slabs(_sources: Path) -> list[Atoms]:
@@ -106,12 +106,12 @@ def _ten_elements(sources: Path) -> list[Atoms]:
     files += [
         f"snap/{name}.json" for name in ("Cu/training/AIMD", "Ni-Mo/training/Ni3Mo_Elastic", "Li3N/training/Elastic")
     ]
-    frames = [list(_documents(sources / file)) for file in files]
+    frames = [list(documents(sources / file)) for file in files]
     return [atoms for some in frames for atoms in some[:: max(1, len(some) // 40)]]
 
 
 def _one_frame(sources: Path) -> list[Atoms]:
-    return list(_documents(sources / "mlearn/data/Si/training.json"))[:1]
+    return list(documents(sources / "mlearn/data/Si/training.json"))[:1]
 
 
 SETS = {
@@ -134,12 +134,12 @@ SETS = {
     "Si": TrainingSet(
         "silicon: crystal, MD, vacancies, surfaces; DFT",
         "solid",
-        lambda sources: list(_documents(sources / "mlearn/data/Si/training.json")),
+        lambda sources: list(documents(sources / "mlearn/data/Si/training.json")),
     ),
     "Mo": TrainingSet(
         "molybdenum: crystal, MD, vacancies, surfaces; DFT",
         "solid",
-        lambda sources: list(_documents(sources / "mlearn/data/Mo/training.json")),
+        lambda sources: list(documents(sources / "mlearn/data/Mo/training.json")),
     ),
     "alloys": TrainingSet("alloys of Nb, Mo, Ta, W; DFT", "solid", _alloys),
     "slabs": TrainingSet("slabs of Cu, Ni, Au with vacancies, EMT of ASE", "solid", _slabs),

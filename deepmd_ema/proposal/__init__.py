@@ -174,7 +174,7 @@ def _loaded(file: str, head: str | None) -> LoadedModel:
     if source.config.type != "standard":
         raise UserError(
             f"--finetune {file}: is of model.type {source.config.type}, and init writes inputs of one descriptor. "
-            f"`dp-ema show {file} --config` prints its section model, for an input by hand."
+            f"`dp-ema show {file} --config` prints its section model. Write the input yourself."
         )
     return source
 
