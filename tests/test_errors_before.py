@@ -190,7 +190,23 @@ def test_two_ranks_measure_what_one_process_does(tasks, stage):
     config["training"]["zero_stage"] = stage
     for task in config["training"]["data_dict"].values():
         task["training_data"]["batch_size"] = 1
-    train_ranks(folder / f"ranks{stage}", 2, config, finetune="../first/model.ckpt.pt")
-    found = load(folder / f"ranks{stage}" / "model.ckpt-2.pt")["display"]["before"]
+    run = folder / f"ranks{stage}"
+    train_ranks(run, 2, config, finetune="../first/model.ckpt.pt")
+    found = load(run / "model.ckpt-2.pt")["display"]["before"]
     for task in one.before:
         torch.testing.assert_close(found[task], load(folder / "one" / "model.ckpt-2.pt")["display"]["before"][task])
+
+
+@pytest.mark.slow
+def test_sharded_checkpoints_keep_them(tasks):
+    folder, _ = tasks
+    config = tasks_config(folder, training__zero_stage=3, training__checkpoint_format="sharded")
+    config["training"]["save_freq"] = 1
+    run = folder / "sharded"
+    train_ranks(run, 2, config, finetune="../first/model.ckpt.pt")
+    straight = checkpoint.load(run / "model.ckpt-2.dcp")
+    train_ranks(run, 2, restart="model.ckpt-1.dcp")
+    again = checkpoint.load(run / "model.ckpt-2.dcp")
+    for part in ("model", "display"):
+        assert_same(straight[part], again[part])
+    assert list(again["display"]["before"]) == ["water", "ice"]
