@@ -11,7 +11,7 @@ from test_train import load
 
 from deepmd_ema import Potential, checkpoint
 from deepmd_ema.cli import main
-from deepmd_ema.config import load_config
+from deepmd_ema.config import config_warnings, load_config
 from deepmd_ema.training.run import run_training
 
 
@@ -47,6 +47,7 @@ def test_the_input_has_one_model_for_new_and_old_data_and_trains_from_the_file(d
     config = load_config("input.yaml")
     assert [link.key for link in config.links if link.task == "old"] == ["elements", "descriptor", "fitting"]
     assert config.training.model_prob == {"new": 0.7, "old": 0.3}
+    assert not [text for text in config_warnings(config) if "share this network" in text]
     assert main(["train", "input.yaml", "--finetune", "old.pt"]) == 0
     said = capsys.readouterr().err
     table = said.partition("errors before the first step")[2].splitlines()

@@ -68,7 +68,7 @@ def with_replay(
     moved |= {"loss": f"loss_dict.{_NEW}"}
     moved |= {f"training.{name}": f"training.data_dict.{_NEW}.{name}" for name in _OF_TASK}
     reasons = {_moved(name, moved): text for name, text in why.items()} | {
-        "model.model_dict": "one model in two tasks, which differ in their data and energies of the elements",
+        "model.model_dict": "one model in two tasks, which differ in their data",
         f"training.data_dict.{_OLD}": "data that the model was trained on, or frames labelled by it",
         "training.model_prob": "share of the steps; more of old: it forgets less, and learns less",
     }
