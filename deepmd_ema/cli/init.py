@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="fine-tune the model of this file, at a lower rate")  # fmt: skip
     parser.add_argument("--replay", metavar="DATA", type=path, nargs="+", action="extend", default=[],
                         help="with --finetune: data that the model was trained on, or frames that it has labelled "
-                        "(convert --labels-of), in 30 %% of the steps, so that it does not forget them")  # fmt: skip
+                        "(convert --labels-of), in 30 %% of the steps, so that it forgets less")  # fmt: skip
     add_head(parser)
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", metavar="N", type=_steps, help="steps of the run (default: those of the recipe)")
