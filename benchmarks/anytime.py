@@ -284,7 +284,7 @@ def _train(job: Job) -> None:
         shutil.rmtree(job.folder, ignore_errors=True)
         job.folder.mkdir(parents=True)
     (job.folder / "input.json").write_text(json.dumps(job.config))
-    with _inside(job.folder):
+    with inside(job.folder):
         if start == "." and (job.folder / f"model.ckpt-{job.budget}.pt").exists():
             return
         run_training("input.json", restart=start, device="cpu", allow_config_change=job.recipe == "wsd")
@@ -367,7 +367,8 @@ def _overall(errors: dict[str, float], live: dict[str, float]) -> float:
 
 
 @contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[None]:
+def inside(folder: Path) -> Iterator[None]:
+    """Work in a folder."""
     before = Path.cwd()
     os.chdir(folder)
     try:

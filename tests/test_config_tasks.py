@@ -56,6 +56,13 @@ def test_tasks_have_the_parts_that_they_name():
     assert config.sharing_with("ice") == ["water", "ice"]
 
 
+def test_models_that_are_one_object_share_the_parts_that_they_name():
+    one = model()  # as of an anchor in YAML
+    given = tasks(model__model_dict={"water": one, "ice": one})
+    assert config_from_dict(given).links == config_from_dict(tasks()).links
+    assert one == model()
+
+
 def test_the_normalized_input_shares_the_same_parts():
     parts = [DPA, "dpa:1"]
     values = tasks(model__model_dict__ice__descriptor={"type": "hybrid", "list": parts})

@@ -207,7 +207,12 @@ _BY_NAME = _each(_of_one_or_each_task(_is_tensor, TENSOR))
 DISPLAY = _parts(
     {"sums": _BY_NAME},
     # an older checkpoint has one count for all errors
-    {"counts": _BY_NAME, "count": _of_one_or_each_task(_is_int, COUNT), "last": _each(TENSORS)},
+    {
+        "counts": _BY_NAME,
+        "count": _of_one_or_each_task(_is_int, COUNT),
+        "last": _each(TENSORS),
+        "before": _of_one_or_each_task(_is_tensor, TENSOR),
+    },
 )
 AVERAGES = _parts({"steps": COUNT, "tasks": TEXTS, "frozen": TEXTS, "profiles": _each(HELD)})
 _FITTED_TO: dict[str, Rule] = {"source": TEXT, "frames": COUNT}

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_deepmd_kit, add_weights, number_below, path, seed_number
 from deepmd_ema.cli.streams import say
 from deepmd_ema.errors import UserError
 
+if TYPE_CHECKING:
+    from deepmd_ema.data.convert import Predictor
+    from deepmd_ema.data.formats.properties import StoredFrame
+    from deepmd_ema.sorting import Array
+
 SUMMARY = "a model file as another kind of model file, or data of any format as deepmd/npy folders or extended XYZ"
 _OF_MODELS = {"to": "--to", "head": "--head", "use_ema": "--use-ema", "average": "--average", "dp": "--dp"}
-_OF_DATA = {"validation": "--validation", "mixed": "--mixed", "format": "--format", "seed": "--seed"}
+_OF_DATA = {
+    "labels_of": "--labels-of",
+    "validation": "--validation",
+    "mixed": "--mixed",
+    "format": "--format",
+    "seed": "--seed",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +45,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_weights(models)
     add_deepmd_kit(models)
     data = parser.add_argument_group("data")
+    data.add_argument("--labels-of", metavar="MODEL", type=path,
+                      help="write energies, forces and virials of a model in place of the labels of IN, which needs "
+                      "none; --use-ema, --average and --head choose its weights")  # fmt: skip
     data.add_argument("--validation", metavar="SHARE", type=number_below(1, "a share of the frames, such as 0.1"),
                       help="keep this share of the frames of each kind apart, near copies together")  # fmt: skip
     data.add_argument("--seed", metavar="N", type=seed_number, help="of the random choice of these frames (1)")
@@ -51,15 +66,36 @@ def run(args: argparse.Namespace) -> None:
     from deepmd_ema.data.convert import convert_data, is_data
 
     if args.format is not None or any(is_data(name, args.output) for name in args.input):
-        _refuse(args, _OF_MODELS, "models, and these are data")
+        weights = () if args.labels_of is None else ("head", "use_ema", "average")
+        _refuse(args, {n: o for n, o in _OF_MODELS.items() if n not in weights}, "models, and these are data")
         seed = 1 if args.seed is None else args.seed
-        lines = convert_data(args.input, args.output, args.validation or 0.0, args.mixed, args.format, seed)
+        predict = None if args.labels_of is None else _predictor(args)
+        lines = convert_data(args.input, args.output, args.validation or 0.0, args.mixed, args.format, seed, predict)
         say("\n".join(lines))
     else:
         _refuse(args, _OF_DATA, f"data, and {args.input[0]} is a model or does not exist")
         if len(args.input) > 1:
             raise UserError(f"convert {' '.join(args.input)}: several models. Expected one, or files of data.")
         _convert_model(args)
+
+
+def _predictor(args: argparse.Namespace) -> Predictor:
+    """Return the function that evaluates the model of ``--labels-of`` for one frame."""
+    with loading():
+        from deepmd_ema.infer.load import load_model
+        from deepmd_ema.infer.potential import Potential
+        from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
+
+    loaded = load_model(args.labels_of, args.use_ema, args.average, args.head)
+    potential = Potential(loaded)
+    say(f"labels of {loaded.info.path}: {loaded.info.describe()}, in place of those of the data")
+
+    def predict(frame: StoredFrame, fparam: Array | None, aparam: Array | None) -> dict[str, Array]:
+        found = potential.evaluate(frame.coord, frame.symbols, frame.box, fparam, aparam)
+        labels = {ENERGY: found.energy[0], FORCE: found.force[0]}
+        return labels if frame.box is None else {**labels, VIRIAL: found.virial[0]}
+
+    return predict
 
 
 def _convert_model(args: argparse.Namespace) -> None:

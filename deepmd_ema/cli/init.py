@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.options import add_device, file_to_write, path, positive
+from deepmd_ema.cli.options import add_device, add_head, file_to_write, path, positive
 from deepmd_ema.cli.streams import say
 from deepmd_ema.errors import UserError, show_text
 from deepmd_ema.files import atomic_write
@@ -30,12 +30,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="validation data (default: a tenth of the frames, near copies kept together)")  # fmt: skip
     parser.add_argument("--model", choices=MODEL_NAMES,
                         help="which model (default: se_e2_a for up to 4 elements, else se_atten_v2)")  # fmt: skip
-    parser.add_argument("--size", choices=SIZES, default="M", help="of the model (M)")
+    parser.add_argument("--size", choices=SIZES, help="of the model (M)")
     parser.add_argument("--kind", choices=KINDS,
                         help="of the data, which chooses the recipe (default: found by bonds and cells)")  # fmt: skip
-    parser.add_argument("--rcut", metavar="R", type=positive, default=6.0, help="cutoff radius in angstrom (6)")
+    parser.add_argument("--rcut", metavar="R", type=positive, help="cutoff radius in angstrom (6)")
     parser.add_argument("-t", "--type-map", metavar="ELEMENT", nargs="+",
                         help="the elements, where the data have numbers only")  # fmt: skip
+    parser.add_argument("--finetune", metavar="FILE", type=path,
+                        help="fine-tune the model of this file, at a lower rate")  # fmt: skip
+    parser.add_argument("--replay", metavar="DATA", type=path, nargs="+", action="extend", default=[],
+                        help="with --finetune: data that the model was trained on, or frames that it has labelled "
+                        "(convert --labels-of), in 30 %% of the steps, so that it forgets less")  # fmt: skip
+    add_head(parser)
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", metavar="N", type=_steps, help="steps of the run (default: those of the recipe)")
     length.add_argument("--hours", metavar="H", type=positive,
@@ -52,14 +58,30 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"{file}: is there already. Name another file with -o, or remove it.")
     if not os.access(file.parent, os.W_OK):  # --hours measures before the file is written
         raise UserError(f"-o {file}: {file.parent} is no folder that can be written to. Make it, or name another.")
+    _check_fine_tuning(args)
     with loading():
         from deepmd_ema.proposal import Wishes, propose
-    proposal = propose(Wishes(**{wish.name: getattr(args, wish.name) for wish in fields(Wishes)}))
+    given = {wish.name: getattr(args, wish.name) for wish in fields(Wishes)}
+    proposal = propose(Wishes(**{name: value for name, value in given.items() if value is not None}))
     with atomic_write(file) as part:
         part.write_text(proposal.text(file), encoding="utf-8")
+    start = f"--finetune {args.finetune} " if args.finetune else ""
     say("\n".join([f"wrote {file}", *(f"  {line}" for line in proposal.head[1:]),
                    *(f"  warning: {line}" for line in proposal.warnings),
-                   f"  next      dp-ema check {file}", f"            dp-ema train {file}"]))  # fmt: skip
+                   f"  next      dp-ema check {file}",
+                   f"            dp-ema train {start}{file}"]))  # fmt: skip
+
+
+def _check_fine_tuning(args: argparse.Namespace) -> None:
+    """Refuse options that have no effect with, or without, a model that is fine-tuned."""
+    if args.finetune is None:
+        idle = {"--replay": args.replay, "--head": args.head}
+        why = "is an option for fine-tuning. Name the model with --finetune, or leave it out."
+    else:
+        idle = {"--model": args.model, "--size": args.size, "--rcut": args.rcut}
+        why = "the model is that of --finetune. Leave it out."
+    if found := [option for option, value in idle.items() if value]:
+        raise UserError(f"init {found[0]}: {why}")
 
 
 def _steps(text: str) -> int:

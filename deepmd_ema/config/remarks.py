@@ -273,7 +273,10 @@ def _of_several_tasks(config: RunConfig) -> Iterator[str]:
     fittings = [link for link in config.links if link.part == "fitting_net"]
     for key in dict.fromkeys(link.key for link in fittings):
         tasks = [link.task for link in fittings if link.key == key]
-        if len(tasks) > 1 and not config.tasks[tasks[0]].model.fitting_net.dim_case_embd:
+        models = [config.tasks[task].model for task in tasks]
+        # tasks that keep the energies of a file are declared to have labels of one method
+        one_method = all(model.finetune_bias == "keep" for model in models)
+        if len(tasks) > 1 and not models[0].fitting_net.dim_case_embd and not one_method:
             text = f"the tasks {', '.join(tasks)} share this network and differ only in the energies of the elements"
             instead = f'For labels of different methods give it "dim_case_embd": {len(config.tasks)}'
             yield f"model.shared_dict.{key}: {text}. {instead}."

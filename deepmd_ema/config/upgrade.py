@@ -65,7 +65,7 @@ class Upgraded:
 
 def upgrade(values: Any, lines: Mapping[Place, int]) -> Upgraded:
     """Return the input in today's sections; the one that was given is left alone."""
-    upgraded = Upgraded(copy.deepcopy(dict(values)) if isinstance(values, Mapping) else values, dict(lines))
+    upgraded = Upgraded(_copied(dict(values)) if isinstance(values, Mapping) else values, dict(lines))
     training = upgraded.values.get("training") if isinstance(upgraded.values, dict) else None
     if isinstance(training, dict):
         _move_old_keys(upgraded, training)
@@ -76,6 +76,13 @@ def upgrade(values: Any, lines: Mapping[Place, int]) -> Upgraded:
         upgraded.section, upgraded.links = MultiTaskRun, expand_tasks(upgraded)
     upgraded.values = _own_options(upgraded, upgraded.section, upgraded.values, (), ())
     return upgraded
+
+
+def _copied(values: Any) -> Any:
+    """Return a copy whose sections are changed one by one, also those that are one object, of an anchor in YAML."""
+    if isinstance(values, dict):
+        return {key: _copied(value) for key, value in values.items()}
+    return [_copied(value) for value in values] if isinstance(values, list) else copy.deepcopy(values)
 
 
 def _move_old_keys(upgraded: Upgraded, training: dict[str, Any]) -> None:

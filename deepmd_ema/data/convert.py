@@ -6,18 +6,19 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.foreign import stored_parts
-from deepmd_ema.data.formats.properties import kind_of, labels_of
+from deepmd_ema.data.formats.properties import StoredFrame, kind_of, labels_of
 from deepmd_ema.data.formats.system import TYPES
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
 from deepmd_ema.data.split import FrameTable, Split, split_frames
@@ -27,6 +28,8 @@ from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
 from deepmd_ema.sorting import Array
 
 _MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo", ".savedmodel", ".jax")
+Predictor: TypeAlias = Callable[[StoredFrame, "Array | None", "Array | None"], Mapping[str, Array]]
+"""Returns energy (), force (N, 3) and virial (9,) of a model for a frame, its fparam and its aparam, by label."""
 _MAX_FORMULA_CHARACTERS = 100  # letters of a folder's name
 
 
@@ -63,6 +66,7 @@ def convert_data(
     mixed: bool = False,
     file_format: str | None = None,
     seed: int = 1,
+    predict: Predictor | None = None,
 ) -> list[str]:
     """Write frames as ``deepmd/npy`` folders or extended XYZ and return what was read, left out and written, in lines.
 
@@ -76,6 +80,7 @@ def convert_data(
         mixed: whether frames of all compositions with the same number of atoms make one system.
         file_format: of ASE or dpdata, see ``stored_frames``.
         seed: of the choice of validation frames.
+        predict: gives the labels that are written in place of those of the inputs; None: these are written.
 
     Raises:
         UserError: if the output exists or the share is none.
@@ -90,7 +95,7 @@ def convert_data(
             raise UserError(f"{path}: exists. Nothing is written over: name a file or folder that does not exist.")
     if mixed and is_xyz(output):
         raise UserError(f"--mixed: is an option for folders, and {output} is extended XYZ, whose frames have any size.")
-    frames, lines = _read(inputs, file_format)
+    frames, lines = _read(inputs, file_format, predict)
     if not frames:
         raise DataError(f"{', '.join(inputs)}: no frame has an energy or forces. Is the format the right one?")
     type_map = tuple(dict.fromkeys(symbol for frame in frames for symbol in frame.symbols))
@@ -108,16 +113,21 @@ def convert_data(
     )
 
 
-def _read(inputs: Sequence[str], file_format: str | None) -> tuple[list[_Labelled], list[str]]:
+def _read(
+    inputs: Sequence[str], file_format: str | None, predict: Predictor | None
+) -> tuple[list[_Labelled], list[str]]:
     """Return the frames with energies or forces of all files, and remarks on each file."""
     frames, lines, problems, num_empty = list[_Labelled](), list[str](), list[str](), 0
+    wanted = (*LABELS, FPARAM, APARAM) if predict is None else (FPARAM, APARAM)
     for given in inputs:
         with collect_problems(problems):
             # numbers are unique, as each part adds a line or more
             for number, (name, inventory, stored) in enumerate(stored_parts(given, file_format), len(lines)):
                 for index, frame in enumerate(stored):
                     with collect_problems(problems, f"{name}: frame {index} (from 0): "):
-                        arrays = labels_of(frame, inventory.sources(frame), (*LABELS, FPARAM, APARAM))
+                        arrays = labels_of(frame, inventory.sources(frame), wanted)
+                        if predict is not None:
+                            arrays |= predict(frame, arrays.get(FPARAM), arrays.get(APARAM))
                         if ENERGY not in arrays and FORCE not in arrays:
                             num_empty += 1
                             continue

@@ -39,7 +39,7 @@ EMA = "ema"  # the one average that such a checkpoint may hold
 _EXTRA = "_extra_state"
 _ONLY = "Default"  # name of the model in a file that has one
 # options of a section ``model`` that are about how it was trained
-_OF_TRAINING = ("finetune_head", "model_branch_alias", "info", "hessian_mode")
+_OF_TRAINING = ("finetune_head", "finetune_bias", "model_branch_alias", "info", "hessian_mode")
 _WITH_DESCRIPTORS = ("descriptor", "list", "models")  # options that are or hold sections of descriptors
 _PART = re.compile(r"(models\.(\d+)\.)?([^.]+)\.?(.*)")  # place in a tree: part of the model, its entry, and inside
 _INSIDE = "atomic_model."  # entry of some trees that all others are in

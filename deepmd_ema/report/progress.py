@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from deepmd_ema.labels import METRICS
-from deepmd_ema.report.tables import ValuesByTask, show_metric, significant
+from deepmd_ema.report.tables import ValuesByTask, labelled, mae_rmse, significant
 from deepmd_ema.report.times import RunTimes
 from deepmd_ema.weight_names import LIVE
 
@@ -147,14 +147,12 @@ def _has_width() -> bool:
     return True  # no terminal: a file that is given as one
 
 
-def describe_errors(errors: Errors) -> str:
-    """Return MAE and RMSE of every quantity that some frame has a label of."""
+def describe_errors(errors: Errors, before: Errors | None = None) -> str:
+    """Return MAE and RMSE of every quantity that some frame has a label of, with those ``before`` in front."""
     parts = []
-    for quantity in "EFSV":
-        mae, rmse = errors.metric(f"{quantity}:MAE"), errors.metric(f"{quantity}:RMSE")
-        if mae == mae:  # not nan: some frame has the label
-            number, _, unit = show_metric(quantity, mae).partition(" ")
-            parts.append(f"{quantity} {number} / {show_metric(quantity, rmse).partition(' ')[0]} {unit}")
+    for quantity in labelled(errors):
+        first = f"{mae_rmse(before, quantity)} -> " if before is not None else ""
+        parts.append(f"{quantity} {first}{mae_rmse(errors, quantity)} {METRICS[quantity].display_unit}")
     return ", ".join(parts)
 
 

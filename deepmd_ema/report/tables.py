@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from deepmd_ema.config.outputs import BEST
 from deepmd_ema.files import append, atomic_write, sync, writing
 from deepmd_ema.labels import METRICS
+from deepmd_ema.report.table import Cell, Column, Table
 
 if TYPE_CHECKING:
     from deepmd_ema.metrics import Errors
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 # the line of a best file: whose weights it holds (None: the live ones), and its step
 BEST_LINE = re.compile(rf"# saved best checkpoint: (?:.*/)?{BEST}(?:_([^/]+))?\.ckpt-(\d+)\.t-\d+\.(?:pt|dcp) ")
 _DIGITS = 5  # significant ones of an error in val.log
+METRICS_IN_ORDER = "EFSV"
 SYNC_S = 10.0  # a power cut loses at most the rows of this time, all of them after the last checkpoint
 
 
@@ -147,6 +149,30 @@ _VALIDATION_NOTE = (
     "# E uses per-atom energy, F uses component-wise force errors, and the second-rank column is S, stress as the "
     "negated virial divided by the cell volume, or V, virial normalized by natoms, following `validation_metric`.\n"
 )
+
+
+def table_of_errors(title: str, errors: Mapping[str, Errors]) -> Table:
+    """Return MAE and RMSE of each quantity by task; the only task of a run has no name."""
+    quantities = [q for q in METRICS_IN_ORDER if any(q in labelled(of_task) for of_task in errors.values())]
+    columns = [Column("task"), Column("frames", "", ",.0f")]
+    columns += [Column(METRICS[q].title, METRICS[q].display_unit, "s") for q in quantities]
+    rows: list[Sequence[Cell]] = [
+        (task, of_task.summary()["num_frames"], *(mae_rmse(of_task, q) for q in quantities))
+        for task, of_task in errors.items()
+    ]
+    first = 1 if "" in errors else 0
+    return Table(title, columns[first:], [row[first:] for row in rows])
+
+
+def labelled(errors: Errors) -> str:
+    """Return the letters of the quantities that some frame has a label of."""
+    return "".join(q for q in METRICS_IN_ORDER if not math.isnan(errors.metric(f"{q}:MAE")))
+
+
+def mae_rmse(errors: Errors, quantity: str) -> str:
+    """Return both errors of a quantity as ``94.363 / 120.02``, in its unit of tables."""
+    factor = METRICS[quantity].display_factor
+    return " / ".join(significant(factor * errors.metric(f"{quantity}:{kind}")) for kind in ("MAE", "RMSE"))
 
 
 def show_metric(metric: str, value: float) -> str:

@@ -16,6 +16,8 @@ from deepmd_ema.config.paths import with_absolute_paths
 from deepmd_ema.data.run import TaskData, open_split
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.files import HTML, atomic_write, refuse_to_lose
+from deepmd_ema.metrics import Errors
+from deepmd_ema.model.model_set import nested
 from deepmd_ema.report.panels import draw_curves, draw_parities
 from deepmd_ema.report.plots import read_curves
 from deepmd_ema.report.progress import duration
@@ -209,13 +211,17 @@ def _first_facts(run: _Run) -> Iterator[tuple[str, str]]:
 def _final_errors(run: _Run) -> Iterator[str]:
     """Yield a table of errors of live and averaged weights for each task."""
     shown = run.weights[: 1 + _MAX_SHOWN]
+    display = run.payload["display"]
+    before = nested(display["before"], tuple(run.config.tasks)) if "before" in display else {}
     for task in run.config.tasks:
         tested = run.of(task, VALIDATION) or run.of(task, TRAINING)
         if tested:
             part, frames = tested[0].part, len(tested[0].report.frames)
             columns = [one for one in tested if one.weights in shown]
             title = f"{task}: " * bool(task) + counted(frames, f"{part} frame")
-            yield html.table(errors.table_of_quantities(columns, title))
+            known = Errors(before[task]) if task in before and part == VALIDATION else None
+            same = known is not None and known.summary()["num_frames"] == frames  # not a part of them
+            yield html.table(errors.table_of_quantities(columns, title, known if same else None))
     if not run.tested and run.status is not None:
         for row in run.status.validation:
             yield html.paragraph(f"{row.weights}, validation of step {row.step:,}: {describe_row(row.errors)}")

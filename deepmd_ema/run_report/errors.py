@@ -85,15 +85,24 @@ def evaluate(
                     yield Tested(task, name, part, report, _kinds_of_calculation(sources))
 
 
-def table_of_quantities(tested: Sequence[Tested], title: str) -> Table:
-    """Return a row for each error of each quantity, with a column for each set of weights."""
+def table_of_quantities(tested: Sequence[Tested], title: str, before: Errors | None = None) -> Table:
+    """Return a row for each error of each quantity, with a column for each set of weights.
+
+    Args:
+        tested: errors of one part of the data.
+        title: of the column of quantities.
+        before: errors of the weights that the run started with, for a column of their own.
+    """
+    columns = [Column(one.weights, "" if one.weights == LIVE else "averaged", _TEXT) for one in tested]
+    errors = [one.report.total for one in tested]
+    if before is not None:
+        columns, errors = [Column("at the start", "loaded", _TEXT), *columns], [before, *errors]
     rows = list[Sequence[Cell]]()
     for quantity in _together(tested):
         metric = METRICS[quantity]
         for kind in KINDS:
-            values = [metric.display_factor * one.report.total.metric(f"{quantity}:{kind}") for one in tested]
+            values = [metric.display_factor * of_weights.metric(f"{quantity}:{kind}") for of_weights in errors]
             rows.append((f"{metric.title} {kind}, {metric.display_unit}", *map(_shown, values)))
-    columns = [Column(one.weights, "" if one.weights == LIVE else "averaged", _TEXT) for one in tested]
     return Table("", (Column(title), *columns), rows)
 
 

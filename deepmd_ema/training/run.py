@@ -127,12 +127,14 @@ def _seed(config: RunConfig, request: TrainRequest, held: ExitStack) -> int:
 
 
 def _warn_idle_heads(config: RunConfig, request: TrainRequest) -> None:
-    """Warn of heads that have no effect with this start."""
+    """Warn of heads and biases that have no effect with this start."""
     for name, task in config.tasks.items():
         head, place = task.model.finetune_head, task.place("model")
         if head and request.restart is None and request.finetune is None and (name or request.init_model is None):
             also = " or --init-model" * (not name)
             logger.warning('%s.finetune_head = "%s": no effect without --finetune%s', place, head, also)
+        if task.model.finetune_bias == "keep" and request.restart is None and request.finetune is None:
+            logger.warning('%s.finetune_bias = "keep": no effect without --finetune', place)
 
 
 def _train(

@@ -99,6 +99,7 @@ def assemble(
         products=products,
         graphs=_graphs(config, take_step, bank, world, products),
         refit=_refit(prepared, bank, num_steps, world),
+        validates_before=start.validates_before,
         input_file=input_file,
         callback=callback or Callback(),
     )

@@ -96,6 +96,7 @@ class TrainedRun:
         averages: the newest weights of each average, by its name.
         best: the best weights by name of the weights, and of the task where there are several (``ema``, ``ice ema``).
         errors: of the last full validation by the same names; ``errors["ema"]["F:RMSE"]``, in eV and angstrom.
+        before: of the weights of a file that the run started with, by task; empty unless full validation is on.
         step: optimizer steps of the whole run.
         seconds: of this process, with data and validation.
     """
@@ -104,6 +105,7 @@ class TrainedRun:
     averages: dict[str, Path]
     best: dict[str, Path]
     errors: dict[str, dict[str, float]]
+    before: dict[str, dict[str, float]]
     step: int
     seconds: float
 
@@ -116,6 +118,7 @@ def trained_run(trainer: Trainer, seconds: float) -> TrainedRun:
         averages={name: Path(series.link) for name, series in trainer.saver.averages.items()},
         best={row.name: row.best.path(row.best.records[0][1]) for row in found if row.best is not None},
         errors={name: _metrics(errors) for name, errors in trainer.reporter.validated.items()},
+        before={task: _metrics(errors) for task, errors in trainer.reporter.before.items()},
         step=trainer.step,
         seconds=seconds,
     )
@@ -153,8 +156,10 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
     fitted = " before the bias was fitted again" * config.training.change_bias_after_training
     fitted = " with the output layer solved" if config.training.solve_last_layer else fitted
     when = f"step {trainer.reporter.validated_step:,}{fitted}"
+    before = trainer.reporter.before  # averages start from the loaded weights too
+    since = "before -> " * bool(before)
     pairs += [
-        ("errors", f"{name}, {when}, MAE / RMSE: {describe_errors(errors)}")
+        ("errors", f"{name}, {since}{when}, MAE / RMSE: {describe_errors(errors, before.get(name.rpartition(' ')[0]))}")
         for name, errors in trainer.reporter.validated.items()
     ]
     compiler = trainer.validator.models.compiler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,11 +22,14 @@ from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.loggers.run import Loggers, named
 from deepmd_ema.report.progress import Progress
-from deepmd_ema.report.tables import LcurveFile, ValuesByTask
+from deepmd_ema.report.table import render
+from deepmd_ema.report.tables import LcurveFile, ValuesByTask, table_of_errors
 from deepmd_ema.report.times import RunTimes
 from deepmd_ema.training.loop.step import Outcome, Products
 from deepmd_ema.training.loop.task import Task, TaskMixture
 from deepmd_ema.weight_names import LIVE
+
+logger = logging.getLogger(__name__)
 
 
 class Reporter:
@@ -47,6 +51,7 @@ class Reporter:
             ranks that write nothing.
         validated: errors of the last full validation, by row.
         validated_step: its step.
+        before: errors by task of the weights that the run started with, if they are of a file.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class Reporter:
         self._means = {task.name: _Mean() for task in tasks}
         self.validated_step = 0
         self.validated: Mapping[str, Errors] = {}
+        self.before: Mapping[str, Errors] = {}
 
     def is_due(self, step: int) -> bool:
         """Whether ``step`` has a row."""
@@ -129,6 +135,13 @@ class Reporter:
         self._shown_step, self._shown_at = step, now
         self._means = {name: _Mean() for name in self._means}
 
+    def show_before(self, errors: Mapping[str, Errors]) -> None:
+        """Log the errors by task of the weights that the run starts with."""
+        self.before = errors
+        title = "errors before the first step, of the loaded weights on all validation frames, MAE / RMSE"
+        for line in render(table_of_errors(title, errors), "  "):
+            logger.info("%s", line)
+
     def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
         """Set the errors of the live and the averaged weights side by side."""
         self.validated_step, self.validated = step, results
@@ -160,6 +173,8 @@ class Reporter:
             "sums": unnested({name: dict(mean.sums) for name, mean in self._means.items()}),
             "counts": unnested({name: dict(mean.counts) for name, mean in self._means.items()}),
         }
+        if self.before:
+            state["before"] = unnested({name: errors.sums for name, errors in self.before.items()})
         return state if len(self._means) == 1 else {**state, "last": dict(self._last)}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
@@ -171,6 +186,8 @@ class Reporter:
             if not isinstance(of_task, Mapping):  # of an older checkpoint: one number of steps for all errors
                 of_task = {key: torch.full_like(value, of_task) for key, value in sums.items()}
             self._means[name] = _Mean(*({k: v.to(device) for k, v in part.items()} for part in (sums, of_task)))
+        before = nested(state["before"], tasks) if "before" in state else {}
+        self.before = {name: Errors(sums) for name, sums in before.items()}
         for name, values in state.get("last", {}).items():
             self._last[name] = {key: value.to(device) for key, value in values.items()}
         self._shown_step = step

@@ -103,6 +103,7 @@ class Trainer:
         reporter: learning curves and progress.
         times: stopwatch of the run.
         record: file of what is known of the run beside its weights and errors.
+        validates_before: whether the weights before the first step are those of a file, whose errors are measured.
         num_steps: of the whole run; an early stop makes the current step the last one.
         world: the processes of the run.
         interpolation: of the embedding nets.
@@ -131,6 +132,7 @@ class Trainer:
     graphs: GraphedSteps | None = None
     products: Callable[[], AbstractContextManager[Any]] = nullcontext
     refit: Callable[[], Refitted] | None = None
+    validates_before: bool = False
     input_file: str = "input.json"
     callback: Callback = field(default_factory=Callback)
     deadline: float = math.inf
@@ -171,6 +173,10 @@ class Trainer:
             self.tasks.close()
 
     def _loop(self) -> None:
+        if self.validates_before and self.validator.is_on:
+            # a stop that is requested meanwhile ends the run as always, after the first step
+            with self.times.of("validation"), suppress(ValidationAborted):
+                self.reporter.show_before(self.validator.errors(self._is_stopped))
         try:
             if self._validation_pending:
                 self._validate()

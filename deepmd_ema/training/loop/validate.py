@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class FullValidation:
         self._metric, self._every = validating.validation_metric, validating.validation_freq
         # below 1 a fraction of the run, never at 1, a step above it; the last step is validated in any case but never
         start = validating.full_val_start
-        self._start = None if start == 1 else int(start * num_steps) if start < 1 else int(start)
+        self._start = math.inf if start == 1 else int(start * num_steps) if start < 1 else int(start)
         early_stop = validating.early_stop
         self.early_stop = EarlyStop(early_stop, self._metric) if early_stop is not None else None
         self.rows: list[Validated] = []
@@ -103,11 +104,15 @@ class FullValidation:
                 best = BestFiles(prefix, folder, keep, self._metric, writes=world.is_main, store=store)
                 self.rows.append(Validated(weights, task, log, best if validating.save_best else None))
 
+    @property
+    def is_on(self) -> bool:
+        """Whether weights are validated in this run."""
+        return bool(self.rows) and self._start < math.inf
+
     def is_due(self, step: int) -> bool:
         """Whether the weights after ``step`` are validated."""
-        if not self.rows or self._start is None:
-            return False
-        return step == self._last or (step >= self._start and (step - self._start) % self._every == 0)
+        following = step >= self._start and (step - self._start) % self._every == 0
+        return self.is_on and (step == self._last or following)
 
     def run(
         self, step: int, saver: Saver, stopped: Callable[[], bool], entered: Callable[[str], None]
@@ -125,24 +130,37 @@ class FullValidation:
         """
         errors: dict[Validated, Errors] = {}
         for weights, rows in groupby(self.rows, key=attrgetter("weights")):
-            swap = nullcontext() if weights == LIVE or self._bank is None else self._bank.swapped_in(weights)
-            # as `dp-ema test` evaluates a file of these weights, so that both give the same numbers
-            with swap, tables_in(self.models.by_task.values()), self._products():
+            with nullcontext() if weights == LIVE or self._bank is None else self._bank.swapped_in(weights):
                 entered(weights)
-                for row in rows:
-                    batches = self._until(stopped, self.tasks[row.task])
-                    own = evaluate(self.models.of(row.task), batches, self._world.device)
-                    errors[row] = Errors(self._world.all_reduce_sum(own.sums))
+                found = self.errors(stopped)
+            errors.update((row, found[row.task]) for row in rows)
         saver.writer.begin(step)  # remarks on files of earlier steps come before the rows of this one
-        for row, found in errors.items():
+        for row, of_row in errors.items():
             if row.log is not None:
-                row.log.write(step, found)
-            value = found.metric(self._metric)
+                row.log.write(step, of_row)
+            value = of_row.metric(self._metric)
             if row.best is not None and row.best.offer(value, step):
                 saver.keep_best(row.best, row.weights, step, partial(self._report_best, row, value))
         if self.early_stop is not None:
-            self.early_stop.add(step, {(row.weights, row.task): found for row, found in errors.items()})
-        return {row.name: found for row, found in errors.items()}
+            self.early_stop.add(step, {(row.weights, row.task): of_row for row, of_row in errors.items()})
+        return {row.name: of_row for row, of_row in errors.items()}
+
+    def errors(self, stopped: Callable[[], bool]) -> dict[str, Errors]:
+        """Return the errors by task of the weights that are in the models. Must be called by every rank.
+
+        Args:
+            stopped: called between batches; True ends the validation.
+
+        Raises:
+            ValidationAborted: if a stop was requested.
+        """
+        found = {}
+        # as `dp-ema test` evaluates a file of these weights, so that both give the same numbers
+        with tables_in(self.models.by_task.values()), self._products():
+            for name, task in self.tasks.items():
+                own = evaluate(self.models.of(name), self._until(stopped, task), self._world.device)
+                found[name] = Errors(self._world.all_reduce_sum(own.sums))
+        return found
 
     def _report_best(self, row: Validated, value: float, path: Path) -> None:
         if row.log is not None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from deepmd_ema.config import ModelConfig, RunConfig, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
@@ -57,6 +57,7 @@ class FineTune(Start):
         sources: what each task starts from, of one file.
     """
 
+    validates_before: ClassVar[bool] = True
     sources: Mapping[str, Pretrained]
 
     def fits_bias(self, task: str) -> bool:
@@ -129,9 +130,18 @@ class FineTune(Start):
             )
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
-        """Return ``config`` with ``sel`` as in the file where the input leaves it open and it fits."""
+        """Return ``config`` with ``sel`` as in the file where the input leaves it open and it fits.
+
+        Raises:
+            ConfigError: if a bias is to be kept for a fitting network that is fresh.
+        """
         models = {}
         for name, task in config.tasks.items():
+            if task.model.finetune_bias == "keep" and self.sources[name].fresh_fitting:
+                raise ConfigError(
+                    f'{task.place("model")}.finetune_bias = "keep": the fitting network starts anew, and its bias is a '
+                    "fit of the labels. Leave it out, or choose a model of the file with finetune_head."
+                )
             model, saved = task.model, self.sources[name].config
             report_differences(saved, model, task.place("model"))
             fits = len(saved.descriptor.neighbors or ()) == 1 or model.type_map == saved.type_map

@@ -36,6 +36,7 @@ class FromWeights(Start):
     """
 
     continues: ClassVar[bool] = False  # the run of the file: then its options and tasks are compared later, all of them
+    validates_before: ClassVar[bool] = True
     path: Path
     payload: Mapping[str, Any]
 

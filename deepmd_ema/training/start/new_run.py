@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from deepmd_ema.config import RunConfig, to_dict
 from deepmd_ema.errors import ConfigError
@@ -18,6 +18,8 @@ class Start:
 
     Subclasses start from a file. All differences between the ways to start are methods here.
     """
+
+    validates_before: ClassVar[bool] = False  # whether errors are measured before the first step: of weights of a file
 
     @property
     def step(self) -> int:

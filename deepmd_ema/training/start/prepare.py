@@ -193,7 +193,7 @@ def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[st
                 logger.info("%s%s", f"task {name}: " * bool(name), line)
     start.load_weights(run.models)
     for name, task in run.tasks.items():
-        if start.fits_bias(name):
+        if start.fits_bias(name) and task.config.model.finetune_bias == "fit":
             _fit_bias(task, run.seed, num_ranks)
     return run.models.state_dict()
 

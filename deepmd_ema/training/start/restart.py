@@ -25,7 +25,7 @@ from deepmd_ema.training.start.new_run import digest
 logger = logging.getLogger(__name__)
 
 # a restart that differs in one of these is another run, not the continuation of this one
-_OF_THE_START = ".finetune_head"  # names the start of a run, not its continuation
+_OF_THE_START = (".finetune_head", ".finetune_bias")  # are of the start of a run, not of its continuation
 CONTINUITY = (
     "model",
     "learning_rate",
@@ -55,6 +55,7 @@ class Restart(FromWeights):
     """The continuation of a run, bitwise what it would have been without a break."""
 
     continues = True
+    validates_before = False  # it was done, and is in the checkpoint
 
     @property
     def step(self) -> int:

@@ -6,7 +6,8 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -24,8 +25,10 @@ from deepmd_ema.data.source import Frame, ReadSpec, evenly_spaced
 from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
+from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.presets import MODELS, Kind, read_preset
+from deepmd_ema.proposal.fine_tuning import fine_tuned, with_replay
 from deepmd_ema.report.progress import duration
 from deepmd_ema.training.estimate import Cost, measure_steps
 from deepmd_ema.version import __version__
@@ -59,6 +62,9 @@ class Wishes:
         steps: of the run.
         hours: of the run on this machine.
         device: on which the run is going to be.
+        finetune: file of the model that is trained further; model, size and rcut have no effect then.
+        head: which model of that file, if it holds several.
+        replay: data that this model was trained on, which it is to keep to.
     """
 
     systems: Sequence[str]
@@ -71,6 +77,9 @@ class Wishes:
     steps: int | None = None
     hours: float | None = None
     device: str | None = None
+    finetune: str | None = None
+    head: str | None = None
+    replay: Sequence[str] = ()
 
 
 @dataclass
@@ -103,22 +112,71 @@ def propose(wishes: Wishes) -> Proposal:
     Raises:
         UserError: for data that cannot be trained on, or too little time.
     """
-    given = list(wishes.type_map or _elements(wishes.systems, wishes.validation))
+    given = list(wishes.type_map or _elements(wishes.systems, wishes.validation, wishes.replay))
+    source = None
+    if wishes.finetune is not None:
+        source = _loaded(wishes.finetune, wishes.head)
+        known = source.config.type_map
+        given = [*known, *(name for name in given if name not in known)]
+        wishes = replace(wishes, rcut=source.config.descriptor.cutoff, model=source.config.descriptor.type)
     try:
         data = _Data.read(wishes, given)
+        old = _Data.read(replace(wishes, systems=wishes.replay, validation=()), given) if wishes.replay else None
     except DataError as error:  # there is no input that has a type_map yet
         raise DataError(problem.replace("model.type_map", "-t") for problem in error.problems) from None
     name = wishes.model or ("se_e2_a" if len(given) <= _MAX_ELEMENTS else "se_atten_v2")
-    preset = read_preset(MODELS)[name]
+    presets = read_preset(MODELS)
+    preset = presets.get(name, presets["se_e2_a"])  # of a model that init does not make
     recipes = read_preset(preset["recipes"])
-    proposal = _assemble(wishes, data, given, preset, recipes, wishes.steps)
+    assemble = partial(_proposed, wishes, source, data, old, given, preset, recipes)
+    proposal = assemble(wishes.steps)
     if wishes.hours is not None:
         cost = measure_steps(config_from_dict(proposal.values, "the proposed input"), wishes.device)
-        proposal = _assemble(wishes, data, given, preset, recipes, _steps_in(3600 * wishes.hours, cost))
+        proposal = assemble(_steps_in(3600 * wishes.hours, cost))
         proposal.why["training.numb_steps"] = (
             f"{wishes.hours:g} h on this machine: {cost.step:.2g} s per step, in {counted(cost.measured, 'step')}"
         )
     return proposal
+
+
+def _proposed(
+    wishes: Wishes,
+    source: LoadedModel | None,
+    data: _Data,
+    old: _Data | None,
+    type_map: Sequence[str],
+    preset: Mapping[str, Any],
+    recipes: Mapping[str, Any],
+    steps: int | None,
+) -> Proposal:
+    """Return the input of a run, or that of fine-tuning a model, with old data or without."""
+    proposal = _assemble(wishes, data, type_map, preset, recipes, steps)
+    if source is None:
+        return proposal
+    values, why = fine_tuned(proposal.values, proposal.why, source, wishes.head)
+    warnings = proposal.warnings
+    if old is not None:
+        values, why = with_replay(values, why, wishes.replay, _FRACTION if old.is_split else None)
+        warnings = [*warnings, *(f"old data: {line}" for line in old.report.warnings)]
+    *head, _ = proposal.head
+    line = f"Model: {source.config.descriptor.type} of {wishes.finetune}. {values['optimizer']['type']}, "
+    line += f"rate {values['learning_rate']['start_lr']:g}, {values['training']['numb_steps']:,} steps."
+    return Proposal(values, why, [*head, line], warnings)
+
+
+def _loaded(file: str, head: str | None) -> LoadedModel:
+    """Return the model that is fine-tuned.
+
+    Raises:
+        UserError: if it is of a type that this input cannot have.
+    """
+    source = load_model(file, head=head)
+    if source.config.type != "standard":
+        raise UserError(
+            f"--finetune {file}: is of model.type {source.config.type}, and init writes inputs of one descriptor. "
+            f"`dp-ema show {file} --config` prints its section model. Write the input yourself."
+        )
+    return source
 
 
 def _elements(*paths: Sequence[str]) -> list[str]:

@@ -1,0 +1,212 @@
+"""Errors of loaded weights before the first step: the table in the log, and the end of the run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_same, changed, tiny_input, write_system
+from parallel_runs import train as train_ranks
+from test_train import load
+from test_train_sharing import input_of
+
+from deepmd_ema import checkpoint, cli
+from deepmd_ema.training.loop import validate
+from deepmd_ema.training.run import run_training
+
+TITLE = "errors before the first step"
+ON = {"full_validation": True, "ema_full_validation": True, "validation_freq": 2}
+STILL = {"learning_rate": {"start_lr": 1e-30, "stop_lr": 1e-31}}
+
+
+def config_of(steps=4, **changes):
+    """Return an input with live and averaged weights validated, for a folder beside those of the data."""
+    given = {"training__save_freq": 2, "training__enable_ema": True, "validating": ON, **changes}
+    return tiny_input(["../new"], ["../valid"], num_steps=steps, **given)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Folders of old and new frames, and a model trained on the old ones."""
+    folder = tmp_path_factory.mktemp("before")
+    for name, seed in (("old", 1), ("new", 11), ("valid", 12)):
+        write_system(folder / name, frames=4, seed=seed)
+    with pytest.MonkeyPatch.context() as patch:
+        (folder / "pretrained").mkdir()
+        patch.chdir(folder / "pretrained")
+        run_training(config_of(2, training__training_data={"systems": ["../old"], "batch_size": 2}), device="cpu")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def all_lines(caplog):
+    caplog.set_level("INFO", "deepmd_ema")
+
+
+@pytest.fixture
+def start(base, tmp_path, monkeypatch):
+    """Return a function that trains in a folder of its own, from the pretrained model unless another start is given."""
+
+    def run(config, name="run", **how):
+        folder = base / tmp_path.name / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in ("training_data", "validation_data"):
+            if part in config["training"]:
+                systems = config["training"][part]["systems"]
+                config["training"][part]["systems"] = [str(base / Path(system).name) for system in systems]
+        monkeypatch.chdir(folder)
+        return run_training(config, **{"device": "cpu", "finetune": str(base / "pretrained" / "model.ckpt.pt"), **how})
+
+    return run
+
+
+def lines_of(caplog, words):
+    """Return the lines that were logged with ``words``, those of tables one by one."""
+    return [line for record in caplog.records for line in record.getMessage().splitlines() if words in line]
+
+
+@pytest.mark.parametrize("way", ["finetune", "init_model"])
+def test_the_errors_before_are_those_of_weights_that_no_step_has_moved(start, base, way):
+    file = {"finetune": None, "init_model": None, way: str(base / "pretrained" / "model.ckpt.pt")}
+    moved, still = start(config_of(), **file), start(config_of(1, **STILL), "still", **file)
+    assert moved.before == still.before == {"": still.errors["live"]}
+    assert moved.errors["live"] != moved.before[""]
+
+
+def test_the_table_and_the_last_lines_have_the_errors_before_and_after(start, caplog):
+    trained = start(config_of())
+    [title] = [record for record in caplog.records if TITLE in record.getMessage()]
+    heads, units, row = [
+        record.getMessage().split() for record in caplog.records[caplog.records.index(title) + 1 :][:3]
+    ]
+    assert (heads[:3], units[:2]) == (["frames", "Energy", "Force"], ["meV/atom", "meV/Å"])
+    assert row[0] == "4"
+    ends = lines_of(caplog, "before -> step 4, MAE / RMSE")
+    assert [line.split()[1] for line in ends] == ["live,", "ema,"]
+    for line, weights in zip(ends, ("live", "ema")):
+        shown = re.search(r": E (\S+) / (\S+) -> (\S+) / (\S+) meV/atom", line).groups()
+        values = [of[f"E:{kind}"] for of in (trained.before[""], trained.errors[weights]) for kind in ("MAE", "RMSE")]
+        assert [float(number) for number in shown] == pytest.approx([1000 * value for value in values], rel=1e-4)
+        assert list(shown[:2]) == [row[1], row[3]]
+
+
+def test_neither_rows_nor_best_files_nor_weights_depend_on_the_errors_before(start, monkeypatch):
+    start(config_of())
+    measured, log = load("model.ckpt-4.pt"), Path("val.log").read_text()
+    assert [line.split()[0] for line in log.splitlines() if not line.startswith("#")] == ["2", "4"]
+    monkeypatch.setattr(validate.FullValidation, "is_on", False)
+    monkeypatch.setattr(validate.FullValidation, "is_due", lambda self, step: step in (2, 4))
+    start(config_of(), "without")
+    without = load("model.ckpt-4.pt")
+    assert "before" in measured["display"]
+    assert "before" not in without["display"]
+    assert Path("val.log").read_text() == log
+    for part in ("model", "optimizer", "averages", "best"):
+        assert_same(measured[part], without[part])
+
+
+def test_a_restart_ends_with_the_errors_before_of_the_first_start(start, caplog):
+    start(config_of())
+    straight, ends = load("model.ckpt-4.pt"), lines_of(caplog, "before -> step 4")
+    caplog.clear()
+    start(config_of(), finetune=None, restart="model.ckpt-2.pt")
+    assert (lines_of(caplog, "before -> step 4"), lines_of(caplog, TITLE)) == (ends, [])
+    assert_same(load("model.ckpt-4.pt")["display"], straight["display"])
+
+
+def test_a_checkpoint_without_errors_before_is_continued(start, caplog):
+    start(config_of())
+    old = checkpoint.load("model.ckpt-2.pt")
+    del old["display"]["before"]
+    checkpoint.save("old.pt", old)
+    caplog.clear()
+    again = start(config_of(), finetune=None, restart="old.pt")
+    assert (again.before, lines_of(caplog, "->")) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    "config", [config_of(validating={}), config_of(validating={**ON, "full_val_start": 1}), tiny_input(["../new"])]
+)
+def test_without_full_validation_nothing_is_measured(start, caplog, config):
+    assert start(config).before == {}
+    assert lines_of(caplog, TITLE) == []
+
+
+def test_a_run_that_starts_from_its_seed_measures_nothing(start, caplog):
+    assert start(config_of(), finetune=None).before == {}
+    assert lines_of(caplog, TITLE) == []
+
+
+def test_a_run_that_is_stopped_while_they_are_measured_ends_after_its_first_step(start):
+    assert (start(config_of(), max_time=0.0).before, load("model.ckpt.pt")["step"]) == ({}, 1)
+
+
+def test_the_report_has_a_column_of_them(start, tmp_path):
+    start(config_of())
+    assert cli.main(["report"]) == 0
+    assert "at the start" in Path("report.html").read_text()
+
+
+def tasks_config(data, **changes):
+    config = changed(input_of("all", numb_steps=2, save_freq=2), {"validating": ON, **changes})
+    for task in config["training"]["data_dict"].values():
+        for section in task.values():
+            section["systems"] = [str(data / name) for name in section["systems"]]
+    return config
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """Data of two tasks, and a run of them in the folder ``one`` that was fine-tuned from another run."""
+    folder = tmp_path_factory.mktemp("tasks")
+    for k, task in enumerate(("water", "ice")):
+        for n in (1, 2):
+            write_system(folder / f"{task}{n}", frames=4, natoms=5 + 2 * k, seed=10 * k + n)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, how in (("first", {}), ("one", {"finetune": "../first/model.ckpt.pt"})):
+            (folder / name).mkdir()
+            patch.chdir(folder / name)
+            trained = run_training(tasks_config(folder), device="cpu", **how)
+    return folder, trained
+
+
+def test_each_task_has_a_row(tasks, caplog, monkeypatch):
+    folder, trained = tasks
+    assert list(trained.before) == ["water", "ice"]
+    monkeypatch.chdir(folder / "one")
+    run_training(tasks_config(folder), device="cpu", finetune="../first/model.ckpt.pt")
+    table = [record.getMessage() for record in caplog.records]
+    table = table[next(n for n, line in enumerate(table) if TITLE in line) :][1:5]
+    assert [line.split()[0] for line in table] == ["task", "meV/atom", "water", "ice"]
+    assert len(lines_of(caplog, "water live, before -> step 2")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_measure_what_one_process_does(tasks, stage):
+    folder, one = tasks
+    config = json.loads(json.dumps(tasks_config(folder)))
+    config["training"]["zero_stage"] = stage
+    for task in config["training"]["data_dict"].values():
+        task["training_data"]["batch_size"] = 1
+    run = folder / f"ranks{stage}"
+    train_ranks(run, 2, config, finetune="../first/model.ckpt.pt")
+    found = load(run / "model.ckpt-2.pt")["display"]["before"]
+    for task in one.before:
+        torch.testing.assert_close(found[task], load(folder / "one" / "model.ckpt-2.pt")["display"]["before"][task])
+
+
+@pytest.mark.slow
+def test_sharded_checkpoints_keep_them(tasks):
+    folder, _ = tasks
+    config = tasks_config(folder, training__zero_stage=3, training__checkpoint_format="sharded")
+    config["training"]["save_freq"] = 1
+    run = folder / "sharded"
+    train_ranks(run, 2, config, finetune="../first/model.ckpt.pt")
+    straight = checkpoint.load(run / "model.ckpt-2.dcp")
+    train_ranks(run, 2, restart="model.ckpt-1.dcp")
+    again = checkpoint.load(run / "model.ckpt-2.dcp")
+    for part in ("model", "display"):
+        assert_same(straight[part], again[part])
+    assert list(again["display"]["before"]) == ["water", "ice"]

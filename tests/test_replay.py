@@ -1,0 +1,147 @@
+"""Fine-tuning that keeps to old data: the input of ``dp-ema init --replay``, labels of a model, biases that stay."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_same, tiny_input, write_system
+from test_train import load
+
+from deepmd_ema import Potential, checkpoint
+from deepmd_ema.cli import main
+from deepmd_ema.config import config_warnings, load_config
+from deepmd_ema.training.run import run_training
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder with old and new frames of other sizes, and a model that was trained on the old ones."""
+    folder = tmp_path_factory.mktemp("replay")
+    write_system(folder / "old", frames=10, seed=1)
+    write_system(folder / "new", frames=10, seed=11, natoms=7)
+    write_system(folder / "valid", frames=4, seed=12, natoms=7)
+    (folder / "pretrained").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder / "pretrained")
+        run_training(tiny_input(["../old"], num_steps=10), device="cpu")
+    return folder
+
+
+@pytest.fixture
+def desk(base, tmp_path, monkeypatch):
+    for name in ("old", "new", "valid"):
+        (tmp_path / name).symlink_to(base / name)
+    (tmp_path / "old.pt").symlink_to(base / "pretrained" / "model.ckpt-10.pt")
+    monkeypatch.chdir(tmp_path)
+
+
+def write_input(*options):
+    return main(["init", "new", "--finetune", "old.pt", "--steps", "8", *options])
+
+
+def test_the_input_has_one_model_for_new_and_old_data_and_trains_from_the_file(desk, capsys):
+    assert write_input("--replay", "old", "--validation", "valid") == 0
+    assert "dp-ema train --finetune old.pt input.yaml" in capsys.readouterr().out
+    config = load_config("input.yaml")
+    assert [link.key for link in config.links if link.task == "old"] == ["elements", "descriptor", "fitting"]
+    assert config.training.model_prob == {"new": 0.7, "old": 0.3}
+    assert not [text for text in config_warnings(config) if "share this network" in text]
+    assert main(["train", "input.yaml", "--finetune", "old.pt"]) == 0
+    said = capsys.readouterr().err
+    table = said.partition("errors before the first step")[2].splitlines()
+    assert [line.split()[2] for line in table[3:5]] == ["new", "old"]
+    weights = load("model.ckpt.pt")["model"]
+    of = {task: {n.removeprefix(task): t for n, t in weights.items() if n.startswith(task)} for task in ("new", "old")}
+    assert_same(of["new"], of["old"])
+    before = load("old.pt")["model"]
+    torch.testing.assert_close(weights["new.out_bias"], before["out_bias"], rtol=0, atol=0)
+    assert not torch.equal(weights["new.fitting.nets.0.layers.0.weight"], before["fitting.nets.0.layers.0.weight"])
+    assert main(["freeze", "--head", "new", "-o", "new.dp"]) == 0
+
+
+def test_the_errors_before_are_those_of_the_file_on_both_data(desk):
+    assert write_input("--replay", "old", "--validation", "valid") == 0
+    trained = run_training("input.yaml", finetune="old.pt", device="cpu")
+    assert set(trained.before) == {"new", "old"}
+    found, frames = Potential("old.pt"), np.load("valid/set.000/coord.npy")
+    types = np.loadtxt("valid/type.raw", dtype=int)
+    forces = found.evaluate(frames, types, np.load("valid/set.000/box.npy")).force
+    error = np.abs(forces.ravel() - np.load("valid/set.000/force.npy").ravel()).mean()
+    assert trained.before["new"]["F:MAE"] == pytest.approx(error, rel=1e-9)
+
+
+def test_a_restart_with_replay_is_bitwise(desk):
+    assert write_input("--replay", "old") == 0
+    run_training("input.yaml", finetune="old.pt", device="cpu")
+    straight = checkpoint.load("model.ckpt-8.pt")
+    run_training("input.yaml", restart="model.ckpt-5.pt", device="cpu")
+    again = checkpoint.load("model.ckpt-8.pt")
+    for part in ("model", "optimizer", "averages", "display"):
+        assert_same(straight[part], again[part])
+
+
+def test_without_replay_the_input_has_one_task(desk):
+    assert write_input() == 0
+    config = load_config("input.yaml")
+    assert list(config.tasks) == [""]
+    assert config.task(None).model.descriptor.neuron == [4, 8]
+    assert config.task(None).model.finetune_bias == "keep"
+    assert main(["train", "input.yaml", "--finetune", "old.pt"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--replay", "old"], "init --replay: is an option for fine-tuning"),
+        (["--head", "a"], "init --head: is an option for fine-tuning"),
+        (["--finetune", "old.pt", "--rcut", "5"], "init --rcut: the model is that of --finetune"),
+        (["--finetune", "nothing.pt"], "nothing.pt"),
+    ],
+)
+def test_options_without_a_model_and_beside_one_are_messages(desk, capsys, options, message):
+    assert main(["init", "new", *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("input.yaml").exists()
+
+
+def test_labels_of_a_model_are_its_predictions_whatever_the_labels_of_the_frames_are(desk, capsys):
+    write_system("bare", frames=3, seed=7)
+    for name in ("energy", "force", "virial"):
+        Path(f"bare/set.000/{name}.npy").unlink(missing_ok=True)
+    assert main(["convert", "bare", "labelled", "--labels-of", "old.pt"]) == 0
+    assert "labels of old.pt: live weights of step 10" in capsys.readouterr().out
+    (system,) = Path("labelled").iterdir()
+    arrays = {name: np.load(system / f"set.000/{name}.npy") for name in ("coord", "box", "energy", "force", "virial")}
+    types = [(system / "type_map.raw").read_text().split()[k] for k in np.loadtxt(system / "type.raw", dtype=int)]
+    found = Potential("old.pt").evaluate(arrays["coord"], types, arrays["box"])
+    for name in ("energy", "force", "virial"):
+        value = getattr(found, name)
+        np.testing.assert_allclose(arrays[name].reshape(value.shape), value, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_of_a_model_are_no_option_for_data_without_labels_of(desk, capsys):
+    assert main(["convert", "old", "out", "--use-ema"]) == 2
+    assert "convert --use-ema: is an option for models" in capsys.readouterr().err
+
+
+def single(**model):
+    config = tiny_input(["new"], num_steps=1)
+    config["model"] |= model
+    return config
+
+
+@pytest.mark.parametrize("choice", ["fit", "keep"])
+def test_the_bias_is_kept_where_the_input_says_so(desk, choice):
+    run_training(single(finetune_bias=choice), finetune="old.pt", device="cpu")
+    same = torch.equal(load("model.ckpt-1.pt")["model"]["out_bias"], load("old.pt")["model"]["out_bias"])
+    assert same == (choice == "keep")
+
+
+def test_a_bias_to_keep_has_no_effect_in_other_runs_and_is_refused_with_a_fresh_network(desk, capsys):
+    Path("input.json").write_text(json.dumps(single(finetune_bias="keep")))
+    assert main(["train", "input.json"]) == 0
+    assert 'model.finetune_bias = "keep": no effect without --finetune' in capsys.readouterr().err
+    assert main(["train", "input.json", "--finetune", "old.pt", "--model-branch", "RANDOM"]) == 2
+    assert 'model.finetune_bias = "keep": the fitting network starts anew' in capsys.readouterr().err
