@@ -160,7 +160,7 @@ def describe_errors(errors: Errors, before: Errors | None = None) -> str:
 
 
 def describe_physics(physics: Mapping[str, float]) -> str:
-    """Return what was measured of the physics of some weights in one line."""
+    """Return the physics of some weights in one line."""
     drift, spread = (show_metric(f"P:{name}", physics[name]) for name in ("DRIFT", "SPREAD"))
     failure, extrema, limits = physics["FAILURE"], physics["EXTREMA"], physics["LIMITS"]
     hot = f"hot run failed {100 * failure:.0f} % before its end" if failure else "hot run without failure"

@@ -72,6 +72,6 @@ class PhysicsOfWeights:
         try:
             potential = Potential(loaded, str(self._world.device))
             return dict(physics_of(potential, self._frames[name], self._options).metrics)
-        except UserError as error:  # no finite energy: the run goes on, and may get better
+        except UserError as error:  # no finite energy: the run continues, and may get better
             logger.warning("physics of the weights %s: nothing measured. %s", f"{name} {weights}".strip(), error)
             return dict.fromkeys(PHYSICS, math.inf)
