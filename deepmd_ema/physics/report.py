@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,18 @@ class PhysicsReport:
     def rows(self) -> list[Row]:
         """The lines of the table."""
         return [*self._dynamics(), *self._scans(), *self._of_crystal()]
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers of which lower ones are better, by the names of ``labels.PHYSICS``."""
+        nve, hot, whole = self.conservation, self.stability, 1e-3 * self.run.time_step * self.run.steps
+        return {
+            "DRIFT": math.inf if nve.failure else 1e3 * abs(nve.drift),
+            "SPREAD": math.inf if nve.failure else 1e3 * nve.spread,
+            "FAILURE": 1 - hot.time / whole if hot.failure else 0.0,
+            "EXTREMA": float(sum(bond.extrema for bond in self.bonds)),
+            "LIMITS": float(len(self.failed)),
+        }
 
     @property
     def failed(self) -> list[Row]:
@@ -223,7 +235,7 @@ def measure_physics(
     """
     loaded = load_model(model, use_average=use_average, average=average, head=head)
     opened = open_labelled(systems, loaded.config, (FORCE,), rglob_patterns)
-    frames = _some_frames(opened, first_frames(opened, num_frames))
+    frames = spread_frames(opened, first_frames(opened, num_frames))
     return physics_of(Potential(loaded, device), frames, options or PhysicsOptions())
 
 
@@ -260,8 +272,14 @@ def shortest_distances(frames: Sequence[Frame], num_types: int, within: float) -
     return np.minimum(shortest, shortest.T)
 
 
-def _some_frames(systems: Sequence[FrameSource], chosen: Sequence[range]) -> list[Frame]:
-    """Return frames of all systems, evenly; the first is that of the first system."""
+def spread_frames(systems: Sequence[FrameSource], chosen: Sequence[range] | None = None) -> list[Frame]:
+    """Return frames of all systems, evenly; the first is that of the first system.
+
+    Args:
+        systems: with frames.
+        chosen: numbers of frames of each system; all by default.
+    """
+    chosen = [range(system.num_frames) for system in systems] if chosen is None else chosen
     every = [(system, number) for system, numbers in zip(systems, chosen) for number in numbers]
     if not every:
         raise UserError("--physics: there is no frame. Give systems with -s.")

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import ClassVar, TypeVar
 
 from deepmd_ema.errors import ConfigError, did_you_mean
+from deepmd_ema.labels import METRICS, PHYSICS
 
 T = TypeVar("T", bound="TextOption")
 
@@ -109,12 +110,18 @@ class ActivationName(TextOption):
         self.kind, self.bend = self.partition(":")[0].lower(), float(found[1]) if found else 3.0
 
 
+METRIC_WORDS = (
+    "E, F, V or S (energy, force, virial, stress), a colon, and MAE or RMSE: e.g. E:MAE; of physics "
+    + ", ".join(f"P:{name}" for name in PHYSICS)
+)
+
+
 class Metric(TextOption):
-    """The error that ranks weights.
+    """The error that ranks weights, or what is measured of their physics.
 
     Attributes:
-        quantity: ``E``, ``F``, ``V`` or ``S``.
-        error: ``MAE`` or ``RMSE``.
+        quantity: ``E``, ``F``, ``V`` or ``S``; ``P`` of physics.
+        error: ``MAE`` or ``RMSE``; of physics one of ``labels.PHYSICS``.
     """
 
     quantity: str
@@ -125,10 +132,9 @@ class Metric(TextOption):
         return super().__new__(cls, text.upper())
 
     def _read(self) -> None:
-        found = re.fullmatch(r"([EFVS]):(MAE|RMSE)", self)
-        if found is None:
-            raise ConfigError(f'"{self}" is no metric. Known: E, F, V or S, a colon, MAE or RMSE, such as E:MAE.')
-        self.quantity, self.error = found[1], found[2]
+        self.quantity, _, self.error = self.partition(":")
+        if self.error not in (PHYSICS if self.quantity == "P" else ("MAE", "RMSE") if self.quantity in METRICS else ()):
+            raise ConfigError(f'"{self}" is no metric. Known: {METRIC_WORDS}.')
 
 
 def is_readable(kind: Callable[[str], TextOption], text: str) -> bool:

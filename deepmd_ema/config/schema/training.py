@@ -11,7 +11,13 @@ from deepmd_ema.checks import is_number
 from deepmd_ema.config.fields import Check, file_name, not_negative, not_negative_int, option, positive, positive_int
 from deepmd_ema.config.schema.averaging import AVERAGES, AverageConfig, EmaShorthand, EmaValidationShorthand
 from deepmd_ema.config.schema.loggers import LOGGERS, Logger
-from deepmd_ema.config.schema.text_options import BatchSizeRule, Metric, SystemProbability, is_readable
+from deepmd_ema.config.schema.text_options import (
+    METRIC_WORDS,
+    BatchSizeRule,
+    Metric,
+    SystemProbability,
+    is_readable,
+)
 
 _MAX_PAIR_DISTANCE = 5.0  # angstrom, longer than any bond
 MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # of torch.compile
@@ -345,10 +351,7 @@ class MultiTaskTrainingConfig(TrainingOptions, TasksData):
     """Length and data of a run of several tasks, and what it writes."""
 
 
-_metric = Check(
-    lambda v: is_readable(Metric, v),
-    "E, F, V or S (energy, force, virial, stress), a colon, and MAE or RMSE: e.g. E:MAE",
-)
+_metric = Check(lambda v: is_readable(Metric, v), METRIC_WORDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,12 +370,25 @@ class EarlyStopConfig:
         0.0,
         check=not_negative,
         doc="An error is an improvement if it is lower than at the last improvement by more than this, in eV/atom (E, "
-        "V), eV/angstrom (F) or eV/angstrom^3 (S).",
+        "V), eV/angstrom (F) or eV/angstrom^3 (S); of physics in the units of the log.",
     )
     weights: str | None = option(
         None,
         doc="The weights whose errors count: `live`, or the name of an average with full validation; null: all of "
         "them, and an improvement of any one, in any task, is enough.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhysicsConfig:
+    """Physics of all validated weights, as `dp-ema test --physics` measures it, on the validation frames."""
+
+    temperature: float = option(
+        300.0, check=positive, unit="K", doc="Of the run without thermostat; the one that may fail has twice as much."
+    )
+    md_steps: int = option(200, check=positive_int, unit="steps", doc="Steps of each of the two runs.")
+    time_step: float | None = option(
+        None, check=positive, unit="fs", doc="Of both runs; null: 0.5 with hydrogen, otherwise 1."
     )
 
 
@@ -397,10 +413,16 @@ class ValidatingConfig:
         check=_metric,
         convert=Metric,
         unavailable="F[RM]:|f[rm]:",
-        doc="The error that ranks weights: E, F, V or S : MAE or RMSE.",
+        doc="The error that ranks weights: E, F, V or S : MAE or RMSE; or, of `physics`, P:DRIFT, P:SPREAD, P:FAILURE, "
+        "P:EXTREMA or P:LIMITS.",
     )
     early_stop: EarlyStopConfig | None = option(
         None, doc="When the run ends before its last step; null: never. Only in dp-ema."
+    )
+    physics: PhysicsConfig | None = option(
+        None,
+        doc="Dynamics, bond scans, cutoff and a crystal of the validated weights, at each full validation, which takes "
+        "seconds of one process; null: none. Only in dp-ema.",
     )
     full_val_file: str = option(
         "val.log", check=file_name, doc="File of full validation; averaged weights have `_ema` before the last dot."
