@@ -1,14 +1,16 @@
-"""One run at a constant learning rate, stopped at several budgets, beside runs whose rate decays within each budget.
+"""Runs without a planned end, stopped at several budgets, beside runs whose rate decays within each budget.
 
-usage: python benchmarks/anytime.py --work DIR [--quick] [--max-minutes M] [--output PAGE] [--plot PNG]
+usage: python benchmarks/anytime.py --sources DIR --work DIR [--quick] [--max-minutes M] [--output PAGE] [--plot PNG]
 
-Three sets (both examples, and an alloy of Cu and Ni that ASE's EMT labels), small models in float32. For each budget
-of steps a run of its own with the schedules exp, cosine and wsd; and one run at a constant rate that keeps snapshots of
-two power averages, of which at each budget the average or decay is chosen that `dp-ema posthoc` ranks first. All have
+Five sets (divided_sets.py; --sources holds the clones of public repositories), small models in float32. For each budget
+of steps a run of its own with the schedules exp, cosine and wsd. And three runs that serve all budgets: at a constant
+rate and at one that falls as the inverse square root, with snapshots of two power averages, of which at each budget the
+average or decay is chosen that `dp-ema posthoc` ranks first; and AdamWScheduleFree with its averaged point. All have
 the same weights of energy and force in the loss, constant ones; "exp, ramp" has those of the input, which follow the
-learning rate. The frames that were set apart for validation are divided: half of them choose (of a decayed run one of
-live weights and two averages), errors are those on the other half. What is finished in --work is not done again, so
-that the benchmark can be stopped and continued; the page names what is missing. --cost prints what is left to do.
+learning rate. Frames that are not trained on are divided: half of them choose (of a decayed run one of live weights and
+two averages), errors are those on the other half. Of all chosen weights the output layer is also solved for, as by
+`dp-ema posthoc --solve`. What is finished in --work is not done again, so that the benchmark can be stopped and
+continued; the page names what is missing. --cost prints what is left to do.
 """
 
 from __future__ import annotations
@@ -23,39 +25,40 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import common
-import numpy as np
 from common import median_and_each
+from divided_sets import CHOOSE, SETS, TEST, loss_and_model, systems_in
 
-SETS = ("water", "molecules", "alloy")
-CONSTANT, RAMP = "constant", "exp, ramp"
-DECAYED = ("exp", "cosine", "wsd", RAMP)
+CONSTANT, INVSQRT, FREE = "constant", "invsqrt", "schedule-free"
+WITHOUT_END = (CONSTANT, INVSQRT, FREE)
+WSD, RAMP = "wsd", "exp, ramp"
+DECAYED = ("exp", "cosine", WSD, RAMP)
 BUDGETS = (500, 1000, 2000, 4000, 8000)
 QUICK = (500,)
 AVERAGES = {"p05": 0.05, "p10": 0.10}
 METRICS = {"energy": "E:RMSE", "force": "F:RMSE"}
 UNITS = {"energy": "meV/atom", "force": "meV/angstrom"}
-START_LR, EXP_STOP_LR, STOP_LR, WARMUP = 1e-3, 1e-4, 1e-5, 100
+# the best rate of 0.001, 0.003, 0.01 and 0.03 for wsd and exp on most of three sets, with a seed that is not measured
+START_LR, EXP_STOP_LR, STOP_LR, WARMUP = 1e-2, 1e-3, 1e-4, 100
+INVSQRT_STEPS = 1000  # after which its rate is START_LR / sqrt(2); the default
 DECAY_PART = 0.2  # of wsd
 CPU_S_PER_STEP = 0.015  # before anything was measured
-FRAMES_PER_BATCH = {"water": 1, "molecules": 4, "alloy": 2}
 SMALL = {"rcut": 4.5, "rcut_smth": 0.5, "neuron": [8, 16, 32], "axis_neuron": 8, "precision": "float32"}
 SNAPSHOTS, CHECKPOINTS = 25, 100  # steps between two; the wsd runs continue from checkpoints
-CHOSEN, LIVE = "chosen", "live"
-AS_WSD = "linear, as wsd"  # the linear decay over the part of wsd, made of snapshots
+CHOSEN, SOLVED, LIVE = "chosen", "solved", "live"
+AVERAGED_POINT = "schedule_free"
 STYLES = {
-    "constant, chosen": {"color": "#D55E00", "marker": "o", "lw": 2.4},
-    "constant, p05": {"color": "#E69F00", "marker": ".", "ls": "--"},
-    "constant, live": {"color": "#9aa5b1", "marker": ".", "ls": ":"},
-    "exp": {"color": "#0072B2", "marker": "s"},
-    "cosine": {"color": "#009E73", "marker": "^"},
-    "wsd": {"color": "#CC79A7", "marker": "v"},
-    RAMP: {"color": "#000000", "marker": "x", "lw": 1},
+    CONSTANT: {"color": "#D55E00", "marker": "o", "lw": 2.2},
+    INVSQRT: {"color": "#E69F00", "marker": "o", "lw": 2.2},
+    FREE: {"color": "#56B4E9", "marker": "o", "lw": 2.2},
+    "exp": {"color": "#0072B2", "marker": "s", "ls": "--"},
+    "cosine": {"color": "#009E73", "marker": "^", "ls": "--"},
+    WSD: {"color": "#CC79A7", "marker": "v", "ls": "--"},
+    RAMP: {"color": "#000000", "marker": "x", "lw": 1, "ls": "--"},
 }
 
 
@@ -81,9 +84,9 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Folder of the run: that of the constant one is for all budgets."""
+        """Folder of the run; one without end is for all budgets."""
         stem = self.recipe.replace(", ", "_")
-        return self.place / (stem if self.recipe == CONSTANT else f"{stem}-{self.budget}")
+        return self.place / (stem if self.recipe in WITHOUT_END else f"{stem}-{self.budget}")
 
     @property
     def file(self) -> Path:
@@ -96,10 +99,10 @@ class Job:
         return make_input(self.name, self.seed, self.recipe, self.budget)
 
     def steps(self) -> int:
-        """Steps that it takes when the result of the next smaller budget of the constant run is there."""
-        if self.recipe == CONSTANT:
+        """Steps that it takes when the result of the next smaller budget of the same run is there."""
+        if self.recipe in WITHOUT_END:
             return self.budget // 2  # budgets double
-        return round(DECAY_PART * self.budget) if self.recipe == "wsd" else self.budget
+        return round(DECAY_PART * self.budget) if self.recipe == WSD else self.budget
 
     def result(self) -> dict[str, Any] | None:
         """Return the result if it is there and of this input."""
@@ -127,7 +130,7 @@ def main() -> None:
         for job in left:
             if time.monotonic() > end:
                 break
-            _do(job)
+            _do(job, args.sources)
     _report(args, jobs)
 
 
@@ -142,10 +145,11 @@ def _report(args: argparse.Namespace, jobs: Sequence[Job]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sources", type=Path, required=True, help="folder with the clones of init_sets.py")
     parser.add_argument("--work", type=Path, default=common.RUNS / "anytime", help="folder of the runs")
     parser.add_argument("--output", type=Path, help="also write the page here")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw errors over the budget here")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the errors with solved layers here")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--budgets", nargs="+", type=int, default=BUDGETS, help="steps, multiples of 500")
     parser.add_argument("--quick", action="store_true", help="one seed, a budget of 500 steps")
@@ -168,7 +172,7 @@ def _in_order(args: argparse.Namespace) -> list[Job]:
         for seed in args.seeds
         for budget in sorted(args.budgets)
         for name in args.sets
-        for recipe in (CONSTANT, *reversed(DECAYED))  # wsd, the shortest, first
+        for recipe in (*WITHOUT_END, *reversed(DECAYED))  # wsd, the shortest, first
     ]
     large = {budget: max(0, k - 2) for k, budget in enumerate(sorted(args.budgets))}
     turn = {job: args.seeds.index(job.seed) + large[job.budget] + (job.recipe == RAMP) for job in jobs}
@@ -189,13 +193,10 @@ def _print_cost(jobs: Sequence[Job], left: Sequence[Job]) -> None:
 
 def make_input(name: str, seed: int, recipe: str, budget: int) -> dict[str, Any]:
     """Return the input of a run."""
-    source = "water" if name == "alloy" else name
-    config = common.with_seed(json.loads((common.ROOT / "examples" / source / "input.json").read_text()), seed)
+    config = common.with_seed(loss_and_model(name), seed)
     model, training = config["model"], config["training"]
     model["descriptor"] |= {**SMALL, "sel": "auto"}
     model["fitting_net"] |= {"neuron": [40, 40, 40], "precision": "float32"}
-    if name == "alloy":
-        model["type_map"] = ["Ni", "Cu"]
     loss = config["loss"]
     loss |= {"start_pref_v": 0, "limit_pref_v": 0}
     if recipe != RAMP:
@@ -205,24 +206,22 @@ def make_input(name: str, seed: int, recipe: str, budget: int) -> dict[str, Any]
             middle = limit + (start - limit) * math.sqrt(EXP_STOP_LR / START_LR)
             loss |= {f"start_pref_{term}": middle, f"limit_pref_{term}": middle}
     config["learning_rate"] = _schedule(recipe)
-    data = f"../../data/{name}"
-    systems = ["train"] if name != "water" else [f"train_{t}K" for t in (300, 350, 400, 450, 500)]
-    systems = ["train_small", "train_large"] if name == "molecules" else systems
-    systems = [f"train_{n}" for n in COPPER] if name == "alloy" else systems
-    training["training_data"] = {"systems": [f"{data}/{s}" for s in systems], "batch_size": FRAMES_PER_BATCH[name]}
+    names = SETS[name].train
+    systems = [f"../../data/{name}/train/{system}" for system in names]
+    training["training_data"] = {"systems": systems, "batch_size": SETS[name].batch_size}
     for key in ("validation_data", "enable_ema", "ema_decay"):
         training.pop(key, None)
-    kept = recipe == CONSTANT
-    freq = {"snapshots": True, "snapshot_freq": SNAPSHOTS} if kept else {}
+    if recipe == FREE:
+        config["optimizer"] = {"type": "AdamWScheduleFree", "weight_decay": 0}
+    has_end, with_snapshots = recipe not in WITHOUT_END, recipe in (CONSTANT, INVSQRT)
+    freq = {"snapshots": True, "snapshot_freq": SNAPSHOTS} if with_snapshots else {}
+    power = [{"name": n, "type": "power", "sigma_rel": s, "ckpt_keep": 1, **freq} for n, s in AVERAGES.items()]
     training |= {
         "numb_steps": budget,
         "disp_freq": 1000,
-        "save_freq": CHECKPOINTS if kept else budget,
-        "max_ckpt_keep": 10**6 if kept else 1,
-        "averaging": [
-            {"name": average, "type": "power", "sigma_rel": s, "ckpt_keep": 1, **freq}
-            for average, s in AVERAGES.items()
-        ],
+        "save_freq": budget if has_end else CHECKPOINTS,
+        "max_ckpt_keep": 1 if has_end else 10**6,
+        "averaging": [{"name": AVERAGED_POINT, "type": AVERAGED_POINT, "ckpt_keep": 1}] if recipe == FREE else power,
     }
     config.pop("validating", None)
     return config
@@ -230,53 +229,53 @@ def make_input(name: str, seed: int, recipe: str, budget: int) -> dict[str, Any]
 
 def _schedule(recipe: str) -> dict[str, Any]:
     common_part = {"start_lr": START_LR, "warmup_steps": WARMUP}
-    if recipe == CONSTANT:
+    if recipe in (CONSTANT, FREE):
         return {"type": "wsd", "decay_type": "linear", "stop_lr": START_LR, **common_part}
-    if recipe == "wsd":
-        return {
-            "type": "wsd",
-            "decay_type": "linear",
-            "stop_lr": STOP_LR,
-            "decay_phase_ratio": DECAY_PART,
-            **common_part,
-        }
+    if recipe == INVSQRT:
+        return {"type": "invsqrt", "a": INVSQRT_STEPS, **common_part}
+    if recipe == WSD:
+        decay = {"decay_type": "linear", "decay_phase_ratio": DECAY_PART}
+        return {"type": "wsd", "stop_lr": STOP_LR, **decay, **common_part}
     if recipe == "cosine":
         return {"type": "cosine", "stop_lr": STOP_LR, **common_part}
     return {"type": "exp", "stop_lr": EXP_STOP_LR, "decay_steps": 1, "smooth": True, **common_part}
 
 
-def _do(job: Job) -> None:
+def _do(job: Job, sources: Path) -> None:
     """Train and measure, and note the result."""
     data = job.work / "data" / job.name
-    if not data.exists():
-        part = data.with_name(f"{job.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        (_write_alloy if job.name == "alloy" else partial(_divide, job.name))(part)
-        part.rename(data)
+    data.parent.mkdir(parents=True, exist_ok=True)
+    SETS[job.name].make(sources, data)
     began = time.process_time()
     _train(job)
-    errors, details = (_of_constant if job.recipe == CONSTANT else _of_decayed)(job, data)
-    seconds = time.process_time() - began
-    result = {"config": job.config, "errors": errors, "details": details, "cpu_s": seconds}
+    trained = time.process_time()
+    errors, details = (_of_snapshots if job.recipe in (CONSTANT, INVSQRT) else _of_checkpoint)(job, data)
+    result = {"config": job.config, "errors": errors, "details": details, "cpu_s": time.process_time() - began}
     part = job.file.with_suffix(".part")
     part.write_text(json.dumps(result))
     part.replace(job.file)
-    if job.recipe != CONSTANT:
+    if job.recipe not in WITHOUT_END:
+        kept = job.place / "models"
+        kept.mkdir(exist_ok=True)
+        (job.folder / f"model.ckpt-{job.budget}.pt").replace(kept / f"{job.folder.name}.pt")
         shutil.rmtree(job.folder)
-    print(f"{job.title}: {seconds:.0f} s of processor time", flush=True)
+    print(
+        f"{job.title}: {trained - began:.0f} s of processor time, errors {time.process_time() - trained:.0f} s",
+        flush=True,
+    )
 
 
 def _train(job: Job) -> None:
-    """Train up to the budget: a constant run from where it is, a wsd run from where its decay begins."""
+    """Train up to the budget: a run without end from where it is, a wsd run from where its decay begins."""
     from deepmd_ema.training.run import run_training
 
     start = None
-    if job.recipe == CONSTANT and (job.folder / "checkpoint").exists():
+    if job.recipe in WITHOUT_END and (job.folder / "checkpoint").exists():
         made_from = json.loads((job.folder / "input.json").read_text())
         made_from["training"]["numb_steps"] = job.budget
         if made_from == job.config:
             start = "."
-    if job.recipe == "wsd":
+    if job.recipe == WSD:
         before = job.budget - int(DECAY_PART * job.budget)
         constant = job.place / CONSTANT / f"model.ckpt-{before}.pt"
         start = str(constant) if constant.exists() else None
@@ -287,28 +286,31 @@ def _train(job: Job) -> None:
     with inside(job.folder):
         if start == "." and (job.folder / f"model.ckpt-{job.budget}.pt").exists():
             return
-        run_training("input.json", restart=start, device="cpu", allow_config_change=job.recipe == "wsd")
+        run_training("input.json", restart=start, device="cpu", allow_config_change=job.recipe == WSD)
 
 
-def _of_decayed(job: Job, data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _of_checkpoint(job: Job, data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the errors of the weights that are best by the choosing frames: live, or one of the averages."""
+    from deepmd_ema.config import config_from_dict
     from deepmd_ema.infer.load import load_model
 
     file = job.folder / f"model.ckpt-{job.budget}.pt"
-    models = {LIVE: load_model(file).model} | {name: load_model(file, average=name).model for name in AVERAGES}
-    choosing = {name: _measure(model, data / "choose") for name, model in models.items()}
-    best = min(choosing, key=lambda name: _overall(choosing[name], choosing[LIVE]))
-    errors = {name: _measure(models[name], data / "test") for name in {LIVE, best}}
-    return {LIVE: errors[LIVE], CHOSEN: errors[best]}, {"chosen": best}
+    averages = (AVERAGED_POINT,) if job.recipe == FREE else tuple(AVERAGES)
+    models = {LIVE: load_model(file).model} | {name: load_model(file, average=name).model for name in averages}
+    task = next(iter(config_from_dict(job.config).tasks.values()))
+    choosing, test = (_Frames.open(data / part, task.model) for part in (CHOOSE, TEST))
+    found = {name: choosing.errors(model) for name, model in models.items()}
+    best = min(found, key=lambda name: _overall(found[name], found[LIVE]))
+    errors = {LIVE: test.errors(models[LIVE]), CHOSEN: test.errors(models[best])}
+    summary = _solve(job, models[best], data)
+    return {**errors, SOLVED: test.errors(models[best])}, {"chosen": best, "solved": summary}
 
 
-def _of_constant(job: Job, data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the errors of live weights, tracked averages, and of the best of each kind that snapshots make."""
+def _of_snapshots(job: Job, data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the errors of live weights, tracked averages, and of the best of what snapshots make."""
     import torch
 
     from deepmd_ema.config import config_from_dict
-    from deepmd_ema.infer.evaluate import open_labelled
-    from deepmd_ema.labels import ENERGY, FORCE
     from deepmd_ema.model.build import build_models
     from deepmd_ema.posthoc.run import find_requested, measure_combinations
     from deepmd_ema.posthoc.snapshots import find_snapshots
@@ -318,44 +320,66 @@ def _of_constant(job: Job, data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     config = config_from_dict(run.payload["config"])
     task = next(iter(config.tasks.values()))
     models, cpu = build_models({task.name: task.model}, config.links), torch.device("cpu")
-    choose, test = (open_labelled([str(s) for s in sorted((data / part).iterdir())], task.model, (ENERGY, FORCE))
-                    for part in ("choose", "test"))  # fmt: skip
-    rows, best, _ = measure_combinations(run, found.combinations, models, task.name, choose, cpu)
-    scores = {k: row.score("overall", rows[0].errors) for k, row in enumerate(rows) if row.combination is not None}
-    kinds: dict[str, int] = {}
-    for k in sorted(scores, key=scores.get):
-        kinds.setdefault(rows[k].decay.shape if rows[k].decay else "length", k)
-    wanted = dict(kinds)
-    for k, row in enumerate(rows):
-        if row.decay and row.decay.shape == "linear" and abs(row.decay.part - DECAY_PART) < 0.1 * DECAY_PART:
-            wanted[AS_WSD] = k
-    measured, _, _ = measure_combinations(
-        run, [rows[k].combination for k in wanted.values()], models, task.name, test, cpu
-    )
-    errors = {row.name: _errors(row.errors) for row in measured if row.combination is None}
-    made = {kind: _errors(row.errors) for kind, row in zip(wanted, measured[-len(wanted) :])}
-    names = {kind: rows[k].name if rows[k].decay else f"sigma_rel {rows[k].sigma_rel:.3f}" for kind, k in kinds.items()}
-    winner = next(kind for kind, k in kinds.items() if k == best)
-    details = {"chosen": winner, "names": names, "errors": made, "left_out": left_out}
-    return {**errors, CHOSEN: made[winner]}, details
+    choosing, test = (_Frames.open(data / part, task.model) for part in (CHOOSE, TEST))
+    rows, best, weights = measure_combinations(run, found.combinations, models, task.name, choosing.systems, cpu)
+    measured, _, _ = measure_combinations(run, [], models, task.name, test.systems, cpu)
+    errors = {row.name: _errors(row.errors) for row in measured}
+    models.load_state_dict(weights)
+    model = models.by_task[task.name]
+    errors[CHOSEN] = test.errors(model)
+    summary = _solve(job, model, data)
+    chosen = rows[best].name if rows[best].decay else f"sigma_rel {rows[best].sigma_rel:.3f}"
+    return {**errors, SOLVED: test.errors(model)}, {"chosen": chosen, "left_out": left_out, "solved": summary}
 
 
-def _measure(model: Any, folder: Path) -> dict[str, float]:
-    """Return the RMSEs of a model on the systems in ``folder``."""
-    import torch
+def _solve(job: Job, model: Any, data: Path) -> str:
+    """Fit the output layer of a model to the training frames, as the loss weights them at the end of the run."""
+    from deepmd_ema.config import config_from_dict
+    from deepmd_ema.infer.solve import MAX_FRAMES, chosen_frames, loss_weights, solve_last_layer
+    from deepmd_ema.optim.schedule import build_schedule
 
-    from deepmd_ema.data.collate import PairCache
-    from deepmd_ema.data.loader import sequential_batches
-    from deepmd_ema.data.source import ReadSpec
-    from deepmd_ema.infer.evaluate import open_checked
-    from deepmd_ema.labels import ENERGY, FORCE
-    from deepmd_ema.metrics import evaluate
+    config = config_from_dict(job.config)
+    task = next(iter(config.tasks.values()))
+    rate = build_schedule(config.learning_rate, job.budget)(job.budget - 1) / config.learning_rate.start_lr
+    train = _Frames.open(data / "train", task.model)
+    frames = chosen_frames(task, train.systems, job.seed, MAX_FRAMES)
+    intensive = task.loss.intensive_ener_virial
+    found = solve_last_layer(model, train.systems, frames, loss_weights(task.loss, rate), intensive, train.cache)
+    model.load_state_dict({**model.state_dict(), **found.tensors})
+    return found.summary
 
-    labels = (ENERGY, FORCE)
-    spec = ReadSpec(tuple(model.type_map), labels)
-    systems = open_checked([str(system) for system in sorted(folder.iterdir())], spec, SMALL["rcut"])
-    batches = sequential_batches(systems, model.layout, PairCache(), labels=labels)
-    return _errors(evaluate(model, batches, torch.device("cpu")))
+
+@dataclass(frozen=True)
+class _Frames:
+    """Labelled frames of a part of a set.
+
+    Attributes:
+        systems: with energies and forces.
+        cache: their neighbors.
+    """
+
+    systems: Sequence[Any]
+    cache: Any
+
+    @classmethod
+    def open(cls, folder: Path, model: Any) -> _Frames:
+        """Read the systems in a folder for a model of this section."""
+        from deepmd_ema.data.collate import PairCache
+        from deepmd_ema.infer.evaluate import open_labelled
+        from deepmd_ema.labels import ENERGY, FORCE
+
+        return cls(open_labelled(systems_in(folder), model, (ENERGY, FORCE)), PairCache())
+
+    def errors(self, model: Any) -> dict[str, float]:
+        """Return the RMSEs of a model."""
+        import torch
+
+        from deepmd_ema.data.loader import sequential_batches
+        from deepmd_ema.labels import ENERGY, FORCE
+        from deepmd_ema.metrics import evaluate
+
+        batches = sequential_batches(self.systems, model.layout, self.cache, labels=(ENERGY, FORCE))
+        return _errors(evaluate(model, batches, torch.device("cpu")))
 
 
 def _errors(errors: Any) -> dict[str, float]:
@@ -377,88 +401,55 @@ def inside(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-# ---- data
-
-
-COPPER = (4, 10, 16, 22, 28)  # atoms of 32
-
-
-def _divide(name: str, folder: Path) -> None:
-    """Link the training systems of an example, and divide its validation frames: every second one is for choosing."""
-    source = common.ROOT / "examples" / name / "data"
-    folder.mkdir(parents=True)
-    for system in sorted(source.iterdir()):
-        if system.name.startswith("train"):
-            (folder / system.name).symlink_to(system.resolve())
-        elif system.is_dir():
-            # six frames of water come from one trajectory, and go the same way
-            run = 6 if name == "water" else 1
-            for k, part in enumerate(("choose", "test")):
-                shutil.copytree(system, folder / part / system.name)
-                for file in (folder / part / system.name / "set.000").glob("*.npy"):
-                    values = np.load(file)
-                    np.save(file, values[np.arange(len(values)) // run % 2 == k])
-
-
-def _write_alloy(folder: Path) -> None:
-    """Write frames of 32 atoms of Cu and Ni on disordered fcc sites, displaced and strained, labelled by EMT."""
-    from ase import Atoms
-    from ase.build import bulk
-    from ase.calculators.emt import EMT
-
-    rng = np.random.default_rng(20251122)
-    sites = bulk("Cu", cubic=True, a=1.0).repeat(2)
-    for part, count in (("train", 60), ("choose", 10), ("test", 20)):
-        for copper in COPPER:
-            kinds = np.repeat([0, 1], [32 - copper, copper])
-            constant = 3.52 + 0.09 * copper / 32  # angstrom, between Ni and Cu
-            found: dict[str, list[Any]] = {"coord": [], "box": [], "energy": [], "force": []}
-            for _ in range(count):
-                cell = sites.cell.array * constant @ (np.eye(3) + rng.uniform(-0.03, 0.03, (3, 3)))
-                coord = rng.permutation(sites.get_scaled_positions()) @ cell
-                coord += rng.uniform(0.02, 0.18) * rng.normal(size=coord.shape)
-                frame = Atoms([("Ni", "Cu")[kind] for kind in kinds], coord, cell=cell, pbc=True)
-                frame.calc = EMT()
-                labels = {"energy": frame.get_potential_energy(), "force": frame.get_forces()}
-                for name, value in {"coord": coord, "box": cell, **labels}.items():
-                    found[name].append(value)
-            target = folder / (f"train_{copper}" if part == "train" else f"{part}/{copper}")
-            common.write_system(target, kinds, ["Ni", "Cu"], {name: np.array(v) for name, v in found.items()})
-
-
 # ---- page
 
 
 def _page(jobs: Sequence[Job], done: dict[Job, dict[str, Any]], args: argparse.Namespace) -> str:
+    words = "; ".join(f"{name}: {SETS[name].about}" for name in args.sets)
     parts = [
-        f"# One run at a constant rate beside runs that decay, {common.today()}",
-        f"RMSE on the frames that chose nothing: median over the seeds (each seed). Models of {SMALL['neuron']}, rcut "
-        f"{SMALL['rcut']}, float32; learning rate {START_LR:g} after {WARMUP} steps of warm-up; exp to "
-        f"{EXP_STOP_LR:g}, cosine and wsd (linear, last {100 * DECAY_PART:g} %) to {STOP_LR:g}, each in a run of the "
-        f"budget. Constant weights of energy and force in the loss; `{RAMP}` has those of the input, which follow the "
-        "rate. `constant` is one run per seed for all budgets: `live`; `p05`, an average that was tracked; `chosen`, "
-        "what `dp-ema posthoc` ranks first. Of a decayed run the best of live weights and two averages is shown, "
-        "chosen on the same frames. `ratio` is constant, chosen, over the best decayed one of the row: below 1 the "
-        "constant run is better.  \n"
+        f"# Runs without a planned end beside runs that decay, {common.today()}",
+        f"RMSE on the frames that chose nothing: median over the seeds (each seed). Sets: {words}. Models of "
+        f"{SMALL['neuron']}, rcut {SMALL['rcut']}, float32, Adam; learning rate {START_LR:g} after {WARMUP} steps of "
+        f"warm-up; exp to {EXP_STOP_LR:g}, cosine and wsd (linear, last {100 * DECAY_PART:g} %) to {STOP_LR:g}, each "
+        f"in a run of the budget. Constant weights of energy and force in the loss; `{RAMP}` has those of the input, "
+        f"which follow the rate. `{CONSTANT}`, `{INVSQRT}` (a = {INVSQRT_STEPS}) and `{FREE}` are one run "
+        "per seed for all budgets: of the first two what `dp-ema posthoc` ranks first, of the last its averaged point. "
+        "Of a decayed run the best of live weights and two averages is shown, chosen on the same frames. `ratio` is "
+        "the best run without end over the best decayed one, of the medians: below 1 that without end is better.  \n"
         f"On {common.machine(common.programs(None), args.threads, 'cpu')}.",
+        "## Best without end over best decayed",
+        "Ratios of the tables below: each without end, then the best of each kind, without and with the output layer "
+        "solved for on both sides.",
+        _ratios(done, args),
     ]
     for name in args.sets:
         for quantity in METRICS:
-            rows = _rows(name, quantity, done, args)
-            if rows:
-                header = [
-                    "steps",
-                    *(f"constant, {w}" for w in (LIVE, "p05", CHOSEN)),
-                    *DECAYED,
-                    "best decayed",
-                    "ratio",
-                ]
-                parts += [f"## {name}: {quantity}, {UNITS[quantity]}", common.table(header, rows)]
-    parts += _choices(done)
-    parts += _beside_wsd(done)
+            for weights, words in ((CHOSEN, "chosen"), (SOLVED, "output layer solved for")):
+                if rows := _rows(name, quantity, weights, done, args):
+                    header = ["steps", *WITHOUT_END, *DECAYED, "best without end", "best decayed", "ratio"]
+                    parts += [f"## {name}: {quantity}, {UNITS[quantity]}, {words}", common.table(header, rows)]
     if missing := _missing(jobs, done):
         parts += ["## Not finished", "\n".join(missing)]
     return "\n\n".join(parts)
+
+
+def _ratios(done: dict[Job, dict[str, Any]], args: argparse.Namespace) -> str:
+    rows = []
+    for name in args.sets:
+        for quantity in METRICS:
+            for budget in sorted(args.budgets):
+                row = [name, quantity, str(budget)]
+                for weights in (CHOSEN, SOLVED):
+                    medians, seeds = _medians(name, quantity, weights, budget, done, args)
+                    if not seeds:
+                        break
+                    lowest = min(medians[recipe] for recipe in DECAYED if recipe in medians)
+                    each = [medians[recipe] / lowest for recipe in WITHOUT_END]
+                    row += [*(f"{ratio:.2f}" for ratio in each), f"**{min(each):.2f}**"]
+                if len(row) > 3:
+                    rows.append([*row, str(len(seeds))])
+    kinds = [*WITHOUT_END, "best"]
+    return common.table(["set", "quantity", "steps", *kinds, *(f"{kind}, solved" for kind in kinds), "seeds"], rows)
 
 
 def _missing(jobs: Sequence[Job], done: dict[Job, dict[str, Any]]) -> list[str]:
@@ -473,84 +464,48 @@ def _missing(jobs: Sequence[Job], done: dict[Job, dict[str, Any]]) -> list[str]:
     return [f"- seed {seed}, {budget} steps: {', '.join(words)}" for (seed, budget), words in sorted(lines.items())]
 
 
-def _rows(name: str, quantity: str, done: dict[Job, dict[str, Any]], args: argparse.Namespace) -> list[list[str]]:
+def _found(
+    name: str, quantity: str, weights: str, budget: int, done: dict[Job, dict[str, Any]], args: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Return the errors by recipe, of those seeds of which every recipe is there, but for the ramp."""
+    errors = {
+        recipe: {
+            job.seed: result["errors"][weights][quantity]
+            for job, result in done.items()
+            if (job.name, job.recipe, job.budget) == (name, recipe, budget)
+        }
+        for recipe in (*WITHOUT_END, *DECAYED)
+    }
+    compared = [recipe for recipe in errors if recipe != RAMP]
+    seeds = [seed for seed in args.seeds if all(seed in errors[recipe] for recipe in compared)]
+    return {
+        recipe: [of_seed[seed] for seed in seeds]
+        for recipe, of_seed in errors.items()
+        if seeds and all(seed in of_seed for seed in seeds)
+    }
+
+
+def _medians(*args: Any) -> tuple[dict[str, float], list[float]]:
+    """Return the medians by recipe, and the errors of a run of each seed."""
+    found = _found(*args)
+    return {recipe: statistics.median(values) for recipe, values in found.items()}, found.get(CONSTANT, [])
+
+
+def _rows(
+    name: str, quantity: str, weights: str, done: dict[Job, dict[str, Any]], args: argparse.Namespace
+) -> list[list[str]]:
     rows = []
     for budget in sorted(args.budgets):
-        # one row compares the same seeds: those of which every recipe is there, but for the ramp
-        found = {
-            recipe: {
-                job.seed: result["errors"]
-                for job, result in done.items()
-                if (job.name, job.recipe, job.budget) == (name, recipe, budget)
-            }
-            for recipe in (CONSTANT, *DECAYED)
-        }
-        compared = [recipe for recipe in found if recipe != RAMP]
-        seeds = [seed for seed in args.seeds if all(seed in found[recipe] for recipe in compared)]
-        if not seeds:
+        found = _found(name, quantity, weights, budget, done, args)
+        if not found:
             continue
-        cells = [[found[CONSTANT][seed][w][quantity] for seed in seeds] for w in (LIVE, "p05", CHOSEN)]
-        decayed = {
-            recipe: [found[recipe][seed][CHOSEN][quantity] for seed in seeds]
-            for recipe in DECAYED
-            if all(seed in found[recipe] for seed in seeds)
-        }
-        best = min(decayed, key=lambda recipe: statistics.median(decayed[recipe]))
-        ratio = statistics.median(cells[-1]) / statistics.median(decayed[best])
-        numbers = [median_and_each(values) for values in cells]
-        numbers += [median_and_each(decayed[recipe]) if recipe in decayed else "" for recipe in DECAYED]
-        rows.append([str(budget), *numbers, best, f"{ratio:.2f}"])
+        medians = {recipe: statistics.median(values) for recipe, values in found.items()}
+        without, decayed = (
+            min((recipe for recipe in kind if recipe in medians), key=medians.get) for kind in (WITHOUT_END, DECAYED)
+        )
+        numbers = [median_and_each(found[recipe]) if recipe in found else "" for recipe in (*WITHOUT_END, *DECAYED)]
+        rows.append([str(budget), *numbers, without, decayed, f"{medians[without] / medians[decayed]:.2f}"])
     return rows
-
-
-def _choices(done: dict[Job, dict[str, Any]]) -> list[str]:
-    """Return rows of the choices of the constant runs, with the errors of the best length and decay of each shape."""
-    rows = []
-    for job, result in sorted(done.items(), key=lambda pair: (SETS.index(pair[0].name), pair[0].seed, pair[0].budget)):
-        if job.recipe != CONSTANT:
-            continue
-        details = result["details"]
-        cells = []
-        for kind in ("length", "linear", "cosine", "1-sqrt"):
-            if kind not in details["errors"]:
-                cells.append("not resolved")
-                continue
-            energy, force = (details["errors"][kind][name] for name in METRICS)
-            mark = "**" if kind == details["chosen"] else ""
-            cells.append(f"{mark}{details['names'][kind]}{mark}: {energy:.3g}, {force:.4g}")
-        rows.append([job.name, str(job.seed), str(job.budget), *cells])
-    if not rows:
-        return []
-    header = ["set", "seed", "steps", "length", "linear", "cosine", "1-sqrt"]
-    text = (
-        "The best length and the best decay of each shape by the choosing frames, with their errors on the others: "
-        "energy, meV/atom, and force, meV/angstrom. In bold what ranked first."
-    )
-    return ["## What was chosen of the constant runs", text, common.table(header, rows)]
-
-
-def _beside_wsd(done: dict[Job, dict[str, Any]]) -> list[str]:
-    """Return rows that compare a decay made of snapshots with the decay that it replaces."""
-    rows = []
-    for job, result in sorted(done.items(), key=lambda pair: (SETS.index(pair[0].name), pair[0].seed, pair[0].budget)):
-        made = result["details"].get("errors", {}).get(AS_WSD)
-        real = done.get(replace(job, recipe="wsd"))
-        if made is None or real is None:
-            continue
-        rows.append([job.name, str(job.seed), str(job.budget)])
-        for name in METRICS:
-            values = (result["errors"][LIVE][name], made[name], real["errors"][LIVE][name])
-            rows[-1] += [f"{value:.4g}" for value in values]
-    if not rows:
-        return []
-    words = ("constant, live", f"linear {100 * DECAY_PART:g} % of snapshots", "wsd, live")
-    header = ["set", "seed", "steps", *(f"{name}: {word}" for name in METRICS for word in words)]
-    text = (
-        f"The same decay made and run: live weights before it (of the constant run), the linear decay over the last "
-        f"{100 * DECAY_PART:g} % made of its snapshots, and live weights of the wsd run, which is the same run up to "
-        "where the decay begins. Energy in meV/atom, force in meV/angstrom."
-    )
-    return ["## A decay made of snapshots beside the same decay in the run", text, common.table(header, rows)]
 
 
 def _plot(done: dict[Job, dict[str, Any]], picture: Path) -> None:
@@ -571,11 +526,10 @@ def _plot(done: dict[Job, dict[str, Any]], picture: Path) -> None:
             column[0].set_title(f"{name}, {seeds} seed{'s' * (seeds > 1)}")
             for axis, quantity in zip(column, ("force", "energy")):
                 for label, style in STYLES.items():
-                    recipe, _, weights = label.partition(", ") if label.startswith(CONSTANT) else (label, "", CHOSEN)
                     points: dict[int, list[float]] = {}
                     for job, result in done.items():
-                        if (job.name, job.recipe) == (name, recipe):
-                            points.setdefault(job.budget, []).append(result["errors"][weights][quantity])
+                        if (job.name, job.recipe) == (name, label):
+                            points.setdefault(job.budget, []).append(result["errors"][SOLVED][quantity])
                     medians = [(budget, statistics.median(values)) for budget, values in sorted(points.items())]
                     if medians:
                         axis.plot(*zip(*medians), label=label, **style)
