@@ -39,6 +39,7 @@ WSD, RAMP = "wsd", "exp, ramp"
 DECAYED = ("exp", "cosine", WSD, RAMP)
 BUDGETS = (500, 1000, 2000, 4000, 8000)
 QUICK = (500,)
+NAMES = ("water", "molecules", "alloy", "acac", "alloys")
 AVERAGES = {"p05": 0.05, "p10": 0.10}
 METRICS = {"energy": "E:RMSE", "force": "F:RMSE"}
 UNITS = {"energy": "meV/atom", "force": "meV/angstrom"}
@@ -89,6 +90,11 @@ class Job:
         return self.place / (stem if self.recipe in WITHOUT_END else f"{stem}-{self.budget}")
 
     @property
+    def kept(self) -> Path:
+        """Training checkpoint of a decayed run, whose other files are removed."""
+        return self.place / "models" / f"{self.folder.name}.pt"
+
+    @property
     def file(self) -> Path:
         """Path of the result."""
         return self.place / f"{self.recipe.replace(', ', '_')}-{self.budget}.json"
@@ -130,7 +136,7 @@ def main() -> None:
         for job in left:
             if time.monotonic() > end:
                 break
-            _do(job, args.sources)
+            do(job, args.sources)
     _report(args, jobs)
 
 
@@ -149,7 +155,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=common.RUNS / "anytime", help="folder of the runs")
     parser.add_argument("--output", type=Path, help="also write the page here")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the errors with solved layers here")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=NAMES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--budgets", nargs="+", type=int, default=BUDGETS, help="steps, multiples of 500")
     parser.add_argument("--quick", action="store_true", help="one seed, a budget of 500 steps")
@@ -241,7 +247,7 @@ def _schedule(recipe: str) -> dict[str, Any]:
     return {"type": "exp", "stop_lr": EXP_STOP_LR, "decay_steps": 1, "smooth": True, **common_part}
 
 
-def _do(job: Job, sources: Path) -> None:
+def do(job: Job, sources: Path) -> None:
     """Train and measure, and note the result."""
     data = job.work / "data" / job.name
     data.parent.mkdir(parents=True, exist_ok=True)
@@ -255,9 +261,8 @@ def _do(job: Job, sources: Path) -> None:
     part.write_text(json.dumps(result))
     part.replace(job.file)
     if job.recipe not in WITHOUT_END:
-        kept = job.place / "models"
-        kept.mkdir(exist_ok=True)
-        (job.folder / f"model.ckpt-{job.budget}.pt").replace(kept / f"{job.folder.name}.pt")
+        job.kept.parent.mkdir(exist_ok=True)
+        (job.folder / f"model.ckpt-{job.budget}.pt").replace(job.kept)
         shutil.rmtree(job.folder)
     print(
         f"{job.title}: {trained - began:.0f} s of processor time, errors {time.process_time() - trained:.0f} s",
@@ -298,11 +303,11 @@ def _of_checkpoint(job: Job, data: Path) -> tuple[dict[str, Any], dict[str, Any]
     averages = (AVERAGED_POINT,) if job.recipe == FREE else tuple(AVERAGES)
     models = {LIVE: load_model(file).model} | {name: load_model(file, average=name).model for name in averages}
     task = next(iter(config_from_dict(job.config).tasks.values()))
-    choosing, test = (_Frames.open(data / part, task.model) for part in (CHOOSE, TEST))
+    choosing, test = (Frames.open(data / part, task.model) for part in (CHOOSE, TEST))
     found = {name: choosing.errors(model) for name, model in models.items()}
     best = min(found, key=lambda name: _overall(found[name], found[LIVE]))
     errors = {LIVE: test.errors(models[LIVE]), CHOSEN: test.errors(models[best])}
-    summary = _solve(job, models[best], data)
+    summary = solve(job, models[best], data)
     return {**errors, SOLVED: test.errors(models[best])}, {"chosen": best, "solved": summary}
 
 
@@ -320,19 +325,19 @@ def _of_snapshots(job: Job, data: Path) -> tuple[dict[str, Any], dict[str, Any]]
     config = config_from_dict(run.payload["config"])
     task = next(iter(config.tasks.values()))
     models, cpu = build_models({task.name: task.model}, config.links), torch.device("cpu")
-    choosing, test = (_Frames.open(data / part, task.model) for part in (CHOOSE, TEST))
+    choosing, test = (Frames.open(data / part, task.model) for part in (CHOOSE, TEST))
     rows, best, weights = measure_combinations(run, found.combinations, models, task.name, choosing.systems, cpu)
     measured, _, _ = measure_combinations(run, [], models, task.name, test.systems, cpu)
     errors = {row.name: _errors(row.errors) for row in measured}
     models.load_state_dict(weights)
     model = models.by_task[task.name]
     errors[CHOSEN] = test.errors(model)
-    summary = _solve(job, model, data)
+    summary = solve(job, model, data)
     chosen = rows[best].name if rows[best].decay else f"sigma_rel {rows[best].sigma_rel:.3f}"
     return {**errors, SOLVED: test.errors(model)}, {"chosen": chosen, "left_out": left_out, "solved": summary}
 
 
-def _solve(job: Job, model: Any, data: Path) -> str:
+def solve(job: Job, model: Any, data: Path) -> str:
     """Fit the output layer of a model to the training frames, as the loss weights them at the end of the run."""
     from deepmd_ema.config import config_from_dict
     from deepmd_ema.infer.solve import MAX_FRAMES, chosen_frames, loss_weights, solve_last_layer
@@ -341,7 +346,7 @@ def _solve(job: Job, model: Any, data: Path) -> str:
     config = config_from_dict(job.config)
     task = next(iter(config.tasks.values()))
     rate = build_schedule(config.learning_rate, job.budget)(job.budget - 1) / config.learning_rate.start_lr
-    train = _Frames.open(data / "train", task.model)
+    train = Frames.open(data / "train", task.model)
     frames = chosen_frames(task, train.systems, job.seed, MAX_FRAMES)
     intensive = task.loss.intensive_ener_virial
     found = solve_last_layer(model, train.systems, frames, loss_weights(task.loss, rate), intensive, train.cache)
@@ -350,7 +355,7 @@ def _solve(job: Job, model: Any, data: Path) -> str:
 
 
 @dataclass(frozen=True)
-class _Frames:
+class Frames:
     """Labelled frames of a part of a set.
 
     Attributes:
@@ -362,7 +367,7 @@ class _Frames:
     cache: Any
 
     @classmethod
-    def open(cls, folder: Path, model: Any) -> _Frames:
+    def open(cls, folder: Path, model: Any) -> Frames:
         """Read the systems in a folder for a model of this section."""
         from deepmd_ema.data.collate import PairCache
         from deepmd_ema.infer.evaluate import open_labelled

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from init_sets import SETS as PUBLIC
 CHOOSE, TEST = "choose", "test"
 COPPER = (4, 10, 16, 22, 28)  # atoms of 32
 SAME_TRAJECTORY = {"water": 6, "acac": 50}  # frames that follow each other go to the same half
-ONE_IN = 5  # frames of NbMoTaW that are not trained on
+ONE_IN = 5  # frames of the public sets of crystals that are not trained on
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,9 @@ def _write_acac(sources: Path, folder: Path) -> None:
     _write_frames(folder, read(data / "train_300K.xyz", ":"), *halves)
 
 
-def _write_alloys(sources: Path, folder: Path) -> None:
-    """Write the alloys of ``init_sets.py``; of five frames, four are trained on."""
-    frames = PUBLIC["alloys"].frames(sources)
+def _divide_public(name: str, sources: Path, folder: Path) -> None:
+    """Divide a set of ``init_sets.py``; of five frames, four are trained on."""
+    frames = PUBLIC[name].frames(sources)
     kept = [n for n in range(len(frames)) if n % ONE_IN]
     others = [n for n in range(len(frames)) if not n % ONE_IN]
     _write_frames(folder, *([frames[n] for n in numbers] for numbers in (kept, others[::2], others[1::2])))
@@ -173,6 +174,22 @@ SETS = {
         input="water",
         batch_size=2,
         train=("data.extxyz",),
-        write=_write_alloys,
+        write=partial(_divide_public, "alloys"),
+    ),
+    "Mo": DividedSet(
+        about="molybdenum, DFT",
+        elements=("Mo",),
+        input="water",
+        batch_size=1,
+        train=("data.extxyz",),
+        write=partial(_divide_public, "Mo"),
+    ),
+    "Si": DividedSet(
+        about="silicon, DFT",
+        elements=("Si",),
+        input="water",
+        batch_size=1,
+        train=("data.extxyz",),
+        write=partial(_divide_public, "Si"),
     ),
 }
