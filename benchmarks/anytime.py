@@ -397,7 +397,7 @@ def _overall(errors: dict[str, float], live: dict[str, float]) -> float:
 
 @contextlib.contextmanager
 def inside(folder: Path) -> Iterator[None]:
-    """Work in a folder."""
+    """Work in ``folder`` until the end of the block."""
     before = Path.cwd()
     os.chdir(folder)
     try:
