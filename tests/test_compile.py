@@ -11,7 +11,7 @@ from config_inputs import write
 from helpers import assert_same as assert_same_checkpoints
 from helpers import tiny_input, write_system
 from test_train import load
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 from toy_models import SECTIONS, TRICLINIC, batch_of, toy_atoms, toy_model
 
 from deepmd_ema import cli
@@ -60,6 +60,7 @@ FRAMES = [((0, 0, 1, 1, 2, 2), TRICLINIC), ((1, 0, 1, 1, 2), TRICLINIC), ((1,), 
 def fresh_graphs():
     torch._dynamo.reset()
     counters.clear()
+    clear_compilation_metrics()
     yield
     torch._dynamo.reset()
 
@@ -117,6 +118,7 @@ def test_tasks_of_one_structure_share_one_graph_for_all_sizes_however_they_share
     assert sum(counters["graph_break"].values()) == 0
     assert [graph.purpose for graph in compiler.graphs] == ["training"]
     assert counters["stats"]["unique_graphs"] == 1
+    assert [metrics.restart_reasons for metrics in get_compilation_metrics()] == [set()]  # traced once
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
