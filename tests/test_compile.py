@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ from config_inputs import write
 from helpers import assert_same as assert_same_checkpoints
 from helpers import tiny_input, write_system
 from test_train import load
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 from toy_models import SECTIONS, TRICLINIC, batch_of, toy_atoms, toy_model
 
 from deepmd_ema import cli
@@ -60,6 +61,7 @@ FRAMES = [((0, 0, 1, 1, 2, 2), TRICLINIC), ((1, 0, 1, 1, 2), TRICLINIC), ((1,), 
 def fresh_graphs():
     torch._dynamo.reset()
     counters.clear()
+    clear_compilation_metrics()
     yield
     torch._dynamo.reset()
 
@@ -117,6 +119,7 @@ def test_tasks_of_one_structure_share_one_graph_for_all_sizes_however_they_share
     assert sum(counters["graph_break"].values()) == 0
     assert [graph.purpose for graph in compiler.graphs] == ["training"]
     assert counters["stats"]["unique_graphs"] == 1
+    assert [metrics.restart_reasons for metrics in get_compilation_metrics()] == [set()]  # traced once
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -263,6 +266,11 @@ def test_a_run_is_the_eager_one_to_rounding_and_a_restart_of_it_is_bitwise(desk,
     purposes = [r.args[1] for r in caplog.records if r.message.startswith("compiled graph")]
     assert purposes == ["training", "validation"] * 2
     assert "compiled  2 graphs in" in caplog.text
+    lines = [r.message for r in caplog.records if "gradients of a step take" in r.message]
+    assert len(lines) == 4  # at the start and in the end of each compiled run
+    warnings = [line for line in lines if line.startswith("training.enable_compile = true: gradients of a step")]
+    assert all(re.search(r"never pays off\.|[36] steps will be taken\.", line) for line in warnings)
+    assert len(warnings) == 2  # three or six steps are too few for seconds of compiling
 
 
 def test_without_a_compiler_the_message_says_what_to_install(desk, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,18 @@ def test_arrays_that_follow_from_options_are_written_as_deepmd_kit_writes_them(t
         if isinstance(tensor, torch.Tensor) and "min_nbor_dist" not in key:
             assert ours[key].dtype == tensor.dtype, key
             torch.testing.assert_close(ours[key], tensor, rtol=1e-15, atol=0, msg=key)
+
+
+def test_a_model_that_was_copied_and_converted_has_a_version_of_its_own():
+    _, model = made()
+    copy = deepcopy(model).float().double()
+    latest = evaluate(copy, ATOMS)["energy"]
+    copy.descriptor.version_tensor.fill_(1.0)
+    first = evaluate(copy, ATOMS)["energy"]
+    assert np.abs(first - latest).max() > 0
+    np.testing.assert_array_equal(evaluate(model.float().double(), ATOMS)["energy"], latest)
+    model.descriptor.version_tensor.fill_(1.0)
+    np.testing.assert_array_equal(evaluate(model, ATOMS)["energy"], first)
 
 
 def test_a_checkpoint_of_before_versions_is_of_the_first(tmp_path):

@@ -182,7 +182,8 @@ class RunCheck:
         of_data = [text for report in self.reports.values() for text in report.warnings]
         of_batches = [text for of in self.lengths.values() for text in of.warnings]
         of_config = config_warnings(self.config, self.num_steps or None, steps_per)
-        return [*of_config, *of_batches, *of_splits, *of_data]
+        of_gain = self.cost.gain.warning(self.cost.num_steps) if self.cost and self.cost.gain else ""
+        return [*of_config, *of_batches, *of_splits, *of_data, *filter(None, [of_gain])]
 
 
 def _cached_bytes(task: TaskConfig, report: DataReport, data: TaskData) -> int:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig
     from deepmd_ema.data.check.report import DataReport
     from deepmd_ema.data.check.scan import Range, SystemScan
+    from deepmd_ema.model.compile_gain import Gain
     from deepmd_ema.run_check.check import RunCheck
     from deepmd_ema.run_check.files import PlannedFile
 
@@ -183,5 +184,15 @@ def _cost(check: RunCheck) -> dict[str, Any]:
             "memory_bytes": cost.memory,
             "gpu_memory_bytes": cost.gpu_memory,
             "steps_measured": cost.measured,
+            "compiling": None if cost.gain is None else _gain(cost.gain),
         },
+    }
+
+
+def _gain(gain: Gain) -> dict[str, Any]:
+    return {
+        "compiling_s": gain.seconds,
+        "eager_gradients_s": gain.eager,
+        "compiled_gradients_s": gain.compiled,
+        "break_even_steps": gain.break_even if gain.break_even < math.inf else None,
     }

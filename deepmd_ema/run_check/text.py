@@ -229,6 +229,8 @@ def cost_lines(check: RunCheck) -> list[str]:
             parts.append(f"{counted(cost.validations, 'validation')} of {_seconds(cost.validation)}")
         parts.append(f"{counted(cost.checkpoints, 'checkpoint')} of {_seconds(cost.checkpoint)}")
         pairs.append(("", ", ".join(parts)))
+        if cost.gain is not None:
+            pairs.append(("compiling", cost.gain.describe()))
         on_gpu = f", {_size(cost.gpu_memory)} of the GPU" if cost.gpu_memory else ""
         pairs.append(("memory", f"{_size(cost.memory)} at most{on_gpu}"))
     elif memory is not None:

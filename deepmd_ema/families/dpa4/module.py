@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
+    from typing_extensions import Self  # of typing since Python 3.11
+
     from deepmd_ema.families.dpa4.section import DPA4Config
     from deepmd_ema.model.interface import Block as ShardedBlock
     from deepmd_ema.model.interface import Sums, Vjp
@@ -83,6 +85,7 @@ class DPA4Descriptor(UsesOperations):
         )
         self.output_ffn = self._readout(config, source.part("output"))
         self.register_buffer("version_tensor", torch.tensor(LATEST_VERSION, dtype=torch.float64))
+        self._version_vector = self.version_tensor.view(1)
         freeze(self, config.trainable)
 
     def _readout(self, config: DPA4Config, source: Source) -> FeedForward:
@@ -95,6 +98,13 @@ class DPA4Descriptor(UsesOperations):
             lmax, config.channels, config.hidden_width(config.glu_activation), grid, act=config.activation_function,
             gated=config.glu_activation, bias=config.mlp_bias, source=source,
         )  # fmt: skip
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or convert all tensors."""
+        found = super()._apply(fn, recurse)
+        # of the same memory; torch.compile traces a model twice that has a scalar on the CPU as an input
+        self._version_vector = self.version_tensor.view(1)
+        return found
 
     @property
     def dim_out(self) -> int:
@@ -141,7 +151,7 @@ class DPA4Descriptor(UsesOperations):
         dropped = self.excluded(batch, neighborhood)
         pairs = Pairs.of(vector.to(self.dtype), self.section, dropped)
         basis = self.radial_basis(pairs)
-        is_smooth = self.version_tensor > SMOOTH_VERSION - 0.05
+        is_smooth = self._version_vector > SMOOTH_VERSION - 0.05
         floor = torch.where(is_smooth, FLOOR, self.section.eps).to(self.dtype)
         scale = (pairs.envelope.square().sum(1) + floor).rsqrt()
         hidden, last = self.radial_embedding(basis)

@@ -21,6 +21,7 @@ from deepmd_ema.config.schema.descriptor import HasMixedPrecision
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.dist.world import World
 from deepmd_ema.labels import HESSIAN
+from deepmd_ema.model.compile_gain import Work, measure_gain
 from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.report.record import RunRecord
@@ -44,6 +45,7 @@ from deepmd_ema.training.start.prepare import PreparedRun
 
 logger = logging.getLogger(__name__)
 
+_COMPILES, _EAGERLY = "training.enable_compile", "Set it to false to train eagerly"
 FORWARD_SHARE = 0.25  # of the time of a step, to validate as many frames: 0.16 to 0.37 for se_e2_a on two cores
 
 
@@ -71,6 +73,7 @@ def assemble(
     for line in remarks_on_mixed_precision(config, world.device):
         logger.info("%s", line)
     used = compile_models(config, models, batches, world, (products, in_validation))
+    _measure_gain(prepared, tasks, batches, num_steps - start.step, world, products)
     module = parallelize(models, world, config.training.zero_stage)
     if start.loads_after_sharding(config):
         start.load_shards(models)
@@ -193,7 +196,6 @@ def compile_models(
     Raises:
         UserError: if they cannot be compiled.
     """
-    advice = "Set it to false to train eagerly"
     if not config.training.enable_compile and not config.validating.compiled_infer:
         return config
     in_training, in_validation = compiled_modes(config)
@@ -207,7 +209,7 @@ def compile_models(
             context = products[0] if training else products[1]
             # the first rank of each machine, then the others, which find the code in the cache
             for is_turn in (world.local_rank == 0, world.local_rank != 0):
-                with world.all_ranks_ok(world.long_timeout_group), explained("training.enable_compile", advice):
+                with world.all_ranks_ok(world.long_timeout_group), explained(_COMPILES, _EAGERLY):
                     for name, model in models.by_task.items() if is_turn else ():
                         with context():
                             compiler.trace(model, batches[name])
@@ -215,3 +217,42 @@ def compile_models(
         models.compiler = compiler
         logger.info("compiled: %s", compiler.describe())
     return replace(config, validating=replace(config.validating, compiled_infer=in_validation))
+
+
+def _measure_gain(
+    prepared: PreparedRun,
+    tasks: TaskMixture,
+    batches: Mapping[str, Batch],
+    num_steps: int,
+    world: World,
+    products: Products,
+) -> None:
+    """Measure the gain of compiled training, log it, and keep it in the compiler. Must be called by every rank.
+
+    Nothing is measured if training is eager, or where the time of a step is not that of its gradients.
+
+    Args:
+        prepared: config of the run, and its models with a compiler.
+        tasks: of the run.
+        batches: one of each task, on the device, the same on all ranks and at every restart.
+        num_steps: that will be taken.
+        world: the processes of the run.
+        products: context of matrix products in a step.
+    """
+    config, compiler, by_task = prepared.config, prepared.models.compiler, prepared.models.by_task
+    needs = {task.name: task.loss.needs(batches[task.name]) for task in tasks}
+    hessians = any(need["need_hessian"] for need in needs.values())
+    is_other = hessians or isinstance(config.optimizer, LKFConfig) or launches_graphs(config, world)
+    if compiler is None or not compiler.in_training or is_other or num_steps < 1:
+        return
+    works = [
+        Work(config.training.accumulate * share, by_task[name], batches[name], needs[name]["need_virial"])
+        for name, share in prepared.shares.items()
+        if share
+    ]
+    with world.all_ranks_ok(world.long_timeout_group), explained(_COMPILES, _EAGERLY), products():
+        gain = compiler.gain = measure_gain(compiler, works)
+    if warning := gain.warning(num_steps):
+        logger.warning("%s", warning)
+    else:
+        logger.info("%s", gain.describe())
