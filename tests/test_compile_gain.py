@@ -1,8 +1,11 @@
 """The gain of compiled training: when compiling pays off, and that measuring it changes nothing."""
 
 import json
+import logging
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from test_interpolation import one_batch
 from toy_models import toy_model
 
 from deepmd_ema.cli.main import main
+from deepmd_ema.config import config_from_dict
+from deepmd_ema.dist.world import World
 from deepmd_ema.model import compile_gain
 from deepmd_ema.model.compile_gain import Gain, Work, measure_gain
 from deepmd_ema.model.compiler import CompileOptions
@@ -18,6 +23,7 @@ from deepmd_ema.model.energy import run
 from deepmd_ema.model.interpolation.series import MIN_TERMS
 from deepmd_ema.model.tabulated import interpolations_of
 from deepmd_ema.run_check import check
+from deepmd_ema.training.assembly import assemble
 from deepmd_ema.training.estimate import Cost
 
 FASTER = Gain(42.0, 0.5, 0.25)
@@ -96,3 +102,21 @@ def test_check_shows_and_warns_when_compiling_does_not_pay_off(tmp_path, monkeyp
         "compiling_s": 42.0, "eager_gradients_s": 0.21, "compiled_gradients_s": 0.25, "break_even_steps": None,
     }  # fmt: skip
     assert "never pays off" in found["warnings"][-1]
+
+
+def test_a_batch_for_which_eager_code_lacks_memory_does_not_end_a_compiled_run(monkeypatch, caplog):
+    def lack(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    caplog.set_level(logging.INFO, "deepmd_ema")
+    monkeypatch.setattr(assemble, "measure_gain", lack)
+    config = config_from_dict(tiny_input(["data"]))
+    _, model = toy_model("se_e2_r")
+    compiler = SimpleNamespace(in_training=True, gain=None)
+    models = SimpleNamespace(compiler=compiler, by_task={"": model})
+    prepared = SimpleNamespace(config=config, models=models, shares={"": 1.0})
+    needs = {"need_hessian": False, "need_virial": True}
+    task = SimpleNamespace(name="", loss=SimpleNamespace(needs=lambda _: needs))
+    assemble._measure_gain(prepared, [task], {"": one_batch(model)}, 10, World(), nullcontext)
+    assert compiler.gain is None
+    assert "eager code needs more memory than there is" in caplog.text

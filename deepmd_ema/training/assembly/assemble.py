@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -229,7 +230,8 @@ def _measure_gain(
 ) -> None:
     """Measure the gain of compiled training, log it, and keep it in the compiler. Must be called by every rank.
 
-    Nothing is measured if training is eager, or where the time of a step is not that of its gradients.
+    Nothing is measured if training is eager, where the time of a step is not that of its gradients, where a process may
+    not have the memory for gradients of all parameters, or if eager code needs more memory than there is.
 
     Args:
         prepared: config of the run, and its models with a compiler.
@@ -243,6 +245,7 @@ def _measure_gain(
     needs = {task.name: task.loss.needs(batches[task.name]) for task in tasks}
     hessians = any(need["need_hessian"] for need in needs.values())
     is_other = hessians or isinstance(config.optimizer, LKFConfig) or launches_graphs(config, world)
+    is_other |= config.training.zero_stage >= 2
     if compiler is None or not compiler.in_training or is_other or num_steps < 1:
         return
     works = [
@@ -250,9 +253,13 @@ def _measure_gain(
         for name, share in prepared.shares.items()
         if share
     ]
-    with world.all_ranks_ok(world.long_timeout_group), explained(_COMPILES, _EAGERLY), products():
-        gain = compiler.gain = measure_gain(compiler, works)
-    if warning := gain.warning(num_steps):
+    # a batch that fits compiled must not end the run here
+    too_much = suppress(torch.OutOfMemoryError)
+    with world.all_ranks_ok(world.long_timeout_group), explained(_COMPILES, _EAGERLY), products(), too_much:
+        compiler.gain = measure_gain(compiler, works)
+    if compiler.gain is None:
+        logger.info("whether compiling pays off is not known: eager code needs more memory than there is")
+    elif warning := compiler.gain.warning(num_steps):
         logger.warning("%s", warning)
     else:
-        logger.info("%s", gain.describe())
+        logger.info("%s", compiler.gain.describe())
