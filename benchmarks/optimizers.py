@@ -51,7 +51,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where it runs."""
+        """Folder of the run."""
         return self.work / f"{self.name}-{self.optimizer}-{self.rate:g}-{self.seed}-{self.steps}"
 
     @property

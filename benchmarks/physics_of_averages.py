@@ -7,7 +7,7 @@ of weights after the same number of steps:
 
 - ``live``: live weights of a run at a constant learning rate;
 - ``average``: the power average p05 of this run;
-- ``decayed``: live weights of the run that goes on from the first 80 % of it with a rate that decays to a hundredth;
+- ``decayed``: live weights of the run that continues from the first 80 % of it with a rate that decays to a hundredth;
 - ``solved``: ``average`` with the output layer solved for, as by `dp-ema posthoc --solve`.
 
 ``average`` and ``decayed`` have nearly the same force error, so that what differs is something else. Each is measured
@@ -66,7 +66,7 @@ class Case:
     work: Path
 
     def jobs(self) -> list[anytime.Job]:
-        """The two runs; the second goes on from a checkpoint of the first."""
+        """The two runs; the second continues from a checkpoint of the first."""
         return [anytime.Job(self.name, self.seed, recipe, self.steps, self.work) for recipe in ("constant", "wsd")]
 
     def file(self, weights: str) -> Path:

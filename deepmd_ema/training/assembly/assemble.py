@@ -84,9 +84,8 @@ def assemble(
     store = Store(world.for_writer() if config.training.writes_shards else None)
     validator = FullValidation(prepared, bank, num_steps, store, world, in_validation)
     builder = StateBuilder.build(prepared, used, bank, run, world)
-    bests = [row.best for row in validator.rows if row.best is not None]
-    tables = [t for t in (*reporter.curves.values(), *(row.log for row in validator.rows)) if t is not None]
-    saver = Saver(config, num_steps, start.step, builder, bests, tables, store, world)
+    tables = [*filter(None, reporter.curves.values()), *validator.logs]
+    saver = Saver(config, num_steps, start.step, builder, validator.bests, tables, store, world)
     take_step = _step(prepared, module, num_steps, world)
     trainer = Trainer(
         tasks=tasks,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.model.tabulated import tables_in
-from deepmd_ema.report.tables import PhysicsLog, ValidationLog
+from deepmd_ema.report.tables import PhysicsLog, RowTable, ValidationLog
 from deepmd_ema.training.loop.early_stop import EarlyStop
 from deepmd_ema.training.loop.physics import PhysicsOfWeights
 from deepmd_ema.training.loop.saver import Saver
@@ -193,9 +193,18 @@ class FullValidation:
 
     def truncate(self, step: int) -> None:
         """Cut the rows after ``step`` from every log: a restart writes them again."""
-        for log in chain.from_iterable((row.log, row.physics) for row in self.rows):
-            if log is not None:
-                log.cut_after(step)
+        for log in self.logs:
+            log.cut_after(step)
+
+    @property
+    def bests(self) -> list[BestFiles]:
+        """The best files of all rows that have some."""
+        return [row.best for row in self.rows if row.best is not None]
+
+    @property
+    def logs(self) -> list[RowTable]:
+        """The files of rows that this process writes."""
+        return [log for row in self.rows for log in (row.log, row.physics) if log is not None]
 
     @property
     def stopped_early(self) -> str:
