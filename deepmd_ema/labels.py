@@ -120,4 +120,4 @@ QUANTITIES = {quantity.name: quantity for label in LABELS.values() for quantity 
 METRICS = {quantity.metric: quantity for quantity in QUANTITIES.values() if quantity.metric}
 
 # what full validation measures beside errors, lower is better, with units: see deepmd_ema.training.loop.physics
-PHYSICS = {"DRIFT": "meV/atom/ps", "SPREAD": "meV/atom", "FAILURE": "of the run", "EXTREMA": "", "LIMITS": ""}
+PHYSICS = {"DRIFT": "meV/atom/ps", "SPREAD": "meV/atom", "FAILURE": "", "EXTREMA": "", "LIMITS": ""}

@@ -82,6 +82,16 @@ def test_the_best_file_and_the_early_stop_follow_a_metric_of_physics(start):
     assert checkpoint.load(found.checkpoint)["early_stop"]["metric"] == "P:LIMITS"
 
 
+def test_of_equal_numbers_of_physics_the_later_one_is_the_best(start):
+    start("run", validation_metric="P:FAILURE")
+    found = run_training("input.json", device="cpu")
+    row = rows("physics_val.log")
+    lowest = min(one["FAILURE"] for one in row.values())
+    last = max(step for step, one in row.items() if one["FAILURE"] == lowest)
+    assert len([step for step, one in row.items() if one["FAILURE"] == lowest]) > 1
+    assert found.best["live"].name == f"best.ckpt-{last}.t-1.pt"
+
+
 @pytest.mark.parametrize(("step", "in_validation"), [(5, False), (6, True)])
 def test_a_restart_has_the_logs_of_the_unbroken_run(start, step, in_validation):
     start("parts")

@@ -160,7 +160,7 @@ class PhysicsLog(RowTable):
 
     def write(self, step: int, physics: Mapping[str, float]) -> None:
         """Add the row of ``step``."""
-        cells = " ".join(f"{significant(physics[name]):^{width}}" for name, width in zip(PHYSICS, self._widths))
+        cells = " ".join(f"{physics[name]:^{width}.5g}" for name, width in zip(PHYSICS, self._widths))
         self._add(f"{step:7d} {cells}\n")
 
 
@@ -201,7 +201,7 @@ def mae_rmse(errors: Errors, quantity: str) -> str:
 def show_metric(metric: str, value: float) -> str:
     """Return a metric such as ``E:MAE`` with its unit: eV to ``94.363 meV/atom``."""
     if metric.startswith("P:"):
-        return f"{significant(value)} {PHYSICS[metric[2:]]}".rstrip()
+        return f"{value:.5g} {PHYSICS[metric[2:]]}".rstrip()
     quantity = METRICS[metric[0].upper()]
     return f"{significant(quantity.display_factor * value)} {quantity.display_unit}"
 
