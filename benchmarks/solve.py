@@ -47,8 +47,8 @@ def main() -> None:
     rows = [row for name, runs in seeds.items() for row in _rows(name, [found[run] for run in runs])]
     page = [
         f"# Output {args.part} fitted after training, {today()}",
-        f"Command: `python benchmarks/solve.py RUN ... --part {args.part}`. Medians of the runs (each), before -> after; "
-        "ratios of energies, forces, virials; seconds of the fit alone. "
+        f"Command: `python benchmarks/solve.py RUN ... --part {args.part}`. Medians of the runs (each), before -> "
+        "after; ratios of energies, forces, virials; seconds of the fit alone. "
         f"Machine: {machine(programs(None), args.threads, 'cpu')}.",
         table(
             ["run", "weights", *(f"{name}, {unit}" for name, unit in _units()), "after / before", "ridge", "s"], rows
