@@ -28,7 +28,7 @@ from divided_sets import CHOOSE, SETS, TEST
 
 NAMES = ("water", "acac", "alloys")
 BUDGETS = (250, 500, 1000, 2000)
-RATES = {"Adam": (0.003, 0.01, 0.03), "SOAP": (0.003, 0.01, 0.03), "HybridMuon": (0.05, 0.1, 0.2)}
+RATES = {"Adam": (0.01, 0.03, 0.1), "SOAP": (0.01, 0.03, 0.1), "HybridMuon": (0.05, 0.1, 0.2)}
 SETTINGS = {
     "Adam": {"type": "Adam"},
     "SOAP": {"type": "SOAP", "weight_decay": 0},

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from deepmd_ema.checks import is_number
 from deepmd_ema.config.fields import Check, not_negative, option, plain, positive, positive_int
@@ -124,8 +124,9 @@ class ModelConfig:
         "`--model-branch`; `RANDOM` is a fresh fitting network. No effect in other runs. Of several tasks each has its "
         "own, for `--finetune`: without it a task starts from the model of its name, or has a fresh fitting network.",
     )
-    finetune_bias: Literal["fit", "keep"] = option(
+    finetune_bias: str = option(
         "fit",
+        choices=("fit", "keep"),
         doc="`fit` moves the output bias to the data at a start with `--finetune`; `keep` takes that of the file, for "
         "data of the same method. No effect in other runs. A task that starts from the model of its name keeps it.",
     )
