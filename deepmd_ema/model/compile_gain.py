@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from deepmd_ema.errors import counted
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.model.compiler import Compiler
 from deepmd_ema.model.energy import EnergyModel, run
+from deepmd_ema.model.tabulated import interpolations_of
 
 MAX_ROUNDS = 5
 MAX_SHARE = 0.05  # of the time of compiling, for all rounds but the first
@@ -79,7 +80,7 @@ class Work(NamedTuple):
 
 
 def measure_gain(compiler: Compiler, works: Iterable[Work]) -> Gain:
-    """Return the gain of compiled steps of ``works``. Models stay as they are: gradients are those of copies.
+    """Return the gain of compiled steps of ``works``. Models stay as they are, and have no gradients.
 
     Each time is the shortest of some gradients, eager and compiled ones in turn, after one that is not counted. Torch
     may leave the backward pass of a graph to its first use, which is counted as time of compiling.
@@ -96,7 +97,7 @@ def measure_gain(compiler: Compiler, works: Iterable[Work]) -> Gain:
 
 def _rounds(compiler: Compiler, work: Work, most: float) -> list[list[float]]:
     """Return the seconds of eager and compiled gradients, round by round, at least two."""
-    model = deepcopy(work.model)  # an evaluation adapts the series of interpolated nets
+    model = work.model
     padded = compiler.options.pad(model.layout)(work.batch)
     if work.batch.vector.device.type == "cuda":  # as from a loader
         padded = padded.pack().to(work.batch.vector.device)
@@ -104,8 +105,11 @@ def _rounds(compiler: Compiler, work: Work, most: float) -> list[list[float]]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     names = [ENERGY, FORCE, *[VIRIAL] * work.need_virial]
     found: list[list[float]] = []
-    while len(found) < 2 or (len(found) <= MAX_ROUNDS and sum(map(sum, found[1:])) < most):
-        found.append([_seconds(call, names, parameters) for call in calls])
+    with ExitStack() as stack:
+        for interpolation in interpolations_of(model).values():
+            stack.enter_context(interpolation.uncounted())
+        while len(found) < 2 or (len(found) <= MAX_ROUNDS and sum(map(sum, found[1:])) < most):
+            found.append([_seconds(call, names, parameters) for call in calls])
     return found
 
 
