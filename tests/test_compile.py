@@ -122,8 +122,7 @@ def test_tasks_of_one_structure_share_one_graph_for_all_sizes_however_they_share
     assert [metrics.restart_reasons for metrics in get_compilation_metrics()] == [set()]  # traced once
 
 
-@pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("packed", "dynamic"), [(True, False), (False, True)])
 def test_batches_padded_and_packed_ahead_share_a_graph_and_have_the_loss_of_the_batch(packed, dynamic):
     compiler = Compiler(CompileOptions(backend="aot_eager", dynamic=dynamic))
     _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
