@@ -18,7 +18,7 @@ from deepmd_ema.errors import counted
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.model.compiler import Compiler
 from deepmd_ema.model.energy import EnergyModel, run
-from deepmd_ema.model.tabulated import interpolations_of
+from deepmd_ema.model.interpolation.interpolation import Interpolation
 
 MAX_ROUNDS = 5
 MAX_SHARE = 0.05  # of the time of compiling, for all rounds but the first
@@ -106,8 +106,9 @@ def _rounds(compiler: Compiler, work: Work, most: float) -> list[list[float]]:
     names = [ENERGY, FORCE, *[VIRIAL] * work.need_virial]
     found: list[list[float]] = []
     with ExitStack() as stack:
-        for interpolation in interpolations_of(model).values():
-            stack.enter_context(interpolation.uncounted())
+        for module in model.modules():
+            if isinstance(module, Interpolation):
+                stack.enter_context(module.uncounted())
         while len(found) < 2 or (len(found) <= MAX_ROUNDS and sum(map(sum, found[1:])) < most):
             found.append([_seconds(call, names, parameters) for call in calls])
     return found
