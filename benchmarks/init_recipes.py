@@ -1,12 +1,14 @@
 """Choices of ``dp-ema init`` for sets of different kinds, and errors beside those of the input of before.
 
-usage: python benchmarks/init_recipes.py --sources DIR --work DIR [--seconds 180] [--sets NAME ...] [--output PAGE]
+usage: python benchmarks/init_recipes.py --sources DIR --work DIR [--seconds 180] [--sets NAME ...] [--beside SOAP]
+                                         [--output PAGE]
 
 --sources holds the clones that init_sets.py names. The old input is the hand-written one of getting_started.md before
-init existed: Adam with an exponential decay, in float64. Both train the same frames, with the same validation frames
-and seed, for the same time: as many steps as fit into --seconds of the processor by a short run of both. The two runs
-are made at the same time, so that they see the same load of the machine. On a core that does nothing else --seconds 180
-are --hours 0.05 of init. What is in --work is not trained again.
+init existed: Adam with an exponential decay, in float64. With --beside SOAP it is that of init with another optimizer
+and rate. Both train the same frames, with the same validation frames and seed, for the same time: as many steps as fit
+into --seconds of the processor by a short run of both. The two runs are made at the same time, so that they see the
+same load of the machine. On a core that does nothing else --seconds 180 are --hours 0.05 of init. What is in --work is
+not trained again.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import yaml
 from common import environment, machine, note_rows, programs, publish, read_errors, table, today
 from init_sets import SETS
 
-INIT, OLD = "init", "old default"
+INIT, OLD, SOAP = "init", "old default", "SOAP"
 COMMAND = [sys.executable, "-m", "deepmd_ema"]
 PROBE = 10, 40  # steps of a short run between which the time of a step is measured
 POLL_S = 0.05  # how closely lcurve.out is watched
@@ -44,6 +46,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--seconds", type=float, default=180, help="processor time of each run (180)")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="which sets (all)")
+    parser.add_argument("--beside", choices=(OLD, SOAP), default=OLD, help=f"the other input ({OLD})")
+    parser.add_argument("--rate", type=float, default=0.03, help="learning rate of SOAP (0.03)")
+    parser.add_argument("--seed", type=int, default=1, help="of both runs (1)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run (1)")
     parser.add_argument("--output", type=Path, help="also write the page here")
     args = parser.parse_args()
@@ -55,7 +60,7 @@ def main() -> None:
 
 def _train_both(args: argparse.Namespace, name: str) -> None:
     """Propose and train, unless that was done."""
-    folders = {recipe: _folder(args, name, recipe) for recipe in (INIT, OLD)}
+    folders = {recipe: _folder(args, name, recipe) for recipe in (INIT, args.beside)}
     if all((folder / "result.json").exists() for folder in folders.values()):
         return
     for folder in folders.values():
@@ -63,7 +68,7 @@ def _train_both(args: argparse.Namespace, name: str) -> None:
         folder.mkdir(parents=True)
     data = SETS[name].write(args.sources, args.work / "data" / name)
     _, short = _propose(folders[INIT], data, PROBE[0], args)
-    values = {INIT: short, OLD: _old_input(short)}
+    values = {INIT: short, args.beside: _old_input(short) if args.beside == OLD else _with_soap(short, args.rate)}
     probes = {recipe: _with_steps(one, PROBE[1], often=PROBE[0]) | {"validating": {}} for recipe, one in values.items()}
     rows = {recipe: run.rows for recipe, run in _train_together(folders, probes, args).items()}
     steps = {
@@ -71,6 +76,8 @@ def _train_both(args: argparse.Namespace, name: str) -> None:
         for recipe, cpu in rows.items()
     }
     printed, values[INIT] = _propose(folders[INIT], data, steps[INIT], args)
+    if args.beside == SOAP:
+        values[SOAP] = _with_soap(_propose(folders[INIT], data, steps[SOAP], args)[1], args.rate)
     values = {recipe: _with_steps(one, steps[recipe]) for recipe, one in values.items()}
     for recipe, run in _train_together(folders, values, args).items():
         errors = {which: _errors(folders[recipe], data, which, args) for which in ("live", "ema")}
@@ -92,7 +99,9 @@ def _propose(folder: Path, data: str, steps: int, args: argparse.Namespace) -> t
     """Return the output of ``init`` and the input."""
     (folder / "input.yaml").unlink(missing_ok=True)
     printed = _call(folder, args, "init", data, "--steps", str(steps))
-    return printed, yaml.safe_load((folder / "input.yaml").read_text())
+    values = yaml.safe_load((folder / "input.yaml").read_text())
+    values["training"]["seed"] = args.seed
+    return printed, values
 
 
 def _with_steps(values: dict[str, Any], steps: int, often: int | None = None) -> dict[str, Any]:
@@ -173,6 +182,16 @@ def _old_input(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _with_soap(values: dict[str, Any], rate: float) -> dict[str, Any]:
+    """Return an input with another optimizer, whose rate falls by as much."""
+    schedule = values["learning_rate"]
+    decay = schedule["stop_lr"] / schedule["start_lr"]
+    return values | {
+        "optimizer": {"type": "SOAP", "weight_decay": 0},
+        "learning_rate": schedule | {"start_lr": rate, "stop_lr": rate * decay},
+    }
+
+
 def _errors(folder: Path, data: str, which: str, args: argparse.Namespace) -> dict[str, float]:
     """Return the last RMSE on the validation frames, or those on all frames where there are none, in units of meV."""
     log = folder / ("val.log" if which == "live" else "val_ema.log")
@@ -190,7 +209,7 @@ def _page(args: argparse.Namespace) -> str:
     results = {
         (name, recipe): json.loads(file.read_text())
         for name in args.sets
-        for recipe in (INIT, OLD)
+        for recipe in (INIT, args.beside)
         if (file := _folder(args, name, recipe) / "result.json").exists()
     }
     chosen, errors = [], []
@@ -199,7 +218,7 @@ def _page(args: argparse.Namespace) -> str:
             continue
         one = results[name, INIT]
         chosen.append([name, SETS[name].about, *_choices(one)])
-        for recipe in (INIT, OLD):
+        for recipe in (INIT, args.beside):
             if (name, recipe) in results:
                 found = results[name, recipe]
                 steps = found["values"]["training"]["numb_steps"]

@@ -20,6 +20,7 @@ from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.labels import ENERGY, FORCE, LABELS, VIRIAL
 from deepmd_ema.loss import EnergyLoss
+from deepmd_ema.model import last_layer
 from deepmd_ema.model.last_layer import (
     FITTED,
     _columns,
@@ -100,9 +101,10 @@ def test_labels_of_another_output_layer_are_fitted_exactly():
     put(model, before)
     start = residuals(model, [others], False).loss(PREFACTORS)
     found = solve([equations(model, [batch], False) for batch in batches], PREFACTORS)
-    assert found.kept_apart[1] < 1e-12 * found.kept_apart[0]
+    # half of the gain of the logarithm, which only rounding limits
+    assert found.kept_apart[1] < 1e-7 * found.kept_apart[0]
     put(model, changed_tensors(model, found.change))
-    assert residuals(model, [others], False).loss(PREFACTORS) < 1e-12 * start
+    assert residuals(model, [others], False).loss(PREFACTORS) < 1e-7 * start
 
 
 @pytest.mark.parametrize("intensive", [False, True])
@@ -130,6 +132,33 @@ def test_labels_that_do_not_depend_on_the_unknowns_leave_the_weights_as_they_wer
     found = solve(parts, PREFACTORS)
     assert found.kept_apart[1] <= found.kept_apart[0]
     assert found.ridge >= 0.1  # so few frames of noise determine nothing
+
+
+def test_the_ridge_is_the_largest_with_half_of_the_largest_gain(monkeypatch):
+    """The best ridge made weights whose terms cancel in the data only: dynamics of such a model failed."""
+    _, model = toy_model()
+    parts = []
+    for start in range(0, 12, 4):
+        batch = labelled(model, frames_of(range(start, start + 4)))
+        noise = 0.01 * torch.randn(
+            batch.labels[FORCE].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(start)
+        )
+        parts.append(replace(batch, labels=batch.labels | {FORCE: batch.labels[FORCE] + noise}))
+    put(model, changed_tensors(model, random_change(model)))
+    parts = [equations(model, [batch], False) for batch in parts]
+    found = solve(parts, PREFACTORS)
+    alone = {}
+    for ridge in last_layer.RIDGES:
+        with monkeypatch.context() as patch:
+            patch.setattr(last_layer, "RIDGES", (ridge,))
+            alone[ridge] = solve(parts, PREFACTORS).kept_apart
+    before, best = found.kept_apart[0], min(after for _, after in alone.values())
+    assert alone[found.ridge][1] == found.kept_apart[1]
+    assert found.kept_apart[1] <= (before * best) ** 0.5
+    larger = [after for ridge, (_, after) in alone.items() if ridge > found.ridge]
+    assert larger
+    assert min(larger) > (before * best) ** 0.5
+    assert found.kept_apart[1] > best
 
 
 def test_energies_alone_move_what_energies_depend_on():

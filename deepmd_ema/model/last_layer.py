@@ -9,6 +9,10 @@ r are labels minus predictions of the label l, J their derivatives by the unknow
 the number of components, and d the diagonal of the matrix of the first term, which makes the ridge independent of the
 scale of the unknowns. A large ridge leaves the weights as they were trained. It is one linear step of variable
 projection (Golub and Pereyra, Inverse Problems 19, R1, 2003).
+
+The ridge is the largest one that lowers the logarithm of the loss of frames kept apart by half of what the best one
+lowers it by. The best one makes weights a hundred times as large as the trained ones; their terms cancel where there
+are data, and molecular dynamics that leave the data fail (benchmarks/results/2026-11-25-physics_of_averages.md).
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 FITTED = (ENERGY, FORCE, VIRIAL)
 RIDGES = tuple(10.0 ** (k / 2) for k in range(-24, 5))
 """Candidates, as parts of the diagonal; the smallest is what rounding in float64 leaves of it."""
+KEPT_GAIN = 0.5  # part of the largest decrease of log(loss), on frames kept apart
 SAMPLED_RIDGE = 1e-4  # of samples, see benchmarks/results/2026-11-24-uncertainty.md
 
 
@@ -157,7 +162,9 @@ def residuals(model: EnergyModel, batches: Iterable[Batch], intensive: bool, wit
 
 
 def solve(parts: Sequence[Equations], prefactors: Mapping[str, float], least: float = 0.0) -> Solution:
-    """Return the change that fits all parts, with the ridge that is best for each part if it is fitted to the others.
+    """Return the change that fits all parts, with the largest ridge that has ``KEPT_GAIN`` of the gain of the best one.
+
+    The gain is how much less the logarithm of the loss is, of each part with the change that fits the others.
 
     Args:
         parts: at least two, of different frames.
@@ -174,7 +181,10 @@ def solve(parts: Sequence[Equations], prefactors: Mapping[str, float], least: fl
         for ridge in (r for r in RIDGES if r >= least):
             losses[ridge] = losses.get(ridge, 0.0) + _loss(judged, change_at(ridge)) / len(parts)
     whole = total.weighted(prefactors)
-    kept_apart, ridge = min([(before, math.inf), *((loss, ridge) for ridge, loss in losses.items())])
+    best = min(losses.values())
+    enough = before ** (1 - KEPT_GAIN) * best**KEPT_GAIN
+    ridge = max((r for r, loss in losses.items() if loss <= enough), default=math.inf) if best < before else math.inf
+    kept_apart = losses.get(ridge, before)
     change = torch.zeros_like(whole[:-1, 0]) if math.isinf(ridge) else _solver(whole)(ridge)
     return Solution(change, ridge, (before, kept_apart), (float(whole[-1, -1]), _loss(whole, change)))
 
