@@ -1,6 +1,7 @@
 """Runs without a planned end, stopped at several budgets, beside runs whose rate decays within each budget.
 
-usage: python benchmarks/anytime.py --sources DIR --work DIR [--quick] [--max-minutes M] [--output PAGE] [--plot PNG]
+usage: python benchmarks/anytime.py --sources DIR --work DIR [--quick] [--max-minutes M] [--leave-out RECIPE ...]
+                                    [--output PAGE] [--plot PNG]
 
 Five sets (divided_sets.py; --sources holds the clones of public repositories), small models in float32. For each budget
 of steps a run of its own with the schedules exp, cosine and wsd. And three runs that serve all budgets: at a constant
@@ -158,6 +159,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sets", nargs="+", choices=SETS, default=NAMES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--budgets", nargs="+", type=int, default=BUDGETS, help="steps, multiples of 500")
+    recipes = [*WITHOUT_END, *DECAYED]
+    parser.add_argument("--leave-out", nargs="+", choices=recipes, default=[], metavar="RECIPE", help="not these runs")
     parser.add_argument("--quick", action="store_true", help="one seed, a budget of 500 steps")
     parser.add_argument("--max-minutes", type=float, default=math.inf, help="start no further run after this time")
     parser.add_argument("--cost", action="store_true", help="only print what is left to do")
@@ -168,6 +171,9 @@ def _arguments() -> argparse.Namespace:
     elif any(budget % 500 for budget in args.budgets):
         parser.error("--budgets: expected multiples of 500")
     args.work = args.work.resolve()
+    args.without_end, args.decayed = (
+        [recipe for recipe in kind if recipe not in args.leave_out] for kind in (WITHOUT_END, DECAYED)
+    )
     return args
 
 
@@ -178,7 +184,7 @@ def _in_order(args: argparse.Namespace) -> list[Job]:
         for seed in args.seeds
         for budget in sorted(args.budgets)
         for name in args.sets
-        for recipe in (*WITHOUT_END, *reversed(DECAYED))  # wsd, the shortest, first
+        for recipe in (*args.without_end, *reversed(args.decayed))  # wsd, the shortest, first
     ]
     large = {budget: max(0, k - 2) for k, budget in enumerate(sorted(args.budgets))}
     turn = {job: args.seeds.index(job.seed) + large[job.budget] + (job.recipe == RAMP) for job in jobs}
@@ -431,7 +437,7 @@ def _page(jobs: Sequence[Job], done: dict[Job, dict[str, Any]], args: argparse.N
         for quantity in METRICS:
             for weights, words in ((CHOSEN, "chosen"), (SOLVED, "output layer solved for")):
                 if rows := _rows(name, quantity, weights, done, args):
-                    header = ["steps", *WITHOUT_END, *DECAYED, "best without end", "best decayed", "ratio"]
+                    header = ["steps", *args.without_end, *args.decayed, "best without end", "best decayed", "ratio"]
                     parts += [f"## {name}: {quantity}, {UNITS[quantity]}, {words}", common.table(header, rows)]
     if missing := _missing(jobs, done):
         parts += ["## Not finished", "\n".join(missing)]
@@ -448,12 +454,12 @@ def _ratios(done: dict[Job, dict[str, Any]], args: argparse.Namespace) -> str:
                     medians, seeds = _medians(name, quantity, weights, budget, done, args)
                     if not seeds:
                         break
-                    lowest = min(medians[recipe] for recipe in DECAYED if recipe in medians)
-                    each = [medians[recipe] / lowest for recipe in WITHOUT_END]
+                    lowest = min(medians[recipe] for recipe in args.decayed if recipe in medians)
+                    each = [medians[recipe] / lowest for recipe in args.without_end]
                     row += [*(f"{ratio:.2f}" for ratio in each), f"**{min(each):.2f}**"]
                 if len(row) > 3:
                     rows.append([*row, str(len(seeds))])
-    kinds = [*WITHOUT_END, "best"]
+    kinds = [*args.without_end, "best"]
     return common.table(["set", "quantity", "steps", *kinds, *(f"{kind}, solved" for kind in kinds), "seeds"], rows)
 
 
@@ -479,7 +485,7 @@ def _found(
             for job, result in done.items()
             if (job.name, job.recipe, job.budget) == (name, recipe, budget)
         }
-        for recipe in (*WITHOUT_END, *DECAYED)
+        for recipe in (*args.without_end, *args.decayed)
     }
     compared = [recipe for recipe in errors if recipe != RAMP]
     seeds = [seed for seed in args.seeds if all(seed in errors[recipe] for recipe in compared)]
@@ -506,9 +512,11 @@ def _rows(
             continue
         medians = {recipe: statistics.median(values) for recipe, values in found.items()}
         without, decayed = (
-            min((recipe for recipe in kind if recipe in medians), key=medians.get) for kind in (WITHOUT_END, DECAYED)
+            min((recipe for recipe in kind if recipe in medians), key=medians.get)
+            for kind in (args.without_end, args.decayed)
         )
-        numbers = [median_and_each(found[recipe]) if recipe in found else "" for recipe in (*WITHOUT_END, *DECAYED)]
+        recipes = (*args.without_end, *args.decayed)
+        numbers = [median_and_each(found[recipe]) if recipe in found else "" for recipe in recipes]
         rows.append([str(budget), *numbers, without, decayed, f"{medians[without] / medians[decayed]:.2f}"])
     return rows
 

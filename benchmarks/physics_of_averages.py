@@ -199,9 +199,11 @@ def _values(case: Case, weights: str) -> dict[str, float]:
     """Return the mean over the frames of each quantity."""
     found = json.loads(case.file(weights).read_text())
     names = list(dict.fromkeys(name for report in found["reports"] for name in report))
-    return found["errors"] | {
-        name: _mean([report.get(name, math.nan) for report in found["reports"]]) for name in names
-    }
+    return (
+        found["errors"]
+        | found["elastic"]
+        | {name: _mean([report.get(name, math.nan) for report in found["reports"]]) for name in names}
+    )
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -233,6 +235,10 @@ def _page(cases: Sequence[Case], args: argparse.Namespace) -> str:
         about = f"{SETS[name].about}; {TEMPERATURES[name]} and {2 * TEMPERATURES[name]} K"
         parts += [f"## {name}", f"{about}. Median over the seeds (each seed).", common.table(["", *WEIGHTS], rows)]
     parts += [
+        "## Failed runs of all sets and seeds",
+        common.table(
+            ["", *WEIGHTS], [[QUANTITIES[q], *(_count(done, w, q) for w in WEIGHTS)] for q in ("cold", "hot")]
+        ),
         "## Paired differences",
         "Mean over the seeds of the difference of the two, with the interval of 95 % by Student's t of these pairs; in "
         "bold where it does not contain zero. With so few seeds only large differences are seen, and of so many "
@@ -240,6 +246,12 @@ def _page(cases: Sequence[Case], args: argparse.Namespace) -> str:
         *_differences(done, args.sets),
     ]
     return "\n\n".join(parts)
+
+
+def _count(cases: Sequence[Case], weights: str, quantity: str) -> str:
+    """Return how many runs failed, of how many."""
+    reports = [report for case in cases for report in json.loads(case.file(weights).read_text())["reports"]]
+    return f"{sum(report[quantity] for report in reports):.0f} of {len(reports)}"
 
 
 def _differences(done: Sequence[Case], names: Sequence[str]) -> Iterator[str]:
