@@ -347,15 +347,14 @@ def solve(job: Job, model: Any, data: Path) -> str:
     """Fit the output layer of a model to the training frames, as the loss weights them at the end of the run."""
     from deepmd_ema.config import config_from_dict
     from deepmd_ema.infer.solve import MAX_FRAMES, chosen_frames, loss_weights, solve_last_layer
-    from deepmd_ema.optim.schedule import build_schedule
 
     config = config_from_dict(job.config)
     task = next(iter(config.tasks.values()))
-    rate = build_schedule(config.learning_rate, job.budget)(job.budget - 1) / config.learning_rate.start_lr
+    prefactors = loss_weights(task.loss, config.learning_rate, job.budget, job.budget)
     train = Frames.open(data / "train", task.model)
     frames = chosen_frames(task, train.systems, job.seed, MAX_FRAMES)
     intensive = task.loss.intensive_ener_virial
-    found = solve_last_layer(model, train.systems, frames, loss_weights(task.loss, rate), intensive, train.cache)
+    found = solve_last_layer(model, train.systems, frames, prefactors, intensive, train.cache)
     model.load_state_dict({**model.state_dict(), **found.tensors})
     return found.summary
 

@@ -249,7 +249,7 @@ def _page(cases: Sequence[Case], args: argparse.Namespace) -> str:
 
 
 def _count(cases: Sequence[Case], weights: str, quantity: str) -> str:
-    """Return how many runs failed, of how many."""
+    """Return the number of runs that failed, and that of all."""
     reports = [report for case in cases for report in json.loads(case.file(weights).read_text())["reports"]]
     return f"{sum(report[quantity] for report in reports):.0f} of {len(reports)}"
 

@@ -15,10 +15,12 @@ from deepmd_ema import checkpoint
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.config.schema.training import EarlyStopConfig
+from deepmd_ema.infer.solve import loss_weights
 from deepmd_ema.labels import QUANTITIES
 from deepmd_ema.metrics import Errors
 from deepmd_ema.report.record import read_record
 from deepmd_ema.report.status import read_status
+from deepmd_ema.training.loop import refit
 from deepmd_ema.training.loop.early_stop import EarlyStop
 from deepmd_ema.training.run import run_training
 
@@ -132,6 +134,19 @@ def test_a_run_that_no_longer_improves_ends_as_after_its_last_step(start, caplog
     assert (Path("snapshots") / f"model_p05.ckpt-{END}.pt").exists()
     assert read_record(".")[-1].ended.startswith("ended early: F:RMSE")
     assert "ended (early: F:RMSE has not fallen" in str(read_status(".").describe())
+
+
+def test_the_output_layer_is_solved_for_with_the_loss_of_the_step_at_which_the_run_stopped(start, monkeypatch):
+    seen = []
+
+    def noted(loss, learning_rate, num_steps, step):
+        seen.append((num_steps, step))
+        return loss_weights(loss, learning_rate, num_steps, step)
+
+    monkeypatch.setattr(refit, "loss_weights", noted)
+    found = start("run", more={"training__solve_last_layer": True})
+    assert found.step == END
+    assert seen == [(STEPS, END)] * 3  # live weights and two averages
 
 
 @pytest.mark.parametrize(("step", "in_validation"), [(5, False), (8, False), (8, True), (END, True)])

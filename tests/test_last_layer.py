@@ -14,10 +14,11 @@ from toy_models import TRICLINIC, VARIANTS, batch_of, toy_atoms, toy_model
 from deepmd_ema import checkpoint
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
-from deepmd_ema.config.schema.optim import EnerLossConfig
+from deepmd_ema.config.schema.optim import EnerLossConfig, ExpScheduleConfig
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.infer.evaluate import measure
+from deepmd_ema.infer.solve import loss_weights
 from deepmd_ema.labels import ENERGY, FORCE, LABELS, VIRIAL
 from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model import last_layer
@@ -30,6 +31,7 @@ from deepmd_ema.model.last_layer import (
     residuals,
     solve,
 )
+from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.training.run import run_training
 
 LINEAR = 1e-9  # of the largest number: sums in another order
@@ -119,6 +121,15 @@ def test_the_loss_of_the_equations_is_that_of_training(intensive):
     }
     loss = EnergyLoss(EnerLossConfig(**pref, intensive_ener_virial=intensive), 1e-3, World())
     assert by_equations == pytest.approx(float(loss(model(batch), batch, 1e-3)[0]), rel=1e-12)
+
+
+def test_the_prefactors_are_those_of_the_step():
+    loss = EnerLossConfig(start_pref_e=0.02, limit_pref_e=1.0, start_pref_f=1000.0, limit_pref_f=1.0)
+    section = ExpScheduleConfig(start_lr=0.01, stop_lr=0.001, decay_steps=1, smooth=True)
+    for step in (1, 40, 100):
+        found, rate = loss_weights(loss, section, 100, step), build_schedule(section, 100)(step - 1) / 0.01
+        assert found[FORCE] == pytest.approx(1 + 999 * rate)
+        assert found[ENERGY] == pytest.approx(1 - 0.98 * rate)
 
 
 def test_labels_that_do_not_depend_on_the_unknowns_leave_the_weights_as_they_were_trained():

@@ -15,7 +15,6 @@ from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import UserError
 from deepmd_ema.infer.load import LoadedModel
 from deepmd_ema.infer.solve import MAX_FRAMES, chosen_frames, loss_weights, sample_last_layers
-from deepmd_ema.optim.schedule import build_schedule
 
 OPTION = "--sample-layer"
 
@@ -45,13 +44,11 @@ def with_sampled_layers(loaded: LoadedModel, number: int, seed: int, device: str
     if reasons := list(why_task_not_solvable(task)):
         raise UserError([f"{OPTION}: {reason} Leave it out." for reason in reasons])
     train = open_split(config)[task.name].train
-    num_steps = config.training.numb_steps or payload["step"]
-    rate = build_schedule(config.learning_rate, num_steps)(num_steps - 1) / config.learning_rate.start_lr
+    step = payload["step"]
+    prefactors = loss_weights(task.loss, config.learning_rate, config.training.numb_steps or step, step)
     frames = chosen_frames(task, train, config.training.seed or 0, MAX_FRAMES)
     model = loaded.model.to(select_device(device))
-    drawn = sample_last_layers(
-        model, train, frames, loss_weights(task.loss, rate), task.loss.intensive_ener_virial, number, seed
-    )
+    drawn = sample_last_layers(model, train, frames, prefactors, task.loss.intensive_ener_virial, number, seed)
     copies = []
     for tensors in drawn:
         one = copy.deepcopy(model)

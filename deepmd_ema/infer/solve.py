@@ -17,7 +17,7 @@ from torch import Tensor
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import TaskConfig
 from deepmd_ema.config.schema.model import ModelConfig
-from deepmd_ema.config.schema.optim import EnerLossConfig
+from deepmd_ema.config.schema.optim import EnerLossConfig, ScheduleConfig
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.epochs import permutation
 from deepmd_ema.data.loader import sequential_batches
@@ -39,6 +39,7 @@ from deepmd_ema.model.last_layer import (
 )
 from deepmd_ema.model.model_set import TaskModel
 from deepmd_ema.model.output_bias import change_bias, energies_of
+from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.report.progress import duration
 from deepmd_ema.seeds import seed_for, stream_of
 
@@ -65,8 +66,9 @@ class Solved:
     summary: str
 
 
-def loss_weights(loss: EnerLossConfig, rate: float) -> dict[str, float]:
-    """Return the prefactors of energies, forces and virials at a learning rate given as a part of the first one."""
+def loss_weights(loss: EnerLossConfig, learning_rate: ScheduleConfig, num_steps: int, step: int) -> dict[str, float]:
+    """Return the prefactors of energies, forces and virials in a step, counted from 1, of a run of ``num_steps``."""
+    rate = build_schedule(learning_rate, num_steps)(max(0, step - 1)) / learning_rate.start_lr
     found = {}
     for name in FITTED:
         start, limit = (getattr(loss, f"{when}_pref_{LABELS[name].symbol}") for when in ("start", "limit"))

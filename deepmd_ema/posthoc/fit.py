@@ -14,7 +14,6 @@ from deepmd_ema.data.loader import atoms_at_once, sequential_batches
 from deepmd_ema.data.run import TaskData
 from deepmd_ema.infer.solve import MAX_FRAMES, chosen_frames, fit_bias, loss_weights, solve_last_layer
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.tensors import prefix_of
 
 LAYER, BIAS = "layer", "bias"
@@ -31,7 +30,8 @@ class Fit:
         data: of each task.
         models: of the run, on the device.
         cache: neighbor lists to share.
-        num_steps: of the run.
+        num_steps: of the run, as planned.
+        step: the last one.
         say: prints a text.
     """
 
@@ -41,6 +41,7 @@ class Fit:
     models: ModelSet
     cache: PairCache
     num_steps: int
+    step: int
     say: Callable[[str], Any]
 
     def __call__(self, weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
@@ -51,8 +52,6 @@ class Fit:
             name: of the weights, for what is printed.
         """
         self.models.load_state_dict(weights)
-        schedule = build_schedule(self.config.learning_rate, self.num_steps)
-        rate = schedule(self.num_steps - 1) / self.config.learning_rate.start_lr  # the loss depends on it
         fitted: dict[str, Tensor] = {}
         for task in self.config.tasks.values():
             model, train = self.models.by_task[task.name], self.data[task.name].train
@@ -62,8 +61,8 @@ class Fit:
                 batches = sequential_batches(train, model.layout, self.cache, most, frames=frames)
                 found = fit_bias(model, task.model, batches)
             else:
-                prefactors, intensive = loss_weights(task.loss, rate), task.loss.intensive_ener_virial
-                found = solve_last_layer(model, train, frames, prefactors, intensive, self.cache)
+                prefactors = loss_weights(task.loss, self.config.learning_rate, self.num_steps, self.step)
+                found = solve_last_layer(model, train, frames, prefactors, task.loss.intensive_ener_virial, self.cache)
             row = f"{task.name} {name}" if task.name else name
             self.say(f"{PARTS[self.part]} fitted with the weights {row}: {found.summary}")
             fitted |= {prefix_of(task.name) + key: tensor for key, tensor in found.tensors.items()}

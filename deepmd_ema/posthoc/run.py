@@ -115,7 +115,7 @@ def run_posthoc(
     rows, best, weights = _measured(run, found.combinations, validation)
     if solve is not None:
         num_steps = config.training.numb_steps or run.payload["step"]  # of epochs, the run has ended
-        fit = Fit(solve, config, data, models, validation.cache, num_steps, say)
+        fit = Fit(solve, config, data, models, validation.cache, num_steps, run.step, say)
         rows, best, weights = _with_fits(run, rows, best, weights, fit, validation)
     num_frames = sum(source.num_frames for source in opened)
     report = PosthocReport(run, found, resolvable, rows, metric, best, num_frames, len(opened), left_out)

@@ -141,12 +141,12 @@ def _step(prepared: PreparedRun, module: nn.Module, num_steps: int, world: World
 
 def _refit(
     prepared: PreparedRun, bank: AverageBank | None, num_steps: int, world: World
-) -> Callable[[], Refitted] | None:
-    """Return the fit after the last step, which the input requests, or None."""
+) -> Callable[[int], Refitted] | None:
+    """Return the fit after the last step, which it is given, if the input requests one."""
     training = prepared.config.training
     if training.solve_last_layer:
         return partial(solve, prepared, bank, num_steps, world)
-    return partial(refit_bias, prepared, bank) if training.change_bias_after_training else None
+    return (lambda _: refit_bias(prepared, bank)) if training.change_bias_after_training else None
 
 
 def _graphs(

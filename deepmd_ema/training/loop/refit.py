@@ -18,7 +18,6 @@ from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.tabulated import tables_in
-from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.tensors import prefix_of
 from deepmd_ema.training.start.prepare import PreparedRun, PreparedTask
 from deepmd_ema.weight_names import LIVE
@@ -73,7 +72,7 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank | None) -> Refitted:
     return Refitted(fitted)
 
 
-def solve(prepared: PreparedRun, bank: AverageBank | None, num_steps: int, world: World) -> Refitted:
+def solve(prepared: PreparedRun, bank: AverageBank | None, num_steps: int, world: World, step: int) -> Refitted:
     """Return the output layers and biases that fit the training labels best, for all weights that the run has.
 
     All weights of a model are gathered on every rank, one set after the other, and the frames distributed over the
@@ -82,12 +81,12 @@ def solve(prepared: PreparedRun, bank: AverageBank | None, num_steps: int, world
     Args:
         prepared: data and models of the run.
         bank: averages, or None.
-        num_steps: of the whole run.
+        num_steps: of the whole run, as planned.
         world: the processes of the run.
+        step: the last one, which an early stop makes before ``num_steps``.
     """
     config, errors = prepared.config, {}
     tensors: dict[str, dict[str, Tensor]] = {}
-    rate = build_schedule(config.learning_rate, num_steps)(num_steps - 1) / config.learning_rate.start_lr
     models = build_models({name: task.model for name, task in config.tasks.items()}, config.links).to(world.device)
     for weights in (LIVE, *(bank.names if bank is not None else ())):
         if bank is None or weights == LIVE:
@@ -98,9 +97,9 @@ def solve(prepared: PreparedRun, bank: AverageBank | None, num_steps: int, world
         for name, task in prepared.tasks.items():
             model, loss = models.by_task[name], task.config.loss
             frames = chosen_frames(task.config, task.train, prepared.seed, MAX_FRAMES)
-            found = solve_last_layer(
-                model, task.train, frames, loss_weights(loss, rate), loss.intensive_ener_virial, task.cache, world
-            )
+            prefactors = loss_weights(loss, config.learning_rate, num_steps, step)
+            intensive = loss.intensive_ener_virial
+            found = solve_last_layer(model, task.train, frames, prefactors, intensive, task.cache, world)
             row = f"{name} {weights}" if name else weights
             logger.info("output layer solved for the weights %s: %s", row, found.summary)
             tensors.setdefault(weights, {}).update({prefix_of(name) + n: t for n, t in found.tensors.items()})

@@ -109,7 +109,7 @@ class Trainer:
         interpolation: of the embedding nets.
         graphs: takes steps as CUDA graphs instead of ``take_step`` and ``bank``; or None.
         products: context of matrix products in a step.
-        refit: fits output bias or output layer again after the last step; or None.
+        refit: fits output bias or output layer again after the last step, which it is given; or None.
         input_file: named in the message that says how to restart.
         callback: watches the run.
         deadline: by ``time.monotonic``; the run ends after the step in which it passes.
@@ -131,7 +131,7 @@ class Trainer:
     interpolation: InterpolationControl
     graphs: GraphedSteps | None = None
     products: Callable[[], AbstractContextManager[Any]] = nullcontext
-    refit: Callable[[], Refitted] | None = None
+    refit: Callable[[int], Refitted] | None = None
     validates_before: bool = False
     input_file: str = "input.json"
     callback: Callback = field(default_factory=Callback)
@@ -287,7 +287,7 @@ class Trainer:
             if self.refit is not None and self.step >= self.num_steps:
                 if self._saved < self.step:
                     self._write()  # the fit reads many frames: what ends it early costs no step of the run
-                refitted = self.refit()
+                refitted = self.refit(self.step)
                 self.reporter.validated = {**self.reporter.validated, **refitted.errors}
             self._write(refitted)
 
