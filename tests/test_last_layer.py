@@ -170,6 +170,9 @@ def test_the_ridge_is_the_largest_with_half_of_the_largest_gain(monkeypatch):
     assert larger
     assert min(larger) > (before * best) ** 0.5
     assert found.kept_apart[1] > best
+    none = solve(parts, PREFACTORS, least=1e6)  # larger than every candidate
+    assert not none.change.any()
+    assert none.kept_apart == (before, before)
 
 
 def test_energies_alone_move_what_energies_depend_on():

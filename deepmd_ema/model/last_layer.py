@@ -181,7 +181,7 @@ def solve(parts: Sequence[Equations], prefactors: Mapping[str, float], least: fl
         for ridge in (r for r in RIDGES if r >= least):
             losses[ridge] = losses.get(ridge, 0.0) + _loss(judged, change_at(ridge)) / len(parts)
     whole = total.weighted(prefactors)
-    best = min(losses.values())
+    best = min(losses.values(), default=before)
     enough = before ** (1 - KEPT_GAIN) * best**KEPT_GAIN
     ridge = max((r for r, loss in losses.items() if loss <= enough), default=math.inf) if best < before else math.inf
     kept_apart = losses.get(ridge, before)
