@@ -86,6 +86,7 @@ def test_the_best_combination_is_fitted_and_its_file_has_the_errors_of_its_row(r
     assert cli.main(["posthoc", str(run), "--solve", "--sigma-rel", "0.07", "--metric", "F:RMSE"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"output layer and bias fitted with the weights posthoc: \d+ numbers, 2\d frames", said)
+    assert f"dp-ema test --physics -m {run / 'model_posthoc.pt'} -s SYSTEM" in " ".join(said.split())
     rows = rows_of(run)
     assert list(rows)[-1] == "posthoc, layer fitted"
     (chosen,) = [row for row in rows.values() if row["chosen"] == "1"]

@@ -127,6 +127,8 @@ def run_posthoc(
         say(f"wrote {report.plot(plot)}" if run.snapshots else "no picture: there are no snapshots to make averages of")
     except ModuleNotFoundError:
         say("no picture: matplotlib is not installed. pip install 'dp-ema[plot]', then run this again.")
+    if report.chosen.fitted == LAYER:
+        say(f"before you use the fitted layer, test its dynamics: dp-ema test --physics -m {output} -s SYSTEM")
     if checkpoint.refitted(run.payload) and not report.chosen.fitted:
         say(
             "the run fitted its output bias or output layer after the last step; this file has neither, and all errors "
