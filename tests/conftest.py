@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -13,6 +14,9 @@ import pytest
 from helpers import SPACING, write_system
 
 from deepmd_ema.data.check.physics import COVALENT_RADII
+
+# a child that a test forks never collects what its parent left: to delete a process group needs threads that it lacks
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 @pytest.fixture(autouse=True)
