@@ -46,7 +46,7 @@ def write_kept_run(
     (folder / "input.json").write_text(json.dumps(values))
     model, generator = random_model(config, seed), torch.Generator().manual_seed(seed)
     bank = AverageBank(model, profiles(**common))
-    payloads = StateBuilder(model, bank, to_dict(config), 0.9, run)
+    payloads = StateBuilder(model, bank, to_dict(config), 0.9, run, steps)
     for step in range(1, steps + 1):
         with torch.no_grad():
             for tensor in model.parameters():

@@ -18,6 +18,8 @@ from deepmd_ema.config.schema.training import EarlyStopConfig
 from deepmd_ema.infer.solve import loss_weights
 from deepmd_ema.labels import QUANTITIES
 from deepmd_ema.metrics import Errors
+from deepmd_ema.posthoc import fit
+from deepmd_ema.posthoc.run import run_posthoc
 from deepmd_ema.report.record import read_record
 from deepmd_ema.report.status import read_status
 from deepmd_ema.training.loop import refit
@@ -147,6 +149,23 @@ def test_the_output_layer_is_solved_for_with_the_loss_of_the_step_at_which_the_r
     found = start("run", more={"training__solve_last_layer": True})
     assert found.step == END
     assert seen == [(STEPS, END)] * 3  # live weights and two averages
+
+
+@pytest.mark.parametrize("length", [{"training__numb_epoch": 15, "training__numb_steps": None}, {}])
+def test_posthoc_solves_with_the_loss_of_the_step_at_which_the_run_stopped(start, length, monkeypatch):
+    seen = []
+
+    def noted(loss, learning_rate, num_steps, step):
+        seen.append((num_steps, step))
+        return loss_weights(loss, learning_rate, num_steps, step)
+
+    found = start("run", more=length)
+    planned = checkpoint.load(found.checkpoint)["num_steps"]
+    assert found.step == END < planned
+    monkeypatch.setattr(fit, "loss_weights", noted)
+    run_posthoc(".", ["0.05"], solve="layer", say=str)
+    assert set(seen) == {(planned, END)}
+    assert checkpoint.load("model_posthoc.pt")["num_steps"] == planned
 
 
 @pytest.mark.parametrize(("step", "in_validation"), [(5, False), (8, False), (8, True), (END, True)])

@@ -398,7 +398,7 @@ def test_E2_a_file_holds_the_moment_that_it_was_made_of():
     config = tiny_config()
     model = random_model(config)
     bank = AverageBank(model, [SwaProfile("flat")])
-    payloads = StateBuilder(model, bank, to_dict(config), 0.9, "run")
+    payloads = StateBuilder(model, bank, to_dict(config), 0.9, "run", 10)
 
     def step(bias):
         with torch.no_grad():

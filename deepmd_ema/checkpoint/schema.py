@@ -235,6 +235,7 @@ _ALL: dict[str, Rule] = {"version": TEXT, "weights": TEXT, "step": COUNT, "confi
 _DISTANCE = _value(lambda v: _is_number(v) and v > 0, "a length above 0")
 _COMMON: dict[str, Rule] = {
     "run": _or_none(TEXT),  # files of 0.1.0 have none
+    "num_steps": COUNT,  # nor this
     "min_nbor_dist": _or_none(_of_one_or_each_task(_is_number, _or_none(_DISTANCE))),
 }
 

@@ -44,8 +44,7 @@ def with_sampled_layers(loaded: LoadedModel, number: int, seed: int, device: str
     if reasons := list(why_task_not_solvable(task)):
         raise UserError([f"{OPTION}: {reason} Leave it out." for reason in reasons])
     train = open_split(config)[task.name].train
-    step = payload["step"]
-    prefactors = loss_weights(task.loss, config.learning_rate, config.training.numb_steps or step, step)
+    prefactors = loss_weights(task.loss, config.learning_rate, checkpoint.planned_steps(payload), payload["step"])
     frames = chosen_frames(task, train, config.training.seed or 0, MAX_FRAMES)
     model = loaded.model.to(select_device(device))
     drawn = sample_last_layers(model, train, frames, prefactors, task.loss.intensive_ener_virial, number, seed)

@@ -114,8 +114,8 @@ def run_posthoc(
     validation = _Validation(models.to(where), task.name, opened, where, metric)
     rows, best, weights = _measured(run, found.combinations, validation)
     if solve is not None:
-        num_steps = config.training.numb_steps or run.payload["step"]  # of epochs, the run has ended
-        fit = Fit(solve, config, data, models, validation.cache, num_steps, run.step, say)
+        planned = checkpoint.planned_steps(run.payload)
+        fit = Fit(solve, config, data, models, validation.cache, planned, run.step, say)
         rows, best, weights = _with_fits(run, rows, best, weights, fit, validation)
     num_frames = sum(source.num_frames for source in opened)
     report = PosthocReport(run, found, resolvable, rows, metric, best, num_frames, len(opened), left_out)
@@ -413,7 +413,8 @@ def _refused(
 def _payload(run: SnapshotRun, chosen: Row, found: Combinations, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the content of the model file of the chosen average."""
     config, distance = run.payload["config"], run.payload.get("min_nbor_dist")
-    about: dict[str, Any] = {"run": run.payload.get("run")} | ({"fitted": chosen.fitted} if chosen.fitted else {})
+    about: dict[str, Any] = {"run": run.payload.get("run"), "num_steps": checkpoint.planned_steps(run.payload)}
+    about |= {"fitted": chosen.fitted} if chosen.fitted else {}
     if chosen.combination is None:  # a fit of live weights or of a tracked average
         own = chosen.facts.get("profile", LIVE)
         about |= {"average": dict(chosen.facts)} if chosen.facts else {}

@@ -83,7 +83,7 @@ def assemble(
     reporter = Reporter(config, tasks, bank, num_steps, run, world, times, in_validation)
     store = Store(world.for_writer() if config.training.writes_shards else None)
     validator = FullValidation(prepared, bank, num_steps, store, world, in_validation)
-    builder = StateBuilder.build(prepared, used, bank, run, world)
+    builder = StateBuilder.build(prepared, used, bank, run, num_steps, world)
     tables = [*filter(None, reporter.curves.values()), *validator.logs]
     saver = Saver(config, num_steps, start.step, builder, validator.bests, tables, store, world)
     take_step = _step(prepared, module, num_steps, world)

@@ -48,6 +48,7 @@ class StateBuilder:
         min_nbor_dist: nearest pair in the training data, angstrom, or None when it was not looked for; by task if there
             are several.
         run: identifies the trajectory of weights; a restart keeps that of the checkpoint.
+        num_steps: of the whole run, as planned.
         take_from: what this process saves of a tensor, made from the copies of a step.
         copies: copies of the tensors of a step. From a GPU they arrive later: see :meth:`HostCopies.arrival`.
         take: what this process saves of a tensor of that step, if it is to ``keep`` anything.
@@ -58,6 +59,7 @@ class StateBuilder:
     config: Mapping[str, Any]
     min_nbor_dist: float | Mapping[str, float | None] | None
     run: str
+    num_steps: int
     take_from: Callable[[HostCopies], Take] = WholeTensors
     copies: HostCopies = field(init=False)
     take: Take = field(init=False)
@@ -69,13 +71,13 @@ class StateBuilder:
 
     @classmethod
     def build(
-        cls, prepared: PreparedRun, used: RunConfig, bank: AverageBank | None, run: str, world: World
+        cls, prepared: PreparedRun, used: RunConfig, bank: AverageBank | None, run: str, num_steps: int, world: World
     ) -> StateBuilder:
         """Return the builder of model files that hold the config ``used``."""
         own_rows, whole = partial(OwnRows, world.rank, world.size), partial(WholeTensors, keep=world.is_main)
         distances = unnested({name: model.min_nbor_dist for name, model in prepared.models.by_task.items()})
         take_from = own_rows if prepared.config.training.writes_shards else whole
-        return cls(prepared.models, bank, to_dict(used), distances, run, take_from)
+        return cls(prepared.models, bank, to_dict(used), distances, run, num_steps, take_from)
 
     def training(self, step: int, state: MakeState) -> dict[str, Any]:
         """Return the content of ``model.ckpt-<step>.pt``: raw weights, averages and everything that a restart needs."""
@@ -118,7 +120,8 @@ class StateBuilder:
     def _content(self, kind: str, weights: str, step: int, content: Mapping[str, Any]) -> dict[str, Any]:
         if not self.take.keep:
             return {"average": content.get("average")}
-        head = checkpoint.payload_head(kind, weights, step, self.config, self.min_nbor_dist, run=self.run)
+        about = {"run": self.run, "num_steps": self.num_steps}
+        head = checkpoint.payload_head(kind, weights, step, self.config, self.min_nbor_dist, **about)
         return {**head, **content}
 
 
