@@ -195,17 +195,20 @@ class ScheduleFreeProfile(Profile, ScheduleFreeSettings):
         adam_beta1: of the optimizer, b1.
         warmup_steps: of the learning rate.
         warmup_start_factor: of the learning rate.
+        r: of the optimizer.
     """
 
     adam_beta1: float = field(default=0.9, kw_only=True)
     warmup_steps: int = field(default=0, kw_only=True)
     warmup_start_factor: float = field(default=0.0, kw_only=True)
+    r: float = field(default=0.0, kw_only=True)
 
     def decay_at(self, updates: int | Tensor) -> Any:
         """Return the decay of the update that follows after ``updates`` updates."""
         if isinstance(updates, int):
             return float(self.decay_at(torch.tensor(updates, dtype=torch.float64)))
-        share, of_z = share_of_next(updates, self.warmup_steps, self.warmup_start_factor), 1 - self.adam_beta1
+        share = share_of_next(updates, self.warmup_steps, self.warmup_start_factor, self.r)
+        of_z = 1 - self.adam_beta1
         return (1 - share) * of_z / (of_z + share * self.adam_beta1)
 
     def problems(self) -> Iterator[str]:

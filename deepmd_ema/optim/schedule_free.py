@@ -50,7 +50,8 @@ class AdamWScheduleFree(GuardedOptimizer):
     def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
         """Return new weights and states by the formulas of the class."""
         y, z, lr, b1, b2 = values[WEIGHT], values["z"], group["lr"], group["adam_beta1"], group["adam_beta2"]
-        share = share_of_next(values["averaged"].to(torch.float64), group["warmup_steps"], group["warmup_start_factor"])
+        done, warmup = values["averaged"].to(torch.float64), (group["warmup_steps"], group["warmup_start_factor"])
+        share = share_of_next(done, *warmup, group["r"])
         new = {**values, "averaged": torch.add(values["averaged"], 1, out=out["averaged"])}
         near = torch.lerp(y, z, vector.per_entry(share.to(y.dtype)))
         if vector.parameters[0].grad is None:
@@ -66,21 +67,31 @@ class AdamWScheduleFree(GuardedOptimizer):
         return {**new, "z": torch.sub(z, (direction * lr).to(z.dtype), out=out["z"])}
 
 
-def share_of_next(done: Tensor, warmup_steps: int, start_factor: float) -> Tensor:
+def share_of_next(done: Tensor, warmup_steps: int, start_factor: float, r: float) -> Tensor:
     """Return the share c of the next point z in the average x: its weight over the sum of all weights so far.
 
-    The weight of a point is the square of its learning rate, of the largest one so far once the rate falls. The rates
-    of the warm-up rise linearly; those of steps that were skipped do not count.
+    The weight of point n, counted from 1, is ``lr^2 * n (n + 1) ... (n + r - 1)``, with gamma functions where r is no
+    whole number, so that c is ``(r + 1) / (n + r)`` at a constant rate (polynomial-decay averaging; Shamir and Zhang,
+    arXiv:1212.1824, section 4). The rate is the largest one so far where it falls. That of the warm-up rises linearly;
+    skipped steps do not count.
 
     Args:
         done: number of points in x, float64.
         warmup_steps: length of the linear warm-up of the learning rate.
         start_factor: first learning rate of the warm-up over the last one.
+        r: power of the weights.
     """
-    first = start_factor if warmup_steps else 1.0
-    slope = (1 - first) / max(1, warmup_steps)
-    rate = first + slope * done.clamp(max=warmup_steps)
-    m = (done + 1).clamp(max=warmup_steps)  # points of the warm-up; the sum of (first + slope * k)^2 for all k < m
-    rising = first**2 * m + first * slope * m * (m - 1) + slope**2 * (m - 1) * m * (2 * m - 1) / 6
+    first, length = (start_factor, warmup_steps) if warmup_steps else (1.0, 1)
+    slope = (1 - first) / length
+    n = done + 1
+    m = n.clamp(max=length)  # points of the warm-up
+    # the square of the rate of point n is a polynomial of n + r, each term of which has a sum in closed form
+    u, start = m + r, first - slope * (1 + r)
+    linear, square = (2 * start - slope) * slope * (u + 1) / (r + 2), slope**2 * (u + 1) * (u + 2) / (r + 3)
+    rising = u * (start**2 / (r + 1) + linear + square)
+    # sums are in units of the product of point n, so that none overflows; this is that of point m
+    last = torch.exp(torch.lgamma(m + r) - torch.lgamma(m) + torch.lgamma(n) - torch.lgamma(n + r)) if r else 1.0
+    rate = first + slope * done.clamp(max=length)
+    constant = (n + r - last * u) / (r + 1)
     # a first rate of 0 has a sum of 0, and no share
-    return rate**2 / (rising + (done + 1 - m)).clamp(min=torch.finfo(torch.float64).tiny)
+    return rate**2 / (last * rising + constant).clamp(min=torch.finfo(torch.float64).tiny)

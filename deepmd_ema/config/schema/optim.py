@@ -201,6 +201,12 @@ class AdamWScheduleFreeConfig(AdamWConfig):
     type: ClassVar[str] = "AdamWScheduleFree"
 
     adam_beta1: float = option(0.9, check=fraction, doc="Part of x in the live weights; the rest is z.")
+    r: float = option(
+        0.0,
+        check=not_negative,
+        doc="Power of the step with which the weights of points in x grow: the mean age of x is 1 / (r + 2) of the "
+        "steps. 0: all weigh the same.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

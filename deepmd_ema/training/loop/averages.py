@@ -39,8 +39,8 @@ def tracked_averages(
             settings |= {"rule": section, "should_update": settings["should_update"] or section.update_rule}
         elif isinstance(section, ScheduleFreeAverageConfig):
             assert isinstance(config.optimizer, AdamWScheduleFreeConfig)  # a rule of the input
-            settings |= {"adam_beta1": config.optimizer.adam_beta1, "warmup_steps": lr.num_warmup_steps(num_steps)}
-            settings |= {"warmup_start_factor": lr.warmup_start_factor}
+            settings |= {"adam_beta1": config.optimizer.adam_beta1, "r": config.optimizer.r}
+            settings |= {"warmup_steps": lr.num_warmup_steps(num_steps), "warmup_start_factor": lr.warmup_start_factor}
         elif settings.get("half_life") is not None:
             settings["half_life"] *= steps_per[settings["half_life_unit"]]
         profiles.append(make_profile(section.type, settings))
