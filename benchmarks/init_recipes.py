@@ -1,14 +1,14 @@
 """Choices of ``dp-ema init`` for sets of different kinds, and errors beside those of the input of before.
 
-usage: python benchmarks/init_recipes.py --sources DIR --work DIR [--seconds 180] [--sets NAME ...] [--beside SOAP]
-                                         [--output PAGE]
+usage: python benchmarks/init_recipes.py --sources DIR --work DIR [--seconds 180] [--sets NAME ...]
+                                         [--beside OPTIMIZER] [--output PAGE]
 
 --sources holds the clones that init_sets.py names. The old input is the hand-written one of getting_started.md before
-init existed: Adam with an exponential decay, in float64. With --beside SOAP it is that of init with another optimizer
-and rate. Both train the same frames, with the same validation frames and seed, for the same time: as many steps as fit
-into --seconds of the processor by a short run of both. The two runs are made at the same time, so that they see the
-same load of the machine. On a core that does nothing else --seconds 180 are --hours 0.05 of init. What is in --work is
-not trained again.
+init existed: Adam with an exponential decay, in float64. With --beside it is that of init with another optimizer and
+rate: SOAP, or AdamWScheduleFree at a constant rate. Both train the same frames, with the same validation frames and
+seed, for the same time: as many steps as fit into --seconds of the processor by a short run of both. The two runs are
+made at the same time, so that they see the same load of the machine. On a core that does nothing else --seconds 180 are
+--hours 0.05 of init. What is in --work is not trained again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ import yaml
 from common import environment, machine, note_rows, programs, publish, read_errors, table, today
 from init_sets import SETS
 
-INIT, OLD, SOAP = "init", "old default", "SOAP"
+INIT, OLD, SOAP, FREE = "init", "old default", "SOAP", "AdamWScheduleFree"
+OPTIMIZERS: dict[str, dict[str, Any]] = {SOAP: {}, FREE: {"adam_beta1": 0.98, "r": 4}}
+LIVE, AVERAGED = "live", "averaged"
 COMMAND = [sys.executable, "-m", "deepmd_ema"]
 PROBE = 10, 40  # steps of a short run between which the time of a step is measured
 POLL_S = 0.05  # how closely lcurve.out is watched
@@ -46,8 +48,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--seconds", type=float, default=180, help="processor time of each run (180)")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="which sets (all)")
-    parser.add_argument("--beside", choices=(OLD, SOAP), default=OLD, help=f"the other input ({OLD})")
-    parser.add_argument("--rate", type=float, default=0.03, help="learning rate of SOAP (0.03)")
+    parser.add_argument("--beside", choices=(OLD, *OPTIMIZERS), default=OLD, help=f"the other input ({OLD})")
+    parser.add_argument("--rate", type=float, default=0.03, help="learning rate of the other optimizer (0.03)")
     parser.add_argument("--seed", type=int, default=1, help="of both runs (1)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run (1)")
     parser.add_argument("--output", type=Path, help="also write the page here")
@@ -68,7 +70,7 @@ def _train_both(args: argparse.Namespace, name: str) -> None:
         folder.mkdir(parents=True)
     data = SETS[name].write(args.sources, args.work / "data" / name)
     _, short = _propose(folders[INIT], data, PROBE[0], args)
-    values = {INIT: short, args.beside: _old_input(short) if args.beside == OLD else _with_soap(short, args.rate)}
+    values = {INIT: short, args.beside: _other(short, args)}
     probes = {recipe: _with_steps(one, PROBE[1], often=PROBE[0]) | {"validating": {}} for recipe, one in values.items()}
     rows = {recipe: run.rows for recipe, run in _train_together(folders, probes, args).items()}
     steps = {
@@ -76,11 +78,15 @@ def _train_both(args: argparse.Namespace, name: str) -> None:
         for recipe, cpu in rows.items()
     }
     printed, values[INIT] = _propose(folders[INIT], data, steps[INIT], args)
-    if args.beside == SOAP:
-        values[SOAP] = _with_soap(_propose(folders[INIT], data, steps[SOAP], args)[1], args.rate)
+    if args.beside != OLD:
+        values[args.beside] = _other(_propose(folders[INIT], data, steps[args.beside], args)[1], args)
     values = {recipe: _with_steps(one, steps[recipe]) for recipe, one in values.items()}
     for recipe, run in _train_together(folders, values, args).items():
-        errors = {which: _errors(folders[recipe], data, which, args) for which in ("live", "ema")}
+        average = "schedule_free" if recipe == FREE else "ema"
+        errors = {
+            LIVE: _errors(folders[recipe], data, "", args),
+            AVERAGED: _errors(folders[recipe], data, f"_{average}", args),
+        }
         result = {"printed": printed, "values": values[recipe], "wall_s": run.wall, "cpu_s": run.cpu, "errors": errors}
         (folders[recipe] / "result.json").write_text(json.dumps(result, indent=2))
         print(f"{name}, {recipe}: {steps[recipe]} steps, {run.wall:.0f} s, CPU {run.cpu:.0f} s, {errors}", flush=True)
@@ -182,25 +188,24 @@ def _old_input(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _with_soap(values: dict[str, Any], rate: float) -> dict[str, Any]:
-    """Return an input with another optimizer, whose rate falls by as much."""
+def _other(values: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the input beside a proposed one: the old one, or with another optimizer, whose rate falls by as much."""
+    if args.beside == OLD:
+        return _old_input(values)
     schedule = values["learning_rate"]
-    decay = schedule["stop_lr"] / schedule["start_lr"]
-    return values | {
-        "optimizer": {"type": "SOAP", "weight_decay": 0},
-        "learning_rate": schedule | {"start_lr": rate, "stop_lr": rate * decay},
-    }
+    decay = 1 if args.beside == FREE else schedule["stop_lr"] / schedule["start_lr"]
+    own = {"optimizer": {"type": args.beside, "weight_decay": 0, **OPTIMIZERS[args.beside]}}
+    return values | own | {"learning_rate": schedule | {"start_lr": args.rate, "stop_lr": args.rate * decay}}
 
 
-def _errors(folder: Path, data: str, which: str, args: argparse.Namespace) -> dict[str, float]:
+def _errors(folder: Path, data: str, suffix: str, args: argparse.Namespace) -> dict[str, float]:
     """Return the last RMSE on the validation frames, or those on all frames where there are none, in units of meV."""
-    log = folder / ("val.log" if which == "live" else "val_ema.log")
+    log = folder / f"val{suffix}.log"
     if log.exists():
         row = [line for line in log.read_text().splitlines() if not line.startswith("#")][-1].split()
         found = dict(zip(("energy", "force", "stress"), map(float, row[2::2])))
     else:
-        model = "model.ckpt.pt" if which == "live" else "model_ema.ckpt.pt"
-        text = _call(folder, args, "test", "-m", model, "-s", data)
+        text = _call(folder, args, "test", "-m", f"model{suffix}.ckpt.pt", "-s", data)
         found = {name: 1000 * value for name, value in read_errors(text).items()}
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
@@ -222,7 +227,7 @@ def _page(args: argparse.Namespace) -> str:
             if (name, recipe) in results:
                 found = results[name, recipe]
                 steps = found["values"]["training"]["numb_steps"]
-                live, ema = (" / ".join(f"{v:.3g}" for v in found["errors"][w].values()) for w in ("live", "ema"))
+                live, ema = (" / ".join(f"{v:.3g}" for v in found["errors"][w].values()) for w in (LIVE, AVERAGED))
                 errors.append([name, recipe, f"{steps:,}", f"{found['wall_s']:.0f}, {found['cpu_s']:.0f}", live, ema])
     head = ["set", "system", "kind", "model", "rate, lr_adjust", "prefactors e, f, v", "steps", "validation frames"]
     return "\n\n".join(
@@ -232,7 +237,7 @@ def _page(args: argparse.Namespace) -> str:
             f"{machine(programs(None), args.threads, 'cpu')}.",
             table(head, chosen),
             f"RMSE on the validation frames at the end, energy / force / stress ({UNITS}):",
-            table(["set", "input", "steps", "s: wall, CPU", "live", "averaged"], errors),
+            table(["set", "input", "steps", "s: wall, CPU", LIVE, AVERAGED], errors),
         ]
     )
 
