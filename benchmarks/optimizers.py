@@ -1,11 +1,12 @@
-"""Time to accuracy of Adam, SOAP and HybridMuon: runs of several lengths, each with a schedule of its own.
+"""Time to accuracy of Adam, SOAP, HybridMuon and AdamWScheduleFree: runs of several lengths.
 
 usage: python benchmarks/optimizers.py --sources DIR --work DIR [--sets NAME ...] [--output PAGE]
 
 Small models of three sets (divided_sets.py) as in anytime.py, in float32. Learning rates are chosen for each optimizer
 and set among three, with a seed and a length that are not measured, by the choosing frames; each has a schedule wsd
-that is constant in the first half and then falls to a hundredth. Of each run the better one of live weights and two
-averages by the choosing frames is measured on the others. What is finished in --work is not done again.
+that is constant in the first half and then falls to a hundredth, but AdamWScheduleFree a constant rate. Of each run the
+best of live weights and averages by the choosing frames is measured on the others. What is finished in --work is not
+done again.
 """
 
 from __future__ import annotations
@@ -28,11 +29,18 @@ from divided_sets import CHOOSE, SETS, TEST
 
 NAMES = ("water", "acac", "alloys")
 BUDGETS = (250, 500, 1000, 2000)
-RATES = {"Adam": (0.01, 0.03, 0.1), "SOAP": (0.01, 0.03, 0.1), "HybridMuon": (0.05, 0.1, 0.2)}
+FREE = "AdamWScheduleFree"
+RATES = {
+    "Adam": (0.01, 0.03, 0.1),
+    "SOAP": (0.01, 0.03, 0.1),
+    "HybridMuon": (0.05, 0.1, 0.2),
+    FREE: (0.003, 0.01, 0.03),
+}
 SETTINGS = {
     "Adam": {"type": "Adam"},
     "SOAP": {"type": "SOAP", "weight_decay": 0},
     "HybridMuon": {"type": "HybridMuon", "weight_decay": 0, "lr_adjust": 30},
+    FREE: {"type": FREE, "weight_decay": 0, **anytime.OPTIONS[anytime.LATE]},
 }
 TUNING_SEED, TUNING_STEPS = 11, 400
 WARMUP, DECAY_PART = 20, 0.5
@@ -68,7 +76,7 @@ class Run:
             "type": "wsd",
             "decay_type": "linear",
             "start_lr": self.rate,
-            "stop_lr": self.rate / 100,
+            "stop_lr": self.rate if self.optimizer == FREE else self.rate / 100,
             "warmup_steps": WARMUP,
             "decay_phase_ratio": DECAY_PART,
         }
@@ -100,7 +108,8 @@ class Run:
 
         file, data = self.folder / f"model.ckpt-{self.steps}.pt", self.work / "data" / self.name
         models = {"live": load_model(file).model}
-        models |= {name: load_model(file, average=name).model for name in anytime.AVERAGES}
+        averages = [anytime.AVERAGED_POINT] if self.optimizer == FREE else anytime.AVERAGES
+        models |= {name: load_model(file, average=name).model for name in averages}
         section = next(iter(config_from_dict(self.config).tasks.values())).model
         choosing, test = (anytime.Frames.open(data / part, section) for part in (CHOOSE, TEST))
         found = {name: choosing.errors(model) for name, model in models.items()}
@@ -124,7 +133,7 @@ def main() -> None:
     logging.getLogger("deepmd_ema").addHandler(logging.NullHandler())
     (args.work / "data").mkdir(parents=True, exist_ok=True)
     parts = [
-        f"# Time to accuracy of three optimizers, {common.today()}",
+        f"# Time to accuracy of optimizers, {common.today()}",
         f"Models of {anytime.SMALL['neuron']}, rcut {anytime.SMALL['rcut']}, float32. Rates chosen in runs of "
         f"{TUNING_STEPS} steps with seed {TUNING_SEED}. Median over the seeds (each), "
         "on the frames that chose nothing. Seconds are those of the processor, of the whole run with its start.  \n"
