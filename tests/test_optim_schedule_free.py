@@ -169,11 +169,12 @@ def test_a_restart_is_the_same_run_and_the_averaged_point_is_saved_and_validated
     assert list((tmp_path / "whole").glob("best_schedule_free.ckpt-*"))
 
 
-def test_with_several_tasks_the_averaged_point_is_that_of_all_steps(desk):
+def test_with_several_tasks_the_averaged_point_is_that_of_all_steps(desk, capfd):
     rate = {"start_lr": 0.01, "stop_lr": 0.01, "warmup_steps": 3}
     values = input_of("the fitting network") | {"optimizer": OPTIMIZER, "learning_rate": rate}
     (desk / "input.json").write_text(json.dumps(values))
     assert cli.main(["train", "input.json"]) == 0
+    assert "dp-ema freeze -c model_schedule_free.ckpt.pt --head" in capfd.readouterr().err
     saved = torch.load("model.ckpt.pt", weights_only=True)
     held = saved["averages"]["profiles"]["schedule_free"]["weights"]
     counts = set()

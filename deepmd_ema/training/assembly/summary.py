@@ -13,6 +13,7 @@ from deepmd_ema.allocator import peak_memory
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.checkpoint.writer import WriterTimes
 from deepmd_ema.config import RunConfig, config_summary
+from deepmd_ema.config.schema.averaging import ScheduleFreeAverageConfig
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import counted
 from deepmd_ema.labels import METRICS
@@ -177,7 +178,9 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
     pairs.append(("memory", _describe_memory(trainer.world.device)))
     pairs.append(("waiting", f"for data {100 * trainer.times.waiting_share():.1f} % of the time of training"))
     pairs.append(("continue", restart_command(trainer) if trainer.is_out_of_time else ""))
-    model = next(iter(averages.values()), saver.link)
+    # the averaged point of a schedule-free optimizer is the model that it trains
+    own = [averages[a.name] for a in config.training.averaging if isinstance(a, ScheduleFreeAverageConfig)]
+    model = [*own, *averages.values(), saver.link][0]
     validated = [name for name, task in config.tasks.items() if task.validation_data is not None]
     if validated:
         head = f" --head {validated[0]}" * bool(heads)
