@@ -178,6 +178,8 @@ def _arguments() -> argparse.Namespace:
     args.without_end, args.decayed = (
         [recipe for recipe in kind if recipe not in args.leave_out] for kind in (WITHOUT_END, DECAYED)
     )
+    if not args.without_end or not args.decayed:
+        parser.error("--leave-out: expected one run without an end and one that decays, or more, to be left")
     return args
 
 

@@ -234,8 +234,9 @@ _OF_RUN = _all(_SECTIONS, _parts({"training": _parts({"seed": _or_none(WHOLE)})}
 _ALL: dict[str, Rule] = {"version": TEXT, "weights": TEXT, "step": COUNT, "config": _SECTIONS, "model": TENSORS}
 _DISTANCE = _value(lambda v: _is_number(v) and v > 0, "a length above 0")
 _COMMON: dict[str, Rule] = {
-    "run": _or_none(TEXT),  # files of 0.1.0 have none
-    "num_steps": COUNT,  # nor this
+    # files of 0.1.0 have neither of these two
+    "run": _or_none(TEXT),
+    "num_steps": COUNT,
     "min_nbor_dist": _or_none(_of_one_or_each_task(_is_number, _or_none(_DISTANCE))),
 }
 

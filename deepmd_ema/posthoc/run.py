@@ -413,7 +413,7 @@ def _refused(
 def _payload(run: SnapshotRun, chosen: Row, found: Combinations, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the content of the model file of the chosen average."""
     config, distance = run.payload["config"], run.payload.get("min_nbor_dist")
-    about: dict[str, Any] = {"run": run.payload.get("run"), "num_steps": checkpoint.planned_steps(run.payload)}
+    about: dict[str, Any] = {name: run.payload[name] for name in ("run", "num_steps") if name in run.payload}
     about |= {"fitted": chosen.fitted} if chosen.fitted else {}
     if chosen.combination is None:  # a fit of live weights or of a tracked average
         own = chosen.facts.get("profile", LIVE)
