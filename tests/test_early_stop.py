@@ -138,14 +138,20 @@ def test_a_run_that_no_longer_improves_ends_as_after_its_last_step(start, caplog
     assert "ended (early: F:RMSE has not fallen" in str(read_status(".").describe())
 
 
-def test_the_output_layer_is_solved_for_with_the_loss_of_the_step_at_which_the_run_stopped(start, monkeypatch):
+def noted_steps(monkeypatch, module):
+    """Return a list to which each fit of a module appends the planned steps and the step of its loss."""
     seen = []
 
     def noted(loss, learning_rate, num_steps, step):
         seen.append((num_steps, step))
         return loss_weights(loss, learning_rate, num_steps, step)
 
-    monkeypatch.setattr(refit, "loss_weights", noted)
+    monkeypatch.setattr(module, "loss_weights", noted)
+    return seen
+
+
+def test_the_output_layer_is_solved_for_with_the_loss_of_the_step_at_which_the_run_stopped(start, monkeypatch):
+    seen = noted_steps(monkeypatch, refit)
     found = start("run", more={"training__solve_last_layer": True})
     assert found.step == END
     assert seen == [(STEPS, END)] * 3  # live weights and two averages
@@ -153,16 +159,10 @@ def test_the_output_layer_is_solved_for_with_the_loss_of_the_step_at_which_the_r
 
 @pytest.mark.parametrize("length", [{"training__numb_epoch": 15, "training__numb_steps": None}, {}])
 def test_posthoc_solves_with_the_loss_of_the_step_at_which_the_run_stopped(start, length, monkeypatch):
-    seen = []
-
-    def noted(loss, learning_rate, num_steps, step):
-        seen.append((num_steps, step))
-        return loss_weights(loss, learning_rate, num_steps, step)
-
     found = start("run", more=length)
     planned = checkpoint.load(found.checkpoint)["num_steps"]
     assert found.step == END < planned
-    monkeypatch.setattr(fit, "loss_weights", noted)
+    seen = noted_steps(monkeypatch, fit)
     run_posthoc(".", ["0.05"], solve="layer", say=str)
     assert set(seen) == {(planned, END)}
     assert checkpoint.load("model_posthoc.pt")["num_steps"] == planned

@@ -88,7 +88,7 @@ def test_x_y_and_z_are_those_of_the_paper(decay, r, warmup, first):
         found = {"x": averaged[name], "y": p.detach(), "z": optimizer.state[p]["z"]}
         for point, value in found.items():
             torch.testing.assert_close(value, expected[point], rtol=SAME_MATH, atol=SAME_MATH, msg=f"{name} {point}")
-        assert (averaged[name] - p).abs().max() > 1e-4
+        assert (averaged[name] - p).abs().max() > (1e-3 if r < 5 else 1e-4)
 
 
 def test_a_skipped_step_changes_neither_weights_nor_state_nor_the_averaged_point():
