@@ -230,10 +230,12 @@ def test_a_kill_at_every_write_leaves_a_consistent_pair(tmp_path, monkeypatch):
         again.load_state_dict(newest["best"]["live"])
         assert len(again.records) == 1
         assert checkpoint.load(again.path(again.records[0][1]))["step"] == step
+        assert checkpoint.load("best.ckpt.pt")["step"] == step
         submit(again, 0.5, 20)
         save_together(20, [(live, payload(20)), (average, payload(20, "average", "ema"))], [again])
-        expected = ["best.ckpt-20.t-1.pt", "checkpoint", "model.ckpt-10.pt", "model.ckpt-20.pt", "model.ckpt.pt"]
-        assert names(folder) == [*expected, "model_ema.ckpt-20.pt", "model_ema.ckpt.pt"]
+        live_files = ["checkpoint", "model.ckpt-10.pt", "model.ckpt-20.pt", "model.ckpt.pt"]
+        averaged = ["model_ema.ckpt-20.pt", "model_ema.ckpt.pt"]
+        assert names(folder) == ["best.ckpt-20.t-1.pt", "best.ckpt.pt", *live_files, *averaged]
         if os.WIFEXITED(status):
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
@@ -248,6 +250,10 @@ def best(here):
     return BestFiles("best", ".", 2, "E:MAE")
 
 
+def numbered_best(folder):
+    return names(folder, "best*.t-*")
+
+
 def submit(best, value, step):
     kept = best.offer(value, step)
     if kept:
@@ -258,9 +264,21 @@ def submit(best, value, step):
 def test_best_files_carry_their_rank_as_those_of_deepmd_kit(here, best):
     assert [submit(best, v, s) for v, s in [(5.0, 4), (3.0, 8), (4.0, 12), (9.0, 16)]] == [True, True, True, False]
     best.prune()
-    assert names(here) == ["best.ckpt-12.t-2.pt", "best.ckpt-8.t-1.pt"]
+    assert numbered_best(here) == ["best.ckpt-12.t-2.pt", "best.ckpt-8.t-1.pt"]
     assert best.path(8).name == "best.ckpt-8.t-1.pt"
     assert checkpoint.load(best.path(12))["step"] == 12
+
+
+def test_the_link_leads_to_the_best_file_of_either_format(here, best):
+    for value, step, first in [(5.0, 4, 4), (3.0, 8, 8), (4.0, 12, 8), (1.0, 16, 16)]:
+        submit(best, value, step)
+        assert os.readlink("best.ckpt.pt") == f"best.ckpt-{first}.t-1.pt"
+        assert checkpoint.load("best.ckpt")["step"] == first
+    os.remove("best.ckpt-16.t-1.pt")
+    os.mkdir("best.ckpt-16.t-1.dcp")  # written by a run that shards its checkpoints
+    BestFiles("best", ".", 2, "E:MAE").load_state_dict(best.state_dict())
+    assert os.readlink("best.ckpt.dcp") == "best.ckpt-16.t-1.dcp"
+    assert not os.path.lexists("best.ckpt.pt")
 
 
 def test_of_equal_values_the_earlier_one_stays_ahead_and_nan_is_never_kept(here, best):
@@ -275,9 +293,9 @@ def test_of_equal_values_the_earlier_one_stays_ahead_and_nan_is_never_kept(here,
 def test_nothing_is_to_be_written_for_a_value_that_is_not_kept(here, best):
     submit(best, 1.0, 1)
     submit(best, 2.0, 2)
-    before = names(here)
+    before = numbered_best(here)
     assert not best.offer(3.0, 3)
-    assert names(here) == before
+    assert numbered_best(here) == before
     assert best.records == [(1.0, 1), (2.0, 2)]
 
 
@@ -287,14 +305,14 @@ def test_what_was_pushed_out_stays_until_a_checkpoint_knows(here):
     best.prune()
     known = best.state_dict()
     submit(best, 1.0, 8)
-    assert names(here) == ["best.ckpt-4.t-2.pt", "best.ckpt-8.t-1.pt"]
+    assert numbered_best(here) == ["best.ckpt-4.t-2.pt", "best.ckpt-8.t-1.pt"]
     restarted = BestFiles("best", ".", 1, "E:MAE")
     restarted.load_state_dict(known)
     assert restarted.records == [(2.0, 4)]
     assert restarted.path(4).is_file()
     submit(restarted, 1.5, 8)
     restarted.prune()
-    assert names(here) == ["best.ckpt-8.t-1.pt"]
+    assert numbered_best(here) == ["best.ckpt-8.t-1.pt"]
 
 
 def test_the_best_so_far_survives_a_restart(here, best):
@@ -305,7 +323,7 @@ def test_the_best_so_far_survives_a_restart(here, best):
     assert not submit(again, 6.0, 12)
     assert submit(again, 4.0, 16)
     again.prune()
-    assert names(here) == ["best.ckpt-16.t-2.pt", "best.ckpt-8.t-1.pt"]
+    assert numbered_best(here) == ["best.ckpt-16.t-2.pt", "best.ckpt-8.t-1.pt"]
 
 
 def test_best_files_of_an_earlier_run_go_once_this_run_has_its_own(here, best):
@@ -313,10 +331,10 @@ def test_best_files_of_an_earlier_run_go_once_this_run_has_its_own(here, best):
     checkpoint.save("best_ema.ckpt-900.t-1.pt", payload(900, "best", "ema"))
     fresh = BestFiles("best", ".", 2, "E:MAE")
     fresh.prune()
-    assert "best.ckpt-900.t-1.pt" in names(here)
+    assert "best.ckpt-900.t-1.pt" in numbered_best(here)
     assert submit(fresh, 7.0, 10)
     fresh.prune()
-    assert names(here) == ["best.ckpt-10.t-1.pt", "best_ema.ckpt-900.t-1.pt"]
+    assert numbered_best(here) == ["best.ckpt-10.t-1.pt", "best_ema.ckpt-900.t-1.pt"]
 
 
 def test_a_best_file_that_was_deleted_no_longer_counts(here, best, caplog):
@@ -326,7 +344,7 @@ def test_a_best_file_that_was_deleted_no_longer_counts(here, best, caplog):
     again = BestFiles("best", ".", 2, "E:MAE")
     again.load_state_dict(best.state_dict())
     assert again.records == [(5.0, 4)]
-    assert names(here) == ["best.ckpt-4.t-1.pt"]
+    assert numbered_best(here) == ["best.ckpt-4.t-1.pt"]
     assert "best of step 8 (E:MAE 3) is gone" in caplog.text
 
 
@@ -344,7 +362,7 @@ def test_fewer_best_files_after_a_restart_keep_the_best(here, best):
     again = BestFiles("best", ".", 1, "E:MAE")
     again.load_state_dict(best.state_dict())
     again.prune()
-    assert names(here) == ["best.ckpt-8.t-1.pt"]
+    assert numbered_best(here) == ["best.ckpt-8.t-1.pt"]
 
 
 def test_best_files_are_never_rotated(here):
@@ -352,4 +370,4 @@ def test_best_files_are_never_rotated(here):
     submit(best, 1.0, 1)
     for step in range(2, 9):
         save_together(step, [(live, payload(step))], [best])
-    assert names(here, "best*") == ["best.ckpt-1.t-1.pt"]
+    assert numbered_best(here) == ["best.ckpt-1.t-1.pt"]

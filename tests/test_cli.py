@@ -132,7 +132,7 @@ def test_no_command_prints_the_help_and_leaves_with_2(capsys):
         (["compress", "-i", "m.pt2", "-o", "n.pth"], "-o n.pth: expected a name that ends in .pt2, as m.pt2 does."),
         (["compress", "--step", "0.01"], "compress --step: tables have the number of terms that their error bound"),
         (["doc-train-input"], "use `dp-ema doc`"),
-        (["train"], "the following arguments are required: INPUT"),
+        (["check"], "the following arguments are required: INPUT"),
         (["train", "a.json", "-r", "x", "-i", "y"], "--init-frz-model: not allowed with argument -r/--restart"),
         (["train", "a.json", "--retsart", "x"], "train has no option --retsart. Did you mean --restart?"),
         (["train", "a.json", "-t", "x", "-i", "y"], "--init-frz-model: not allowed with argument -t/--finetune"),

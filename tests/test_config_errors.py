@@ -348,7 +348,7 @@ BROKEN_RULES = {
         "validating.full_validation = true",
         "needs training.validation_data",
     ),
-    "rows_have_files_of_their_own": (
+    "files_have_names_of_their_own": (
         {"validating.full_validation": True, "validating.full_val_file": "./lcurve.out"},
         "validating.full_val_file: ",
         "validation of live would be written to lcurve.out, as the learning curve of live is. Choose another name.",
@@ -384,6 +384,14 @@ def test_each_rule_between_options_has_a_message(rule):
     assert len(found) == 1, found
     assert found[0].startswith(f"input.json: {place}"), found[0]
     assert phrase in found[0]
+
+
+def test_checkpoints_may_not_take_the_name_of_the_link_to_the_best_one():
+    (found,) = problems_of(spoiled({"validating.full_validation": True, "training.save_ckpt": "best.ckpt"}))
+    assert found == (
+        "input.json: validating.save_best_dir: the link to the best weights of live would be written to best.ckpt.pt, "
+        "as the link to the newest weights of live is. Choose another name."
+    )
 
 
 @pytest.mark.parametrize("given", [{"compute_prec": "float16", "output_prec": "float32"}, {}])
@@ -477,7 +485,7 @@ def test_sharing_out_in_a_process_that_no_launcher_started_is_stage_0_with_a_not
     (note,) = alone.notes
     assert note == (
         f"training.zero_stage = {stage}: no launcher has started this process, which trains with 0. "
-        "Launch with: torchrun --nproc_per_node=2 --no-python dp-ema train <dict>"
+        "Launch with: export PET_NO_PYTHON=1; torchrun --nproc_per_node=2 dp-ema train <dict>"
     )
     assert as_launched(config, launched=True) == config
 

@@ -45,7 +45,7 @@ def test_a_run_out_of_time_is_saved_and_its_restart_ends_as_an_unbroken_run(star
     found = start("parts", callback=OutOfTime(step, in_validation))
     assert found.step == step
     assert f"after step {step} of {STEPS}, as the time is over; everything is saved" in caplog.text
-    assert "dp-ema train --restart model.ckpt.pt input.json" in caplog.text
+    assert "dp-ema train --restart model.ckpt.pt" in caplog.text
     # with time of its own
     assert start("parts", restart=str(found.checkpoint), max_time=1e6).step == STEPS
     start("whole")

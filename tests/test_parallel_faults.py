@@ -204,7 +204,7 @@ def test_one_rank_that_is_out_of_time_ends_all_after_the_same_step_without_an_er
     codes, said = run(folder, "", "run_out_of_time")
     assert (codes, said) == ([0, 0], [])
     log = (folder / "reported.txt").read_text()
-    assert "dp-ema train --restart model.ckpt.pt input.json, launched as before" in log
+    assert "dp-ema train --restart model.ckpt.pt, launched as before" in log
     assert_continues(folder, AT_STEP)
 
 

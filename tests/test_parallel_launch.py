@@ -50,7 +50,6 @@ def assert_trained(folder, forked):
 
 
 SPELLINGS = {
-    "no-python": ("--no-python", "dp-ema"),
     "path": ("DP-EMA",),
     "module": ("-m", "deepmd_ema"),
     "own": ("DP-EMA",),
@@ -76,6 +75,16 @@ def test_torchrun_starts_a_run(tmp_path, water_like, forked, spelling):
     assert done.returncode == 0, done.stderr[-3000:]
     assert_trained(tmp_path, forked)
     assert done.stderr.count("trained model: model.ckpt.pt") == 1  # reported by one rank
+
+
+def test_torchrun_starts_the_command_as_users_write_it(tmp_path, water_like, forked):
+    ready(tmp_path, water_like)
+    # as torchrun's --master-port: 29500, its default, may be in use here
+    env = environment(PET_NO_PYTHON="1", PET_MASTER_PORT=str(free_port()), CUDA_VISIBLE_DEVICES="")
+    command = "torchrun --nproc_per_node=2 dp-ema train input.json"
+    done = subprocess.run(command.split(), cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_trained(tmp_path, forked)
 
 
 def test_the_environment_of_srun_starts_a_run(tmp_path, water_like, forked):

@@ -124,6 +124,63 @@ def test_a_restart_continues_to_the_last_bit(start, at):
         assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
 
 
+@pytest.fixture
+def broken_off(start):
+    """Return the folder of a whole run, and, as the current folder, that of one that was stopped after step 8."""
+    whole = start("whole")
+    with pytest.raises(Interrupted):
+        start("parts", callback=StopAfter(8))
+    return whole
+
+
+@pytest.mark.parametrize("input_file", [None, "input.json"])
+def test_a_restart_with_or_without_the_input_writes_the_bytes_of_an_unbroken_run(broken_off, caplog, input_file):
+    run_training(input_file, restart="model.ckpt.pt", device="cpu")
+    written = {path.name for path in Path().glob("*.*") if path.is_file()} - {"run_record.json"}
+    assert {"model.ckpt-20.pt", "model_ema.ckpt-20.pt", "best_ema.ckpt.pt", "lcurve.out", "val_ema.log"} < written
+    for name in written - {"model.ckpt-8.pt", "model_ema.ckpt-8.pt"}:
+        assert Path(name).read_bytes() == (broken_off / name).read_bytes(), name
+    assert "is not read" not in caplog.text
+    assert "no effect" not in caplog.text or input_file
+
+
+def test_a_restart_without_an_input_says_how_that_of_the_folder_differs(broken_off, caplog, capsys):
+    given = json.loads(Path("input.json").read_text())
+    given["learning_rate"]["start_lr"], given["training"]["numb_steps"] = 5e-3, 30
+    Path("input.json").write_text(json.dumps(given))
+    assert cli.main(["train", "--restart", "model.ckpt.pt", "--device", "cpu"]) == 0
+    line = next(record.getMessage() for record in caplog.records if "is not read" in record.getMessage())
+    assert line == (
+        "input.json is not read, the config of model.ckpt.pt counts. The former differs: learning_rate.start_lr = "
+        "0.005 (checkpoint: 0.001), training.numb_steps = 30 (checkpoint: 20). `dp-ema train --restart model.ckpt.pt "
+        "input.json` takes it instead."
+    )
+    assert_same(load("model.ckpt-20.pt"), load(broken_off / "model.ckpt-20.pt"))
+
+
+def test_a_restart_without_an_input_says_that_that_of_the_folder_is_wrong(broken_off, caplog):
+    Path("input.json").write_text('{"model": {}')
+    run_training(restart="model.ckpt.pt", device="cpu", max_time=1e-9)
+    assert "The former differs: input.json:1:13: not JSON: the text ends too early." in caplog.text
+
+
+def test_without_an_input_that_of_the_folder_is_trained(start, monkeypatch, capsys):
+    start("run", 2)
+    before = Path("model.ckpt-2.pt").read_bytes()
+    assert cli.main(["train", "--device", "cpu"]) == 0
+    assert Path("model.ckpt-2.pt").read_bytes() == before
+    assert Path("earlier-1/model.ckpt-2.pt").read_bytes() == before
+    assert os.readlink("earlier-1/best_ema.ckpt.pt") == "best_ema.ckpt-2.t-1.pt"
+    Path("input.json").unlink()
+    capsys.readouterr()
+    for words in (["train"], ["train", "--init-model", "model.ckpt.pt"], ["train", "--finetune", "model.ckpt.pt"]):
+        assert cli.main(words) == 2
+        assert capsys.readouterr().err == (
+            "dp-ema: no input is given, and this folder has no input.json. Name the file: `dp-ema train INPUT`. "
+            "`dp-ema init DATA -o input.json` writes one for your data.\n"
+        )
+
+
 def test_a_restart_with_averaged_rows_continues_to_the_last_bit(start):
     options = {"training__disp_avg": True}
     whole = start("whole", 20, options)
@@ -440,7 +497,7 @@ def test_a_signal_saves_the_current_step_and_says_how_to_continue(tmp_path, wate
     finally:
         process.kill()  # a run that does not react continues for a long time
     assert process.returncode == 128 + signal_sent
-    assert "dp-ema train --restart model.ckpt.pt input.json" in said
+    assert "dp-ema train --restart model.ckpt.pt\n" in said
     assert "Traceback" not in said
     state = load(tmp_path / "model.ckpt.pt")
     assert state["step"] > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,8 +27,21 @@ class DamagedError(Exception):
 def write_archive(path: Path, payload: Mapping[str, Any]) -> None:
     """Write ``payload`` with its digest to ``path``, which nobody else reads yet."""
     with path.open("wb") as file:
-        content = on_cpu(payload)
+        content = _interned(on_cpu(payload))
         torch.save({**content, DIGEST: content_digest(content)}, file)
+
+
+def _interned(tree: Any) -> Any:
+    """Return nested containers in which equal texts are one object.
+
+    Pickle writes an object once, so that the bytes of a file would depend on where its texts come from, for example on
+    whether a run was restarted.
+    """
+    if isinstance(tree, dict):
+        return {_interned(key): _interned(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(_interned, tree))
+    return sys.intern(tree) if type(tree) is str else tree
 
 
 def read_archive(path: Path) -> Any:

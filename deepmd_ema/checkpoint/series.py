@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_ema.checkpoint import names, save, save_sharded
-from deepmd_ema.config.outputs import GATHERED_SUFFIX, POINTER, SHARDED_SUFFIX, suffixed
+from deepmd_ema.config.outputs import GATHERED_SUFFIX, POINTER, SHARDED_SUFFIX, best_link, suffixed
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError, WriteError, reason_of
 from deepmd_ema.files import atomic_write, link, move, remove, spare_of
@@ -109,11 +109,7 @@ class CheckpointSeries:
 
     def update_links(self, step: int) -> None:
         """Move the link, then for live weights the pointer (``checkpoint``), to the file of ``step``."""
-        link(self.link, self.file(step))
-        for suffix in names.SUFFIXES:  # that of another format would lead to an older file
-            other = self.link.with_name(f"{self.name}{suffix}")
-            if other != self.link and other.is_symlink():
-                other.unlink()
+        _link_only(self.link, self.file(step))
         if self._is_live:
             with atomic_write(POINTER) as part:
                 part.write_text(str(self.file(step)), encoding="utf-8", errors="surrogateescape")
@@ -144,6 +140,8 @@ class CheckpointSeries:
 
 class BestFiles:
     """Keeps the ``keep`` best files as ``<prefix>.ckpt-<step>.t-<rank>.pt``; lower values are better.
+
+    ``<prefix>.ckpt.pt`` is a link to the best of them.
 
     A file that is no longer among the best keeps a rank beyond ``keep`` until :meth:`prune` is called, after a training
     checkpoint with the new records was written: a restart finds the files of its records. :meth:`prune` also removes
@@ -230,7 +228,7 @@ class BestFiles:
         return self.records
 
     def _arrange(self, records: list[tuple[float, int]]) -> None:
-        """Give the files of ``records`` their ranks; names differ by step, so no move can hit another file."""
+        """Give the files of ``records`` their ranks and lay the link; names differ by step, so no move hits a file."""
         there = self._on_disk()
         for rank, (_, step) in enumerate(records, 1):
             wanted = self._file(step, rank)
@@ -240,6 +238,8 @@ class BestFiles:
             for file in files:
                 if wanted in files and file != wanted:
                     remove(file)
+            if rank == 1 and files:  # before the file that was the best gets another name
+                _link_only(self.folder / best_link(self.prefix, wanted.suffix), wanted)
 
     def _file(self, step: int, rank: int) -> Path:
         """Return the name of a best file: of the format in which it is there, or will be written."""
@@ -249,6 +249,15 @@ class BestFiles:
 
     def _on_disk(self) -> dict[int, list[Path]]:
         return names.files_by_step(self.folder, names.best_pattern(self.prefix))
+
+
+def _link_only(path: Path, target: Path) -> None:
+    """Let ``path`` be a link to ``target``, and remove that of the other format, which would lead to an older file."""
+    link(path, target)
+    for suffix in names.SUFFIXES:
+        other = path.with_suffix(suffix)
+        if other != path and other.is_symlink():
+            other.unlink()
 
 
 def save_together(

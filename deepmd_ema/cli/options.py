@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from deepmd_ema.errors import ConfigError, UserError, show_text
 
@@ -19,9 +20,10 @@ BACKEND_SUFFIXES = {"pytorch": ".pth", "pytorch-exportable": ".pte", None: ".dp"
 EVALUATED = ".pt2 (machine code, which runs when it is loaded: only from whom you trust)"
 
 
-def add_input(parser: argparse.ArgumentParser) -> None:
-    """Add the input of a training run."""
-    parser.add_argument("input", metavar="INPUT", type=path, help="input.json or input.yaml")
+def add_input(parser: argparse.ArgumentParser, default: str = "") -> None:
+    """Add the input of a training run; ``default`` says what is taken where it may be left out."""
+    optional: dict[str, Any] = {"nargs": "?"} if default else {}
+    parser.add_argument("input", metavar="INPUT", type=path, help=f"input.json or input.yaml{default}", **optional)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

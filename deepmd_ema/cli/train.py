@@ -26,7 +26,11 @@ SUMMARY = "train a model"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    add_input(parser)
+    add_input(parser, " (default: input.json of this folder; with --restart the config of the checkpoint)")
+    parser.epilog = (
+        "on several processes: --nproc-per-node N, or `export PET_NO_PYTHON=1` once in the shell and then "
+        "`torchrun --nproc_per_node=N dp-ema train INPUT`"
+    )
     start = parser.add_mutually_exclusive_group()
     start.add_argument("-r", "--restart", metavar="CKPT", type=path, help="continue exactly from a checkpoint")
     start.add_argument("-i", "--init-model", "-f", "--init-frz-model", dest="init_model", metavar="FILE", type=path,
@@ -79,7 +83,8 @@ def _request(args: argparse.Namespace) -> TrainRequest:
         options = {f.name: getattr(args, f.name) for f in fields(TrainRequest) if f.name != "input_file"}
         request = TrainRequest(args.input, **options)
         # several ranks agree on the mistakes later; with the two options the input is not complete
-        if args.launch.size == 1 and not args.use_pretrain_script and args.model_branch is None:
+        is_complete = not (args.use_pretrain_script or args.model_branch or request.takes_saved_config)
+        if args.launch.size == 1 and is_complete:
             _ = request.input.config
         return request
 

@@ -97,6 +97,17 @@ def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunCo
     return _load(values, source, {})
 
 
+def saved_input(values: Mapping[str, Any], source: str = "<dict>") -> InputFile:
+    """Return the config of a checkpoint as an input, with removed values replaced."""
+    training = values.get("training")
+    averages = training.get("averaging") if isinstance(training, Mapping) else None
+    if isinstance(training, Mapping) and isinstance(averages, list):
+        # a checkpoint holds whole averages, however the ranks held them
+        kept = [{**a, "layout": "local_shard"} if a.get("layout") == "rank_range" else a for a in averages]
+        values = {**values, "training": {**training, "averaging": kept}}
+    return InputFile(source, values, {})
+
+
 def saved_config(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig:
     """Return the run that the config of a checkpoint describes, with removed values replaced.
 
@@ -106,16 +117,13 @@ def saved_config(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig
     Raises:
         ConfigError: with every mistake of the config.
     """
+    values = saved_input(values).values
     training = values.get("training")
     if isinstance(training, Mapping):
         training = {name: value for name, value in training.items() if name != "loggers"}
+        if isinstance(averages := training.get("averaging"), list):
+            training["averaging"] = [a for a in averages if a.get("type", "ema") in AVERAGES]
         values = {**values, "training": training}
-    averages = training.get("averaging") if isinstance(training, Mapping) else None
-    if isinstance(training, Mapping) and isinstance(averages, list):
-        # a checkpoint holds whole averages, however the ranks held them
-        kept = [{**a, "layout": "local_shard"} if a.get("layout") == "rank_range" else a for a in averages]
-        kept = [a for a in kept if a.get("type", "ema") in AVERAGES]
-        values = {**values, "training": {**training, "averaging": kept}}
     return config_from_dict(values, source)
 
 

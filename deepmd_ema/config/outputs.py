@@ -42,6 +42,11 @@ def suffix_of(weights: str, task: str = "") -> str:
     return f"_{task}" * bool(task) + f"_{weights}" * (weights != LIVE)
 
 
+def best_link(prefix: str, suffix: str) -> str:
+    """Return the name of the link to the best of the best files of a prefix."""
+    return f"{prefix}.ckpt{suffix}"
+
+
 def weights_of_rows(file: Path, values: Mapping[str, Any]) -> str:
     """Return whose rows a file holds by its name: the inverse of :meth:`Outputs.lcurve` and ``validation_log``.
 
@@ -71,6 +76,7 @@ class Output:
         path: where it is.
         is_folder: whether it is a folder.
         has_rows: whether rows are added to it during the run, so that it can belong to one writer only.
+        is_link: whether it is a link to the newest or the best weights.
         is_curve: of a file of rows, whether it is a learning curve or a log of full validation.
     """
 
@@ -79,6 +85,7 @@ class Output:
     path: Path
     is_folder: bool = False
     has_rows: bool = False
+    is_link: bool = False
     is_curve: bool = True
 
 
@@ -158,7 +165,8 @@ class Outputs:
             for name in (LIVE, *(a.name for a in training.averaging if a.lcurve)):
                 yield Output("training.disp_file", f"the learning curve of {name}", self.lcurve(name), has_rows=True)
         for name in (LIVE, *(a.name for a in training.averaging)):
-            yield Output("training.save_ckpt", f"the newest weights of {name}", self.checkpoint_link(name))
+            link = self.checkpoint_link(name)
+            yield Output("training.save_ckpt", f"the link to the newest weights of {name}", link, is_link=True)
         for name in self._config.fully_validated:
             for task in (name for name, task in self._config.tasks.items() if task.is_validated):
                 content = f"validation of {name}" + f" in task {task}" * bool(task)
@@ -167,6 +175,11 @@ class Outputs:
                 if self._config.validating.physics is not None:
                     content, log = content.replace("validation", "physics"), self.physics_log(name, task)
                     yield Output("validating.full_val_file", content, log, has_rows=True, is_curve=False)
+                if self.has_best:
+                    link = self.best_folder / best_link(self.best_prefix(name, task), self.suffix)
+                    yield Output(
+                        "validating.save_best_dir", f"the link to the best weights of {name}", link, is_link=True
+                    )
 
     def _folders(self) -> Iterator[Output]:
         training = self._config.training

@@ -104,7 +104,7 @@ def as_launched(run: RunConfig, launched: bool) -> RunConfig:
         return run
     note = (
         f"training.zero_stage = {stage}: no launcher has started this process, which trains with 0. "
-        f"Launch with: torchrun --nproc_per_node=2 --no-python dp-ema train {run.source.name}"
+        f"Launch with: export PET_NO_PYTHON=1; torchrun --nproc_per_node=2 dp-ema train {run.source.name}"
     )
     return replace(run, training=replace(run.training, zero_stage=0), notes=(*run.notes, note))
 
@@ -381,13 +381,13 @@ def early_stop_watches_validated_weights(run: RunConfig) -> Violations:
 
 
 @rule("run")
-def rows_have_files_of_their_own(run: RunConfig) -> Violations:
-    """No two of learning curves and logs of full validation are written to one file."""
+def files_have_names_of_their_own(run: RunConfig) -> Violations:
+    """No two of learning curves, logs of full validation and links to weights have one name."""
     files: dict[str, Output] = {}
     for output in Outputs(run):
         file = os.path.normpath(output.path)
-        first = files.setdefault(file, output) if output.has_rows else output
-        if first is not output:
+        first = output if output.is_folder else files.setdefault(file, output)
+        if first is not output and (output.has_rows or first.option != output.option):
             text = f": {output.content} would be written to {file}, as {first.content} is. Choose another name."
             yield output.option, text
 

@@ -28,7 +28,8 @@ from deepmd_ema.training.loop.trainer import Callback, Trainer
 from deepmd_ema.training.start.new_run import Start
 from deepmd_ema.training.start.output_files import check_outputs, lock_outputs, write_config
 from deepmd_ema.training.start.prepare import prepare
-from deepmd_ema.training.start.request import TrainRequest
+from deepmd_ema.training.start.request import DEFAULT_INPUT, TrainRequest
+from deepmd_ema.training.start.restart import Restart
 from deepmd_ema.training.start.start_file import load_start
 
 __all__ = ["Callback", "TrainRequest", "TrainedRun", "run_training", "train"]
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(
-    request: TrainRequest | str | Mapping[str, Any],
+    request: TrainRequest | str | Mapping[str, Any] | None = None,
     *,
     should_update: Mapping[str, Hook] | None = None,
     callback: Callback | None = None,
@@ -50,7 +51,7 @@ def run_training(
     ``run_training(TrainRequest("input.json", restart="model.ckpt.pt"))``.
 
     Args:
-        request: the request, its input file, or the values of one.
+        request: the request, its input file, or the values of one; None: see :attr:`TrainRequest.input_file`.
         should_update: by name of an average, a function of (step, epoch) that says whether the average is updated with
             the weights of that step; for rules that no option has. It must depend on nothing else, or a restart is not
             exact.
@@ -76,7 +77,9 @@ def run_training(
             config = _config(request, start, launch, world.size)
         seed = world.broadcast_from_rank0(partial(_seed, config, request, held))
         config = replace(config, training=replace(config.training, seed=seed))
-        for line in (*config.notes, *ignored_options(config)):
+        # the config of a checkpoint has every default: what has no effect was listed when it was an input
+        unused = () if request.takes_saved_config else ignored_options(config)
+        for line in (*config.notes, *unused):
             logger.warning("%s", line)
         _warn_idle_heads(config, request)
         prepared = prepare(config, start, world, request.skip_neighbor_stat)
@@ -90,11 +93,11 @@ def run_training(
         return trained
 
 
-def train(request: TrainRequest | str | Mapping[str, Any], **options: Any) -> TrainedRun:
+def train(request: TrainRequest | str | Mapping[str, Any] | None = None, **options: Any) -> TrainedRun:
     """Train as the command line does, with its messages on stderr; for scripts and notebooks.
 
-    ``train("input.json")``, ``train({"model": ...})`` or ``train("input.json", restart="model.ckpt.pt")``. The
-    arguments are those of :func:`run_training`. Where the program has handlers of log messages, these get the messages.
+    ``train("input.json")``, ``train({"model": ...})`` or ``train(restart="model.ckpt.pt")``. The arguments are those of
+    :func:`run_training`. Where the program has handlers of log messages, these get the messages.
 
     Raises:
         UserError: for every mistake in the input, the data or the files.
@@ -110,11 +113,15 @@ def train(request: TrainRequest | str | Mapping[str, Any], **options: Any) -> Tr
 
 def _config(request: TrainRequest, start: Start, launch: Launch, num_ranks: int) -> RunConfig:
     """Return the checked config, with what it leaves open as it is in the start file."""
-    given = request.input.with_model(start.model_section) if request.use_pretrain_script else request.input
+    given = start.input if isinstance(start, Restart) and request.takes_saved_config else request.input
+    if request.use_pretrain_script:
+        given = given.with_model(start.model_section)
     if problems := launch_problems(given.config, num_ranks):
         raise ConfigError(problems)
     config = start.adopt_from_checkpoint(as_launched(given.config, launch.launched))
     start.check_resumable(config, request.allow_config_change)
+    if isinstance(start, Restart) and request.takes_saved_config and Path(DEFAULT_INPUT).is_file():
+        start.warn_of_other_input(DEFAULT_INPUT, config)
     return config
 
 

@@ -375,4 +375,4 @@ class Trainer:
 def restart_command(trainer: Trainer) -> str:
     """Return the command that continues a run from its newest checkpoint."""
     launched = ", launched as before" if trainer.world.size > 1 else ""
-    return f"dp-ema train --restart {trainer.saver.link} {trainer.input_file}{launched}"
+    return f"dp-ema train --restart {trainer.saver.link}{launched}"

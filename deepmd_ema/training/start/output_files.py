@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -48,8 +48,7 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
         CheckpointError: naming every place that cannot be written, or where there is something else.
     """
     weights, output = request.weights, request.output
-    read = None if isinstance(request.input_file, Mapping) else request.input_file
-    inputs = (read, request.restart, request.init_model, request.finetune)
+    inputs = (request.file, request.restart, request.init_model, request.finetune)
     if weights is not None and (real := _real_model_file(weights)) in {p.resolve() for p in _in_the_way(config)}:
         copy = "`cp -r {} start.dcp`" if is_sharded(real) else "`cp {} start.pt`"
         raise CheckpointError(
@@ -106,7 +105,7 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
     text = as_text(to_dict(config)) + "\n"
     outputs = Outputs(config)
     # a copied folder may have files in place of the links, which would be replaced
-    files = [path for path in map(outputs.checkpoint_link, _names(config)) if not path.is_symlink()]
+    files = [o.path for o in outputs if o.is_link and not o.path.is_symlink()]
     if is_new:
         files += _in_the_way(config)
         path = Path(output)
@@ -163,8 +162,7 @@ def _real_model_file(given: str) -> Path:
 def _in_the_way(config: RunConfig) -> Iterator[Path]:
     """Yield the files that a run from step 0 would replace or remove."""
     outputs = Outputs(config)
-    yield from map(outputs.checkpoint_link, _names(config))
-    yield from (o.path for o in outputs if o.has_rows)
+    yield from (o.path for o in outputs if o.has_rows or o.is_link)
     yield from (Path(POINTER), Path(RECORD), Path(LOGGED))
     for name in _names(config):
         series = suffixed(config.training.save_ckpt, suffix_of(name)).name

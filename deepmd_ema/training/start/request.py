@@ -6,10 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from deepmd_ema.config import InputFile, read_input
-from deepmd_ema.errors import UserError
+from deepmd_ema.errors import ConfigError, UserError
+
+DEFAULT_INPUT = "input.json"
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,8 @@ class TrainRequest:
     """A request to train: the input, and how the run starts. At most one of the three start files is given.
 
     Attributes:
-        input_file: JSON or YAML, or the values of one.
+        input_file: JSON or YAML, or the values of one. None: the config of the checkpoint that is restarted, otherwise
+            ``input.json`` of this folder.
         restart: checkpoint to continue exactly.
         init_model: file whose weights, live or averaged, a new run starts from.
         finetune: file whose weights a new run on other data, perhaps of other elements, starts from.
@@ -31,7 +35,7 @@ class TrainRequest:
         max_time: seconds after which the run is saved and ends, data and start included.
     """
 
-    input_file: str | Mapping[str, Any]
+    input_file: str | Mapping[str, Any] | None = None
     restart: str | None = None
     init_model: str | None = None
     finetune: str | None = None
@@ -43,6 +47,11 @@ class TrainRequest:
     allow_config_change: bool = False
     max_time: float = math.inf
 
+    @property
+    def takes_saved_config(self) -> bool:
+        """Whether the run continues with the config of its checkpoint, because no input is given."""
+        return self.input_file is None and self.restart is not None
+
     @cached_property
     def input(self) -> InputFile:
         """The input file, parsed once.
@@ -52,12 +61,25 @@ class TrainRequest:
         """
         if isinstance(self.input_file, Mapping):
             return InputFile("input", self.input_file, {})
-        return read_input(self.input_file)
+        file = self.file or DEFAULT_INPUT
+        if self.input_file is None and not Path(file).exists():
+            raise ConfigError(
+                f"no input is given, and this folder has no {DEFAULT_INPUT}. Name the file: `dp-ema train INPUT`. "
+                f"`dp-ema init DATA -o {DEFAULT_INPUT}` writes one for your data."
+            )
+        return read_input(file)
+
+    @property
+    def file(self) -> str | None:
+        """The file of the input; None where values were given, or those of the checkpoint count."""
+        if isinstance(self.input_file, Mapping) or self.takes_saved_config:
+            return None
+        return self.input_file or DEFAULT_INPUT
 
     @property
     def name(self) -> str:
-        """The file of the input: the normalized one where values were given."""
-        return self.output if isinstance(self.input_file, Mapping) else self.input_file
+        """The file of the input, or the normalized one where there is none."""
+        return self.file or self.output
 
     @property
     def weights(self) -> str | None:
@@ -73,6 +95,8 @@ class TrainRequest:
         given = self.model_branch
         if given is not None and (self.restart is not None or self.weights is None):
             raise UserError("--model-branch: chooses a model of the file of --finetune or --init-model. Leave it out.")
+        if self.weights is None:  # no file whose models could be chosen
+            return {}
         heads = self.input.heads
         if given is None:
             return heads

@@ -10,12 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema.config import RunConfig, saved_config, saved_models, to_dict
+from deepmd_ema.config import (
+    InputFile,
+    RunConfig,
+    as_launched,
+    read_input,
+    saved_config,
+    saved_input,
+    saved_models,
+    to_dict,
+)
 from deepmd_ema.config.differences import differences_of, shortened, without_tasks
 from deepmd_ema.config.messages import of_one_task
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, LKFConfig
 from deepmd_ema.dist.dtensor import local_shard, shard_like
-from deepmd_ema.errors import ConfigError
+from deepmd_ema.errors import ConfigError, UserError, first_few
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.tensors import StoredTensor, check_weights, whole
@@ -74,6 +83,31 @@ class Restart(FromWeights):
         if config.training.seed is not None:
             return config
         return replace(config, training=replace(config.training, seed=self.payload["config"]["training"]["seed"]))
+
+    @property
+    def input(self) -> InputFile:
+        """The config of the checkpoint, with which a run continues that is given no input."""
+        return saved_input(self.payload["config"], f"--restart {self.path}")
+
+    def warn_of_other_input(self, file: str, config: RunConfig) -> None:
+        """Warn if the input in the folder, which is not used, differs from the config of the checkpoint.
+
+        Args:
+            file: the input.
+            config: of the run, from the checkpoint.
+        """
+        try:
+            # zero_stage of the checkpoint may be that of a process without a launcher
+            one, other = (as_launched(each, launched=False) for each in (config, read_input(file).config))
+            found = differences_of(to_dict(one), to_dict(self.adopt_from_checkpoint(other)))
+            texts = [f"{path} = {shortened(new)} (checkpoint: {shortened(old)})" for path, old, new in found]
+        except UserError as error:
+            texts = [error.problems[0]]
+        if texts:
+            logger.warning(
+                "%s is not read, the config of %s counts. The former differs: %s. `dp-ema train --restart %s %s` takes "
+                "it instead.", file, self.path, first_few(texts).rstrip("."), self.path, file,
+            )  # fmt: skip
 
     def check_resumable(self, config: RunConfig, allow_change: bool) -> None:
         """Compare the config with that of the checkpoint."""
