@@ -11,7 +11,6 @@ import torch
 
 from deepmd_ema import checkpoint, interchange
 from deepmd_ema.averaging import sigma_rel_of
-from deepmd_ema.checkpoint.schema import check_frozen_facts
 from deepmd_ema.config import ModelConfig, choose_head, saved_models, to_dict
 from deepmd_ema.config.messages import show
 from deepmd_ema.dist.device import select_device
@@ -251,7 +250,6 @@ def models_of_deepmd(
             raise CheckpointError(
                 f"{path}: a checkpoint of DeePMD-kit, no average is called {average!r}. Use --use-ema."
             )
-        check_frozen_facts(own.facts, path)
         info = Provenance(
             path,
             "deepmd",
@@ -276,7 +274,6 @@ def _load_frozen(path: Path) -> LoadedModel:
         return replace(loaded, info=replace(loaded.info, path=path))
     config, model, found = interchange.read_dp(path)
     ours = found[interchange.EXTRA]
-    check_frozen_facts(ours, path)
     info = Provenance(
         path,
         "frozen",
