@@ -1,15 +1,13 @@
-"""Dynamics, bonds and elastic constants of averaged weights beside weights at the end of a decay, and of solved layers.
+"""Dynamics, bonds and elastic constants of averaged weights beside weights at the end of a decay.
 
 usage: python benchmarks/physics_of_averages.py --sources DIR --work DIR [--train-only] [--output PAGE]
 
-Small models of seven sets (divided_sets.py), three seeds, as in anytime.py and in the same --work. Of each seed five
+Small models of seven sets (divided_sets.py), three seeds, as in anytime.py and in the same --work. Of each seed three
 sets of weights after the same number of steps:
 
 - ``live``: live weights of a run at a constant learning rate;
 - ``average``: the power average p05 of this run;
-- ``decayed``: live weights of the run that continues from the first 80 % of it with a rate that decays to a hundredth;
-- ``solved``: ``average`` with the output layer solved for, as by `dp-ema posthoc --solve`;
-- ``best ridge``: the same with the ridge that is best for the frames kept apart, which is smaller.
+- ``decayed``: live weights of the run that continues from the first 80 % of it with a rate that decays to a hundredth.
 
 ``average`` and ``decayed`` have nearly the same force error, so that what differs is something else. Each is measured
 with the functions of `dp-ema test --physics` from several frames that were not trained on, with velocities of their
@@ -27,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import anytime
 import common
@@ -35,9 +32,8 @@ import numpy as np
 from divided_sets import SETS, TEST, systems_in
 from init_sets import SETS as PUBLIC
 
-LIVE, AVERAGE, DECAYED, SOLVED, BEST_RIDGE = "live", "average", "decayed", "solved", "best ridge"
-WEIGHTS = (LIVE, AVERAGE, DECAYED, SOLVED, BEST_RIDGE)
-PAIRS = ((AVERAGE, DECAYED), (AVERAGE, LIVE), (SOLVED, AVERAGE), (BEST_RIDGE, AVERAGE))
+WEIGHTS = LIVE, AVERAGE, DECAYED = "live", "average", "decayed"
+PAIRS = ((AVERAGE, DECAYED), (AVERAGE, LIVE))
 NAMES = ("water", "acac", "molecules", "alloy", "alloys", "Mo", "Si")
 # K, of the run without thermostat: half of that of the other one
 TEMPERATURES = {"water": 400, "acac": 600, "molecules": 600, "alloy": 1000, "alloys": 1500, "Mo": 1500, "Si": 1000}
@@ -109,22 +105,17 @@ def _measure(case: Case, sources: Path) -> None:
     from deepmd_ema.infer.evaluate import open_labelled
     from deepmd_ema.infer.potential import Potential
     from deepmd_ema.labels import ENERGY, FORCE
-    from deepmd_ema.model import last_layer
     from deepmd_ema.physics.crystal import is_crystal
     from deepmd_ema.physics.report import PhysicsOptions, physics_of
 
     data = case.work / "data" / case.name
     constant, decayed = case.jobs()
     files = {LIVE: constant.folder / f"model.ckpt-{case.steps}.pt", DECAYED: decayed.kept}
-    files |= dict.fromkeys((AVERAGE, SOLVED, BEST_RIDGE), files[LIVE])
+    files[AVERAGE] = files[LIVE]
     for weights in WEIGHTS:
         if case.file(weights).exists():
             continue
         loaded = _load(files[weights], weights)
-        if weights in (SOLVED, BEST_RIDGE):
-            kept_gain = last_layer.KEPT_GAIN if weights == SOLVED else 1.0
-            with mock.patch.object(last_layer, "KEPT_GAIN", kept_gain):
-                anytime.solve(constant, loaded.model, data)
         systems = open_labelled(systems_in(data / TEST), loaded.config, (ENERGY, FORCE))
         frames = [system.frame(n) for system in systems for n in range(system.num_frames)]
         frames = [frame for frame in frames if not is_crystal(frame)]
@@ -214,7 +205,7 @@ def _mean(values: Sequence[float]) -> float:
 def _page(cases: Sequence[Case], args: argparse.Namespace) -> str:
     done = [case for case in cases if all(case.file(weights).exists() for weights in WEIGHTS)]
     parts = [
-        f"# Physics of averages, decays and solved layers, {common.today()}",
+        f"# Physics of averages and decays, {common.today()}",
         f"Models of {anytime.SMALL['neuron']}, rcut {anytime.SMALL['rcut']}, float32, {args.steps:,} steps of Adam, "
         f"rate {anytime.START_LR:g}. From {FRAMES} frames that were not trained on, {MD_STEPS:,} steps each without "
         "thermostat, and with one at twice the temperature; numbers are means of these. Failures are those of "

@@ -19,6 +19,7 @@ from deepmd_ema.config.schema.model import Link, ModelConfig
 from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun, to_dict
 from deepmd_ema.config.tasks import has_tasks
 from deepmd_ema.config.text import read_config_file
+from deepmd_ema.config.unsupported import without_removed
 from deepmd_ema.config.upgrade import Upgraded, add_averaged_point, expand_short_form, upgrade
 from deepmd_ema.errors import ConfigError
 
@@ -106,6 +107,7 @@ def saved_config(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig
     Raises:
         ConfigError: with every mistake of the config.
     """
+    values, notes = without_removed(values)
     training = values.get("training")
     if isinstance(training, Mapping):
         training = {name: value for name, value in training.items() if name != "loggers"}
@@ -116,7 +118,8 @@ def saved_config(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig
         kept = [{**a, "layout": "local_shard"} if a.get("layout") == "rank_range" else a for a in averages]
         kept = [a for a in kept if a.get("type", "ema") in AVERAGES]
         values = {**values, "training": {**training, "averaging": kept}}
-    return config_from_dict(values, source)
+    config = config_from_dict(values, source)
+    return replace(config, notes=(*config.notes, *notes))
 
 
 def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> ModelConfig:

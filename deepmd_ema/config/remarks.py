@@ -178,11 +178,6 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
     "run": (
         ("model.model_branch_alias", lambda run: "" in run.tasks, "there is one task, so no head is chosen by a name"),
         ("optimizer.lr_adjust_coeff", lambda run: getattr(run.optimizer, "lr_adjust", 0) > 0, "lr_adjust is above 0"),
-        (
-            "training.change_bias_after_training",
-            lambda run: run.training.solve_last_layer,
-            "solve_last_layer fits the bias as well",
-        ),
         ("training.mixed_precision", lambda _: True, "the precision is that of descriptor and fitting_net"),
         ("training.enable_tf32", lambda run: not _in_float32(run), "no product is in float32"),
         ("validating.tf32_infer", lambda run: not _in_float32(run), "no product is in float32"),

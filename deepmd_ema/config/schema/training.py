@@ -239,12 +239,6 @@ class TrainingOptions:
         doc="Whether the energy bias of each element is fitted to the training data once more after the last step, for "
         "the live weights and for each average with its own weights.",
     )
-    solve_last_layer: bool = option(
-        False,
-        doc="Whether the output layer of the fitting network and the energy bias of each element are solved for by "
-        "least squares over the training data after the last step, for the live weights and for each average, under "
-        "the weights of the loss. Only in dp-ema.",
-    )
     disp_training: bool = option(True, doc="Whether lines are written to `disp_file`.")
     time_training: bool = option(True, doc="Has no effect: times and the time left are always shown.")
     disp_avg: bool = option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ from deepmd_ema.training.loop.averages import Hook, build_bank
 from deepmd_ema.training.loop.cuda_graphs import GraphedSteps
 from deepmd_ema.training.loop.interpolation import InterpolationControl
 from deepmd_ema.training.loop.modes import compiled_modes, launches_graphs, why_no_graphs
-from deepmd_ema.training.loop.refit import Refitted, refit_bias, solve
+from deepmd_ema.training.loop.refit import refit_bias
 from deepmd_ema.training.loop.reporter import Reporter
 from deepmd_ema.training.loop.saver import Saver, StateBuilder
 from deepmd_ema.training.loop.sharding import parallelize
@@ -101,7 +101,7 @@ def assemble(
         interpolation=interpolation,
         products=products,
         graphs=_graphs(config, take_step, bank, world, products),
-        refit=_refit(prepared, bank, num_steps, world),
+        refit=partial(refit_bias, prepared, bank) if config.training.change_bias_after_training else None,
         validates_before=start.validates_before,
         input_file=input_file,
         callback=callback or Callback(),
@@ -137,16 +137,6 @@ def _step(prepared: PreparedRun, module: nn.Module, num_steps: int, world: World
 
         return KalmanStep(prepared, num_steps)
     return GradientStep(prepared, module, num_steps, world)
-
-
-def _refit(
-    prepared: PreparedRun, bank: AverageBank | None, num_steps: int, world: World
-) -> Callable[[int], Refitted] | None:
-    """Return the fit after the last step, which it is given, if the input requests one."""
-    training = prepared.config.training
-    if training.solve_last_layer:
-        return partial(solve, prepared, bank, num_steps, world)
-    return (lambda _: refit_bias(prepared, bank)) if training.change_bias_after_training else None
 
 
 def _graphs(

@@ -155,7 +155,6 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
             shown = f"{row.name}, {row.best.metric} = {show_metric(row.best.metric, value)}"
             pairs.append(("best", f"{row.best.path(step)} ({shown})"))
     fitted = " before the bias was fitted again" * config.training.change_bias_after_training
-    fitted = " with the output layer solved" if config.training.solve_last_layer else fitted
     when = f"step {trainer.reporter.validated_step:,}{fitted}"
     before = trainer.reporter.before  # averages start from the loaded weights too
     since = "before -> " * bool(before)

@@ -86,7 +86,7 @@ class Restart(FromWeights):
         before, now = self.payload["config"], to_dict(config)
         if before != now:
             # both in today's form: the checkpoint may be of an older version, with options under other names
-            before = to_dict(saved_config(before, str(self.path)))
+            before = self._upgraded()
         came, went = sorted(config.tasks.keys() - self._saved.keys()), sorted(self._saved.keys() - config.tasks.keys())
         found = without_tasks(differences_of(before, now), [*came, *went])
         differences = [d for d in found if not d[0].endswith(_OF_THE_START)]
@@ -117,6 +117,13 @@ class Restart(FromWeights):
             raise ConfigError(text + "Start anew from the weights with --finetune.")
         for line in lines:
             logger.warning("the restart continues with a change. %s", line)
+
+    def _upgraded(self) -> dict[str, Any]:
+        """Return the config of the checkpoint in today's form, and log what it has that was removed since."""
+        saved = saved_config(self.payload["config"], str(self.path))
+        for note in saved.notes:
+            logger.info("%s", note)
+        return to_dict(saved)
 
     def needs_statistics(self, config: RunConfig) -> bool:
         """Whether there are new tasks."""
