@@ -55,6 +55,12 @@ BAD = [
         "training.solve_last_layer = true",
         ["was removed, since virials got worse", "Remove it; an average (enable_ema)"],
     ),
+    ({"validating.physics": {}}, "validating.physics = {}", ["was removed. Remove it, and run `dp-ema test"]),
+    (
+        {"validating.early_stop": {"metric": "P:LIMITS", "patience": 2}},
+        'validating.early_stop.metric = "P:LIMITS"',
+        ["was removed. Use F:RMSE or another error"],
+    ),
     # required keys
     ({"model": REMOVE}, "model", ["required, but missing", "the model that is trained"]),
     ({"learning_rate": REMOVE}, "learning_rate", ["required, but missing"]),

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from deepmd_ema.config.schema.text_options import Metric, is_readable
+from deepmd_ema.config.unsupported import REMOVED_METRICS
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.tensors import StoredTensor
 from deepmd_ema.weight_names import LIVE
@@ -187,7 +188,9 @@ _KALMAN = _parts(
 )
 OPTIMIZER = _either(lambda v: isinstance(v, Mapping) and v.get("type") == "LKF", _KALMAN, _GRADIENT)
 
-_METRIC = _value(lambda v: isinstance(v, str) and is_readable(Metric, v), "a metric such as E:RMSE")
+_METRIC = _value(
+    lambda v: isinstance(v, str) and (v in REMOVED_METRICS or is_readable(Metric, v)), "a metric such as E:RMSE"
+)
 _RECORD = _all(
     _value(lambda v: isinstance(v, list | tuple) and len(v) == 2, "a value and its step"),
     lambda v, place: NUMBER(v[0], place),

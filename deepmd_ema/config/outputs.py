@@ -71,7 +71,6 @@ class Output:
         path: where it is.
         is_folder: whether it is a folder.
         has_rows: whether rows are added to it during the run, so that it can belong to one writer only.
-        is_curve: of a file of rows, whether it is a learning curve or a log of full validation.
     """
 
     option: str
@@ -79,7 +78,6 @@ class Output:
     path: Path
     is_folder: bool = False
     has_rows: bool = False
-    is_curve: bool = True
 
 
 class Outputs:
@@ -99,11 +97,6 @@ class Outputs:
     def validation_log(self, weights: str, task: str) -> Path:
         """Return the log of full validation of some weights on the data of a task."""
         return suffixed(self._config.validating.full_val_file, suffix_of(weights, task))
-
-    def physics_log(self, weights: str, task: str) -> Path:
-        """Return the log of the physics of some weights at frames of a task."""
-        log = self.validation_log(weights, task)
-        return log.with_name(f"physics_{log.name}")
 
     def checkpoint_link(self, weights: str) -> Path:
         """Return the link to the newest checkpoint of some weights."""
@@ -162,11 +155,7 @@ class Outputs:
         for name in self._config.fully_validated:
             for task in (name for name, task in self._config.tasks.items() if task.is_validated):
                 content = f"validation of {name}" + f" in task {task}" * bool(task)
-                log = self.validation_log(name, task)
-                yield Output("validating.full_val_file", content, log, has_rows=True)
-                if self._config.validating.physics is not None:
-                    content, log = content.replace("validation", "physics"), self.physics_log(name, task)
-                    yield Output("validating.full_val_file", content, log, has_rows=True, is_curve=False)
+                yield Output("validating.full_val_file", content, self.validation_log(name, task), has_rows=True)
 
     def _folders(self) -> Iterator[Output]:
         training = self._config.training

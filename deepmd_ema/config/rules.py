@@ -324,10 +324,6 @@ def metric_is_trained(run: RunConfig) -> Violations:
     if early_stop is not None and early_stop.metric is not None:
         metrics["early_stop.metric"] = early_stop.metric
     for name, metric in metrics.items() if run.fully_validated else ():
-        if metric.quantity == "P":
-            if run.validating.physics is None:
-                yield f"validating.{name}", f" = {show(metric)}: needs validating.physics, e.g. {{}} for its defaults."
-            continue
         letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[metric.quantity]
         for task in run.tasks.values():
             start, limit = (getattr(task.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))

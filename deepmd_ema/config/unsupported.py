@@ -68,7 +68,15 @@ REMOVED: dict[str, dict[str, Unavailable]] = {
             "was removed, since virials got worse and dynamics failed more often",
         )
     },
+    "validating": {
+        "physics": Unavailable((None,), "Remove it, and run `dp-ema test --physics` after training.", "was removed")
+    },
 }
+_METRIC_INSTEAD = "F:RMSE"
+REMOVED_METRICS = dict.fromkeys(
+    ("P:DRIFT", "P:SPREAD", "P:FAILURE", "P:EXTREMA", "P:LIMITS"),
+    f"Use {_METRIC_INSTEAD} or another error, and `dp-ema test --physics` after training.",
+)
 
 # section -> values of its `type`, aliases included
 _DESCRIPTORS = (
@@ -116,7 +124,21 @@ def without_removed(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
                 for key in own.keys() & known.keys()
                 if not is_no_op(known[key], own[key])
             ]
+    validating = kept.get("validating")
+    if isinstance(validating, Mapping):
+        kept["validating"] = _with_errors(validating, ("validation_metric",), notes)
+        if isinstance(stop := validating.get("early_stop"), Mapping):
+            kept["validating"]["early_stop"] = _with_errors(stop, ("early_stop", "metric"), notes)
     return kept, notes
+
+
+def _with_errors(section: Mapping[str, Any], place: tuple[str, ...], notes: list[str]) -> dict[str, Any]:
+    """Return a section with an error in place of a removed metric, which is noted."""
+    if (metric := section.get(place[-1])) not in REMOVED_METRICS:
+        return dict(section)
+    path = dotted(("validating", *place))
+    notes.append(f"{path} = {show(metric)} in the checkpoint: was removed, {_METRIC_INSTEAD} is taken")
+    return {**section, place[-1]: _METRIC_INSTEAD}
 
 
 def is_no_op(known: Unavailable, value: Any) -> bool:

@@ -143,8 +143,6 @@ def _tables(config: RunConfig, num_steps: int) -> Iterator[PlannedFile]:
     for weights, task in _validated(config) if validations else ():
         size = (validations + 5) * _VALIDATION_ROW
         yield PlannedFile(str(outputs.validation_log(weights, task)), "errors of validation", 1, size, 1)
-        if config.validating.physics is not None:
-            yield PlannedFile(str(outputs.physics_log(weights, task)), "physics at validation", 1, size, 1)
     yield PlannedFile(NORMALIZED_INPUT, "input with all defaults", 1, _SMALL, 1)
     yield PlannedFile(RECORD, "times and programs, for dp-ema show and report", 1, _SMALL, 1)
     yield PlannedFile(POINTER, "name of the newest checkpoint", 1, 20, 1)

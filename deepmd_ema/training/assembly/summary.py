@@ -19,7 +19,7 @@ from deepmd_ema.errors import counted
 from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
 from deepmd_ema.optim.groups import describe_groups
-from deepmd_ema.report.progress import describe_errors, describe_physics, duration
+from deepmd_ema.report.progress import describe_errors, duration
 from deepmd_ema.report.table import Table, facts
 from deepmd_ema.report.tables import show_metric
 from deepmd_ema.training.loop.averages import snapshot_lines
@@ -161,11 +161,6 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
     pairs += [
         ("errors", f"{name}, {since}{when}, MAE / RMSE: {describe_errors(errors, before.get(name.rpartition(' ')[0]))}")
         for name, errors in trainer.reporter.validated.items()
-    ]
-    pairs += [
-        ("physics", f"{name}: {describe_physics(errors.physics)}")
-        for name, errors in trainer.reporter.validated.items()
-        if errors.physics
     ]
     compiler = trainer.validator.models.compiler
     if compiler is not None:
