@@ -165,8 +165,6 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
     compiler = trainer.validator.models.compiler
     if compiler is not None:
         pairs.append(("compiled", f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
-        if compiler.gain is not None:
-            pairs.append(("", compiler.gain.describe()))
     pairs.append(("saving", _describe_saving(saver.writer.times)))
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
     pairs.append(("memory", _describe_memory(trainer.world.device)))
