@@ -9,10 +9,9 @@ rate and at one that falls as the inverse square root, with snapshots of two pow
 average or decay is chosen that `dp-ema posthoc` ranks first; and AdamWScheduleFree with its averaged point, as it is
 and with options that weigh later points more. All have the same weights of energy and force in the loss, constant ones;
 "exp, ramp" has those of the input, which follow the learning rate. Frames that are not trained on are divided: half of
-them choose (of a decayed run one of live weights and two averages), errors are those on the other half. Of all chosen
-weights the output layer is also solved for, as by `dp-ema posthoc --solve`. What is finished in --work is not done
-again, so that the benchmark can be stopped and continued; the page names what is missing. --cost prints what is left to
-do.
+them choose (of a decayed run one of live weights and two averages), errors are those on the other half. What is
+finished in --work is not done again, so that the benchmark can be stopped and continued; the page names what is
+missing. --cost prints what is left to do.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ DECAY_PART = 0.2  # of wsd
 CPU_S_PER_STEP = 0.015  # before anything was measured
 SMALL = {"rcut": 4.5, "rcut_smth": 0.5, "neuron": [8, 16, 32], "axis_neuron": 8, "precision": "float32"}
 SNAPSHOTS, CHECKPOINTS = 25, 100  # steps between two; the wsd runs continue from checkpoints
-CHOSEN, SOLVED, LIVE = "chosen", "solved", "live"
+CHOSEN, LIVE = "chosen", "live"
 AVERAGED_POINT = "schedule_free"
 STYLES = {
     CONSTANT: {"color": "#D55E00", "marker": "o", "lw": 2.2},
@@ -159,7 +158,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sources", type=Path, required=True, help="folder with the clones of init_sets.py")
     parser.add_argument("--work", type=Path, default=common.RUNS / "anytime", help="folder of the runs")
     parser.add_argument("--output", type=Path, help="also write the page here")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the errors with solved layers here")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the errors here")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=NAMES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--budgets", nargs="+", type=int, default=BUDGETS, help="steps, multiples of 500")
@@ -318,9 +317,7 @@ def _of_checkpoint(job: Job, data: Path) -> tuple[dict[str, Any], dict[str, Any]
     choosing, test = (Frames.open(data / part, task.model) for part in (CHOOSE, TEST))
     found = {name: choosing.errors(model) for name, model in models.items()}
     best = min(found, key=lambda name: _overall(found[name], found[LIVE]))
-    errors = {LIVE: test.errors(models[LIVE]), CHOSEN: test.errors(models[best])}
-    summary = solve(job, models[best], data)
-    return {**errors, SOLVED: test.errors(models[best])}, {"chosen": best, "solved": summary}
+    return {LIVE: test.errors(models[LIVE]), CHOSEN: test.errors(models[best])}, {"chosen": best}
 
 
 def _of_snapshots(job: Job, data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -342,27 +339,9 @@ def _of_snapshots(job: Job, data: Path) -> tuple[dict[str, Any], dict[str, Any]]
     measured, _, _ = measure_combinations(run, [], models, task.name, test.systems, cpu)
     errors = {row.name: _errors(row.errors) for row in measured}
     models.load_state_dict(weights)
-    model = models.by_task[task.name]
-    errors[CHOSEN] = test.errors(model)
-    summary = solve(job, model, data)
+    errors[CHOSEN] = test.errors(models.by_task[task.name])
     chosen = rows[best].name if rows[best].decay else f"sigma_rel {rows[best].sigma_rel:.3f}"
-    return {**errors, SOLVED: test.errors(model)}, {"chosen": chosen, "left_out": left_out, "solved": summary}
-
-
-def solve(job: Job, model: Any, data: Path) -> str:
-    """Fit the output layer of a model to the training frames, as the loss weights them at the end of the run."""
-    from deepmd_ema.config import config_from_dict
-    from deepmd_ema.infer.solve import MAX_FRAMES, chosen_frames, loss_weights, solve_last_layer
-
-    config = config_from_dict(job.config)
-    task = next(iter(config.tasks.values()))
-    prefactors = loss_weights(task.loss, config.learning_rate, job.budget, job.budget)
-    train = Frames.open(data / "train", task.model)
-    frames = chosen_frames(task, train.systems, job.seed, MAX_FRAMES)
-    intensive = task.loss.intensive_ener_virial
-    found = solve_last_layer(model, train.systems, frames, prefactors, intensive, train.cache)
-    model.load_state_dict({**model.state_dict(), **found.tensors})
-    return found.summary
+    return errors, {"chosen": chosen, "left_out": left_out}
 
 
 @dataclass(frozen=True)
@@ -435,16 +414,14 @@ def _page(jobs: Sequence[Job], done: dict[Job, dict[str, Any]], args: argparse.N
         "the best run without end over the best decayed one, of the medians: below 1 that without end is better.  \n"
         f"On {common.machine(common.programs(None), args.threads, 'cpu')}.",
         "## Best without end over best decayed",
-        "Ratios of the tables below: each without end, then the best of each kind, without and with the output layer "
-        "solved for on both sides.",
+        "Ratios of the tables below: each without end, then the best of each kind.",
         _ratios(done, args),
     ]
     for name in args.sets:
         for quantity in METRICS:
-            for weights, words in ((CHOSEN, "chosen"), (SOLVED, "output layer solved for")):
-                if rows := _rows(name, quantity, weights, done, args):
-                    header = ["steps", *args.without_end, *args.decayed, "best without end", "best decayed", "ratio"]
-                    parts += [f"## {name}: {quantity}, {UNITS[quantity]}, {words}", common.table(header, rows)]
+            if rows := _rows(name, quantity, CHOSEN, done, args):
+                header = ["steps", *args.without_end, *args.decayed, "best without end", "best decayed", "ratio"]
+                parts += [f"## {name}: {quantity}, {UNITS[quantity]}", common.table(header, rows)]
     if missing := _missing(jobs, done):
         parts += ["## Not finished", "\n".join(missing)]
     return "\n\n".join(parts)
@@ -455,18 +432,14 @@ def _ratios(done: dict[Job, dict[str, Any]], args: argparse.Namespace) -> str:
     for name in args.sets:
         for quantity in METRICS:
             for budget in sorted(args.budgets):
-                row = [name, quantity, str(budget)]
-                for weights in (CHOSEN, SOLVED):
-                    medians, seeds = _medians(name, quantity, weights, budget, done, args)
-                    if not seeds:
-                        break
-                    lowest = min(medians[recipe] for recipe in args.decayed if recipe in medians)
-                    each = [medians[recipe] / lowest for recipe in args.without_end]
-                    row += [*(f"{ratio:.2f}" for ratio in each), f"**{min(each):.2f}**"]
-                if len(row) > 3:
-                    rows.append([*row, str(len(seeds))])
-    kinds = [*args.without_end, "best"]
-    return common.table(["set", "quantity", "steps", *kinds, *(f"{kind}, solved" for kind in kinds), "seeds"], rows)
+                medians, seeds = _medians(name, quantity, CHOSEN, budget, done, args)
+                if not seeds:
+                    continue
+                lowest = min(medians[recipe] for recipe in args.decayed if recipe in medians)
+                each = [medians[recipe] / lowest for recipe in args.without_end]
+                ratios = [*(f"{ratio:.2f}" for ratio in each), f"**{min(each):.2f}**"]
+                rows.append([name, quantity, str(budget), *ratios, str(len(seeds))])
+    return common.table(["set", "quantity", "steps", *args.without_end, "best", "seeds"], rows)
 
 
 def _missing(jobs: Sequence[Job], done: dict[Job, dict[str, Any]]) -> list[str]:
@@ -548,7 +521,7 @@ def _plot(done: dict[Job, dict[str, Any]], picture: Path) -> None:
                     points: dict[int, list[float]] = {}
                     for job, result in done.items():
                         if (job.name, job.recipe) == (name, label):
-                            points.setdefault(job.budget, []).append(result["errors"][SOLVED][quantity])
+                            points.setdefault(job.budget, []).append(result["errors"][CHOSEN][quantity])
                     medians = [(budget, statistics.median(values)) for budget, values in sorted(points.items())]
                     if medians:
                         axis.plot(*zip(*medians), label=label, **style)

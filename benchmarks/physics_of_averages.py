@@ -1,15 +1,13 @@
-"""Dynamics, bonds and elastic constants of averaged weights beside weights at the end of a decay, and of solved layers.
+"""Dynamics and bonds of averaged weights beside weights at the end of a decay.
 
 usage: python benchmarks/physics_of_averages.py --sources DIR --work DIR [--train-only] [--output PAGE]
 
-Small models of seven sets (divided_sets.py), three seeds, as in anytime.py and in the same --work. Of each seed five
+Small models of seven sets (divided_sets.py), three seeds, as in anytime.py and in the same --work. Of each seed three
 sets of weights after the same number of steps:
 
 - ``live``: live weights of a run at a constant learning rate;
 - ``average``: the power average p05 of this run;
-- ``decayed``: live weights of the run that continues from the first 80 % of it with a rate that decays to a hundredth;
-- ``solved``: ``average`` with the output layer solved for, as by `dp-ema posthoc --solve`;
-- ``best ridge``: the same with the ridge that is best for the frames kept apart, which is smaller.
+- ``decayed``: live weights of the run that continues from the first 80 % of it with a rate that decays to a hundredth.
 
 ``average`` and ``decayed`` have nearly the same force error, so that what differs is something else. Each is measured
 with the functions of `dp-ema test --physics` from several frames that were not trained on, with velocities of their
@@ -27,22 +25,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import anytime
 import common
 import numpy as np
 from divided_sets import SETS, TEST, systems_in
-from init_sets import SETS as PUBLIC
 
-LIVE, AVERAGE, DECAYED, SOLVED, BEST_RIDGE = "live", "average", "decayed", "solved", "best ridge"
-WEIGHTS = (LIVE, AVERAGE, DECAYED, SOLVED, BEST_RIDGE)
-PAIRS = ((AVERAGE, DECAYED), (AVERAGE, LIVE), (SOLVED, AVERAGE), (BEST_RIDGE, AVERAGE))
+WEIGHTS = LIVE, AVERAGE, DECAYED = "live", "average", "decayed"
+PAIRS = ((AVERAGE, DECAYED), (AVERAGE, LIVE))
 NAMES = ("water", "acac", "molecules", "alloy", "alloys", "Mo", "Si")
 # K, of the run without thermostat: half of that of the other one
 TEMPERATURES = {"water": 400, "acac": 600, "molecules": 600, "alloy": 1000, "alloys": 1500, "Mo": 1500, "Si": 1000}
 T_QUANTILE = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # of Student's t, 97.5 %, by the number of seeds
 FRAMES, MD_STEPS = 3, 1000
+MAX_FORCE_OF_CRYSTAL = 0.05  # eV/angstrom: relaxed frames are left out
 QUANTITIES = {
     "force": "force RMSE, meV/angstrom",
     "energy": "energy RMSE, meV/atom",
@@ -53,9 +49,6 @@ QUANTITIES = {
     "hot": "hot runs that failed",
     "extrema": "spurious extrema of bonds",
 }
-ELASTIC = {"C11": (0, 0), "C12": (0, 1), "C44": (3, 3)}
-CRYSTALS = {"Mo": 192, "Si": 213}  # numbers of the frames of the perfect crystal in the public set
-GPA = 160.2176634  # of 1 eV/angstrom^3
 
 
 @dataclass(frozen=True)
@@ -100,34 +93,28 @@ def main() -> None:
                 if job.result() is None:
                     anytime.do(job, args.sources)
         for case in cases if not args.train_only else ():
-            _measure(case, args.sources)
+            _measure(case)
     common.publish(_page(cases, args), args.output)
 
 
-def _measure(case: Case, sources: Path) -> None:
+def _measure(case: Case) -> None:
     """Measure all weights of a seed that are not measured yet."""
     from deepmd_ema.infer.evaluate import open_labelled
     from deepmd_ema.infer.potential import Potential
     from deepmd_ema.labels import ENERGY, FORCE
-    from deepmd_ema.model import last_layer
-    from deepmd_ema.physics.crystal import is_crystal
     from deepmd_ema.physics.report import PhysicsOptions, physics_of
 
     data = case.work / "data" / case.name
     constant, decayed = case.jobs()
     files = {LIVE: constant.folder / f"model.ckpt-{case.steps}.pt", DECAYED: decayed.kept}
-    files |= dict.fromkeys((AVERAGE, SOLVED, BEST_RIDGE), files[LIVE])
+    files[AVERAGE] = files[LIVE]
     for weights in WEIGHTS:
         if case.file(weights).exists():
             continue
         loaded = _load(files[weights], weights)
-        if weights in (SOLVED, BEST_RIDGE):
-            kept_gain = last_layer.KEPT_GAIN if weights == SOLVED else 1.0
-            with mock.patch.object(last_layer, "KEPT_GAIN", kept_gain):
-                anytime.solve(constant, loaded.model, data)
         systems = open_labelled(systems_in(data / TEST), loaded.config, (ENERGY, FORCE))
         frames = [system.frame(n) for system in systems for n in range(system.num_frames)]
-        frames = [frame for frame in frames if not is_crystal(frame)]
+        frames = [frame for frame in frames if np.abs(frame.labels[FORCE]).max() > MAX_FORCE_OF_CRYSTAL]
         potential, found = Potential(loaded, "cpu"), []
         for k in range(FRAMES):
             first = len(frames) * k // FRAMES
@@ -136,7 +123,6 @@ def _measure(case: Case, sources: Path) -> None:
         result = {
             "errors": anytime.Frames.open(data / TEST, loaded.config).errors(loaded.model),
             "reports": [_numbers(report) for report in found],
-            "elastic": _elastic(potential, case.name, sources) if case.name in CRYSTALS else {},
         }
         case.file(weights).write_text(json.dumps(result))
         print(f"{case.name}, seed {case.seed}, {weights}: {result}", flush=True)
@@ -160,50 +146,13 @@ def _numbers(report: Any) -> dict[str, float]:
     }
 
 
-def _elastic(potential: Any, name: str, sources: Path) -> dict[str, float]:
-    """Return the elastic constants of the perfect crystal, GPa, and those of the data.
-
-    Those of the data are central differences of the stress between the two cells that are strained least along x.
-    """
-    from deepmd_ema.data.source import Frame
-    from deepmd_ema.physics.crystal import describe_crystal
-    from deepmd_ema.physics.surface import Surface
-
-    frames = PUBLIC[name].frames(sources)
-    atoms = frames[CRYSTALS[name]]
-    kinds = np.array([potential.type_map.index(element) for element in atoms.get_chemical_symbols()])
-    frame = Frame(coord=atoms.positions, atom_type=kinds, box=atoms.cell.array)
-    elastic = describe_crystal(Surface(potential, frame), frame.source).elastic
-    found = {constant: float(elastic[place]) for constant, place in ELASTIC.items()}
-    return found | _elastic_of_data(atoms, frames)
-
-
-def _elastic_of_data(crystal: Any, frames: Sequence[Any]) -> dict[str, float]:
-    strained = []
-    for atoms in frames:
-        x, y, z, *angles = atoms.cell.cellpar()
-        repeats = np.array([y, z]) / crystal.cell.lengths()[1:]
-        if (
-            np.allclose(angles, 90)
-            and abs(x / y - 1) > 1e-3
-            and np.allclose(repeats, repeats.round().max(), atol=0.005)
-        ):
-            strained.append((x / y - 1, atoms.get_stress()))
-    low, before = max((pair for pair in strained if pair[0] < 0), key=lambda pair: pair[0])
-    high, after = min((pair for pair in strained if pair[0] > 0), key=lambda pair: pair[0])
-    slope = GPA * (after - before) / (high - low)
-    return {"C11, data": float(slope[0]), "C12, data": float(slope[1:3].mean())}
-
-
 def _values(case: Case, weights: str) -> dict[str, float]:
     """Return the mean over the frames of each quantity."""
     found = json.loads(case.file(weights).read_text())
     names = list(dict.fromkeys(name for report in found["reports"] for name in report))
-    return (
-        found["errors"]
-        | found["elastic"]
-        | {name: _mean([report.get(name, math.nan) for report in found["reports"]]) for name in names}
-    )
+    return found["errors"] | {
+        name: _mean([report.get(name, math.nan) for report in found["reports"]]) for name in names
+    }
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -214,13 +163,13 @@ def _mean(values: Sequence[float]) -> float:
 def _page(cases: Sequence[Case], args: argparse.Namespace) -> str:
     done = [case for case in cases if all(case.file(weights).exists() for weights in WEIGHTS)]
     parts = [
-        f"# Physics of averages, decays and solved layers, {common.today()}",
+        f"# Physics of averages and decays, {common.today()}",
         f"Models of {anytime.SMALL['neuron']}, rcut {anytime.SMALL['rcut']}, float32, {args.steps:,} steps of Adam, "
         f"rate {anytime.START_LR:g}. From {FRAMES} frames that were not trained on, {MD_STEPS:,} steps each without "
         "thermostat, and with one at twice the temperature; numbers are means of these. Failures are those of "
         "`dp-ema test --physics`: a distance below 0.75 of the shortest one of the data, a force above 100 "
         "eV/angstrom, a temperature far above that of the thermostat. Runs without thermostat that failed have no "
-        "drift. Elastic constants of the data: differences of the stresses of its strained cells.  \n"
+        "drift.  \n"
         f"On {common.machine(common.programs(None), 1, 'cpu')}.",
     ]
     for name in args.sets:
@@ -228,9 +177,9 @@ def _page(cases: Sequence[Case], args: argparse.Namespace) -> str:
         if not of_set:
             continue
         values = {weights: [_values(case, weights) for case in of_set] for weights in WEIGHTS}
-        labels = QUANTITIES | {name: f"{name}, GPa" for name in values[LIVE][0] if name.startswith("C")}
         rows = [
-            [label, *(_cell([v.get(q, math.nan) for v in values[w]]) for w in WEIGHTS)] for q, label in labels.items()
+            [label, *(_cell([v.get(q, math.nan) for v in values[w]]) for w in WEIGHTS)]
+            for q, label in QUANTITIES.items()
         ]
         about = f"{SETS[name].about}; {TEMPERATURES[name]} and {2 * TEMPERATURES[name]} K"
         parts += [f"## {name}", f"{about}. Median over the seeds (each seed).", common.table(["", *WEIGHTS], rows)]

@@ -9,8 +9,6 @@ how do estimates of its force error rank atoms and frames by the true error? Est
 - averages: the spread of live weights and of averages made of snapshots;
 - SWAG: samples of all weights from a diagonal normal distribution with the moments of snapshots or of live weights
   (Maddox et al., arXiv:1902.02476, equation 1 and section 3.3), times a factor;
-- last layer: the posterior of the output layer, with the normal matrix of its least squares (Bigi et al.,
-  arXiv:2403.02251), exact and as the spread of eight samples;
 - force: the length of the predicted force, which takes no estimate at all.
 
 DIR of --sources holds the clones that ``init_sets.py`` names. What is finished in --work is not done again.
@@ -52,12 +50,6 @@ from deepmd_ema.infer.evaluate import open_labelled
 from deepmd_ema.labels import ENERGY, FORCE, LABELS
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.last_layer import (
-    SAMPLED_RIDGE,
-    changed_tensors,
-    equations,
-    sample_changes,
-)
 from deepmd_ema.posthoc.combination import find_combinations
 from deepmd_ema.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.training.run import run_training
@@ -69,17 +61,14 @@ PREFACTORS = {ENERGY: 1.0, FORCE: 10.0}
 JUDGED = "p05"
 SIGMA_RELS = (0.03, 0.05, 0.10, 0.15)
 NUM_SAMPLES = 8  # of SWAG
-NUM_LAYERS = 16
 SWAG_FACTORS = (1, 10)
-RIDGES = (1e-6, 1e-4, 1e-2)
-RIVALS = ("committee", "committee, same cost", "averages", f"last layer, ridge {SAMPLED_RIDGE:.0e}")
+RIVALS = ("committee", "committee, same cost", "averages")
 QUALITIES = {
     "atoms": "Rank correlation of the deviation and the error of each atom's force",
     "frames": "Rank correlation of the largest deviation and the largest error of each frame",
     "worst": "Area under the curve for the tenth of the frames with the largest error",
     "ratio": "Root mean square of the errors over that of the deviations",
 }
-MAX_FITTED = 150  # frames to which output layers are fitted
 WORST_PART = 0.1
 
 
@@ -295,21 +284,20 @@ def _measure(folders: Sequence[Path], data: Sequence[Path]) -> dict[str, Any]:
     judged = [checkpoint.weights_in(run.payload, run.reference, JUDGED)[0] for run in runs]
     config = next(iter(config_from_dict(runs[0].payload["config"]).tasks.values())).model
     model = build_models({"": config}).by_task[""].eval()
-    train, *tests = (open_labelled([path], config, (ENERGY, FORCE))[0] for path in data)
+    tests = [open_labelled([path], config, (ENERGY, FORCE))[0] for path in data[1:]]
     frames = _Frames(model, tests, PairCache())
     labels, frame, parts = frames.truth()
     committee = np.stack([frames.forces(weights) for weights in judged])
     quarter = [checkpoint.load(folder / f"model.ckpt-{STEPS // len(SEEDS)}.pt") for folder in folders]
     cheap = np.stack([frames.forces(checkpoint.weights_in(one, "", JUDGED)[0]) for one in quarter])
     by_seed = []
-    for seed, run, weights, own in zip(SEEDS, runs, judged, committee):
+    for seed, run, own in zip(SEEDS, runs, committee):
         estimates = {
             "force": np.linalg.norm(own, axis=-1),
             "committee": _spread(committee),
             "committee, same cost": _spread(cheap),
             **_from_trajectory(run, frames),
             **_from_swag(run, frames, seed),
-            **_from_last_layer(weights, frames, train, seed),
         }
         error = np.linalg.norm(own - labels, axis=-1)
         by_seed.append({name: _quality(estimate, error, frame, parts) for name, estimate in estimates.items()})
@@ -356,27 +344,6 @@ def _from_swag(run: SnapshotRun, frames: _Frames, seed: int) -> dict[str, np.nda
                 }
                 forces.append(frames.forces({**run.payload["model"], **drawn}))
             found[f"SWAG of {of}, x{factor}"] = _spread(np.stack(forces))
-    return found
-
-
-def _from_last_layer(
-    weights: Mapping[str, Tensor], frames: _Frames, train: FrameSource, seed: int
-) -> dict[str, np.ndarray]:
-    """Return the spread of output layers: samples of the posterior by its ridge, and fits to parts of the frames."""
-    model = frames.model
-    model.load_state_dict(weights)
-    chosen = np.linspace(0, train.num_frames - 1, min(MAX_FITTED, train.num_frames)).round().astype(int)
-    batches = sequential_batches([train], model.layout, None, 512, (ENERGY, FORCE), frames=[chosen])
-    total = equations(model, batches, False)
-
-    def spread(changes: Sequence[Tensor]) -> np.ndarray:
-        layers = [changed_tensors(model, change) for change in changes]  # before any is loaded
-        return _spread(np.stack([frames.forces({**weights, **layer}) for layer in layers]))
-
-    found = {}
-    for ridge in RIDGES:
-        random = torch.Generator().manual_seed(seed)
-        found[f"last layer, ridge {ridge:.0e}"] = spread(sample_changes(total, PREFACTORS, NUM_LAYERS, random, ridge))
     return found
 
 

@@ -118,6 +118,3 @@ _DECLARED = (
 LABELS = {label.name: label for label in _DECLARED}
 QUANTITIES = {quantity.name: quantity for label in LABELS.values() for quantity in label.errors}
 METRICS = {quantity.metric: quantity for quantity in QUANTITIES.values() if quantity.metric}
-
-# what full validation measures beside errors, lower is better, with units: see deepmd_ema.training.loop.physics
-PHYSICS = {"DRIFT": "meV/atom/ps", "SPREAD": "meV/atom", "FAILURE": "", "EXTREMA": "", "LIMITS": ""}

@@ -70,13 +70,11 @@ class Errors:
             components; the last row has the number of frames and of atoms.
         frames: the frames one by one, when they are collected.
         collect: whether ``add`` keeps them.
-        physics: what was measured of the physics of the weights, by the names of ``labels.PHYSICS``.
     """
 
     sums: Tensor = field(default_factory=lambda: torch.zeros(len(QUANTITIES) + 1, 3, dtype=torch.float64))
     frames: list[FrameResult] = field(default_factory=list)
     collect: bool = False
-    physics: Mapping[str, float] = field(default_factory=dict)
 
     def add(self, prediction: Mapping[str, Tensor], batch: Batch) -> None:
         """Add the errors of a prediction for ``batch``, both on one device."""
@@ -114,8 +112,6 @@ class Errors:
         The unit is that of ``labels.METRICS``.
         """
         metric = Metric(name)
-        if metric.quantity == "P":
-            return self.physics.get(metric.error, math.nan)
         return self.summary()[f"{metric.error.lower()}_{METRICS[metric.quantity].name}"]
 
 

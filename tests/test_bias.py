@@ -23,11 +23,10 @@ from deepmd_ema.export import freeze
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.infer.solve import chosen_frames
 from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.output_bias import change_bias, energies_of, set_bias
 from deepmd_ema.model.statistics import collect_statistics
-from deepmd_ema.training.loop.refit import refit_bias
+from deepmd_ema.training.loop.refit import chosen_frames, refit_bias
 from deepmd_ema.training.start.new_run import Start
 from deepmd_ema.training.start.prepare import prepare
 
@@ -343,12 +342,12 @@ def test_refit_changes_nothing_in_model_and_bank(prepared):
     bank = AverageBank(run.models.by_task, [EmaProfile("ema", 0.9)])
     before = {name: tensor.clone() for name, tensor in run.models.state_dict().items()}
     average = bank.weights("ema")
-    biases = refit_bias(run, bank).tensors
+    biases = refit_bias(run, bank)
     assert list(biases) == ["live", "ema"]
     assert {tuple(bias["out_bias"].shape) for bias in biases.values()} == {(1, 2, 1)}
     assert_same(before, dict(run.models.state_dict()))
     assert_same(average, bank.weights("ema"))
-    assert list(refit_bias(run, None).tensors) == ["live"]
+    assert list(refit_bias(run, None)) == ["live"]
 
 
 def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, caplog):
@@ -375,5 +374,5 @@ def test_a_system_that_was_left_out_of_training_has_no_say(prepared):
 def test_without_energies_there_is_nothing_to_fit_and_a_warning_says_so(prepared, tmp_path, caplog):
     system = write_system(tmp_path / "forces", frames=2, energy=False)
     run = prepared([system], loss__start_pref_e=0, loss__limit_pref_e=0)
-    assert refit_bias(run, None).tensors == {}
+    assert refit_bias(run, None) == {}
     assert "training.change_bias_after_training: no training frame has an energy" in caplog.text

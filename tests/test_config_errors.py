@@ -49,6 +49,18 @@ BAD = [
         "training.numb_stepz",
         ["Did you mean numb_step or numb_steps?"],
     ),
+    # removed options
+    (
+        {"training.solve_last_layer": True},
+        "training.solve_last_layer = true",
+        ["was removed, since virials got worse", "Remove it; an average (enable_ema)"],
+    ),
+    ({"validating.physics": {}}, "validating.physics = {}", ["was removed. Remove it, and run `dp-ema test"]),
+    (
+        {"validating.early_stop": {"metric": "P:LIMITS", "patience": 2}},
+        'validating.early_stop.metric = "P:LIMITS"',
+        ["was removed. Use F:RMSE or another error"],
+    ),
     # required keys
     ({"model": REMOVE}, "model", ["required, but missing", "the model that is trained"]),
     ({"learning_rate": REMOVE}, "learning_rate", ["required, but missing"]),
@@ -238,14 +250,6 @@ def test_what_does_not_fit_together_in_a_model_is_reported(changes, place, phras
 
 # name of a rule -> changes that break it, where the message is, what it says
 BROKEN_RULES = {
-    "solved_layers_are_linear": (
-        {
-            "training.solve_last_layer": True,
-            "loss": {f"{when}_pref_{x}": int(x == "ae") for when in ("start", "limit") for x in ("e", "f", "v", "ae")},
-        },
-        "training.solve_last_layer = true",
-        "the loss has no energies, forces or virials to fit",
-    ),
     "model_fits_together": ({"model.type_map": ["H", "H"]}, "model.type_map", "H occurs more than once"),
     "descriptor_fits_together": (
         {"model.descriptor.axis_neuron": 41},

@@ -175,15 +175,6 @@ def test_mistakes_in_a_shared_part_are_reported_once_and_where_the_input_has_it(
 
 # changes -> where the message is, what it says
 WRONG = {
-    "fitting network of two tasks whose output layers are solved for": (
-        {
-            "training__solve_last_layer": True,
-            "model__shared_dict": {"elements": ["O", "H"], "dpa": DPA, "net": NET},
-            "model__model_dict": {name: model(fitting_net="net") for name in ("water", "ice")},
-        },
-        "training.solve_last_layer = true",
-        "tasks water, ice share the fitting network net",
-    ),
     "unknown name": (
         {"model__model_dict__ice__descriptor": "dpaa"},
         "model.model_dict.ice.descriptor",

@@ -13,8 +13,10 @@ import pytest
 from infer_models import write_run
 
 from deepmd_ema import cli
+from deepmd_ema.cli.unsupported import OPTIONS
 from deepmd_ema.config import config_from_dict, ignored_options
 from deepmd_ema.config.manual import manual
+from deepmd_ema.config.unsupported import REMOVED
 from deepmd_ema.labels import QUANTITIES
 
 ROOT = Path(__file__).parents[1]
@@ -78,13 +80,14 @@ def test_every_command_of_a_page_exists_with_its_options(page):
             continue
         assert words[0] in cli.COMMANDS, words
         known = {name for action in parsers[words[0]]._actions for name in action.option_strings}
+        known |= {name for name, why in OPTIONS.get(words[0], {}).items() if why.startswith("was removed")}
         given = {word.split("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)}
         assert given <= known, words
 
 
 @every_page
 def test_every_option_that_a_page_names_is_in_the_manual(page):
-    known = options_of_the_manual()
+    known = options_of_the_manual() | {f"{section}.{name}" for section, own in REMOVED.items() for name in own}
     named = re.findall(rf"`((?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+)[` =]", page.read_text())
     assert [name for name in named if name not in known and not re.search(r"\.(pt|pth|dp|dcp|md)$", name)] == []
 

@@ -15,14 +15,10 @@ from deepmd_ema import checkpoint
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.config.schema.training import EarlyStopConfig
-from deepmd_ema.infer.solve import loss_weights
 from deepmd_ema.labels import QUANTITIES
 from deepmd_ema.metrics import Errors
-from deepmd_ema.posthoc import fit
-from deepmd_ema.posthoc.run import run_posthoc
 from deepmd_ema.report.record import read_record
 from deepmd_ema.report.status import read_status
-from deepmd_ema.training.loop import refit
 from deepmd_ema.training.loop.early_stop import EarlyStop
 from deepmd_ema.training.run import run_training
 
@@ -136,36 +132,6 @@ def test_a_run_that_no_longer_improves_ends_as_after_its_last_step(start, caplog
     assert (Path("snapshots") / f"model_p05.ckpt-{END}.pt").exists()
     assert read_record(".")[-1].ended.startswith("ended early: F:RMSE")
     assert "ended (early: F:RMSE has not fallen" in str(read_status(".").describe())
-
-
-def noted_steps(monkeypatch, module):
-    """Return a list to which each fit of a module appends the planned steps and the step of its loss."""
-    seen = []
-
-    def noted(loss, learning_rate, num_steps, step):
-        seen.append((num_steps, step))
-        return loss_weights(loss, learning_rate, num_steps, step)
-
-    monkeypatch.setattr(module, "loss_weights", noted)
-    return seen
-
-
-def test_the_output_layer_is_solved_for_with_the_loss_of_the_step_at_which_the_run_stopped(start, monkeypatch):
-    seen = noted_steps(monkeypatch, refit)
-    found = start("run", more={"training__solve_last_layer": True})
-    assert found.step == END
-    assert seen == [(STEPS, END)] * 3  # live weights and two averages
-
-
-@pytest.mark.parametrize("length", [{"training__numb_epoch": 15, "training__numb_steps": None}, {}])
-def test_posthoc_solves_with_the_loss_of_the_step_at_which_the_run_stopped(start, length, monkeypatch):
-    found = start("run", more=length)
-    planned = checkpoint.load(found.checkpoint)["num_steps"]
-    assert found.step == END < planned
-    seen = noted_steps(monkeypatch, fit)
-    run_posthoc(".", ["0.05"], solve="layer", say=str)
-    assert set(seen) == {(planned, END)}
-    assert checkpoint.load("model_posthoc.pt")["num_steps"] == planned
 
 
 @pytest.mark.parametrize(("step", "in_validation"), [(5, False), (8, False), (8, True), (END, True)])

@@ -104,3 +104,34 @@ def test_every_part_of_old_and_new_files_is_documented(folder, tmp_path, monkeyp
         assert in_all <= payload.keys() <= every
         assert payload["kind"] in KINDS
     assert {"training", "average"} <= {payload["kind"] for payload in payloads}
+
+
+@pytest.mark.parametrize(
+    ("section", "option", "value", "is_mentioned"),
+    [
+        ("training", "solve_last_layer", True, True),
+        ("training", "solve_last_layer", False, False),
+        ("validating", "physics", {"md_steps": 5}, True),
+        ("validating", "physics", None, False),
+        ("validating", "validation_metric", "P:LIMITS", True),
+        ("validating", "early_stop", {"metric": "P:LIMITS", "patience": 99}, True),
+    ],
+)
+def test_a_checkpoint_with_a_removed_option_is_read_and_restarted(
+    section, option, value, is_mentioned, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO", "deepmd_ema")
+    payload = checkpoint.load(KEPT[-1] / "model.ckpt-4.pt")
+    payload["config"][section] = {**payload["config"][section], option: value}
+    if value == "P:LIMITS":
+        payload["best"] = {"live": {"metric": value, "records": [[3.0, 2]]}}
+        payload["early_stop"] = {"metric": value, "waited": 1, "improvements": {"live": [3.0, 2]}}
+    (tmp_path / "old").mkdir()
+    checkpoint.save(tmp_path / "old" / "model.ckpt-4.pt", payload)
+    shutil.copy(KEPT[-1] / "input.json", tmp_path / "old")
+    continue_run(tmp_path / "old", 6)
+    mentioned = re.search(rf"{section}\.{option}\S* = .* in the checkpoint: .*removed", caplog.text)
+    assert bool(mentioned) == is_mentioned
+    assert main(["show", "model.ckpt-4.pt"]) == 0
+    assert main(["freeze", "-c", "model.ckpt-4.pt", "-o", "a.dp"]) == 0

@@ -21,7 +21,7 @@ from deepmd_ema.model.interpolation.series import SeriesSum
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.cpu import operations, silu
+from deepmd_ema.model.ops.cpu import silu
 from deepmd_ema.model.ops.cpu.operations import CPU, GPU, CPUOperations
 from deepmd_ema.model.ops.environment import exponential_switch, switch, switch_and_derivative
 from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
@@ -54,7 +54,6 @@ def arguments(name):
     return {
         "moments": (rows, net),
         "series_sum": (rows, s, draw(16, 8, seed=4), centre, half, 8),
-        "values_and_gradients": (draw(6, 4), fitting_networks(), (4, 0, 2)),
         "silu": (draw(num_atoms, 8), activation("silu")),
         "silut": (draw(num_atoms, 8), activation("silut:10")),
         "triple_sums": triples_arguments(),
@@ -66,7 +65,7 @@ def arguments(name):
 # the version for a CPU and the reference
 OPERATIONS = {
     **{name: (getattr(CPU, name), getattr(REFERENCE, name)) for name in (
-        "moments", "values_and_gradients", "triple_sums", "attended_moments", "repformer_layers"
+        "moments", "triple_sums", "attended_moments", "repformer_layers"
     )},
     **dict.fromkeys(("silu", "silut"), (CPU.activated, REFERENCE.activated)),
     "series_sum": (series._sum_in_place, series._plain_sum),
@@ -160,10 +159,8 @@ def test_every_operation_of_a_cpu_has_the_values_and_gradients_of_the_reference(
 
 
 @pytest.mark.parametrize("shares", [(4, 0, 2), (2, 2, 2), (6,)], ids=str)
-@pytest.mark.parametrize("most", [0, 1 << 22], ids=["one by one", "stacked"])
 @pytest.mark.parametrize("parts", [(0,), (1,), (0, 1)], ids=str)
-def test_fitting_networks_on_a_gpu_have_the_values_and_gradients_of_the_reference(monkeypatch, shares, most, parts):
-    monkeypatch.setattr(operations, "MAX_STACKED", most)
+def test_fitting_networks_on_a_gpu_have_the_values_and_gradients_of_the_reference(shares, parts):
     x, nets = draw(6, 4), fitting_networks()[: len(shares)]
     results = []
     for ops in (GPU, REFERENCE):

@@ -13,15 +13,6 @@ from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import UserError
 from deepmd_ema.geometry import find_pairs_once
 from deepmd_ema.infer.potential import Prediction
-from deepmd_ema.labels import FORCE
-from deepmd_ema.physics.crystal import (
-    describe_crystal,
-    elastic_constants,
-    force_constants,
-    frequencies,
-    is_crystal,
-    relax,
-)
 from deepmd_ema.physics.dynamics import FRICTION, Run, _trajectory, energy_conservation, time_to_failure
 from deepmd_ema.physics.report import PhysicsOptions, physics_of, shortest_distances
 from deepmd_ema.physics.scans import count_extrema, scan_bonds, scan_cutoff
@@ -31,7 +22,6 @@ WELL, RATE, LENGTH = 1.0, 1.5, 2.0  # eV, 1/angstrom, angstrom: of Morse's poten
 CALM = Run(temperature=300.0, time_step=1.0, steps=300, seed=3)
 HOT = Run(temperature=600.0, time_step=1.0, steps=300, seed=3)
 NO_LIMIT = np.zeros((1, 1))
-PRECISION_OF_DIFFERENCES = 1e-3  # relative, of second derivatives by displacements of 0.01 angstrom
 
 
 def morse(r):
@@ -77,36 +67,11 @@ class PairModel:
         return Prediction(np.array(energies), np.array(forces), np.zeros((len(energies), 9)), np.zeros((1, 1)))
 
 
-class AseModel:
-    """EMT of ASE as a model."""
-
-    type_map, rcut = ("Cu",), 6.0
-
-    def evaluate(self, coord, types, box=None, fparam=None, aparam=None, kept=None):
-        """Return energies, forces and virials."""
-        from ase import Atoms
-        from ase.calculators.emt import EMT
-
-        found = []
-        boxes = np.broadcast_to(box, (len(coord), 3, 3))
-        for frame, cell in zip(coord, boxes):
-            atoms = Atoms("Cu" * len(frame), frame, cell=cell, pbc=True, calculator=EMT())
-            virial = -atoms.get_stress(voigt=False) * atoms.get_volume()
-            found.append((atoms.get_potential_energy(), atoms.get_forces(), virial.ravel()))
-        energy, force, virial = map(np.array, zip(*found))
-        return Prediction(energy, force, virial, np.zeros((1, 1)))
-
-
-def line(*places, box=None, force=None):
+def line(*places):
     """Return a frame of copper atoms on a line, at these places."""
     coord = np.zeros((len(places), 3))
     coord[:, 0] = places
-    labels = {} if force is None else {FORCE: np.full(coord.shape, force)}
-    return Frame(coord, np.zeros(len(places), np.int64), box, labels)
-
-
-def frame_of(atoms):
-    return Frame(atoms.positions.copy(), np.zeros(len(atoms), np.int64), atoms.cell.array.copy())
+    return Frame(coord, np.zeros(len(places), np.int64))
 
 
 # ---- dynamics
@@ -233,81 +198,6 @@ def test_a_single_atom_has_no_cutoff_to_pass():
     assert scan_cutoff(Surface(PairModel(), line(0))) is None
 
 
-# ---- crystals
-
-
-def strained_stress(atoms, k):
-    """Return the derivative of ASE's stress by the strain ``k`` with relaxed atoms, GPa."""
-    from ase import units
-    from ase.calculators.emt import EMT
-    from ase.optimize import BFGS
-
-    a, b = ((0, 0), (1, 1), (2, 2), (1, 2), (0, 2), (0, 1))[k]
-    found = []
-    for sign in (1, -1):
-        strain = np.eye(3)
-        strain[a, b] += sign * 1e-3
-        strain[b, a] = strain[a, b] if a != b else strain[b, a]
-        moved = atoms.copy()
-        moved.set_cell(atoms.cell.array @ strain, scale_atoms=True)
-        moved.calc = EMT()
-        BFGS(moved, logfile=None).run(1e-5, 200)
-        found.append(moved.get_stress())
-    return (found[0] - found[1]) / (2e-3 * (1 if a == b else 2)) / units.GPa
-
-
-def test_elastic_constants_are_those_of_strained_cells_whose_atoms_are_relaxed():
-    from ase.build import bulk
-
-    atoms = bulk("Cu", cubic=True) * (2, 1, 1)
-    del atoms[3]  # with a vacancy atoms move when the cell is strained
-    surface = Surface(AseModel(), frame_of(atoms))
-    coord, residual = relax(surface)
-    assert residual <= 1e-3
-    found = elastic_constants(surface, coord, force_constants(surface, coord))
-    atoms.positions = coord
-    for k in (0, 1, 4):
-        assert found[:, k] == pytest.approx(strained_stress(atoms, k), abs=0.5)
-    clamped = elastic_constants(surface, coord, 1e9 * np.eye(coord.size))
-    assert abs(clamped - found).max() > 5  # relaxation matters here
-
-
-def test_frequencies_at_gamma_are_those_of_ase(tmp_path):
-    from ase.build import bulk
-    from ase.calculators.emt import EMT
-    from ase.vibrations import Vibrations
-
-    atoms = bulk("Cu", cubic=True)
-    found = describe_crystal(Surface(AseModel(), frame_of(atoms)), ("data", 0))
-    assert found.moved < 0.01
-    assert found.elastic[0, 0] == pytest.approx(found.elastic[2, 2], rel=1e-6)
-    atoms.calc = EMT()
-    vibrations = Vibrations(atoms, name=str(tmp_path / "vibrations"))
-    vibrations.run()
-    expected = np.sort(np.real(vibrations.get_frequencies()))[3:] / 33.35641
-    assert len(found.frequencies) == 9
-    assert found.frequencies == pytest.approx(expected, rel=PRECISION_OF_DIFFERENCES)
-
-
-def test_a_frame_at_a_maximum_has_imaginary_frequencies():
-    def repulsive(r):
-        return -morse(r)[0], -morse(r)[1]
-
-    box = np.diag([4.0, 20.0, 20.0])
-    surface = Surface(PairModel(repulsive, rcut=3.0), line(0, 2.0, box=box))
-    assert surface.masses == pytest.approx([63.546, 63.546])
-    assert frequencies(force_constants(surface, surface.coord), surface.masses)[0] < -1
-
-
-def test_only_relaxed_periodic_frames_without_a_gap_are_crystals():
-    dense, open_box = np.diag([4.0, 2.5, 2.5]), np.diag([30.0, 2.5, 2.5])
-    assert is_crystal(line(0, 2.0, box=dense, force=0.01))
-    assert not is_crystal(line(0, 2.0, box=dense, force=0.2))
-    assert not is_crystal(line(0, 2.0, box=dense))  # no label
-    assert not is_crystal(line(0, 2.0, box=open_box, force=0.01))
-    assert not is_crystal(line(0, 2.0, force=0.01))
-
-
 # ---- report
 
 
@@ -344,7 +234,6 @@ def test_the_command_prints_a_table_with_limits(tested):
     table = out[out.index("# physics of the model, at frame 0 of data") :]
     for quantity in ("NVE energy drift", "time to failure at 200 K", "energy jump at the cutoff", "extrema beyond"):
         assert quantity in table
-    assert "no periodic frame of relaxed atoms" in table
 
 
 def test_the_command_prints_one_document(tested):

@@ -246,9 +246,14 @@ def test_a_bias_that_was_refitted_after_training_is_mentioned(copy, capsys):
     bias = dict.fromkeys(("live", "p05", "p10", "p07", "fast", "flat"), payload["model"]["out_bias"] + 1)
     change(copy / "model.ckpt-400.pt", refitted_bias=bias)
     assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.06"]) == 0
-    said = capsys.readouterr().out
-    assert "this file has neither, and all errors above are those before" in said
-    assert "--solve bias or --solve layer fits them here as well" in said
+    said = " ".join(capsys.readouterr().out.split())
+    assert "fitted its output bias after the last step; this file and all errors above have the bias before" in said
+    assert f"dp-ema change-bias {copy / 'model_posthoc.pt'} -s SYSTEM" in said
+
+
+def test_the_removed_fit_of_the_output_layer_is_refused_with_what_to_use(run, capsys):
+    assert cli.main(["posthoc", str(run), "--solve", "bias"]) == 2
+    assert "posthoc --solve: was removed, since dynamics failed more often; use" in capsys.readouterr().err
 
 
 def test_a_bias_that_was_refitted_after_training_does_not_make_tracked_weights_look_better(copy):

@@ -35,7 +35,6 @@ class Given:
     """Errors as a validation would give them."""
 
     def __init__(self, cells, last="S"):
-        self.physics = {}
         keys = [f"{q}:{k}" for q in ("E", "F", last) for k in ("MAE", "RMSE")]
         self.values = {key: float(cell) / 1000 for key, cell in zip(keys, cells)}
 

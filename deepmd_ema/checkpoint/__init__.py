@@ -291,11 +291,6 @@ def payload_head(
     }
 
 
-def planned_steps(payload: Mapping[str, Any]) -> int:
-    """Return the steps that the run of a model file was planned to take, which an early stop does not change."""
-    return payload.get("num_steps") or payload["config"]["training"].get("numb_steps") or payload["step"]
-
-
 def weights_in(
     payload: Mapping[str, Any], path: str | Path, profile: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:

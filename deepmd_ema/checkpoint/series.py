@@ -167,11 +167,10 @@ class BestFiles:
     def offer(self, value: float, step: int) -> bool:
         """Enter ``value`` if it is among the best, and return whether it is: then :meth:`write` must be called.
 
-        Of equal errors the earlier one ranks higher, of equal numbers of physics, which may be counts, the later one. A
-        value that is not finite is never kept.
+        Of equal errors the earlier one ranks higher. A value that is not finite is never kept.
         """
         records = [r for r in self.records if r[1] != step]
-        rank = sum(v < value or (v == value and not self.metric.startswith("P:")) for v, _ in records)
+        rank = sum(v <= value for v, _ in records)
         if not math.isfinite(value) or rank >= self.keep:
             return False
         records.insert(rank, (value, step))

@@ -14,7 +14,7 @@ from deepmd_ema.errors import ReportedElsewhere, UserError
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig
 
-SUMMARY = "check an input and its data; show plan, cost and files of the run"
+SUMMARY = "check an input and its data; show plan and cost of the run"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _print_sections(args: argparse.Namespace) -> None:
     from deepmd_ema.config import config_warnings, ignored_options
-    from deepmd_ema.run_check.text import closing_lines, cost_lines, data_lines, file_lines, plan_lines
+    from deepmd_ema.run_check.text import closing_lines, cost_lines, data_lines, plan_lines
 
     config = _load(args)
     say(f"{args.input}: the options are good")
@@ -57,7 +57,7 @@ def _print_sections(args: argparse.Namespace) -> None:
         say("\n".join([*data_lines(check), *plan_lines(check.config, check)]))
         if args.time and not check.problems:
             check.measure(args.device)
-        say("\n".join([*cost_lines(check), *file_lines(check)]))
+        say("\n".join(cost_lines(check)))
     except UserError:  # what is known is shown before it
         known = [] if check.reports else plan_lines(config)
         say("\n".join([*known, *closing_lines(config.notes, check.unused, check.warnings)]))

@@ -15,10 +15,7 @@ from deepmd_ema.cli.options import (
     num_steps,
     path,
     positive,
-    seed_number,
-    whole_number,
 )
-from deepmd_ema.errors import UserError
 
 SUMMARY = "deviations of several models from each other"
 
@@ -39,11 +36,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="divide by the length of the force plus LEVEL, in eV/angstrom")  # fmt: skip
     parser.add_argument("--relative_v", "--relative-v", metavar="LEVEL", type=positive,
                         help="divide by the length of the virial per atom plus LEVEL, in eV")  # fmt: skip
-    parser.add_argument("--sample-layer", metavar="N", type=whole_number(2, "2 to 999 samples", digits=3),
-                        nargs="?", const=16, default=0,
-                        help="in place of each model N samples that differ in the output layer as far as the training "
-                        "frames of the run allow: deviations from one run (16)")  # fmt: skip
-    parser.add_argument("--seed", metavar="N", type=seed_number, help="of these samples (1)")
     add_weights(parser, several=True)
     add_device(parser)
 
@@ -53,15 +45,12 @@ def run(args: argparse.Namespace) -> None:
     with loading():
         from deepmd_ema.infer.deviation import DeviationOptions, measure_deviation, refuse_output
 
-    if args.seed is not None and not args.sample_layer:
-        raise UserError("--seed: is for samples of the output layer. Add --sample-layer, or leave it out.")
     refuse_output(args.output, args.models)
     options = DeviationOptions(args.real_error, args.atomic, args.relative, args.relative_v, args.frequency)
     systems, patterns = chosen_systems(args, ["."])
     averages = args.average or ()
     report = measure_deviation(
-        args.models, systems, options, args.use_ema, averages, args.head, device=args.device, rglob_patterns=patterns,
-        sampled_layers=args.sample_layer, seed=1 if args.seed is None else args.seed,
-    )  # fmt: skip
+        args.models, systems, options, args.use_ema, averages, args.head, device=args.device, rglob_patterns=patterns
+    )
     print(report.text())
     print(f"wrote {report.write(args.output)}")

@@ -7,7 +7,7 @@ import argparse
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, add_head, add_systems, chosen_systems, file_to_write, path
 
-SUMMARY = "the average of any length or shape, from the snapshots of a run; output layers by least squares"
+SUMMARY = "the average of any length or shape, from the snapshots of a run"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +24,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metric", metavar="M", default="overall",
                         help="what best means: E:RMSE, F:RMSE, V:RMSE, S:RMSE, ...:MAE, or overall, the mean RMSE of "
                         "E, F and V as a part of that of the live weights (overall)")  # fmt: skip
-    parser.add_argument("--solve", nargs="?", choices=("layer", "bias"), const="layer",
-                        help="fit the output layer and bias, or the bias alone, to the training frames of the run, for "
-                        "the live weights, each average and the best one made of snapshots; works without snapshots "
-                        "(layer)")  # fmt: skip
     add_systems(parser, "validation data of the run", datafile=False)
     parser.add_argument("-o", "--output", metavar="FILE", type=file_to_write,
                         help="model of the best average (RUN_DIR/model_posthoc.pt)")  # fmt: skip
@@ -56,7 +52,6 @@ def run(args: argparse.Namespace) -> None:
         output=args.output,
         plot=args.plot,
         table=args.table,
-        solve=args.solve,
         head=args.head,
         device=args.device,
         say=print,

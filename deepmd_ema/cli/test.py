@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from deepmd_ema.metrics import Errors
     from deepmd_ema.physics.report import PhysicsReport
 
-SUMMARY = "errors of a model on labelled frames, and its physics: dynamics, bonds, crystals"
+SUMMARY = "errors of a model on labelled frames, and its physics: dynamics and bonds"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="parity plots (parity.png)")  # fmt: skip
     parser.add_argument("--compile", action="store_true", help="compile the model first: for many frames; needs g++")
     parser.add_argument("--physics", action="store_true",
-                        help="dynamics, bond scans, cutoff and crystals as well (doc/physics.md)")  # fmt: skip
+                        help="dynamics, bond scans and cutoff as well (doc/physics.md)")  # fmt: skip
     parser.add_argument("--temperature", metavar="K", type=positive,
                         help="with --physics: of the run without thermostat, half of the other (300)")  # fmt: skip
     parser.add_argument("--md-steps", metavar="N", type=num_steps, help="with --physics: steps of each run (1000)")

@@ -1,4 +1,4 @@
-"""Options and commands of DeePMD-kit that ``dp-ema`` does not have, and what to use instead."""
+"""Options and commands of DeePMD-kit, and removed ones, that ``dp-ema`` does not have, and what to use instead."""
 
 from __future__ import annotations
 
@@ -28,7 +28,15 @@ OPTIONS = {
         "-r --rand-seed": "frames are taken in order: there is nothing to draw",
         "--shuffle-test": "frames are taken in order, -n N takes the first N",
     },
-    "model-devi": {"-S --set-prefix": "all sets of a system are read"},
+    "model-devi": {
+        "-S --set-prefix": "all sets of a system are read",
+        "--sample-layer": "was removed; give several models, averages (--average live A) or checkpoints of one run",
+        "--seed": "was removed with --sample-layer",
+    },
+    "posthoc": {
+        "--solve": "was removed, since dynamics failed more often; use the best average, or `dp-ema change-bias` for "
+        "the bias alone",
+    },
 }
 COMMANDS = {
     "doc-train-input": "use `dp-ema doc`, or `dp-ema doc --json-schema`",

@@ -13,7 +13,6 @@ from deepmd_ema.config.load import load_config as load_config
 from deepmd_ema.config.load import model_config_from_dict as model_config_from_dict
 from deepmd_ema.config.load import read_input as read_input
 from deepmd_ema.config.load import saved_config as saved_config
-from deepmd_ema.config.load import saved_input as saved_input
 from deepmd_ema.config.load import saved_models as saved_models
 from deepmd_ema.config.remarks import config_summary as config_summary
 from deepmd_ema.config.remarks import config_warnings as config_warnings

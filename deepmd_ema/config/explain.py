@@ -77,7 +77,7 @@ class _Validator:
             elif key in canonical or is_comment(key) or (key == "type" and hasattr(kind, "type")):
                 continue
             elif (known := unavailable_key(path, key)) is not None:
-                self._refuse((*path, key), f" = {show(value)}: {NOT_AVAILABLE}. {known.instead or 'Remove it.'}")
+                self._refuse((*path, key), f" = {show(value)}: {known.reason}. {known.instead or 'Remove it.'}")
             else:
                 having = [s for s in others if key in keys_of(s)]
                 self._refuse((*path, key), _unknown_key(kind, having, (*path, key), missed))

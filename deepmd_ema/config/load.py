@@ -19,6 +19,7 @@ from deepmd_ema.config.schema.model import Link, ModelConfig
 from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun, to_dict
 from deepmd_ema.config.tasks import has_tasks
 from deepmd_ema.config.text import read_config_file
+from deepmd_ema.config.unsupported import without_removed
 from deepmd_ema.config.upgrade import Upgraded, add_averaged_point, expand_short_form, upgrade
 from deepmd_ema.errors import ConfigError
 
@@ -97,34 +98,26 @@ def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunCo
     return _load(values, source, {})
 
 
-def saved_input(values: Mapping[str, Any], source: str = "<dict>") -> InputFile:
-    """Return the config of a checkpoint as an input, with removed values replaced."""
-    training = values.get("training")
-    averages = training.get("averaging") if isinstance(training, Mapping) else None
-    if isinstance(training, Mapping) and isinstance(averages, list):
-        # a checkpoint holds whole averages, however the ranks held them
-        kept = [{**a, "layout": "local_shard"} if a.get("layout") == "rank_range" else a for a in averages]
-        values = {**values, "training": {**training, "averaging": kept}}
-    return InputFile(source, values, {})
-
-
-def saved_config(values: Mapping[str, Any], source: str = "<dict>") -> RunConfig:
+def saved_config(values: Mapping[str, Any], source: str = "<dict>", whole: bool = False) -> RunConfig:
     """Return the run that the config of a checkpoint describes, with removed values replaced.
 
-    It has no loggers, and no average of a type whose package is not installed here: the weights in the file can be used
-    without.
+    Unless the ``whole`` config is requested, it has no loggers, and no average of a type whose package is not installed
+    here: the weights in the file can be used without.
 
     Raises:
         ConfigError: with every mistake of the config.
     """
-    values = saved_input(values).values
+    values, notes = without_removed(values)
     training = values.get("training")
     if isinstance(training, Mapping):
-        training = {name: value for name, value in training.items() if name != "loggers"}
+        training = {name: value for name, value in training.items() if whole or name != "loggers"}
         if isinstance(averages := training.get("averaging"), list):
-            training["averaging"] = [a for a in averages if a.get("type", "ema") in AVERAGES]
+            # a checkpoint holds whole averages, however the ranks held them
+            kept = [{**a, "layout": "local_shard"} if a.get("layout") == "rank_range" else a for a in averages]
+            training["averaging"] = [a for a in kept if whole or a.get("type", "ema") in AVERAGES]
         values = {**values, "training": training}
-    return config_from_dict(values, source)
+    config = config_from_dict(values, source)
+    return replace(config, notes=(*config.notes, *notes))
 
 
 def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> ModelConfig:

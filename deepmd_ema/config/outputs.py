@@ -77,7 +77,6 @@ class Output:
         is_folder: whether it is a folder.
         has_rows: whether rows are added to it during the run, so that it can belong to one writer only.
         is_link: whether it is a link to the newest or the best weights.
-        is_curve: of a file of rows, whether it is a learning curve or a log of full validation.
     """
 
     option: str
@@ -86,7 +85,6 @@ class Output:
     is_folder: bool = False
     has_rows: bool = False
     is_link: bool = False
-    is_curve: bool = True
 
 
 class Outputs:
@@ -106,11 +104,6 @@ class Outputs:
     def validation_log(self, weights: str, task: str) -> Path:
         """Return the log of full validation of some weights on the data of a task."""
         return suffixed(self._config.validating.full_val_file, suffix_of(weights, task))
-
-    def physics_log(self, weights: str, task: str) -> Path:
-        """Return the log of the physics of some weights at frames of a task."""
-        log = self.validation_log(weights, task)
-        return log.with_name(f"physics_{log.name}")
 
     def checkpoint_link(self, weights: str) -> Path:
         """Return the link to the newest checkpoint of some weights."""
@@ -170,11 +163,7 @@ class Outputs:
         for name in self._config.fully_validated:
             for task in (name for name, task in self._config.tasks.items() if task.is_validated):
                 content = f"validation of {name}" + f" in task {task}" * bool(task)
-                log = self.validation_log(name, task)
-                yield Output("validating.full_val_file", content, log, has_rows=True)
-                if self._config.validating.physics is not None:
-                    content, log = content.replace("validation", "physics"), self.physics_log(name, task)
-                    yield Output("validating.full_val_file", content, log, has_rows=True, is_curve=False)
+                yield Output("validating.full_val_file", content, self.validation_log(name, task), has_rows=True)
                 if self.has_best:
                     link = self.best_folder / best_link(self.best_prefix(name, task), self.suffix)
                     yield Output(

@@ -22,7 +22,7 @@ Unused = Iterator[tuple[str, str]]
 
 _FULL_VALIDATION = (
     "validation_freq", "save_best", "save_best_dir", "max_best_ckpt", "validation_metric", "early_stop",
-    "physics", "full_val_file", "full_val_start",
+    "full_val_file", "full_val_start",
 )  # fmt: skip
 _MAX_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
 _MIN_SNAPSHOTS = 4  # of one average; from fewer, averages of other lengths cannot be reconstructed well
@@ -178,11 +178,6 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
     "run": (
         ("model.model_branch_alias", lambda run: "" in run.tasks, "there is one task, so no head is chosen by a name"),
         ("optimizer.lr_adjust_coeff", lambda run: getattr(run.optimizer, "lr_adjust", 0) > 0, "lr_adjust is above 0"),
-        (
-            "training.change_bias_after_training",
-            lambda run: run.training.solve_last_layer,
-            "solve_last_layer fits the bias as well",
-        ),
         ("training.mixed_precision", lambda _: True, "the precision is that of descriptor and fitting_net"),
         ("training.enable_tf32", lambda run: not _in_float32(run), "no product is in float32"),
         ("validating.tf32_infer", lambda run: not _in_float32(run), "no product is in float32"),
@@ -350,8 +345,6 @@ def _validation_words(config: RunConfig) -> str:
     *others, last = validated
     weights = f"{', '.join(others)} and {last}" if others else last
     which = f"{weights} weights, best by {v.validation_metric}"
-    if v.physics is not None:
-        which += f"; dynamics of {v.physics.md_steps:,} steps at {v.physics.temperature:g} K"
     if v.early_stop is not None:
         metric, patience = v.early_stop.metric or v.validation_metric, counted(v.early_stop.patience, "validation")
         which += f"; the run ends after {patience} without a lower {metric}"

@@ -179,40 +179,6 @@ def warmup_ends_in_the_run(run: RunConfig) -> Violations:
         yield "learning_rate.warmup_steps", f" = {warmup}: expected less than training.numb_steps = {steps}."
 
 
-# ---- what is fitted after training
-
-
-def why_not_solvable(run: RunConfig) -> Iterator[str]:
-    """Yield why the output layers of the models of a run cannot be fitted by least squares."""
-    tasks: dict[str, list[str]] = {}
-    for link in run.links:
-        if link.part == "fitting_net":
-            tasks.setdefault(link.key, []).append(link.task)
-    for key, names in tasks.items():
-        if len(names) > 1:
-            together = ", ".join(names)
-            yield f"tasks {together} share the fitting network {key}, and each would need another output layer."
-    for task in run.tasks.values():
-        yield from why_task_not_solvable(task)
-
-
-def why_task_not_solvable(task: TaskConfig) -> Iterator[str]:
-    """Yield why the output layer of one task does not follow from labels by least squares."""
-    of_task = f"task {task.name}: " * bool(task.name)
-    if task.model.type == "linear_ener":
-        yield f"{of_task}a model of type linear_ener has several fitting networks."
-    if not {"e", "f", "v"} & set(task.loss.weights):
-        yield f"{of_task}the loss has no energies, forces or virials to fit (start_pref_e, ...)."
-
-
-@rule("run")
-def solved_layers_are_linear(run: RunConfig) -> Violations:
-    """Energies are linear in the output layer of one task, and the loss has labels that it changes."""
-    if run.training.solve_last_layer:
-        for reason in why_not_solvable(run):
-            yield "training.solve_last_layer", f" = true: {reason} Set it to false."
-
-
 # ---- optimizer
 
 
@@ -358,10 +324,6 @@ def metric_is_trained(run: RunConfig) -> Violations:
     if early_stop is not None and early_stop.metric is not None:
         metrics["early_stop.metric"] = early_stop.metric
     for name, metric in metrics.items() if run.fully_validated else ():
-        if metric.quantity == "P":
-            if run.validating.physics is None:
-                yield f"validating.{name}", f" = {show(metric)}: needs validating.physics, e.g. {{}} for its defaults."
-            continue
         letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[metric.quantity]
         for task in run.tasks.values():
             start, limit = (getattr(task.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))

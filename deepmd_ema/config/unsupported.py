@@ -1,26 +1,29 @@
-"""Options of DeePMD-kit 3.2.0 that dp-ema does not support yet: refused by name, never ignored."""
+"""Options of DeePMD-kit 3.2.0 that dp-ema does not support yet, and removed ones: refused by name, never ignored."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepmd_ema.config.messages import Place, dotted, of_one_task
+from deepmd_ema.config.messages import NOT_AVAILABLE, Place, dotted, of_one_task, show
 
 
 @dataclass(frozen=True)
 class Unavailable:
-    """An option of DeePMD-kit that is not here.
+    """An option of DeePMD-kit, or of an earlier version, that is not here.
 
     Attributes:
         no_op_values: values without effect (its default in DeePMD-kit); they are accepted and dropped. None:
             every value, because the option only informs.
         instead: what to do, or an empty string.
+        reason: why it is not here.
     """
 
     no_op_values: tuple[Any, ...] | None = (None,)
     instead: str = ""
+    reason: str = NOT_AVAILABLE
 
 
 _OFF = Unavailable((None, False))
@@ -56,6 +59,24 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
         "neighbor_graph_method": Unavailable((None, "auto")),
     },
 }
+# the same for options of earlier versions of dp-ema; those of a checkpoint are left out
+REMOVED: dict[str, dict[str, Unavailable]] = {
+    "training": {
+        "solve_last_layer": Unavailable(
+            (None, False),
+            "Remove it; an average (enable_ema) has errors as low.",
+            "was removed, since virials got worse and dynamics failed more often",
+        )
+    },
+    "validating": {
+        "physics": Unavailable((None,), "Remove it, and run `dp-ema test --physics` after training.", "was removed")
+    },
+}
+_METRIC_INSTEAD = "F:RMSE"
+REMOVED_METRICS = dict.fromkeys(
+    ("P:DRIFT", "P:SPREAD", "P:FAILURE", "P:EXTREMA", "P:LIMITS"),
+    f"Use {_METRIC_INSTEAD} or another error, and `dp-ema test --physics` after training.",
+)
 
 # section -> values of its `type`, aliases included
 _DESCRIPTORS = (
@@ -86,8 +107,38 @@ INSTEAD_OF_TYPES: dict[str, str] = {
 
 
 def unavailable_key(section: Place, key: str) -> Unavailable | None:
-    """Return the entry of a key of DeePMD-kit that dp-ema does not support, or None for any other key."""
-    return UNAVAILABLE.get(_of_standard(section), {}).get(key)
+    """Return the entry of a key that dp-ema does not support, or no longer, or None for any other key."""
+    path = _of_standard(section)
+    return UNAVAILABLE.get(path, {}).get(key) or REMOVED.get(path, {}).get(key)
+
+
+def without_removed(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the config of a checkpoint without removed options, and a note for each one that had an effect."""
+    kept, notes = dict(values), []
+    for section, known in REMOVED.items():
+        own = values.get(section)
+        if isinstance(own, Mapping):
+            kept[section] = {key: value for key, value in own.items() if key not in known}
+            notes += [
+                f"{section}.{key} = {show(own[key])} in the checkpoint: the option {known[key].reason}"
+                for key in own.keys() & known.keys()
+                if not is_no_op(known[key], own[key])
+            ]
+    validating = kept.get("validating")
+    if isinstance(validating, Mapping):
+        kept["validating"] = _with_errors(validating, ("validation_metric",), notes)
+        if isinstance(stop := validating.get("early_stop"), Mapping):
+            kept["validating"]["early_stop"] = _with_errors(stop, ("early_stop", "metric"), notes)
+    return kept, notes
+
+
+def _with_errors(section: Mapping[str, Any], place: tuple[str, ...], notes: list[str]) -> dict[str, Any]:
+    """Return a section with an error in place of a removed metric, which is noted."""
+    if (metric := section.get(place[-1])) not in REMOVED_METRICS:
+        return dict(section)
+    path = dotted(("validating", *place))
+    notes.append(f"{path} = {show(metric)} in the checkpoint: was removed, {_METRIC_INSTEAD} is taken")
+    return {**section, place[-1]: _METRIC_INSTEAD}
 
 
 def is_no_op(known: Unavailable, value: Any) -> bool:

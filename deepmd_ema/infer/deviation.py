@@ -17,7 +17,6 @@ from deepmd_ema.errors import UserError
 from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
 from deepmd_ema.infer.evaluate import ErrorReport, first_frames, open_labelled, predict
 from deepmd_ema.infer.load import LoadedModel, load_model
-from deepmd_ema.infer.sampled_layers import OPTION, with_sampled_layers
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.metrics import FrameResult
 from deepmd_ema.report.table import Column, Table, render
@@ -95,8 +94,6 @@ def measure_deviation(
     head: str | None = None,
     device: str | None = None,
     rglob_patterns: Sequence[str] | None = None,
-    sampled_layers: int = 0,
-    seed: int = 1,
 ) -> DeviationReport:
     """Return the deviations of the predictions of models for the frames of systems.
 
@@ -109,9 +106,6 @@ def measure_deviation(
         head: which model of files that hold several.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
         rglob_patterns: names of systems to search for in folders.
-        sampled_layers: how many models take the place of each, with samples of its output layer
-            (:func:`with_sampled_layers`); 0 for the model itself.
-        seed: of these samples.
 
     Raises:
         UserError: if a model or the data cannot be read, or the models do not go together.
@@ -120,11 +114,6 @@ def measure_deviation(
     wanted: Sequence[str | None] = averages or [None]
     loaded = [load_model(path, use_average, name, head) for path in models for name in wanted]
     words = [f"{one.info.path}: {one.info.describe()}" for one in loaded]
-    if sampled_layers:
-        if options.real_error:
-            raise UserError(f"{OPTION} and --real_error: samples have larger errors than the model. Leave one out.")
-        loaded = [copy for one in loaded for copy in with_sampled_layers(one, sampled_layers, seed, device)]
-        words = [f"{one}, {sampled_layers} samples of its output layer" for one in words]
     _check_models(loaded, options)
     widest = max((one.config for one in loaded), key=lambda config: config.descriptor.cutoff)
     opened = open_labelled(systems, widest, _LABELS if options.real_error else (), rglob_patterns)
@@ -202,7 +191,7 @@ def _check_models(loaded: Sequence[LoadedModel], options: DeviationOptions) -> N
     if len(loaded) < 2 and not options.real_error:
         raise UserError(
             "-m: one model, and deviations are those of two or more. Give more models or averages (--average live A), "
-            f"{OPTION} for samples of its output layer, or --real_error for the errors of one."
+            "or --real_error for the errors of one."
         )
     first = loaded[0]
     expected = vars(ReadSpec.of_model(first.config, ()))

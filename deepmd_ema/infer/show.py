@@ -83,7 +83,7 @@ def _state(payload: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _nearest(payload.get("min_nbor_dist"))
     for weights, of in payload.get("best", {}).items():
         for task, state in ({"": of} if "records" in of else of).items():
-            if state.get("records"):
+            if state.get("records") and state["metric"][0].upper() in METRICS:  # 0.2.0 ranked by other numbers as well
                 metric, (value, step) = state["metric"], state["records"][0]
                 quantity = METRICS[metric[0].upper()]
                 shown = f"{quantity.display_factor * value:.4g} {quantity.display_unit}"

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,9 +23,6 @@ from deepmd_ema.files import writing
 from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.dummy_atoms import Filled, Round, at_least_two, fill, pad, to_half_octave, to_prime
 from deepmd_ema.model.energy import EnergyModel, run
-
-if TYPE_CHECKING:
-    from deepmd_ema.model.compile_gain import Gain
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +87,12 @@ class Compiler:
         in_training: whether models in training mode are compiled.
         in_validation: whether models in evaluation mode are.
         graphs: made so far.
-        gain: of compiled training, if it was measured.
     """
 
     options: CompileOptions
     in_training: bool = True
     in_validation: bool = True
     graphs: list[Graph] = field(default_factory=list)
-    gain: Gain | None = None
 
     def __post_init__(self) -> None:
         if self.options.cache_dir is not None:

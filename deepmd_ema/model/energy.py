@@ -19,7 +19,7 @@ from deepmd_ema.model.ops.reference import REFERENCE, use_operations, with_opera
 if TYPE_CHECKING:
     from typing_extensions import Self  # of typing since Python 3.11
 
-    from deepmd_ema.model.interface import Block, Descriptor, Fitting, Network, ShortRange, Vjp
+    from deepmd_ema.model.interface import Block, Descriptor, Fitting, ShortRange, Vjp
     from deepmd_ema.model.statistics import Statistics
 
 # F frames, A atoms, K neighbor slots, T types, M reverse slots
@@ -113,20 +113,12 @@ class EnergyModel(nn.Module):
 
     def energy_and_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energies of the atoms (A,), eV, and the gradient of their sum by ``batch.vector`` (A, K, 3)."""
-        atom_energy, pair = self.with_short_range(batch, self._network)
-        return atom_energy + (self.out_bias.view(-1) * self._counted)[batch.atom_type], pair
-
-    def with_short_range(self, batch: Batch, network: Network) -> tuple[Tensor, Tensor]:
-        """Return the same for the energies of any ``network``, without the bias of elements."""
         if self.short_range is not None:
-            return self.short_range(batch, network)
-        atom_energy, grad_features, vjp = network(batch)
-        return atom_energy, vjp(grad_features)
-
-    def atoms_with_energy(self, batch: Batch) -> Tensor:
-        """Return the number of atoms of each element whose bias the energy of a frame has (F, T), float64."""
-        kinds = torch.nn.functional.one_hot(batch.atom_type, len(self.type_map)).to(torch.float64) * self._counted
-        return torch.zeros_like(kinds[: batch.num_frames]).index_add(0, batch.atom_frame, kinds)
+            atom_energy, pair = self.short_range(batch, self._network)
+        else:
+            atom_energy, grad_features, vjp = self._network(batch)
+            pair = vjp(grad_features)
+        return atom_energy + (self.out_bias.view(-1) * self._counted)[batch.atom_type], pair
 
     def _network(self, batch: Batch) -> tuple[Tensor, Tensor, Vjp]:
         """Return the energies (A,) of the fitting network, their gradient by the features (A, D), and the vjp."""

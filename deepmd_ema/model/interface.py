@@ -6,7 +6,6 @@ Both are ``torch.nn.Module``; their parameters and persistent buffers are what c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -112,32 +111,6 @@ class HasBlocksInBfloat16(Protocol):
     """
 
     infers_in_bfloat16: bool
-
-
-@dataclass(frozen=True)
-class HiddenUnits:
-    """The numbers of which a linear output layer makes the energies of atoms.
-
-    Attributes:
-        atoms: those whose energies come from this layer.
-        values: (B, H) of these atoms, eV per weight.
-        vjp: from a gradient with respect to ``values`` (B, H) to that with respect to the features (B, D).
-    """
-
-    atoms: slice
-    values: Tensor
-    vjp: Callable[[Tensor], Tensor]
-
-
-@runtime_checkable
-class HasLinearOutput(Protocol):
-    """A fitting network that ends with linear layers, to whose weights energies and forces are proportional."""
-
-    def output_weights(self) -> list[nn.Parameter]:
-        """Return the weights (H, 1) of the output layers."""
-
-    def hidden_units(self, features: Tensor, batch: Batch) -> list[HiddenUnits]:
-        """Return the inputs of each output layer for the features (A, D), in the order of ``output_weights``."""
 
 
 class Fitting(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,6 @@ from deepmd_ema.geometry import find_pairs_once
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.labels import FORCE
-from deepmd_ema.physics.crystal import (
-    RELAXED,
-    WAVENUMBERS_PER_THZ,
-    Crystal,
-    describe_crystal,
-    is_crystal,
-)
 from deepmd_ema.physics.dynamics import Conservation, Run, Stability, energy_conservation, time_step_of, time_to_failure
 from deepmd_ema.physics.scans import BondScan, CutoffScan, scan_bonds, scan_cutoff
 from deepmd_ema.physics.surface import Array, Model, Surface
@@ -35,10 +27,7 @@ MIN_DISTANCE_RATIO = 0.75  # of the shortest distance in the data: nearer, an en
 MAX_ENERGY_JUMP = 1e-4  # eV; energies of a hundred atoms in float32 are rounded to 1e-5
 MAX_FORCE_JUMP = 1e-3  # eV/angstrom
 MAX_FORCE_ERROR = 5e-3  # eV/angstrom: that rounding over the 4e-3 angstrom of the difference quotient is 2.5e-3
-MAX_IMAGINARY = 0.1  # THz: smaller ones are rounding
-MAX_MOVED = 0.3  # angstrom: a longer way leads to another structure
-NO_CRYSTAL = "no periodic frame of relaxed atoms"
-MAX_FRAMES = 200  # of all systems, evenly, of which distances are taken and a crystal is looked for
+MAX_FRAMES = 200  # of all systems, evenly, of which distances are taken
 
 
 @dataclass(frozen=True)
@@ -90,8 +79,6 @@ class PhysicsReport:
         stability: run at twice the temperature.
         bonds: one scan for each pair of elements.
         cutoff: smoothness at the cutoff, or None.
-        crystal: properties of a relaxed periodic frame, or None.
-        crystal_failure: why its properties could not be computed, or empty.
     """
 
     source: tuple[str, int]
@@ -100,25 +87,11 @@ class PhysicsReport:
     stability: Stability
     bonds: Sequence[BondScan]
     cutoff: CutoffScan | None
-    crystal: Crystal | None = None
-    crystal_failure: str = ""
 
     @property
     def rows(self) -> list[Row]:
         """The lines of the table."""
-        return [*self._dynamics(), *self._scans(), *self._of_crystal()]
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Numbers of which lower ones are better, by the names of ``labels.PHYSICS``."""
-        nve, hot, whole = self.conservation, self.stability, 1e-3 * self.run.time_step * self.run.steps
-        return {
-            "DRIFT": math.inf if nve.failure else 1e3 * abs(nve.drift),
-            "SPREAD": math.inf if nve.failure else 1e3 * nve.spread,
-            "FAILURE": 1 - hot.time / whole if hot.failure else 0.0,
-            "EXTREMA": float(sum(bond.extrema for bond in self.bonds)),
-            "LIMITS": float(len(self.failed)),
-        }
+        return [*self._dynamics(), *self._scans()]
 
     @property
     def failed(self) -> list[Row]:
@@ -140,11 +113,6 @@ class PhysicsReport:
 
     def document(self) -> dict[str, Any]:
         """Return everything as values of JSON, with None in place of nan."""
-        crystal = self.crystal and {
-            "frame": list(self.crystal.source),
-            "frequencies_THz": self.crystal.frequencies.tolist(),
-            "elastic_constants_GPa": self.crystal.elastic.tolist(),
-        }
         return {
             "frame": list(self.source),
             "run": asdict(self.run),
@@ -153,7 +121,6 @@ class PhysicsReport:
                 {"elements": b.elements, "distance": b.distance.tolist(), "energy": b.energy.tolist()}
                 for b in self.bonds
             ],
-            "crystal": crystal or None,
         }
 
     def _dynamics(self) -> Iterator[Row]:
@@ -181,26 +148,6 @@ class PhysicsReport:
                   about)  # fmt: skip
         yield Row("force jump at the cutoff", 1e3 * cut.force_jump, "meV/Å", *_below(cut.force_jump, MAX_FORCE_JUMP))
         yield Row("force less -dE/dr there", 1e3 * cut.force_error, "meV/Å", *_below(cut.force_error, MAX_FORCE_ERROR))
-
-    def _of_crystal(self) -> Iterator[Row]:
-        found = self.crystal
-        if found is None:
-            why = self.crystal_failure or NO_CRYSTAL
-            yield Row("elastic constants, phonons", None, ok=False if self.crystal_failure else None, note=why)
-            return
-        about = f"frame {found.source[1]} of {found.source[0]}"
-        yield Row("crystal: moved when relaxed", found.moved, "Å", f"<= {MAX_MOVED:g}", found.moved <= MAX_MOVED, about)
-        yield Row("crystal: force left", 1e3 * found.residual, "meV/Å", *_below(found.residual, 10 * RELAXED))
-        if len(found.frequencies):
-            low, high = float(found.frequencies[0]), float(found.frequencies[-1])
-            words = "imaginary, " * (low < 0)
-            yield Row("lowest phonon at Gamma", low, "THz", f">= -{MAX_IMAGINARY:g}", low >= -MAX_IMAGINARY,
-                      f"{words}{abs(low) * WAVENUMBERS_PER_THZ:.1f} 1/cm")  # fmt: skip
-            yield Row("highest phonon at Gamma", high, "THz", note=f"{high * WAVENUMBERS_PER_THZ:.1f} 1/cm")
-        for a, b in ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2), (3, 3), (4, 4), (5, 5)):
-            yield Row(f"elastic constant C{a + 1}{b + 1}", float(found.elastic[a, b]), "GPa")
-        least = float(np.linalg.eigvalsh(found.elastic)[0])
-        yield Row("lowest eigenvalue of C", least, "GPa", "> 0", least > 0, "stable against small strains")
 
 
 _VERDICTS = {True: "ok", False: "FAILED", None: ""}
@@ -234,23 +181,17 @@ def measure_physics(
         UserError: if the model or the data cannot be read, or an element has no mass.
     """
     loaded = load_model(model, use_average=use_average, average=average, head=head)
-    opened = open_labelled(systems, loaded.config, (FORCE,), rglob_patterns)
+    opened = open_labelled(systems, loaded.config, (), rglob_patterns)
     frames = spread_frames(opened, first_frames(opened, num_frames))
     return physics_of(Potential(loaded, device), frames, options or PhysicsOptions())
 
 
 def physics_of(model: Model, frames: Sequence[Frame], options: PhysicsOptions) -> PhysicsReport:
-    """Return the physics of a model at the first of some frames; of all of them distances and a crystal are taken."""
+    """Return the physics of a model at the first of some frames; of all of them distances are taken."""
     shortest = shortest_distances(frames, len(model.type_map), model.rcut)
     least = MIN_DISTANCE_RATIO * np.where(np.isfinite(shortest), shortest, 0.0)
     surface = Surface(model, frames[0])
     run = Run(options.temperature, options.time_step or time_step_of(surface), options.md_steps, options.seed)
-    crystal, failure = None, ""
-    relaxed = next(filter(is_crystal, sorted(frames, key=_largest_label_force)), None)
-    try:
-        crystal = None if relaxed is None else describe_crystal(Surface(model, relaxed), relaxed.source)
-    except UserError as error:  # atoms have met
-        failure = str(error)
     return PhysicsReport(
         frames[0].source,
         run,
@@ -258,8 +199,6 @@ def physics_of(model: Model, frames: Sequence[Frame], options: PhysicsOptions) -
         time_to_failure(surface, least, replace(run, temperature=2 * run.temperature)),
         scan_bonds(surface, shortest, MIN_DISTANCE_RATIO),
         scan_cutoff(surface),
-        crystal,
-        failure,
     )
 
 
@@ -272,24 +211,13 @@ def shortest_distances(frames: Sequence[Frame], num_types: int, within: float) -
     return np.minimum(shortest, shortest.T)
 
 
-def spread_frames(systems: Sequence[FrameSource], chosen: Sequence[range] | None = None) -> list[Frame]:
-    """Return frames of all systems, evenly; the first is that of the first system.
-
-    Args:
-        systems: with frames.
-        chosen: numbers of frames of each system; all by default.
-    """
-    chosen = [range(system.num_frames) for system in systems] if chosen is None else chosen
+def spread_frames(systems: Sequence[FrameSource], chosen: Sequence[range]) -> list[Frame]:
+    """Return frames of all systems, evenly, of those ``chosen`` of each; the first is that of the first system."""
     every = [(system, number) for system, numbers in zip(systems, chosen) for number in numbers]
     if not every:
         raise UserError("--physics: there is no frame. Give systems with -s.")
     places = np.unique(np.linspace(0, len(every) - 1, min(MAX_FRAMES, len(every))).round().astype(int))
     return [system.frame(number) for system, number in (every[place] for place in places)]
-
-
-def _largest_label_force(frame: Frame) -> float:
-    force = frame.labels.get(FORCE)
-    return math.inf if force is None else float(np.abs(force).max())
 
 
 def _below(value: float, most: float) -> tuple[str, bool]:

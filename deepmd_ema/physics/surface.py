@@ -1,4 +1,4 @@
-"""The potential energy surface of one frame: energies, forces and virials of displaced atoms and strained cells."""
+"""The potential energy surface of one frame: energies and forces of displaced atoms."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class Surface:
         self.masses = np.array([MASSES[self.elements[kind]] for kind in self.types])
         self._kept = KeptPairs(SKIN)
 
-    def at(self, coord: Array, box: Array | None = None) -> Prediction:
-        """Return the predictions at positions (F, N, 3) and cells (F, 3, 3), angstrom; else in the cell of the frame.
+    def at(self, coord: Array) -> Prediction:
+        """Return the predictions at positions (F, N, 3), angstrom.
 
         Raises:
             UserError: if the model has no finite energy for one.
         """
-        return self._evaluate(coord, self.box if box is None else box, None)
+        return self._evaluate(coord, None)
 
     def next(self, coord: Array) -> tuple[float, Array]:
         """Return energy, eV, and forces (N, 3), eV/angstrom, at positions (N, 3) that differ little from the last ones.
@@ -98,18 +98,18 @@ class Surface:
         Raises:
             UserError: if the model has no finite energy.
         """
-        found = self._evaluate(coord[None], self.box, self._kept)
+        found = self._evaluate(coord[None], self._kept)
         return float(found.energy[0]), found.force[0]
 
     def pairs(self, coord: Array, within: float) -> tuple[NDArray[np.int64], NDArray[np.int64], Array, Array]:
         """Return each pair closer than ``within`` once: atoms i and j, vectors (P, 3) to j, distances; angstrom."""
         return find_pairs_once(coord, self.box, within)
 
-    def _evaluate(self, coord: Array, box: Array | None, kept: KeptPairs | None) -> Prediction:
+    def _evaluate(self, coord: Array, kept: KeptPairs | None) -> Prediction:
         fparam, aparam = self._frame.fparam, self._frame.aparam
         if aparam is not None:
             aparam = np.broadcast_to(aparam, (len(coord), *aparam.shape))
-        return self._model.evaluate(coord, self.types, box, fparam, aparam, kept)
+        return self._model.evaluate(coord, self.types, self.box, fparam, aparam, kept)
 
 
 def too_close(surface: Surface, coord: Array, least: Array) -> tuple[NDArray[np.int64], NDArray[np.int64], Array]:

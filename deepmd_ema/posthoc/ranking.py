@@ -5,9 +5,8 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from deepmd_ema.errors import counted
 from deepmd_ema.files import atomic_write
@@ -21,7 +20,7 @@ from deepmd_ema.weight_names import POSTHOC
 
 RANKED = ("E", "F", "V")  # quantities of the table and of `overall`
 # kinds of rows, beside those of live weights and of lengths made of snapshots
-TRACKED, SHAPE, FITTED = "tracked", "shape", "fitted"
+TRACKED, SHAPE = "tracked", "shape"
 OVERALL = "overall"  # mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
 
 
@@ -30,16 +29,13 @@ class Row:
     """One set of weights and its errors.
 
     Attributes:
-        kind: ``live``, ``tracked``, made of snapshots (``posthoc`` a length, ``shape`` a decay), or ``fitted``: one of
-            these whose output bias or layer was fitted to training frames.
+        kind: ``live``, ``tracked``, or made of snapshots (``posthoc`` a length, ``shape`` a decay).
         name: of the weights.
         sigma_rel: width of the profile, or None.
         gamma: exponent of a power profile, or None.
         mean_age: mean number of steps between the weights in it and its last update.
         combination: how it was made of snapshots, or None.
         errors: on the validation frames.
-        facts: of a tracked average, as a checkpoint has them.
-        fitted: ``layer``, ``bias`` or empty.
     """
 
     kind: str
@@ -49,8 +45,6 @@ class Row:
     mean_age: float = 0.0
     combination: Combination | None = None
     errors: Errors = field(default_factory=Errors)
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    fitted: str = ""
 
     @classmethod
     def of(cls, made: Combination) -> Row:
@@ -59,15 +53,6 @@ class Row:
         if isinstance(to, Decay):
             return cls(SHAPE, to.describe(), to.sigma_rel, None, to.mean_age(), made)
         return cls(POSTHOC, POSTHOC, to.sigma_rel, to.gamma, to.mean_age(), made)
-
-    def with_fit(self, part: str, errors: Errors) -> Row:
-        """Return the row of the same weights whose output bias or layer was fitted."""
-        return replace(self, kind=FITTED, name=f"{self.name}, {part} fitted", fitted=part, errors=errors)
-
-    @property
-    def is_plain_combination(self) -> bool:
-        """Whether it was made of snapshots and nothing was fitted."""
-        return self.combination is not None and not self.fitted
 
     @property
     def decay(self) -> Decay | None:
@@ -84,10 +69,8 @@ class Row:
         return sum(parts) / len(parts)
 
     def describe(self) -> str:
-        """Return one line about weights that can be chosen: made of snapshots, or fitted."""
-        if self.combination is None:
-            return self.name
-        back = f"looks back {self.mean_age:,.0f} steps on average" + f", {self.fitted} fitted" * bool(self.fitted)
+        """Return one line about weights that were made of snapshots."""
+        back = f"looks back {self.mean_age:,.0f} steps on average"
         if self.decay is None:
             return f"sigma_rel {self.sigma_rel:.4g}, gamma {self.gamma:.4g}, {back}"
         length = f"the last {percent(self.decay.part)} ({counted(self.decay.steps, 'step')})"
@@ -122,7 +105,7 @@ class PosthocReport:
 
     @property
     def chosen(self) -> Row:
-        """The best of the weights that were made here: of snapshots, or by a fit."""
+        """The best of the weights that were made of snapshots."""
         return self.rows[self.best]
 
     def scores(self) -> list[float]:
@@ -158,8 +141,6 @@ class PosthocReport:
     def _snapshots(self) -> str:
         """Return the snapshots that averages were made of, and the widths that these can give."""
         run, found = self.run, self.found
-        if not run.snapshots:
-            return "no snapshots"
         names = dict.fromkeys((s.profile, f"{s.track.sigma_rel:.4g}") for s in run.snapshots)
         profiles = ", ".join(f"{name} (sigma_rel {width})" for name, width in names)
         dropped = f", {found.dropped} directions below rounding dropped" if found.dropped else ""
@@ -174,7 +155,7 @@ class PosthocReport:
         """Return a line on the best length and the best decay of each shape, if there are decays."""
         groups: dict[str, list[int]] = {}
         for k, row in enumerate(self.rows):
-            if row.is_plain_combination:
+            if row.combination is not None:
                 groups.setdefault(row.decay.shape if row.decay else POSTHOC, []).append(k)
         if not SHAPES.keys() & groups.keys():
             return []
@@ -219,16 +200,7 @@ class PosthocReport:
         errors = [(q, kind) for q in METRICS.values() for kind in ("RMSE", "MAE")]
         columns = ["weights", "kind", "sigma_rel", "gamma", "mean_age_steps"]
         columns += [f"{kind.lower()}_{q.metric.lower()}_m{q.unit.replace('angstrom', 'A')}" for q, kind in errors]
-        columns += [
-            f"score_{self.metric}",
-            "residual",
-            "amplification",
-            "condition",
-            "chosen",
-            "shape",
-            "part",
-            "fitted",
-        ]
+        columns += [f"score_{self.metric}", "residual", "amplification", "condition", "chosen", "shape", "part"]
         path = Path(path)
         advice = "Choose another --table."
         with atomic_write(path, advice) as part, part.open("w", encoding="utf-8", newline="") as file:
@@ -240,11 +212,11 @@ class PosthocReport:
                 solved = [made.residual, made.amplification, self.found.condition] if made else [None] * 3
                 shape = [row.decay.shape, row.decay.part] if row.decay else [None] * 2
                 writer.writerow([row.name, row.kind, row.sigma_rel, row.gamma, row.mean_age, *values, score, *solved,
-                                 int(k == self.best), *shape, row.fitted])  # fmt: skip
+                                 int(k == self.best), *shape])  # fmt: skip
         return path
 
     def plot(self, path: str | Path) -> Path:
-        """Draw the errors over sigma_rel, of weights without a fit, and return the path of the figure."""
+        """Draw the errors over sigma_rel and return the path of the figure."""
         from deepmd_ema.report.plots import plot_sigma_rels
 
         values = [
@@ -252,21 +224,14 @@ class PosthocReport:
             for row in self.rows
         ]
         curves: dict[str, list[tuple[float, Mapping[str, float]]]] = {}
-        scores = self.scores()
-        made = [k for k, row in enumerate(self.rows) if row.is_plain_combination]
-        best = min(made, key=lambda k: scores[k])
         for k, row in enumerate(self.rows):
-            if row.is_plain_combination:
+            if row.combination is not None:
                 label = f"{row.decay.shape} decay" if row.decay else "made of snapshots"
                 curves.setdefault(label, []).append((row.sigma_rel or 0.0, values[k]))
         return plot_sigma_rels(
             curves,
-            {
-                row.name: (row.sigma_rel, values[k])
-                for k, row in enumerate(self.rows)
-                if row.combination is None and not row.fitted
-            },
-            (self.rows[best].sigma_rel or 0.0, values[best]),
+            {row.name: (row.sigma_rel, values[k]) for k, row in enumerate(self.rows) if row.combination is None},
+            (self.chosen.sigma_rel or 0.0, values[self.best]),
             path,
             f"{self.run.folder.resolve().name}, step {self.run.step:,}: averages of {len(self.run.snapshots)} "
             f"snapshots; {self.num_frames} validation frames",

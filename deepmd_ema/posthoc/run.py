@@ -16,9 +16,8 @@ from tqdm import tqdm
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
-from deepmd_ema.config import RunConfig, TaskConfig, saved_config
+from deepmd_ema.config import TaskConfig, saved_config
 from deepmd_ema.config.paths import with_absolute_paths
-from deepmd_ema.config.rules import why_not_solvable
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.run import TaskData, open_split
@@ -41,7 +40,6 @@ from deepmd_ema.posthoc.combination import (
     refuse_unresolvable,
     resolvable_range,
 )
-from deepmd_ema.posthoc.fit import LAYER, Fit
 from deepmd_ema.posthoc.profiles import SHAPES, Decay
 from deepmd_ema.posthoc.ranking import OVERALL, RANKED, TRACKED, PosthocReport, Row
 from deepmd_ema.posthoc.shapes import DecayRequest, parse_shapes, parse_words, place_decays
@@ -65,7 +63,6 @@ def run_posthoc(
     output: str | Path | None = None,
     plot: str | Path | None = None,
     table: str | Path | None = None,
-    solve: str | None = None,
     head: str | None = None,
     device: str | None = None,
     say: Callable[[str], Any],
@@ -85,8 +82,6 @@ def run_posthoc(
         output: model file; ``model_posthoc.pt`` in ``folder`` by default.
         plot: picture; ``posthoc.png`` in ``folder`` by default.
         table: ``posthoc.csv`` in ``folder`` by default.
-        solve: ``layer`` or ``bias``, which is then fitted to the training frames of the run for the live weights, each
-            tracked average and the best one made of snapshots, of which there may be none.
         head: the task whose errors are measured, of a run of several; the file holds the model of each.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
         say: prints a text.
@@ -101,22 +96,18 @@ def run_posthoc(
         folder / default if path is None else Path(path)
         for path, default in ((output, "model_posthoc.pt"), (table, "posthoc.csv"), (plot, "posthoc.png"))
     )
-    run = find_snapshots(folder, step, may_lack=solve is not None and not widths and decays is None)
+    run = find_snapshots(folder, step)
     _ensure_writable(output, table, plot)
     for note in run.notes:
         say(note)
     found, resolvable, left_out = find_requested(run, widths, decays)
-    config = _config_of(run, solve)
+    config = saved_config(with_absolute_paths(run.payload["config"], run.folder), source=str(run.reference))
     task = config.task(head)
-    data = open_split(config) if solve or (systems is None and task.data.validation_fraction is not None) else {}
+    data = open_split(config) if systems is None and task.data.validation_fraction is not None else {}
     opened = _open(task, run, data, systems, rglob_patterns)
     models = build_models({name: each.model for name, each in config.tasks.items()}, config.links)
     validation = _Validation(models.to(where), task.name, opened, where, metric)
     rows, best, weights = _measured(run, found.combinations, validation)
-    if solve is not None:
-        planned = checkpoint.planned_steps(run.payload)
-        fit = Fit(solve, config, data, models, validation.cache, planned, run.step, say)
-        rows, best, weights = _with_fits(run, rows, best, weights, fit, validation)
     num_frames = sum(source.num_frames for source in opened)
     report = PosthocReport(run, found, resolvable, rows, metric, best, num_frames, len(opened), left_out)
     say(report.text())
@@ -124,15 +115,13 @@ def run_posthoc(
     say(f"wrote {output}: {report.chosen.describe()}")
     say(f"wrote {report.write_table(table)}")
     try:
-        say(f"wrote {report.plot(plot)}" if run.snapshots else "no picture: there are no snapshots to make averages of")
+        say(f"wrote {report.plot(plot)}")
     except ModuleNotFoundError:
         say("no picture: matplotlib is not installed. pip install 'dp-ema[plot]', then run this again.")
-    if report.chosen.fitted == LAYER:
-        say(f"before you use the fitted layer, test its dynamics: dp-ema test --physics -m {output} -s SYSTEM")
-    if checkpoint.refitted(run.payload) and not report.chosen.fitted:
+    if checkpoint.refitted(run.payload):
         say(
-            "the run fitted its output bias or output layer after the last step; this file has neither, and all errors "
-            "above are those before. --solve bias or --solve layer fits them here as well."
+            "the run fitted its output bias after the last step; this file and all errors above have the bias before. "
+            f"`dp-ema change-bias {output} -s SYSTEM` fits it to frames."
         )
     return report
 
@@ -172,8 +161,6 @@ def find_requested(
     Raises:
         UserError: if the snapshots do not resolve a requested width or decay.
     """
-    if not run.snapshots:
-        return Combinations([], 1.0, 0), None, {}
     tracks = run.tracks
     resolvable = resolvable_range(tracks, run.step)
     widths = list(sigma_rels)
@@ -258,7 +245,7 @@ class _Validation:
 def _measured(
     run: SnapshotRun, combinations: Sequence[Combination], validation: _Validation
 ) -> tuple[list[Row], int, Mapping[str, Tensor]]:
-    """Return the rows of :func:`measure_combinations`; the best is -1 where there are no combinations."""
+    """Return the rows of :func:`measure_combinations`."""
     rows: list[Row] = []
     best: tuple[float, int, Mapping[str, Tensor]] = (math.inf, -1, {})
     tracked = list(_tracked(run))
@@ -273,34 +260,6 @@ def _measured(
     return rows, best[1], best[2]
 
 
-def _with_fits(
-    run: SnapshotRun, rows: Sequence[Row], best: int, weights: Mapping[str, Tensor], fit: Fit, validation: _Validation
-) -> tuple[list[Row], int, Mapping[str, Tensor]]:
-    """Return rows with those of fitted weights after them, and the best one and its weights, as they were or fitted."""
-    rows = list(rows)
-    candidates = [*_tracked(run), *([(rows[best], weights)] if best >= 0 else [])]
-    lowest = validation.score(rows[best]) if best >= 0 else math.inf
-    for row, own in candidates:
-        if tensors := fit(own, row.name):
-            fitted = {**own, **tensors}
-            rows.append(row.with_fit(fit.part, validation.errors(fitted)))
-            if (value := validation.score(rows[-1])) < lowest:
-                lowest, best, weights = value, len(rows) - 1, fitted
-    if best < 0:
-        raise UserError(
-            f"--solve {fit.part}: no change is better for any weights of {run.reference}: nothing to write."
-        )
-    return rows, best, weights
-
-
-def _config_of(run: SnapshotRun, solve: str | None) -> RunConfig:
-    """Return the input of the run, with paths that are right from here, if its models can be fitted as requested."""
-    config = saved_config(with_absolute_paths(run.payload["config"], run.folder), source=str(run.reference))
-    if solve == LAYER and (reasons := list(why_not_solvable(config))):
-        raise UserError([f"--solve layer: {reason} Use --solve bias, or none." for reason in reasons])
-    return config
-
-
 def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:
     """Yield the live weights and every average of the training checkpoint, each with its row, still without errors."""
     # a bias that was refitted after training would make live and tracked weights look better than those made here
@@ -313,7 +272,7 @@ def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:
         weights, facts = checkpoint.weights_in(payload, run.reference, name)
         gamma = float(facts.get("gamma", 0.0)) if facts.get("type") in ("power", "swa") else None
         sigma_rel = None if gamma is None else sigma_rel_of(gamma)
-        yield Row(TRACKED, f"{name}{at}", sigma_rel, gamma, facts["mean_age"], facts=facts), weights
+        yield Row(TRACKED, f"{name}{at}", sigma_rel, gamma, facts["mean_age"]), weights
 
 
 def _open(
@@ -414,12 +373,7 @@ def _payload(run: SnapshotRun, chosen: Row, found: Combinations, weights: Mappin
     """Return the content of the model file of the chosen average."""
     config, distance = run.payload["config"], run.payload.get("min_nbor_dist")
     about: dict[str, Any] = {name: run.payload[name] for name in ("run", "num_steps") if name in run.payload}
-    about |= {"fitted": chosen.fitted} if chosen.fitted else {}
-    if chosen.combination is None:  # a fit of live weights or of a tracked average
-        own = chosen.facts.get("profile", LIVE)
-        about |= {"average": dict(chosen.facts)} if chosen.facts else {}
-        head = checkpoint.payload_head("weights", own, run.payload["step"], config, distance, **about)
-        return {**head, "model": dict(weights)}
+    assert chosen.combination is not None
     average: dict[str, Any] = {"profile": POSTHOC, "sigma_rel": chosen.sigma_rel}
     if chosen.decay is None:
         average |= {"type": "power", "gamma": chosen.gamma}

@@ -72,13 +72,12 @@ class SnapshotRun:
         return [snapshot.track for snapshot in self.snapshots]
 
 
-def find_snapshots(folder: str | Path, step: int | None = None, *, may_lack: bool = False) -> SnapshotRun:
+def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
     """Return the snapshots of the run in ``folder``, checked to be of one trajectory of one model.
 
     Args:
         folder: where the run was started, with its file ``checkpoint``.
         step: the last step to average over, one that has a snapshot; the newest by default.
-        may_lack: whether a run without any snapshot is returned without.
 
     Raises:
         CheckpointError: if there are no checkpoints or too few snapshots, or some cannot be read or combined.
@@ -90,8 +89,6 @@ def find_snapshots(folder: str | Path, step: int | None = None, *, may_lack: boo
     newest = checkpoint.resolve(folder)
     payload = checkpoint.load(newest)
     place = newest.parent / SNAPSHOTS
-    if may_lack and step is None and not any(place.glob("*")):
-        return SnapshotRun(folder, newest, payload, payload["step"], [], [], [])
     found, notes = _read_all(place, payload, newest)
     step = _choose_step(found, step, place)
     kept = [(k, facts) for k, facts in found if k.step <= step]

@@ -77,7 +77,7 @@ def curve_files(path: str | Path) -> list[Path]:
         return [folder]
     with suppress(UserError):  # no normalized input there, or one of another program
         outputs = Outputs(load_config(folder / "out.json"))
-        found = [folder / output.path for output in outputs if output.has_rows and output.is_curve]
+        found = [folder / output.path for output in outputs if output.has_rows]
         if any(file.is_file() for file in found):
             return found
     patterns = ("lcurve.out", "lcurve_*.out", "val.log", "val_*.log")

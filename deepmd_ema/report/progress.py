@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from deepmd_ema.labels import METRICS
-from deepmd_ema.report.tables import ValuesByTask, labelled, mae_rmse, show_metric, significant
+from deepmd_ema.report.tables import ValuesByTask, labelled, mae_rmse, significant
 from deepmd_ema.report.times import RunTimes
 from deepmd_ema.weight_names import LIVE
 
@@ -130,9 +130,6 @@ class Progress:
         for weights, errors in results.items():
             words = describe_errors(errors)
             logger.info("Batch %7d: full validation, MAE / RMSE, %-*s: %s", step, width, weights, words)
-            if errors.physics:
-                physics = describe_physics(errors.physics)
-                logger.info("Batch %7d: physics of the weights     , %-*s: %s", step, width, weights, physics)
         if shown := _validated_errors(results):
             self._error, self._is_validated = shown, True
 
@@ -157,14 +154,6 @@ def describe_errors(errors: Errors, before: Errors | None = None) -> str:
         first = f"{mae_rmse(before, quantity)} -> " if before is not None else ""
         parts.append(f"{quantity} {first}{mae_rmse(errors, quantity)} {METRICS[quantity].display_unit}")
     return ", ".join(parts)
-
-
-def describe_physics(physics: Mapping[str, float]) -> str:
-    """Return the physics of some weights in one line."""
-    drift, spread = (show_metric(f"P:{name}", physics[name]) for name in ("DRIFT", "SPREAD"))
-    failure, extrema, limits = physics["FAILURE"], physics["EXTREMA"], physics["LIMITS"]
-    hot = f"hot run failed {100 * failure:.0f} % before its end" if failure else "hot run without failure"
-    return f"drift {drift}, spread {spread}, {hot}, spurious extrema {extrema:g}, limits not kept {limits:g}"
 
 
 def duration(seconds: float) -> str:

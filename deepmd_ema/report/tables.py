@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from deepmd_ema.config.outputs import BEST
 from deepmd_ema.files import append, atomic_write, sync, writing
-from deepmd_ema.labels import METRICS, PHYSICS
+from deepmd_ema.labels import METRICS
 from deepmd_ema.report.table import Cell, Column, Table
 
 if TYPE_CHECKING:
@@ -145,29 +145,6 @@ class ValidationLog(RowTable):
         return prefix + " ".join(f"{cell:^{width}}" for cell, width in zip(cells, self._widths)) + "\n"
 
 
-class PhysicsLog(RowTable):
-    """Physics of some weights: one row per full validation, with the columns of ``labels.PHYSICS``.
-
-    Args:
-        path: :meth:`~deepmd_ema.config.outputs.Outputs.physics_log`.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        labels = [f"{name}({unit})" if unit else name for name, unit in PHYSICS.items()]
-        self._widths = [max(10, len(label)) for label in labels]
-        cells = " ".join(f"{label:^{width}}" for label, width in zip(labels, self._widths))
-        super().__init__(path, f"# step  {cells}\n{_PHYSICS_NOTE}")
-
-    def write(self, step: int, physics: Mapping[str, float]) -> None:
-        """Add the row of ``step``."""
-        cells = " ".join(f"{physics[name]:^{width}.5g}" for name, width in zip(PHYSICS, self._widths))
-        self._add(f"{step:7d} {cells}\n")
-
-
-_PHYSICS_NOTE = (
-    "# DRIFT and SPREAD of a run without thermostat, FAILURE the part of the hot run after its failure, EXTREMA beyond "
-    "one well of all bonds, LIMITS the number of those that are not kept; inf where a run without thermostat failed.\n"
-)
 _VALIDATION_NOTE = (
     "# E uses per-atom energy, F uses component-wise force errors, and the second-rank column is S, stress as the "
     "negated virial divided by the cell volume, or V, virial normalized by natoms, following `validation_metric`.\n"
@@ -200,8 +177,6 @@ def mae_rmse(errors: Errors, quantity: str) -> str:
 
 def show_metric(metric: str, value: float) -> str:
     """Return a metric such as ``E:MAE`` with its unit: eV to ``94.363 meV/atom``."""
-    if metric.startswith("P:"):
-        return f"{value:.5g} {PHYSICS[metric[2:]]}".rstrip()
     quantity = METRICS[metric[0].upper()]
     return f"{significant(quantity.display_factor * value)} {quantity.display_unit}"
 

@@ -26,7 +26,7 @@ from deepmd_ema.data.split import Split, find_near_copies
 from deepmd_ema.errors import ConfigError, DataError, UserError
 from deepmd_ema.model.build import build_models
 from deepmd_ema.optim.groups import describe_groups
-from deepmd_ema.run_check.files import PlannedFile, TensorBytes, planned_files, tensor_bytes
+from deepmd_ema.run_check.memory import TensorBytes, tensor_bytes
 from deepmd_ema.training.estimate import Cost, measure_steps
 
 _PAIR, _ATOM = 6, 60  # bytes of a neighbor and of an atom in the cache
@@ -64,7 +64,6 @@ class RunCheck:
         lengths: of the training of each task.
         groups: of parameters with learning rates of their own, a line each.
         sizes: of tensors.
-        files: that will be written.
         memory: estimated.
         cost: measured; None unless it was requested.
     """
@@ -78,7 +77,6 @@ class RunCheck:
     lengths: dict[str, TaskLength] = field(default_factory=dict)
     groups: list[str] = field(default_factory=list)
     sizes: TensorBytes | None = None
-    files: list[PlannedFile] = field(default_factory=list)
     memory: Memory | None = None
     cost: Cost | None = None
 
@@ -110,7 +108,7 @@ class RunCheck:
             report.warnings.append(f"task {task}: " * bool(task) + found.warning)
 
     def _plan(self, data: Mapping[str, TaskData]) -> None:
-        """Set the length of the run, the sizes of its files, and its memory."""
+        """Set the length of the run and its memory."""
         try:
             self.num_steps, self.lengths = run_length(self.config, data)
         except UserError as error:
@@ -128,7 +126,6 @@ class RunCheck:
                 self.problems = list(error.problems)
                 return
         self.sizes = sizes = tensor_bytes(self.config)
-        self.files = planned_files(self.config, self.num_steps, sizes)
         averages = len(self.config.training.averaging) * sizes.average
         held = sizes.weights + sizes.optimizer + averages
         tasks = self.config.tasks.items()
@@ -182,8 +179,7 @@ class RunCheck:
         of_data = [text for report in self.reports.values() for text in report.warnings]
         of_batches = [text for of in self.lengths.values() for text in of.warnings]
         of_config = config_warnings(self.config, self.num_steps or None, steps_per)
-        of_gain = self.cost.gain.warning(self.cost.num_steps) if self.cost and self.cost.gain else ""
-        return [*of_config, *of_batches, *of_splits, *of_data, *filter(None, [of_gain])]
+        return [*of_config, *of_batches, *of_splits, *of_data]
 
 
 def _cached_bytes(task: TaskConfig, report: DataReport, data: TaskData) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config import config_summary, config_warnings, ignored_options, to_dict
@@ -16,11 +15,9 @@ if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig
     from deepmd_ema.data.check.report import DataReport
     from deepmd_ema.data.check.scan import Range, SystemScan
-    from deepmd_ema.model.compile_gain import Gain
     from deepmd_ema.run_check.check import RunCheck
-    from deepmd_ema.run_check.files import PlannedFile
 
-FORMAT = 1  # rises when a key changes its meaning or goes
+FORMAT = 2  # rises when a key changes its meaning or goes
 _UNITS = {ENERGY: "eV_per_atom", FORCE: "eV_per_angstrom", VIRIAL: "eV_per_atom"}
 
 
@@ -51,14 +48,7 @@ def document(
         "plan": _plan(used, check) if used is not None else None,
         "data": [_data(name, report) for name, report in check.reports.items()] if check is not None else [],
         "cost": _cost(check) if check is not None else None,
-        "files": [_file(file) for file in check.files] if check is not None else [],
     }
-
-
-def _file(file: PlannedFile) -> dict[str, Any]:
-    values = asdict(file)
-    values["size_bytes"] = values.pop("size")
-    return values
 
 
 def _problem(text: str) -> dict[str, Any]:
@@ -164,7 +154,6 @@ def _cost(check: RunCheck) -> dict[str, Any]:
     estimated = sum(memory) if memory is not None else None
     return {
         "estimated_memory_bytes": estimated,
-        "disk_bytes": sum(file.number * file.size for file in check.files) if check.files else None,
         "measured": None
         if cost is None
         else {
@@ -184,15 +173,5 @@ def _cost(check: RunCheck) -> dict[str, Any]:
             "memory_bytes": cost.memory,
             "gpu_memory_bytes": cost.gpu_memory,
             "steps_measured": cost.measured,
-            "compiling": None if cost.gain is None else _gain(cost.gain),
         },
-    }
-
-
-def _gain(gain: Gain) -> dict[str, Any]:
-    return {
-        "compiling_s": gain.seconds,
-        "eager_gradients_s": gain.eager,
-        "compiled_gradients_s": gain.compiled,
-        "break_even_steps": gain.break_even if gain.break_even < math.inf else None,
     }

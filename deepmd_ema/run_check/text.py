@@ -215,7 +215,7 @@ def plan_lines(config: RunConfig, check: RunCheck | None = None) -> list[str]:
 
 
 def cost_lines(check: RunCheck) -> list[str]:
-    """Return time, memory and disk, measured where steps were."""
+    """Return time and memory, measured where steps were."""
     pairs: list[tuple[str, str]] = []
     cost, memory = check.cost, check.memory
     if cost is not None:
@@ -229,8 +229,6 @@ def cost_lines(check: RunCheck) -> list[str]:
             parts.append(f"{counted(cost.validations, 'validation')} of {_seconds(cost.validation)}")
         parts.append(f"{counted(cost.checkpoints, 'checkpoint')} of {_seconds(cost.checkpoint)}")
         pairs.append(("", ", ".join(parts)))
-        if cost.gain is not None:
-            pairs.append(("compiling", cost.gain.describe()))
         on_gpu = f", {_size(cost.gpu_memory)} of the GPU" if cost.gpu_memory else ""
         pairs.append(("memory", f"{_size(cost.memory)} at most{on_gpu}"))
     elif memory is not None:
@@ -241,27 +239,8 @@ def cost_lines(check: RunCheck) -> list[str]:
         ]
         pairs.append(("memory", f"about {_size(sum(memory))} on a CPU ({', '.join(parts)})"))
         pairs.append(("time", "not measured; --time measures some steps"))
-    if check.files:
-        pairs.append(("disk", f"about {_size(sum(file.number * file.size for file in check.files))}"))
     title = "Cost" if cost is None else f"Cost on this machine as it is now ({counted(cost.measured, 'step')} measured)"
     return ["", *render(facts(title, pairs), "  ")] if pairs else []
-
-
-def file_lines(check: RunCheck) -> list[str]:
-    """Return the table of files that the run will write."""
-    if not check.files:
-        return []
-    rows: list[list[Cell]] = [
-        [
-            file.path,
-            file.number,
-            _size(file.size),
-            file.content + f", {file.written:,} written" * (file.written > file.number),
-        ]
-        for file in check.files
-    ]
-    columns = [Column("file"), Column("number", "", ",d"), Column("size", "each", "s"), Column("content")]
-    return ["", *render(Table("Files after the run", columns, rows), "  ")]
 
 
 def closing_lines(notes: Sequence[str], unused: Sequence[str], warnings: Sequence[str]) -> list[str]:

@@ -29,7 +29,6 @@ from deepmd_ema.config.due import due_in
 from deepmd_ema.config.paths import with_absolute_paths
 from deepmd_ema.dist.launch import TURN_S
 from deepmd_ema.errors import Interrupted, UserError
-from deepmd_ema.model.compile_gain import Gain
 from deepmd_ema.training.loop.trainer import Callback, Trainer
 from deepmd_ema.training.run import TrainRequest, run_training
 
@@ -60,7 +59,6 @@ class Cost:
         memory: largest memory of the process, bytes; with the neighbors of all frames.
         gpu_memory: largest memory of a CUDA device, bytes; 0 on a CPU.
         measured: steps that were measured.
-        gain: of compiled training; None if steps are eager, or of LKF or Hessians.
     """
 
     num_steps: int
@@ -79,7 +77,6 @@ class Cost:
     memory: int
     gpu_memory: int
     measured: int
-    gain: Gain | None = None
 
     @property
     def steps(self) -> float:
@@ -185,12 +182,9 @@ class _Stopwatch(Callback):
         self.first_step = self.stopped = self.within = 0.0
         self.num_steps = self.epoch_steps = self.num_new = self.more_memory = 0
         self._seconds, self._validates = seconds, validates
-        self.gain: Gain | None = None
 
     def on_start(self, trainer: Trainer) -> None:
         self.num_steps, self.epoch_steps = trainer.num_steps, math.ceil(trainer.tasks.steps_per_epoch)
-        compiler = trainer.validator.models.compiler
-        self.gain = None if compiler is None else compiler.gain
         self.first_step = time.perf_counter()
 
     @contextmanager
@@ -291,7 +285,6 @@ def _measure(
         "memory": peak_memory() + watch.more_memory,
         "gpu_memory": torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0,
         "measured": len(counted),
-        "gain": watch.gain,
     }
 
 

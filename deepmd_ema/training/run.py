@@ -113,12 +113,13 @@ def train(request: TrainRequest | str | Mapping[str, Any] | None = None, **optio
 
 def _config(request: TrainRequest, start: Start, launch: Launch, num_ranks: int) -> RunConfig:
     """Return the checked config, with what it leaves open as it is in the start file."""
-    given = start.input if isinstance(start, Restart) and request.takes_saved_config else request.input
-    if request.use_pretrain_script:
-        given = given.with_model(start.model_section)
-    if problems := launch_problems(given.config, num_ranks):
+    if isinstance(start, Restart) and request.takes_saved_config:
+        given = start.whole_config()
+    else:
+        given = (request.input.with_model(start.model_section) if request.use_pretrain_script else request.input).config
+    if problems := launch_problems(given, num_ranks):
         raise ConfigError(problems)
-    config = start.adopt_from_checkpoint(as_launched(given.config, launch.launched))
+    config = start.adopt_from_checkpoint(as_launched(given, launch.launched))
     start.check_resumable(config, request.allow_config_change)
     if isinstance(start, Restart) and request.takes_saved_config and Path(DEFAULT_INPUT).is_file():
         start.warn_of_other_input(DEFAULT_INPUT, config)

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import ClassVar, TypeVar
 
 from deepmd_ema.errors import ConfigError, did_you_mean
-from deepmd_ema.labels import METRICS, PHYSICS
+from deepmd_ema.labels import METRICS
 
 T = TypeVar("T", bound="TextOption")
 
@@ -110,18 +110,15 @@ class ActivationName(TextOption):
         self.kind, self.bend = self.partition(":")[0].lower(), float(found[1]) if found else 3.0
 
 
-METRIC_WORDS = (
-    "E, F, V or S (energy, force, virial, stress), a colon, and MAE or RMSE: e.g. E:MAE; of physics "
-    + ", ".join(f"P:{name}" for name in PHYSICS)
-)
+METRIC_WORDS = "E, F, V or S (energy, force, virial, stress), a colon, and MAE or RMSE: e.g. E:MAE"
 
 
 class Metric(TextOption):
-    """The error that ranks weights, or what is measured of their physics.
+    """The error that ranks weights.
 
     Attributes:
-        quantity: ``E``, ``F``, ``V`` or ``S``; ``P`` of physics.
-        error: ``MAE`` or ``RMSE``; of physics one of ``labels.PHYSICS``.
+        quantity: ``E``, ``F``, ``V`` or ``S``.
+        error: ``MAE`` or ``RMSE``.
     """
 
     quantity: str
@@ -133,7 +130,7 @@ class Metric(TextOption):
 
     def _read(self) -> None:
         self.quantity, _, self.error = self.partition(":")
-        if self.error not in (PHYSICS if self.quantity == "P" else ("MAE", "RMSE") if self.quantity in METRICS else ()):
+        if self.quantity not in METRICS or self.error not in ("MAE", "RMSE"):
             raise ConfigError(f'"{self}" is no metric. Known: {METRIC_WORDS}.')
 
 

@@ -18,6 +18,7 @@ from deepmd_ema.config.schema.text_options import (
     SystemProbability,
     is_readable,
 )
+from deepmd_ema.config.unsupported import REMOVED_METRICS
 
 _MAX_PAIR_DISTANCE = 5.0  # angstrom, longer than any bond
 MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # of torch.compile
@@ -239,12 +240,6 @@ class TrainingOptions:
         doc="Whether the energy bias of each element is fitted to the training data once more after the last step, for "
         "the live weights and for each average with its own weights.",
     )
-    solve_last_layer: bool = option(
-        False,
-        doc="Whether the output layer of the fitting network and the energy bias of each element are solved for by "
-        "least squares over the training data after the last step, for the live weights and for each average, under "
-        "the weights of the loss. Only in dp-ema.",
-    )
     disp_training: bool = option(True, doc="Whether lines are written to `disp_file`.")
     time_training: bool = option(True, doc="Has no effect: times and the time left are always shown.")
     disp_avg: bool = option(
@@ -364,31 +359,22 @@ class EarlyStopConfig:
         doc="Full validations without improvement after which the run ends, as it does after the last step.",
     )
     metric: Metric | None = option(
-        None, check=_metric, convert=Metric, doc="The error that must fall; null: `validation_metric`."
+        None,
+        check=_metric,
+        convert=Metric,
+        removed=REMOVED_METRICS,
+        doc="The error that must fall; null: `validation_metric`.",
     )
     min_delta: float = option(
         0.0,
         check=not_negative,
         doc="An error is an improvement if it is lower than at the last improvement by more than this, in eV/atom (E, "
-        "V), eV/angstrom (F) or eV/angstrom^3 (S); of physics in the units of the log.",
+        "V), eV/angstrom (F) or eV/angstrom^3 (S).",
     )
     weights: str | None = option(
         None,
         doc="The weights whose errors count: `live`, or the name of an average with full validation; null: all of "
         "them, and an improvement of any one, in any task, is enough.",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhysicsConfig:
-    """Physics of all validated weights, as `dp-ema test --physics` measures it, on the validation frames."""
-
-    temperature: float = option(
-        300.0, check=positive, unit="K", doc="Of the run without thermostat; the one that may fail has twice as much."
-    )
-    md_steps: int = option(200, check=positive_int, unit="steps", doc="Steps of each of the two runs.")
-    time_step: float | None = option(
-        None, check=positive, unit="fs", doc="Of both runs; null: 0.5 with hydrogen, otherwise 1."
     )
 
 
@@ -413,16 +399,11 @@ class ValidatingConfig:
         check=_metric,
         convert=Metric,
         unavailable="F[RM]:|f[rm]:",
-        doc="The error that ranks weights: E, F, V or S : MAE or RMSE; or, of `physics`, P:DRIFT, P:SPREAD, P:FAILURE, "
-        "P:EXTREMA or P:LIMITS.",
+        removed=REMOVED_METRICS,
+        doc="The error that ranks weights: E, F, V or S : MAE or RMSE.",
     )
     early_stop: EarlyStopConfig | None = option(
         None, doc="When the run ends before its last step; null: never. Only in dp-ema."
-    )
-    physics: PhysicsConfig | None = option(
-        None,
-        doc="Dynamics, bond scans, cutoff and a crystal of the validated weights, at each full validation, which takes "
-        "seconds of one process; null: none. Only in dp-ema.",
     )
     full_val_file: str = option(
         "val.log", check=file_name, doc="File of full validation; averaged weights have `_ema` before the last dot."

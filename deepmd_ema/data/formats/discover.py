@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -10,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from deepmd_ema.data.formats.cp2k import is_cp2k_trajectory
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, find_extxyz, is_extxyz
 from deepmd_ema.data.formats.hdf5 import hdf5_stores, is_hdf5
 from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
@@ -105,6 +105,15 @@ def find_stores(path: str) -> list[ArrayStore]:
         DataError: if there is none.
     """
     return [store for opener in _find(path, None) if (store := _store_of(opener)) is not None]
+
+
+def is_cp2k_trajectory(path: Path) -> bool:
+    """Whether a file is named and begins as the trajectories of CP2K do."""
+    if not re.fullmatch(r".+-(pos|frc|vel)-\d+\.xyz", path.name):
+        return False
+    with path.open("rb") as file:
+        file.readline(100)
+        return re.match(rb"\s*i\s*=\s*\d+\s*,.*\bE\s*=", file.readline(1000)) is not None
 
 
 def _store_of(opener: Opener) -> ArrayStore | None:

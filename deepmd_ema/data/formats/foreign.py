@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deepmd_ema.data.formats.cp2k import cp2k_frames, is_cp2k_trajectory
-from deepmd_ema.data.formats.discover import find_stores
+from deepmd_ema.data.formats.discover import find_stores, is_cp2k_trajectory
 from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
 from deepmd_ema.data.formats.hdf5 import is_hdf5
 from deepmd_ema.data.formats.lmdb import is_lmdb, lmdb_frames
@@ -101,12 +100,10 @@ def _all_frames(name: str, frames: Iterator[StoredFrame], inventory: Inventory) 
 
 
 def _frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterator[StoredFrame]:
-    if file_format is None and path.suffix == ".ener":
-        raise DataError(
-            f"{path}: has energies of CP2K only. Name NAME-pos-1.xyz, with the forces in NAME-frc-1.xyz beside."
-        )
     if file_format is None and path.is_file() and is_cp2k_trajectory(path):
-        return cp2k_frames(path, inventory)
+        if len(list(path.parent.glob("*pos*.xyz"))) > 1:
+            raise DataError(f"{path}: dpdata reads one trajectory of CP2K in a folder. Move the others away.")
+        return _by_dpdata(path, path.parent, "a trajectory of CP2K", "cp2k/aimd_output", inventory)
     if file_format is None and is_lmdb(path):
         return lmdb_frames(path)
     if file_format is None and is_extxyz(path):
@@ -134,12 +131,17 @@ def _of_program(path: Path, inventory: Inventory) -> Iterator[StoredFrame] | Non
         head = file.read(_HEAD_BYTES)
     for mark, program, file_format in _SIGNATURES:
         if mark in head:
-            try:
-                return _dpdata_frames(path, file_format, inventory)
-            except ModuleNotFoundError:
-                what = f"an output of {program}, which dpdata reads, and dpdata is not installed"
-                raise DataError(f"{path}: is {what}: pip install dpdata.") from None
+            return _by_dpdata(path, path, f"an output of {program}", file_format, inventory)
     return None
+
+
+def _by_dpdata(path: Path, read: Path, what: str, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
+    """Return the frames of ``read``, the file or its folder; without dpdata say what reads the file."""
+    try:
+        return _dpdata_frames(read, file_format, inventory)
+    except ModuleNotFoundError:
+        text = f"{path}: is {what}, which dpdata reads, and dpdata is not installed: pip install dpdata."
+        raise DataError(text) from None
 
 
 def _ase_frames(path: Path, file_format: str | None, inventory: Inventory) -> list[Atoms]:

@@ -38,15 +38,6 @@ class DPA4Fitting(EnergyFitting):
         energies, gradients = zip(*found, strict=True)
         return torch.cat(energies), torch.cat(gradients)
 
-    def output_weights(self) -> list[nn.Parameter]:
-        """Return the weights (H, 1) of the output layer of each network."""
-        return [net.output_layer.matrix for net in self.nets]
-
-    def _hidden(self, index: int, inputs: Tensor) -> Tensor:
-        """Return the inputs (B, H) of the output layer of a network."""
-        hidden: Tensor = self.nets[index].hidden(inputs, self.case_embd)
-        return hidden
-
     def _values(self, index: int, inputs: Tensor) -> Tensor:
         """Return the outputs (B,) of a network."""
         values: Tensor = self.nets[index](inputs, self.case_embd)

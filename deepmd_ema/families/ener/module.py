@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.errors import ConfigError, DataError
 from deepmd_ema.labels import APARAM, FPARAM
-from deepmd_ema.model.interface import HiddenUnits
 from deepmd_ema.model.nn.layers import Network, freeze, module_list
-from deepmd_ema.model.ops.reference import Operations, UsesOperations, with_vjp
+from deepmd_ema.model.ops.reference import Operations, UsesOperations
 from deepmd_ema.model.sums import mean_and_spread
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
 if TYPE_CHECKING:
     from deepmd_ema.families.ener.section import EnerFittingConfig
-    from deepmd_ema.model.interface import Block, Vjp
+    from deepmd_ema.model.interface import Block
 
 # A atoms, D features, P frame parameters, Q atom parameters, T types
 
@@ -152,29 +150,6 @@ class EnergyFitting(UsesOperations):
         counted = self._counted[batch.atom_type]
         return energy * counted, gradient * counted[:, None].to(gradient)
 
-    def output_weights(self) -> list[nn.Parameter]:
-        """Return the weights (H, 1) of the output layer of each network."""
-        return [net.layers[-1].weight for net in self.nets]
-
-    def hidden_units(self, features: Tensor, batch: Batch) -> list[HiddenUnits]:
-        """Return the inputs of the output layers; energies are measured as those of the networks are."""
-        inputs, shares = _inputs(self, features, batch)
-        found, start = [], 0
-        for index, own in enumerate(inputs.split(shares)):
-            values, vjp = with_vjp(partial(self._hidden, index), own)
-            if index in self.from_vacuum:
-                values = values - self._hidden(index, _in_vacuum(own, self.dim_in))
-            atoms = slice(start, start := start + len(own))
-            counted = self._counted[batch.atom_type[atoms]][:, None].to(values)
-            found.append(HiddenUnits(atoms, values * counted, partial(_by_features, vjp, counted, self.dim_in)))
-        return found
-
-    def _hidden(self, index: int, inputs: Tensor) -> Tensor:
-        """Return the inputs (B, H) of the output layer of a network."""
-        for layer in self.nets[index].layers[:-1]:
-            inputs = layer(inputs)
-        return inputs
-
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
         """Return the outputs of the networks (A,) and their gradients with respect to the inputs (A, N)."""
         nets = self.nets
@@ -217,11 +192,6 @@ def _inputs(fitting: EnergyFitting, features: Tensor, batch: Batch) -> tuple[Ten
     if beside:
         inputs = torch.cat([inputs, *beside], 1)
     return inputs, [inputs.shape[0]] if fitting.mixed_types else list(batch.type_counts)
-
-
-def _by_features(vjp: Vjp, counted: Tensor, dim_in: int, grad_hidden: Tensor) -> Tensor:
-    """Return the gradient with respect to the features (B, D) from that with respect to hidden units (B, H)."""
-    return vjp(grad_hidden * counted)[:, :dim_in]
 
 
 def _from_vacuum(fitting: EnergyFitting, energy: Tensor, inputs: Tensor, shares: list[int]) -> Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,15 +71,6 @@ class Interpolation(nn.Module):
     def serves(self, batch: Batch) -> bool:
         """Whether the nets are evaluated here for a batch."""
         return self.terms > 0 if self.tables is None else self.tables.serve(batch.neighbor)
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Leave what is counted over evaluations as it is after those of the body."""
-        counts = self.needed, self.direct_numbers, self.evaluated_sites
-        try:
-            yield
-        finally:
-            self.needed, self.direct_numbers, self.evaluated_sites = counts
 
     def use(self, terms: int) -> None:
         """Evaluate nets as series that have this length at first from now on; 0: directly."""

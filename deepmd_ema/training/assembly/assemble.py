@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +21,6 @@ from deepmd_ema.config.schema.descriptor import HasMixedPrecision
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.dist.world import World
 from deepmd_ema.labels import HESSIAN
-from deepmd_ema.model.compile_gain import Work, measure_gain
 from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.report.record import RunRecord
@@ -33,7 +31,7 @@ from deepmd_ema.training.loop.averages import Hook, build_bank
 from deepmd_ema.training.loop.cuda_graphs import GraphedSteps
 from deepmd_ema.training.loop.interpolation import InterpolationControl
 from deepmd_ema.training.loop.modes import compiled_modes, launches_graphs, why_no_graphs
-from deepmd_ema.training.loop.refit import Refitted, refit_bias, solve
+from deepmd_ema.training.loop.refit import refit_bias
 from deepmd_ema.training.loop.reporter import Reporter
 from deepmd_ema.training.loop.saver import Saver, StateBuilder
 from deepmd_ema.training.loop.sharding import parallelize
@@ -74,7 +72,6 @@ def assemble(
     for line in remarks_on_mixed_precision(config, world.device):
         logger.info("%s", line)
     used = compile_models(config, models, batches, world, (products, in_validation))
-    _measure_gain(prepared, tasks, batches, num_steps - start.step, world, products)
     module = parallelize(models, world, config.training.zero_stage)
     if start.loads_after_sharding(config):
         start.load_shards(models)
@@ -101,7 +98,7 @@ def assemble(
         interpolation=interpolation,
         products=products,
         graphs=_graphs(config, take_step, bank, world, products),
-        refit=_refit(prepared, bank, num_steps, world),
+        refit=partial(refit_bias, prepared, bank) if config.training.change_bias_after_training else None,
         validates_before=start.validates_before,
         input_file=input_file,
         callback=callback or Callback(),
@@ -137,16 +134,6 @@ def _step(prepared: PreparedRun, module: nn.Module, num_steps: int, world: World
 
         return KalmanStep(prepared, num_steps)
     return GradientStep(prepared, module, num_steps, world)
-
-
-def _refit(
-    prepared: PreparedRun, bank: AverageBank | None, num_steps: int, world: World
-) -> Callable[[int], Refitted] | None:
-    """Return the fit after the last step, which it is given, if the input requests one."""
-    training = prepared.config.training
-    if training.solve_last_layer:
-        return partial(solve, prepared, bank, num_steps, world)
-    return (lambda _: refit_bias(prepared, bank)) if training.change_bias_after_training else None
 
 
 def _graphs(
@@ -217,48 +204,3 @@ def compile_models(
         models.compiler = compiler
         logger.info("compiled: %s", compiler.describe())
     return replace(config, validating=replace(config.validating, compiled_infer=in_validation))
-
-
-def _measure_gain(
-    prepared: PreparedRun,
-    tasks: TaskMixture,
-    batches: Mapping[str, Batch],
-    num_steps: int,
-    world: World,
-    products: Products,
-) -> None:
-    """Measure the gain of compiled training, log it, and keep it in the compiler. Must be called by every rank.
-
-    Nothing is measured if training is eager, where the time of a step is not that of its gradients, where a process may
-    not have the memory for gradients of all parameters, or if eager code needs more memory than there is.
-
-    Args:
-        prepared: config of the run, and its models with a compiler.
-        tasks: of the run.
-        batches: one of each task, on the device, the same on all ranks and at every restart.
-        num_steps: that will be taken.
-        world: the processes of the run.
-        products: context of matrix products in a step.
-    """
-    config, compiler, by_task = prepared.config, prepared.models.compiler, prepared.models.by_task
-    needs = {task.name: task.loss.needs(batches[task.name]) for task in tasks}
-    hessians = any(need["need_hessian"] for need in needs.values())
-    is_other = hessians or isinstance(config.optimizer, LKFConfig) or launches_graphs(config, world)
-    is_other |= config.training.zero_stage >= 2
-    if compiler is None or not compiler.in_training or is_other or num_steps < 1:
-        return
-    works = [
-        Work(config.training.accumulate * share, by_task[name], batches[name], needs[name]["need_virial"])
-        for name, share in prepared.shares.items()
-        if share
-    ]
-    # a batch that fits compiled must not end the run here
-    too_much = suppress(torch.OutOfMemoryError)
-    with world.all_ranks_ok(world.long_timeout_group), explained(_COMPILES, _EAGERLY), products(), too_much:
-        compiler.gain = measure_gain(compiler, works)
-    if compiler.gain is None:
-        logger.info("whether compiling pays off is not known: eager code needs more memory than there is")
-    elif warning := compiler.gain.warning(num_steps):
-        logger.warning("%s", warning)
-    else:
-        logger.info("%s", compiler.gain.describe())

@@ -19,7 +19,7 @@ from deepmd_ema.errors import counted
 from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
 from deepmd_ema.optim.groups import describe_groups
-from deepmd_ema.report.progress import describe_errors, describe_physics, duration
+from deepmd_ema.report.progress import describe_errors, duration
 from deepmd_ema.report.table import Table, facts
 from deepmd_ema.report.tables import show_metric
 from deepmd_ema.training.loop.averages import snapshot_lines
@@ -155,7 +155,6 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
             shown = f"{row.name}, {row.best.metric} = {show_metric(row.best.metric, value)}"
             pairs.append(("best", f"{row.best.path(step)} ({shown})"))
     fitted = " before the bias was fitted again" * config.training.change_bias_after_training
-    fitted = " with the output layer solved" if config.training.solve_last_layer else fitted
     when = f"step {trainer.reporter.validated_step:,}{fitted}"
     before = trainer.reporter.before  # averages start from the loaded weights too
     since = "before -> " * bool(before)
@@ -163,16 +162,9 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
         ("errors", f"{name}, {since}{when}, MAE / RMSE: {describe_errors(errors, before.get(name.rpartition(' ')[0]))}")
         for name, errors in trainer.reporter.validated.items()
     ]
-    pairs += [
-        ("physics", f"{name}: {describe_physics(errors.physics)}")
-        for name, errors in trainer.reporter.validated.items()
-        if errors.physics
-    ]
     compiler = trainer.validator.models.compiler
     if compiler is not None:
         pairs.append(("compiled", f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
-        if compiler.gain is not None:
-            pairs.append(("", compiler.gain.describe()))
     pairs.append(("saving", _describe_saving(saver.writer.times)))
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
     pairs.append(("memory", _describe_memory(trainer.world.device)))

@@ -1,50 +1,41 @@
-"""Fits output bias or output layer again after training, for each set of weights with these weights themselves."""
+"""Fits the output bias again after training, for each set of weights with these weights themselves."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.data.loader import atoms_at_once, prefetch, sequential_batches, shared_atoms_at_once
-from deepmd_ema.dist.dtensor import full_tensor
-from deepmd_ema.dist.world import World
-from deepmd_ema.infer.solve import MAX_FRAMES, chosen_frames, fit_bias, loss_weights, solve_last_layer
-from deepmd_ema.metrics import Errors, evaluate
-from deepmd_ema.model.build import build_models
-from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.tabulated import tables_in
+from deepmd_ema.config import TaskConfig
+from deepmd_ema.data.epochs import permutation
+from deepmd_ema.data.loader import atoms_at_once, sequential_batches
+from deepmd_ema.data.sampler import frames_taken
+from deepmd_ema.data.source import FrameSource
+from deepmd_ema.errors import counted
+from deepmd_ema.model.output_bias import change_bias, energies_of
+from deepmd_ema.seeds import seed_for, stream_of
 from deepmd_ema.tensors import prefix_of
-from deepmd_ema.training.start.prepare import PreparedRun, PreparedTask
+from deepmd_ema.training.start.prepare import PreparedRun
 from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Refitted:
-    """Tensors that readers of the last files use in place of those that a restart continues from.
-
-    Attributes:
-        tensors: by name of the weights, tensors by their names in the models.
-        errors: on the validation frames with these tensors, by names as of a full validation; empty if not measured.
-    """
-
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    errors: Mapping[str, Errors] = field(default_factory=dict)
+MAX_FRAMES = 10_000  # few numbers are fitted: more frames would only take longer
 
 
-def refit_bias(prepared: PreparedRun, bank: AverageBank | None) -> Refitted:
+def refit_bias(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dict[str, Tensor]]:
     """Return the output biases (1, T, 1) in eV that fit the data, by weights and by their names in the models.
 
     The weights are ``live`` and every average. With its bias the mean residual per atom over the training frames of a
     task is zero for the weights that it was fitted with. All frames take part up to 10,000, of more a sample in which
     every system has its share; it depends on the seed of the run only. Nothing in the models or the bank changes. A
-    task without energies is left out, with a warning.
+    task without energies is left out, with a warning. Readers of the last files use these biases, in place of those
+    that a restart continues from.
 
     Args:
         prepared: data and models of the run; it computes where the models are.
@@ -58,60 +49,37 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank | None) -> Refitted:
                 chosen = chosen_frames(task.config, task.train, prepared.seed, MAX_FRAMES)
                 most = atoms_at_once(model.out_bias.device)
                 batches = sequential_batches(task.train, task.model.layout, task.cache, most, frames=chosen)
-                found = fit_bias(model, task.config.model, batches)
-                if found.tensors:
-                    row = f"{name} {weights}" if name else weights
-                    logger.info("output bias fitted again with the weights %s on %s", row, found.summary)
-                    fitted.setdefault(weights, {}).update({prefix_of(name) + n: t for n, t in found.tensors.items()})
+                before = model.out_bias.view(-1).cpu().numpy()
+                frames = energies_of(model, task.config.model, batches)
+                if len(frames):
+                    bias = change_bias(frames, before).bias
+                    logger.info(
+                        "output bias fitted again with the weights %s on %s: %s",
+                        f"{name} {weights}" if name else weights,
+                        counted(len(frames), "frame"),
+                        frames.describe_means(bias - before),
+                    )
+                    tensor = torch.from_numpy(bias).view(1, -1, 1)
+                    fitted.setdefault(weights, {})[f"{prefix_of(name)}out_bias"] = tensor
                 elif weights == LIVE:
                     logger.warning(
                         "training.change_bias_after_training: no training frame%s has an energy, so there is nothing "
                         "to fit the bias to: it stays as it is",
                         f" of task {name}" if name else "",
                     )
-    return Refitted(fitted)
+    return fitted
 
 
-def solve(prepared: PreparedRun, bank: AverageBank | None, num_steps: int, world: World, step: int) -> Refitted:
-    """Return the output layers and biases that fit the training labels best, for all weights that the run has.
-
-    All weights of a model are gathered on every rank, one set after the other, and the frames distributed over the
-    ranks. Nothing in the models or the bank changes. Must be called by every rank.
-
-    Args:
-        prepared: data and models of the run.
-        bank: averages, or None.
-        num_steps: of the whole run, as planned.
-        world: the processes of the run.
-        step: the last one, which an early stop makes before ``num_steps``.
-    """
-    config, errors = prepared.config, {}
-    tensors: dict[str, dict[str, Tensor]] = {}
-    models = build_models({name: task.model for name, task in config.tasks.items()}, config.links).to(world.device)
-    for weights in (LIVE, *(bank.names if bank is not None else ())):
-        if bank is None or weights == LIVE:
-            whole = {name: full_tensor(tensor) for name, tensor in prepared.models.state_dict().items()}
-        else:
-            whole = bank.weights(weights)
-        models.load_state_dict(whole)
-        for name, task in prepared.tasks.items():
-            model, loss = models.by_task[name], task.config.loss
-            frames = chosen_frames(task.config, task.train, prepared.seed, MAX_FRAMES)
-            prefactors = loss_weights(loss, config.learning_rate, num_steps, step)
-            intensive = loss.intensive_ener_virial
-            found = solve_last_layer(model, task.train, frames, prefactors, intensive, task.cache, world)
-            row = f"{name} {weights}" if name else weights
-            logger.info("output layer solved for the weights %s: %s", row, found.summary)
-            tensors.setdefault(weights, {}).update({prefix_of(name) + n: t for n, t in found.tensors.items()})
-            model.load_state_dict(found.tensors, strict=False)
-            if task.valid:
-                errors[row] = _errors(model, task, world)
-    return Refitted(tensors, errors)
-
-
-def _errors(model: EnergyModel, task: PreparedTask, world: World) -> Errors:
-    """Return the errors on the validation frames of a task, of a model that is whole on every rank."""
-    most = shared_atoms_at_once(task.valid, world.device, world.size)
-    batches = sequential_batches(task.valid, model.layout, task.cache, most, rank=world.rank, world_size=world.size)
-    with tables_in([model]):
-        return Errors(world.all_reduce_sum(evaluate(model, prefetch(batches, world.device), world.device).sums))
+def chosen_frames(task: TaskConfig, train: Sequence[FrameSource], seed: int, most: int) -> list[Sequence[int]]:
+    """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
+    # frames that `filter:N` leaves out were not trained on
+    frames = frames_taken(task.training_data.batch_size, [system.frame_sizes for system in train])
+    counts = [len(own) for own in frames]
+    total = sum(counts)
+    if total <= most:
+        return [own.tolist() for own in frames]
+    # rounded so that they add up: the shares are the differences of rounded edges
+    edges = np.cumsum([0, *counts]) * most // total
+    stream = stream_of("bias", task.name)
+    orders = [permutation(count, seed_for(stream, seed, number)) for number, count in enumerate(counts)]
+    return [np.sort(own[order[:share]]).tolist() for own, order, share in zip(frames, orders, np.diff(edges))]

@@ -150,7 +150,6 @@ class Reporter:
             for row, errors in results.items():
                 task, _, weights = row.rpartition(" ")
                 values = {name: value for name, value in errors.summary().items() if not name.startswith("num_")}
-                values |= {f"physics_{name.lower()}": value for name, value in errors.physics.items()}
                 self._loggers.log(step, named("val", weights, {task: values}))
 
     def _log_row(self, step: int, weights: str, rate: float, training: ValuesByTask, validation: ValuesByTask) -> None:

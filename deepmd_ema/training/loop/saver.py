@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
@@ -24,7 +24,6 @@ from deepmd_ema.model.model_set import unnested
 from deepmd_ema.report.tables import RowTable
 from deepmd_ema.tensors import HostCopies
 from deepmd_ema.training.loop.averages import snapshot_every
-from deepmd_ema.training.loop.refit import Refitted
 from deepmd_ema.training.start.prepare import PreparedRun
 from deepmd_ema.weight_names import LIVE
 
@@ -223,25 +222,27 @@ class Saver:
         content = self.builder.weights(weights, step, "best")
         self._submit(lambda: done(best.write(step, content)))
 
-    def save(self, step: int, state: MakeState, refitted: Refitted | None = None, words: str = "") -> None:
+    def save(
+        self, step: int, state: MakeState, refitted: Mapping[str, Mapping[str, Tensor]] | None = None, words: str = ""
+    ) -> None:
         """Write all files of ``step``, then move the links and rotate.
 
         Args:
             step: optimizer steps so far.
             state: everything a restart needs beside weights and averages.
-            refitted: tensors that were fitted after the last step. Averaged files have them in the model; the training
-                file has them beside raw weights, so that a restart stays exact.
+            refitted: tensors that were fitted after the last step, by weights. Averaged files have them in the model;
+                the training file has them beside raw weights, so that a restart stays exact.
             words: what the log says when all is written, beside the names of the files.
         """
         self.writer.begin(step)
         training = self.builder.training(step, state)
         if refitted is not None:
-            training["refitted"] = {name: dict(tensors) for name, tensors in refitted.tensors.items()}
+            training["refitted"] = {name: dict(tensors) for name, tensors in refitted.items()}
         files = [(self.live, training)]
         for name, series in self.averages.items():
             content = self.builder.weights(name, step, "average")
             if refitted is not None and self.builder.take.keep:
-                content["model"].update((n, tensor.clone()) for n, tensor in refitted.tensors.get(name, {}).items())
+                content["model"].update((n, tensor.clone()) for n, tensor in refitted.get(name, {}).items())
             files.append((series, content))
         self._submit(partial(self._write, step, files, words))
 

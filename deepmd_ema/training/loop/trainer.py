@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
@@ -28,7 +29,6 @@ from deepmd_ema.tensors import map_tensors
 from deepmd_ema.training.loop.averages import describe_averages
 from deepmd_ema.training.loop.cuda_graphs import GraphedSteps
 from deepmd_ema.training.loop.interpolation import InterpolationControl
-from deepmd_ema.training.loop.refit import Refitted
 from deepmd_ema.training.loop.reporter import Reporter
 from deepmd_ema.training.loop.saver import Saver
 from deepmd_ema.training.loop.sharding import check_replicas
@@ -109,7 +109,7 @@ class Trainer:
         interpolation: of the embedding nets.
         graphs: takes steps as CUDA graphs instead of ``take_step`` and ``bank``; or None.
         products: context of matrix products in a step.
-        refit: fits output bias or output layer again after the last step, which it is given; or None.
+        refit: fits the output bias again after the last step; or None.
         input_file: named in the message that says how to restart.
         callback: watches the run.
         deadline: by ``time.monotonic``; the run ends after the step in which it passes.
@@ -131,7 +131,7 @@ class Trainer:
     interpolation: InterpolationControl
     graphs: GraphedSteps | None = None
     products: Callable[[], AbstractContextManager[Any]] = nullcontext
-    refit: Callable[[int], Refitted] | None = None
+    refit: Callable[[], Mapping[str, Mapping[str, Tensor]]] | None = None
     validates_before: bool = False
     input_file: str = "input.json"
     callback: Callback = field(default_factory=Callback)
@@ -287,11 +287,10 @@ class Trainer:
             if self.refit is not None and self.step >= self.num_steps:
                 if self._saved < self.step:
                     self._write()  # the fit reads many frames: what ends it early costs no step of the run
-                refitted = self.refit(self.step)
-                self.reporter.validated = {**self.reporter.validated, **refitted.errors}
+                refitted = self.refit()
             self._write(refitted)
 
-    def _write(self, refitted: Refitted | None = None) -> None:
+    def _write(self, refitted: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
         check_replicas(self.validator.models, self.world, self.step)
         words = ""
         if self.bank is not None:

@@ -21,9 +21,8 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.model.tabulated import tables_in
-from deepmd_ema.report.tables import PhysicsLog, RowTable, ValidationLog
+from deepmd_ema.report.tables import RowTable, ValidationLog
 from deepmd_ema.training.loop.early_stop import EarlyStop
-from deepmd_ema.training.loop.physics import PhysicsOfWeights
 from deepmd_ema.training.loop.saver import Saver
 from deepmd_ema.training.loop.step import Products
 from deepmd_ema.training.start.prepare import PreparedRun, PreparedTask
@@ -42,14 +41,12 @@ class Validated:
         weights: ``live``, or the name of an average.
         task: whose model and data.
         log: the file of this row (``val.log``, ``val_ema.log``); None on ranks that write nothing.
-        physics: that of the physics of these weights; None on those ranks, and where it is not measured.
         best: best files and their records, or None when they are not kept.
     """
 
     weights: str
     task: str
     log: ValidationLog | None
-    physics: PhysicsLog | None = None
     best: BestFiles | None = None
 
     @property
@@ -98,16 +95,14 @@ class FullValidation:
         self._start = math.inf if start == 1 else int(start * num_steps) if start < 1 else int(start)
         early_stop = validating.early_stop
         self.early_stop = EarlyStop(early_stop, self._metric) if early_stop is not None else None
-        self._physics = PhysicsOfWeights(prepared, validating.physics, world) if validating.physics else None
         self.rows: list[Validated] = []
         for weights in config.fully_validated:
             for task in self.tasks:
                 file = outputs.validation_log(weights, task)
                 log = ValidationLog(file, num_steps, self._metric) if world.is_main else None
-                physics = PhysicsLog(outputs.physics_log(weights, task)) if self._physics and world.is_main else None
                 prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
                 best = BestFiles(prefix, folder, keep, self._metric, writes=world.is_main, store=store)
-                self.rows.append(Validated(weights, task, log, physics, best if validating.save_best else None))
+                self.rows.append(Validated(weights, task, log, best if validating.save_best else None))
 
     @property
     def is_on(self) -> bool:
@@ -138,15 +133,11 @@ class FullValidation:
             with nullcontext() if weights == LIVE or self._bank is None else self._bank.swapped_in(weights):
                 entered(weights)
                 found = self.errors(stopped)
-                for task, values in self._physics.measure(self.models, weights).items() if self._physics else ():
-                    found[task].physics = values
             errors.update((row, found[row.task]) for row in rows)
         saver.writer.begin(step)  # remarks on files of earlier steps come before the rows of this one
         for row, of_row in errors.items():
             if row.log is not None:
                 row.log.write(step, of_row)
-            if row.physics is not None:
-                row.physics.write(step, of_row.physics)
             value = of_row.metric(self._metric)
             if row.best is not None and row.best.offer(value, step):
                 saver.keep_best(row.best, row.weights, step, partial(self._report_best, row, value))
@@ -204,7 +195,7 @@ class FullValidation:
     @property
     def logs(self) -> list[RowTable]:
         """The files of rows that this process writes."""
-        return [log for row in self.rows for log in (row.log, row.physics) if log is not None]
+        return [row.log for row in self.rows if row.log is not None]
 
     @property
     def stopped_early(self) -> str:

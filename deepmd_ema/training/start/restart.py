@@ -10,16 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema.config import (
-    InputFile,
-    RunConfig,
-    as_launched,
-    read_input,
-    saved_config,
-    saved_input,
-    saved_models,
-    to_dict,
-)
+from deepmd_ema.config import RunConfig, as_launched, read_input, saved_config, saved_models, to_dict
 from deepmd_ema.config.differences import differences_of, shortened, without_tasks
 from deepmd_ema.config.messages import of_one_task
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, LKFConfig
@@ -84,10 +75,10 @@ class Restart(FromWeights):
             return config
         return replace(config, training=replace(config.training, seed=self.payload["config"]["training"]["seed"]))
 
-    @property
-    def input(self) -> InputFile:
-        """The config of the checkpoint, with which a run continues that is given no input."""
-        return saved_input(self.payload["config"], f"--restart {self.path}")
+    def whole_config(self) -> RunConfig:
+        """Return the config of the checkpoint, with which a run continues that is given no input."""
+        config = saved_config(self.payload["config"], f"--restart {self.path}", whole=True)
+        return replace(config, notes=())  # they are logged when it is compared with the checkpoint
 
     def warn_of_other_input(self, file: str, config: RunConfig) -> None:
         """Warn if the input in the folder, which is not used, differs from the config of the checkpoint.
@@ -120,7 +111,7 @@ class Restart(FromWeights):
         before, now = self.payload["config"], to_dict(config)
         if before != now:
             # both in today's form: the checkpoint may be of an older version, with options under other names
-            before = to_dict(saved_config(before, str(self.path)))
+            before = self._upgraded()
         came, went = sorted(config.tasks.keys() - self._saved.keys()), sorted(self._saved.keys() - config.tasks.keys())
         found = without_tasks(differences_of(before, now), [*came, *went])
         differences = [d for d in found if not d[0].endswith(_OF_THE_START)]
@@ -151,6 +142,13 @@ class Restart(FromWeights):
             raise ConfigError(text + "Start anew from the weights with --finetune.")
         for line in lines:
             logger.warning("the restart continues with a change. %s", line)
+
+    def _upgraded(self) -> dict[str, Any]:
+        """Return the config of the checkpoint in today's form, and log what it has that was removed since."""
+        saved = saved_config(self.payload["config"], str(self.path))
+        for note in saved.notes:
+            logger.info("%s", note)
+        return to_dict(saved)
 
     def needs_statistics(self, config: RunConfig) -> bool:
         """Whether there are new tasks."""

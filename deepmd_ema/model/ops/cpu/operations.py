@@ -51,12 +51,6 @@ class CPUOperations(Operations):
             return super().moments(rows, net)
         return moments.tanh_moments(rows, net, self.numbers_in_cache)
 
-    def values_and_gradients(self, x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the outputs (A,) of networks of one output and their gradients by the inputs (A, N)."""
-        if not nets[0].is_scalar_tanh:
-            return super().values_and_gradients(x, nets, shares)
-        return tanh_gradients.values_and_gradients(x, nets, shares)
-
     def triple_sums(self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network) -> Tensor:
         """Return ``sum_jk c_jk G(c_jk, E_j, E_k)`` (A, M)."""
         if not net.is_tanh:
@@ -116,10 +110,9 @@ class GPUOperations(Operations):
 
     def values_and_gradients(self, x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the outputs (A,) of networks of one output and their gradients by the inputs (A, N)."""
-        if not nets[0].is_scalar_tanh or len(nets) == 1:
+        is_stacked = nets[0].is_scalar_tanh and len(nets) > 1 and len(nets) * max(shares) * x.shape[1] <= MAX_STACKED
+        if not is_stacked:
             return super().values_and_gradients(x, nets, shares)
-        if len(nets) * max(shares) * x.shape[1] > MAX_STACKED:
-            return tanh_gradients.values_and_gradients(x, nets, shares)
         return tanh_gradients.stacked_values_and_gradients(x, nets, shares)
 
 

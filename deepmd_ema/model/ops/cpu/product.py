@@ -42,21 +42,11 @@ USES_ONEDNN = not _is_intel() and _has_onednn()
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` (N, M) of matrices (N, K) and (K, M), or of stacks of them, without a gradient of its own."""
-    if a.ndim > 2:
-        return torch.bmm(a, b)
+    """Return ``a @ b`` (N, M) of matrices (N, K) and (K, M), without a gradient of its own."""
     single = a.dtype == torch.float32 and a.device.type == "cpu"
     if not (USES_ONEDNN and single and a.numel() * b.shape[1] >= MIN_WORK):
         return torch.mm(a, b)
     return _by_onednn(a, b)
-
-
-def add_product_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return ``out`` (N, M) after ``a @ b`` was added to it, as :func:`product`."""
-    if a.ndim > 2:
-        return out.baddbmm_(a, b)
-    # MKL adds without a further pass; oneDNN does not, and is still faster
-    return out.add_(product(a, b)) if USES_ONEDNN and a.dtype == torch.float32 else out.addmm_(a, b)
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
