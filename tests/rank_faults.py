@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 from helpers import tiny_input, write_system
 from parallel_runs import PRELOADED
 
@@ -65,7 +67,7 @@ def start_rank(folder, environ, fault="", words=("train", "input.json", "--devic
         for number in (1, 2):
             os.dup2(said, number)
         # of pytest's until now
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))  # noqa: SIM115
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
         os.environ.update({name: value for name, value in environ.items() if value})
@@ -119,6 +121,11 @@ def die():
 def hang():
     """Wait for ever after a step, as the main thread does in a collective of NCCL."""
     _after_step(lambda: time.sleep(1e6))
+
+
+def be_stopped():
+    """Be sent SIGSTOP after a step."""
+    _after_step(lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def die_in_validation():
@@ -222,6 +229,28 @@ def lose_input():
     """Not have the input on this machine."""
     Path("elsewhere").mkdir()
     os.chdir("elsewhere")
+
+
+def have_a_copy():
+    """Read a copy of the data and of the input in another folder."""
+    shutil.copytree(".", "elsewhere")
+    os.chdir("elsewhere")
+
+
+def have_another_force():
+    """Read data in which one force is another."""
+    have_a_copy()
+    file = next(Path("data").rglob("force.npy"))
+    forces = np.load(file)
+    forces[len(forces) // 2, 0] += 0.1
+    np.save(file, forces)
+
+
+def lack_a_frame():
+    """Read data without the last frame."""
+    have_a_copy()
+    for file in next(Path("valid").glob("set.*")).glob("*.npy"):
+        np.save(file, np.load(file)[:-1])
 
 
 def spoil_frame():
@@ -398,9 +427,11 @@ def _note():
 FAULTS = {
     act.__name__: act
     for act in (
-        fail, die, hang, die_in_validation, die_at_start, die_early, die_at_the_rendezvous, be_terminated_at_start,
+        fail, die, hang, be_stopped, die_in_validation, die_at_start, die_early, die_at_the_rendezvous,
+        be_terminated_at_start,
         be_terminated_at_the_rendezvous, ask_to_stop, ask_in_validation,
         ask_often, run_out_of_time, lose_folder_at_start, lose_file, lose_input, spoil_frame, fill_disk, be_quick,
+        have_a_copy, have_another_force, lack_a_frame,
         come_late, meet_late, speak_late, leave_late, lack_device, be_terminated_while_joining,
     )
 }  # fmt: skip

@@ -275,3 +275,21 @@ def test_a_hook_decides_which_steps_after_the_start_count():
     expected = (history[6] + history[8] + history[10]) / 3
     assert torch.allclose(bank.weights("even")["first.weight"], expected, rtol=1e-13)
     assert bank.info("even")["mean_age"] == pytest.approx(3)
+
+
+class EvenSteps(SwaProfile):
+    """Says itself which steps count."""
+
+    def should_update(self, step, epoch):
+        """Count even steps."""
+        return step % 2 == 0
+
+
+def test_a_method_should_update_of_a_subclass_decides_which_steps_count():
+    profile = EvenSteps("even")
+    assert [step for step in range(1, 6) if profile.is_due(step)] == [2, 4]
+    assert pickle.loads(pickle.dumps(profile)).is_due(3) is False
+    assert profile.settings()["should_update"] == "EvenSteps.should_update"
+    assert not EvenSteps("odd", should_update=EveryOther(1, 0)).is_due(2, epoch=1)
+    with pytest.raises(ConfigError, match="update_every 2 beside should_update"):
+        EvenSteps("even", update_every=2)

@@ -169,6 +169,19 @@ def test_a_restart_is_the_same_run_and_the_averaged_point_is_saved_and_validated
     assert list((tmp_path / "whole").glob("best_schedule_free.ckpt-*"))
 
 
+def test_a_restart_that_renames_or_adds_the_averaged_point_continues_it(
+    tmp_path, monkeypatch, water_like, water_like_valid
+):
+    ema = {"name": "a", "type": "ema", "decay": 0.9}
+    data = tmp_path / "run", monkeypatch, water_like, water_like_valid
+    whole = train(*data, training__averaging=[ema, {"name": "b", "type": "schedule_free"}], training__save_freq=10)
+    x = whole["averages"]["profiles"]["b"]
+    points = [{"name": name, "type": "schedule_free"} for name in ("a", "c")]  # a was another average
+    again = train(*data, "model.ckpt-10.pt", training__averaging=points, training__save_freq=10)
+    for name in ("a", "c"):
+        assert_same(again["averages"]["profiles"][name], x)
+
+
 def test_with_several_tasks_the_averaged_point_is_that_of_all_steps(desk, capfd):
     rate = {"start_lr": 0.01, "stop_lr": 0.01, "warmup_steps": 3}
     values = input_of("the fitting network") | {"optimizer": OPTIMIZER, "learning_rate": rate}

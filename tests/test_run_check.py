@@ -11,6 +11,8 @@ from helpers import tiny_input, write_system
 from deepmd_ema.cli.main import main
 from deepmd_ema.config import load_config
 from deepmd_ema.run_check.check import RunCheck
+from deepmd_ema.training.loop.trainer import Callback
+from deepmd_ema.training.run import run_training
 
 VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 4, "full_val_start": 0.0,
              "max_best_ckpt": 2}  # fmt: skip
@@ -140,6 +142,28 @@ def test_validation_frames_near_training_frames_are_a_warning(write, capsys):
     assert near == {"frames": 1, "of_frames": 5, "example": "valid frame 2 is near data frame 7"}
     assert [s["suspicious_frames"] for s in found["data"][0]["systems"]] == [0, 1]
     assert any(w.startswith("1 of 5 validation frames are near copies of training frames") for w in found["warnings"])
+
+
+def test_steps_of_an_epoch_of_several_tasks_are_those_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = tiny_input([write_system("data", frames=10, natoms=4, seed=1)], num_steps=1)
+    model, data = values.pop("model"), {"training_data": {"systems": ["data"], "batch_size": 1}}
+    values["training"] = {name: value for name, value in values["training"].items() if name != "training_data"}
+    values["training"] |= {"data_dict": {"a": data, "b": data}, "model_prob": {"a": 0.3, "b": 0.7}}
+    loss = values.pop("loss")
+    values["loss_dict"] = {"a": loss, "b": loss}
+    Path("input.json").write_text(json.dumps({**values, "model": {"model_dict": {"a": model, "b": model}}}))
+    check = RunCheck(load_config("input.json"))
+    check.read_data()
+    found = []
+
+    class Look(Callback):
+        def on_start(self, trainer):
+            found.append(trainer.tasks.steps_per)
+
+    run_training("input.json", device="cpu", callback=Look())
+    assert found == [check.steps_per]
+    assert check.steps_per["epochs"] == 34
 
 
 def test_memory_grows_with_the_model_and_its_averages(write):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same, tiny_input, write_system
+from toy_models import SECTIONS
 
 from deepmd_ema import cli
 from deepmd_ema.config import config_summary, load_config
@@ -76,6 +77,44 @@ class InAveragedPassOfStep8(Callback):
 
 def load(path):
     return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("kind", ["se_e2_a", "se_e2_r", "se_atten_v2", "se_e3_tebd"])
+def test_atoms_without_neighbors_are_trained_with_a_number_of_neighbors_that_is_counted(start, tmp_path, kind):
+    atoms = write_system(tmp_path / "atoms", frames=4, natoms=1, pbc=False)
+    descriptor = SECTIONS[kind] | {"sel": "auto", "seed": 1}
+    alone = {"model__descriptor": descriptor, "training__validation_data__systems": [str(atoms)]}
+    folder = start("run", 2, alone, [atoms])
+    assert json.loads((folder / "out.json").read_text())["model"]["descriptor"]["sel"] in (4, [4, 4])
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "rate", "disp_freq", "rows"), [(60, 0.01, 1, 0), (60, 30.0, 1, 20), (9, 30.0, 4, 1), (3, 30.0, 9, 0)]
+)
+def test_a_run_that_learns_nothing_is_warned_about_once_with_both_errors(
+    start, caplog, num_steps, rate, disp_freq, rows
+):
+    options = {"learning_rate__start_lr": rate, "learning_rate__stop_lr": rate, "training__disp_freq": disp_freq}
+    start("run", num_steps, options)
+    said = [text for text in caplog.messages if "nothing is learned" in text]
+    assert len(said) == bool(rows)
+    for text in said:
+        found = re.search(
+            rf"rmse_f of the training batches of the last {rows} rows? is (\S+), no better than (\S+) with", text
+        )
+        assert float(found[1]) >= float(found[2]) > 0
+        assert "lower learning_rate.start_lr" in text
+
+
+def test_a_new_run_writes_through_no_link_that_is_in_its_folder(start, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "run").mkdir()
+    for name in ("checkpoint", "model.ckpt-4.pt", "model_ema.ckpt-4.pt", "best.ckpt-4.t-1.pt", "model.ckpt-99.pt"):
+        (tmp_path / "theirs" / name).write_bytes(b"no path\0\xff")
+        (tmp_path / "run" / name).symlink_to(tmp_path / "theirs" / name)
+    start("run", num_steps=4)
+    assert {path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == {b"no path\0\xff"}
+    assert Path("checkpoint").read_text() == "model.ckpt-4.pt"
 
 
 def test_a_run_writes_the_files_that_a_user_of_deepmd_kit_expects(start):

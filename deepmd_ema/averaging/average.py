@@ -107,13 +107,12 @@ class Average:
             else:
                 self.storage.set(i, previous.storage.averaged(k))
 
-    def load(self, state: Mapping[str, Any], tasks: Iterable[str], binding: Binding) -> None:
-        """Continue as ``state`` of a bank has it. Every rank must call this when weights are sharded.
+    def load(self, state: Mapping[str, Any], saved: Mapping[str, Any], tasks: Iterable[str], binding: Binding) -> None:
+        """Continue ``saved``, an average in ``state`` of a bank. Every rank must call this when weights are sharded.
 
         Raises:
             CheckpointError: naming tensors that are missing, extra, renamed or of another shape.
         """
-        name, saved = self.profile.name, state["profiles"][self.profile.name]
         _warn_changes(self.profile, saved)
         # they were averaged in the run of the checkpoint, and are live from now on
         dropped = {*binding.frozen, *binding.floating_buffers} - set(self.tensor_names)
@@ -130,7 +129,7 @@ class Average:
                 self.storage.set(i, found[known])
         if seeded:
             text = "average %s: %s was not averaged before and starts from its live value"
-            logger.info(text, name, ", ".join(seeded))
+            logger.info(text, self.profile.name, ", ".join(seeded))
         # files of 0.1.0 have the mean age only
         self.set_counts(saved["updates"], saved.get("mean_step", state["steps"] - saved["mean_age"]))
 

@@ -15,7 +15,7 @@ from deepmd_ema.averaging.average import Average
 from deepmd_ema.averaging.binding import Binding, canonical, unwrap
 from deepmd_ema.averaging.counter import DeviceCounters
 from deepmd_ema.averaging.exchange import Exchange, signals_wait, taken
-from deepmd_ema.averaging.profile import Profile
+from deepmd_ema.averaging.profile import Profile, ScheduleFreeProfile
 from deepmd_ema.averaging.storage import lerp, lerp_on_device
 from deepmd_ema.dist.saved_tensors import Take, WholeTensors
 from deepmd_ema.errors import ConfigError
@@ -248,12 +248,18 @@ class AverageBank:
         for name in saved_profiles:
             if name not in self._averages:
                 logger.info("the average %s of the checkpoint is not tracked any more in this run", name)
+        kind = ScheduleFreeProfile.type
+        point = next((of for of in saved_profiles.values() if of.get("type") == kind), None)
         for name, average in self._averages.items():
-            if state is None or name not in saved_profiles:
+            saved = saved_profiles.get(name)
+            # the averaged point of the optimizer is the same under any name, and the live weights are another point
+            if average.profile.type == kind and (saved is None or saved.get("type") != kind):
+                saved = point
+            if state is None or saved is None:
                 average.seed(self._steps)
                 logger.info("the checkpoint has no average %s: it starts from the loaded weights", name)
             else:
-                average.load(state, self._modules, self._binding)
+                average.load(state, saved, self._modules, self._binding)
 
     @torch.no_grad()
     def reseed(self) -> None:

@@ -46,12 +46,15 @@ class Profile(AverageSettings):
         buffers: ``copy`` leaves buffers alone, so that the live ones complete the average; ``average`` averages the
             floating-point ones that are in the state dict. Integer and bool ones never are.
         should_update: ``should_update(step, epoch)`` decides instead of ``update_every`` which steps after the start
-            count; the epoch is what the trainer hands to ``AverageBank.update``. It must be possible to pickle it.
+            count; the epoch is what the trainer hands to ``AverageBank.update``. It must be possible to pickle it. A
+            subclass may have a method of this name instead.
     """
 
     should_update: Callable[[int, Any], bool] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.should_update is None and callable(type(self).should_update):
+            object.__delattr__(self, "should_update")  # it would hide the method of a subclass
         problems = [f"average {self.name!r}: {problem}" for problem in self.problems()]
         if problems:
             raise ConfigError(problems)

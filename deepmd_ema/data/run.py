@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
-from deepmd_ema.data.check_cache import Memory, recall_or_find
+from deepmd_ema.data.check_cache import Memory, content_digest, recall_or_find
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpec
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_BRIDGED_DISTANCE = 0.01  # angstrom; the energy of bridging is finite but for atoms in one place
+_COMPARED_BYTES = 1 << 30  # of one file, about a second; of a larger one every rank compares parts
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
 
@@ -199,6 +202,33 @@ def _files_of(sources: Sequence[FrameSource]) -> dict[Path, None] | None:
     return files
 
 
+def content_of(data: Mapping[str, TaskData]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the content of each source, which all ranks must share: its name, frames, and a digest of each file."""
+    digest = cache(partial(content_digest, most=_COMPARED_BYTES))  # many systems may be in one file
+    return [
+        (
+            source.name,
+            {
+                "frames": source.num_frames,
+                "sizes of frames": hashlib.sha256(np.asarray(source.frame_sizes, np.int64).tobytes()).hexdigest(),
+                # without the folders: each machine may have its own copy
+                **{"/".join(path.parts[-2:]): digest(path) for path in source.files() or ()},
+            },
+        )
+        for source in itertools.chain.from_iterable(itertools.chain(*data.values()))
+    ]
+
+
+def difference(here: Iterable[tuple[str, dict[str, Any]]], there: Iterable[tuple[str, dict[str, Any]]]) -> str:
+    """Return the first difference of :func:`content_of` of this rank from that of rank 0; empty without any."""
+    for (name, mine), (other_name, other) in itertools.zip_longest(here, there, fillvalue=("", dict[str, Any]())):
+        for what in other | mine:
+            if mine.get(what) != other.get(what):
+                values = f"{mine.get(what, 'none')} here, {other.get(what, 'none')} on rank 0"
+                return f"{name or other_name}: {what}: {values if what == 'frames' else 'other content'}"
+    return ""
+
+
 def _spec_of(task: TaskConfig) -> ReadSpec:
     return ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels))))
 
@@ -301,6 +331,21 @@ def steps_for_epochs(tasks: Iterable[tuple[float, float, Sampler]], accumulate: 
     """
     numbers = ((sampler.batches_for_epochs(epochs), share) for epochs, share, sampler in tasks if share)
     return max(steps_with_share(number, share * accumulate) for number, share in numbers)
+
+
+def steps_per_unit(tasks: Iterable[tuple[float, int, float]], accumulate: int) -> dict[str, float]:
+    """Return the steps of each unit in which lengths of averages are given.
+
+    In those of an epoch every task has, on average, seen all of its frames at least once.
+
+    Args:
+        tasks: share of the steps, batches of an epoch, and mean number of frames in a step, of each.
+        accumulate: batches of a step.
+    """
+    drawn = [task for task in tasks if task[0]]
+    batches = max(steps_with_share(number, share) for share, number, _ in drawn)
+    frames = sum(share * number for share, _, number in drawn)
+    return {"steps": 1.0, "frames": 1 / frames, "epochs": batches / accumulate}
 
 
 def steps_with_share(number: int, share: float) -> int:
