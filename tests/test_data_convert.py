@@ -263,6 +263,14 @@ def test_hdf5_and_lmdb_become_a_file_with_the_same_numbers():
     assert_same_frames("toy.xyz", ["toy.lmdb"], parameters)
 
 
+def test_a_single_frame_without_its_axis_becomes_a_file_with_its_parameters():
+    path = write_system("flat", frames=1, natoms=6, fparam=2, aparam=1)
+    for file in (path / "set.000").iterdir():
+        np.save(file, np.load(file)[0])
+    convert_data(["flat"], "out.xyz")
+    assert_same_frames("out.xyz", ["flat"], {"numb_fparam": 2, "numb_aparam": 1})
+
+
 def test_ase_reads_the_file_that_is_written():
     from ase.io import read
 

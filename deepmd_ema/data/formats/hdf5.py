@@ -70,7 +70,7 @@ class Hdf5Store:
 
         def load(start: int, stop: int) -> Array:
             with _readable(name):
-                return np.asarray(opened[start:stop])
+                return np.asarray(opened[start:stop] if shape else opened[()])
 
         return StoredArray(name, shape, path, rows, load)
 

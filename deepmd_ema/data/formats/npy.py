@@ -11,7 +11,7 @@ import tokenize
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +91,12 @@ class StoredArray:
         if self.rows is not None:
             return self.rows.read(start, stop)
         return self.load(start, stop).reshape(stop - start, -1)
+
+    def as_row(self) -> StoredArray:
+        """Return the array as that of one frame."""
+        width = math.prod(self.shape)
+        rows = replace(self.rows, width=width) if self.rows is not None else None
+        return replace(self, shape=(1, width), rows=rows, load=lambda start, stop: self.load(0, width))
 
 
 @dataclass(frozen=True)
