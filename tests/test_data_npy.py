@@ -233,6 +233,17 @@ def test_hdf5_groups_read_as_the_folders_they_came_from(tmp_path, address, names
             assert_same_frame(system.frame(k), plain.frame(k))
 
 
+def test_a_folder_or_file_with_a_hash_in_its_name_comes_before_the_part_after_the_hash(tmp_path):
+    import h5py
+
+    path = write_system(tmp_path / "run#1" / "water#2", frames=2, natoms=5)
+    with h5py.File(tmp_path / "run#1" / "all#3.h5", "w") as root:
+        to_hdf5(path, root.create_group("one"))
+    for place in ("run#1", "run#1/water#2", "run#1/all#3.h5", "run#1/all#3.h5#/one"):
+        [system] = open_data([str(tmp_path / place)], ["O", "H"])
+        assert system.num_frames == 2
+
+
 def test_wrong_shape_is_reported_with_file_shape_and_atoms(system):
     file = system / "set.001" / "force.npy"
     np.save(file, np.load(file)[:, :-3])
