@@ -16,6 +16,7 @@ from deepmd_ema.config.schema.averaging import AverageConfig
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 from deepmd_ema.config.schema.run import MultiTaskRun
+from deepmd_ema.errors import command
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig
@@ -104,7 +105,7 @@ def as_launched(run: RunConfig, launched: bool) -> RunConfig:
         return run
     note = (
         f"training.zero_stage = {stage}: no launcher has started this process, which trains with 0. "
-        f"Launch with: torchrun --nproc_per_node=2 --no-python dp-ema train {run.source.name}"
+        f"Launch with: torchrun --nproc_per_node=2 --no-python {command('dp-ema', 'train', run.source.name)}"
     )
     return replace(run, training=replace(run.training, zero_stage=0), notes=(*run.notes, note))
 

@@ -24,7 +24,7 @@ from deepmd_ema.data.loader import atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.run import TaskData, open_split
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems, counted, did_you_mean
+from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems, command, counted, did_you_mean
 from deepmd_ema.files import CSV, PICTURE, refuse_to_lose
 from deepmd_ema.infer.evaluate import open_labelled
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
@@ -128,7 +128,8 @@ def run_posthoc(
     except ModuleNotFoundError:
         say("no picture: matplotlib is not installed. pip install 'dp-ema[plot]', then run this again.")
     if report.chosen.fitted == LAYER:
-        say(f"before you use the fitted layer, test its dynamics: dp-ema test --physics -m {output} -s SYSTEM")
+        test = command("dp-ema", "test", "--physics", "-m", output, "-s", "SYSTEM")
+        say(f"before you use the fitted layer, test its dynamics: {test}")
     if checkpoint.refitted(run.payload) and not report.chosen.fitted:
         say(
             "the run fitted its output bias or output layer after the last step; this file has neither, and all errors "

@@ -17,7 +17,7 @@ from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
 from deepmd_ema.data.formats.npy import NpyStore, is_there
 from deepmd_ema.data.formats.system import ArrayStore, open_system, read_type_map
 from deepmd_ema.data.source import FrameSource, ReadSpec
-from deepmd_ema.errors import DataError, collect_problems, first_few
+from deepmd_ema.errors import DataError, collect_problems, command, first_few
 
 Opener: TypeAlias = Callable[[ReadSpec], FrameSource]
 
@@ -123,14 +123,15 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
     claiming = [one for one in FORMATS if one.claims(file)]
     if not claiming and not file.exists():
         raise DataError(f"{file}: no such file or folder.{_similar(file)}")
+    convert = command("dp-ema", "convert", path, "my_data")
     if file.is_file() and is_cp2k_trajectory(file):
-        raise DataError(f"{file}: is a trajectory of CP2K. Make folders of it first: dp-ema convert {file} my_data")
+        raise DataError(f"{file}: is a trajectory of CP2K. Make folders of it first: {convert}")
     if claiming:
         found = claiming[0].find(file, group)
     elif not Path(path).is_dir():
         raise DataError(
             f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, HDF5, LMDB or extended "
-            f"XYZ. What ASE and dpdata read becomes folders by: dp-ema convert {path} my_data"
+            f"XYZ. What ASE and dpdata read becomes folders by: {convert}"
         )
     else:
         found = [partial(open_system, NpyStore(folder)) for folder in _folders(Path(path), patterns)]
