@@ -75,14 +75,14 @@ class StoredArray:
     Attributes:
         name: path, for messages.
         shape: its shape; the first dimension counts frames.
-        file: that holds all of it; None if it may be in several.
+        file: that holds all of it.
         rows: where its rows stand in the file; None if they do not stand there as they are.
         load: returns rows ``start`` to ``stop`` where there are no ``rows``.
     """
 
     name: str
     shape: tuple[int, ...]
-    file: Path | None
+    file: Path
     rows: Rows | None
     load: Callable[[int, int], Array]
 

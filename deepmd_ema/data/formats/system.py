@@ -74,11 +74,9 @@ class DeepmdSystem(FrameSource):
     index_of: Array = field(repr=False)
     text_files: Sequence[Path] = field(repr=False)
 
-    def files(self) -> list[Path] | None:
+    def files(self) -> list[Path]:
         """Return the files of the system."""
-        arrays = [array.file for part in self.sets for array in part.arrays.values()]
-        known = [file for file in arrays if file is not None]
-        return [*self.text_files, *known] if len(known) == len(arrays) else None
+        return [*self.text_files, *(array.file for part in self.sets for array in part.arrays.values())]
 
     def frame(self, index: int) -> Frame:
         """Return one frame, without its virtual atoms."""
