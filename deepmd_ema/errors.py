@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -185,6 +186,11 @@ def did_you_mean(found: str, known: Sequence[str]) -> str:
 def show_text(text: str, most: int = 60) -> str:
     """Return a text of the user in quotes, shortened to about ``most`` characters."""
     return repr(text) if len(text) <= most else f"{text[:most]!r}... ({len(text):,} characters)"
+
+
+def command(*words: object) -> str:
+    """Return the command line in which a shell reads these words."""
+    return shlex.join(map(str, words))
 
 
 def counted(number: int, thing: str, things: str = "") -> str:

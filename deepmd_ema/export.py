@@ -18,7 +18,7 @@ from deepmd_ema.config import ModelConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import CheckpointError, UserError, counted
+from deepmd_ema.errors import CheckpointError, UserError, command, counted
 from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, ModelFile, load_model, load_models
 from deepmd_ema.interchange import deepmd_kit
@@ -78,13 +78,13 @@ class Frozen:
         if self.only_here or self.use:
             return self.only_here or self.use
         if self.path.suffix.lower() == WEIGHTS:
-            return f"start a run from it: dp-ema train INPUT --init-model {self.path}"
+            return f"start a run from it: {command('dp-ema', 'train', 'INPUT', '--init-model', self.path)}"
         if self.path.suffix == COMPILED_SUFFIX:
             return "for deepmd_ema.calculator.DP, dp-ema test and DeePMD-kit 3.2.0, on machines like this one"
         if self.kit:
             return f"written by {self.kit} from the .dp file that was compared"
         compiled = self.path.with_suffix(COMPILED_SUFFIX)
-        return f"for LAMMPS with DeePMD-kit: dp-ema freeze -c {self.path} -o {compiled}"
+        return f"for LAMMPS with DeePMD-kit: {command('dp-ema', 'freeze', '-c', self.path, '-o', compiled)}"
 
 
 def convert_to_deepmd(file: ModelFile, output: str | Path) -> Frozen:
@@ -223,12 +223,13 @@ def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
     if fitting.numb_aparam:
         words += ["aparam", *(f"APARAM_{k + 1}" for k in range(fitting.numb_aparam))]
     messages = path.suffix == COMPILED_SUFFIX and loaded.model.descriptor.passes_messages
-    on_one_rank = f" on one rank; for several: dp-ema freeze -o {path.with_suffix('.pth')}" * messages
+    freeze = command("dp-ema", "freeze", "-o", path.with_suffix(".pth"))
+    on_one_rank = f" on one rank; for several: {freeze}" * messages
     lines = [
         f"in LAMMPS{on_one_rank} (tried: {LAMMPS_VERSIONS}):",
         "units        metal",
         *["atom_modify  map yes  # before the box is defined"] * messages,
-        f"pair_style   deepmd {' '.join(words)}",
+        f"pair_style   deepmd {command(*words)}",
         f"pair_coeff   * * {' '.join(loaded.config.type_map)}",
     ]
     return "\n  ".join(lines)
@@ -403,10 +404,9 @@ def _check_new_weights(path: Path, source: Path) -> None:
 
 def _target(path: Path, option: str) -> Path:
     if path.suffix in FOLDERS:
-        raise UserError(
-            f"{option} {path}: dp-ema writes files. Write {path.with_suffix('.dp')}, then "
-            f"`dp convert-backend {path.with_suffix('.dp')} {path}` with DeePMD-kit."
-        )
+        frozen = path.with_suffix(".dp")
+        convert = command("dp", "convert-backend", frozen, path)
+        raise UserError(f"{option} {path}: dp-ema writes files. Write {frozen}, then `{convert}` with DeePMD-kit.")
     if path.suffix not in (*SUFFIXES, *deepmd_kit.SUFFIXES):
         path = path.with_name(f"{path.name}.dp")
     _check_folder(path, option)

@@ -489,7 +489,7 @@ def test_sharing_out_in_a_process_that_no_launcher_started_is_stage_0_with_a_not
     (note,) = alone.notes
     assert note == (
         f"training.zero_stage = {stage}: no launcher has started this process, which trains with 0. "
-        "Launch with: export PET_NO_PYTHON=1; torchrun --nproc_per_node=2 dp-ema train <dict>"
+        "Launch with: export PET_NO_PYTHON=1; torchrun --nproc_per_node=2 dp-ema train '<dict>'"
     )
     assert as_launched(config, launched=True) == config
 

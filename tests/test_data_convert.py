@@ -263,6 +263,23 @@ def test_hdf5_and_lmdb_become_a_file_with_the_same_numbers():
     assert_same_frames("toy.xyz", ["toy.lmdb"], parameters)
 
 
+def test_data_in_folders_and_files_with_a_hash_in_their_names_are_read():
+    path = write_system("a#1", frames=2, natoms=6)
+    convert_data([str(path)], "b#2.xyz")
+    assert is_data("b#2.xyz", "out")
+    convert_data(["b#2.xyz#energy=energy"], "c#3")
+    assert_same_frames("b#2.xyz", ["a#1"], {})
+    assert len(read_all("c#3")) == 2
+
+
+def test_a_single_frame_without_its_axis_becomes_a_file_with_its_parameters():
+    path = write_system("flat", frames=1, natoms=6, fparam=2, aparam=1)
+    for file in (path / "set.000").iterdir():
+        np.save(file, np.load(file)[0])
+    convert_data(["flat"], "out.xyz")
+    assert_same_frames("out.xyz", ["flat"], {"numb_fparam": 2, "numb_aparam": 1})
+
+
 def test_ase_reads_the_file_that_is_written():
     from ase.io import read
 

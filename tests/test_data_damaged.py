@@ -265,6 +265,76 @@ def never_written(group, name):
     group.create_dataset(name, shape, "f8")
 
 
+def linked(file, name):
+    import h5py
+
+    del file[name]
+    file[name] = h5py.ExternalLink("other.h5", name)
+
+
+def linked_from_here(file, name):
+    import h5py
+
+    del file[name]
+    file["hidden"] = h5py.ExternalLink("other.h5", name)
+    file[name] = h5py.SoftLink("/hidden")
+
+
+def stored_outside(file, name):
+    values = file[name][:]
+    Path("secret").write_bytes(values.tobytes())
+    del file[name]
+    file.create_dataset(name, values.shape, values.dtype, external=[("secret", 0, values.nbytes)])
+
+
+def composed_of(source):
+    def damage(file, name):
+        import h5py
+
+        layout = h5py.VirtualLayout(file[name].shape, file[name].dtype)
+        if source == ".":  # of a part of this file, which is stored outside
+            stored_outside(file, name)
+            file.move(name, "part")
+            layout[...] = h5py.VirtualSource(file["part"])
+        else:
+            layout[...] = h5py.VirtualSource(source, name, file[name].shape)
+            del file[name]
+        file.create_virtual_dataset(name, layout)
+
+    return damage
+
+
+OUTSIDE = {"link": linked, "soft": linked_from_here, "external": stored_outside,
+           "virtual": composed_of("other.h5"), "virtual_external": composed_of(".")}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["type.raw", "set.000/coord.npy"])
+@pytest.mark.parametrize("damage", OUTSIDE.values(), ids=OUTSIDE)
+def test_hdf5_data_that_are_in_another_file_are_refused(system, damage, name):
+    """Any file of the machine was read as positions, and the converter wrote them out."""
+    import h5py
+
+    hdf5(system, "other.h5")
+    path = hdf5(system)
+    with h5py.File(path, "a") as file:
+        damage(file, f"w/{name}")
+    others = {linked: Path("other.h5").resolve(), linked_from_here: Path("other.h5").resolve(),
+              OUTSIDE["virtual"]: "other.h5"}  # fmt: skip
+    refers = f"refers to the file {others.get(damage, 'secret')}"
+    assert problems_of(path) == [f"data.h5#/w/{name}: {refers}. Expected data in data.h5 itself: write them there."]
+
+
+@pytest.mark.parametrize("name", ["w", "w/set.000"])
+def test_hdf5_groups_that_are_in_another_file_are_refused(system, name):
+    import h5py
+
+    hdf5(system, "other.h5")
+    path = hdf5(system)
+    with h5py.File(path, "a") as file:
+        linked(file, name)
+    assert f"data.h5#/{name}: refers to the file {Path('other.h5').resolve()}." in problems_of(f"{path}#/w")[0]
+
+
 @pytest.mark.parametrize("name", ["type_map.raw", "type.raw", "set.000", "set.000/energy.npy", "set.000/coord.npy"])
 @pytest.mark.parametrize("damage", [dangling, loop, outside, folder, empty, never_written])
 def test_hdf5_that_lacks_something_is_reported(system, damage, name):

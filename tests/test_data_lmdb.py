@@ -39,7 +39,7 @@ def toy_records(num_frames=8, seed=0, virtual=False):
     return out
 
 
-def write_lmdb(path, records, **meta):
+def write_lmdb(path, records, keys="012d", **meta):
     """Write records as DeePMD-kit's documentation describes its LMDB data."""
 
     def encoded(value):
@@ -59,7 +59,7 @@ def write_lmdb(path, records, **meta):
         transaction.put(b"__metadata__", msgpack.packb(described, use_bin_type=True))
         for k, record in enumerate(records):
             values = {name: encoded(value) for name, value in record.items()}
-            transaction.put(format(k, "012d").encode(), msgpack.packb(values, use_bin_type=True))
+            transaction.put(format(k, keys).encode(), msgpack.packb(values, use_bin_type=True))
     env.close()
     return str(path)
 
@@ -114,7 +114,9 @@ def test_flags_other_names_and_parameters(tmp_path):
         ({}, {"nframes": 2}, "frame 1 (from 0): there is no record 000000000001."),
         ({}, {"nframes": None}, "has no __metadata__ with nframes"),
         ({}, {"nframes": 0}, "no frames"),
-        ({}, {"frame_idx_fmt": "%s"}, NO_LMDB),
+        ({}, {"frame_idx_fmt": "%s"}, "__metadata__: frame_idx_fmt = '%s', expected a format of whole numbers"),
+        ({}, {"frame_idx_fmt": "0999999999999d"}, "a format of whole numbers with at most 99 digits such as 012d."),
+        ({}, {"frame_idx_fmt": 3}, "frame_idx_fmt = '3', expected"),
         ({"atom_types": 3}, {}, "atom_types: missing or wrong"),
         ({"coords": np.zeros(4)}, {}, "coord: has shape (4,) of float64, expected numbers for"),
         ({"coords": "abc"}, {}, "coord: has shape () of"),
@@ -128,6 +130,12 @@ def test_faults_are_reported_with_file_and_frame(tmp_path, change, meta, message
     found = problems_of(write_lmdb(tmp_path / "a.lmdb", [toy_records(1)[0] | change], **meta))
     assert message in found
     assert "a.lmdb" in found
+
+
+def test_numbers_of_frames_of_any_usual_format_are_read(tmp_path):
+    for number, key_format in enumerate(["d", "6d", "06d", "099d"]):
+        path = write_lmdb(tmp_path / f"{number}.lmdb", toy_records(3), key_format, frame_idx_fmt=key_format)
+        assert open_data([path], ["O", "H"], LABELS)[0].num_frames == 3
 
 
 def test_damaged_files_are_reported(tmp_path):

@@ -164,6 +164,36 @@ def test_arrays_with_an_axis_per_atom_are_read(system):
     assert frame.labels["energy"].shape == ()
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_single_frame_that_was_saved_without_its_axis_is_read(tmp_path, mixed):
+    import h5py
+
+    path = write_system(tmp_path / "w", frames=1, natoms=5, mixed=mixed, atom_ener=True, fparam=2, aparam=1)
+    parameters = {"numb_fparam": 2, "numb_aparam": 1}
+    expected = open_data([str(path)], ["O", "H"], LABELS, **parameters)[0].frame(0)
+    for file in (path / "set.000").iterdir():
+        np.save(file, np.load(file)[0])
+    with h5py.File(tmp_path / "data.h5", "w") as root:
+        to_hdf5(path, root)
+    for place in (path, tmp_path / "data.h5"):
+        [system] = open_data([str(place)], ["O", "H"], LABELS, **parameters)
+        assert system.num_frames == 1
+        frame = system.frame(0)
+        assert_same_frame(frame, expected)
+        np.testing.assert_array_equal(frame.fparam, expected.fparam)
+        np.testing.assert_array_equal(frame.aparam, expected.aparam)
+
+
+def test_a_single_frame_without_its_axis_and_of_a_wrong_shape_is_reported(tmp_path):
+    path = write_system(tmp_path / "w", frames=1, natoms=5)
+    np.save(path / "set.000" / "coord.npy", np.zeros(14))
+    np.save(path / "set.000" / "force.npy", np.zeros(12))
+    assert problems_of([str(path)], ["O", "H"], LABELS) == [
+        f"{path}/set.000/coord.npy: shape (14,), expected (1, 15) for 5 atoms.",
+        f"{path}/set.000/force.npy: shape (12,), expected (1, 15) for 5 atoms.",
+    ]
+
+
 def test_parents_are_searched_at_any_depth_in_order_and_links_do_not_loop(tmp_path):
     for name in ("b", "a/x", "a/deep/er/y", "c/z"):
         write_system(tmp_path / name, frames=1, natoms=3)
@@ -201,6 +231,17 @@ def test_hdf5_groups_read_as_the_folders_they_came_from(tmp_path, address, names
         assert system.num_frames == plain.num_frames
         for k in range(plain.num_frames):
             assert_same_frame(system.frame(k), plain.frame(k))
+
+
+def test_a_folder_or_file_with_a_hash_in_its_name_comes_before_the_part_after_the_hash(tmp_path):
+    import h5py
+
+    path = write_system(tmp_path / "run#1" / "water#2", frames=2, natoms=5)
+    with h5py.File(tmp_path / "run#1" / "all#3.h5", "w") as root:
+        to_hdf5(path, root.create_group("one"))
+    for place in ("run#1", "run#1/water#2", "run#1/all#3.h5", "run#1/all#3.h5#/one"):
+        [system] = open_data([str(tmp_path / place)], ["O", "H"])
+        assert system.num_frames == 2
 
 
 def test_wrong_shape_is_reported_with_file_shape_and_atoms(system):

@@ -40,7 +40,7 @@ class MemorySource(FrameSource):
             self.frames.append(Frame(coord, types, box, labels, source=(name, k)))
 
     def files(self):
-        return None
+        return []
 
     def frame(self, index):
         return self.frames[index]

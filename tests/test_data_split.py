@@ -93,6 +93,23 @@ def test_the_end_of_one_trajectory_is_for_validation(rng):
     assert np.flatnonzero(chosen).tolist() == list(range(90, 100))
 
 
+@pytest.mark.parametrize(("number", "ends"), [(9, 0), (10, 2)])
+def test_a_trajectory_of_nine_frames_is_not_cut_and_one_of_ten_is(rng, number, ends):
+    parts = [(str(k), trajectory(rng, number), "md") for k in range(2)]
+    chosen = split_frames(table_of(("a", thermal(rng, 20), "bulk"), *parts), 0.2, 1).chosen[20:].reshape(2, number)
+    assert chosen.sum(axis=1).tolist() == [ends, ends]
+    assert chosen[:, number - ends :].all()
+
+
+def test_a_trajectory_of_more_frames_than_are_wanted_is_cut_and_one_of_as_many_is_not(rng):
+    larger, whole = ([("a", trajectory(rng, n), "md"), ("b", thermal(rng, 44 - n), "md")] for n in (12, 11))
+    taken = set()
+    for seed in range(20):  # 11 frames are wanted
+        assert split_frames(table_of(*larger), 0.25, seed).chosen[:12].tolist() == [False] * 9 + [True] * 3
+        taken.add(int(split_frames(table_of(*whole), 0.25, seed).chosen[:11].sum()))
+    assert taken == {0, 11}
+
+
 def test_of_several_trajectories_whole_ones_are_for_validation(rng):
     for kind in ("", "md"):
         table = table_of(*((str(k), trajectory(rng, 60), kind) for k in range(20)))
@@ -150,11 +167,35 @@ def test_frames_that_leave_a_part_empty_are_refused(rng):
         split_frames(table_of(("a", chunk_of([coord] * 20, types, box), "")), 0.1, 1)
 
 
-def test_frames_of_several_sizes_in_one_chunk_are_described_as_alone(rng):
-    frames = [toy_frame(rng, natoms) for natoms in (6, 9)]
-    alone = [describe_frames(chunk_of([coord], types, box))[0] for coord, types, box in frames]
-    coords, types = np.zeros((2, 9, 3)), np.full((2, 9), -1)
-    for k, (coord, own, _) in enumerate(frames):
-        coords[k, : len(coord)], types[k, : len(own)] = coord, own
-    together = describe_frames(Chunk(0, types, {COORD: coords, BOX: np.stack([box.ravel() for *_, box in frames])}))
-    assert together == pytest.approx(np.stack(alone), abs=1e-6)
+def chunk_of_sizes(frames):
+    """Return a chunk of periodic frames (coord, types, box) of several sizes, in which smaller ones are padded."""
+    largest = max(len(types) for _, types, _ in frames)
+    coords, every = np.zeros((len(frames), largest, 3)), np.full((len(frames), largest), -1)
+    for k, (coord, types, _) in enumerate(frames):
+        coords[k, : len(coord)], every[k, : len(types)] = coord, types
+    return Chunk(0, every, {COORD: coords, BOX: np.stack([box.ravel() for *_, box in frames])})
+
+
+def test_numbers_of_a_frame_are_the_same_alone_padded_and_beside_other_elements(rng):
+    (coord, types, box), larger, other = (toy_frame(rng, natoms) for natoms in (6, 9, 6))
+    alone = describe_frames(chunk_of([coord], types, box), num_types=4)
+    for beside in (larger, (other[0], other[1] + 2, other[2]), (larger[0], larger[1] + 2, larger[2])):
+        together = describe_frames(chunk_of_sizes([(coord, types, box), beside]), num_types=4)
+        np.testing.assert_array_equal(together[0], alone[0])
+
+
+def test_copies_are_in_one_part_where_the_frames_of_one_file_have_more_elements(rng):
+    water, salt = ([toy_frame(rng, natoms, num_types=n) for _ in range(60)] for natoms, n in ((12, 2), (14, 4)))
+    table = FrameTable()
+    for frames in ([*water, *salt], water):
+        table.add([chunk_of_sizes(frames)], 4)
+    chosen = split_frames(table, 0.1, 1).chosen
+    assert chosen[:60].any()
+    assert np.array_equal(chosen[:60], chosen[120:])
+
+
+@pytest.mark.parametrize("pbc", [True, False])
+def test_two_elements_in_exchanged_places_are_another_frame(rng, pbc):
+    coord, types, box = toy_frame(rng, pbc=pbc)
+    one, exchanged = (describe_frames(chunk_of([coord], own, box), num_types=2) for own in (types, 1 - types))
+    assert np.linalg.norm(one - exchanged) > 0.01  # angstrom; copies are nearer than 1e-4

@@ -189,13 +189,13 @@ def test_right_strained_crystals_are_quiet():
     assert findings.verified >= {"energy", "force", "virial"}
 
 
-def crystal(num, energy=1, force=1, virial=1, seed=0, size=0.01):
+def crystal(num, energy=1, force=1, virial=1, seed=9, size=0.01, strains=True):
     """Return frames of a strained crystal whose atoms are off their sites."""
     rng = np.random.default_rng(seed)
     coord, types, box = toy_frame(rng, 12, jitter=0.0)
     frames = []
     for _ in range(num):
-        strain = np.eye(3) + rng.normal(0, size, (3, 3))
+        strain = np.eye(3) + rng.normal(0, size if strains else 0, (3, 3))
         moved, cell = (coord + rng.normal(0, size, coord.shape)) @ strain, box @ strain
         e, f, w, _ = toy_labels(moved, types, cell)
         labels = {"energy": e * energy, "force": f * force, "virial": w * virial}
@@ -223,6 +223,47 @@ def test_molecules_that_were_turned_give_energies_of_their_paths():
         e, f, *_ = toy_labels(moved, types)
         frames.append(Frame(moved, types, None, {"energy": e, "force": f}))
     assert path_ratios(frames).energy == pytest.approx(1, abs=0.05)
+
+
+_TURNS = {
+    "half_turn_about_z": np.diag([-1.0, -1.0, 1.0]),
+    "half_turn_about_110": np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, -1.0]]),
+    "mirror_in_z": np.diag([1.0, 1.0, -1.0]),
+    "inversion": -np.eye(3),
+    "any": np.linalg.qr(np.random.default_rng(3).normal(size=(3, 3)))[0],
+}
+
+
+@pytest.mark.parametrize("strains", [False, True])
+@pytest.mark.parametrize("turn", _TURNS.values(), ids=_TURNS)
+def test_crystals_that_were_turned_or_mirrored_give_the_ratios_of_those_that_were_not(turn, strains):
+    """The mean of two such cells is singular, and `check` ended with a LinAlgError."""
+    frames = crystal(12, strains=strains)
+    turned = [
+        Frame(
+            frame.coord @ turn,
+            frame.atom_type,
+            frame.box @ turn,
+            frame.labels
+            | {"force": frame.labels["force"] @ turn, "virial": (turn.T @ virial.reshape(3, 3) @ turn).ravel()},
+        )
+        for frame in frames[::2]
+        for virial in [frame.labels["virial"]]
+    ]
+    found, expected = path_ratios([*turned, *frames[1::2]]), path_ratios(frames)
+    assert found.energy == pytest.approx(expected.energy, rel=1e-6)
+    assert found.virial == (pytest.approx(expected.virial, rel=1e-6) if strains else None)
+
+
+@pytest.mark.parametrize("strains", [False, True])
+@pytest.mark.parametrize("signs", [(1, 1, -1), (-1, -1, -1), (-1, -1, 1)], ids=str)
+def test_crystals_whose_cell_vectors_point_the_other_way_in_half_of_the_frames_are_quiet(signs, strains):
+    frames = crystal(24, strains=strains)
+    for frame in frames[::2]:
+        frame.box[:] = np.diag(signs) @ frame.box
+    findings = units._Findings(judge(frames, ["O_", "H_"]), None)
+    assert findings.texts == []
+    assert findings.verified >= {"energy", "force", *["virial"] * strains}
 
 
 def test_few_or_distant_or_unrelated_frames_give_no_path():

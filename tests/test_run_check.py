@@ -66,6 +66,13 @@ def test_sections_come_in_order_and_warnings_last(write, capsys):
     assert max(map(len, lines[: lines.index("Plan")])) <= 110
 
 
+def test_the_command_that_comes_next_can_be_given_to_a_shell(write, capsys):
+    write()
+    Path("input.json").rename("my input.json")
+    assert main(["check", "my input.json"]) == 0
+    assert capsys.readouterr().out.endswith("\nnext: dp-ema train 'my input.json'\n")
+
+
 def test_problems_of_the_data_come_after_everything_that_is_known(write, capsys):
     write()
     force = np.load("data/set.000/force.npy")

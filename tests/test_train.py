@@ -479,6 +479,14 @@ def test_the_run_says_what_has_no_effect_and_warns_of_a_long_window(start, caplo
     assert "trained parameters" in caplog.text
 
 
+def test_commands_at_the_end_of_a_run_can_be_given_to_a_shell(start, caplog):
+    folder = start("run", 2)
+    Path("my input.json").write_text((folder / "input.json").read_text())
+    with caplog.at_level("INFO"):
+        run_training("my input.json", device="cpu")
+    assert "--valid-data 'my input.json' --plot" in caplog.text
+
+
 def test_check_show_and_the_start_report_of_a_run_in_the_same_words(start, caplog, capsys):
     with caplog.at_level("INFO"):
         start("run", 3)

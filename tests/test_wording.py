@@ -13,6 +13,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+from deepmd_ema.cli.main import COMMANDS
+
 ROOT = Path(__file__).parents[1]
 CHECKED = ("deepmd_ema", "benchmarks", "tests")
 # parts of names, of any case, and what is used instead
@@ -95,6 +97,25 @@ def files_of(names: tuple[str, ...] | list[str]) -> list[Path]:
 def test_names_and_sentences_have_no_private_vocabulary():
     found = [text for path in files_of(CHECKED) if path != Path(__file__) for text in findings(path)]
     assert not found, "\n".join(found)
+
+
+_COMMAND = re.compile(rf"(?<!by )\b(dp-ema|dp|dp --pt) ({'|'.join([*COMMANDS, 'convert-backend'])})( [^.`]*)? $")
+
+
+def unquoted_commands(text: str) -> Iterator[int]:
+    """Yield the lines of commands in messages whose words come from values, which a shell may read as several."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.JoinedStr):
+            for before, after in zip(node.values, node.values[1:]):
+                is_text = isinstance(before, ast.Constant) and isinstance(after, ast.FormattedValue)
+                if is_text and _COMMAND.search(str(before.value)):
+                    yield before.lineno
+
+
+def test_commands_in_messages_quote_their_words_for_a_shell():
+    found = [f"{path}:{line}" for path in files_of(["deepmd_ema"]) for line in unquoted_commands(path.read_text())]
+    assert not found, "\n".join([*found, "errors.command(...) quotes words"])
+    assert list(unquoted_commands('print(f"next: dp-ema train {name}")')) == [1]
 
 
 def test_every_kind_of_finding_is_found(tmp_path):

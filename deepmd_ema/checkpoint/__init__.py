@@ -25,7 +25,7 @@ from deepmd_ema.checkpoint.schema import check_content
 from deepmd_ema.config.outputs import POINTER
 from deepmd_ema.config.outputs import is_sharded as is_sharded
 from deepmd_ema.dist.world import World
-from deepmd_ema.errors import CheckpointError, WriteError, first_few, is_disk_full, reason_of
+from deepmd_ema.errors import CheckpointError, WriteError, command, first_few, is_disk_full, reason_of
 from deepmd_ema.files import atomic_write, spare_of, writing
 from deepmd_ema.tensors import whole
 from deepmd_ema.version import __version__
@@ -52,9 +52,10 @@ class DeepmdCheckpointError(CheckpointError):
     """
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        convert = command("dp-ema", "convert", path, "model.dp")
         super().__init__(
             f"{path}: a checkpoint of DeePMD-kit, which holds its state of a run in another form. --init-model and "
-            f"--finetune start a run from its weights, and `dp-ema convert {path} model.dp` makes a model file of it."
+            f"--finetune start a run from its weights, and `{convert}` makes a model file of it."
         )
         self.content = content
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepmd_ema.errors import CheckpointError, refusal_of
+from deepmd_ema.errors import CheckpointError, command, refusal_of
 from deepmd_ema.tensors import content_digest, on_cpu
 
 DIGEST = "digest"  # of all else in the file; files of 0.1.0 have none
@@ -60,10 +60,11 @@ def read_archive(path: Path) -> Any:
     except (CheckpointError, DamagedError):
         raise
     except pickle.UnpicklingError as error:
+        freeze = command("dp", "--pt", "freeze", "-c", path, "-o", "model.pth")
         raise CheckpointError(
             f"{path}: holds objects other than tensors and numbers, which are not loaded: they could run any program. "
-            f"dp-ema did not write it. If DeePMD-kit did, `dp --pt freeze -c {path} -o model.pth` and `dp "
-            "convert-backend model.pth model.dp` make a model.dp of it, which dp-ema reads."
+            f"dp-ema did not write it. If DeePMD-kit did, `{freeze}` and `dp convert-backend model.pth model.dp` make "
+            "a model.dp of it, which dp-ema reads."
         ) from error
     except Exception as error:  # bytes that were changed can make the readers of archives and pickles fail in any way
         if (reason := refusal_of(error)) is not None:
@@ -89,9 +90,10 @@ def _check_archive(path: Path) -> None:
         raise DamagedError(f"cut off after {path.stat().st_size} bytes")
     with zipfile.ZipFile(path) as archive:
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            convert = command("dp", "convert-backend", path, path.with_suffix(".dp"))
             raise CheckpointError(
-                f"{path}: a TorchScript archive (.pth), not a checkpoint of a run. `dp convert-backend {path} "
-                f"{path.with_suffix('.dp')}` with DeePMD-kit makes a .dp of it, which dp-ema reads."
+                f"{path}: a TorchScript archive (.pth), not a checkpoint of a run. `{convert}` with DeePMD-kit "
+                "makes a .dp of it, which dp-ema reads."
             )
         _check_entries(archive)
         bad = archive.testzip()

@@ -9,7 +9,7 @@ from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, add_input
 from deepmd_ema.cli.streams import say
 from deepmd_ema.dist.launch import find_launch
-from deepmd_ema.errors import ReportedElsewhere, UserError
+from deepmd_ema.errors import ReportedElsewhere, UserError, command
 
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig
@@ -64,7 +64,7 @@ def _print_sections(args: argparse.Namespace) -> None:
         raise
     say("\n".join(closing_lines(config.notes, check.unused, check.warnings)))
     check.raise_problems()
-    say(f"\nnext: dp-ema train {args.input}")
+    say(f"\nnext: {command('dp-ema', 'train', args.input)}")
 
 
 def _print_document(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_deepmd_kit, file_to_write, path, with_suffix_of_backend
 from deepmd_ema.cli.streams import say
-from deepmd_ema.errors import UserError
+from deepmd_ema.errors import UserError, command
 
 SUMMARY = "write a frozen .pt2 or .pth file again with tables of its embedding networks"
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     if target.suffix.lower() != suffix:
         raise UserError(f"-o {target}: expected a name that ends in {suffix}, as {source} does.")
     if not source.is_file():
-        raise UserError(f"-i {source}: is not there. Freeze a model first: dp-ema freeze -o {source}")
+        raise UserError(f"-i {source}: is not there. Freeze a model first: {command('dp-ema', 'freeze', '-o', source)}")
     with loading():
         from deepmd_ema.export import compress
 

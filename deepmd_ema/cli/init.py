@@ -11,7 +11,7 @@ from pathlib import Path
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, add_head, file_to_write, path, positive
 from deepmd_ema.cli.streams import say
-from deepmd_ema.errors import UserError, show_text
+from deepmd_ema.errors import UserError, command, show_text
 from deepmd_ema.files import atomic_write
 from deepmd_ema.presets import KINDS, SIZES
 
@@ -65,11 +65,11 @@ def run(args: argparse.Namespace) -> None:
     proposal = propose(Wishes(**{name: value for name, value in given.items() if value is not None}))
     with atomic_write(file) as part:
         part.write_text(proposal.text(file), encoding="utf-8")
-    start = f"--finetune {args.finetune} " if args.finetune else ""
+    start = ["--finetune", args.finetune] if args.finetune else []
     say("\n".join([f"wrote {file}", *(f"  {line}" for line in proposal.head[1:]),
                    *(f"  warning: {line}" for line in proposal.warnings),
-                   f"  next      dp-ema check {file}",
-                   f"            dp-ema train {start}{file}"]))  # fmt: skip
+                   f"  next      {command('dp-ema', 'check', file)}",
+                   f"            {command('dp-ema', 'train', *start, file)}"]))  # fmt: skip
 
 
 def _check_fine_tuning(args: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from deepmd_ema.config.schema.averaging import AverageConfig
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 from deepmd_ema.config.schema.run import MultiTaskRun
+from deepmd_ema.errors import command
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig
@@ -97,14 +98,21 @@ def launch_problems(run: RunConfig, world_size: int) -> list[str]:
     return [*render([Problem(run.source.path("optimizer.type"), text)], run.source)]
 
 
-def as_launched(run: RunConfig, launched: bool) -> RunConfig:
-    """Return the run as a process trains it: at ``zero_stage`` 0, with a note, if no launcher has started it."""
+def as_launched(run: RunConfig, launched: bool, restart: str | None = None) -> RunConfig:
+    """Return the run as a process trains it: at ``zero_stage`` 0, with a note, if no launcher has started it.
+
+    Args:
+        run: the run.
+        launched: whether a launcher has started this process.
+        restart: the checkpoint, if the config is that in it.
+    """
     stage = run.training.zero_stage
     if launched or not stage:
         return run
+    words = ("--restart", restart) if restart else (run.source.name,)
     note = (
         f"training.zero_stage = {stage}: no launcher has started this process, which trains with 0. "
-        f"Launch with: export PET_NO_PYTHON=1; torchrun --nproc_per_node=2 dp-ema train {run.source.name}"
+        f"Launch with: export PET_NO_PYTHON=1; torchrun --nproc_per_node=2 {command('dp-ema', 'train', *words)}"
     )
     return replace(run, training=replace(run.training, zero_stage=0), notes=(*run.notes, note))
 

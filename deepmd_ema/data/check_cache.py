@@ -42,20 +42,18 @@ class Memory:
 
     folder: Path
 
-    def key(self, files: Iterable[Path] | None, about: Mapping[str, Any]) -> str | None:
+    def key(self, files: Iterable[Path], about: Mapping[str, Any]) -> str | None:
         """Return a key of the content of files and of everything else that a result depends on.
 
         Every byte of the files is read, at about 1 GB/s from the page cache, 30 times as fast as the checks read them.
 
         Args:
-            files: all that the finding is found in; None if they are not known.
+            files: all that the finding is found in.
             about: JSON values.
 
         Returns:
-            A hexadecimal number; None if the files are not known or cannot be read.
+            A hexadecimal number; None if the files cannot be read.
         """
-        if files is None:
-            return None
         digest = hashlib.sha256(json.dumps([__version__, _source_digest(), about], sort_keys=True).encode())
         for path in files:
             content = content_digest(path)
@@ -94,7 +92,7 @@ class Memory:
 
 def recall_or_find(
     memory: Memory | None,
-    files: Iterable[Path] | None,
+    files: Iterable[Path],
     about: Mapping[str, Any],
     find: Callable[[], T],
     to_dict: Callable[[T], dict[str, Any] | None],

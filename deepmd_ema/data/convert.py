@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from deepmd_ema.data.formats.discover import split_address
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.foreign import stored_parts
 from deepmd_ema.data.formats.properties import StoredFrame, kind_of, labels_of
@@ -38,7 +39,7 @@ def is_data(path: str, output: str) -> bool:
 
     Files are that are named as XYZ files are, or not as models are; folders, unless ``output`` is named as models are.
     """
-    file = Path(path.partition("#")[0])
+    file = split_address(path)[0]
     if is_xyz(output) or file.suffix.lower() in XYZ_SUFFIXES:
         return True
     return file.exists() and (Path(output) if file.is_dir() else file).suffix.lower() not in _MODELS

@@ -191,15 +191,9 @@ def _refuse_to_lose(
         raise DataError(f"{place}, and batch_size, sys_probs or auto_prob counts systems. {advice}, or none of these.")
 
 
-def _files_of(sources: Sequence[FrameSource]) -> dict[Path, None] | None:
-    """Return the files of sources, each once: many systems may be in one; None if they are unknown."""
-    files: dict[Path, None] = {}
-    for source in sources:
-        own = source.files()
-        if own is None:
-            return None
-        files |= dict.fromkeys(own)
-    return files
+def _files_of(sources: Sequence[FrameSource]) -> dict[Path, None]:
+    """Return the files of sources, each once: many systems may be in one."""
+    return {file: None for source in sources for file in source.files()}
 
 
 def content_of(data: Mapping[str, TaskData]) -> list[tuple[str, dict[str, Any]]]:

@@ -161,8 +161,8 @@ class FrameSource(ABC):
         return np.arange(self.num_frames)
 
     @abstractmethod
-    def files(self) -> Sequence[Path] | None:
-        """Return every file that the frames are read from; None if they are unknown."""
+    def files(self) -> Sequence[Path]:
+        """Return every file that the frames are read from."""
 
     @abstractmethod
     def frame(self, index: int) -> Frame:
@@ -211,7 +211,7 @@ class FrameSubset(FrameSource):
         """(num_frames,) numbers of the frames in the whole source."""
         return self.whole.numbers[self.frames]
 
-    def files(self) -> Sequence[Path] | None:
+    def files(self) -> Sequence[Path]:
         """Return every file of the whole source."""
         return self.whole.files()
 

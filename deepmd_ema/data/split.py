@@ -64,7 +64,7 @@ class FrameTable:
         """Add the frames of a file or system, with arrays ``coord``, ``box`` and ``force``."""
         for chunk in chunks:
             exists, periodic = chunk.types >= 0, BOX in chunk.arrays
-            self.points.append(describe_frames(chunk))
+            self.points.append(describe_frames(chunk, num_types))
             self.forces.append(np.zeros((chunk.num_frames, 2)))
             if FORCE in chunk.arrays:
                 squares = np.where(exists, (chunk.arrays[FORCE] ** 2).sum(axis=2), 0.0).sum(axis=1)
@@ -183,15 +183,16 @@ def find_near_copies(training: Sequence[FrameSource], validation: Sequence[Frame
     return Suspects(tuple(by_system), num_validation, worst, warning)
 
 
-def describe_frames(chunk: Chunk) -> Array:
+def describe_frames(chunk: Chunk, num_types: int) -> Array:
     """Return (C, 19) float32 numbers in angstrom that are near for near copies.
 
     Of periodic frames the sizes of 13 structure factors, each times the distance of its planes, and lengths of the
     cell; of open ones the moments of the distances from four reference points (ultrafast shape recognition).
     """
     exists = chunk.types >= 0
-    # atoms of different types have different weights, so that exchanged atoms make another frame
-    weight = exists * (1.0 + chunk.types / (1 + chunk.types.max(initial=0)))
+    # atoms of different types have different weights, so that exchanged atoms make another frame; the weight of a type
+    # is the same in every chunk, so that copies are found across files
+    weight = exists * (1.0 + chunk.types / num_types)
     coord = np.where(exists[..., None], chunk.arrays[COORD], 0.0)
     out = np.zeros((len(coord), _NUMBERS), np.float32)
     if BOX not in chunk.arrays:

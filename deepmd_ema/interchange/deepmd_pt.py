@@ -24,7 +24,7 @@ from deepmd_ema.config.fields import type_names
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.model import MODELS
 from deepmd_ema.elements import SYMBOLS
-from deepmd_ema.errors import CheckpointError, ConfigError, first_few
+from deepmd_ema.errors import CheckpointError, ConfigError, command, first_few
 from deepmd_ema.files import atomic_write
 from deepmd_ema.interchange.dp.files import VARIABLES, Tree
 from deepmd_ema.interchange.dp.model import EXTRA, faults_as_messages, model_from_tree, model_tree, reader_of
@@ -159,7 +159,8 @@ def _extra_of(payload: Any, path: Path) -> Mapping[str, Any]:
     extra = _state_of(payload)[_EXTRA]
     if not isinstance(extra, Mapping) or not isinstance(extra.get("model_params"), Mapping):
         raise CheckpointError(
-            f"{path}: a checkpoint of DeePMD-kit without the section `model` of its input. {_CONVERT.format(path=path)}"
+            f"{path}: a checkpoint of DeePMD-kit without the section `model` of its input. "
+            + _CONVERT.format(path=command(path))
         )
     return extra
 
@@ -170,7 +171,7 @@ def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:
         try:
             options = reader_of(options).own_section(options)
         except ValueError as error:
-            raise CheckpointError(f"{path}: {error}. {_CONVERT.format(path=path)}") from error
+            raise CheckpointError(f"{path}: {error}. {_CONVERT.format(path=command(path))}") from error
     try:
         return model_config_from_dict(_as_built(options), str(path))
     except ConfigError as error:
@@ -300,7 +301,7 @@ def _put(tree: Tree, state: Mapping[str, Any], path: Path, config: ModelConfig) 
         lines = [f"{path}: the tensors of this checkpoint of DeePMD-kit are not those of its model."]
         lines += [f"  missing: {first_few(sorted(missing))}"] * bool(missing)
         lines += [f"  not of this model: {first_few(list(found))}"] * bool(found)
-        lines.append(f"  {_CONVERT.format(path=path)}")
+        lines.append(f"  {_CONVERT.format(path=command(path))}")
         raise CheckpointError("\n".join(lines))
 
 

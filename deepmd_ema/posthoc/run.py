@@ -23,7 +23,7 @@ from deepmd_ema.data.loader import atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.run import TaskData, open_split
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.device import select_device
-from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems, counted, did_you_mean
+from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems, command, counted, did_you_mean
 from deepmd_ema.files import CSV, PICTURE, refuse_to_lose
 from deepmd_ema.infer.evaluate import open_labelled
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
@@ -121,7 +121,7 @@ def run_posthoc(
     if checkpoint.refitted(run.payload):
         say(
             "the run fitted its output bias after the last step; this file and all errors above have the bias before. "
-            f"`dp-ema change-bias {output} -s SYSTEM` fits it to frames."
+            f"`{command('dp-ema', 'change-bias', output)} -s SYSTEM` fits it to frames."
         )
     return report
 

@@ -23,7 +23,7 @@ from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off
 from deepmd_ema.data.source import Frame, ReadSpec, evenly_spaced
 from deepmd_ema.elements import SYMBOLS
-from deepmd_ema.errors import DataError, UserError, counted
+from deepmd_ema.errors import DataError, UserError, command, counted
 from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
@@ -174,7 +174,7 @@ def _loaded(file: str, head: str | None) -> LoadedModel:
     if source.config.type != "standard":
         raise UserError(
             f"--finetune {file}: is of model.type {source.config.type}, and init writes inputs of one descriptor. "
-            f"`dp-ema show {file} --config` prints its section model. Write the input yourself."
+            f"`{command('dp-ema', 'show', file, '--config')}` prints its section model. Write the input yourself."
         )
     return source
 

@@ -14,7 +14,7 @@ from deepmd_ema.config import RunConfig, config_summary, saved_config
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.paths import with_absolute_paths
 from deepmd_ema.data.run import TaskData, open_split
-from deepmd_ema.errors import UserError, counted
+from deepmd_ema.errors import UserError, command, counted
 from deepmd_ema.files import HTML, atomic_write, refuse_to_lose
 from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested
@@ -153,9 +153,10 @@ def _newest_checkpoint(run: Path) -> tuple[Path, RunStatus | None]:
     if run.is_dir() and not checkpoint.is_sharded(run):
         status = read_status(run)
         if not status.checkpoint:
+            show = command("dp-ema", "show", run)
             raise UserError(
-                f"{run}: no checkpoint yet ({status.describe()}), and a report shows the newest. `dp-ema show {run}` "
-                "says how far the run is."
+                f"{run}: no checkpoint yet ({status.describe()}), and a report shows the newest. `{show}` says how far "
+                "the run is."
             )
         return checkpoint.resolve(run), status
     file, known = checkpoint.resolve(run), None

@@ -119,7 +119,8 @@ def _config(request: TrainRequest, start: Start, launch: Launch, num_ranks: int)
         given = (request.input.with_model(start.model_section) if request.use_pretrain_script else request.input).config
     if problems := launch_problems(given, num_ranks):
         raise ConfigError(problems)
-    config = start.adopt_from_checkpoint(as_launched(given, launch.launched))
+    restart = request.restart if request.takes_saved_config else None
+    config = start.adopt_from_checkpoint(as_launched(given, launch.launched, restart))
     start.check_resumable(config, request.allow_config_change)
     if isinstance(start, Restart) and request.takes_saved_config and Path(DEFAULT_INPUT).is_file():
         start.warn_of_other_input(DEFAULT_INPUT, config)

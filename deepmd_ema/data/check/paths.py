@@ -83,13 +83,14 @@ def _pairs(frames: Sequence[Frame]) -> Array:
     rows = []
     for k in range(len(frames) - 1):
         if box is None:
-            step, other = _turned(coord[k], coord[k + 1 :], force[k + 1 :])
-            strain = np.zeros((len(other), 3, 3))
+            step, turn = _turned(coord[k], coord[k + 1 :])
+            strain = np.zeros_like(turn)
         else:
-            step, strain, other = *_strained(coord, box, k), force[k + 1 :]
-        by_force = -0.5 * ((force[k] + other) * step).sum(axis=(1, 2))
+            step, strain, turn = _strained(coord, box, k)
+        by_force = -0.5 * ((force[k] + force[k + 1 :] @ turn) * step).sum(axis=(1, 2))
         size = np.abs(strain).max(axis=(1, 2))
-        by_strain = -0.5 * ((virial[k] + virial[k + 1 :]) * strain).sum(axis=(1, 2))
+        other = turn.transpose(0, 2, 1) @ virial[k + 1 :] @ turn
+        by_strain = -0.5 * ((virial[k] + other) * strain).sum(axis=(1, 2))
         by_strain[size < _MIN_STRAIN] = 0.0
         rise = energy[k + 1 :] - energy[k]
         first, second = np.full(len(rise), k), np.arange(k + 1, len(frames))
@@ -98,24 +99,31 @@ def _pairs(frames: Sequence[Frame]) -> Array:
     return np.concatenate(rows)
 
 
-def _turned(coord: Array, others: Array, force: Array) -> tuple[Array, Array]:
-    """Return displacements of the open frames ``others`` (M, N, 3), turned onto ``coord``, and their turned forces."""
+def _turned(coord: Array, others: Array) -> tuple[Array, Array]:
+    """Return displacements to the open frames ``others`` (M, N, 3), turned onto ``coord``, and (M, 3, 3) rotations."""
     start = coord - coord.mean(axis=0)
     ends = others - others.mean(axis=1, keepdims=True)
     left, _, right = np.linalg.svd(ends.transpose(0, 2, 1) @ start)  # Kabsch 1976
     left[:, :, 2] *= np.linalg.det(left @ right)[:, None]  # a rotation, no reflection
     turn = left @ right
-    return ends @ turn - start, force @ turn
+    return ends @ turn - start, turn
 
 
-def _strained(coord: Array, box: Array, k: int) -> tuple[Array, Array]:
-    """Return displacements in the mean cell, and strains of the cell, from frame ``k`` to those after it."""
-    middle = 0.5 * (box[k] + box[k + 1 :])
+def _strained(coord: Array, box: Array, k: int) -> tuple[Array, Array, Array]:
+    """Return displacements in the mean cell, strains, and (M, 3, 3) turns of the frames after ``k`` onto this one.
+
+    A turned or mirrored frame has the same energy. What is left of the change of its cell is symmetric and positive
+    definite, so that the mean cell is not singular.
+    """
+    left, _, right = np.linalg.svd(np.linalg.solve(box[k], box[k + 1 :]))
+    turn = (left @ right).transpose(0, 2, 1)  # of the polar decomposition
+    other = box[k + 1 :] @ turn
+    middle = 0.5 * (box[k] + other)
     step = coord[k + 1 :] @ np.linalg.inv(box[k + 1 :]) - coord[k] @ np.linalg.inv(box[k])
     step -= np.round(step)
     step -= np.round(step - step[:, :1])  # a shift of all atoms by half a cell rounds either way
     step -= step.mean(axis=1, keepdims=True)
-    return step @ middle, np.linalg.solve(middle, box[k + 1 :] - box[k])
+    return step @ middle, np.linalg.solve(middle, other - box[k]), turn
 
 
 def _partial(rise: Array, one: Array, other: Array) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
 from deepmd_ema.data.formats.npy import NpyStore, is_there
 from deepmd_ema.data.formats.system import ArrayStore, open_system, read_type_map
 from deepmd_ema.data.source import FrameSource, ReadSpec
-from deepmd_ema.errors import DataError, collect_problems, first_few
+from deepmd_ema.errors import DataError, collect_problems, command, first_few
 
 Opener: TypeAlias = Callable[[ReadSpec], FrameSource]
 
@@ -116,23 +116,31 @@ def is_cp2k_trajectory(path: Path) -> bool:
         return re.match(rb"\s*i\s*=\s*\d+\s*,.*\bE\s*=", file.readline(1000)) is not None
 
 
+def split_address(path: str) -> tuple[Path, str]:
+    """Return the file or folder of ``path``, the longest one that exists, and what follows it after ``#``."""
+    ends = [k for k, letter in enumerate(path) if letter == "#"]
+    end = next((k for k in (len(path), *reversed(ends)) if Path(path[:k]).exists()), min(ends, default=len(path)))
+    return Path(path[:end]), path[end + 1 :]
+
+
 def _store_of(opener: Opener) -> ArrayStore | None:
     return opener.args[0] if isinstance(opener, partial) and opener.func is open_system else None
 
 
 def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
-    file, _, group = path.partition("#")
-    claiming = [one for one in FORMATS if one.claims(Path(file))]
-    if not claiming and not Path(file).exists():
-        raise DataError(f"{file}: no such file or folder.{_similar(Path(file))}")
-    if Path(file).is_file() and is_cp2k_trajectory(Path(file)):
-        raise DataError(f"{file}: is a trajectory of CP2K. Make folders of it first: dp-ema convert {file} my_data")
+    file, group = split_address(path)
+    claiming = [one for one in FORMATS if one.claims(file)]
+    if not claiming and not file.exists():
+        raise DataError(f"{file}: no such file or folder.{_similar(file)}")
+    convert = command("dp-ema", "convert", path, "my_data")
+    if file.is_file() and is_cp2k_trajectory(file):
+        raise DataError(f"{file}: is a trajectory of CP2K. Make folders of it first: {convert}")
     if claiming:
-        found = claiming[0].find(Path(file), group)
+        found = claiming[0].find(file, group)
     elif not Path(path).is_dir():
         raise DataError(
             f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, HDF5, LMDB or extended "
-            f"XYZ. What ASE and dpdata read becomes folders by: dp-ema convert {path} my_data"
+            f"XYZ. What ASE and dpdata read becomes folders by: {convert}"
         )
     else:
         found = [partial(open_system, NpyStore(folder)) for folder in _folders(Path(path), patterns)]
@@ -190,7 +198,7 @@ def _similar(path: Path) -> str:
 def _nothing_found(path: str, patterns: Sequence[str] | None) -> str:
     if patterns:
         return f"{path}: no folder below it matches rglob_patterns {list(patterns)} and has a type.raw."
-    sets = [] if "#" in path or not Path(path).is_dir() else sorted(Path(path).glob("set.*"))
+    sets = sorted(Path(path).glob("set.*"))
     if sets:
         return f"{path}: type.raw is missing (the folder has {sets[0].name}). It lists the type of each atom."
     if Path(path).is_dir():

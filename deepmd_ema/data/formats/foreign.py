@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deepmd_ema.data.formats.discover import find_stores, is_cp2k_trajectory
+from deepmd_ema.data.formats.discover import find_stores, is_cp2k_trajectory, split_address
 from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
 from deepmd_ema.data.formats.hdf5 import is_hdf5
 from deepmd_ema.data.formats.lmdb import is_lmdb, lmdb_frames
@@ -49,8 +49,7 @@ def stored_parts(given: str, file_format: str | None) -> Iterator[tuple[str, Inv
     Raises:
         DataError: as :func:`stored_frames`.
     """
-    name, _, choice = given.partition("#")
-    path = Path(name)
+    path, choice = split_address(given)
     if file_format is None and (path.is_dir() or is_hdf5(path)) and not is_lmdb(path):
         for store in find_stores(given):
             inventory = Inventory()

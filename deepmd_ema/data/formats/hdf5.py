@@ -49,9 +49,8 @@ class Hdf5Store:
             return " ".join(v.decode() if isinstance(v, bytes) else str(v) for v in values).split()
 
     def text_files(self) -> list[Path]:
-        """Return the HDF5 files that hold the group and its small datasets."""
-        items = [self._item(name) for name in ("type.raw", "type_map.raw", "nopbc")]
-        return [Path(item.file.filename) for item in (self.group, *items) if item is not None]
+        """Return the HDF5 file, which holds the group and its small datasets."""
+        return [Path(self.group.file.filename)]
 
     def array(self, file: str) -> StoredArray | None:
         """Return the dataset ``file``, None if there is no such dataset."""
@@ -61,16 +60,15 @@ class Hdf5Store:
         with _readable(name):
             if dataset.dtype.kind not in "fiu":
                 raise DataError(f"{name}: holds {dataset.dtype}, expected float64, float32 or integers.")
-            holder = dataset.file
-            path = None if dataset.is_virtual or dataset.external else Path(holder.filename)
-            rows = _rows_in_file(dataset, path) if path is not None and holder.driver == "sec2" else None
+            path = Path(dataset.file.filename)
+            rows = _rows_in_file(dataset, path) if dataset.file.driver == "sec2" else None
             shape = tuple(dataset.shape)
             # an open dataset takes 28 kB, and there may be 50,000
             opened: Any = None if rows is not None else dataset
 
         def load(start: int, stop: int) -> Array:
             with _readable(name):
-                return np.asarray(opened[start:stop])
+                return np.asarray(opened[start:stop] if shape else opened[()])
 
         return StoredArray(name, shape, path, rows, load)
 
@@ -78,6 +76,7 @@ class Hdf5Store:
         """Return a group or dataset, None if there is none."""
         with _readable(f"{self.name}/{file}"):
             if file in self.group:
+                _refuse_other_files(self.group[file], self.group.file.filename, f"{self.name}/{file}")
                 return self.group[file]
             folder, _, last = file.rpartition("/")
             parent = self.group.get(folder) if folder else self.group
@@ -95,9 +94,23 @@ class Hdf5Store:
         if not hasattr(item, "shape"):
             raise DataError(f"{name}: is a group, expected a dataset.")
         with _readable(name):
-            if item.shape is None or (math.prod(item.shape) and not item.is_virtual and not item.external):
+            if item.shape is None or (math.prod(item.shape) and not item.is_virtual):
                 _refuse_unwritten(item, name)
         return item
+
+
+def _refuse_other_files(item: Any, file: str, name: str) -> None:
+    """Raise DataError if an item of a file is in another one, or a part of it: that may be any on this machine."""
+    others = [item.file.filename] * (item.file.filename != file)
+    if hasattr(item, "shape"):
+        others += [path for path, *_ in item.external or ()]
+        for source in item.virtual_sources() if item.is_virtual else ():
+            if source.file_name == ".":
+                _refuse_other_files(item.file[source.dset_name], file, name)
+            else:
+                others.append(source.file_name)
+    if others:
+        raise DataError(f"{name}: refers to the file {others[0]}. Expected data in {file} itself: write them there.")
 
 
 def _rows_in_file(dataset: Any, path: Path) -> Rows | None:
@@ -149,6 +162,7 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
         if top not in root or not isinstance(root[top], h5py.Group):
             known = first_few(sorted(root)) or "none"
             raise DataError(f"{file}: has no group {top}. Groups of the file: {known}.")
+        _refuse_other_files(root[top], root.filename, f"{file}#{top}")
         found = {"": root[top]}  # name below the group to group
         root[top].visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Group) else None)
         # a link that leads nowhere counts: it is reported when it is read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -128,6 +129,9 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     names, key_format = meta.get("type_map"), str(meta.get("frame_idx_fmt", "012d"))
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise DataError(f"{path}/{_META}: type_map = {show_text(str(names))}, expected a list of elements.")
+    if not re.fullmatch("0?[0-9]{0,2}d", key_format):  # a long text would be made of a larger width
+        found = f"{path}/{_META}: frame_idx_fmt = {show_text(key_format)}"
+        raise DataError(f"{found}, expected a format of whole numbers with at most 99 digits such as 012d.")
     known, num_frames = len(names if names is not None else spec.type_map), meta["nframes"]
     wanted = [list(spec.labels), spec.numb_fparam, spec.numb_aparam, spec.default_fparam]
     about = {"lmdb": str(path), "frames": num_frames, "known": known, "format": key_format, "read": wanted}
@@ -207,8 +211,7 @@ def _read_all(path: Path, store: _Store, num_frames: int, known: int, key_format
 
 def _frame_record(store: _Store, index: int, key_format: str) -> dict[str, Array]:
     """Return the arrays of a frame by the names of ``labels``, without those that it says it does not have."""
-    with store.readable(f"{store.path}: frame_idx_fmt {key_format!r}"):
-        key = format(index, key_format)
+    key = format(index, key_format)
     record = store.record(key)
     if record is None:
         raise DataError(f"there is no record {key}. Was the data set written completely?")

@@ -11,7 +11,7 @@ import tokenize
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -75,14 +75,14 @@ class StoredArray:
     Attributes:
         name: path, for messages.
         shape: its shape; the first dimension counts frames.
-        file: that holds all of it; None if it may be in several.
+        file: that holds all of it.
         rows: where its rows stand in the file; None if they do not stand there as they are.
         load: returns rows ``start`` to ``stop`` where there are no ``rows``.
     """
 
     name: str
     shape: tuple[int, ...]
-    file: Path | None
+    file: Path
     rows: Rows | None
     load: Callable[[int, int], Array]
 
@@ -91,6 +91,12 @@ class StoredArray:
         if self.rows is not None:
             return self.rows.read(start, stop)
         return self.load(start, stop).reshape(stop - start, -1)
+
+    def as_row(self) -> StoredArray:
+        """Return the array as that of one frame."""
+        width = math.prod(self.shape)
+        rows = replace(self.rows, width=width) if self.rows is not None else None
+        return replace(self, shape=(1, width), rows=rows, load=lambda start, stop: self.load(0, width))
 
 
 @dataclass(frozen=True)

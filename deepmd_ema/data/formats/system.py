@@ -74,11 +74,9 @@ class DeepmdSystem(FrameSource):
     index_of: Array = field(repr=False)
     text_files: Sequence[Path] = field(repr=False)
 
-    def files(self) -> list[Path] | None:
+    def files(self) -> list[Path]:
         """Return the files of the system."""
-        arrays = [array.file for part in self.sets for array in part.arrays.values()]
-        known = [file for file in arrays if file is not None]
-        return [*self.text_files, *known] if len(known) == len(arrays) else None
+        return [*self.text_files, *(array.file for part in self.sets for array in part.arrays.values())]
 
     def frame(self, index: int) -> Frame:
         """Return one frame, without its virtual atoms."""
@@ -205,8 +203,11 @@ def system_frames(store: ArrayStore) -> Iterator[StoredFrame]:
     natoms = len(_read_types(store))
     widths = dict.fromkeys((FPARAM, APARAM), 0)
     for name, place in product(widths, store.set_names()):
-        if array := store.array(f"{place}/{name}.npy"):
-            widths[name] = math.prod(array.shape[1:]) // (natoms if is_per_atom(name) else 1)
+        array, coord = (store.array(f"{place}/{file}.npy") for file in (name, COORD))
+        if array and coord:
+            frames = max(1, math.prod(coord.shape) // (3 * natoms))
+            width = math.prod(array.shape) // frames // (natoms if is_per_atom(name) else 1)
+            widths[name] = max(widths[name], width)
     system = open_system(store, ReadSpec(names, tuple(LABELS), widths[FPARAM], widths[APARAM]))
     for frame in map(system.frame, range(system.num_frames)):
         arrays = {**frame.labels, FPARAM: frame.fparam, APARAM: frame.aparam}
@@ -268,9 +269,12 @@ def _open_set(
             )
     if COORD not in arrays:
         return None
-    frames = arrays[COORD].shape[0] if arrays[COORD].shape else 0
+    shape = arrays[COORD].shape
+    frames = shape[0] if len(shape) > 1 else 1  # a single frame may have been saved without its axis
     for one in expected:
         if one.name in arrays:
+            if frames == 1 and math.prod(arrays[one.name].shape) == one.numbers:
+                arrays[one.name] = arrays[one.name].as_row()
             problems += _shape_problems(arrays[one.name], one, frames, natoms)
     return FrameSet(f"{store.name}/{name}", first, frames, arrays) if len(problems) == before else None
 

@@ -15,7 +15,7 @@ from deepmd_ema.checkpoint.writer import WriterTimes
 from deepmd_ema.config import RunConfig, config_summary
 from deepmd_ema.config.schema.averaging import ScheduleFreeAverageConfig
 from deepmd_ema.dist.world import World
-from deepmd_ema.errors import counted
+from deepmd_ema.errors import command, counted
 from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
 from deepmd_ema.optim.groups import describe_groups
@@ -175,10 +175,11 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
     model = [*own, *averages.values(), saver.link][0]
     validated = [name for name, task in config.tasks.items() if task.validation_data is not None]
     if validated:
-        head = f" --head {validated[0]}" * bool(heads)
-        pairs.append(("next", f"dp-ema test -m {model}{head} --valid-data {trainer.input_file} --plot"))
+        head = ["--head", validated[0]] * bool(heads)
+        words = ["dp-ema", "test", "-m", model, *head, "--valid-data", trainer.input_file, "--plot"]
+        pairs.append(("next", command(*words)))
     pairs.append(("next", "dp-ema report"))
-    pairs.append(("next", f"dp-ema freeze -c {model}" + (f" --head {heads[0]}" if heads else "")))
+    pairs.append(("next", command("dp-ema", "freeze", "-c", model, *(["--head", heads[0]] if heads else []))))
     return facts(f"trained model: {saver.link}", pairs)
 
 

@@ -22,7 +22,7 @@ from deepmd_ema.config.schema.loggers import FAILED, FINISHED, INTERRUPTED
 from deepmd_ema.dist.launch import END_SIGNALS, handling
 from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.dist.world import World
-from deepmd_ema.errors import Interrupted, UserError
+from deepmd_ema.errors import Interrupted, UserError, command
 from deepmd_ema.report.record import RunRecord
 from deepmd_ema.report.times import RunTimes
 from deepmd_ema.tensors import map_tensors
@@ -376,4 +376,4 @@ class Trainer:
 def restart_command(trainer: Trainer) -> str:
     """Return the command that continues a run from its newest checkpoint."""
     launched = ", launched as before" if trainer.world.size > 1 else ""
-    return f"dp-ema train --restart {trainer.saver.link}{launched}"
+    return command("dp-ema", "train", "--restart", trainer.saver.link) + launched

@@ -15,7 +15,7 @@ from deepmd_ema.config.differences import differences_of, shortened, without_tas
 from deepmd_ema.config.messages import of_one_task
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, LKFConfig
 from deepmd_ema.dist.dtensor import local_shard, shard_like
-from deepmd_ema.errors import ConfigError, UserError, first_few
+from deepmd_ema.errors import ConfigError, UserError, command, first_few
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.tensors import StoredTensor, check_weights, whole
@@ -77,7 +77,7 @@ class Restart(FromWeights):
 
     def whole_config(self) -> RunConfig:
         """Return the config of the checkpoint, with which a run continues that is given no input."""
-        config = saved_config(self.payload["config"], f"--restart {self.path}", whole=True)
+        config = saved_config(self.payload["config"], str(self.path), whole=True)
         return replace(config, notes=())  # they are logged when it is compared with the checkpoint
 
     def warn_of_other_input(self, file: str, config: RunConfig) -> None:
@@ -96,8 +96,9 @@ class Restart(FromWeights):
             texts = [error.problems[0]]
         if texts:
             logger.warning(
-                "%s is not read, the config of %s counts. The former differs: %s. `dp-ema train --restart %s %s` takes "
-                "it instead.", file, self.path, first_few(texts).rstrip("."), self.path, file,
+                "%s is not read, the config of %s counts. The former differs: %s. `%s` takes "
+                "it instead.", file, self.path, first_few(texts).rstrip("."),
+                command("dp-ema", "train", "--restart", self.path, file),
             )  # fmt: skip
 
     def check_resumable(self, config: RunConfig, allow_change: bool) -> None:
