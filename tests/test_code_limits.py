@@ -1,9 +1,16 @@
-"""Limits of the length of files, functions and classes."""
+"""Limits of the length of files, functions and classes, of packages, and of the way to the first step."""
 
 import ast
+import io
+import json
 import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
@@ -54,3 +61,69 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
     assert headings[0] == ("Unreleased" if is_development else dated)
     # files name the program that wrote them: what is not released yet must not pass for the release before
     assert not is_development or dated not in headings
+
+
+# lines of code, without blank lines, comments and docstrings; a number may only fall, and falls with the code
+MAX_LINES = {
+    "all": 35321,
+    "averaging": 841,
+    "checkpoint": 1077,
+    "cli": 1208,
+    "config": 4038,
+    "data": 4368,
+    "dist": 573,
+    "families": 5661,
+    "infer": 1432,
+    "interchange": 1195,
+    "model": 4124,
+    "modules": 2315,
+    "optim": 942,
+    "physics": 390,
+    "posthoc": 901,
+    "presets": 11,
+    "proposal": 415,
+    "report": 1546,
+    "run_check": 524,
+    "run_report": 562,
+    "training": 3198,
+}
+SKIPPED = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
+
+
+def lines_of_code(source):
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    kept = [token for token in tokens if tokenize.tok_name[token.type] not in SKIPPED]
+    lines = {line for token in kept for line in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def test_no_package_has_more_lines_than_its_budget():
+    found = Counter()
+    for path in FILES:
+        first, *rest = path.relative_to(PACKAGE).parts
+        found[first if rest else "modules"] += lines_of_code(path.read_text())
+    found["all"] = found.total()
+    over = [f"{name}: {number} lines, at most {MAX_LINES.get(name, 0)}" for name, number in found.items()
+            if number > MAX_LINES.get(name, 0)]  # fmt: skip
+    assert not over, "\n".join(over)
+
+
+# of examples/water without validation and averages, by tests/first_step.py; they may only fall
+MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 801, 142, 13
+
+
+@pytest.mark.slow
+def test_no_more_functions_than_today_are_entered_before_the_first_step(tmp_path):
+    values = json.loads((ROOT / "examples" / "water" / "input.json").read_text())
+    del values["validating"], values["training"]["validation_data"], values["training"]["enable_ema"]
+    del values["training"]["ema_decay"]
+    (tmp_path / "input.json").write_text(json.dumps(values | {"training": values["training"] | {"numb_steps": 2}}))
+    (tmp_path / "data").symlink_to(ROOT / "examples" / "water" / "data")
+    command = [sys.executable, ROOT / "tests" / "first_step.py", "input.json"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    functions, files, depth = map(int, run.stdout.split())
+    assert (functions <= MAX_FUNCTIONS, files <= MAX_FILES, depth <= MAX_DEPTH) == (True, True, True), run.stdout
