@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deepmd_ema.errors import CheckpointError, show_text
+from deepmd_ema.errors import CheckpointError, refusal_of, show_text
 from deepmd_ema.files import atomic_write
 from deepmd_ema.tensors import content_digest
 
@@ -63,6 +63,8 @@ def read_tree(path: Path) -> Tree:
     except CheckpointError:
         raise
     except Exception as error:  # bytes that were changed can make the readers of HDF5, JSON and YAML fail in any way
+        if (refused := refusal_of(error)) is not None:
+            raise CheckpointError(f"{path}: cannot be read {refused}") from error
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(f"{path}: damaged, or not {kind} model file ({reason}).") from error
     if not isinstance(tree, dict):
