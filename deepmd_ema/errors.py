@@ -123,8 +123,8 @@ def errno_of(error: BaseException | None) -> int | None:
     while error is not None:
         if isinstance(error, OSError) and error.errno:
             return error.errno
-        if found := re.search(r"errno = (\d+)", str(error)):  # in the texts of HDF5
-            return int(found[1])
+        if found := re.search(r"errno = (\d+)|unable to .*\((\d+)\)", str(error)):  # in the texts of HDF5 and torch
+            return int(found[1] or found[2])
         error = error.__cause__ or error.__context__
     return None
 
@@ -144,7 +144,10 @@ def is_disk_full(error: BaseException) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory was refused; what torch's allocator on a CPU and new threads raise has no type of its own."""
-    said = "out of memory|can't allocate memory|can't start new thread|Resource temporarily unavailable|failed to map"
+    said = (
+        "(out of|not enough) memory|(can't|Cannot) allocate memory|can't start new thread|"
+        "Resource temporarily unavailable|failed to map"
+    )
     kinds = (RuntimeError, ImportError)  # of a library that does not fit
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
@@ -155,9 +158,10 @@ def refusal_of(error: BaseException) -> str | None:
     """Return why the system refuses to read a file, with advice; None if it does not, and the content is at fault."""
     if is_out_of_memory(error):
         return "(out of memory). Close other programs, or use a machine with more memory."
-    if isinstance(error, OSError) and error.errno in _TO_DO:
-        return f"({reason_of(error)}). {_advice(error)}"
-    return None
+    # EINVAL is what a seek to a negative position raises, to which a changed archive leads
+    if errno_of(error) in (None, 0, errno.EINVAL):
+        return None
+    return f"({reason_of(error)}). {_advice(error)}".rstrip()
 
 
 def _advice(error: BaseException) -> str:

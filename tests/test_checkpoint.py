@@ -2,8 +2,11 @@
 
 import errno
 import os
+import re
 import shutil
 import zipfile
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from helpers import FullDisk, config_parts, training_parts
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.series import CheckpointSeries, save_together
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.interchange.dp.files import read_tree
 from deepmd_ema.tensors import check_weights, cpu_copy
 
 
@@ -87,6 +91,7 @@ def test_a_damaged_file_is_named_with_the_newest_intact_one_before_it(here, how)
 
 
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 800 bytes. Error code 12"
+NOT_ENOUGH = "DefaultCPUAllocator: not enough memory: you tried to allocate 800 bytes."
 
 
 @pytest.mark.parametrize(
@@ -95,6 +100,13 @@ NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8
         ("torch.load", MemoryError(), "out of memory"),
         ("torch.load", RuntimeError(NO_MEMORY), "out of memory"),
         ("zipfile.ZipFile.testzip", OSError(errno.ENOMEM, "no memory"), "out of memory"),
+        (
+            "torch.load",
+            RuntimeError("unable to mmap 8 bytes from <x>: Cannot allocate memory (12)"),
+            "out of memory",
+        ),
+        ("torch.load", RuntimeError(NOT_ENOUGH), "out of memory"),
+        ("torch.load", RuntimeError("unable to open file <x> in read-only mode: Too many open files (24)"), "Too many"),
         ("torch.load", OSError(errno.EMFILE, "many"), "Too many open files). Too many files are open: raise the limit"),
         ("zipfile.ZipFile.testzip", OSError(errno.EIO, "bad"), "Input/output error). The disk or the network file"),
         ("zipfile.ZipFile.testzip", OSError(errno.ESTALE, "old"), "Stale file handle). The disk or the network file"),
@@ -113,6 +125,27 @@ def test_what_the_system_refuses_while_reading_is_no_damage(here, monkeypatch, p
     assert str(reported.value).startswith(f"model.ckpt-2.pt: cannot be read ({phrase}")
     assert "damaged" not in str(reported.value)
     assert "model.ckpt-1.pt" not in str(reported.value)
+
+
+@pytest.mark.parametrize("file", ["model.pt", "model.dp", "model.yaml"])
+def test_no_error_of_the_system_is_taken_for_damage(here, monkeypatch, file):
+    Path(file).write_bytes(b"PK")
+    for number in set(errno.errorcode) - {errno.EINVAL}:  # which is a seek to a negative position
+        reader = Mock(side_effect=OSError(number, os.strerror(number)))
+        for place in ("zipfile.is_zipfile", "h5py.File", "pathlib.Path.read_text"):
+            monkeypatch.setattr(place, reader)
+        with pytest.raises(CheckpointError, match=re.escape(f"{file}: cannot be read (")) as reported:
+            (checkpoint.load if file.endswith("pt") else read_tree)(Path(file))
+        assert number == errno.ENOMEM or os.strerror(number) in str(reported.value)
+
+
+def test_an_offset_of_an_archive_that_leads_before_the_file_is_damage(here):
+    checkpoint.save("model.ckpt-3.pt", payload(3))
+    content = bytearray((here / "model.ckpt-3.pt").read_bytes())
+    content[content.rindex(b"PK\6\6") + 48 + 3] = 127  # a high byte of the offset of the central directory
+    Path("model.ckpt-3.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged"):
+        checkpoint.load("model.ckpt-3.pt")
 
 
 def test_a_damaged_file_without_an_older_one_says_so(here):

@@ -73,7 +73,7 @@ BAD = [
     # wrong types
     ({"training.numb_steps": 1e3}, "training.numb_steps = 1000.0", ["a number with a fraction part; write 1000"]),
     ({"training.numb_steps": "1000"}, 'training.numb_steps = "1000"', ["without quotes"]),
-    ({"training.numb_steps": True}, "training.numb_steps = true", ["a whole number > 0"]),
+    ({"training.numb_steps": True}, "training.numb_steps = true", ["a whole number >= 0"]),
     ({"training.enable_ema": "true"}, 'training.enable_ema = "true"', ["true or false. Write true, without quotes"]),
     ({"training.enable_ema": 1}, "training.enable_ema = 1", ["Write true."]),
     ({"training.seed": 1.5}, "training.seed = 1.5", ["a whole number >= 0"]),
@@ -96,7 +96,7 @@ BAD = [
     ({"training.zero_stage": 4}, "training.zero_stage = 4", ["expected 0, 1, 2 or 3"]),
     ({"training.ckpt_keep_ratio": 1.0}, "training.ckpt_keep_ratio = 1.0", ["> 0 and < 1"]),
     ({"training.ema_ckpt_keep": 0}, "training.ema_ckpt_keep = 0", ["a whole number > 0"]),
-    ({"training.numb_steps": 0}, "training.numb_steps = 0", ["> 0"]),
+    ({"training.numb_steps": -1}, "training.numb_steps = -1", [">= 0"]),
     ({"training.seed": 10**18}, "training.seed = 1000", ["at most 18 digits"]),
     ({"learning_rate.start_lr": 10**400}, "learning_rate.start_lr = 1000", ["at most 18 digits"]),
     ({"training.seed": -1}, "training.seed = -1", [">= 0"]),
@@ -151,7 +151,11 @@ BAD = [
     ({"training.acc_freq": True}, "training.acc_freq = true", [NOT_YET]),
     ({"training.profiling": True}, "training.profiling = true", [NOT_YET]),
     ({"training.enable_profiler": True}, "training.enable_profiler = true", [NOT_YET]),
-    ({"model.spin": {"use_spin": [True]}}, "model.spin", [NOT_YET]),
+    (
+        {"model.spin": {"use_spin": [True]}},
+        "model.spin",
+        [NOT_YET, "Models of magnetic spins are not", "another model"],
+    ),
     ({"model.modifier": {"type": "dipole_charge"}}, "model.modifier", [NOT_YET]),
     ({"model.fitting_net.use_aparam_as_mask": True}, "model.fitting_net.use_aparam_as_mask = true", [NOT_YET]),
     ({"model.descriptor.precision": "bfloat16"}, "model.descriptor.precision", [NOT_YET, "float32"]),
@@ -453,7 +457,7 @@ def test_a_missing_key_is_placed_on_the_line_of_its_section(tmp_path):
 
 def test_a_mistake_in_an_alias_is_named_as_it_is_spelled(tmp_path):
     path = write(tmp_path, spoiled({"training.numb_steps": REMOVE, "training.stop_batch": -1}))
-    with pytest.raises(ConfigError, match=r"training\.stop_batch = -1: expected a whole number > 0"):
+    with pytest.raises(ConfigError, match=r"training\.stop_batch = -1: expected a whole number >= 0"):
         load_config(path)
     changes = {"training.numb_steps": REMOVE, "training.stop_batch": 5, "learning_rate.warmup_steps": 9}
     assert "training.numb_steps = 5" in problems_of(spoiled(changes))[0]
@@ -591,7 +595,7 @@ def test_yaml_mistakes_carry_their_lines(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert [p.removeprefix(f"{path}") for p in caught.value.problems] == [
-        ":10: training.numb_steps = 1000.0: expected a whole number > 0. "
+        ":10: training.numb_steps = 1000.0: expected a whole number >= 0. "
         "1000.0 is a number with a fraction part; write 1000.",
         ":11: training.2: a key must be a text. Put it in quotes.",
     ]

@@ -144,6 +144,21 @@ def test_numbers_of_a_frozen_model_that_were_changed_are_refused(run, tmp_path):
         load_model(path)
 
 
+@pytest.mark.parametrize("written", ["now", "with the digest last"])
+def test_a_yaml_that_was_cut_at_the_end_of_any_line_is_refused(run, tmp_path, written):
+    path = freeze(load_model(run[0], use_average=True), tmp_path / "m.yaml").path
+    lines = path.read_text().splitlines(keepends=True)
+    assert lines[0].startswith("digest: ")
+    if written != "now":
+        lines = [*lines[1:], lines[0]]
+        path.write_text("".join(lines))
+        read_tree(path)
+    for kept in (*range(1, 20), *range(len(lines) - 40, len(lines))):
+        path.write_text("".join(lines[:kept]))
+        with pytest.raises(CheckpointError, match="damaged"):
+            read_tree(path)
+
+
 def test_a_frozen_model_of_before_and_one_that_deepmd_kit_has_written_again_are_read(frozen):
     tree = read_tree(frozen)
     assert load_model(OLD / "average.dp").info.weights == "ema"

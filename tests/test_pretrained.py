@@ -3,15 +3,19 @@
 import hashlib
 import json
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
-from helpers import tiny_input
+from helpers import tiny_input, write_system
 from infer_models import write_run
 
 from deepmd_ema import cli
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.interchange import pretrained
-from deepmd_ema.interchange.pretrained import PUBLISHED, PublishedModel, check_digest
+from deepmd_ema.interchange.pretrained import PUBLISHED, PublishedModel, check_digest, download
 
 
 @pytest.fixture
@@ -21,13 +25,15 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_every_model_has_an_address_and_a_digest(home, capsys):
+def test_every_model_has_addresses_and_a_digest(home, capsys):
     assert cli.main(["pretrained"]) == 0
     out = capsys.readouterr().out
+    assert len(PUBLISHED) == 10
     for model in PUBLISHED:
-        assert f"{model.name} ({model.descriptor})\n  file    {model.file}\n  from    {model.url}\n" in out
+        assert f"{model.name} ({model.descriptor})\n  file    {model.file}\n  from    {model.urls[0]}\n" in out
         assert len(bytes.fromhex(model.sha256)) == 32
-        assert model.url.startswith("https://huggingface.co/deepmodelingcommunity/")
+        assert {urlsplit(url).netloc for url in model.urls} == {"huggingface.co", "hf-mirror.com", "modelscope.cn"}
+    assert sum(model.name.startswith("DPA4-") for model in PUBLISHED) == 5
     assert "here" not in out
     assert list(home.iterdir()) == []
 
@@ -43,12 +49,116 @@ def test_a_file_with_the_name_of_a_model_and_other_content_is_refused_before_a_r
         assert "a file of your own needs another name" in err
 
 
-def test_a_file_of_the_right_content_is_said_to_be_the_model(home, monkeypatch, capsys):
+def test_a_file_of_the_right_content_is_said_to_be_the_model(home, monkeypatch):
     shutil.copy(write_run(home / "run")[0], home / "known.pt")
     content = (home / "known.pt").read_bytes()
-    model = PublishedModel("known", "dpa3", "known.pt", "https://x.org/known.pt", hashlib.sha256(content).hexdigest())
-    assert check_digest(home / "known.pt", [model]) == "known"
-    assert check_digest(home / "unknown.pt", [model]) == ""
+    digest = hashlib.sha256(content).hexdigest()
+    known = PublishedModel("known", "dpa3", "known.pt", ("https://x.org/known.pt",), digest)
+    monkeypatch.setattr(pretrained, "PUBLISHED", (known,))
+    assert check_digest(home / "known.pt") == "known"
+    assert check_digest(home / "unknown.pt") == ""
     (home / "known.pt").write_bytes(content + b"0")
-    with pytest.raises(CheckpointError, match=r"Download it again from https://x\.org/known\.pt"):
-        check_digest(home / "known.pt", [model])
+    with pytest.raises(CheckpointError, match="Remove it and run `dp-ema pretrained known`"):
+        check_digest(home / "known.pt")
+
+
+# ---- downloads, from a server on this machine
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers ``/right`` with the file of the server, and other paths in the ways in which downloads fail."""
+
+    def do_GET(self):
+        content, kind = self.server.content, self.path.strip("/")
+        self.server.asked.append(kind)
+        if kind == "missing":
+            self.send_error(404)
+            return
+        self.send_response(200)
+        if kind != "unsized":
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        sent = {"broken": content[:1000], "wrong": content[:-1] + b"x", "shortened": content[:-1]}.get(kind, content)
+        self.wfile.write(sent)
+        self.close_connection = True
+
+    def log_message(self, *_):
+        """Print nothing."""
+
+
+@pytest.fixture
+def server(home, monkeypatch):
+    """A server with the weights of a run, and a function that publishes a model at some of its paths."""
+    content = write_run(home / "run")[0].read_bytes()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        server.content, server.asked = content, []
+
+        def publish(*paths):
+            urls = tuple(f"http://127.0.0.1:{server.server_port}/{path}" for path in paths)
+            model = PublishedModel("Known-1M", "se_e2_a", "known.pt", urls, hashlib.sha256(content).hexdigest())
+            monkeypatch.setattr(pretrained, "PUBLISHED", (model,))
+
+        server.publish = publish
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("missing", "HTTP Error 404: Not Found"),
+        ("broken", "a file with another sha256, 1,000 bytes"),
+        ("shortened", "a file with another sha256"),
+        ("wrong", "a file with another sha256"),
+    ],
+)
+def test_a_download_that_fails_is_one_line_and_leaves_nothing(server, capsys, kind, reason):
+    server.publish(kind)
+    assert cli.main(["pretrained", "Known-1M"]) == 2
+    err = capsys.readouterr().err
+    assert f"Known-1M: cannot be downloaded (127.0.0.1:{server.server_port}: {reason}" in err
+    assert "dp-ema: " in err.splitlines()[-1]
+    assert list(pretrained.DOWNLOADS.iterdir()) == []
+
+
+def test_a_server_that_does_not_answer_is_one_line(server, home, monkeypatch, capsys):
+    model = PublishedModel("Known-1M", "se_e2_a", "known.pt", ("http://127.0.0.1:9/known.pt",), "0" * 64)
+    monkeypatch.setattr(pretrained, "PUBLISHED", (model,))
+    assert cli.main(["pretrained", "Known-1M"]) == 2
+    assert "127.0.0.1:9: <urlopen error [Errno 111] Connection refused>" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("last", ["right", "unsized"])
+def test_addresses_are_tried_in_turn_until_the_digest_is_right(server, last):
+    server.publish("missing", "wrong", last, "never")
+    assert download("Known-1M").read_bytes() == server.content
+    assert server.asked == ["missing", "wrong", last]
+    download("Known-1M")
+    assert len(server.asked) == 3  # the file was there
+
+
+@pytest.mark.parametrize("words", [["download", "Known-1M", "--cache-dir"], ["Known-1M", "-o"]])
+def test_a_model_is_downloaded_into_a_folder(server, capsys, words):
+    server.publish("right")
+    assert cli.main(["pretrained", *words, "here"]) == 0
+    assert Path("here/known.pt").read_bytes() == server.content
+    assert "here/known.pt: Known-1M, sha256 verified" in capsys.readouterr().out
+
+
+def test_a_name_that_is_close_to_that_of_a_model_is_named(home, capsys):
+    assert cli.main(["pretrained", "DPA-3.1-3"]) == 2
+    assert "DPA-3.1-3: no published model. Did you mean DPA-3.1-3M?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_fine_tuning_downloads_a_model_by_its_name(server, home, capsys):
+    server.publish("right")
+    write_system(home / "data", frames=3)
+    Path("input.json").write_text(json.dumps(tiny_input(["data"], num_steps=1)))
+    words = ["--finetune", "Known-1M", "--use-pretrain-script"]
+    assert cli.main(["train", "input.json", "--device", "cpu", *words]) == 0, capsys.readouterr().err
+    assert server.asked == ["right"]
+    assert (pretrained.DOWNLOADS / "known.pt").is_file()

@@ -14,12 +14,13 @@ from helpers import tiny_input, write_system
 
 from deepmd_ema.cli.main import main
 from deepmd_ema.config.outputs import LOCK, RECORD
-from deepmd_ema.errors import Interrupted
+from deepmd_ema.errors import CheckpointError, Interrupted
 from deepmd_ema.files import this_machine
 from deepmd_ema.report.record import MAX_WARNINGS, RunRecord, read_record
 from deepmd_ema.report.status import read_status
 from deepmd_ema.training.loop.trainer import Callback
 from deepmd_ema.training.run import run_training
+from deepmd_ema.training.start.start_file import load_restart
 
 VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
 
@@ -195,6 +196,20 @@ def test_what_is_no_run_is_answered_in_one_line(runs, command, capsys):
 def test_json_of_a_file_is_refused(runs, capsys):
     assert main(["show", "whole/model.ckpt.pt", "--json"]) == 2
     assert "--json whole/model.ckpt.pt: prints the status of a run. Give its folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("named", ["/dev/zero", "/etc/hostname", "../notes.txt", "checkpoint", "gone.pt", "pipe", ""])
+def test_a_pointer_that_names_no_checkpoint_is_not_shown(runs, capsys, named):
+    pointer = Path("whole/checkpoint")
+    Path("notes.txt").write_text("")
+    pointer.write_text(named)
+    if named == "pipe":
+        pointer.unlink()
+        os.mkfifo(pointer)
+    assert main(["show", "whole"]) == 0
+    assert "checkpoint  the run names none" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="checkpoint"):
+        load_restart("whole")
 
 
 def test_the_record_has_programs_device_and_times(runs):

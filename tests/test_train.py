@@ -130,6 +130,23 @@ def test_a_run_writes_the_files_that_a_user_of_deepmd_kit_expects(start):
     assert [int(row.split()[0]) for row in (folder / "lcurve.out").read_text().splitlines()[2:]] == [1, 5, 10, 15, 20]
 
 
+@pytest.mark.parametrize("schedule", ["exp", "cosine", "wsd", "invsqrt"])
+def test_a_run_of_no_steps_writes_its_starting_point_and_can_be_checked(tmp_path, monkeypatch, capsys, schedule):
+    monkeypatch.chdir(tmp_path)
+    write_system("data", frames=3)
+    values = tiny_input(["data"], num_steps=0, training__enable_ema=True)
+    values["learning_rate"] = {"type": schedule, "start_lr": 1e-3, "warmup_steps": 3}
+    if schedule != "invsqrt":
+        values["learning_rate"]["stop_lr"] = 1e-6
+    Path("input.json").write_text(json.dumps(values))
+    assert cli.main(["check", "input.json", "--time"]) == 0
+    assert "0 steps = 0.0 epochs" in capsys.readouterr().out
+    run_training("input.json", device="cpu")
+    assert Path("checkpoint").read_text().strip() == "model.ckpt-0.pt"
+    assert load("model.ckpt-0.pt")["step"] == 0
+    assert cli.main(["show", "."]) == 0
+
+
 def test_tf32_is_for_the_products_of_steps_on_a_gpu(start, caplog):
     with tf32_products():
         assert torch.get_float32_matmul_precision() == "high"

@@ -22,7 +22,7 @@ from deepmd_ema.checkpoint.archive import DIGEST, DamagedError, read_archive, wr
 from deepmd_ema.checkpoint.folder import SHARDS, read_folder, write_folder
 from deepmd_ema.checkpoint.names import SUFFIXES, numbered, series_and_step, training_series
 from deepmd_ema.checkpoint.schema import check_content
-from deepmd_ema.config.outputs import POINTER
+from deepmd_ema.config.outputs import POINTER, read_pointer
 from deepmd_ema.config.outputs import is_sharded as is_sharded
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError, WriteError, command, first_few, is_disk_full, reason_of
@@ -41,7 +41,6 @@ _NOT_REPLACED = {
     "best": ("one of the best files of the run", "it would be gone"),
 }
 _RENAMED = {"owes_validation": "validation_pending"}  # key of an earlier version: key of this one
-_MAX_NAME_BYTES = 4096  # bytes of a path, on any system
 
 
 class DeepmdCheckpointError(CheckpointError):
@@ -391,13 +390,7 @@ def _newest_intact_before(path: Path) -> Path | None:
 
 def _follow(pointer: Path) -> Path:
     try:
-        with pointer.open("rb") as file:
-            name = file.read(_MAX_NAME_BYTES).decode().strip()
-        if not name.isprintable():
-            raise ValueError("it is no text")
-        named = pointer.parent / name
-        if named.name == POINTER:
-            raise ValueError("it names such a file again")
+        named = read_pointer(pointer)
         there = named.is_file() or is_sharded(named) or is_sharded(spare_of(named))
     except (OSError, ValueError) as error:
         raise CheckpointError(
@@ -405,7 +398,9 @@ def _follow(pointer: Path) -> Path:
             f"checkpoint itself. {_nearby(pointer)}"
         ) from error
     if not there:
-        raise CheckpointError(f"{pointer}: names {name or 'nothing'}, which is missing. {_nearby(named)}")
+        raise CheckpointError(
+            f"{pointer}: names {'nothing' if named == pointer.parent else named}, which is missing. {_nearby(named)}"
+        )
     return resolve(named)
 
 

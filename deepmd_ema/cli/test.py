@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="dynamics, bond scans and cutoff as well (doc/physics.md)")  # fmt: skip
     parser.add_argument("--temperature", metavar="K", type=positive,
                         help="with --physics: of the run without thermostat, half of the other (300)")  # fmt: skip
-    parser.add_argument("--md-steps", metavar="N", type=num_steps, help="with --physics: steps of each run (1000)")
+    parser.add_argument("--md-steps", metavar="N", type=num_steps, help="with --physics: steps of each run (1 ps)")
     parser.add_argument("--time-step", metavar="FS", type=positive,
                         help="with --physics: in femtoseconds (0.5 with hydrogen, else 1)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")

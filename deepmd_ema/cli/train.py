@@ -36,7 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     start.add_argument("-i", "--init-model", "-f", "--init-frz-model", dest="init_model", metavar="FILE", type=path,
                        help="start from the weights of a .pt (live or averaged) or of a frozen model")  # fmt: skip
     start.add_argument("-t", "--finetune", metavar="FILE", type=path,
-                       help="fine-tune such a file on other data, perhaps of other elements")  # fmt: skip
+                       help="fine-tune such a file, or a published model by its name, on other data, perhaps of other "
+                       "elements")  # fmt: skip
     parser.add_argument("--model-branch", "--head", dest="model_branch", metavar="NAME",
                         help="which model of a file with several; RANDOM: a fresh fitting network")  # fmt: skip
     parser.add_argument("--use-pretrain-script", action="store_true", help="take the section model from that file")

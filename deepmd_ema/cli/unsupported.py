@@ -21,7 +21,6 @@ OPTIONS = {
         "-c --checkpoint-folder -t --training-script": "the file that is compressed has all that this needs",
         "-m --mpi-log": "there is one process",
     },
-    "pretrained": {"--cache-dir": "nothing is downloaded"},
     "test": {
         "--train-data": "give the systems to -s, or an input with them as validation data to --valid-data",
         "-S --set-prefix": "all sets of a system are read",

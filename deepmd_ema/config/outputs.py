@@ -22,12 +22,30 @@ BEST = "best"  # best files are called best.ckpt-<step>.t-<rank>.pt
 
 GATHERED_SUFFIX = ".pt"  # of a checkpoint that is one file
 SHARDED_SUFFIX = ".dcp"  # of one that is a folder, to which every rank writes: torch.distributed.checkpoint
+_MAX_PATH_BYTES = 4096  # on any system
 HEAD = "head.pt"  # in it: what a gathered checkpoint holds, without the tensors that are in the shards
 
 
 def is_sharded(path: Path) -> bool:
     """Whether ``path`` is the folder of a sharded checkpoint, whole or not."""
     return path.is_dir() and (path.resolve().suffix == SHARDED_SUFFIX or (path / HEAD).is_file())
+
+
+def read_pointer(pointer: Path) -> Path:
+    """Return the path of the checkpoint, which may be missing, that a file :data:`POINTER` names.
+
+    Raises:
+        OSError, ValueError: if it does not hold such a path.
+    """
+    with pointer.open("rb") as file:
+        name = file.read(_MAX_PATH_BYTES).decode().strip()
+    if not name.isprintable():
+        raise ValueError("it is no text")
+    if Path(name).name == POINTER:
+        raise ValueError("it names such a file again")
+    if name and not name.endswith((GATHERED_SUFFIX, SHARDED_SUFFIX)):
+        raise ValueError(f"it names {name[:80]}, which does not end in {GATHERED_SUFFIX} or {SHARDED_SUFFIX}")
+    return pointer.parent / name
 
 
 def suffixed(file: str | Path, suffix: str) -> Path:

@@ -54,7 +54,7 @@ def config_warnings(
     steps, steps_per = config.training.numb_steps or num_steps, {"steps": 1.0, **(steps_per or {})}
     found = [text for task in config.tasks.values() for text in _warnings_of(task)]
     found += [*_rate_that_falls(config), *_of_several_tasks(config), *_snapshots_that_do_not_combine(config)]
-    if steps is None:
+    if not steps:  # none, or not known
         return found
     for path, entry in SUBJECTS["average"](config):
         if isinstance(entry.average, EmaAverageConfig):
@@ -77,7 +77,7 @@ def config_summary(
     rows = {name: [*task.model.summary(), ("loss", task.loss.summary())] for name, task in config.tasks.items()}
     num_steps = training.numb_steps or num_steps
     passes = [f"{task} {epochs:g} epochs" for task, epochs in config.task_epochs.items()]
-    length = counted(num_steps, "step") if num_steps else ", ".join(passes) or f"{training.numb_epoch:g} epochs"
+    length = counted(num_steps, "step") if num_steps else ", ".join(passes) or f"{training.numb_epoch or 0:g} epochs"
     if steps_per is not None and "" in config.tasks:  # several tasks see their data more or less often
         batches = round(steps_per["epochs"] * training.accumulate)
         epochs = num_steps * training.accumulate / batches

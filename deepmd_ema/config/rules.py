@@ -183,7 +183,7 @@ def one_length_of_warmup(lr: Any) -> Violations:
 def warmup_ends_in_the_run(run: RunConfig) -> Violations:
     """The warm-up is shorter than the run."""
     steps, warmup = run.training.numb_steps, run.learning_rate.warmup_steps
-    if steps is not None and warmup >= steps:
+    if steps and warmup >= steps:
         yield "learning_rate.warmup_steps", f" = {warmup}: expected less than training.numb_steps = {steps}."
 
 

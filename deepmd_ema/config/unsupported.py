@@ -41,7 +41,12 @@ UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
     "model": {
         "shared_dict": Unavailable((None, {}), "Parts of one model do not share weights here; give each its sections."),
         "srtab_add_bias": Unavailable((None, True)),
-        **dict.fromkeys(("compress", "spin"), _EMPTY),
+        "compress": _EMPTY,
+        "spin": Unavailable(
+            (None, {}, []),
+            "Models of magnetic spins are not here. Without this section another model is trained, whose energies do "
+            "not depend on spins: train this one with DeePMD-kit.",
+        ),
         "modifier": Unavailable((None, {}), _DPLR),
         "type_embedding": Unavailable((None, {}), _IN_DESCRIPTOR),
         "info": Unavailable(no_op_values=None),

@@ -1,16 +1,30 @@
-"""Published models of DeePMD-kit: where they are, and the digests of their files."""
+"""Published models of DeePMD-kit: their addresses, downloads, and the digests of their files."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import logging
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
-from deepmd_ema.errors import CheckpointError
+from tqdm import tqdm
 
-_PAGES = "https://huggingface.co/deepmodelingcommunity"
+from deepmd_ema.errors import CheckpointError, UserError, did_you_mean, is_disk_full
+from deepmd_ema.files import atomic_write
+
+logger = logging.getLogger(__name__)
+
 DOWNLOADS = Path.home() / ".cache" / "deepmd" / "pretrained" / "models"  # of `dp pretrained download`
+_TIMEOUT_S = 60.0  # of one answer of a server
+_BLOCK_BYTES = 1 << 20
+_SITES = (  # in this order
+    "https://huggingface.co/deepmodelingcommunity/{}/resolve/main/{}",
+    "https://hf-mirror.com/deepmodelingcommunity/{}/resolve/main/{}",
+    "https://modelscope.cn/models/DeepModelingCommunity/{}/resolve/master/{}",
+)
 
 
 @dataclass(frozen=True)
@@ -21,23 +35,25 @@ class PublishedModel:
         name: in the registry of DeePMD-kit 3.2.0.
         descriptor: its type.
         file: name that the file has after a download.
-        url: its address.
+        urls: its addresses, which all have the same file.
         sha256: digest of the file, hexadecimal.
     """
 
     name: str
     descriptor: str
     file: str
-    url: str
+    urls: tuple[str, ...]
     sha256: str
 
 
-def _published(name: str, descriptor: str, sha256: str, file: str = "", source: str = "") -> PublishedModel:
-    url = f"{_PAGES}/{name}/resolve/main/{source or f'{name}.pt'}"
-    return PublishedModel(name, descriptor, file or f"{name}.pt", url, sha256)
+def _published(
+    name: str, descriptor: str, sha256: str, file: str = "", source: str = "", repository: str = ""
+) -> PublishedModel:
+    urls = tuple(site.format(repository or name, source or f"{name}.pt") for site in _SITES)
+    return PublishedModel(name, descriptor, file or f"{name}.pt", urls, sha256)
 
 
-# those of DeePMD-kit 3.2.0 whose descriptors are here
+# all of DeePMD-kit 3.2.0
 PUBLISHED = (
     _published(
         "DPA-2.4-7M", "dpa2", "904eb5560af9ff644347dedd3ebf1e9c97929d02ee37ce3cbe895de3df711198",
@@ -47,26 +63,105 @@ PUBLISHED = (
     _published("DPA-3.2-5M", "dpa3", "876354744aeaae17b2639a6a690514470273784f2b4836280850f50cbb799165"),
     _published("DPA-3.3-1M", "dpa3", "36fe440c111108d60cda54aa7d3fccac743794de25abef4d49564b9fb896a55b"),
     _published("DPA3-Omol-Large", "dpa3", "dc4d252b31450b41eb3546cc48f640ad0831c0b5d069ce27d996e0ff58fc037a"),
+    _published(
+        "DPA4-Air-OMat24-v20260805", "dpa4", "7ac5fb696fc057229ceebc33f31f7a96b2f3616ac5b63a512acd1848f2d41a09",
+        repository="DPA4-OMat24",
+    ),
+    _published(
+        "DPA4-Mini-OMat24-v20260805", "dpa4", "13edeea63448c0f8a0b38e08fd8ba196fb1e2fad5f12486b1cd23320829da268",
+        repository="DPA4-OMat24",
+    ),
+    _published(
+        "DPA4-Nano-OMat24-v20260805", "dpa4", "ded047546c2b44a50e2c850680d77279e2bf3e107c10f1c2fe39a5c344e693f6",
+        repository="DPA4-OMat24",
+    ),
+    _published(
+        "DPA4-Neo-OMat24-v20260805", "dpa4", "fd7f34ae28f921201e4a0328ddf56179892752084f8363e7796038201471c989",
+        repository="DPA4-OMat24",
+    ),
+    _published(
+        "DPA4-Plus-OMat24-v20260805", "dpa4", "6820a320dc241a4002e6c257ad21983950df178b1f80271a6e6af199adb18567",
+        repository="DPA4-OMat24",
+    ),
 )  # fmt: skip
 
 
-def check_digest(path: Path, published: Iterable[PublishedModel] = PUBLISHED) -> str:
+def download(name: str, folder: Path | None = None) -> Path:
+    """Return the file of a published model in ``folder`` (:data:`DOWNLOADS`), downloaded if it is not there yet.
+
+    Raises:
+        CheckpointError: if no address gives the file, or a file of its name has other content.
+        UserError: if no model has this name.
+        WriteError: if the file cannot be written.
+    """
+    models = {model.name: model for model in PUBLISHED}
+    if name not in models:
+        raise UserError(f"{name}: no published model. {did_you_mean(name, list(models))}")
+    model = models[name]
+    path = (DOWNLOADS if folder is None else folder) / model.file
+    if check_digest(path):
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    failures = []
+    with atomic_write(path, "Name another folder with `dp-ema pretrained NAME -o FOLDER`.") as part:
+        for url in model.urls:
+            logger.info("downloading %s from %s to %s", name, url, path)
+            try:
+                _fetch(url, part)
+            except (OSError, HTTPException) as error:
+                if is_disk_full(error):
+                    raise
+                failures.append(f"{urlsplit(url).netloc}: {' '.join(str(error).split()) or type(error).__name__}")
+                continue
+            if _digest(part) == model.sha256:
+                return path
+            failures.append(f"{urlsplit(url).netloc}: a file with another sha256, {part.stat().st_size:,} bytes")
+        raise CheckpointError(
+            f"{name}: cannot be downloaded ({'; '.join(failures)}). Try again, or bring the file from another machine "
+            f"as {path}."
+        )
+
+
+def local_file(name: str) -> str:
+    """Return the path of a file of weights, which is downloaded if ``name`` is that of a published model and no path.
+
+    Raises:
+        UserError: as :func:`download` does.
+    """
+    is_published = any(name == model.name for model in PUBLISHED) and not Path(name).exists()
+    return str(download(name)) if is_published else name
+
+
+def check_digest(path: Path) -> str:
     """Return the name of the published model that a file holds, or an empty string: no model has a file of that name.
 
     Raises:
         CheckpointError: if the file has the name of a published one and other content.
     """
-    model = next((one for one in published if path.name in (one.file, one.url.rsplit("/", 1)[1])), None)
+    model = next((one for one in PUBLISHED if path.name in (one.file, one.urls[0].rsplit("/", 1)[1])), None)
     if model is None or not path.is_file():
         return ""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    found = digest.hexdigest()
+    found = _digest(path)
     if found != model.sha256:
         raise CheckpointError(
             f"{path}: has the name of the published model {model.name} and another sha256: {found}, expected "
-            f"{model.sha256}. Download it again from {model.url}; a file of your own needs another name."
+            f"{model.sha256}. Remove it and run `dp-ema pretrained {model.name}`; "
+            "a file of your own needs another name."
         )
     return model.name
+
+
+def _fetch(url: str, path: Path) -> None:
+    with urlopen(url, timeout=_TIMEOUT_S) as answer, path.open("wb") as file:
+        size = int(answer.headers.get("Content-Length") or 0) or None
+        with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+            while block := answer.read(_BLOCK_BYTES):
+                bar.update(file.write(block))
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -31,7 +31,7 @@ def build_schedule(config: ScheduleConfig, num_steps: int) -> Schedule:
         ConfigError: if the warm-up is as long as the run, or the rate can never reach ``stop_lr``.
     """
     start, warmup = config.start_lr, config.num_warmup_steps(num_steps)
-    if warmup and warmup >= num_steps:
+    if num_steps and warmup >= num_steps:
         raise ConfigError(
             f"learning_rate.warmup_steps = {warmup}: the run has only {counted(num_steps, 'step')}. Make the warm-up "
             "shorter or training.numb_steps larger."

@@ -26,6 +26,7 @@ from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, UserError, command, counted
 from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
 from deepmd_ema.infer.load import LoadedModel, load_model
+from deepmd_ema.interchange.pretrained import local_file
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.presets import MODELS, Kind, read_preset
 from deepmd_ema.proposal.fine_tuning import fine_tuned, with_replay
@@ -170,7 +171,7 @@ def _loaded(file: str, head: str | None) -> LoadedModel:
     Raises:
         UserError: if it is of a type that this input cannot have.
     """
-    source = load_model(file, head=head)
+    source = load_model(local_file(file), head=head)
     if source.config.type != "standard":
         raise UserError(
             f"--finetune {file}: is of model.type {source.config.type}, and init writes inputs of one descriptor. "

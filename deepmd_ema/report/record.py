@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from signal import Signals
 from typing import Any
+
+import numpy as np
 
 from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.errors import Interrupted, WriteError
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 MIN_INTERVAL_S = 10.0  # between two writes of the record in a step; each costs milliseconds
 MAX_WARNINGS = 20  # the last ones are kept
-_LIBRARIES = ("torch", "numpy")
 
 
 @dataclass
@@ -97,13 +97,20 @@ class RunRecord:
         began: float | None = None,
         continues: bool = False,
     ) -> None:
+        import torch  # not by the commands that read records: it takes seconds
+
         self._path, self._warnings = path, warnings if warnings is not None else deque[list[str]]()
         self._began = time.monotonic() if began is None else began
         self._written, self.early_end = 0.0, ""
         self._earlier = read_record(path.parent) if path is not None and continues else []
         self.part = Part(
             command=_command(),
-            programs={"dp-ema": __version__, **_versions(), "Python": platform.python_version()},
+            programs={
+                "dp-ema": __version__,
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+                "Python": platform.python_version(),
+            },
             machine=f"{socket.gethostname()}, {_processor()}, {platform.system()} {platform.release()}",
             device=device,
             ranks=ranks,
@@ -230,14 +237,6 @@ def _command() -> str:
     program = Path(sys.argv[0])
     name = "dp-ema" if program.parent.name == "deepmd_ema" else program.name  # of a rank: python -m deepmd_ema
     return shlex.join([name, *sys.argv[1:]])
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _LIBRARIES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def _processor() -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from deepmd_ema.config import RunConfig, load_config
-from deepmd_ema.config.outputs import LOCK, POINTER, RECORD, Outputs
+from deepmd_ema.config.outputs import LOCK, POINTER, RECORD, Outputs, is_sharded, read_pointer
 from deepmd_ema.errors import UserError, counted, first_few
 from deepmd_ema.labels import METRICS
 from deepmd_ema.locks import Holder, read_holder
@@ -261,10 +261,11 @@ def describe_row(errors: Mapping[str, float]) -> str:
 
 
 def _pointer(folder: Path) -> str:
-    """Return the newest checkpoint as the run names it; empty where there is none."""
-    with suppress(OSError, UnicodeDecodeError):
-        name = (folder / POINTER).read_text(encoding="utf-8").strip()
-        return name if name and name.isprintable() and (folder / name).exists() else ""
+    """Return the newest checkpoint as the run names it, from its folder; empty where it names none."""
+    with suppress(OSError, ValueError):
+        if (folder / POINTER).is_file():
+            named = read_pointer(folder / POINTER)
+            return os.path.relpath(named, folder) if named.is_file() or is_sharded(named) else ""
     return ""
 
 
@@ -290,7 +291,7 @@ def _without_nan(values: Any) -> Any:
 
 def _with_age(folder: Path, file: str) -> str:
     if not file:
-        return "none yet"
+        return "the run names none"
     with suppress(OSError):
         seconds = datetime.now().timestamp() - (folder / file).stat().st_mtime
         return f"{file}, {duration(max(0.0, seconds))} ago"

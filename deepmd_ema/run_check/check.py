@@ -145,7 +145,8 @@ class RunCheck:
 
     def measure(self, device: str | None) -> None:
         """Measure some steps."""
-        self.cost = measure_steps(self.config, device)
+        if self.config.training.numb_steps != 0:
+            self.cost = measure_steps(self.config, device)
 
     def raise_problems(self) -> None:
         """Raise the problems of the data.

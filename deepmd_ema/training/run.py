@@ -17,6 +17,7 @@ from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.interchange.pretrained import local_file
 from deepmd_ema.report.loggers.run import check_packages
 from deepmd_ema.report.logs import set_up_logging
 from deepmd_ema.report.record import RunRecord, keeping_warnings
@@ -72,7 +73,12 @@ def run_training(
         raise TypeError(f"run_training: {', '.join(options)} belongs into the request")
     launch = find_launch() if launch is None else launch
     with keeping_warnings() as warnings, open_world(request.device, launch) as world, ExitStack() as held:
+        with world.all_ranks_ok(world.long_timeout_group):
+            if request.finetune is not None and world.local_rank == 0:
+                local_file(request.finetune)  # one process of each machine downloads
         with world.all_ranks_ok():
+            if request.finetune is not None and (source := local_file(request.finetune)) != request.finetune:
+                request = replace(request, finetune=source)
             start = load_start(request, (world.rank, world.size))
             config = _config(request, start, launch, world.size)
         seed = world.broadcast_from_rank0(partial(_seed, config, request, held))

@@ -188,9 +188,9 @@ class TrainingOptions:
     numb_steps: int | None = option(
         None,
         alias=("stop_batch", "num_step", "num_steps", "numb_step"),
-        check=positive_int,
+        check=not_negative_int,
         unit="steps",
-        doc="Number of optimizer steps. Exactly one of `numb_steps` and `numb_epoch` is given.",
+        doc="Number of optimizer steps, perhaps 0. Exactly one of `numb_steps` and `numb_epoch` is given.",
     )
     numb_epoch: float | None = option(
         None,

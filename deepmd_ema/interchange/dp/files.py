@@ -15,12 +15,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deepmd_ema.errors import CheckpointError, show_text
+from deepmd_ema.errors import CheckpointError, refusal_of, show_text
 from deepmd_ema.files import atomic_write
 from deepmd_ema.tensors import content_digest
 
 Tree: TypeAlias = dict[str, Any]
 
+SOFTWARE = "dp-ema"  # in our files
 PACKAGED_TREE = "model/extra/model.json"  # in a .pt2
 VARIABLES = "@variables"  # every array is under such a key
 _ARRAY = {"@class": "np.ndarray", "@is_variable": True, "@version": 1}
@@ -42,7 +43,7 @@ def write_tree(path: Path, tree: Tree, check: Callable[[Path], None] | None = No
         WriteError: if the file cannot be written.
     """
     write = _write_yaml if path.suffix.lower() in (".yaml", ".yml") else _write_hdf5
-    tree = {**tree, _DIGEST: _digest(tree)}
+    tree = {_DIGEST: _digest(tree), **tree}  # first: a YAML text that was cut is still YAML
     with atomic_write(path, "Choose another -o, or make room.") as part:
         write(part, tree)
         if check is not None:
@@ -63,12 +64,16 @@ def read_tree(path: Path) -> Tree:
     except CheckpointError:
         raise
     except Exception as error:  # bytes that were changed can make the readers of HDF5, JSON and YAML fail in any way
+        if (refused := refusal_of(error)) is not None:
+            raise CheckpointError(f"{path}: cannot be read {refused}") from error
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(f"{path}: damaged, or not {kind} model file ({reason}).") from error
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path}: holds {type(tree).__name__}, expected the dictionary of a model.")
     expected = tree.pop(_DIGEST, None)
-    if expected is not None and expected != _digest(tree):
+    # of our files, only those of 0.1 have none; in those of 0.2.0 it stands last
+    has_one = tree.get("software") == SOFTWARE and not str(tree.get("version")).startswith("0.1.")
+    if (has_one or expected is not None) and expected != _digest(tree):
         raise CheckpointError(
             f"{path}: damaged, its content is not what was written (another digest). Freeze the model again."
         )

@@ -13,7 +13,7 @@ import torch
 from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
 from deepmd_ema.config.fields import plain
 from deepmd_ema.errors import CheckpointError, ConfigError
-from deepmd_ema.interchange.dp.files import VARIABLES, Tree, read_tree, write_tree
+from deepmd_ema.interchange.dp.files import SOFTWARE, VARIABLES, Tree, read_tree, write_tree
 from deepmd_ema.interchange.dp.networks import array, chosen, fill
 from deepmd_ema.interchange.dp.standard import ModelTree, model_trees, tree_of_model, unavailable_networks
 from deepmd_ema.model.build import build_model
@@ -68,7 +68,7 @@ def file_tree(
     section = model_config_from_dict(config) if isinstance(config, Mapping) else config
     distance = model.min_nbor_dist if min_nbor_dist is None else min_nbor_dist
     tree: Tree = {
-        "software": "dp-ema",
+        "software": SOFTWARE,
         "version": __version__,
         "backend": "PyTorch",
         "pt_version": str(torch.__version__),

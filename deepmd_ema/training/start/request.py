@@ -65,7 +65,7 @@ class TrainRequest:
         if self.input_file is None and not Path(file).exists():
             raise ConfigError(
                 f"no input is given, and this folder has no {DEFAULT_INPUT}. Name the file: `dp-ema train INPUT`. "
-                f"`dp-ema init DATA -o {DEFAULT_INPUT}` writes one for your data."
+                "`dp-ema init DATA -o input.json` writes one for your data."
             )
         return read_input(file)
 
