@@ -65,7 +65,7 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
 
 # lines of code, without blank lines, comments and docstrings; a number may only fall, and falls with the code
 MAX_LINES = {
-    "all": 35321,
+    "all": 35319,
     "averaging": 841,
     "checkpoint": 1077,
     "cli": 1208,
@@ -82,7 +82,7 @@ MAX_LINES = {
     "posthoc": 901,
     "presets": 11,
     "proposal": 415,
-    "report": 1546,
+    "report": 1544,
     "run_check": 524,
     "run_report": 562,
     "training": 3198,

@@ -234,8 +234,6 @@ def _metric(config: RunConfig | None, validated: Sequence[Curve]) -> str:
     if not validated:
         return ""
     name = config.validating.validation_metric if config is not None else "F:RMSE"
-    if name.startswith("P:"):  # in a log of its own
-        return next(iter(validated[0].columns))
     column = f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})"
     return column if all(column in curve.columns for curve in validated) else next(iter(validated[0].columns))
 
