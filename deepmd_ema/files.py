@@ -138,6 +138,12 @@ def remove(path: Path) -> None:
     shutil.rmtree(part)
 
 
+def remove_link(path: Path) -> None:
+    """Remove ``path`` if it is a link, so that what is written there does not replace the file that it leads to."""
+    if path.is_symlink():
+        path.unlink()
+
+
 def size_of(path: Path) -> int:
     """Return the bytes of a file, or of all files in a folder, without links."""
     files = path.rglob("*") if path.is_dir() else (path,)

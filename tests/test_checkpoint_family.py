@@ -56,6 +56,25 @@ def test_names_links_and_pointer_are_those_of_deepmd_kit(here):
     assert (here / "checkpoint").read_text() == "ck/sub/mm.ckpt-12.pt"
 
 
+def test_no_file_of_a_run_is_written_through_a_link(here):
+    (here / "theirs").mkdir()
+    (here / "run" / "snapshots").mkdir(parents=True)
+    os.chdir("run")
+    for name in ("checkpoint", "model.ckpt-2.pt", "best.ckpt-2.t-1.pt", "snapshots/model.ckpt-2.pt", "model.ckpt.pt"):
+        target = here / "theirs" / name.replace("/", "_")
+        target.write_text("my notes")
+        os.symlink(target, name)
+    best = BestFiles("best", ".", 1, "E:MAE")
+    best.offer(1.0, 2)
+    best.write(2, payload(2, "best"))
+    snapshots = CheckpointSeries("model.ckpt", save_dir="snapshots")
+    snapshots.store.save(snapshots.file(2), payload(2))
+    save_together(2, [(CheckpointSeries("model.ckpt", start=0), payload(2))], [best])
+    assert {path.read_text() for path in (here / "theirs").iterdir()} == {"my notes"}
+    for path in (".", "best.ckpt-2.t-1.pt", "snapshots/model.ckpt-2.pt"):
+        assert checkpoint.load(path)["step"] == 2
+
+
 def test_a_prefix_without_a_dot_gets_its_suffix_at_the_end(here):
     assert CheckpointSeries("model", "_ema").file(3).name == "model_ema-3.pt"
     assert CheckpointSeries("a.b.ckpt", "_ema").file(3).name == "a.b_ema.ckpt-3.pt"

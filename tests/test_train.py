@@ -78,6 +78,17 @@ def load(path):
     return torch.load(path, weights_only=True)
 
 
+def test_a_new_run_writes_through_no_link_that_is_in_its_folder(start, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "run").mkdir()
+    for name in ("checkpoint", "model.ckpt-4.pt", "model_ema.ckpt-4.pt", "best.ckpt-4.t-1.pt", "model.ckpt-99.pt"):
+        (tmp_path / "theirs" / name).write_bytes(b"no path\0\xff")
+        (tmp_path / "run" / name).symlink_to(tmp_path / "theirs" / name)
+    start("run", num_steps=4)
+    assert {path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == {b"no path\0\xff"}
+    assert Path("checkpoint").read_text() == "model.ckpt-4.pt"
+
+
 def test_a_run_writes_the_files_that_a_user_of_deepmd_kit_expects(start):
     folder = start("run", 20)
     names = {p.name for p in folder.iterdir()}

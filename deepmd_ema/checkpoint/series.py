@@ -13,7 +13,7 @@ from deepmd_ema.checkpoint import names, save, save_sharded
 from deepmd_ema.config.outputs import GATHERED_SUFFIX, POINTER, SHARDED_SUFFIX, suffixed
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError, WriteError, reason_of
-from deepmd_ema.files import atomic_write, link, move, remove, spare_of
+from deepmd_ema.files import atomic_write, link, move, remove, remove_link, spare_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Store:
             CheckpointError: if it cannot be written.
         """
         if self.world is None:
+            remove_link(path)
             save(path, payload, fallback)
         else:
             save_sharded(path, payload, self.world, fallback)
@@ -115,6 +116,7 @@ class CheckpointSeries:
             if other != self.link and other.is_symlink():
                 other.unlink()
         if self._is_live:
+            remove_link(Path(POINTER))
             with atomic_write(POINTER) as part:
                 part.write_text(str(self.file(step)), encoding="utf-8", errors="surrogateescape")
 

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from deepmd_ema import checkpoint
@@ -202,7 +202,9 @@ def _set_aside(files: Iterable[Path]) -> list[Path]:
                 shutil.copyfile(path, new)
     pointer = moved.get(Path(POINTER))
     if pointer is not None:
-        named = real.get(Path(pointer.read_text(encoding="utf-8", errors="surrogateescape").strip()).resolve())
+        named = None
+        with suppress(OSError, ValueError):  # a file of another kind, whose content is no path
+            named = real.get(Path(pointer.read_text(encoding="utf-8", errors="surrogateescape").strip()).resolve())
         if named is not None:
             pointer.write_bytes(os.fsencode(os.path.relpath(named, pointer.parent)))
     roots = {root for root, _ in places.values()}
