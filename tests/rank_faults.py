@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 from helpers import tiny_input, write_system
 from parallel_runs import PRELOADED
 
@@ -224,6 +226,28 @@ def lose_input():
     os.chdir("elsewhere")
 
 
+def have_a_copy():
+    """Read a copy of the data and of the input in another folder."""
+    shutil.copytree(".", "elsewhere")
+    os.chdir("elsewhere")
+
+
+def have_another_force():
+    """Read data in which one force is another."""
+    have_a_copy()
+    file = next(Path("data").rglob("force.npy"))
+    forces = np.load(file)
+    forces[len(forces) // 2, 0] += 0.1
+    np.save(file, forces)
+
+
+def lack_a_frame():
+    """Read data without the last frame."""
+    have_a_copy()
+    for file in next(Path("valid").glob("set.*")).glob("*.npy"):
+        np.save(file, np.load(file)[:-1])
+
+
 def spoil_frame():
     """Read numbers that are not finite from here on."""
     from deepmd_ema.data.formats.system import DeepmdSystem
@@ -401,6 +425,7 @@ FAULTS = {
         fail, die, hang, die_in_validation, die_at_start, die_early, die_at_the_rendezvous, be_terminated_at_start,
         be_terminated_at_the_rendezvous, ask_to_stop, ask_in_validation,
         ask_often, run_out_of_time, lose_folder_at_start, lose_file, lose_input, spoil_frame, fill_disk, be_quick,
+        have_a_copy, have_another_force, lack_a_frame,
         come_late, meet_late, speak_late, leave_late, lack_device, be_terminated_while_joining,
     )
 }  # fmt: skip

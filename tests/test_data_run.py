@@ -1,14 +1,18 @@
 """The data of a run as its config names them."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import tiny_input, write_system
+from test_data_extxyz import text
+from test_data_npy import to_hdf5
 
 from deepmd_ema.config import config_from_dict
+from deepmd_ema.data import check_cache
 from deepmd_ema.data.check_cache import Memory
-from deepmd_ema.data.run import TaskLength, check_task, most_slots, open_run, run_length
+from deepmd_ema.data.run import TaskLength, check_task, content_of, difference, most_slots, open_run, run_length
 from deepmd_ema.errors import DataError, UserError
 
 
@@ -33,6 +37,60 @@ def test_without_validation_data_there_are_no_validation_systems(water_like):
     train, valid = open_run(config_from_dict(tiny_input([water_like])))[""]
     assert [system.num_frames for system in train] == [16]
     assert valid == []
+
+
+def write_npy(path, energy):
+    write_system(path, frames=4, natoms=6, mixed=path.name == "mixed", seed=1)
+    file = next(path.rglob("energy.npy"))
+    np.save(file, np.load(file) + energy)
+
+
+def write_hdf5(path, energy):
+    write_npy(path.parent / "plain", energy)
+    with pytest.importorskip("h5py").File(path, "w") as file:
+        to_hdf5(path.parent / "plain", file.create_group("w"))
+
+
+def write_data_base(path, energy):
+    pytest.importorskip("lmdb")
+    from test_data_lmdb import toy_records, write_lmdb
+
+    write_lmdb(path, [{**record, "energies": record["energies"] + energy} for record in toy_records(4)])
+
+
+def write_frames(path, energy):
+    path.write_text("".join(text(energy=k + energy) for k in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "files"),
+    [
+        ("plain", write_npy, "set.000/energy.npy"),
+        ("mixed", write_npy, "set.000/energy.npy"),
+        ("a.h5", write_hdf5, "a.h5"),
+        ("a.lmdb", write_data_base, "data.mdb"),
+        ("a.extxyz", write_frames, "a.extxyz"),
+    ],
+)
+def test_copies_of_data_are_equal_and_a_changed_label_is_found(tmp_path, monkeypatch, name, write, files):
+    found = []
+    for rank, energy in enumerate((0.0, 0.0, 0.5)):
+        (tmp_path / str(rank)).mkdir()
+        monkeypatch.chdir(tmp_path / str(rank))
+        write(Path(name), energy)
+        found.append(content_of(open_run(config_from_dict(tiny_input([name])))))
+    assert difference(found[1], found[0]) == ""
+    assert re.fullmatch(rf"{name}\S*: \S*{files}: other content", difference(found[2], found[0]))
+    assert difference([], found[0]).endswith("frames: none here, 4 on rank 0")
+
+
+def test_a_file_that_is_too_large_to_be_read_whole_is_compared_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(check_cache, "_BYTES_AT_ONCE", 10)
+    contents = [bytes(1000), bytes(1000), bytes(500) + b"x" * 500]
+    for k, content in enumerate(contents):
+        (tmp_path / str(k)).write_bytes(content)
+    one, same, other = (check_cache.content_digest(tmp_path / str(k), most=100) for k in range(3))
+    assert one == same != other
 
 
 def test_the_length_of_a_run_is_reported_in_steps_and_epochs(water_like):

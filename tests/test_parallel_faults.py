@@ -163,6 +163,25 @@ def test_data_that_one_rank_cannot_read_end_all_with_the_file(tmp_path, fault):
     assert "Permission denied" in "".join(said)
 
 
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("have_another_force", "data: set.000/force.npy: other content. "),
+        ("lack_a_frame", "valid: frames: 29 here, 30 on rank 0. "),
+    ],
+)
+def test_a_rank_with_other_data_ends_all_and_names_what_differs(tmp_path, fault, found):
+    codes, said = run(make_run(tmp_path / "run"), "", fault)
+    assert codes == [1, 2]
+    (line,) = said
+    assert line.startswith(f"dp-ema (rank 1): rank 1 on {socket.gethostname()} has other data than rank 0: {found}")
+    assert not list((tmp_path / "run").glob("*.pt"))
+
+
+def test_a_rank_may_read_a_copy_of_the_data(tmp_path):
+    assert run(make_run(tmp_path / "run"), "", "have_a_copy") == ([0, 0], [])
+
+
 def test_frames_that_are_not_finite_are_named_by_the_rank_that_has_them(tmp_path):
     folder = make_run(tmp_path / "run")
     codes, said = run(folder, "", "spoil_frame")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
-from deepmd_ema.data.check_cache import Memory, recall_or_find
+from deepmd_ema.data.check_cache import Memory, content_digest, recall_or_find
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpec
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_BRIDGED_DISTANCE = 0.01  # angstrom; the energy of bridging is finite but for atoms in one place
+_COMPARED_BYTES = 1 << 30  # of one file, about a second; of a larger one every rank compares parts
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
 
@@ -197,6 +200,33 @@ def _files_of(sources: Sequence[FrameSource]) -> dict[Path, None] | None:
             return None
         files |= dict.fromkeys(own)
     return files
+
+
+def content_of(data: Mapping[str, TaskData]) -> list[tuple[str, dict[str, Any]]]:
+    """Return what all ranks must have alike, by the name of each source: its frames, and a digest of each file."""
+    digest = cache(partial(content_digest, most=_COMPARED_BYTES))  # many systems may be in one file
+    return [
+        (
+            source.name,
+            {
+                "frames": source.num_frames,
+                "sizes of frames": hashlib.sha256(np.ascontiguousarray(source.frame_sizes, np.int64)).hexdigest(),
+                # without the folders: each machine may have its own copy
+                **{"/".join(path.parts[-2:]): digest(path) for path in source.files() or ()},
+            },
+        )
+        for source in itertools.chain.from_iterable(itertools.chain(*data.values()))
+    ]
+
+
+def difference(here: Iterable[tuple[str, dict[str, Any]]], there: Iterable[tuple[str, dict[str, Any]]]) -> str:
+    """Return the first difference of :func:`content_of` of this rank from that of rank 0; empty without any."""
+    for (name, mine), (other_name, other) in itertools.zip_longest(here, there, fillvalue=("", dict[str, Any]())):
+        for what in other | mine:
+            if mine.get(what) != other.get(what):
+                values = f"{mine.get(what, 'none')} here, {other.get(what, 'none')} on rank 0"
+                return f"{name or other_name}: {what}: {values if what == 'frames' else 'other content'}"
+    return ""
 
 
 def _spec_of(task: TaskConfig) -> ReadSpec:

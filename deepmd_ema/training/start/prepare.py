@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ from deepmd_ema.data.run import (
     TaskData,
     check_unless_unchanged,
     choose_validation,
+    content_of,
+    difference,
     open_run,
     split_off,
     task_shares,
@@ -113,6 +116,7 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     world.broadcast_from_rank0(open_first)
     with world.all_ranks_ok():
         systems = systems or open_run(config, memories)
+    _check_same_data(world, systems)
     # of rank 0: all ranks have the same frames in each part
     splits = world.broadcast_from_rank0(partial(_choose_validation, config, systems, seed, memories))
     with world.all_ranks_ok():
@@ -141,6 +145,23 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
         "data and neighbors: %.1f s%s, statistics: %.1f s", checked - started, known, time.perf_counter() - checked
     )
     return run
+
+
+def _check_same_data(world: World, systems: Mapping[str, TaskData]) -> None:
+    """Check that each rank reads what rank 0 reads. Must be called by every rank.
+
+    Raises:
+        DataError: on a rank that has other data.
+    """
+    if world.size > 1:
+        here = content_of(systems)
+        there = world.broadcast_from_rank0(lambda: here)
+        with world.all_ranks_ok():
+            if found := difference(here, there):
+                raise DataError(
+                    f"rank {world.rank} on {socket.gethostname()} has other data than rank 0: {found}. All ranks must "
+                    "read the same frames: use a folder that they share, or copy it to each machine again."
+                )
 
 
 def _choose_validation(
