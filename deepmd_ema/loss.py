@@ -237,6 +237,12 @@ class LossOverBatches:
         return self._loss.displayed(torch.dot(self._coefficients, values), errors, counts)
 
 
+def constant_prediction(batch: Batch, bias: Tensor) -> dict[str, Tensor]:
+    """Return the prediction without forces in which each atom of type t has the energy ``bias[t]`` (T,), in eV."""
+    nothing = {name: torch.zeros_like(_label(batch, name)[0]) for name in LABELS if name != HESSIAN}
+    return {**nothing, ENERGY: nothing[ENERGY].index_add(0, batch.atom_frame, bias[batch.atom_type])}
+
+
 def huber(found: Tensor, label: Tensor, delta: float) -> Tensor:
     """Return ``error**2 / 2`` where ``|error| <= delta`` and ``delta * (|error| - delta / 2)`` elsewhere."""
     return huber_loss(found, label, reduction="none", delta=delta)

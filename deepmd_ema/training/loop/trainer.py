@@ -29,7 +29,7 @@ from deepmd_ema.training.loop.averages import describe_averages
 from deepmd_ema.training.loop.cuda_graphs import GraphedSteps
 from deepmd_ema.training.loop.interpolation import InterpolationControl
 from deepmd_ema.training.loop.refit import Refitted
-from deepmd_ema.training.loop.reporter import Reporter
+from deepmd_ema.training.loop.reporter import COMPARED_ROWS, Reporter
 from deepmd_ema.training.loop.saver import Saver
 from deepmd_ema.training.loop.sharding import check_replicas
 from deepmd_ema.training.loop.step import Outcome, Step
@@ -156,6 +156,7 @@ class Trainer:
                 self.callback.on_start(self)
                 check_replicas(self.validator.models, self.world, self.step)
                 self._loop()
+                self.reporter.warn_if_nothing_is_learned(self.step, self.take_step.remedy)
                 self.saver.writer.finish()
             except BaseException as error:
                 was_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
@@ -276,6 +277,7 @@ class Trainer:
             results = self.validator.run(self.step, self.saver, self._is_stopped, entered)
         self._validation_pending = False
         self.reporter.show_validation(self.step, results)
+        self.reporter.warn_if_nothing_is_learned(self.step, self.take_step.remedy, COMPARED_ROWS)
         if (why := self.validator.stopped_early) and self.step < self.num_steps:
             logger.info("early stop after step %d of %d: %s", self.step, self.num_steps, why)
             self.record.early_end, self.num_steps = why, self.step
