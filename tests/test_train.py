@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same, tiny_input, write_system
+from toy_models import SECTIONS
 
 from deepmd_ema import cli
 from deepmd_ema.config import config_summary, load_config
@@ -76,6 +77,15 @@ class InAveragedPassOfStep8(Callback):
 
 def load(path):
     return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("kind", ["se_e2_a", "se_e2_r", "se_atten_v2", "se_e3_tebd"])
+def test_atoms_without_neighbors_are_trained_with_a_number_of_neighbors_that_is_counted(start, tmp_path, kind):
+    atoms = write_system(tmp_path / "atoms", frames=4, natoms=1, pbc=False)
+    descriptor = SECTIONS[kind] | {"sel": "auto", "seed": 1}
+    alone = {"model__descriptor": descriptor, "training__validation_data__systems": [str(atoms)]}
+    folder = start("run", 2, alone, [atoms])
+    assert json.loads((folder / "out.json").read_text())["model"]["descriptor"]["sel"] in (4, [4, 4])
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def _files_of(sources: Sequence[FrameSource]) -> dict[Path, None] | None:
 
 
 def content_of(data: Mapping[str, TaskData]) -> list[tuple[str, dict[str, Any]]]:
-    """Return what all ranks must have alike, by the name of each source: its frames, and a digest of each file."""
+    """Return the content of each source, which all ranks must share: its name, frames, and a digest of each file."""
     digest = cache(partial(content_digest, most=_COMPARED_BYTES))  # many systems may be in one file
     return [
         (

@@ -42,8 +42,12 @@ def is_auto_sel(value: str) -> bool:
 
 
 def auto_sel(max_neighbors: Iterable[int], ratio: float = 1.1) -> list[int]:
-    """Return ``sel`` for the largest numbers of neighbors found: ``ratio`` times, up to a multiple of four."""
-    return [SEL_MULTIPLE * math.ceil(int(n * ratio) / SEL_MULTIPLE) for n in max_neighbors]
+    """Return ``sel`` for the largest numbers of neighbors found: ``ratio`` times, up to a multiple of four.
+
+    Where no atom has a neighbor it is four: sums over neighbors are divided by it.
+    """
+    sel = [SEL_MULTIPLE * math.ceil(int(n * ratio) / SEL_MULTIPLE) for n in max_neighbors]
+    return sel if any(sel) else [SEL_MULTIPLE for _ in sel]
 
 
 def ratio_of(sel: str) -> float:
@@ -96,7 +100,7 @@ def auto_sel_within(sel: int | str, rcut: float, found: NeighborStatistics) -> i
     """Return ``sel`` of neighbors nearer than ``rcut`` with ``auto`` as the number that follows from the data."""
     if not isinstance(sel, str):
         return sel
-    return max(SEL_MULTIPLE, auto_sel([found.max_within(rcut)], ratio_of(sel))[0])  # sums are divided by it
+    return auto_sel([found.max_within(rcut)], ratio_of(sel))[0]
 
 
 def with_sel_of(section: Section, saved: Section, *names: str) -> Section:
