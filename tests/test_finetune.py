@@ -315,6 +315,21 @@ def test_a_descriptor_without_a_type_embedding_takes_another_order_only(desk, ca
     assert train(config, "-t", "first.pt") == 0
 
 
+@pytest.mark.parametrize("options", [[], ["--use-pretrain-script"], ["--model-branch", "RANDOM"]])
+def test_networks_of_elements_with_a_new_element_are_refused_without_advice_that_leads_nowhere(desk, capsys, options):
+    write_system("first", frames=4, seed=5, elements=("H", "O"))
+    config = input_of(["O", "H"], steps=1, descriptor=BY_TYPE, training__training_data__systems=["first"])
+    assert train(config) == 0
+    Path("model.ckpt-1.pt").rename("first.pt")
+    config = input_of(["Na", "H", "O"], steps=1, descriptor={**BY_TYPE, "sel": [9, 24, 24]})
+    capsys.readouterr()
+    assert train(config, "-t", "first.pt", *options) == 2
+    said = capsys.readouterr().err
+    assert "first.pt: elements O H there, Na H O here: its descriptor has networks for each element" in said
+    assert "No option changes that. Train from the start, or fine-tune a model with a type embedding" in said
+    assert not any(word in said for word in ("--use-pretrain-script", "RANDOM", "has length"))
+
+
 def test_a_frozen_model_is_fine_tuned_with_the_sel_of_the_file(trained, desk, capsys):
     frozen = str(desk / "frozen.dp")
     assert cli.main(["convert", str(trained / "model.ckpt.pt"), frozen, "--use-ema"]) == 0

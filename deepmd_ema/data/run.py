@@ -210,7 +210,7 @@ def content_of(data: Mapping[str, TaskData]) -> list[tuple[str, dict[str, Any]]]
             source.name,
             {
                 "frames": source.num_frames,
-                "sizes of frames": hashlib.sha256(np.ascontiguousarray(source.frame_sizes, np.int64)).hexdigest(),
+                "sizes of frames": hashlib.sha256(np.asarray(source.frame_sizes, np.int64).tobytes()).hexdigest(),
                 # without the folders: each machine may have its own copy
                 **{"/".join(path.parts[-2:]): digest(path) for path in source.files() or ()},
             },

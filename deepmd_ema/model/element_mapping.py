@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -90,16 +91,32 @@ def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) 
     return state
 
 
+def check_elements(old: EnergyModel, elements: Iterable[str]) -> None:
+    """Check that a descriptor with networks for each element is taken over with the same elements, in any order.
+
+    Raises:
+        ElementsError: if it is not.
+    """
+    elements = list(map(str, elements))
+    if sorted(elements) != sorted(old.type_map) and _has_networks_of_elements(old.state_dict()):
+        reason = (
+            f"elements {' '.join(old.type_map)} there, {' '.join(elements)} here: its descriptor has networks for each "
+            "element and no type embedding, and is taken over with the same elements only, in any order. No option "
+            "changes that. Train from the start, or fine-tune a model with a type embedding (se_atten_v2, dpa2, dpa3)."
+        )
+        raise ElementsError([reason])
+
+
+def _has_networks_of_elements(names: Iterable[str]) -> bool:
+    found = map(_OF_NETWORK.fullmatch, names)
+    return any(match["nets"].startswith("descriptor.") for match in found if match is not None)
+
+
 def _of_sections(old: EnergyModel, new: EnergyModel, places: Places, have: dict[str, Tensor]) -> list[str]:
     """Return the mistake where each element has a network and a section of slots of its own."""
-    nets = {match["nets"] for match in map(_OF_NETWORK.fullmatch, have) if match is not None}
-    if not any(part.startswith("descriptor.") for part in nets):
+    if not _has_networks_of_elements(have):
         return []
-    if None in places or len(places) != len(old.type_map):
-        return [
-            f"elements {' '.join(old.type_map)} there, {' '.join(new.type_map)} here: a descriptor without a type "
-            "embedding can be taken over with the same elements only, in any order"
-        ]
+    check_elements(old, new.type_map)
     problems = []
     for (prefix, there), here in zip(_layouts(old).items(), _layouts(new).values(), strict=True):
         sel = [there.sel[place] for place in places if place is not None] if there.by_type else []

@@ -132,7 +132,7 @@ class Reporter:
             for name in (name for name in self.curves if name != LIVE):
                 assert self._bank is not None
                 with self._bank.swapped_in(name):
-                    predict = partial(_prediction, task)
+                    predict: Predict = partial(_prediction, task)
                     rows[name] = self._values_of_step(task, batches, rate, predict), self._mean_values(display, rate)
         for name, (of_train, of_valid) in rows.items():
             if (file := self.curves.get(name)) is not None:

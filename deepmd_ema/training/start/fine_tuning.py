@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from deepmd_ema.config import ModelConfig, RunConfig, to_dict
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.infer.load import LoadedModel
-from deepmd_ema.model.element_mapping import ElementsError, carried_over
+from deepmd_ema.model.element_mapping import ElementsError, carried_over, check_elements
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.training.start.from_weights import report_differences
@@ -110,6 +110,8 @@ class FineTune(Start):
         if source.config.type == "linear_ener":
             self._refuse_other_elements(elements, section, f"the parts of {self.path} are for")
             return {**given, "type_map": type_map, **{name: section[name] for name in ("type", "models", "weights")}}
+        if isinstance(elements, list):
+            self._check_elements(task, elements)
         by_number = [path for n in source.taken for path in _given(section[n], ("exclude_types", "atom_ener"), n)]
         if by_number:
             what = f"{', '.join(by_number)} of {self.path} counts elements by number in"
@@ -128,6 +130,12 @@ class FineTune(Start):
                 f"--use-pretrain-script: {what} type_map = {section['type_map']}, and it is another here. Write the "
                 "section model into the input (`dp-ema show --config` prints it)."
             )
+
+    def _check_elements(self, task: str, elements: Iterable[str]) -> None:
+        try:
+            check_elements(self.sources[task].loaded.model, elements)
+        except ElementsError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with ``sel`` as in the file where the input leaves it open and it fits.
@@ -189,6 +197,7 @@ class FineTune(Start):
 
     def _load(self, task: str, model: EnergyModel) -> None:
         source = self.sources[task]
+        self._check_elements(task, model.type_map)
         try:
             model.load_state_dict(carried_over(source.loaded.model, model, with_fitting=not source.fresh_fitting))
         except ElementsError as error:
