@@ -11,6 +11,7 @@ from helpers import tiny_input, write_system
 from deepmd_ema.cli.main import main
 from deepmd_ema.config import load_config
 from deepmd_ema.run_check.check import RunCheck
+from deepmd_ema.training.loop.trainer import Callback
 from deepmd_ema.training.run import run_training
 
 VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 4, "full_val_start": 0.0,
@@ -165,6 +166,28 @@ def test_the_planned_files_are_those_of_the_run(write, optimizer):
             )
     left = {path for path in Path().rglob("*") if path.is_file() and not path.is_symlink()} - seen
     assert {path.parts[0] for path in left} == {".dp-ema.checked", "data", "valid", "input.json"}
+
+
+def test_steps_of_an_epoch_of_several_tasks_are_those_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = tiny_input([write_system("data", frames=10, natoms=4, seed=1)], num_steps=1)
+    model, data = values.pop("model"), {"training_data": {"systems": ["data"], "batch_size": 1}}
+    values["training"] = {name: value for name, value in values["training"].items() if name != "training_data"}
+    values["training"] |= {"data_dict": {"a": data, "b": data}, "model_prob": {"a": 0.3, "b": 0.7}}
+    loss = values.pop("loss")
+    values["loss_dict"] = {"a": loss, "b": loss}
+    Path("input.json").write_text(json.dumps({**values, "model": {"model_dict": {"a": model, "b": model}}}))
+    check = RunCheck(load_config("input.json"))
+    check.read_data()
+    found = []
+
+    class Look(Callback):
+        def on_start(self, trainer):
+            found.append(trainer.tasks.steps_per)
+
+    run_training("input.json", device="cpu", callback=Look())
+    assert found == [check.steps_per]
+    assert check.steps_per["epochs"] == 34
 
 
 def test_memory_and_disk_grow_with_the_model_and_its_averages(write):

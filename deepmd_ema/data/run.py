@@ -333,6 +333,21 @@ def steps_for_epochs(tasks: Iterable[tuple[float, float, Sampler]], accumulate: 
     return max(steps_with_share(number, share * accumulate) for number, share in numbers)
 
 
+def steps_per_unit(tasks: Iterable[tuple[float, int, float]], accumulate: int) -> dict[str, float]:
+    """Return the steps of each unit in which lengths of averages are given.
+
+    In those of an epoch every task has, on average, seen all of its frames at least once.
+
+    Args:
+        tasks: share of the steps, batches of an epoch, and mean number of frames in a step, of each.
+        accumulate: batches of a step.
+    """
+    drawn = [task for task in tasks if task[0]]
+    batches = max(steps_with_share(number, share) for share, number, _ in drawn)
+    frames = sum(share * number for share, _, number in drawn)
+    return {"steps": 1.0, "frames": 1 / frames, "epochs": batches / accumulate}
+
+
 def steps_with_share(number: int, share: float) -> int:
     """Return after how many steps of the run a task that has ``share`` batches in each on average had ``number``."""
     return math.ceil(number / share * (1 - 1e-12))  # a share is rounded

@@ -20,6 +20,7 @@ from deepmd_ema.data.run import (
     open_run,
     run_length,
     split_off,
+    steps_per_unit,
     with_neighbors,
 )
 from deepmd_ema.data.split import Split, find_near_copies
@@ -163,9 +164,8 @@ class RunCheck:
         """Steps of one of the units in which lengths of averages are given; empty while they are not known."""
         if not self.lengths:
             return {}
-        frames = sum(of.share * of.frames for of in self.lengths.values())
-        batches = round(max(of.batches / of.share for of in self.lengths.values() if of.share))
-        return {"steps": 1.0, "frames": 1 / frames, "epochs": batches / self.config.training.accumulate}
+        each = [(of.share, of.batches, of.frames) for of in self.lengths.values()]
+        return steps_per_unit(each, self.config.training.accumulate)
 
     @property
     def unused(self) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config import RunConfig
 from deepmd_ema.data.loader import PREFETCH, Loader, Pad
-from deepmd_ema.data.run import steps_for_epochs, steps_with_share
+from deepmd_ema.data.run import steps_for_epochs, steps_per_unit
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.world import World
@@ -164,13 +164,14 @@ class TaskMixture:
     @property
     def steps_per_epoch(self) -> float:
         """Steps in which every task has, on average, seen all of its frames at least once."""
-        batches = max(steps_with_share(sampler.batches_per_epoch, share) for share, sampler in self._shares if share)
-        return batches / self._accumulate
+        return self.steps_per["epochs"]
 
     @property
     def steps_per(self) -> dict[str, float]:
         """Steps of one of the units in which lengths of averages are given."""
-        return {"steps": 1.0, "frames": 1 / self.frames_per_step, "epochs": self.steps_per_epoch}
+        accumulate = self._accumulate
+        each = [(share, of.batches_per_epoch, accumulate * of.frames_per_step) for share, of in self._shares]
+        return steps_per_unit(each, accumulate)
 
     def num_steps(self, config: RunConfig) -> int:
         """Return the steps of a run: as given, or those of the passes over the data of each task."""
