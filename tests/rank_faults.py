@@ -67,7 +67,7 @@ def start_rank(folder, environ, fault="", words=("train", "input.json", "--devic
         for number in (1, 2):
             os.dup2(said, number)
         # of pytest's until now
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))  # noqa: SIM115
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
         os.environ.update({name: value for name, value in environ.items() if value})
@@ -121,6 +121,11 @@ def die():
 def hang():
     """Wait for ever after a step, as the main thread does in a collective of NCCL."""
     _after_step(lambda: time.sleep(1e6))
+
+
+def be_stopped():
+    """Be sent SIGSTOP after a step."""
+    _after_step(lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def die_in_validation():
@@ -422,7 +427,8 @@ def _note():
 FAULTS = {
     act.__name__: act
     for act in (
-        fail, die, hang, die_in_validation, die_at_start, die_early, die_at_the_rendezvous, be_terminated_at_start,
+        fail, die, hang, be_stopped, die_in_validation, die_at_start, die_early, die_at_the_rendezvous,
+        be_terminated_at_start,
         be_terminated_at_the_rendezvous, ask_to_stop, ask_in_validation,
         ask_often, run_out_of_time, lose_folder_at_start, lose_file, lose_input, spoil_frame, fill_disk, be_quick,
         have_a_copy, have_another_force, lack_a_frame,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -15,7 +16,7 @@ from parallel_runs import free_port, launcher_environment
 from rank_faults import AT_STEP, HELD_UP_S, LAST, SAVE_EVERY, last_words, make_run, start_rank, wait_for
 
 from deepmd_ema.cli import main
-from deepmd_ema.dist import rendezvous
+from deepmd_ema.dist import peer_watch, rendezvous
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.errors import UserError
 from deepmd_ema.locks import locked
@@ -273,6 +274,18 @@ def test_a_rank_that_is_ended_while_it_waits_for_another_one_ends_soon(tmp_path)
 
 def test_ranks_that_are_held_up_are_waited_for(tmp_path):
     assert run(make_run(tmp_path / "run"), "leave_late", "come_late meet_late") == ([0, 0], [])
+
+
+def test_a_rank_that_is_stopped_is_named_while_the_others_wait_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_watch, "BEAT_INTERVAL_S", 0.5)
+    folder = make_run(tmp_path / "run")
+    pids, log, began = start(folder, ["", "be_stopped"]), folder / "reported.txt", time.monotonic()
+    while "waiting for rank 1" not in log.read_text() and time.monotonic() < began + LIMIT_S:
+        time.sleep(0.1)
+    os.kill(pids[1], signal.SIGCONT)
+    assert wait_for(pids, LIMIT_S) == [0, 0], log.read_text()
+    line = rf"waiting for rank 1 \(process {pids[1]} on \S+\) for 0.033 min: it is stopped, or cannot be reached"
+    assert re.search(line, log.read_text())
 
 
 def test_two_runs_of_several_ranks_in_one_folder_are_reported_once(tmp_path):

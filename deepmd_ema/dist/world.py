@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.dist.launch import ADDRESS, Launch
-from deepmd_ema.dist.peer_watch import watched_peers
+from deepmd_ema.dist.peer_watch import heard_peers, watched_peers
 from deepmd_ema.dist.rendezvous import cause_of, ends_at_once, is_peer_lost, join_ranks
 from deepmd_ema.errors import RankLostError, UserError
 from deepmd_ema.allocator import keep_freed_memory
@@ -188,7 +188,8 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
             ) from error
         world = World(**vars(launch), device=chosen, cpu_group=cpu_group, long_timeout_group=long_timeout_group)
         default_group = dist.group.WORLD
-        with watched_peers(rendezvous, launch) if cuda and launch.size > 1 else nullcontext():
+        watched = watched_peers(rendezvous, launch) if cuda and launch.size > 1 else nullcontext()
+        with heard_peers(rendezvous, launch), watched:
             yield world
         # Not after an error: other ranks may have ended, and this would wait for them.
         dist.destroy_process_group()
