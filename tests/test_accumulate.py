@@ -44,8 +44,9 @@ def frames_of_different_sizes():
     return labelled, [random_frame(rng, n, types=f["types"]) for n, f in zip(sizes, labelled)]
 
 
+@pytest.mark.parametrize("frames_of_parts", [([0, 1], [2], [3]), ([0], [2])])  # the latter: one frame has an energy
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradients_of_batches_add_up_to_that_of_all_their_frames(name):
+def test_gradients_of_batches_add_up_to_that_of_all_their_frames(name, frames_of_parts):
     labelled, guess = frames_of_different_sizes()
     config = Config(**LOSSES[name])
     loss = EnergyLoss(config, 1e-3, World())
@@ -54,10 +55,10 @@ def test_gradients_of_batches_add_up_to_that_of_all_their_frames(name):
         batch = flat_batch([labelled[k] for k in frames], names=config.labels)
         return batch, {k: v.requires_grad_() for k, v in predicted([guess[k] for k in frames], batch).items()}
 
-    batch, prediction = evaluated(range(4))
+    batch, prediction = evaluated([k for frames in frames_of_parts for k in frames])
     total, shown = loss(prediction, batch, 7e-4)
     total.backward()
-    parts = [evaluated(frames) for frames in ([0, 1], [2], [3])]
+    parts = [evaluated(frames) for frames in frames_of_parts]
     whole = LossOverBatches(loss, [part for part, _ in parts], 7e-4)
     shares = [whole.add(own, part) for part, own in parts]
     sum(shares).backward()
