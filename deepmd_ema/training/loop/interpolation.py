@@ -28,7 +28,7 @@ MIN_NUMBERS_PER_SITE = 3000  # of layers, from which on "auto" uses series (deci
 class InterpolationControl:
     """The series of the models of a run.
 
-    Each evaluation extends a series that is too short for it, so that errors are bounded whatever is chosen here. The
+    Each evaluation extends a series that is too short for it, so that errors are small whatever is chosen here. The
     length with which evaluations begin follows what those since the last check needed: only their time depends on it.
     It is the same on all ranks, and after a restart that of the run without a break.
 
