@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from helpers import toy_frame, write_system
 
 from deepmd_ema import proposal
@@ -277,3 +278,19 @@ def test_data_that_nothing_can_be_learned_from_end_in_one_message(content, messa
     assert message in printed.err
     assert printed.err.count("\n") == 1
     assert not Path("input.yaml").exists()
+
+
+@pytest.mark.slow
+def test_the_advice_of_posthoc_fits_into_the_input_as_it_is(capsys):
+    write_extxyz("frames.xyz", frames_of("liquid"))
+    assert main(["init", "frames.xyz", "--size", "S", "--steps", "3"]) == 0
+    assert main(["train", "input.yaml", "--device", "cpu"]) == 0
+    capsys.readouterr()
+    assert main(["posthoc", "."]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    advice = said[said.index('"averaging": [') : said.index("]; snapshot_freq") + 1]
+    values = yaml.safe_load(Path("input.yaml").read_text())
+    values["training"] |= {"save_freq": 1, **json.loads(f"{{{advice}}}")}
+    Path("input.yaml").write_text(yaml.safe_dump(values))
+    assert main(["train", "input.yaml", "--device", "cpu"]) == 0
+    assert main(["posthoc", "."]) == 0, capsys.readouterr().err

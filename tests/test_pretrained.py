@@ -70,7 +70,7 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self):
         content, kind = self.server.content, self.path.strip("/")
-        self.server.asked.append(kind)
+        self.server.requested.append(kind)
         if kind == "missing":
             self.send_error(404)
             return
@@ -91,7 +91,7 @@ def server(home, monkeypatch):
     """A server with the weights of a run, and a function that publishes a model at some of its paths."""
     content = write_run(home / "run")[0].read_bytes()
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        server.content, server.asked = content, []
+        server.content, server.requested = content, []
 
         def publish(*paths):
             urls = tuple(f"http://127.0.0.1:{server.server_port}/{path}" for path in paths)
@@ -135,9 +135,9 @@ def test_a_server_that_does_not_answer_is_one_line(server, home, monkeypatch, ca
 def test_addresses_are_tried_in_turn_until_the_digest_is_right(server, last):
     server.publish("missing", "wrong", last, "never")
     assert download("Known-1M").read_bytes() == server.content
-    assert server.asked == ["missing", "wrong", last]
+    assert server.requested == ["missing", "wrong", last]
     download("Known-1M")
-    assert len(server.asked) == 3  # the file was there
+    assert len(server.requested) == 3  # the file was there
 
 
 @pytest.mark.parametrize("words", [["download", "Known-1M", "--cache-dir"], ["Known-1M", "-o"]])
@@ -160,5 +160,5 @@ def test_fine_tuning_downloads_a_model_by_its_name(server, home, capsys):
     Path("input.json").write_text(json.dumps(tiny_input(["data"], num_steps=1)))
     words = ["--finetune", "Known-1M", "--use-pretrain-script"]
     assert cli.main(["train", "input.json", "--device", "cpu", *words]) == 0, capsys.readouterr().err
-    assert server.asked == ["right"]
+    assert server.requested == ["right"]
     assert (pretrained.DOWNLOADS / "known.pt").is_file()

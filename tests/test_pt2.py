@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 import zipfile
 from copy import deepcopy
@@ -263,6 +264,21 @@ def test_it_says_which_weights_it_holds_and_gives_them_back(run, compiled, tmp_p
         "nlist",
         False,
     )
+
+
+def test_freezing_says_that_it_takes_a_minute_and_nothing_of_torch(run, tmp_path, monkeypatch, caplog):
+    def compiling(*_, **how):
+        warnings.warn("do not use", FutureWarning, stacklevel=1)
+        shutil.copyfile(tmp_path / "empty.zip", how["package_path"])
+
+    with zipfile.ZipFile(tmp_path / "empty.zip", "w"):
+        monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiling)
+    monkeypatch.setattr(pt2, "_exported", lambda *_: None)
+    loaded = load_model(run[0])
+    with caplog.at_level("INFO"), warnings.catch_warnings(record=True) as caught:
+        pt2.write_pt2(tmp_path / "m.pt2", loaded.model, loaded.config, {"model_def_script": {}}, torch.device("cpu"))
+    assert not caught
+    assert caplog.messages == [f"compiling {tmp_path / 'm.pt2'}, which takes about a minute"]
 
 
 def test_torch_alone_runs_it(run, compiled):

@@ -365,4 +365,4 @@ def test_wrong_use_ends_in_one_line_and_changes_nothing(runs, words, message, ca
 def test_the_last_lines_of_a_run_name_the_report(runs, caplog):
     caplog.set_level("INFO")
     train_in(runs / "again", one_task())
-    assert re.search(r"next +dp-ema report\n +next +dp-ema freeze", caplog.text)
+    assert re.search(r"next +dp-ema report +\(errors and parity of the frames .*\n +next +dp-ema freeze", caplog.text)

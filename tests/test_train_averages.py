@@ -367,6 +367,15 @@ def test_the_log_names_averaged_files_like_the_others_and_says_how_far_each_look
     assert "late: decay 0.357143, looks back " in words
 
 
+def test_windows_of_averages_that_have_not_changed_are_logged_once(start, caplog):
+    with caplog.at_level("INFO"):
+        start("run", 20, {"training__averaging": [{"name": "slow", "decay": 0.1, "warmup": False}],
+                          "training__enable_ema": False, "training__save_freq": 5,
+                          "validating__ema_full_validation": False})  # fmt: skip
+    said = [message for message in caplog.messages if message.startswith("averages of step")]
+    assert said == ["averages of step 5: slow: decay 0.1, looks back 0.1 steps on average"]
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True

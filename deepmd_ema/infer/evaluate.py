@@ -70,16 +70,17 @@ class ErrorReport:
         lines = [f"{self.info.path}: {self.info.describe()}"]
         for name, errors in systems.items():
             lines += ["# ---------------output of dp-ema test----------- ", f"# testing system : {name}"]
-            lines += [f"# number of test data : {errors.summary()['num_frames']:.0f} ", *_error_lines(errors), _LINE]
+            lines.append(f"# number of test data : {errors.summary()['num_frames']:.0f} ")
+            lines += [*_error_lines(errors), _LINE] if len(systems) > 1 else []  # those of one system follow
         lines += ["# ----------weighted average of errors----------- ", f"# number of systems : {len(systems)}"]
         lines += [*_error_lines(self.total), _LINE]
-        # in the units of the lines above, which are those of DeePMD-kit
-        for table in (*self.groups(), self.forces_by_element(milli=False), self.worst(milli=False)):
+        # the lines above, which scripts read, are in the units of DeePMD-kit
+        for table in (*self.groups(), self.forces_by_element(), self.worst()):
             lines += [*render(table, "# "), _LINE] if table.rows else []
         return "\n".join(lines)
 
     def groups(self) -> list[Table]:
-        """Return errors by kind of calculation and by composition, in eV, where there are several; the worst first."""
+        """Return errors by kind of calculation and by composition, where there are several; the worst first."""
         kinds = {name: source.kinds for name, source in self.systems.items()}
 
         def kind_of(frame: FrameResult) -> str:
@@ -98,11 +99,12 @@ class ErrorReport:
         # those without the label last
         order = sorted(groups.items(), key=lambda item: -np.nan_to_num(item[1].metric(by), nan=-1.0))[:MAX_GROUPS]
         errors = [(quantity, kind) for quantity in shown for kind in ("MAE", "RMSE")]
+        factors = {quantity: METRICS[quantity].display_factor for quantity in shown}
         rows: list[list[float | str]] = [
-            [name, of.summary()["num_frames"], *(of.metric(f"{quantity}:{kind}") for quantity, kind in errors)]
+            [name, of.summary()["num_frames"], *(factors[q] * of.metric(f"{q}:{kind}") for q, kind in errors)]
             for name, of in order
         ]
-        columns = [Column(f"{quantity} {kind}", METRICS[quantity].unit_symbol, ".6f") for quantity, kind in errors]
+        columns = [Column(f"{quantity} {kind}", METRICS[quantity].display_unit, ".3f") for quantity, kind in errors]
         more = f", the {MAX_GROUPS} of largest error of {len(groups):,}" * (len(groups) > MAX_GROUPS)
         return Table(f"# errors by {title}{more}", (Column(title), Column("frames", "", ".0f"), *columns), rows)
 
@@ -147,30 +149,28 @@ class ErrorReport:
             "Virial": (*pair(VIRIAL, True), "eV/atom"),
         }
 
-    def forces_by_element(self, milli: bool = True) -> Table:
-        """Return the errors of the forces on the atoms of each element that has some, in meV or eV."""
-        unit, factor, spec = _display(METRICS["F"], milli)
+    def forces_by_element(self) -> Table:
+        """Return the errors of the forces on the atoms of each element that has some, in meV/Å."""
+        unit, factor = METRICS["F"].display_unit, METRICS["F"].display_factor
         rows = []
         for name, errors in zip(self.type_map, force_errors_by_type(self.frames, len(self.type_map))):
             if atoms := errors.summary()["num_atoms"]:
                 rows.append((name, atoms, factor * errors.metric("F:MAE"), factor * errors.metric("F:RMSE")))
-        numbers = (Column("atoms", "", ".0f"), Column("F MAE", unit, spec), Column("F RMSE", unit, spec))
+        numbers = (Column("atoms", "", ".0f"), Column("F MAE", unit, ".3f"), Column("F RMSE", unit, ".3f"))
         return Table("# forces by element", (Column("element"), *numbers), rows)
 
-    def worst(self, milli: bool = True) -> Table:
-        """Return the frames of largest force error (energy error without forces), in meV or eV, and where they are."""
+    def worst(self) -> Table:
+        """Return the frames of largest force error (energy error without forces), in meV, and where they are."""
         metric, by = ("F:RMSE", "force") if any(FORCE in frame.label for frame in self.frames) else ("E:RMSE", "energy")
         frames = worst_frames(self.frames, metric, WORST)
-        shown = {name: _display(METRICS[name], milli) for name in "FE"}
         rows: list[list[float | str]] = []
         for frame in frames if len(frames) > 1 else ():
             place = self.systems[frame.source[0]].where(frame.source[1])
-            errors = [factor * frame.errors.metric(f"{name}:RMSE") for name, (_, factor, _) in shown.items()]
+            errors = [METRICS[name].display_factor * frame.errors.metric(f"{name}:RMSE") for name in "FE"]
             rows.append([*errors, f"{place.file} frame {place.frame}"])
-        units = [(unit, spec) for unit, _, spec in shown.values()]
-        columns = (Column("F RMSE", *units[0]), Column("E error", *units[1]))
+        force, energy = (Column(title, METRICS[title[0]].display_unit, ".3f") for title in ("F RMSE", "E error"))
         title = f"# the {len(rows)} frames of largest {by} error (frames count from 0)"
-        return Table(title, (*columns, Column("where")), rows)
+        return Table(title, (force, energy, Column("where")), rows)
 
 
 def measure(
@@ -352,11 +352,6 @@ def describe_composition(atom_type: NDArray[Any], type_map: Sequence[str]) -> st
     """Return the formula of a frame, such as ``H8 C5 O2``."""
     counts = np.bincount(atom_type, minlength=len(type_map))
     return " ".join(f"{name}{n}" for name, n in zip(type_map, counts) if n)
-
-
-def _display(quantity: Quantity, milli: bool) -> tuple[str, float, str]:
-    """Return the unit of an error, the factor that brings it there from eV, and its format."""
-    return (quantity.display_unit, quantity.display_factor, ".3f") if milli else (quantity.unit_symbol, 1.0, ".6f")
 
 
 def _error_lines(errors: Errors) -> list[str]:

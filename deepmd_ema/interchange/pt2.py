@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import tempfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -32,6 +34,8 @@ from deepmd_ema.model.extended_model import ExtendedModel
 from deepmd_ema.model.tabulated import seal
 
 # F frames, N atoms of a frame, E atoms of a frame and images of them, L slots as given
+
+logger = logging.getLogger(__name__)
 
 _FACTS = "model/extra/metadata.json"  # names of DeePMD-kit
 _SCRIPT = "model/extra/model_def_script.json"
@@ -90,7 +94,9 @@ def write_pt2(
     facts = {**metadata(model, config), _DEVICE: device.type}
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "model.pt2"  # the name is that of the folder in the package
-        with _failures_as_messages(path, config):
+        logger.info("compiling %s, which takes about a minute", path)
+        with _failures_as_messages(path, config), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch about its own calls
             exported = _exported(model, config, device)
             torch._inductor.aoti_compile_and_package(exported, package_path=str(made), inductor_configs=_OPTIONS)
         with zipfile.ZipFile(made, "a") as package:

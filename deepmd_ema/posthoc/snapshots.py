@@ -21,8 +21,9 @@ from deepmd_ema.tensors import check_weights
 
 KIND = "snapshot"
 HOW_TO_KEEP = (
-    'Train with training.averaging: [{"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": true}, {"name": '
-    '"p10", "type": "power", "sigma_rel": 0.10, "snapshots": true}]; snapshot_freq says how often (default: save_freq).'
+    'Train with these in the section training, beside enable_ema where it is: "averaging": [{"name": "p05", "type": '
+    '"power", "sigma_rel": 0.05, "snapshots": true}, {"name": "p10", "type": "power", "sigma_rel": 0.10, "snapshots": '
+    "true}]; snapshot_freq says how often (default: save_freq)."
 )
 MAX_BYTES = 2 << 30  # of sums held at once; more widths than fit take another pass over the files
 

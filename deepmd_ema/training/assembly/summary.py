@@ -178,7 +178,8 @@ def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -
         head = ["--head", validated[0]] * bool(heads)
         words = ["dp-ema", "test", "-m", model, *head, "--valid-data", trainer.input_file, "--plot"]
         pairs.append(("next", command(*words)))
-    pairs.append(("next", "dp-ema report"))
+    split = any(task.data.validation_fraction is not None for task in config.tasks.values())
+    pairs.append(("next", "dp-ema report" + "  (errors and parity of the frames that were split off)" * split))
     pairs.append(("next", command("dp-ema", "freeze", "-c", model, *(["--head", heads[0]] if heads else []))))
     return facts(f"trained model: {saver.link}", pairs)
 

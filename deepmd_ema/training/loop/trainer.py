@@ -141,6 +141,7 @@ class Trainer:
     is_out_of_time: bool = False
     _validation_pending: bool = False
     _saved: int = -1
+    _windows: str = ""
 
     def run(self) -> None:
         """Train from the current step to ``num_steps``, or until the time is over.
@@ -296,7 +297,10 @@ class Trainer:
         check_replicas(self.validator.models, self.world, self.step)
         words = ""
         if self.bank is not None:
-            words = f"averages of step {self.step:,}: {describe_averages(self.bank)}"
+            words = describe_averages(self.bank)
+            # the windows of most averages stay the same once their warm-up is over
+            words, self._windows = words * (words != self._windows), words
+            words = f"averages of step {self.step:,}: {words}" if words else ""
         with self.times.of("checkpoint"):
             self.saver.save(self.step, self.state_dict, refitted, words)
         self._saved = self.step
