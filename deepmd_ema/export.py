@@ -19,7 +19,7 @@ from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError, command, counted
-from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
+from deepmd_ema.files import MODEL_FILE, check_output, refuse_inputs
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, ModelFile, load_model, load_models
 from deepmd_ema.interchange import deepmd_kit
 from deepmd_ema.model.energy import EnergyModel
@@ -170,7 +170,7 @@ def freeze(
         CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
     """
     path = _target(Path(output), option)
-    refuse_to_lose(path, option, MODEL_FILE, [loaded.info.path])
+    check_output(path, option, MODEL_FILE, [loaded.info.path])
     info, compiled = loaded.info, path.suffix == COMPILED_SUFFIX
     only_here = _only_here(path, loaded.model, loaded.config)
     _refuse_options(path, device, compress, program)
@@ -251,7 +251,7 @@ def compress(source: Path, target: Path, device: str | None = None, program: str
     if source.suffix.lower() == COMPILED_SUFFIX:
         return freeze(load_model(source), target, device=device, compress=True, program=program).text()
     _refuse_options(target, device, None, program)
-    refuse_to_lose(target, "-o", MODEL_FILE, [source])
+    check_output(target, "-o", MODEL_FILE, [source])
     _check_folder(target, "-o")
     kit = deepmd_kit.find_deepmd_kit(target, program)
     flag = "--pt" if target.suffix.lower() == ".pth" else "--pt-expt"
@@ -391,7 +391,7 @@ def _write_weights(loaded: LoadedModel, path: Path) -> Frozen:
 
     head = checkpoint.payload_head("weights", info.weights, info.step, info.config, info.min_nbor_dist)
     facts = {name: dict(fact) for name, fact in (("average", info.average), ("bias", info.bias)) if fact}
-    checkpoint.save(path, {**head, **facts, "model": dict(loaded.model.state_dict())}, check=read_back)
+    checkpoint.save(path, {**head, **facts, "model": dict(loaded.model.state_dict())}, check=read_back, option="OUT")
     return Frozen(path, f"{info.describe()}, from {info.path}", path.stat().st_size, difference)
 
 

@@ -169,6 +169,28 @@ def append(path: Path, text: str, anew: bool = False) -> None:
             file.write(text)
 
 
+class _NotWrittenError(Exception):
+    """A file is not to be written after all."""
+
+
+def check_output(path: str | Path, option: str, kind: Kind, inputs: Iterable[str | Path | None] = ()) -> None:
+    """Check that the system lets a file be written, and that nothing is lost then: call it before the work.
+
+    Args:
+        path: see :func:`refuse_to_lose`, as for the other arguments.
+        option: what names it, for the message.
+        kind: what will be written.
+        inputs: files that the command reads.
+
+    Raises:
+        UserError: if the system refuses to write, or an input or a file of another kind is there.
+    """
+    refuse_to_lose(path, option, kind, inputs)
+    with suppress(_NotWrittenError), atomic_write(path, f"Or choose another {option}.") as part:
+        part.write_bytes(b"x")
+        raise _NotWrittenError
+
+
 def refuse_to_lose(path: str | Path, option: str, kind: Kind, inputs: Iterable[str | Path | None] = ()) -> None:
     """Check that nothing is lost when a file of ``kind`` is written to ``path``: call it before the work.
 

@@ -235,7 +235,7 @@ BAD_PLACES = {
     "no permission": (
         lambda: None,
         {"training__save_dir": "/proc/here"},
-        ["training.save_dir: /proc/here: cannot write here (", "let training.save_dir name one."],
+        ["training.save_dir: /proc/here: cannot write here (", "let training.save_dir name another folder."],
     ),
     "several": (
         lambda: Path("out").write_text(""),

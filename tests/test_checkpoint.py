@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 import zipfile
 from pathlib import Path
 from unittest.mock import Mock
@@ -280,6 +281,17 @@ def test_a_folder_that_cannot_be_written_is_reported_before_training(here):
         checkpoint.ensure_writable(here / "file" / "deep")
     with pytest.raises(CheckpointError, match=r"could not be written. Reason: File exists"):
         checkpoint.save(here / "file" / "m.pt", payload())
+
+
+@pytest.mark.parametrize(("option", "more"), [("", ""), ("-o", ", or let -o name another folder")])
+def test_a_full_disk_is_reported_before_training_with_what_to_do(here, monkeypatch, option, more):
+    def full(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    message = rf"{here}: cannot write here \(No space left on device\). Make room on the disk{more}.$"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.ensure_writable(here, option)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

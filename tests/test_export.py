@@ -152,7 +152,7 @@ def test_a_difference_that_is_no_number_is_refused(run, tmp_path, monkeypatch):
 
 def test_a_place_that_cannot_be_written_is_an_error(run, tmp_path):
     (tmp_path / "m.dp").mkdir()
-    with pytest.raises(WriteError, match=r"m.dp: cannot be written \(Is a directory\).*Choose another -o"):
+    with pytest.raises(WriteError, match=r"m.dp: cannot be written \(Is a directory\).*hoose another -o"):
         freeze(load_model(run[0]), tmp_path / "m.dp")
 
 

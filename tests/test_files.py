@@ -11,7 +11,7 @@ import pytest
 
 from deepmd_ema import files
 from deepmd_ema.errors import UserError, WriteError, os_error_message
-from deepmd_ema.files import CSV, JSON, PICTURE, append, atomic_write, link, move, refuse_to_lose, sync
+from deepmd_ema.files import CSV, JSON, PICTURE, append, atomic_write, check_output, link, move, refuse_to_lose, sync
 from deepmd_ema.seeds import seed_for
 
 BLOCKS = """
@@ -171,6 +171,21 @@ def test_only_a_file_of_the_same_kind_is_written_over(tmp_path):
     refuse_to_lose(tmp_path / "link.json", "-o", JSON)
     with pytest.raises(UserError, match=r"-o .*link.json: this is .*input.json, which the command reads"):
         refuse_to_lose(tmp_path / "link.json", "-o", JSON, [None, tmp_path / "input.json"])
+
+
+def test_a_place_that_cannot_be_written_is_reported_before_the_work(tmp_path, monkeypatch):
+    for name, phrase in (("gone/x.json", "No such file"), ("", "Is a directory")):
+        with pytest.raises(WriteError, match=rf"{name}: cannot be written \({phrase}.*Or choose another -o\.$"):
+            check_output(tmp_path / name, "-o", JSON)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    message = r"x.json: cannot be written \(No space left on device\). Make room on the disk. Or choose another -o.$"
+    with pytest.raises(WriteError, match=message):
+        check_output(tmp_path / "x.json", "-o", JSON)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -344,6 +344,12 @@ def test_without_matplotlib_the_command_that_installs_it_is_named(runs, capsys, 
     assert not Path("report.html").exists()
 
 
+def test_a_page_that_cannot_be_written_is_reported_before_the_work(runs, monkeypatch, capsys):
+    monkeypatch.setattr("deepmd_ema.run_report.errors.evaluate", lambda *_: pytest.fail("the work was begun"))
+    assert main(["report", "run", "-o", "gone/report.html"]) == 2
+    assert "gone/report.html: cannot be written (No such file or directory)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -64,6 +64,7 @@ def save(
     payload: Mapping[str, Any],
     fallback: Path | None = None,
     check: Callable[[Path], None] | None = None,
+    option: str = "training.save_dir",
 ) -> None:
     """Write ``payload`` to ``path`` in one move, with a digest of it; nothing may change its tensors meanwhile.
 
@@ -72,12 +73,13 @@ def save(
         payload: primitive containers, numbers, strings and tensors.
         fallback: an older checkpoint, named in the message when the writing fails.
         check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
+        option: what names the place, for the message.
 
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written; an older file of that name is kept.
     """
     path = Path(path)
-    with _writing(path, fallback):
+    with _writing(path, fallback, option):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as part:
             write_archive(part, payload)
@@ -224,12 +226,10 @@ def ensure_writable(folder: str | Path, option: str = "") -> None:
         with tempfile.TemporaryFile(dir=folder) as probe:  # without a name: a kill here leaves nothing
             probe.write(b"x")
     except OSError as error:
-        place, remedy = (f"{option}: ", f", or let {option} name one") if option else ("", "")
+        place, more = (f"{option}: ", f", or let {option} name another folder") if option else ("", "")
         reason = "a file of that name is in the way" if folder.is_file() else reason_of(error)
-        raise CheckpointError(
-            f"{place}{folder.absolute()}: cannot write here ({reason}). Start the run in a folder that you may write "
-            f"to{remedy}."
-        ) from error
+        remedy = "Make room on the disk" if is_disk_full(error) else "Use a folder that you may write to"
+        raise CheckpointError(f"{place}{folder.absolute()}: cannot write here ({reason}). {remedy}{more}.") from error
 
 
 def refuse_to_replace(path: str | Path, option: str) -> None:
@@ -418,7 +418,7 @@ def _nearby(path: Path) -> str:
 
 
 @contextmanager
-def _writing(path: Path, fallback: Path | None) -> Iterator[None]:
+def _writing(path: Path, fallback: Path | None, option: str = "training.save_dir") -> Iterator[None]:
     """Turn what the system refuses in the body into a message that names ``fallback``, which is still usable."""
     try:
         with writing(path):
@@ -427,7 +427,7 @@ def _writing(path: Path, fallback: Path | None) -> Iterator[None]:
         folder = next(f for f in path.absolute().parents if f.is_dir())
         free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free in {folder}"
         if is_disk_full(error.cause):
-            advice = f"The disk is full ({free}). Make room there, or set training.save_dir elsewhere."
+            advice = f"The disk is full ({free}). Make room there, or choose another {option}."
         else:
             advice = f"Reason: {reason_of(error.cause)} ({free})."
         usable = f" {fallback} is whole and still usable." if fallback is not None else ""

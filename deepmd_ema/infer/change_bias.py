@@ -17,7 +17,7 @@ from deepmd_ema.config.outputs import GATHERED_SUFFIX
 from deepmd_ema.data.loader import atoms_at_once, sequential_batches
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError, counted, first_few
-from deepmd_ema.files import MODEL_FILE, refuse_inputs, refuse_to_lose
+from deepmd_ema.files import MODEL_FILE, check_output, refuse_inputs
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, ModelFile, load_models
 from deepmd_ema.labels import ENERGY
@@ -205,7 +205,7 @@ def _write(done: ChangedBias, std: Array | None) -> None:
     head = checkpoint.payload_head("weights", info.weights, info.step, done.source.config, distances)
     average = {"average": dict(info.average)} if info.average else {}
     records = {name: each.info.bias for name, each in models.items() if each.info.bias} | {done.head: dict(done.record)}
-    checkpoint.save(done.path, {**head, "bias": unnested(records), **average, "model": weights})
+    checkpoint.save(done.path, {**head, "bias": unnested(records), **average, "model": weights}, option="-o")
 
 
 def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -> Path:
@@ -222,7 +222,7 @@ def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -
     if not path.parent.is_dir():
         raise CheckpointError(f"-o {path}: the folder {path.parent} is not there. Make it, or choose another -o.")
     if frozen:
-        refuse_to_lose(path, "-o", MODEL_FILE, [source])
+        check_output(path, "-o", MODEL_FILE, [source])
     else:
         checkpoint.refuse_to_replace(path, "-o")
         refuse_inputs(path, "-o", [source])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.source import ReadSpec
 from deepmd_ema.errors import UserError
-from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
+from deepmd_ema.files import TABLE, atomic_write, check_output
 from deepmd_ema.infer.evaluate import ErrorReport, first_frames, open_labelled, predict
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
@@ -131,7 +131,7 @@ def refuse_output(path: str | Path, models: Sequence[str | Path]) -> None:
     Raises:
         UserError: if a model or a file of another kind is there.
     """
-    refuse_to_lose(path, "-o", TABLE, models)
+    check_output(path, "-o", TABLE, models)
 
 
 def frame_deviation(

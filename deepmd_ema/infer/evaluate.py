@@ -24,7 +24,7 @@ from deepmd_ema.data.formats.properties import KIND_NAMES
 from deepmd_ema.data.loader import Pad, atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, UserError, counted
-from deepmd_ema.files import TABLE, atomic_write, refuse_to_lose
+from deepmd_ema.files import TABLE, atomic_write, check_output
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.short_pairs import SAME_PLACE, describe_short_pair
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
@@ -277,7 +277,7 @@ def refuse_details(prefix: str | Path) -> None:
         UserError: if a file of another kind is there.
     """
     for name in QUANTITIES:
-        refuse_to_lose(f"{prefix}.{name}.out", "-d", TABLE)
+        check_output(f"{prefix}.{name}.out", "-d", TABLE)
 
 
 def open_labelled(

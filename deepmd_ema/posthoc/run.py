@@ -111,7 +111,7 @@ def run_posthoc(
     num_frames = sum(source.num_frames for source in opened)
     report = PosthocReport(run, found, resolvable, rows, metric, best, num_frames, len(opened), left_out)
     say(report.text())
-    checkpoint.save(output, _payload(run, report.chosen, found, weights))
+    checkpoint.save(output, _payload(run, report.chosen, found, weights), option="-o")
     say(f"wrote {output}: {report.chosen.describe()}")
     say(f"wrote {report.write_table(table)}")
     try:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from deepmd_ema.errors import UserError, collect_problems
-from deepmd_ema.files import PICTURE, atomic_write, refuse_to_lose
+from deepmd_ema.files import PICTURE, atomic_write, check_output
 from deepmd_ema.labels import METRICS
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, NoRowsError, curve_files, read_curve
 from deepmd_ema.sorting import Array
@@ -396,7 +396,7 @@ def picture_file(output: str | Path, option: str = "-o") -> Path:
     """
     file = Path(output)
     file = file if file.suffix else file.with_name(f"{file.name}.png")
-    refuse_to_lose(file, option, PICTURE)
+    check_output(file, option, PICTURE)
     return file
 
 

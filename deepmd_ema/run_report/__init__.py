@@ -15,7 +15,7 @@ from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.paths import with_absolute_paths
 from deepmd_ema.data.run import TaskData, open_split
 from deepmd_ema.errors import UserError, command, counted
-from deepmd_ema.files import HTML, atomic_write, refuse_to_lose
+from deepmd_ema.files import HTML, atomic_write, check_output
 from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested
 from deepmd_ema.report.panels import draw_curves, draw_parities
@@ -107,7 +107,7 @@ def write_report(
     """
     import matplotlib  # noqa: F401 - reported before the work, not after it
 
-    refuse_to_lose(output, "-o", HTML)
+    check_output(output, "-o", HTML)
     remarks = list[str]()
     file, status = _newest_checkpoint(Path(run))
     payload = checkpoint.load(file)
