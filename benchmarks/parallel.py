@@ -135,13 +135,13 @@ def _be_a_rank(args: argparse.Namespace) -> None:
     from deepmd_ema.config import load_config
     from deepmd_ema.dist.launch import find_launch
     from deepmd_ema.dist.world import open_world
-    from deepmd_ema.training.assembly.assemble import assemble
+    from deepmd_ema.training.loop.trainer import Trainer
     from deepmd_ema.training.start.new_run import Start
     from deepmd_ema.training.start.prepare import prepare
 
     config, start = load_config("input.json"), Start()
     with open_world(args.device, find_launch()) as world:
-        trainer = assemble(prepare(config, start, world), start, world)
+        trainer = Trainer(prepare(config, start, world), start, world)
         found = {"memory": _bytes_of, "speed": _times_of}[args.what](trainer, args)
         trainer.tasks.close()
     (args.rank_of / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -115,14 +115,14 @@ def measure(folder: Path, steps: int, device: str, only_times: bool = False) -> 
     from deepmd_ema.config import load_config
     from deepmd_ema.dist.launch import find_launch
     from deepmd_ema.dist.world import open_world
-    from deepmd_ema.training.assembly.assemble import assemble
+    from deepmd_ema.training.loop.trainer import Trainer
     from deepmd_ema.training.start.new_run import Start
     from deepmd_ema.training.start.prepare import prepare
 
     with working_in(folder):
         config, start = load_config("input.json"), Start()
         with open_world(device, find_launch()) as world:
-            trainer = assemble(prepare(config, start, world, skip_neighbor_stat=True), start, world)
+            trainer = Trainer(prepare(config, start, world, skip_neighbor_stat=True), start, world)
             try:
                 return _measured(trainer, steps, world.device, only_times)
             finally:

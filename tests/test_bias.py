@@ -296,7 +296,7 @@ def test_a_fit_that_is_ended_early_costs_no_step_of_the_run(tmp_path, data, monk
 
     folder = train(tmp_path / "whole", data, monkeypatch, num_steps=7, **REFIT)
     with monkeypatch.context() as broken:
-        broken.setattr("deepmd_ema.training.assembly.assemble.refit_bias", fail)
+        broken.setattr("deepmd_ema.training.loop.trainer.refit_bias", fail)
         with pytest.raises(AssertionError):
             train(tmp_path / "run", data, monkeypatch, num_steps=7, **REFIT)
     assert "refitted" not in checkpoint.load(tmp_path / "run" / "model.ckpt-7.pt")

@@ -367,7 +367,7 @@ def test_a_step_that_is_not_finite_leaves_the_series_as_they_are():
 
 def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start, monkeypatch, caplog):  # noqa: F811
     monkeypatch.setattr(
-        "deepmd_ema.training.assembly.assemble.InterpolationControl", partial(InterpolationControl, interval=7)
+        "deepmd_ema.training.loop.trainer.InterpolationControl", partial(InterpolationControl, interval=7)
     )
     caplog.set_level(logging.INFO)
     direct = start("direct", 20, {"model__descriptor__interpolate": "never"})

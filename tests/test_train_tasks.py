@@ -21,8 +21,7 @@ from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import CheckpointError, DataError, Interrupted
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.training.assembly.assemble import assemble
-from deepmd_ema.training.loop.trainer import Callback
+from deepmd_ema.training.loop.trainer import Callback, Trainer
 from deepmd_ema.training.start.from_weights import FromWeights
 from deepmd_ema.training.start.new_run import Start
 from deepmd_ema.training.start.prepare import prepare
@@ -115,7 +114,7 @@ def train(tmp_path, monkeypatch, config):
         start, world = load_restart(restart) if restart else Start(), World()
         adopted = start.adopt_from_checkpoint(run_config)
         start.check_resumable(adopted, allow_change=False)
-        assemble(prepare(adopted, start, world), start, world, callback=callback).run()
+        Trainer(prepare(adopted, start, world), start, world, callback=callback).run()
         return folder
 
     return run
@@ -179,7 +178,7 @@ def train_tasks_here(folder, data, stage, batch):
 
 def train_and_forget(config, start, world):
     """Train; nothing of it may be left when the process group is destroyed."""
-    assemble(prepare(config, start, world), start, world).run()
+    Trainer(prepare(config, start, world), start, world).run()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

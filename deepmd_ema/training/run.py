@@ -5,25 +5,23 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepmd_ema.config import RunConfig, as_launched, ignored_options, launch_problems
+from deepmd_ema.config import RunConfig, as_launched, config_warnings, ignored_options, launch_problems
 from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.dist.launch import Launch, find_launch
-from deepmd_ema.dist.world import World, open_world
+from deepmd_ema.dist.world import open_world
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.interchange.pretrained import local_file
 from deepmd_ema.report.loggers.run import check_packages
 from deepmd_ema.report.logs import set_up_logging
 from deepmd_ema.report.record import RunRecord, keeping_warnings
-from deepmd_ema.report.table import Table, render
-from deepmd_ema.training.assembly.assemble import assemble
-from deepmd_ema.training.assembly.summary import TrainedRun, describe_device, end_table, trained_run
+from deepmd_ema.report.table import render
 from deepmd_ema.training.loop.averages import Hook
 from deepmd_ema.training.loop.trainer import Callback, Trainer
 from deepmd_ema.training.start.new_run import Start
@@ -32,6 +30,7 @@ from deepmd_ema.training.start.prepare import prepare
 from deepmd_ema.training.start.request import DEFAULT_INPUT, TrainRequest
 from deepmd_ema.training.start.restart import Restart
 from deepmd_ema.training.start.start_file import load_start
+from deepmd_ema.training.summary import TrainedRun, describe_device, end_table, start_table, trained_run
 
 __all__ = ["Callback", "TrainRequest", "TrainedRun", "run_training", "train"]
 
@@ -92,9 +91,19 @@ def run_training(
         world.broadcast_from_rank0(partial(write_config, prepared.config, request.output, is_new=start.step == 0))
         file, device = Path(RECORD) if world.is_main else None, describe_device(world.device)
         record = RunRecord(file, warnings, device, world.size, began, continues=start.step > 0)
-        make = partial(assemble, prepared, start, world, should_update, request.name, callback, record)
         with record.ending():
-            table, trained = _train(make, prepared.config, world, began, request.max_time)
+            with world.all_ranks_ok():
+                deadline = began + request.max_time
+                trainer = Trainer(prepared, start, world, should_update, request.name, callback, record, deadline)
+            remarks = config_warnings(prepared.config, trainer.num_steps, trainer.tasks.steps_per)
+            for line in render(start_table(trainer)):
+                logger.info("%s", line)
+            for line in (*trainer.tasks.warnings, *remarks):
+                logger.warning("%s", line)
+            trainer.run()
+            seconds = time.monotonic() - began
+            table, trained = end_table(trainer, trainer.step - start.step, seconds), trained_run(trainer, seconds)
+            del trainer  # before the process group is destroyed
         logger.info("%s", "\n".join(render(table, "  ")))
         return trained
 
@@ -150,16 +159,3 @@ def _warn_idle_heads(config: RunConfig, request: TrainRequest) -> None:
             logger.warning('%s.finetune_head = "%s": no effect without --finetune%s', place, head, also)
         if task.model.finetune_bias == "keep" and request.restart is None and request.finetune is None:
             logger.warning('%s.finetune_bias = "keep": no effect without --finetune', place)
-
-
-def _train(
-    make: Callable[[], Trainer], config: RunConfig, world: World, began: float, max_time: float
-) -> tuple[Table, TrainedRun]:
-    """Train and return the summary, for people and for programs."""
-    # a function of its own, because the trainer must be gone when the process group is destroyed
-    with world.all_ranks_ok():
-        trainer = make()
-    trainer.deadline, first = began + max_time, trainer.step
-    trainer.run()
-    seconds = time.monotonic() - began
-    return end_table(trainer, config, trainer.step - first, seconds), trained_run(trainer, seconds)

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
-from deepmd_ema.batch import NeighborLayout
+import torch
+
+from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.fields import plain
+from deepmd_ema.config.messages import dotted, path_of
+from deepmd_ema.config.schema.descriptor import HasMixedPrecision
 from deepmd_ema.config.schema.optim import LKFConfig, SOAPConfig
 from deepmd_ema.data.loader import Pad
 from deepmd_ema.dist.world import World
-from deepmd_ema.model.compiler import CompileOptions
+from deepmd_ema.labels import HESSIAN
+from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
 from deepmd_ema.model.dummy_atoms import pad, to_eighth
+from deepmd_ema.model.model_set import ModelSet
+
+logger = logging.getLogger(__name__)
+
+Products: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Returns the context of matrix products in a step or a validation."""
 
 
 def compiled_modes(config: RunConfig) -> tuple[bool, bool]:
@@ -49,3 +65,57 @@ def pads(config: RunConfig, world: World, layout: NeighborLayout) -> tuple[Pad |
     few_shapes = partial(pad, layout=layout, up=to_eighth)
     of_training = few_shapes if launches_graphs(config, world) else compiled if in_training else None
     return of_training, compiled if in_validation else None
+
+
+def remarks_on_mixed_precision(config: RunConfig, device: torch.device) -> list[str]:
+    """Return a line for each option of the input that requests bfloat16 where there is none, on a CPU."""
+    places = ["validating.amp_infer"] if config.validating.amp_infer and device.type == "cpu" else []
+    for task in config.tasks.values() if device.type == "cpu" else ():
+        option = f"{task.place('model')}.descriptor.use_amp"
+        descriptor = task.model.descriptor
+        if isinstance(descriptor, HasMixedPrecision) and descriptor.use_amp and path_of(option) in config.source.given:
+            places.append(dotted(config.source.path(option)))
+    of_cpu = "no effect on a CPU, which multiplies in the precision of the parameters"
+    return [f"{place} = true: {of_cpu}" for place in dict.fromkeys(places)]  # tasks share parts
+
+
+def compile_models(
+    config: RunConfig, models: ModelSet, batches: Mapping[str, Batch], world: World, products: tuple[Products, Products]
+) -> RunConfig:
+    """Compile ``models`` if the input says so, and return the config with the modes that are compiled.
+
+    All ranks compile for the same batches, so that those of one machine find the code in the cache. Must be called by
+    every rank, before the models are sharded.
+
+    Args:
+        config: of the run.
+        models: on the device they compute on.
+        batches: one of each task, the same on all ranks and at every restart.
+        world: the processes of the run.
+        products: contexts of matrix products in a step and in a validation, on which graphs depend.
+
+    Raises:
+        UserError: if they cannot be compiled.
+    """
+    if not config.training.enable_compile and not config.validating.compiled_infer:
+        return config
+    in_training, in_validation = compiled_modes(config)
+    if in_training or in_validation:
+        compiler = Compiler(CompileOptions(**plain(config.training.compile_options)), in_training, in_validation)
+        hessians = any(HESSIAN in task.loss.labels for task in config.tasks.values())
+        eager = "; batches with Hessians are evaluated eagerly" * hessians
+        logger.info("compiling with %s, which takes minutes the first time%s", compiler.options.backend, eager)
+        for training in [True] * in_training + [False] * in_validation:
+            models.train(training)
+            context = products[0] if training else products[1]
+            # the first rank of each machine, then the others, which find the code in the cache
+            for is_turn in (world.local_rank == 0, world.local_rank != 0):
+                explains = explained("training.enable_compile", "Set it to false to train eagerly")
+                with world.all_ranks_ok(world.long_timeout_group), explains:
+                    for name, model in models.by_task.items() if is_turn else ():
+                        with context():
+                            compiler.trace(model, batches[name])
+        models.train()
+        models.compiler = compiler
+        logger.info("compiled: %s", compiler.describe())
+    return replace(config, validating=replace(config.validating, compiled_infer=in_validation))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,12 @@ from deepmd_ema.optim.build import (
 )
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.report.times import Laps
+from deepmd_ema.training.loop.modes import Products
 from deepmd_ema.training.loop.sharding import LAST_REPLICATED_STAGE
 from deepmd_ema.training.loop.task import Task, TaskMixture
 from deepmd_ema.training.start.prepare import PreparedRun
 
 logger = logging.getLogger(__name__)
-
-Products: TypeAlias = Callable[[], AbstractContextManager[None]]
-"""Returns the context of matrix products in a step or a validation."""
 
 
 @contextmanager

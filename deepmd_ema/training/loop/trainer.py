@@ -6,19 +6,19 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
+from deepmd_ema.checkpoint.series import Store
+from deepmd_ema.config.due import due_in
 from deepmd_ema.config.schema.loggers import FAILED, FINISHED, INTERRUPTED
+from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.dist.launch import END_SIGNALS, handling
 from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.dist.world import World
@@ -26,73 +26,48 @@ from deepmd_ema.errors import Interrupted, UserError, command
 from deepmd_ema.report.record import RunRecord
 from deepmd_ema.report.times import RunTimes
 from deepmd_ema.tensors import map_tensors
-from deepmd_ema.training.loop.averages import describe_averages
+from deepmd_ema.training.loop.averages import Hook, build_bank, describe_averages
+from deepmd_ema.training.loop.callback import Callback as Callback
+from deepmd_ema.training.loop.callback import StopRequest
 from deepmd_ema.training.loop.cuda_graphs import GraphedSteps
 from deepmd_ema.training.loop.interpolation import InterpolationControl
+from deepmd_ema.training.loop.modes import compile_models, launches_graphs, remarks_on_mixed_precision, why_no_graphs
+from deepmd_ema.training.loop.refit import refit_bias
 from deepmd_ema.training.loop.reporter import COMPARED_ROWS, Reporter
-from deepmd_ema.training.loop.saver import Saver
-from deepmd_ema.training.loop.sharding import check_replicas
-from deepmd_ema.training.loop.step import Outcome, Step
+from deepmd_ema.training.loop.saver import Saver, StateBuilder
+from deepmd_ema.training.loop.sharding import check_replicas, parallelize
+from deepmd_ema.training.loop.step import (
+    GradientStep,
+    Outcome,
+    Step,
+    context_of_products,
+    context_of_validation,
+)
 from deepmd_ema.training.loop.task import Task, TaskMixture
 from deepmd_ema.training.loop.validate import FullValidation, ValidationAborted
+from deepmd_ema.training.start.new_run import Start
+from deepmd_ema.training.start.prepare import PreparedRun
 
 logger = logging.getLogger(__name__)
 
 STOP_POLL_INTERVAL = 10  # steps, on a GPU, between two checks whether another rank received a signal
 # sent through the same all-reduce as signal numbers, which they exceed
 TIME_IS_OVER, WRITER_FAILED = 1 << 15, 1 << 16
-SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
+FORWARD_SHARE = 0.25  # of the time of a step, to validate as many frames: 0.16 to 0.37 for se_e2_a on two cores
 
 
-class StopRequest:
-    """The first SIGTERM, SIGHUP or Ctrl-C, which the loop checks after a step; a second Ctrl-C ends at once."""
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self._since = 0.0
-
-    def request(self, number: int, _frame: FrameType | None = None) -> None:
-        """Ask the run to stop, as the signal ``number`` does."""
-        if self.signal is None:
-            self.signal, self._since = signal.Signals(number), time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self._since > SAME_CTRL_C_S:
-            raise KeyboardInterrupt
-
-
-class Callback:
-    """Watches a run; the trainer calls these methods, which do nothing here. It must not change what it is shown.
-
-    Everything of the trainer that has no underscore may be read; ``trainer.stop.request`` ends a run as a signal does.
-    """
-
-    def on_start(self, trainer: Trainer) -> None:
-        """Called before the first step, after a restart has loaded everything."""
-
-    def during(self, trainer: Trainer, phase: str) -> AbstractContextManager[Any]:
-        """Return the context of a ``step`` with all that is due after it, or in it of one of these.
-
-        They are a ``display``, a ``validation`` and a ``checkpoint``.
-        """
-        return nullcontext()
-
-    def after_update(self, trainer: Trainer) -> None:
-        """Called when weights and averages are those of a step, before anything that is due is shown or saved."""
-
-    def in_validation(self, trainer: Trainer, weights: str) -> None:
-        """Called with the weights ``live``, or those of an average, in the models, before they are evaluated."""
-
-    def after_step(self, trainer: Trainer) -> None:
-        """Called when everything that was due after a step is done."""
-
-    def on_end(self, trainer: Trainer) -> None:
-        """Called after the last step, when all is saved and closed."""
-
-
-@dataclass
 class Trainer:
     """Takes optimizer steps until ``num_steps``, and does what is due after each.
 
-    Every part is built by :mod:`deepmd_ema.training.assembly.assemble`; the trainer decides in which order they act.
+    Args:
+        prepared: config, data and models of the run.
+        start: where it starts; one that continues a run is loaded.
+        world: the processes of the run.
+        should_update: by name of an average, whether it is updated with the weights of a (step, epoch).
+        input_file: named in the command that tests the model.
+        callback: watches the run.
+        record: file of what is known of the run beside its weights and errors.
+        deadline: by ``time.monotonic``; the run ends after the step in which it passes.
 
     Attributes:
         tasks: the models with their losses and data.
@@ -102,46 +77,79 @@ class Trainer:
         saver: writes checkpoints.
         reporter: learning curves and progress.
         times: stopwatch of the run.
-        record: file of what is known of the run beside its weights and errors.
-        validates_before: whether the weights before the first step are those of a file, whose errors are measured.
         num_steps: of the whole run; an early stop makes the current step the last one.
-        world: the processes of the run.
         interpolation: of the embedding nets.
         graphs: takes steps as CUDA graphs instead of ``take_step`` and ``bank``; or None.
         products: context of matrix products in a step.
-        refit: fits the output bias again after the last step; or None.
-        input_file: named in the message that says how to restart.
-        callback: watches the run.
-        deadline: by ``time.monotonic``; the run ends after the step in which it passes.
         step: optimizer steps so far.
         stop: the signal that ends the run, if one was received.
         is_out_of_time: whether the run has ended because its time was over.
     """
 
-    tasks: TaskMixture
-    take_step: Step
-    bank: AverageBank | None
-    validator: FullValidation
-    saver: Saver
-    reporter: Reporter
-    times: RunTimes
-    record: RunRecord
-    num_steps: int
-    world: World
-    interpolation: InterpolationControl
-    graphs: GraphedSteps | None = None
-    products: Callable[[], AbstractContextManager[Any]] = nullcontext
-    refit: Callable[[], Mapping[str, Mapping[str, Tensor]]] | None = None
-    validates_before: bool = False
-    input_file: str = "input.json"
-    callback: Callback = field(default_factory=Callback)
-    deadline: float = math.inf
-    step: int = 0
-    stop: StopRequest = field(default_factory=StopRequest)
-    is_out_of_time: bool = False
-    _validation_pending: bool = False
-    _saved: int = -1
-    _windows: str = ""
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        start: Start,
+        world: World,
+        should_update: Mapping[str, Hook] | None = None,
+        input_file: str = "input.json",
+        callback: Callback | None = None,
+        record: RunRecord | None = None,
+        deadline: float = math.inf,
+    ) -> None:
+        config, models = prepared.config, prepared.models.to(world.device)
+        training, run = config.training, start.run_id(config)
+        self.prepared, self.world, self.input_file, self.deadline = prepared, world, input_file, deadline
+        self.callback, self.record = callback or Callback(), record or RunRecord()
+        self.tasks = TaskMixture(prepared, world)
+        self.num_steps = num_steps = self.tasks.num_steps(config)
+
+        # of rank 0: all ranks choose series and compile for the same frames, and so does a restart
+        first = world.broadcast_from_rank0(lambda: {task.name: task.train_loader.batch(0) for task in self.tasks})
+        batches = {name: batch.to(world.device) for name, batch in first.items()}
+        self.interpolation = InterpolationControl(models, world)
+        self.interpolation.begin(batches, start.interpolation)
+
+        # before the models are sharded: one rank may then compile while others wait for its code
+        self.products = context_of_products("training.enable_tf32", training.enable_tf32, world.device)
+        in_validation = context_of_validation(config, models, world.device)
+        for line in remarks_on_mixed_precision(config, world.device):
+            logger.info("%s", line)
+        used = compile_models(config, models, batches, world, (self.products, in_validation))
+        module = parallelize(models, world, training.zero_stage)
+        if start.loads_after_sharding(config):
+            start.load_shards(models)
+
+        self.bank = build_bank(config, models, self.tasks.steps_per, should_update, num_steps)
+        # until the first validation was measured its time is that of some steps
+        frames = sum(system.num_frames for task in prepared.tasks.values() for system in task.valid)
+        validation_steps = FORWARD_SHARE * len(config.fully_validated) * frames / self.tasks.frames_per_step
+        self.times = RunTimes(due_in(config, num_steps), {"validation": validation_steps})
+        self.reporter = Reporter(config, self.tasks, self.bank, num_steps, run, world, self.times, in_validation)
+        store = Store(world.for_writer() if training.writes_shards else None)
+        self.validator = FullValidation(prepared, self.bank, num_steps, store, world, in_validation)
+        builder = StateBuilder.build(prepared, used, self.bank, run, num_steps, world)
+        tables = [*filter(None, self.reporter.curves.values()), *self.validator.logs]
+        self.saver = Saver(config, num_steps, start.step, builder, self.validator.bests, tables, store, world)
+
+        self.graphs: GraphedSteps | None = None
+        if isinstance(config.optimizer, LKFConfig):
+            from deepmd_ema.training.loop.kalman import KalmanStep
+
+            self.take_step: Step = KalmanStep(prepared, num_steps)
+        else:
+            self.take_step = gradient_step = GradientStep(prepared, module, num_steps, world)
+            if launches_graphs(config, world):
+                self.graphs = GraphedSteps(gradient_step, self.bank, world.device, self.products)
+        if training.cuda_graphs and self.graphs is None:
+            logger.warning("training.cuda_graphs has no effect: %s.", why_no_graphs(config, world))
+
+        self.step, self.stop, self.is_out_of_time = 0, StopRequest(), False
+        self._validation_pending, self._saved, self._windows = False, -1, ""
+        self._validates_before = start.validates_before
+        if (state := start.state(models, self.tasks.state_dict())) is not None:
+            self.load_state_dict(start.step, state)
+        models.train()
 
     def run(self) -> None:
         """Train from the current step to ``num_steps``, or until the time is over.
@@ -175,7 +183,7 @@ class Trainer:
             self.tasks.close()
 
     def _loop(self) -> None:
-        if self.validates_before and self.validator.is_on:
+        if self._validates_before and self.validator.is_on:
             # a stop that is requested meanwhile ends the run as always, after the first step
             with self.times.of("validation"), suppress(ValidationAborted):
                 self.reporter.show_before(self.validator.errors(self._is_stopped))
@@ -287,10 +295,10 @@ class Trainer:
     def _save(self) -> None:
         with self.callback.during(self, "checkpoint"):
             refitted = None
-            if self.refit is not None and self.step >= self.num_steps:
+            if self.prepared.config.training.change_bias_after_training and self.step >= self.num_steps:
                 if self._saved < self.step:
                     self._write()  # the fit reads many frames: what ends it early costs no step of the run
-                refitted = self.refit()
+                refitted = refit_bias(self.prepared, self.bank)
             self._write(refitted)
 
     def _write(self, refitted: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:

@@ -10,11 +10,9 @@ from pathlib import Path
 import torch
 
 from deepmd_ema.allocator import peak_memory
-from deepmd_ema.averaging import AverageBank
 from deepmd_ema.checkpoint.writer import WriterTimes
-from deepmd_ema.config import RunConfig, config_summary
+from deepmd_ema.config import config_summary
 from deepmd_ema.config.schema.averaging import ScheduleFreeAverageConfig
-from deepmd_ema.dist.world import World
 from deepmd_ema.errors import command, counted
 from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
@@ -23,9 +21,7 @@ from deepmd_ema.report.progress import describe_errors, duration
 from deepmd_ema.report.table import Table, facts
 from deepmd_ema.report.tables import show_metric
 from deepmd_ema.training.loop.averages import snapshot_lines
-from deepmd_ema.training.loop.task import TaskMixture
 from deepmd_ema.training.loop.trainer import Trainer, restart_command
-from deepmd_ema.training.start.prepare import PreparedRun
 from deepmd_ema.version import __version__
 
 SHARED = {
@@ -36,19 +32,10 @@ SHARED = {
 }
 
 
-def start_table(
-    prepared: PreparedRun, tasks: TaskMixture, bank: AverageBank | None, num_steps: int, world: World, embedding: str
-) -> Table:
-    """Return the summary of ``dp-ema check`` with facts that are known once the run is assembled.
-
-    Args:
-        prepared: inputs of the run.
-        tasks: how they are drawn.
-        bank: averages, or None.
-        num_steps: of the whole run.
-        world: the processes of the run.
-        embedding: how the embedding networks are evaluated.
-    """
+def start_table(trainer: Trainer) -> Table:
+    """Return the summary of ``dp-ema check`` with facts that are known once the parts of the run are built."""
+    prepared, tasks, bank, num_steps = trainer.prepared, trainer.tasks, trainer.bank, trainer.num_steps
+    world = trainer.world
     config, stage, device = prepared.config, prepared.config.training.zero_stage, world.device
     per_step = f"{tasks.frames_per_step:.6g} frames per step over all ranks"
     several = f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as given"
@@ -71,7 +58,7 @@ def start_table(
     parameters = dict(prepared.models.named_parameters())
     lines = describe_groups(config.optimizer.groups, prepared.models.first_names(), parameters)
     pairs += [("group", line) for line in lines]
-    pairs.append(("embedding networks", embedding))
+    pairs.append(("embedding networks", trainer.interpolation.describe()))
     # a kept copy has its trained parameters in float32, everything else as it is
     trained_names = {n for n, p in parameters.items() if p.requires_grad}
     state = prepared.models.state_dict()
@@ -133,16 +120,15 @@ def _metrics(errors: Errors) -> dict[str, float]:
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
-def end_table(trainer: Trainer, config: RunConfig, steps: int, seconds: float) -> Table:
+def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     """Return the files of a run that has ended, its last errors, and what to do next.
 
     Args:
         trainer: that has taken its last step.
-        config: of the run.
         steps: that this process has taken.
         seconds: that it took in all.
     """
-    saver = trainer.saver
+    saver, config = trainer.saver, trainer.prepared.config
     averages = {name: series.link for name, series in saver.averages.items()}
     heads = [name for name in config.tasks if name]
     over = f"after step {trainer.step:,} of {trainer.num_steps:,}, as the time is over; everything is saved"
