@@ -85,6 +85,13 @@ def test_a_folder_has_the_content_of_a_file(tmp_path):
     assert not list(tmp_path.glob("*.part*"))
 
 
+def test_the_same_content_has_the_same_bytes(tmp_path):
+    one, other = (write(tmp_path / name / "model.ckpt-1.dcp") for name in ("one", "other"))
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
+
+
 def test_torch_alone_reads_a_folder(tmp_path):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
