@@ -31,7 +31,7 @@ WRONG = [
     "posthoc input.json", "posthoc data", "posthoc . --sigma-rel", "posthoc . --sigma-rel x", "posthoc . --sigma-rel -1",
     "posthoc . --sigma-rel 0.2:0.1", "posthoc . --sigma-rel nan", "posthoc . --sigma-rel 0.1:0.2:0", "posthoc . --step x", "posthoc . --step 7",
     "posthoc . --metric G:RMSE", "posthoc . --sigma-rel 0.1:0.2:999999999999", "finetune input.json", "convert-backend a b", "compress",
-    "train input.json --finetune x", "--pt train input.json", "train input.json -t x", "freeze --head water", "test --shuffle-test",
+    "train input.json --finetune x", "train input.json -t x", "freeze --head water", "test --shuffle-test",
     "train input.json -l ''", "train input.json -o ''", "train -o x", "check no/where.json", "check .",
     "model-devi", "model-devi -m model.ckpt.pt -s valid", "model-devi -m model.ckpt.pt nowhere -s valid", "model-devi -m model.ckpt.pt val.log -s valid",
     "model-devi -m model.ckpt.pt model_ema.ckpt.pt -s nowhere", "model-devi -m model.ckpt.pt frozen.dp -s valid -f x",
