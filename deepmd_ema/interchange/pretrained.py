@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 from tqdm import tqdm
 
-from deepmd_ema.errors import CheckpointError, UserError, did_you_mean, is_disk_full
+from deepmd_ema.errors import CheckpointError, UserError, command, did_you_mean, is_disk_full
 from deepmd_ema.files import atomic_write
 
 logger = logging.getLogger(__name__)
@@ -145,8 +145,8 @@ def check_digest(path: Path) -> str:
     if found != model.sha256:
         raise CheckpointError(
             f"{path}: has the name of the published model {model.name} and another sha256: {found}, expected "
-            f"{model.sha256}. Remove it and run `dp-ema pretrained {model.name}`; "
-            "a file of your own needs another name."
+            f"{model.sha256}. Remove it and run `{command('dp-ema', 'pretrained', model.name)}`; a file of your own "
+            "needs another name."
         )
     return model.name
 

@@ -1,4 +1,4 @@
-"""What watches a run, and the request to stop it."""
+"""Callbacks of a run, and the request to stop it."""
 
 from __future__ import annotations
 
