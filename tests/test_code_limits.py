@@ -65,7 +65,7 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
 
 # lines of code, without blank lines, comments and docstrings; a number may only fall, and falls with the code
 MAX_LINES = {
-    "all": 35478,
+    "all": 35474,
     "averaging": 847,
     "checkpoint": 1077,
     "cli": 1224,
@@ -85,7 +85,7 @@ MAX_LINES = {
     "report": 1544,
     "run_check": 525,
     "run_report": 563,
-    "training": 3240,
+    "training": 3236,
 }
 SKIPPED = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 

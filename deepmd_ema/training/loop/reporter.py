@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 Predict = Callable[[Batch], Mapping[str, Tensor]]
 
 COMPARED_ROWS = 20  # whose training errors are compared with those of a constant
+SHORT_RUN = 1000  # steps; a run of fewer may need more of them to learn anything
 
 
 class Reporter:
@@ -166,11 +167,12 @@ class Reporter:
             found, constant = (math.sqrt(sum(value**2 for value in values) / len(rows)) for values in zip(*rows))
             if found >= constant > 0:
                 self._warned.add(task.name)
+                advice = f"{'train longer, or ' * (step < SHORT_RUN)}{remedy.removeprefix('or ')}"
                 logger.warning(
                     "%sstep %d: %s of the training batches of the last %s is %.4g, no better than %.4g with energies "
-                    "of the elements alone and no forces: nothing is learned. Try this: %s.",
+                    "of the elements alone and no forces: nothing is learned. To mend it: %s.",
                     f"task {task.name}: " * bool(task.name), step, _judged(task), counted(len(rows), "row"), found,
-                    constant, remedy,
+                    constant, advice,
                 )  # fmt: skip
 
     def show_before(self, errors: Mapping[str, Errors]) -> None:

@@ -36,13 +36,7 @@ from deepmd_ema.training.loop.refit import refit_bias
 from deepmd_ema.training.loop.reporter import COMPARED_ROWS, Reporter
 from deepmd_ema.training.loop.saver import Saver, StateBuilder
 from deepmd_ema.training.loop.sharding import check_replicas, parallelize
-from deepmd_ema.training.loop.step import (
-    GradientStep,
-    Outcome,
-    Step,
-    context_of_products,
-    context_of_validation,
-)
+from deepmd_ema.training.loop.step import GradientStep, Outcome, Step, context_of_products, context_of_validation
 from deepmd_ema.training.loop.task import Task, TaskMixture
 from deepmd_ema.training.loop.validate import FullValidation, ValidationAborted
 from deepmd_ema.training.start.new_run import Start
