@@ -23,7 +23,6 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "water"
 RUNS = Path(tempfile.gettempdir()) / "dp-ema-benchmarks"
-ELEMENTS = ["O", "H", "C", "N", "F", "Na", "Mg", "Al"]
 MEMORY_S = 60.0  # that a run has to say how much it has allocated
 # a program that writes what torch has allocated on the GPU when it gets SIGUSR1
 PRINTING_MEMORY = """
@@ -298,16 +297,13 @@ def write_system(folder: Path, types: np.ndarray, names: list[str], arrays: dict
         np.save(folder / "set.000" / f"{name}.npy", values.reshape(len(values), -1))
 
 
-def write_repeated(
-    system: Path, folder: Path, times: tuple[int, int, int], num_types: int | None = None, most: int | None = None
-) -> None:
+def write_repeated(system: Path, folder: Path, times: tuple[int, int, int], most: int | None = None) -> None:
     """Write the frames of a periodic system with each cell several times, and what follows for labels.
 
     Args:
         system: in standard layout, with one set.
         folder: to be made.
         times: how often the cell is repeated along its three vectors.
-        num_types: make atoms of this many elements, in turn, instead of those of the system.
         most: take no more frames than this.
     """
     arrays = {file.stem: np.load(file)[:most] for file in sorted((system / "set.000").glob("*.npy"))}
@@ -318,10 +314,7 @@ def write_repeated(
     images = coord[:, None] + (shifts @ box)[:, :, None]  # frames, copies, atoms, 3
     more = {"coord": images, "box": box * np.array(times)[:, None], "force": np.tile(arrays["force"], number)}
     more |= {name: number * arrays[name] for name in ("energy", "virial")}
-    kinds = np.tile(kinds, number)
-    if num_types is not None:
-        kinds, names = np.arange(len(kinds)) % num_types, ELEMENTS[:num_types]
-    write_system(folder, kinds, names, more)
+    write_system(folder, np.tile(kinds, number), names, more)
 
 
 def read_errors(text: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Cases of speed.py and gpu.py: models, inputs of both programs, and the programs with their settings."""
+"""Cases of speed.py: models, inputs of both programs, and the programs with their settings."""
 
 from __future__ import annotations
 
@@ -142,15 +142,12 @@ def input_of(case: Case, args: argparse.Namespace, **training: Any) -> dict[str,
     return common.with_precision(config, case.precision)
 
 
-def system_of(source: str, times: tuple[int, int, int], work: Path, num_types: int | None = None) -> Path:
+def system_of(source: str, times: tuple[int, int, int], work: Path) -> Path:
     """Return the frames of a system with their cells repeated, which are written if they are not there."""
-    name = "x".join(map(str, times)) + (f"-{num_types}" if num_types else "")
-    folder = work.resolve() / "speed" / "data" / f"{Path(source).name}-{name}"
+    folder = work.resolve() / "speed" / "data" / f"{Path(source).name}-{'x'.join(map(str, times))}"
     if not folder.exists():
         cells = times[0] * times[1] * times[2]
-        common.write_repeated(
-            Path(source), folder, times, num_types, min(MAX_FRAMES, max(8, MAX_ATOMS // (96 * cells)))
-        )
+        common.write_repeated(Path(source), folder, times, min(MAX_FRAMES, max(8, MAX_ATOMS // (96 * cells))))
     return folder
 
 
