@@ -97,6 +97,10 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help="make the models, and do not run LAMMPS")
     parser.add_argument("--output", type=Path, help="also write the page here")
     args = parser.parse_args()
+    # what is needed first comes after minutes of compiling
+    for program in ("dp",) if args.prepare else ("dp", "lmp", "mpirun"):
+        if not (args.lammps / "bin" / program).exists():
+            parser.error(f"--lammps {args.lammps}: expected bin/{program} in this environment.")
     sys.path.insert(0, str(common.ROOT))
     for name in args.only:
         prepare(name, args.cache / _file_name(name), args.lammps)
