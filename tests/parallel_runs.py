@@ -1,4 +1,4 @@
-"""Several processes that train together, for tests and benchmarks: forked from a server that has torch loaded."""
+"""Several processes that train together: forked from a server that has torch loaded."""
 
 from __future__ import annotations
 

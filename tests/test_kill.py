@@ -154,6 +154,11 @@ class EndAfterTwoSteps(EndAfterOneStep):
             self.reaper.went_on.set()
 
 
+def newest():
+    """Return the newest checkpoint in this folder, None without one."""
+    return "model.ckpt.pt" if os.path.exists("model.ckpt.pt") else None
+
+
 def train_and_die(at, reaper=Reaper, callback=EndAfterOneStep):
     """Continue in a child process, killed at write ``at``; return whether it was."""
     pid = os.fork()  # as a fork: starting torch anew for each write would take seconds each
@@ -164,7 +169,7 @@ def train_and_die(at, reaper=Reaper, callback=EndAfterOneStep):
         try:
             reaper = reaper(at)
             reaper.stand_behind()
-            run_training("input.json", restart="model.ckpt.pt", device="cpu", callback=callback(reaper))
+            run_training("input.json", restart=newest(), device="cpu", callback=callback(reaper))
         finally:
             os._exit(9)  # neither killed nor at the end of the step: a fault of the run
     _, status = os.waitpid(pid, 0)
@@ -213,6 +218,23 @@ def test_a_kill_while_training_is_a_step_ahead_of_the_writer_restarts_to_the_sam
     rows = (parts / "lcurve.out").read_text().splitlines()
     assert int(rows[-1].split()[0]) == BEFORE + 2  # training has continued
     run_training("input.json", restart="model.ckpt.pt", device="cpu")
+    assert_same_end(stand / "whole", parts)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_run_that_is_killed_again_and_again_from_its_first_write_on_ends_as_an_unbroken_one(stand, monkeypatch):
+    parts = stand / "again"
+    parts.mkdir()
+    shutil.copy(stand / "whole" / "input.json", parts)
+    monkeypatch.chdir(parts)
+    starts = []
+    for at in (1, 20, 40, 14, 25):  # of some 50 writes until the first checkpoint can be restarted from
+        starts.append(newest())
+        assert train_and_die(at, callback=lambda _: None)
+    assert starts == [None, None, None, "model.ckpt.pt", "model.ckpt.pt"]
+    run_training("input.json", restart=newest(), device="cpu")
+    for started_anew in parts.glob("earlier-*"):  # what was there then is kept
+        shutil.rmtree(started_anew)
     assert_same_end(stand / "whole", parts)
 
 

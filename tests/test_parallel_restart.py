@@ -19,6 +19,8 @@ HALF = STEPS // 2
 OPTIONS = {**WITH_BANK, "validating__validation_freq": 5, "validating__max_best_ckpt": 9, "training__disp_avg": True}
 SAME = [(0, 2), (1, 2), (2, 2), (3, 3)]  # (stage, ranks)
 OTHER = [((0, 2), (3, 3)), ((3, 3), (0, 1)), ((2, 2), (1, 3)), ((1, 2), (2, 2))]
+# the other pairs of stages, each with another number of ranks
+REST = [(a, (b, 5 - a[1])) for a in SAME for b in range(4) if (a[0], b) not in [(c[0], d[0]) for c, d in OTHER]]
 
 
 def load(path):
@@ -56,7 +58,7 @@ def test_a_restart_on_the_same_ranks_continues_to_the_last_bit(restarted, place)
     assert {"lcurve_slow.out", "val_p05.log", "snapshots/model_p05.ckpt-20.pt", "model_whole.ckpt-20.pt"} <= names
 
 
-@pytest.mark.parametrize(("origin", "place"), OTHER, ids=str)
+@pytest.mark.parametrize(("origin", "place"), OTHER + REST, ids=str)
 def test_a_checkpoint_is_the_same_bits_after_loading_at_another_stage_on_other_ranks(restarted, origin, place):
     before, after = restarted(origin), restarted(place, origin, HALF)
     averages = ["ema", *(entry["name"] for entry in BANK)]
