@@ -102,7 +102,11 @@ def run(tmp_path_factory, water_like, water_like_valid, odd, lone):
         if kind == "mixed":
             systems, options = [water_like, odd, lone], MIXED
         elif kind != "bank":
-            systems, options, steps = [odd, water_like], {**LOSSES, "hessian": HESSIANS}.get(kind, VALIDATED), 6
+            systems, options, steps = (
+                [odd, water_like],
+                {**LOSSES, "hessian": HESSIANS, "messages": MESSAGES}.get(kind, VALIDATED),
+                6,
+            )
         config = config_of(systems, water_like_valid, stage, ranks, options, steps)
         if kind == "mixed":
             config["training"].pop("numb_steps")
