@@ -20,6 +20,10 @@ def test_what_is_missing_or_nan_is_a_dash_and_text_is_as_it_is():
     assert render(table) == ["    x", "    -", "    -", "0.12*"]
 
 
+def test_a_number_that_no_column_holds_is_written_with_its_exponent():
+    assert render(Table("", [Column("E", "", ".3f")], [(8.3e28,), (-5.0,)])) == ["      E", "8.3e+28", " -5.000"]
+
+
 def test_facts_have_no_head_and_leave_out_what_has_no_text():
     assert render(facts("file.pt", [("weights", "live"), ("bias", ""), ("best", "F")]), "  ") == [
         "file.pt", "  weights  live", "  best     F",

@@ -63,8 +63,7 @@ def render(table: Table, indent: str = "") -> list[str]:
     lines = [table.title] if table.title else []
     for cells in grid:
         parts = (
-            text.rjust(width) if column.spec else text.ljust(width)
-            for text, width, column in zip(cells, widths, table.columns)
+            text.rjust(w) if column.spec else text.ljust(w) for text, w, column in zip(cells, widths, table.columns)
         )
         lines.append(f"{indent}{'  '.join(parts)}".rstrip())
     return lines
@@ -73,4 +72,5 @@ def render(table: Table, indent: str = "") -> list[str]:
 def _cell(value: Cell, column: Column) -> str:
     if isinstance(value, str):
         return value
-    return "-" if value is None or math.isnan(value) else format(value, column.spec)
+    is_huge = value is not None and abs(value) >= 1e9 and column.spec.endswith("f")  # of a label that is a mistake
+    return "-" if value is None or math.isnan(value) else format(value, ".3g" if is_huge else column.spec)

@@ -8,7 +8,7 @@ from bad_inputs.case import ACCEPTED, RUN, Case, write
 
 MODEL = "test -m model.ckpt.pt -s valid"
 WRONG = [
-    "trian input.json", "freez", "--nothing", "train", "check", "show", "posthoc", "plot", "change-bias", "test -m", "train --restart",
+    "trian input.json", "freez", "--nothing", "check", "show", "posthoc", "plot", "change-bias", "test -m", "train --restart",
     "train input.json more", "train input.json --restrt x", "check input.json --config", "freeze -k", "show model.ckpt.pt more", "doc a b",
     "doc no.such", "doc model.no_such", "-v LOUD check input.json", "check input.json -v", "check input.json -v 9",
     "train input.json --device gpu", "train input.json --device cuda:99", "train input.json --device ''", "train input.json --device meta",
@@ -32,7 +32,7 @@ WRONG = [
     "posthoc . --sigma-rel 0.2:0.1", "posthoc . --sigma-rel nan", "posthoc . --sigma-rel 0.1:0.2:0", "posthoc . --step x", "posthoc . --step 7",
     "posthoc . --metric G:RMSE", "posthoc . --sigma-rel 0.1:0.2:999999999999", "finetune input.json", "convert-backend a b", "compress",
     "train input.json --finetune x", "train input.json -t x", "freeze --head water", "test --shuffle-test",
-    "train input.json -l ''", "train input.json -o ''", "train -o x", "check no/where.json", "check .",
+    "train input.json -l ''", "train input.json -o ''", "check no/where.json", "check .",
     "model-devi", "model-devi -m model.ckpt.pt -s valid", "model-devi -m model.ckpt.pt nowhere -s valid", "model-devi -m model.ckpt.pt val.log -s valid",
     "model-devi -m model.ckpt.pt model_ema.ckpt.pt -s nowhere", "model-devi -m model.ckpt.pt frozen.dp -s valid -f x",
     "model-devi -m model.ckpt.pt frozen.dp -s valid -f -3", "model-devi -m model.ckpt.pt frozen.dp -s valid --relative nan",
@@ -44,7 +44,7 @@ WRONG = [
     "neighbor-stat -s valid -r 0", "neighbor-stat -s valid -r -6", "neighbor-stat -s valid -r inf", "neighbor-stat -s valid -r 1e9", "neighbor-stat -s valid -r 6 -t He",
     "neighbor-stat -s input.json -r 6", "neighbor-stat -s valid -r 6 -l log", "train input.json -l data", "check input.json extra.json", "train input.yaml", "train input.json --device cpu:x",
 ]  # fmt: skip
-GOOD = ["--version", "--help", "train --help", "doc", "doc --json-schema", "doc ema", "check input.json --config-only", "show frozen.dp",
+GOOD = ["--version", "--help", "train --help", "train", "train -o x", "doc", "doc --json-schema", "doc ema", "check input.json --config-only", "show frozen.dp",
         "show model.ckpt.pt --config", "plot lcurve.out val.log val_ema.log", f"{MODEL} -n 0", f"{MODEL} -n 1000000", f"{MODEL} --use-ema",
         "freeze -o x", "model-devi -m model.ckpt.pt frozen.dp -s valid", "neighbor-stat -s valid -r 6", "freeze --use-ema", "change-bias model.ckpt.pt -b 1 2", "change-bias model.ckpt.pt -s valid"]  # fmt: skip
 LISTS = {
