@@ -127,17 +127,24 @@ def _tampered(file: str, part: str, what: str, with_digest: bool) -> Callable[[]
         else:
             tree[last] = VALUES[what]
 
+    def lose_digest(tree: Any) -> None:
+        """Make the file one of DeePMD-kit, which writes no digest; of ours one without it is refused."""
+        del tree["digest"]
+        tree["software"] = "deepmd-kit"
+
     def tamper() -> None:
         if file.endswith(".dp"):
             with h5py.File(file, "r+") as opened:
                 tree = json.loads(opened.attrs["json"])
+                if not with_digest:
+                    lose_digest(tree)
                 change(tree)
-                tree.pop("" if with_digest else "digest", None)
                 opened.attrs["json"] = json.dumps(tree)
         else:
             tree = yaml.load(Path(file).read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            if not with_digest:
+                lose_digest(tree)
             change(tree)
-            tree.pop("" if with_digest else "digest", None)
             Path(file).write_text(yaml.safe_dump(tree))
 
     return tamper
