@@ -274,6 +274,8 @@ def _load_frozen(path: Path) -> LoadedModel:
         return replace(loaded, info=replace(loaded.info, path=path))
     config, model, found = interchange.read_dp(path)
     ours = found[interchange.EXTRA]
+    if not isinstance(ours, dict) or not isinstance(ours.get("average", {}), dict):
+        raise CheckpointError(f"{path}: the section {interchange.EXTRA} is not as dp-ema writes it. Freeze it again.")
     info = Provenance(
         path,
         "frozen",

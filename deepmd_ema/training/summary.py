@@ -35,8 +35,7 @@ SHARED = {
 def start_table(trainer: Trainer) -> Table:
     """Return the summary of ``dp-ema check`` with facts that are known once the parts of the run are built."""
     prepared, tasks, bank, num_steps = trainer.prepared, trainer.tasks, trainer.bank, trainer.num_steps
-    world = trainer.world
-    config, stage, device = prepared.config, prepared.config.training.zero_stage, world.device
+    config, stage, world = prepared.config, prepared.config.training.zero_stage, trainer.world
     per_step = f"{tasks.frames_per_step:.6g} frames per step over all ranks"
     several = f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as given"
     pairs = [("ranks", several if world.size > 1 or stage else ""), *config_summary(config, num_steps, tasks.steps_per)]
@@ -66,7 +65,7 @@ def start_table(trainer: Trainer) -> Table:
     pairs += [("snapshots", line) for line in snapshot_lines(config, averages, num_steps, num_bytes)]
     pairs.append(("units", "rows of single batches in eV and angstrom, as in lcurve.out; full validation in meV"))
     program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    return facts(f"{program}, on {describe_device(device)}", pairs)
+    return facts(f"{program}, on {describe_device(world.device)}", pairs)
 
 
 def describe_device(device: torch.device) -> str:

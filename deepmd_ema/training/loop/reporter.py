@@ -167,12 +167,11 @@ class Reporter:
             found, constant = (math.sqrt(sum(value**2 for value in values) / len(rows)) for values in zip(*rows))
             if found >= constant > 0:
                 self._warned.add(task.name)
-                advice = f"{'train longer, or ' * (step < SHORT_RUN)}{remedy.removeprefix('or ')}"
                 logger.warning(
                     "%sstep %d: %s of the training batches of the last %s is %.4g, no better than %.4g with energies "
                     "of the elements alone and no forces: nothing is learned. To mend it: %s.",
                     f"task {task.name}: " * bool(task.name), step, _judged(task), counted(len(rows), "row"), found,
-                    constant, advice,
+                    constant, f"{'train longer, or ' * (step < SHORT_RUN)}{remedy.removeprefix('or ')}",
                 )  # fmt: skip
 
     def show_before(self, errors: Mapping[str, Errors]) -> None:
