@@ -26,7 +26,7 @@ USES = {
 PARTS = [("format",), ("version",), ("kind",), ("weights",), ("step",), ("config",), ("model",), ("optimizer",), ("streams",), ("display",),
          ("averages",), ("best",), ("validation_pending",), ("min_nbor_dist",), ("run",), ("config", "model"), ("config", "training"),
          ("config", "model", "descriptor"), ("config", "model", "descriptor", "sel"),
-         ("model", "fitting.bias_atom_e"), ("model", "out_bias"), ("averages", "profiles"), ("averages", "steps")]  # fmt: skip
+         ("model", "fitting.bias_atom_e"), ("model", "out_bias"), ("averages", "steps")]  # fmt: skip
 VALUES: dict[str, Any] = {"None": None, "a text": "x", "-1": -1, "a huge number": 10**30, "nan": float("nan"), "a list": [1, "x"],
                           "a section": {"x": 1}, "a tensor": torch.zeros(2, 3), "a tensor of nothing": torch.zeros(0)}  # fmt: skip
 
