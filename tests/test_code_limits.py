@@ -112,7 +112,7 @@ def test_no_package_has_more_lines_than_its_budget():
 
 
 # of examples/water without validation and averages, by tests/first_step.py; they may only fall
-MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 801, 142, 13
+MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 792, 140, 12
 
 
 @pytest.mark.slow
