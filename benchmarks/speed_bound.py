@@ -115,9 +115,9 @@ def measure(folder: Path, steps: int, device: str, only_times: bool = False) -> 
     from deepmd_ema.config import load_config
     from deepmd_ema.dist.launch import find_launch
     from deepmd_ema.dist.world import open_world
-    from deepmd_ema.training.loop.trainer import Trainer
-    from deepmd_ema.training.start.new_run import Start
-    from deepmd_ema.training.start.prepare import prepare
+    from deepmd_ema.training.prepare import prepare
+    from deepmd_ema.training.start import Start
+    from deepmd_ema.training.trainer import Trainer
 
     with working_in(folder):
         config, start = load_config("input.json"), Start()

@@ -24,8 +24,8 @@ from toy_models import TYPES, model_section
 
 import deepmd_ema
 from deepmd_ema.data.check.physics import COVALENT_RADII
-from deepmd_ema.training.loop.trainer import Callback
 from deepmd_ema.training.run import run_training
+from deepmd_ema.training.trainer import Callback
 
 IS_PRETENDED = torch.version.cuda is None
 FIRST_COUNTED, COUNTED = 5, 2  # steps: the first ones make the buffers of the optimizer and of the averages

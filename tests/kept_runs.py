@@ -14,7 +14,7 @@ from infer_models import random_model
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
 from deepmd_ema.config import config_from_dict, to_dict
-from deepmd_ema.training.loop.saver import StateBuilder, narrowed
+from deepmd_ema.training.saver import StateBuilder, narrowed
 
 AVERAGING = [
     {"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepmd_ema.training.loop.trainer import Callback
+from deepmd_ema.training.trainer import Callback
 
 
 class OutOfTime(Callback):

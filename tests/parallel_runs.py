@@ -80,9 +80,9 @@ def train(folder, size, config=None, limit=LIMIT_S, may_fail=False, **how):
 
 def train_here(folder, how):
     """Train in ``folder`` as one rank; return what it held at the end (digests, sizes) and what it took part in."""
-    from deepmd_ema.training.loop import saver
-    from deepmd_ema.training.loop.trainer import Callback
+    from deepmd_ema.training import saver
     from deepmd_ema.training.run import run_training
+    from deepmd_ema.training.trainer import Callback
 
     report: dict[str, Any] = {}
     counts = Counter()

@@ -412,7 +412,7 @@ def _in_validation(action):
 def _watch(when, act):
     """Have the next run call ``act`` where a callback is called."""
     from deepmd_ema.training import run
-    from deepmd_ema.training.loop.trainer import Callback
+    from deepmd_ema.training.trainer import Callback
 
     callback = Callback()
     setattr(callback, when, act)

@@ -18,7 +18,7 @@ from helpers import FullDisk
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.locks import locked
-from deepmd_ema.training.start.output_files import LOCK
+from deepmd_ema.training.outputs import LOCK
 
 LAST = 4
 
@@ -491,7 +491,7 @@ def test_a_full_disk_at_the_rows_is_reported_and_not_hidden_by_the_end(desk, mon
     def also_full(*_):
         raise OSError(errno.ENOSPC, "")
 
-    monkeypatch.setattr("deepmd_ema.training.loop.reporter.Reporter.close", also_full)
+    monkeypatch.setattr("deepmd_ema.training.reporter.Reporter.close", also_full)
     reported = desk.train("-v", "ERROR")
     reported.must_say("lcurve.out: cannot be written (No space left on device). Make room", "last checkpoint is usable")
 

@@ -8,8 +8,8 @@ from toy_models import TABLE
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.model.build import build_model
-from deepmd_ema.training.loop.modes import remarks_on_mixed_precision
-from deepmd_ema.training.loop.step import context_of_validation
+from deepmd_ema.training.modes import remarks_on_mixed_precision
+from deepmd_ema.training.step import context_of_validation
 
 SMALL = {"channels": 8, "n_blocks": 1, "lmax": 1, "mixing_layers": 1, "rcut": 4.0}
 

@@ -19,7 +19,7 @@ from deepmd_ema.labels import QUANTITIES
 from deepmd_ema.metrics import Errors
 from deepmd_ema.report.record import read_record
 from deepmd_ema.report.status import read_status
-from deepmd_ema.training.loop.early_stop import EarlyStop
+from deepmd_ema.training.early_stop import EarlyStop
 from deepmd_ema.training.run import run_training
 
 STEPS, EVERY = 24, 2

@@ -12,7 +12,7 @@ from test_train import load
 from test_train_sharing import input_of
 
 from deepmd_ema import checkpoint, cli
-from deepmd_ema.training.loop import validate
+from deepmd_ema.training import validate
 from deepmd_ema.training.run import run_training
 
 TITLE = "errors before the first step"

@@ -13,8 +13,8 @@ from deepmd_ema.cli.main import main
 from deepmd_ema.config import load_config
 from deepmd_ema.errors import UserError
 from deepmd_ema.training.estimate import measure_steps
-from deepmd_ema.training.loop.trainer import Callback
 from deepmd_ema.training.run import run_training
+from deepmd_ema.training.trainer import Callback
 
 
 class Count(Callback):

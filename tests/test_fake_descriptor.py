@@ -235,4 +235,4 @@ print(*(name for name in sys.modules if name.startswith("deepmd_ema.")))
     modules = [name for name in found.split() if re.search(r"families\.\w+\.(module|layers|tree)", name)]
     assert modules == ["deepmd_ema.families.se_e2_r.module", "deepmd_ema.families.ener.module"]
     assert not {"deepmd_ema.interchange.pt2", "deepmd_ema.model.extended_model", "deepmd_ema.infer.images",
-                "deepmd_ema.optim.lkf", "deepmd_ema.training.loop.kalman"} & {*found.split()}  # fmt: skip
+                "deepmd_ema.optim.lkf", "deepmd_ema.training.kalman"} & {*found.split()}  # fmt: skip

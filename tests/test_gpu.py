@@ -14,9 +14,9 @@ from test_train import WITH_AVERAGES, StopAfter, load
 from deepmd_ema.data.loader import ATOMS_AT_ONCE
 from deepmd_ema.errors import DivergedError, Interrupted
 from deepmd_ema.metrics import evaluate
-from deepmd_ema.training.loop import validate
-from deepmd_ema.training.loop.trainer import Callback
+from deepmd_ema.training import validate
 from deepmd_ema.training.run import run_training
+from deepmd_ema.training.trainer import Callback
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

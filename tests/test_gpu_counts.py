@@ -6,7 +6,7 @@ from gpu_counts import IS_PRETENDED, STEPS, CountedSteps, StepCounts, count_step
 from helpers import assert_same, trains_in
 from toy_models import TRICLINIC, batch_of, toy_atoms, toy_model
 
-from deepmd_ema.training.loop.trainer import Callback
+from deepmd_ema.training.trainer import Callback
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

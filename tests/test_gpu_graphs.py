@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from deepmd_ema.errors import Interrupted
-from deepmd_ema.training.loop import cuda_graphs
-from deepmd_ema.training.loop.trainer import Callback
+from deepmd_ema.training import cuda_graphs
 from deepmd_ema.training.run import run_training
+from deepmd_ema.training.trainer import Callback
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 STEPS = 50

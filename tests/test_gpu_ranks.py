@@ -16,8 +16,8 @@ from parallel_runs import run_ranks, train
 from test_parallel import BANK, STEPS, WITH_BANK, assert_same_run, config_of, load
 from test_train_tasks import input_of_two_tasks, write_data
 
-from deepmd_ema.training.loop.trainer import Callback
 from deepmd_ema.training.run import run_training
+from deepmd_ema.training.trainer import Callback
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

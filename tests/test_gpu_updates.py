@@ -245,7 +245,7 @@ def test_averages_on_the_device_count_as_averages_on_the_host_do():
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_the_first_step_that_was_not_finite_is_noted_in_place_without_a_wait(as_tensor):
-    from deepmd_ema.training.loop.step import Step
+    from deepmd_ema.training.step import Step
 
     step_ = Step(nn.Linear(2, 2, device="cuda"))
     where = step_._first_bad.data_ptr(), step_._own_fault.data_ptr()
@@ -261,7 +261,7 @@ def test_the_first_step_that_was_not_finite_is_noted_in_place_without_a_wait(as_
 
 
 def test_the_numbers_of_the_kalman_filter_are_drawn_by_one_copy_that_does_not_wait():
-    from deepmd_ema.training.loop.kalman import KalmanStep
+    from deepmd_ema.training.kalman import KalmanStep
 
     filter_ = object.__new__(KalmanStep)
     filter_._seed = 3

@@ -34,7 +34,7 @@ from deepmd_ema.model.interpolation.sums import DirectSum
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.tabulated import interpolations_of
-from deepmd_ema.training.loop.interpolation import InterpolationControl
+from deepmd_ema.training.interpolation import InterpolationControl
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -366,9 +366,7 @@ def test_a_step_that_is_not_finite_leaves_the_series_as_they_are():
 
 
 def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start, monkeypatch, caplog):  # noqa: F811
-    monkeypatch.setattr(
-        "deepmd_ema.training.loop.trainer.InterpolationControl", partial(InterpolationControl, interval=7)
-    )
+    monkeypatch.setattr("deepmd_ema.training.trainer.InterpolationControl", partial(InterpolationControl, interval=7))
     caplog.set_level(logging.INFO)
     direct = start("direct", 20, {"model__descriptor__interpolate": "never"})
     assert "embedding networks  evaluated for each pair of atoms" in caplog.text
@@ -391,8 +389,8 @@ def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start
 def test_a_restart_takes_the_knots_of_its_checkpoint_whatever_it_would_choose(start, monkeypatch):  # noqa: F811
     folder = start("run", 10, ALWAYS)
     saved = load(folder / "model.ckpt-10.pt")["interpolation"]["terms"]
-    monkeypatch.setattr("deepmd_ema.training.loop.interpolation.FIRST_TERMS", 512)
-    monkeypatch.setattr("deepmd_ema.training.loop.interpolation._first_terms", lambda _: 512)
+    monkeypatch.setattr("deepmd_ema.training.interpolation.FIRST_TERMS", 512)
+    monkeypatch.setattr("deepmd_ema.training.interpolation._first_terms", lambda _: 512)
     start("run", 12, ALWAYS, restart="model.ckpt.pt")
     assert load(folder / "model.ckpt-12.pt")["interpolation"]["terms"] == saved
 

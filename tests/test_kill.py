@@ -20,8 +20,8 @@ from test_train import StopAfter
 
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.report import tables
-from deepmd_ema.training.loop.trainer import Callback
 from deepmd_ema.training.run import run_training
+from deepmd_ema.training.trainer import Callback
 
 BEFORE, LAST = 2, 4  # the run is after BEFORE; all writes of the next step are hit; LAST is its end
 MAX_WRITES = 80  # of one restart and one step

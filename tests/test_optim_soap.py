@@ -10,7 +10,7 @@ from torch import nn
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.schema.optim import SOAPConfig
 from deepmd_ema.optim.build import build_optimizer, guarded_step, set_learning_rate
-from deepmd_ema.training.loop.modes import why_no_graphs
+from deepmd_ema.training.modes import why_no_graphs
 
 LR = 0.01
 SAME_MATH = 1e-9  # bases are of covariances with a ridge of 1e-6, which amplifies rounding

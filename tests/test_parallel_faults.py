@@ -20,7 +20,7 @@ from deepmd_ema.dist import peer_watch, rendezvous
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.errors import UserError
 from deepmd_ema.locks import locked
-from deepmd_ema.training.start.output_files import LOCK
+from deepmd_ema.training.outputs import LOCK
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"), pytest.mark.timeout(240)]
 

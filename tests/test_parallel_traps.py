@@ -19,7 +19,7 @@ from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.dist.world import open_world
 from deepmd_ema.errors import UserError
-from deepmd_ema.training.loop.trainer import Callback
+from deepmd_ema.training.trainer import Callback
 
 pytestmark = pytest.mark.timeout(480)
 
@@ -69,7 +69,7 @@ def test_gathered_weights_do_not_hide_the_average_in_a_validation(tmp_path, wate
 def most_memory(folder):
     """Train as a rank; return by what happened how much memory (bytes) it took for a while, on top of what it holds."""
     from deepmd_ema.dist import world
-    from deepmd_ema.training.loop.trainer import Callback
+    from deepmd_ema.training.trainer import Callback
 
     growth = {}
     ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once

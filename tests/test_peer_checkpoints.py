@@ -22,7 +22,7 @@ from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interchange import read_deepmd_pt, read_dp
 from deepmd_ema.interchange.dp.standard import tree_of_model
-from deepmd_ema.training.start.start_file import load_weights
+from deepmd_ema.training.start_file import load_weights
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = GOLDEN / "peer_checkpoints"  # made_by: make.py there

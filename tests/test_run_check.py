@@ -11,8 +11,8 @@ from helpers import tiny_input, write_system
 from deepmd_ema.cli.main import main
 from deepmd_ema.config import load_config
 from deepmd_ema.run_check.check import RunCheck
-from deepmd_ema.training.loop.trainer import Callback
 from deepmd_ema.training.run import run_training
+from deepmd_ema.training.trainer import Callback
 
 VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 4, "full_val_start": 0.0,
              "max_best_ckpt": 2}  # fmt: skip

@@ -20,9 +20,9 @@ from deepmd_ema import cli
 from deepmd_ema.config import config_summary, load_config
 from deepmd_ema.errors import CheckpointError, ConfigError, DivergedError, Interrupted, UserError
 from deepmd_ema.report import tables
-from deepmd_ema.training.loop.step import tf32_products
-from deepmd_ema.training.loop.trainer import Callback
 from deepmd_ema.training.run import run_training
+from deepmd_ema.training.step import tf32_products
+from deepmd_ema.training.trainer import Callback
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -16,8 +16,8 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.loss import EnergyLoss
-from deepmd_ema.training.loop import kalman
-from deepmd_ema.training.loop.kalman import KalmanStep, measure_energy, measure_force
+from deepmd_ema.training import kalman
+from deepmd_ema.training.kalman import KalmanStep, measure_energy, measure_force
 from deepmd_ema.training.run import run_training
 
 KINDS = {

@@ -21,11 +21,11 @@ from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import CheckpointError, DataError, Interrupted
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.training.loop.trainer import Callback, Trainer
-from deepmd_ema.training.start.from_weights import FromWeights
-from deepmd_ema.training.start.new_run import Start
-from deepmd_ema.training.start.prepare import prepare
-from deepmd_ema.training.start.start_file import load_restart
+from deepmd_ema.training.from_weights import FromWeights
+from deepmd_ema.training.prepare import prepare
+from deepmd_ema.training.start import Start
+from deepmd_ema.training.start_file import load_restart
+from deepmd_ema.training.trainer import Callback, Trainer
 
 pytestmark = pytest.mark.timeout(480)
 

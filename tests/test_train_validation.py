@@ -10,7 +10,7 @@ from helpers import assert_same, trains_in, write_system
 
 from deepmd_ema.checkpoint.archive import read_archive, write_archive
 from deepmd_ema.errors import Interrupted
-from deepmd_ema.training.loop.trainer import Callback
+from deepmd_ema.training.trainer import Callback
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -20,7 +20,7 @@ from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.data.formats.extxyz import ExtxyzFile
 from deepmd_ema.data.run import choose_validation, open_run, split_off
 from deepmd_ema.errors import ConfigError, DataError, Interrupted
-from deepmd_ema.training.loop.trainer import Callback
+from deepmd_ema.training.trainer import Callback
 
 pytestmark = pytest.mark.timeout(120)
 

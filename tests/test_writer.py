@@ -17,8 +17,8 @@ from deepmd_ema.checkpoint.writer import NICENESS, Writer
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError, Interrupted
 from deepmd_ema.tensors import HostCopies, on_cpu
-from deepmd_ema.training.loop.trainer import Callback
 from deepmd_ema.training.run import run_training
+from deepmd_ema.training.trainer import Callback
 
 
 @pytest.fixture

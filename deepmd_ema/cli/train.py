@@ -19,7 +19,7 @@ from deepmd_ema.dist.launch import TURN_S, launch_ranks, raise_on_end
 from deepmd_ema.errors import ReportedElsewhere, Terminated, show_text
 
 if TYPE_CHECKING:
-    from deepmd_ema.training.start.request import TrainRequest
+    from deepmd_ema.training.request import TrainRequest
 
 SUMMARY = "train a model"
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
 def _request(args: argparse.Namespace) -> TrainRequest:
     """Return the request, with its input checked before torch is imported, so that mistakes are reported at once."""
     with libraries_of_torch():
-        from deepmd_ema.training.start.request import TrainRequest
+        from deepmd_ema.training.request import TrainRequest
 
         options = {f.name: getattr(args, f.name) for f in fields(TrainRequest) if f.name != "input_file"}
         request = TrainRequest(args.input, **options)

@@ -29,8 +29,8 @@ from deepmd_ema.config.due import due_in
 from deepmd_ema.config.paths import with_absolute_paths
 from deepmd_ema.dist.launch import TURN_S
 from deepmd_ema.errors import Interrupted, UserError
-from deepmd_ema.training.loop.trainer import Callback, Trainer
 from deepmd_ema.training.run import TrainRequest, run_training
+from deepmd_ema.training.trainer import Callback, Trainer
 
 _FIRST = 2  # steps that prepare memory and caches, not counted
 _NEW, _KNOWN = 12, 28  # steps whose frames are new, and then those with neighbors in the cache

@@ -22,15 +22,15 @@ from deepmd_ema.report.loggers.run import check_packages
 from deepmd_ema.report.logs import set_up_logging
 from deepmd_ema.report.record import RunRecord, keeping_warnings
 from deepmd_ema.report.table import render
-from deepmd_ema.training.loop.averages import Hook
-from deepmd_ema.training.loop.trainer import Callback, Trainer
-from deepmd_ema.training.start.new_run import Start
-from deepmd_ema.training.start.output_files import check_outputs, lock_outputs, write_config
-from deepmd_ema.training.start.prepare import prepare
-from deepmd_ema.training.start.request import DEFAULT_INPUT, TrainRequest
-from deepmd_ema.training.start.restart import Restart
-from deepmd_ema.training.start.start_file import load_start
+from deepmd_ema.training.averages import Hook
+from deepmd_ema.training.outputs import check_outputs, lock_outputs, write_config
+from deepmd_ema.training.prepare import prepare
+from deepmd_ema.training.request import DEFAULT_INPUT, TrainRequest
+from deepmd_ema.training.restart import Restart
+from deepmd_ema.training.start import Start
+from deepmd_ema.training.start_file import load_start
 from deepmd_ema.training.summary import TrainedRun, describe_device, end_table, start_table, trained_run
+from deepmd_ema.training.trainer import Callback, Trainer
 
 __all__ = ["Callback", "TrainRequest", "TrainedRun", "run_training", "train"]
 

@@ -20,8 +20,8 @@ from deepmd_ema.optim.groups import describe_groups
 from deepmd_ema.report.progress import describe_errors, duration
 from deepmd_ema.report.table import Table, facts
 from deepmd_ema.report.tables import show_metric
-from deepmd_ema.training.loop.averages import snapshot_lines
-from deepmd_ema.training.loop.trainer import Trainer, restart_command
+from deepmd_ema.training.averages import snapshot_lines
+from deepmd_ema.training.trainer import Trainer, restart_command
 from deepmd_ema.version import __version__
 
 SHARED = {

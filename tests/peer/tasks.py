@@ -283,10 +283,10 @@ def _our_trainer(folder: Path, start_file: str | None = "start.pt") -> tuple[Any
     """Return the trainer of ``input.json`` in a folder, from the weights of a file or new, and the config."""
     from deepmd_ema.config import load_config
     from deepmd_ema.dist.world import World
-    from deepmd_ema.training.loop.trainer import Trainer
-    from deepmd_ema.training.start.new_run import Start
-    from deepmd_ema.training.start.prepare import prepare
-    from deepmd_ema.training.start.start_file import load_weights
+    from deepmd_ema.training.prepare import prepare
+    from deepmd_ema.training.start import Start
+    from deepmd_ema.training.start_file import load_weights
+    from deepmd_ema.training.trainer import Trainer
 
     os.chdir(folder)
     start, world = load_weights(start_file) if start_file else Start(), World()

@@ -29,7 +29,7 @@ from deepmd_ema.config.outputs import (
 from deepmd_ema.errors import CheckpointError, UserError, collect_problems
 from deepmd_ema.files import JSON, RECORD_FILE, TABLE, atomic_write, link, move, refuse_to_lose, size_of, sync, writing
 from deepmd_ema.locks import locked
-from deepmd_ema.training.start.request import TrainRequest
+from deepmd_ema.training.request import TrainRequest
 from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)

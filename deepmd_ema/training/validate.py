@@ -22,10 +22,10 @@ from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.model.tabulated import tables_in
 from deepmd_ema.report.tables import RowTable, ValidationLog
-from deepmd_ema.training.loop.early_stop import EarlyStop
-from deepmd_ema.training.loop.modes import Products
-from deepmd_ema.training.loop.saver import Saver
-from deepmd_ema.training.start.prepare import PreparedRun, PreparedTask
+from deepmd_ema.training.early_stop import EarlyStop
+from deepmd_ema.training.modes import Products
+from deepmd_ema.training.prepare import PreparedRun, PreparedTask
+from deepmd_ema.training.saver import Saver
 from deepmd_ema.weight_names import LIVE
 
 

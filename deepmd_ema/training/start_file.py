@@ -13,11 +13,11 @@ from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, ModelFile, load_models, models_of_deepmd
 from deepmd_ema.interchange.pretrained import check_digest
 from deepmd_ema.model.model_set import ModelSet, unnested
-from deepmd_ema.training.start.fine_tuning import FineTune, Pretrained
-from deepmd_ema.training.start.from_weights import FromWeights
-from deepmd_ema.training.start.new_run import Start
-from deepmd_ema.training.start.request import TrainRequest
-from deepmd_ema.training.start.restart import Restart
+from deepmd_ema.training.fine_tuning import FineTune, Pretrained
+from deepmd_ema.training.from_weights import FromWeights
+from deepmd_ema.training.request import TrainRequest
+from deepmd_ema.training.restart import Restart
+from deepmd_ema.training.start import Start
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from deepmd_ema.errors import CheckpointError
 from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.seeds import seed_for, stream_of
-from deepmd_ema.training.loop.modes import pads
-from deepmd_ema.training.start.prepare import PreparedRun, PreparedTask
+from deepmd_ema.training.modes import pads
+from deepmd_ema.training.prepare import PreparedRun, PreparedTask
 
 logger = logging.getLogger(__name__)
 

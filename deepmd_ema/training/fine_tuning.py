@@ -15,8 +15,8 @@ from deepmd_ema.infer.load import LoadedModel
 from deepmd_ema.model.element_mapping import ElementsError, carried_over, check_elements
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.training.start.from_weights import report_differences
-from deepmd_ema.training.start.new_run import Start, digest
+from deepmd_ema.training.from_weights import report_differences
+from deepmd_ema.training.start import Start, digest
 
 logger = logging.getLogger(__name__)
 

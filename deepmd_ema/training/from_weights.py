@@ -18,7 +18,7 @@ from deepmd_ema.config.fields import plain
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.model.model_set import ModelSet, nested
 from deepmd_ema.tensors import check_weights, prefix_of
-from deepmd_ema.training.start.new_run import Start, digest
+from deepmd_ema.training.start import Start, digest
 
 logger = logging.getLogger(__name__)
 

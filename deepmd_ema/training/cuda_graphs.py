@@ -13,8 +13,8 @@ from torch import Tensor
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
-from deepmd_ema.training.loop.step import GradientStep, Outcome
-from deepmd_ema.training.loop.task import Task
+from deepmd_ema.training.step import GradientStep, Outcome
+from deepmd_ema.training.tasks import Task
 
 CAPTURED_AT_USE = 3  # of a shape: cuBLAS and the caching allocator have what they need by then
 MAX_GRAPHS = 64  # each takes some MB of its nodes; further shapes stay eager

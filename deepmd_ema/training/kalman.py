@@ -17,9 +17,9 @@ from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import on_device
-from deepmd_ema.training.loop.step import Outcome, Step
-from deepmd_ema.training.loop.task import Task
-from deepmd_ema.training.start.prepare import PreparedRun
+from deepmd_ema.training.prepare import PreparedRun
+from deepmd_ema.training.step import Outcome, Step
+from deepmd_ema.training.tasks import Task
 
 GROUPS = 4  # updates with forces in a step
 GROUP_ATOMS = 6  # atoms of each frame in one of them; both as in DeePMD-kit

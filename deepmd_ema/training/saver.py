@@ -23,8 +23,8 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.model.model_set import unnested
 from deepmd_ema.report.tables import RowTable
 from deepmd_ema.tensors import HostCopies
-from deepmd_ema.training.loop.averages import snapshot_every
-from deepmd_ema.training.start.prepare import PreparedRun
+from deepmd_ema.training.averages import snapshot_every
+from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from deepmd_ema.errors import counted
 from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.seeds import seed_for, stream_of
 from deepmd_ema.tensors import prefix_of
-from deepmd_ema.training.start.prepare import PreparedRun
+from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from deepmd_ema.errors import ConfigError, UserError, command, first_few
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.tensors import StoredTensor, check_weights, whole
-from deepmd_ema.training.start.from_weights import FromWeights
-from deepmd_ema.training.start.new_run import digest
+from deepmd_ema.training.from_weights import FromWeights
+from deepmd_ema.training.start import digest
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from deepmd_ema.optim.build import (
 )
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.report.times import Laps
-from deepmd_ema.training.loop.modes import Products
-from deepmd_ema.training.loop.sharding import LAST_REPLICATED_STAGE
-from deepmd_ema.training.loop.task import Task, TaskMixture
-from deepmd_ema.training.start.prepare import PreparedRun
+from deepmd_ema.training.modes import Products
+from deepmd_ema.training.prepare import PreparedRun
+from deepmd_ema.training.sharding import LAST_REPLICATED_STAGE
+from deepmd_ema.training.tasks import Task, TaskMixture
 
 logger = logging.getLogger(__name__)
 

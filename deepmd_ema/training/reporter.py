@@ -29,9 +29,9 @@ from deepmd_ema.report.progress import Progress
 from deepmd_ema.report.table import render
 from deepmd_ema.report.tables import LcurveFile, ValuesByTask, table_of_errors
 from deepmd_ema.report.times import RunTimes
-from deepmd_ema.training.loop.modes import Products
-from deepmd_ema.training.loop.step import Outcome
-from deepmd_ema.training.loop.task import Task, TaskMixture
+from deepmd_ema.training.modes import Products
+from deepmd_ema.training.step import Outcome
+from deepmd_ema.training.tasks import Task, TaskMixture
 from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,9 @@ import math
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,21 +27,19 @@ from deepmd_ema.errors import Interrupted, UserError, command
 from deepmd_ema.report.record import RunRecord
 from deepmd_ema.report.times import RunTimes
 from deepmd_ema.tensors import map_tensors
-from deepmd_ema.training.loop.averages import Hook, build_bank, describe_averages
-from deepmd_ema.training.loop.callback import Callback as Callback
-from deepmd_ema.training.loop.callback import StopRequest
-from deepmd_ema.training.loop.cuda_graphs import GraphedSteps
-from deepmd_ema.training.loop.interpolation import InterpolationControl
-from deepmd_ema.training.loop.modes import compile_models, launches_graphs, remarks_on_mixed_precision, why_no_graphs
-from deepmd_ema.training.loop.refit import refit_bias
-from deepmd_ema.training.loop.reporter import COMPARED_ROWS, Reporter
-from deepmd_ema.training.loop.saver import Saver, StateBuilder
-from deepmd_ema.training.loop.sharding import check_replicas, parallelize
-from deepmd_ema.training.loop.step import GradientStep, Outcome, Step, context_of_products, context_of_validation
-from deepmd_ema.training.loop.task import Task, TaskMixture
-from deepmd_ema.training.loop.validate import FullValidation, ValidationAborted
-from deepmd_ema.training.start.new_run import Start
-from deepmd_ema.training.start.prepare import PreparedRun
+from deepmd_ema.training.averages import Hook, build_bank, describe_averages
+from deepmd_ema.training.cuda_graphs import GraphedSteps
+from deepmd_ema.training.interpolation import InterpolationControl
+from deepmd_ema.training.modes import compile_models, launches_graphs, remarks_on_mixed_precision, why_no_graphs
+from deepmd_ema.training.prepare import PreparedRun
+from deepmd_ema.training.refit import refit_bias
+from deepmd_ema.training.reporter import COMPARED_ROWS, Reporter
+from deepmd_ema.training.saver import Saver, StateBuilder
+from deepmd_ema.training.sharding import check_replicas, parallelize
+from deepmd_ema.training.start import Start
+from deepmd_ema.training.step import GradientStep, Outcome, Step, context_of_products, context_of_validation
+from deepmd_ema.training.tasks import Task, TaskMixture
+from deepmd_ema.training.validate import FullValidation, ValidationAborted
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +47,7 @@ STOP_POLL_INTERVAL = 10  # steps, on a GPU, between two checks whether another r
 # sent through the same all-reduce as signal numbers, which they exceed
 TIME_IS_OVER, WRITER_FAILED = 1 << 15, 1 << 16
 FORWARD_SHARE = 0.25  # of the time of a step, to validate as many frames: 0.16 to 0.37 for se_e2_a on two cores
+SAME_CTRL_C_S = 1.0  # torchrun and the terminal both send it, and the second is no wish to end at once
 
 
 class Trainer:
@@ -128,7 +128,7 @@ class Trainer:
 
         self.graphs: GraphedSteps | None = None
         if isinstance(config.optimizer, LKFConfig):
-            from deepmd_ema.training.loop.kalman import KalmanStep
+            from deepmd_ema.training.kalman import KalmanStep
 
             self.take_step: Step = KalmanStep(prepared, num_steps)
         else:
@@ -383,3 +383,47 @@ def restart_command(trainer: Trainer) -> str:
     """Return the command that continues a run from its newest checkpoint."""
     launched = ", launched as before" if trainer.world.size > 1 else ""
     return command("dp-ema", "train", "--restart", trainer.saver.link) + launched
+
+
+class StopRequest:
+    """The first SIGTERM, SIGHUP or Ctrl-C, which the loop checks after a step; a second Ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._since = 0.0
+
+    def request(self, number: int, _frame: FrameType | None = None) -> None:
+        """Ask the run to stop, as the signal ``number`` does."""
+        if self.signal is None:
+            self.signal, self._since = signal.Signals(number), time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._since > SAME_CTRL_C_S:
+            raise KeyboardInterrupt
+
+
+class Callback:
+    """Watches a run; the trainer calls these methods, which do nothing here. It must not change what it is shown.
+
+    Everything of the trainer that has no underscore may be read; ``trainer.stop.request`` ends a run as a signal does.
+    """
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Called before the first step, after a restart has loaded everything."""
+
+    def during(self, trainer: Trainer, phase: str) -> AbstractContextManager[Any]:
+        """Return the context of a ``step`` with all that is due after it, or in it of one of these.
+
+        They are a ``display``, a ``validation`` and a ``checkpoint``.
+        """
+        return nullcontext()
+
+    def after_update(self, trainer: Trainer) -> None:
+        """Called when weights and averages are those of a step, before anything that is due is shown or saved."""
+
+    def in_validation(self, trainer: Trainer, weights: str) -> None:
+        """Called with the weights ``live``, or those of an average, in the models, before they are evaluated."""
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Called when everything that was due after a step is done."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Called after the last step, when all is saved and closed."""

@@ -46,7 +46,7 @@ from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.optim.groups import split_by_pattern
 from deepmd_ema.seeds import seed_for, stream_of
-from deepmd_ema.training.start.new_run import Start
+from deepmd_ema.training.start import Start
 
 logger = logging.getLogger(__name__)
 
