@@ -10,17 +10,25 @@ from infer_models import write_run
 
 from deepmd_ema.cli import main
 from deepmd_ema.data.source import Frame
+from deepmd_ema.elements import MASSES
 from deepmd_ema.errors import UserError
 from deepmd_ema.geometry import find_pairs_once
+from deepmd_ema.infer.physics import (
+    EV_PER_KELVIN,
+    FRICTION,
+    PhysicsOptions,
+    Surface,
+    count_extrema,
+    physics_of,
+    run_dynamics,
+    scan_bonds,
+    scan_cutoff,
+    shortest_distances,
+    trajectory,
+)
 from deepmd_ema.infer.potential import Prediction
-from deepmd_ema.physics.dynamics import FRICTION, Run, _trajectory, energy_conservation, time_to_failure
-from deepmd_ema.physics.report import PhysicsOptions, physics_of, shortest_distances
-from deepmd_ema.physics.scans import count_extrema, scan_bonds, scan_cutoff
-from deepmd_ema.physics.surface import EV_PER_KELVIN, MASSES, Surface
 
 WELL, RATE, LENGTH = 1.0, 1.5, 2.0  # eV, 1/angstrom, angstrom: of Morse's potential
-CALM = Run(temperature=300.0, time_step=1.0, steps=300, seed=3)
-HOT = Run(temperature=600.0, time_step=1.0, steps=300, seed=3)
 NO_LIMIT = np.zeros((1, 1))
 
 
@@ -77,8 +85,18 @@ def line(*places):
 # ---- dynamics
 
 
+def calm(model, frame, least=NO_LIMIT, time_step=1.0, steps=300):
+    """Return dynamics from 300 K without thermostat."""
+    return run_dynamics(Surface(model, frame), least, 300.0, time_step, steps, 3)
+
+
+def hot(model, frame, least=NO_LIMIT):
+    """Return dynamics with a thermostat of 600 K."""
+    return run_dynamics(Surface(model, frame), least, 600.0, 1.0, 300, 3, FRICTION)
+
+
 def test_velocity_verlet_keeps_the_energy_of_a_conservative_model():
-    found = energy_conservation(Surface(PairModel(), line(0, 2.1, 4.2)), NO_LIMIT, CALM)
+    found = calm(PairModel(), line(0, 2.1, 4.2))
     assert not found.failure
     assert found.time == pytest.approx(0.3)
     assert abs(found.drift) < 1e-3
@@ -86,23 +104,22 @@ def test_velocity_verlet_keeps_the_energy_of_a_conservative_model():
 
 
 def test_halving_the_time_step_divides_the_spread_by_four():
-    surface = Surface(PairModel(), line(0, 2.1, 4.2))
-    whole = energy_conservation(surface, NO_LIMIT, Run(300.0, 2.0, 500, 3)).spread
-    half = energy_conservation(surface, NO_LIMIT, Run(300.0, 1.0, 1000, 3)).spread
+    whole = calm(PairModel(), line(0, 2.1, 4.2), time_step=2.0, steps=500).spread
+    half = calm(PairModel(), line(0, 2.1, 4.2), time_step=1.0, steps=1000).spread
     assert whole / half == pytest.approx(4, rel=0.1)
 
 
 def test_forces_that_are_no_derivatives_spread_the_energy():
-    good = energy_conservation(Surface(PairModel(), line(0, 2.1, 4.2)), NO_LIMIT, CALM)
-    bad = energy_conservation(Surface(PairModel(excess=1.3), line(0, 2.1, 4.2)), NO_LIMIT, CALM)
+    good = calm(PairModel(), line(0, 2.1, 4.2))
+    bad = calm(PairModel(excess=1.3), line(0, 2.1, 4.2))
     assert bad.spread > 20 * good.spread
 
 
 def test_a_run_with_a_wall_lasts_and_one_with_a_hole_fails_with_its_reason():
     least = np.array([[1.2]])
-    good = time_to_failure(Surface(PairModel(), line(0, 2.1, 4.2)), least, HOT)
+    good = hot(PairModel(), line(0, 2.1, 4.2), least)
     assert (good.failure, good.time) == ("", pytest.approx(0.3))
-    bad = time_to_failure(Surface(PairModel(with_hole), line(0, 2.1, 4.2)), least, HOT)
+    bad = hot(PairModel(with_hole), line(0, 2.1, 4.2), least)
     assert 0 < bad.time < 0.3
     assert "Cu-Cu at" in bad.failure or "eV/Å" in bad.failure or " K" in bad.failure
 
@@ -112,15 +129,15 @@ def test_a_model_without_a_finite_energy_ends_the_run():
         energy, slope = morse(r)
         return np.where(r < 2.0, np.nan, energy), slope
 
-    found = time_to_failure(Surface(PairModel(breaks), line(0, 2.1)), NO_LIMIT, HOT)
+    found = hot(PairModel(breaks), line(0, 2.1))
     assert found.failure == "no finite energy"
-    assert math.isnan(energy_conservation(Surface(PairModel(breaks), line(0, 2.1)), NO_LIMIT, HOT).drift)
+    assert math.isnan(calm(PairModel(breaks), line(0, 2.1)).drift)
 
 
 def test_the_thermostat_reaches_its_temperature():
     places = 2.1 * np.arange(20)
-    run = Run(300.0, 2.0, 3000, 1)
-    kinetic = [m.kinetic for m in _trajectory(Surface(PairModel(rcut=3.0), line(*places)), run, FRICTION)]
+    surface = Surface(PairModel(rcut=3.0), line(*places))
+    kinetic = [kinetic for *_, kinetic in trajectory(surface, 300.0, 2.0, 3000, 1, FRICTION)]
     assert np.mean(kinetic[500:]) == pytest.approx(1.5 * 20 * EV_PER_KELVIN * 300, rel=0.1)
 
 
@@ -210,7 +227,7 @@ def test_the_report_names_what_fails():
                                 "raise --md-steps")  # fmt: skip
     assert all(row.ok is None for row in good.rows if row.quantity.startswith(("NVE", "time to failure")))
     long = physics_of(PairModel(rcut=12.0), frames, PhysicsOptions())
-    assert long.run.time_step * long.run.steps == 1000
+    assert long.cold.time_step * long.cold.steps == 1000
     assert "too short" not in long.text()
     assert all(row.ok is not None for row in long.rows if row.quantity.startswith(("NVE", "time to failure")))
     bad = physics_of(PairModel(with_bump), frames, PhysicsOptions(md_steps=50))

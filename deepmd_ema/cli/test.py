@@ -26,8 +26,8 @@ from deepmd_ema.errors import UserError
 
 if TYPE_CHECKING:
     from deepmd_ema.infer.evaluate import ErrorReport
+    from deepmd_ema.infer.physics import PhysicsReport
     from deepmd_ema.metrics import Errors
-    from deepmd_ema.physics.report import PhysicsReport
 
 SUMMARY = "errors of a model on labelled frames, and its physics: dynamics and bonds"
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     keep_freed_memory()
     with loading():
         from deepmd_ema.infer.evaluate import measure, refuse_details
-        from deepmd_ema.physics.report import PhysicsOptions, measure_physics
+        from deepmd_ema.infer.physics import PhysicsOptions, measure_physics
 
     if args.detail_file is not None:
         refuse_details(args.detail_file)

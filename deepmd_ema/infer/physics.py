@@ -1,0 +1,499 @@
+"""``dp-ema test --physics``: dynamics, bond scans and the cutoff of a model, in one table with limits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepmd_ema.data.source import Frame
+from deepmd_ema.elements import MASSES
+from deepmd_ema.errors import UserError, counted
+from deepmd_ema.geometry import KeptPairs, find_pairs_once
+from deepmd_ema.infer.evaluate import first_frames, open_labelled
+from deepmd_ema.infer.load import load_model
+from deepmd_ema.infer.potential import Potential, Prediction
+from deepmd_ema.report.table import Column, Table, render
+
+# N atoms, T types, P points of a scan
+
+Array = NDArray[np.float64]
+
+MAX_DRIFT = 1e-3  # eV/atom/ps
+MAX_SPREAD = 1e-3  # eV/atom: a fortieth of the kinetic energy of an atom at 300 K
+MIN_TIME = 1.0  # ps of dynamics: a shorter run shows neither a drift nor a failure
+MIN_DISTANCE_RATIO = 0.75  # of the shortest distance in the data: nearer, an energy was not learned
+MAX_ENERGY_JUMP = 1e-4  # eV; energies of a hundred atoms in float32 are rounded to 1e-5
+MAX_FORCE_JUMP = 1e-3  # eV/angstrom
+MAX_FORCE_ERROR = 5e-3  # eV/angstrom: that rounding over the 4e-3 angstrom of the difference quotient is 2.5e-3
+MAX_FRAMES = 200  # of all systems, evenly, of which distances are taken
+
+FRICTION = 0.01  # 1/fs, of the thermostat: it couples within 0.1 ps
+CHECK_EVERY = 10  # steps between two searches for pairs that are too close
+MAX_FORCE = 100.0  # eV/angstrom: those of vibrations are about 1
+# times the temperature of the thermostat: the kinetic energy of 9 degrees of freedom is above it with probability 1e-6
+MAX_HEAT = 5.0
+SKIN = 1.0  # angstrom: neighbors are searched that far beyond the cutoff, and again when atoms have moved half of it
+EV_PER_KELVIN = 8.617333262e-5  # Boltzmann constant (CODATA 2018)
+# (angstrom/fs)^2 of 1 eV/u: e / (u * (1e5 m/s)^2), CODATA 2018
+SPEED2_PER_EV = 9.648533212e-3
+
+BOND_POINTS = 81
+BOND_REACH = 1.25  # a bond is stretched to this times its length in the frame
+MIN_BARRIER = 1e-3  # eV: lower ripples are not counted
+# angstrom, on either side of the cutoff: over it the force along a stiff bond (50 eV/angstrom^2) changes by 1e-4
+CUTOFF_GAP = 1e-6
+# angstrom, of the difference quotient; its error, h^2 / 6 times the third derivative (300 eV/angstrom^3), is 2e-4
+CUTOFF_STEP = 2e-3
+CUTOFF_SEARCH = 0.5  # angstrom, beyond the cutoff
+
+
+@dataclass(frozen=True)
+class PhysicsOptions:
+    """Settings of the dynamics.
+
+    Attributes:
+        temperature: of the run without thermostat, K; the other one has twice as much.
+        time_step: fs; None: 0.5 with hydrogen, otherwise 1.
+        md_steps: of each of the two runs; None: 1 ps.
+        seed: of velocities and noise.
+    """
+
+    temperature: float = 300.0
+    time_step: float | None = None
+    md_steps: int | None = None
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        quantity: what was measured.
+        value: in ``unit``; None if there is none.
+        unit: of value and limit.
+        limit: for people.
+        ok: whether the limit is kept; None where nothing was measured.
+        note: more about it.
+    """
+
+    quantity: str
+    value: float | None
+    unit: str = ""
+    limit: str = ""
+    ok: bool | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Dynamics:
+    """A run of molecular dynamics.
+
+    Attributes:
+        temperature: of the first velocities and the thermostat, K.
+        time_step: fs.
+        steps: number of steps without a failure.
+        seed: of velocities and noise.
+        time: until the failure, or the end, ps.
+        failure: what failed, or empty.
+        drift: slope of the total energy, eV/atom/ps; nan if the run failed.
+        spread: RMS deviation of the total energy from the straight line, eV/atom; nan if the run failed.
+    """
+
+    temperature: float
+    time_step: float
+    steps: int
+    seed: int
+    time: float
+    failure: str
+    drift: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class BondScan:
+    """Energies (P,), eV, by the distance (P,), angstrom, of a pair of elements; extrema beyond the one well."""
+
+    elements: tuple[str, str]
+    distance: Array
+    energy: Array
+    extrema: int
+
+
+@dataclass(frozen=True)
+class CutoffScan:
+    """The surface where one atom enters the cutoff of another.
+
+    Attributes:
+        elements: names of the two.
+        energy_jump: eV.
+        force_jump: largest change of the force on an atom, eV/angstrom.
+        force_error: force of the moved atom plus the difference quotient of the energy over the cutoff, eV/angstrom.
+    """
+
+    elements: tuple[str, str]
+    energy_jump: float
+    force_jump: float
+    force_error: float
+
+
+@dataclass(frozen=True)
+class PhysicsReport:
+    """Results of all tests of a model at frames of the data.
+
+    Attributes:
+        source: system and number of the frame of dynamics and scans.
+        cold: run without thermostat.
+        hot: run with a thermostat at twice the temperature.
+        bonds: one scan for each pair of elements.
+        cutoff: smoothness at the cutoff, or None.
+    """
+
+    source: tuple[str, int]
+    cold: Dynamics
+    hot: Dynamics
+    bonds: Sequence[BondScan]
+    cutoff: CutoffScan | None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the dynamics are too short for a verdict, unless they fail."""
+        return self.cold.time_step * self.cold.steps < 1e3 * MIN_TIME - 1e-9
+
+    @property
+    def rows(self) -> list[Row]:
+        """The lines of the table."""
+        cold, hot = self.cold, self.hot
+
+        def kept(failure: str, ok: bool) -> bool | None:
+            return False if failure else None if self.is_short else ok
+
+        about = f"{cold.time:g} ps from {cold.temperature:g} K by {cold.time_step:g} fs"
+        about = f"failed after {cold.time:g} ps: {cold.failure}" if cold.failure else about
+        drift, spread = (None if cold.failure else 1e3 * value for value in (cold.drift, cold.spread))
+        rows = [
+            Row("NVE energy drift", drift, "meV/atom/ps", f"|x| <= {1e3 * MAX_DRIFT:g}",
+                kept(cold.failure, abs(cold.drift) <= MAX_DRIFT), about),
+            Row("NVE energy spread", spread, "meV/atom", f"<= {1e3 * MAX_SPREAD:g}",
+                kept(cold.failure, cold.spread <= MAX_SPREAD)),
+            Row(f"time to failure at {hot.temperature:g} K", hot.time, "ps", f">= {1e-3 * hot.time_step * hot.steps:g}",
+                kept(hot.failure, True), hot.failure or "no failure"),
+        ]  # fmt: skip
+        for bond in self.bonds:
+            about = f"{bond.distance[0]:.2f} to {bond.distance[-1]:.2f} Å"
+            name = f"extrema beyond one well, {'-'.join(bond.elements)}"
+            rows.append(Row(name, bond.extrema, "", "0", not bond.extrema, about))
+        if (cut := self.cutoff) is None:
+            return [*rows, Row("jumps at the cutoff", None, note="no pair of atoms")]
+        for name, value, unit, most, about in (
+            ("energy jump at the cutoff", cut.energy_jump, "meV", MAX_ENERGY_JUMP,
+             f"{'-'.join(cut.elements)} passes the cutoff"),
+            ("force jump at the cutoff", cut.force_jump, "meV/Å", MAX_FORCE_JUMP, ""),
+            ("force less -dE/dr there", cut.force_error, "meV/Å", MAX_FORCE_ERROR, ""),
+        ):  # fmt: skip
+            rows.append(Row(name, 1e3 * value, unit, f"<= {1e3 * most:g}", value <= most, about))
+        return rows
+
+    @property
+    def failed(self) -> list[Row]:
+        """The lines whose limit is not kept."""
+        return [row for row in self.rows if row.ok is False]
+
+    def text(self) -> str:
+        """Return the table."""
+        verdicts = {True: "ok", False: "FAILED", None: ""}
+        rows = [
+            [row.quantity, "-" if row.value is None else f"{row.value:.4g}", row.unit, row.limit, verdicts[row.ok],
+             row.note] for row in self.rows
+        ]  # fmt: skip
+        names = ("quantity", "value", "unit", "limit", "", "note")
+        columns = [Column(name, "", "s" if name == "value" else "") for name in names]
+        title = f"# physics of the model, at frame {self.source[1]} of {self.source[0]}"
+        number = len(self.failed)
+        verdict = f"{counted(number, 'limit')} not kept" if number else "all limits are kept"
+        if self.is_short:
+            verdict += f"; the dynamics are too short for a verdict, which takes {MIN_TIME:g} ps: raise --md-steps"
+        return "\n".join([*render(Table(title, columns, rows), "# "), f"# {verdict}"])
+
+    def document(self) -> dict[str, Any]:
+        """Return everything as values of JSON, with None in place of nan."""
+        run = {name: getattr(self.cold, name) for name in ("temperature", "time_step", "steps", "seed")}
+        bonds = [
+            {"elements": b.elements, "distance": b.distance.tolist(), "energy": b.energy.tolist()} for b in self.bonds
+        ]
+        return {"frame": list(self.source), "run": run, "rows": [asdict(row) for row in self.rows], "bonds": bonds}
+
+
+def measure_physics(
+    model: str | Path,
+    systems: Sequence[str | Path],
+    options: PhysicsOptions | None = None,
+    num_frames: int = 0,
+    use_average: bool = False,
+    average: str | None = None,
+    head: str | None = None,
+    device: str | None = None,
+    rglob_patterns: Sequence[str] | None = None,
+) -> PhysicsReport:
+    """Return the physics of a model; the first frame of the first system is that of dynamics and scans.
+
+    Args:
+        model: a ``.pt`` checkpoint or a frozen file.
+        systems: systems, or folders searched for systems.
+        options: of the dynamics.
+        num_frames: frames of each system, from its first; 0 takes all.
+        use_average: takes the averaged weights of a training checkpoint.
+        average: which average, when there are several; implies ``use_average``.
+        head: which model of a file that holds several.
+        device: ``cpu``, ``cuda``; CUDA when there is one if not given.
+        rglob_patterns: names of systems to search for in folders.
+
+    Raises:
+        UserError: if the model or the data cannot be read, or an element has no mass.
+    """
+    loaded = load_model(model, use_average=use_average, average=average, head=head)
+    opened = open_labelled(systems, loaded.config, (), rglob_patterns)
+    every = [(system, k) for system, chosen in zip(opened, first_frames(opened, num_frames)) for k in chosen]
+    if not every:
+        raise UserError("--physics: there is no frame. Give systems with -s.")
+    places = np.unique(np.linspace(0, len(every) - 1, min(MAX_FRAMES, len(every))).round().astype(int))
+    frames = [system.frame(number) for system, number in (every[place] for place in places)]
+    return physics_of(Potential(loaded, device), frames, options or PhysicsOptions())
+
+
+def physics_of(model: Potential, frames: Sequence[Frame], options: PhysicsOptions) -> PhysicsReport:
+    """Return the physics of a model at the first of some frames; of all of them distances are taken."""
+    shortest = shortest_distances(frames, len(model.type_map), model.rcut)
+    least = MIN_DISTANCE_RATIO * np.where(np.isfinite(shortest), shortest, 0.0)
+    surface = Surface(model, frames[0])
+    bonds, cutoff = scan_bonds(surface, shortest, MIN_DISTANCE_RATIO), scan_cutoff(surface)
+    time_step = options.time_step or (0.5 if surface.masses.min() < 3 else 1.0)
+    steps = math.ceil(1e3 * MIN_TIME / time_step) if options.md_steps is None else options.md_steps
+    cold, hot = (
+        run_dynamics(surface, least, factor * options.temperature, time_step, steps, options.seed, friction)
+        for factor, friction in ((1, 0.0), (2, FRICTION))
+    )
+    return PhysicsReport(frames[0].source, cold, hot, bonds, cutoff)
+
+
+def shortest_distances(frames: Sequence[Frame], num_types: int, within: float) -> Array:
+    """Return (T, T) shortest distances by the types of two atoms, angstrom; inf where none is below ``within``."""
+    shortest = np.full((num_types, num_types), math.inf)
+    for frame in frames:
+        i, j, _, distance = find_pairs_once(frame.coord, frame.box, within)
+        np.minimum.at(shortest, (frame.atom_type[i], frame.atom_type[j]), distance)
+    return np.minimum(shortest, shortest.T)
+
+
+class Surface:
+    """The potential energy surface of a model at a frame: energies and forces of displaced atoms.
+
+    Args:
+        model: gives the energies.
+        frame: gives elements, cell, positions and parameters.
+
+    Attributes:
+        coord: (N, 3), positions of the frame, angstrom.
+        box: (3, 3), cell vectors as rows, angstrom, or None.
+        types: (N,), places in the type map.
+        rcut: cutoff radius of the model, angstrom.
+        elements: names by type.
+        masses: (N,), u.
+
+    Raises:
+        UserError: if an atom is of no chemical element.
+    """
+
+    def __init__(self, model: Potential, frame: Frame) -> None:
+        self._model, self._frame = model, frame
+        self.coord, self.box, self.types = frame.coord, frame.box, frame.atom_type
+        self.rcut, self.elements = model.rcut, tuple(model.type_map)
+        if unknown := sorted({self.elements[kind] for kind in self.types} - MASSES.keys()):
+            raise UserError(f"type_map: {unknown[0]} has no mass; expected a symbol from H to Lr. Leave out --physics.")
+        self.masses = np.array([MASSES[self.elements[kind]] for kind in self.types])
+
+    def at(self, coord: Array, kept: KeptPairs | None = None) -> Prediction:
+        """Return the predictions at positions (P, N, 3), angstrom.
+
+        Raises:
+            UserError: if the model has no finite energy for one.
+        """
+        fparam, aparam = self._frame.fparam, self._frame.aparam
+        if aparam is not None:
+            aparam = np.broadcast_to(aparam, (len(coord), *aparam.shape))
+        return self._model.evaluate(coord, self.types, self.box, fparam, aparam, kept)
+
+    def moved(self, atom: int, axis: Array, shifts: Array) -> Array:
+        """Return (P, N, 3) positions in which one atom is moved along ``axis`` by ``shifts`` (P,), angstrom."""
+        coord = np.repeat(self.coord[None], len(shifts), axis=0)
+        coord[:, atom] += shifts[:, None] * axis
+        return coord
+
+    def too_close(self, coord: Array, least: Array) -> tuple[NDArray[np.int64], NDArray[np.int64], Array]:
+        """Return the pairs that are closer than their elements may be: atoms i and j, and distances in angstrom.
+
+        Args:
+            coord: (N, 3), angstrom.
+            least: (T, T), least distances by the types of the two, angstrom; 0 where any distance is allowed.
+        """
+        i, j, _, distance = find_pairs_once(coord, self.box, max(float(least.max()), 0.1))
+        bad = distance < least[self.types[i], self.types[j]]
+        return i[bad], j[bad], distance[bad]
+
+
+def run_dynamics(
+    surface: Surface, least: Array, temperature: float, time_step: float, steps: int, seed: int, friction: float = 0.0
+) -> Dynamics:
+    """Run molecular dynamics until it fails: velocity Verlet, or with friction Langevin dynamics (BAOAB).
+
+    A run fails when an energy is not finite, a pair is closer than ``least``, a force is above ``MAX_FORCE``, or, with
+    a thermostat, the kinetic temperature is above ``MAX_HEAT`` times its own. A straight line is fitted to the total
+    energies E(t): drift is its slope over N, spread the RMS of the residuals over N. Without friction the temperature
+    changes as the frame relaxes.
+
+    ``least`` (T, T) is in angstrom, by type, ``temperature`` in K, ``time_step`` in fs, ``friction`` in 1/fs.
+    """
+    energies: list[float] = []
+    step, failure = 0, ""
+    freedom = max(3, 3 * len(surface.coord) - 3)  # the center of mass rests at first
+    try:
+        for step, (coord, potential, force, kinetic) in enumerate(
+            trajectory(surface, temperature, time_step, steps, seed, friction)
+        ):
+            energies.append(potential + kinetic)
+            largest = np.linalg.norm(force, axis=1).max()
+            heat = 2 * kinetic / (freedom * EV_PER_KELVIN)
+            if largest > MAX_FORCE:
+                failure = f"force {largest:.0f} eV/Å"
+            elif friction and heat > MAX_HEAT * temperature:
+                failure = f"{heat:.0f} K"
+            elif step % CHECK_EVERY == 0:
+                i, j, distance = surface.too_close(coord, least)
+                if len(i):
+                    nearest = int(np.argmin(distance))
+                    names = sorted(surface.elements[surface.types[atom[nearest]]] for atom in (i, j))
+                    failure = f"{'-'.join(names)} at {distance[nearest]:.2f} Å"
+            if failure:
+                break
+    except UserError:  # two atoms in one place, or numbers that are not finite
+        step, failure = step + 1, "no finite energy"
+    drift = spread = math.nan
+    if not failure:
+        time = 1e-3 * time_step * np.arange(len(energies))
+        slope, offset = np.polyfit(time, energies, 1)
+        rest = np.array(energies) - (slope * time + offset)
+        drift, spread = (float(value) / len(surface.coord) for value in (slope, np.sqrt(np.mean(rest**2))))
+    return Dynamics(temperature, time_step, steps, seed, 1e-3 * time_step * step, failure, drift, spread)
+
+
+def trajectory(
+    surface: Surface, temperature: float, time_step: float, steps: int, seed: int, friction: float
+) -> Iterator[tuple[Array, float, Array, float]]:
+    """Yield positions (N, 3), potential energy, forces (N, 3) and kinetic energy of the frame and every step after it.
+
+    BAOAB (Leimkuhler and Matthews, Appl. Math. Res. Express 2013, 34): half a kick, half a drift, friction and noise,
+    half a drift, half a kick. Without friction this is velocity Verlet. Units are angstrom and eV.
+    """
+    random, masses = np.random.default_rng(seed), surface.masses[:, None]
+    keep, kept = math.exp(-friction * time_step), KeptPairs(SKIN)
+    thermal = np.sqrt(EV_PER_KELVIN * temperature / masses * SPEED2_PER_EV)  # angstrom/fs
+    velocity = thermal * random.standard_normal(surface.coord.shape)
+    velocity -= (masses * velocity).sum(0) / masses.sum()
+    kinetic = 0.5 * (masses * velocity**2).sum() / SPEED2_PER_EV
+    if kinetic > 0:
+        freedom = max(3, 3 * len(surface.coord) - 3)
+        velocity *= math.sqrt(0.5 * freedom * EV_PER_KELVIN * temperature / kinetic)
+    coord, force = surface.coord.copy(), np.zeros_like(surface.coord)
+    for step in range(steps + 1):
+        if step:
+            velocity = velocity + 0.5 * time_step * SPEED2_PER_EV * force / masses
+            coord = coord + 0.5 * time_step * velocity
+            if friction:
+                noise = random.standard_normal(coord.shape)
+                velocity = keep * velocity + math.sqrt(1 - keep**2) * thermal * noise
+            coord = coord + 0.5 * time_step * velocity
+        prediction = surface.at(coord[None], kept)
+        energy, force = float(prediction.energy[0]), prediction.force[0]
+        if step:
+            velocity = velocity + 0.5 * time_step * SPEED2_PER_EV * force / masses
+        yield coord, energy, force, float(0.5 * (masses * velocity**2).sum() / SPEED2_PER_EV)
+
+
+def scan_bonds(surface: Surface, shortest: Array, fraction: float) -> list[BondScan]:
+    """Return a scan of each pair of elements that are neighbors in the frame, after BSCT (arXiv:2602.04861).
+
+    The nearest pair of these elements is taken. One of its atoms is moved along the line between them, from
+    ``fraction`` of the shortest distance of these elements in the data to ``BOND_REACH`` times that of the pair; all
+    others rest. The scan ends before another pair is closer than ``fraction`` of the shortest distance of its elements.
+
+    Args:
+        surface: model and frame.
+        shortest: (T, T), shortest distances of the data by types, angstrom; inf without any.
+        fraction: of the shortest distances.
+    """
+    i, j, vector, distance = find_pairs_once(surface.coord, surface.box, surface.rcut)
+    movable = i != j  # an image of an atom moves with it
+    kinds = np.sort(np.stack([surface.types[i], surface.types[j]], 1), axis=1)
+    least = fraction * np.where(np.isfinite(shortest), shortest, 0.0)
+    scans = []
+    for one, other in np.unique(kinds[movable], axis=0):
+        of_pair = np.flatnonzero(movable & (kinds == (one, other)).all(1))
+        nearest = of_pair[np.argmin(distance[of_pair])]
+        length, axis = distance[nearest], vector[nearest] / distance[nearest]
+        reach = np.linspace(fraction * min(shortest[one, other], length), BOND_REACH * length, BOND_POINTS)
+        moved = surface.moved(j[nearest], axis, reach - length)
+        pair = {int(i[nearest]), int(j[nearest])}
+        # the points around that of the frame that can be reached with no other pair too close
+        start = int(np.argmin(np.abs(reach - length)))
+        blocked = [
+            point for point, coord in enumerate(moved) if point != start
+            and any({int(a), int(b)} != pair for a, b in zip(*surface.too_close(coord, least)[:2]))
+        ]  # fmt: skip
+        first = max([point + 1 for point in blocked if point < start], default=0)
+        end = min([point for point in blocked if point > start], default=len(reach))
+        energy = surface.at(moved[first:end]).energy
+        minima, maxima = count_extrema(energy, MIN_BARRIER)
+        names = (surface.elements[one], surface.elements[other])
+        scans.append(BondScan(names, reach[first:end], energy, max(0, minima - 1) + maxima))
+    return scans
+
+
+def scan_cutoff(surface: Surface) -> CutoffScan | None:
+    """Return jumps of the surface where the pair that is nearest to the cutoff passes it; None without a pair.
+
+    E+ and E- are the energies ``CUTOFF_GAP`` outside and inside, and their jump is E+ - E- + 2 gap F, with F the force
+    on the moved atom along the line. The force error is |F + (E(r + h) - E(r - h)) / (2 h)|, h = ``CUTOFF_STEP``.
+    """
+    i, j, vector, distance = find_pairs_once(surface.coord, surface.box, surface.rcut + CUTOFF_SEARCH)
+    movable = np.flatnonzero(i != j)
+    if not len(movable):
+        return None
+    pair = movable[np.argmin(np.abs(distance[movable] - surface.rcut))]
+    axis, to_cutoff = vector[pair] / distance[pair], surface.rcut - distance[pair]
+    shifts = to_cutoff + np.array([-CUTOFF_STEP, -CUTOFF_GAP, 0.0, CUTOFF_GAP, CUTOFF_STEP])
+    at = surface.at(surface.moved(j[pair], axis, shifts))
+    along = float(at.force[2, j[pair]] @ axis)
+    jump = float(at.energy[3] - at.energy[1]) + 2 * CUTOFF_GAP * along
+    change = np.linalg.norm(at.force[3] - at.force[1], axis=1).max()
+    slope = float(at.energy[4] - at.energy[0]) / (2 * CUTOFF_STEP)
+    names = (surface.elements[surface.types[i[pair]]], surface.elements[surface.types[j[pair]]])
+    return CutoffScan(names, abs(jump), float(change), abs(slope + along))
+
+
+def count_extrema(energy: Array, barrier: float) -> tuple[int, int]:
+    """Return the numbers of minima and maxima of energies (P,) where they change by more than ``barrier`` both ways."""
+    minima = maxima = trend = 0
+    low = high = float(energy[0])
+    for value in map(float, energy[1:]):
+        low, high = min(low, value), max(high, value)
+        if trend <= 0 and value - low > barrier:
+            minima, trend, high = minima + (trend < 0), 1, value
+        elif trend >= 0 and high - value > barrier:
+            maxima, trend, low = maxima + (trend > 0), -1, value
+    return minima, maxima

@@ -1,1 +1,0 @@
-"""Physics of a model beside its errors: dynamics, bond scans, smoothness at the cutoff, properties of crystals."""
