@@ -19,7 +19,7 @@ from helpers import assert_same, files_of_run, tiny_input, write_system
 from test_train import StopAfter
 
 from deepmd_ema.errors import Interrupted
-from deepmd_ema.report import tables
+from deepmd_ema.report import curves
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 
@@ -82,7 +82,7 @@ class Reaper:
         os.replace = self.before(os.replace)
         Path.unlink, Path.symlink_to = self.before(Path.unlink), self.before(Path.symlink_to)
         torch.save = self.within_save(torch.save)
-        tables.RowTable._add = self.within_row(tables.RowTable._add)
+        curves.RowTable._add = self.within_row(curves.RowTable._add)
 
     def before(self, call):
         def change(*arguments, **options):

@@ -20,7 +20,7 @@ from test_docs import blocks
 from deepmd_ema import cli, train
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.errors import ConfigError, Interrupted
-from deepmd_ema.report.loggers.run import check_packages
+from deepmd_ema.report.loggers import loggers_of
 from deepmd_ema.training.run import Callback, run_training
 
 pytestmark = pytest.mark.timeout(600)
@@ -209,7 +209,7 @@ def test_the_tags_of_tensorboard_are_those_of_deepmd_kit(values):
 
 def test_a_package_that_is_missing_is_named_before_training(values, monkeypatch, capsys):
     values["training"]["loggers"] = [{"type": "wandb", "project": "water"}, {"type": "mlflow"}]
-    monkeypatch.setattr("deepmd_ema.report.loggers.run.find_spec", lambda name: None)
+    monkeypatch.setattr("deepmd_ema.report.loggers.find_spec", lambda name: None)
     Path("input.json").write_text(json.dumps(values))
     assert cli.main(["train", "input.json"]) == 2
     said = capsys.readouterr().err
@@ -225,7 +225,7 @@ def test_a_folder_of_the_name_of_a_package_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(RaisingLogger, "needs", {"no_such_service": "no-such-service"})
     config = config_from_dict(tiny_input(["a"], training__loggers=[{"type": "raising", "where": "log"}]))
     with pytest.raises(ConfigError, match=r'the package no_such_service is not installed.*"no-such-service"'):
-        check_packages(config)
+        loggers_of(config)
 
 
 class _Service:

@@ -16,10 +16,9 @@ import pytest
 
 from deepmd_ema.config.due import Due
 from deepmd_ema.errors import UserError, WriteError, counted, every_steps
-from deepmd_ema.report.logs import set_up_logging
-from deepmd_ema.report.progress import Progress, duration
-from deepmd_ema.report.tables import LcurveFile, ValidationLog, show_metric
-from deepmd_ema.report.times import RunTimes
+from deepmd_ema.report.curves import LcurveFile, ValidationLog
+from deepmd_ema.report.log import Progress, RunTimes, set_up_logging
+from deepmd_ema.report.table import duration, show_metric
 
 TABLES = Path(__file__).parent / "golden" / "tables"
 # written by `dp --pt train` of DeePMD-kit 3.2.0 (12 steps, disp_freq 4, validation_freq 4, se_e2_a on random frames)
@@ -442,7 +441,7 @@ def test_a_terminal_that_does_not_know_its_width_has_a_bar():
     pty, ours = pytest.importorskip("pty"), []
     master, slave = pty.openpty()  # its size is 0 by 0
     code = (
-        "from deepmd_ema.report.progress import Progress\nfrom deepmd_ema.report.times import RunTimes\n"
+        "from deepmd_ema.report.log import Progress, RunTimes\n"
         "bar = Progress(5, RunTimes())\nfor k in range(1, 6): bar.advance(k)\nbar.close()"
     )
     subprocess.run([sys.executable, "-c", code], stderr=slave, check=True, timeout=60)

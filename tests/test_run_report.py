@@ -18,7 +18,7 @@ from deepmd_ema.cli.main import main
 from deepmd_ema.config.outputs import LOCK, RECORD
 from deepmd_ema.files import this_machine
 from deepmd_ema.infer.evaluate import measure
-from deepmd_ema.report.tables import significant
+from deepmd_ema.report.table import significant
 from deepmd_ema.training.run import run_training
 
 pytest.importorskip("matplotlib")

@@ -8,7 +8,7 @@ import pty
 import pytest
 
 from deepmd_ema.cli.main import main
-from deepmd_ema.report.logs import set_up_logging
+from deepmd_ema.report.log import set_up_logging
 from deepmd_ema.terminal import RED, colored, fitted, width_of, wrapped
 
 

@@ -19,7 +19,7 @@ from toy_models import SECTIONS
 from deepmd_ema import cli
 from deepmd_ema.config import config_summary, load_config
 from deepmd_ema.errors import CheckpointError, ConfigError, DivergedError, Interrupted, UserError
-from deepmd_ema.report import tables
+from deepmd_ema.report import curves
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.step import tf32_products
 from deepmd_ema.training.trainer import Callback
@@ -256,9 +256,9 @@ def test_rows_after_the_restored_step_are_cut_before_a_restart_writes(start):
 @pytest.mark.parametrize("seconds", [10.0, 0.0])
 def test_rows_are_on_the_disk_before_a_checkpoint_that_follows_them(start, monkeypatch, seconds):
     """A restart does not write rows of before its checkpoint again; those after it may be lost in a power cut."""
-    monkeypatch.setattr(tables, "SYNC_S", seconds)
+    monkeypatch.setattr(curves, "SYNC_S", seconds)
     events = []  # rows that are added, files that are flushed, links that are moved
-    fsync, add, move = os.fsync, tables.RowTable._add, os.replace
+    fsync, add, move = os.fsync, curves.RowTable._add, os.replace
 
     def note_fsync(handle):
         events.append(("flushed", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
@@ -273,7 +273,7 @@ def test_rows_are_on_the_disk_before_a_checkpoint_that_follows_them(start, monke
         move(old, new)
 
     monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(tables.RowTable, "_add", note_row)
+    monkeypatch.setattr(curves.RowTable, "_add", note_row)
     monkeypatch.setattr(os, "replace", note_move)
     start("run", 20)
     waiting, saved, flushed = set(), 0, 0

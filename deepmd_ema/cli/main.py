@@ -86,7 +86,7 @@ def _run(words: list[str]) -> int:
         args = _parse(words)
         args.launch, args.words = (launch := find_launch()), words
         if args.command not in WITHOUT_LOG:
-            from deepmd_ema.report.logs import set_up_logging
+            from deepmd_ema.report.log import set_up_logging
 
             set_up_logging(args.log_level, args.log_path, is_main=launch.is_main)
             if args.backend is not None and args.command not in ("freeze", "compress"):

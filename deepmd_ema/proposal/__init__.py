@@ -30,7 +30,7 @@ from deepmd_ema.interchange.pretrained import local_file
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.presets import MODELS, Kind, read_preset
 from deepmd_ema.proposal.fine_tuning import fine_tuned, with_replay
-from deepmd_ema.report.progress import duration
+from deepmd_ema.report.table import duration
 from deepmd_ema.training.estimate import Cost, measure_steps
 from deepmd_ema.version import __version__
 

@@ -1,26 +1,167 @@
-"""Numbers out of ``lcurve.out`` and ``val.log``, of this program and of DeePMD-kit."""
+"""The files that a run writes row by row, ``lcurve.out`` and ``val.log``: writing and reading them."""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepmd_ema.config import load_config
-from deepmd_ema.config.outputs import Outputs, weights_of_rows
+from deepmd_ema.config.outputs import BEST, Outputs, weights_of_rows
 from deepmd_ema.errors import UserError
-from deepmd_ema.report.tables import BEST_LINE
+from deepmd_ema.files import append, atomic_write, sync, writing
+from deepmd_ema.labels import METRICS
+from deepmd_ema.report.table import KINDS, show_metric, significant
 from deepmd_ema.weight_names import LIVE
+
+if TYPE_CHECKING:
+    from deepmd_ema.metrics import Errors
+    from deepmd_ema.report.log import ValuesByTask
+
+logger = logging.getLogger(__name__)
 
 LCURVE, VALIDATION = "lcurve", "validation"
 MAX_STEP = 10**18
+SYNC_S = 10.0  # a power cut loses at most the rows of this time, all of them after the last checkpoint
+# the line of a best file: whose weights it holds (None: the live ones), and its step
+_BEST_LINE = re.compile(rf"# saved best checkpoint: (?:.*/)?{BEST}(?:_([^/]+))?\.ckpt-(\d+)\.t-\d+\.(?:pt|dcp) ")
+_LCURVE_NOTE = "# If there is no available reference data, rmse_*_{val,trn} will print nan\n"
+_VALIDATION_NOTE = (
+    "# E uses per-atom energy, F uses component-wise force errors, and the second-rank column is S, stress as the "
+    "negated virial divided by the cell volume, or V, virial normalized by natoms, following `validation_metric`.\n"
+)
+
+
+class RowTable:
+    """A text file with one header, to which rows are added; each is in the file at once.
+
+    The file starts anew with the first row, unless :meth:`cut_after` was called before. Rows are flushed to the disk,
+    which takes milliseconds, when :meth:`sync` is called, and now and then by themselves.
+
+    Attributes:
+        path: the file.
+        header: its first lines.
+    """
+
+    path: Path
+    header: str
+    _begun, _is_synced, _synced_at = False, True, -math.inf
+
+    def cut_after(self, step: int) -> None:
+        """Continue the file as it was after ``step``: later rows and an incomplete last line are removed.
+
+        A second header with the same columns is removed as well; if the columns have changed, the new header follows
+        the old rows.
+        """
+        old = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
+        lines = []
+        for line in old.splitlines(keepends=True):
+            best = _BEST_LINE.match(line)
+            number = best[2] if best else (line.split() or [""])[0]
+            is_row = number.isdigit() and int(number) <= step
+            if line.endswith("\n") and (is_row or (line.startswith("#") and not best)):
+                lines.append(line)
+        header = self.header.splitlines(keepends=True)
+        rows = [line for line in lines if line not in header]
+        if lines[: len(header)] == header or not rows:
+            text = self.header + "".join(rows)
+        else:
+            logger.warning("%s: the columns have changed, a second header follows the old rows", self.path)
+            text = "".join(lines) + self.header
+        with atomic_write(self.path, "The last checkpoint is usable.") as part:
+            part.write_text(text, encoding="utf-8")
+        self._begun = True
+
+    def sync(self) -> None:
+        """Bring all rows to the disk: call it before a checkpoint, because a restart does not write them again."""
+        if not self._is_synced and self.path.is_file():  # a device or a pipe has nothing to flush
+            # set before: another thread may add a row meanwhile, which counts as not flushed
+            self._is_synced, self._synced_at = True, time.monotonic()
+            with writing(self.path):
+                sync(self.path)
+
+    def _add(self, line: str) -> None:
+        append(self.path, line if self._begun else self.header + line, anew=not self._begun)
+        self._begun, self._is_synced = True, False
+        if time.monotonic() - self._synced_at > SYNC_S:
+            self.sync()
+
+
+class LcurveFile(RowTable):
+    """The learning curve: one row per displayed step, columns sorted by name, validation before training.
+
+    Args:
+        path: ``training.disp_file``.
+        names: task to what is shown of it, such as ``rmse``, ``rmse_e``; the name of a single task is empty.
+        validated: tasks with a column of validation values before each of training.
+    """
+
+    def __init__(self, path: str | Path, names: Mapping[str, Sequence[str]], validated: Collection[str]) -> None:
+        self._columns = [
+            (task, name, ("val", "trn") if task in validated else ("trn",))
+            for task, of_task in names.items()
+            for name in sorted(of_task)
+        ]
+        line = "# step "
+        for task, name, kinds in self._columns:
+            ending = f"_{task}" if task else ""
+            line += "  " + "".join(f" {f'{name}_{kind}{ending}':>11}" for kind in kinds)
+        self.path, self.header = Path(path), f"{line}   {'lr':8}\n{_LCURVE_NOTE}"
+
+    def write(self, step: int, lr: float, training: ValuesByTask, validation: ValuesByTask) -> None:
+        """Add the row of ``step``; a value that is not given is nan.
+
+        Args:
+            step: optimizer steps so far.
+            lr: learning rate that the step used.
+            training: task to the values by name.
+            validation: the same, for validation frames.
+        """
+        values, row = {"val": validation, "trn": training}, f"{step:7d}"
+        for task, name, kinds in self._columns:
+            row += "  " + "".join(f" {values[kind].get(task, {}).get(name, math.nan):11.2e}" for kind in kinds)
+        self._add(f"{row}   {lr:8.1e}\n")
+
+
+class ValidationLog(RowTable):
+    """Errors over the whole validation set: one row per full validation, and a line for each best file.
+
+    Args:
+        path: ``validating.full_val_file``.
+        num_steps: steps of the run; they set the width of the first column.
+        metric: ``validating.validation_metric``; V shows virials per atom in the last columns, else stress is shown.
+    """
+
+    def __init__(self, path: str | Path, num_steps: int, metric: str = "E:MAE") -> None:
+        last = "V" if metric.upper().startswith("V") else "S"
+        self._metrics = [f"{quantity}:{kind}" for quantity in ("E", "F", last) for kind in KINDS]
+        labels = [f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})" for name in self._metrics]
+        self._widths = [max(4, len(str(num_steps)))] + [max(10, len(label)) for label in labels]
+        self.path, self.header = Path(path), self._row("# ", ["step", *labels]) + _VALIDATION_NOTE
+
+    def write(self, step: int, errors: Errors) -> None:
+        """Add the row of ``step``."""
+        values = (METRICS[name[0]].display_factor * errors.metric(name) for name in self._metrics)
+        self._add(self._row("  ", [str(step), *map(significant, values)]))
+
+    def write_best(self, file: str | Path, metric: str, value: float) -> None:
+        """Note that ``file`` was written as one of the best, here and in the log."""
+        metric, shown = metric.upper(), show_metric(metric, value)
+        self._add(f"# saved best checkpoint: {file} ({metric} = {shown})\n")
+        logger.info("Saved best model to %s with %s = %s", file, metric, shown)
+
+    def _row(self, prefix: str, cells: Sequence[str]) -> str:
+        return prefix + " ".join(f"{cell:^{width}}" for cell, width in zip(cells, self._widths)) + "\n"
 
 
 class NoRowsError(UserError):
@@ -46,22 +187,18 @@ class Curve:
     weights: str
     steps: NDArray[np.int64]
     columns: Mapping[str, NDArray[np.float64]]
-    best_steps: Sequence[int] = field(default=())
-    task: str = ""
+    best_steps: Sequence[int]
+    task: str
 
     def of_tasks(self) -> list[Curve]:
         """Return the learning curve of each task; of another file, or of one task, the curve itself."""
-        if self.kind != LCURVE:
-            return [self]
-        named = {name: re.fullmatch(r"(\w+?_(?:val|trn))_([\w+-]+)", name) for name in self.columns}
-        tasks = dict.fromkeys(found[2] for found in named.values() if found)
-        whole = {name: self.columns[name] for name, found in named.items() if not found}
-        return [
-            replace(self, task=task, columns=whole | {
-                found[1]: self.columns[name] for name, found in named.items() if found and found[2] == task
-            })
-            for task in tasks
-        ] or [self]  # fmt: skip
+        of_tasks, shared = dict[str, dict[str, NDArray[np.float64]]](), dict[str, NDArray[np.float64]]()
+        for name, values in self.columns.items():
+            if self.kind == LCURVE and (match := re.fullmatch(r"(\w+?_(?:val|trn))_([\w+-]+)", name)):
+                of_tasks.setdefault(match[2], {})[match[1]] = values
+            else:
+                shared[name] = values
+        return [replace(self, task=task, columns=shared | own) for task, own in of_tasks.items()] or [self]
 
 
 def curve_files(path: str | Path) -> list[Path]:
@@ -77,14 +214,14 @@ def curve_files(path: str | Path) -> list[Path]:
         return [folder]
     with suppress(UserError):  # no normalized input there, or one of another program
         outputs = Outputs(load_config(folder / "out.json"))
-        found = [folder / output.path for output in outputs if output.has_rows]
-        if any(file.is_file() for file in found):
-            return found
+        files = [folder / output.path for output in outputs if output.has_rows]
+        if any(file.is_file() for file in files):
+            return files
     patterns = ("lcurve.out", "lcurve_*.out", "val.log", "val_*.log")
-    found = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
-    if not found:
+    files = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
+    if not files:
         raise UserError(f"{path}: no lcurve.out or val.log in this folder. Give the folder of a run, or its files.")
-    return found
+    return files
 
 
 def read_curve(path: str | Path) -> Curve:
@@ -109,57 +246,44 @@ def read_curve(path: str | Path) -> Curve:
         raise UserError(f"{path}: has no header line '# step ...'. Give lcurve.out, val.log or val_ema.log.")
     rows: dict[int, list[float]] = {}  # in the order of their steps
     for number, line in enumerate(lines, 1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            try:
-                step, values = _row(line, len(header), f"{path}, line {number}")
-            except UserError:
-                if number == len(lines) and not text.endswith("\n"):
-                    break  # a run is writing it
-                raise
-            if rows and step <= next(reversed(rows)):
-                rows = {earlier: row for earlier, row in rows.items() if earlier < step}
-            rows[step] = values
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            step, *values = map(float, line.split())
+            if len(values) != len(header) - 1:
+                raise ValueError(f"{len(values) + 1} numbers, expected {len(header)} as in the header")
+            if not (0 <= step < MAX_STEP and step == int(step)):
+                raise ValueError(f"step {step:g}, expected a whole number")
+        except ValueError as error:
+            if number == len(lines) and not text.endswith("\n"):
+                break  # a run is writing it
+            raise UserError(f"{path}, line {number}: {error}.") from error
+        if rows and step <= next(reversed(rows)):
+            rows = {earlier: row for earlier, row in rows.items() if earlier < step}
+        rows[int(step)] = values
     if not rows:
         raise NoRowsError(f"{path}: has a header but no rows yet.")
     table = np.array(list(rows.values()), np.float64)
     kind = VALIDATION if any("(" in name for name in header) else LCURVE
-    task, weights = _task_and_weights(path, lines)
+    best = [match for line in lines if (match := _BEST_LINE.match(line))]
+    # whose errors these are: a line of a best file says it, otherwise the name of the file
+    values_of_input: Mapping[str, Any] = {}
+    name, task, tasks = "", "", list[str]()
+    with suppress(OSError, ValueError, AttributeError):  # there is no input, or that of another program
+        values_of_input = json.loads(path.with_name("out.json").read_text(encoding="utf-8"))
+        tasks = list(values_of_input.get("model", {}).get("model_dict", {}))
+        name = weights_of_rows(path, values_of_input)
+    name = (best[0][1] or LIVE) if best else name or weights_of_rows(path, {})
+    for candidate in sorted(tasks, key=len, reverse=True):  # of ice and ice_ih, ice_ih_ema belongs to the second
+        if name == candidate or name.startswith(f"{candidate}_"):
+            task, name = candidate, name[len(candidate) + 1 :] or LIVE
+            break
     return Curve(
         path=path,
         kind=kind,
-        weights=weights,
+        weights=name,
         steps=np.array(list(rows), np.int64),
         columns={name: table[:, k] for k, name in enumerate(header[1:])},
-        best_steps=[int(found[2]) for line in lines if (found := BEST_LINE.match(line))],
+        best_steps=[int(match[2]) for match in best],
         task=task if kind == VALIDATION else "",
     )
-
-
-def _task_and_weights(path: Path, lines: Sequence[str]) -> tuple[str, str]:
-    """Return the weights whose errors a file holds: from a line of a best file, otherwise from its name."""
-    values: Mapping[str, Any] = {}
-    with suppress(OSError, ValueError):
-        values = json.loads(path.with_name("out.json").read_text(encoding="utf-8"))
-    name, tasks = "", []
-    with suppress(AttributeError):  # an input of another program
-        tasks = list(values.get("model", {}).get("model_dict", {}))
-        name = weights_of_rows(path, values)
-    best = next((found[1] or LIVE for line in lines if (found := BEST_LINE.match(line))), None)
-    name = best or name or weights_of_rows(path, {})
-    for task in sorted(tasks, key=len, reverse=True):  # of ice and ice_ih, ice_ih_ema belongs to the second
-        if name == task or name.startswith(f"{task}_"):
-            return task, name[len(task) + 1 :] or LIVE
-    return "", name
-
-
-def _row(line: str, columns: int, place: str) -> tuple[int, list[float]]:
-    """Return the step and the values of a row."""
-    try:
-        step, *values = map(float, line.split())
-    except ValueError as error:
-        raise UserError(f"{place}: {error}. Expected {columns} numbers.") from error
-    if len(values) != columns - 1:
-        raise UserError(f"{place}: {len(values) + 1} numbers, expected {columns} as in the header.")
-    if not (0 <= step < MAX_STEP and step == int(step)):
-        raise UserError(f"{place}: step {step:g}, expected a whole number.")
-    return int(step), values

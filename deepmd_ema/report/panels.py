@@ -25,7 +25,7 @@ from deepmd_ema.report.plots import (
     has_panel,
     picture,
 )
-from deepmd_ema.report.tables import significant
+from deepmd_ema.report.table import significant
 from deepmd_ema.sorting import Array
 
 MAX_POINTS = 1_500  # of an SVG: more make it larger than a PNG

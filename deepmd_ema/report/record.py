@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
@@ -103,18 +103,20 @@ class RunRecord:
         self._began = time.monotonic() if began is None else began
         self._written, self.early_end = 0.0, ""
         self._earlier = read_record(path.parent) if path is not None and continues else []
+        program, processor = Path(sys.argv[0]), platform.machine()
+        name = "dp-ema" if program.parent.name == "deepmd_ema" else program.name  # of a rank: python -m deepmd_ema
+        with suppress(OSError, IndexError):
+            text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+            processor = text.split("model name", 1)[1].partition("\n")[0].strip(" \t:")
+        began_at = datetime.fromtimestamp(time.time() - time.monotonic() + self._began)
+        versions = {"dp-ema": __version__, "torch": torch.__version__, "numpy": np.__version__}
         self.part = Part(
-            command=_command(),
-            programs={
-                "dp-ema": __version__,
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-                "Python": platform.python_version(),
-            },
-            machine=f"{socket.gethostname()}, {_processor()}, {platform.system()} {platform.release()}",
+            command=shlex.join([name, *sys.argv[1:]]),
+            programs={**versions, "Python": platform.python_version()},
+            machine=f"{socket.gethostname()}, {processor}, {platform.system()} {platform.release()}",
             device=device,
             ranks=ranks,
-            began=_now(self._began),
+            began=began_at.astimezone().isoformat(" ", "seconds"),
         )
 
     def start(self, step: int, num_steps: int) -> None:
@@ -148,30 +150,32 @@ class RunRecord:
     @contextmanager
     def ending(self) -> Iterator[None]:
         """Note at the end of the body how it ended."""
+        how = ""
         try:
             yield
+            if self.early_end:
+                how = f"ended early: {self.early_end}"
+            else:
+                how = "ended" if self.part.step >= self.part.num_steps else "interrupted before its last step"
         except Interrupted as error:
-            self._end(f"interrupted by {Signals(error.signal_number).name}")
+            how = f"interrupted by {Signals(error.signal_number).name}"
             raise
         except KeyboardInterrupt:
-            self._end("interrupted by Ctrl-C")
+            how = "interrupted by Ctrl-C"
             raise
         except BaseException as error:
-            self._end(f"failed: {' '.join(str(error).split()) or type(error).__name__}")
+            how = f"failed: {' '.join(str(error).split()) or type(error).__name__}"
             raise
-        if self.early_end:
-            self._end(f"ended early: {self.early_end}")
-        else:
-            self._end("ended" if self.part.step >= self.part.num_steps else "interrupted before its last step")
-
-    def _end(self, how: str) -> None:
-        self.part.ended, self.part.left = how, None
-        self._write()
+        finally:
+            self.part.ended, self.part.left = how, None
+            self._write()
 
     def _write(self) -> None:
         if self._path is None:
             return
-        self.part.updated, self.part.elapsed = _now(), time.monotonic() - self._began
+        self.part.updated = datetime.now().astimezone().isoformat(" ", "seconds")
+        self._written = time.monotonic()
+        self.part.elapsed = self._written - self._began
         self.part.warnings = [list(entry) for entry in self._warnings]
         text = json.dumps([asdict(part) for part in (*self._earlier, self.part)], indent=1, default=str)
         try:
@@ -180,68 +184,35 @@ class RunRecord:
         except WriteError as error:
             self._path = None
             logger.warning("%s The run continues without it.", error)
-        self._written = time.monotonic()
 
 
 def read_record(folder: str | Path) -> list[Part]:
     """Return the parts of the run in a folder, the last one last; nothing where there is no record, or no whole one."""
     with suppress(OSError, ValueError, TypeError, AttributeError):
-        known = {f.name for f in fields(Part)}
-        found = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
-        return [Part(**{name: value for name, value in part.items() if name in known}) for part in found]
+        names = {f.name for f in fields(Part)}
+        parts = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
+        return [Part(**{name: value for name, value in part.items() if name in names}) for part in parts]
     return []
 
 
 @contextmanager
 def keeping_warnings() -> Iterator[deque[list[str]]]:
     """Yield the last warnings that are logged in the body, with their times."""
-    kept = deque[list[str]](maxlen=MAX_WARNINGS)
-    handler = _Keeper(kept)
-    root = logging.getLogger("deepmd_ema")
+    handler, root = _Keeper(logging.WARNING), logging.getLogger("deepmd_ema")
+    handler.last = deque(maxlen=MAX_WARNINGS)
     root.addHandler(handler)
     try:
-        yield kept
+        yield handler.last
     finally:
         root.removeHandler(handler)
 
 
 class _Keeper(logging.Handler):
-    def __init__(self, kept: deque[list[str]]) -> None:
-        super().__init__(logging.WARNING)
-        self._kept = kept
+    last: deque[list[str]]
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep one message, and show it where nothing else does, as logging would without this handler."""
-        self._kept.append([_now(), record.getMessage()])
+        self.last.append([datetime.now().astimezone().isoformat(" ", "seconds"), record.getMessage()])
         handlers = (*logging.getLogger("deepmd_ema").handlers, *logging.getLogger().handlers)
         if logging.lastResort is not None and all(handler is self for handler in handlers):
             logging.lastResort.handle(record)
-
-
-def total_seconds(parts: Sequence[Part]) -> dict[str, float]:
-    """Return the seconds of each part of the steps over all parts of a run."""
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, seconds in part.seconds.items():
-            total[name] = total.get(name, 0.0) + seconds
-    return total
-
-
-def _now(monotonic: float | None = None) -> str:
-    """Return the local time, now or at a reading of ``time.monotonic()``."""
-    ago = 0.0 if monotonic is None else time.monotonic() - monotonic
-    return datetime.fromtimestamp(time.time() - ago).astimezone().isoformat(" ", "seconds")
-
-
-def _command() -> str:
-    program = Path(sys.argv[0])
-    name = "dp-ema" if program.parent.name == "deepmd_ema" else program.name  # of a rank: python -m deepmd_ema
-    return shlex.join([name, *sys.argv[1:]])
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()

@@ -8,41 +8,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from deepmd_ema.config import RunConfig, load_config
+from deepmd_ema.config import load_config
 from deepmd_ema.config.outputs import LOCK, POINTER, RECORD, Outputs, is_sharded, read_pointer
 from deepmd_ema.errors import UserError, counted, first_few
 from deepmd_ema.labels import METRICS
-from deepmd_ema.locks import Holder, read_holder
+from deepmd_ema.locks import read_holder
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files, read_curve
-from deepmd_ema.report.progress import duration
 from deepmd_ema.report.record import Part, read_record
-from deepmd_ema.report.table import Table, facts
-from deepmd_ema.report.tables import significant
+from deepmd_ema.report.table import Table, duration, facts, significant
 
 PREPARING, TRAINING, ENDED, INTERRUPTED, KILLED, UNKNOWN = (
     "preparing", "training", "ended", "interrupted", "killed", "not training",
 )  # fmt: skip
 _DIGITS = 4
 _MAX_WARNINGS = 3
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Errors in one row of a validation log.
-
-    Attributes:
-        weights: whose errors, with the task before them where there are several.
-        step: of the row.
-        errors: by column of the file.
-    """
-
-    weights: str
-    step: int
-    errors: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -58,8 +40,8 @@ class RunStatus:
         elapsed: seconds of all parts of the run; None: not known.
         left: seconds until the end, of a run that is training; None: not known.
         last_row: last row of the learning curve, by column; empty without one.
-        validation: last rows of the validation logs.
-        best: the rows with the smallest errors by ``metric``.
+        validation: by weights, and task where there are several, the last row of a validation log, by column.
+        best: the same for the rows with the smallest errors by ``metric``.
         metric: column of the validation logs by which the best row is chosen.
         checkpoint: the newest, relative to the folder; empty without one.
         averages: newest file of each average, relative to the folder.
@@ -71,13 +53,13 @@ class RunStatus:
     remark: str
     step: int
     num_steps: int
-    elapsed: float | None = None
-    left: float | None = None
-    last_row: Mapping[str, float] = field(default_factory=dict)
-    validation: Sequence[Rows] = ()
-    best: Sequence[Rows] = ()
-    metric: str = ""
-    checkpoint: str = ""
+    elapsed: float | None
+    left: float | None
+    last_row: Mapping[str, float]
+    validation: Mapping[str, Mapping[str, float]]
+    best: Mapping[str, Mapping[str, float]]
+    metric: str
+    checkpoint: str
     averages: Mapping[str, str] = field(default_factory=dict)
     parts: Sequence[Part] = ()
 
@@ -87,53 +69,62 @@ class RunStatus:
         remark = f" ({self.remark})" if self.remark else ""
         return f"{self.state}{remark}" if self.state == PREPARING else f"{self.state}{remark}, step {self.step:,}{of}"
 
+    def describe_best(self, weights: str) -> str:
+        """Return the smallest error of some weights: ``F RMSE 44.4 meV/Å at step 200``."""
+        row = self.best[weights]
+        return f"{describe_row({self.metric: row[self.metric]})} at step {row['step']:,}"
+
     def table(self) -> Table:
         """Return the status for people."""
         return facts(f"{self.folder}: {self.describe()}", self._rows())
 
     def to_dict(self) -> dict[str, object]:
-        """Return the status for programs; times in seconds, errors by column of the files."""
-        of_rows = {
-            name: {row.weights: {"step": row.step, **row.errors} for row in rows}
-            for name, rows in (("validation", self.validation), ("best", self.best))
-        }
-        names = ("state", "remark", "step", "num_steps", "elapsed", "left", "last_row", "metric", "checkpoint")
-        values = {name: getattr(self, name) for name in (*names, "averages")}
-        warnings = self.parts[-1].warnings if self.parts else []
-        found: dict[str, object] = _without_nan({"folder": str(self.folder), **values, **of_rows, "warnings": warnings})
-        return found
-
-    def describe_best(self, row: Rows) -> str:
-        """Return the smallest error of some weights: ``F RMSE 44.4 meV/Å at step 200``."""
-        return f"{describe_row({self.metric: row.errors[self.metric]})} at step {row.step:,}"
+        """Return the status for programs; times in seconds, errors by column of the files, None in place of nan."""
+        values = {name: value for name, value in vars(self).items() if name not in ("folder", "parts")}
+        for name in ("last_row", "validation", "best"):
+            values[name] = _without_nan(values[name])
+        return {"folder": str(self.folder), **values, "warnings": self.parts[-1].warnings if self.parts else []}
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        yield "time", self._time()
+        times = []
+        if self.elapsed is not None:
+            times.append(duration(self.elapsed) + " so far" * (self.state in (PREPARING, TRAINING)))
+        if self.left is not None:
+            end = datetime.now() + timedelta(seconds=self.left)
+            times.append(f"{duration(self.left)} left, ends about {end:%Y-%m-%d %H:%M}")
+        yield "time", ", ".join(times)
         if self.last_row:
             shown = [f"{n} {v:.3g}" for n, v in self.last_row.items() if n.startswith(("rmse_", "lr")) and v == v]
             shown = [text for text in shown if not text.startswith(("rmse_val", "rmse_trn"))] or shown  # the loss
             yield "last row", f"step {self.last_row['step']:,.0f}, single batches, eV and Å: {', '.join(shown)}"
-        best = {row.weights: row for row in self.best}
-        for row in self.validation:
-            least = f"; least {self.describe_best(best[row.weights])}" if row.weights in best else ""
-            yield "validation", f"{row.weights}, step {row.step:,}: {describe_row(row.errors)}{least}"
-        yield "checkpoint", _with_age(self.folder, self.checkpoint)
-        facts_of = self.parts[-1].averages if self.parts else {}
+        for weights, row in self.validation.items():
+            least = f"; least {self.describe_best(weights)}" if weights in self.best else ""
+            yield "validation", f"{weights}, step {row['step']:,}: {describe_row(row)}{least}"
+        age = ""
+        with suppress(OSError):
+            if self.checkpoint:
+                seconds = datetime.now().timestamp() - (self.folder / self.checkpoint).stat().st_mtime
+                age = f", {duration(max(0.0, seconds))} ago"
+        yield "checkpoint", f"{self.checkpoint}{age}" if self.checkpoint else "the run names none"
+        part = self.parts[-1] if self.parts else Part()
         for name, file in self.averages.items():
-            found = facts_of.get(name)
-            age = f", {counted(found['updates'], 'update')}, mean age {found['mean_age']:,.1f} steps" if found else ""
-            yield "average", f"{name}: {file or 'no file yet'}{age}"
-        warnings = self.parts[-1].warnings if self.parts else []
-        for time, text in warnings[-_MAX_WARNINGS:]:
+            words = f"{name}: {file or 'no file yet'}"
+            if counts := part.averages.get(name):
+                words += f", {counted(counts['updates'], 'update')}, mean age {counts['mean_age']:,.1f} steps"
+            yield "average", words
+        for time, text in part.warnings[-_MAX_WARNINGS:]:
             yield "warning", f"{time[11:19]} {text}"
 
-    def _time(self) -> str:
-        so_far = " so far" * (self.state in (PREPARING, TRAINING))
-        parts = [f"{duration(self.elapsed)}{so_far}"] if self.elapsed is not None else []
-        if self.left is not None:
-            end = datetime.now() + timedelta(seconds=self.left)
-            parts.append(f"{duration(self.left)} left, ends about {end:%Y-%m-%d %H:%M}")
-        return ", ".join(parts)
+
+def describe_row(errors: Mapping[str, float]) -> str:
+    """Return errors of a validation log by column: ``E MAE 3.512, RMSE 4.205 meV/atom``."""
+    shown: dict[tuple[str, str], list[str]] = {}
+    for column, value in errors.items():
+        name, _, unit = column.rstrip(")").partition("(")
+        quantity, _, kind = name.partition("_")
+        if kind and value == value:
+            shown.setdefault((quantity, unit), []).append(f"{kind} {significant(value, _DIGITS)}")
+    return "; ".join(f"{quantity} {', '.join(texts)} {unit}" for (quantity, unit), texts in shown.items())
 
 
 def run_folder(path: str | Path) -> Path:
@@ -143,15 +134,16 @@ def run_folder(path: str | Path) -> Path:
         UserError: if there is no run in it; runs in folders below it are named.
     """
     folder = Path(path)
+    where = "Give the folder in which `dp-ema train` was started."
     if not folder.is_dir():
-        raise UserError(f"{path}: no such folder. Give the folder in which `dp-ema train` was started.")
+        raise UserError(f"{path}: no such folder. {where}")
     if _is_run(folder):
         return folder
     below = sorted(str(child) for child in folder.iterdir() if child.is_dir() and _is_run(child))
     if below:
         number = counted(len(below), "run")
         raise UserError(f"{path}: no run here, but {number} in folders: {first_few(below)}. Give one of them.")
-    raise UserError(f"{path}: no run here. Give the folder in which `dp-ema train` was started.")
+    raise UserError(f"{path}: no run here. {where}")
 
 
 def read_status(folder: str | Path) -> RunStatus:
@@ -161,21 +153,54 @@ def read_status(folder: str | Path) -> RunStatus:
         UserError: if there is none.
     """
     folder = run_folder(folder)
-    config = _config(folder)
+    config = None
+    with suppress(UserError):  # the normalized input is not there, or of another version
+        config = load_config(folder / "out.json")
     parts, holder = read_record(folder), read_holder(folder / LOCK)
-    curves = list(_curves(folder))
-    rows = [curve for curve in curves if curve.kind == LCURVE]
-    validated = [curve for curve in curves if curve.kind == VALIDATION]
-    steps = [int(curve.steps[-1]) for curve in curves]
-    num_steps = parts[-1].num_steps if parts else 0
-    num_steps = num_steps or (config.training.numb_steps or 0 if config is not None else 0)
-    step = max([*steps, parts[-1].step if parts else 0])
-    state, remark = _state(parts, holder, step, num_steps)
-    since = (datetime.now().astimezone() - datetime.fromisoformat(parts[-1].updated)).total_seconds() if parts else 0.0
-    running = since if state == TRAINING else 0.0
-    left = parts[-1].left if parts and state == TRAINING else None
-    metric = _metric(config, validated)
-    measured = [(curve, curve.columns[metric]) for curve in validated if metric in curve.columns]
+    files, curves = list[Path](), list[Curve]()
+    with suppress(UserError):
+        files = curve_files(folder)
+    for file in files:
+        with suppress(UserError):  # it has no rows yet, or is being replaced
+            curves.append(read_curve(file))
+    last = parts[-1] if parts else Part()
+    num_steps = last.num_steps or (config.training.numb_steps or 0 if config is not None else 0)
+    step = max([last.step, *(int(curve.steps[-1]) for curve in curves)])
+    state, remark = INTERRUPTED, last.ended.removeprefix(f"{INTERRUPTED} ")
+    if holder is not None and holder.is_alive:
+        has_begun = not last.ended and last.num_steps > 0
+        state, remark = TRAINING if has_begun else PREPARING, f"process {holder.pid} on {holder.host}"
+    elif not parts:
+        is_whole = num_steps and step >= num_steps
+        state, remark = (ENDED, "") if is_whole else (UNKNOWN, "it has left no record")
+    elif last.ended.startswith(ENDED):
+        state, remark = ENDED, last.ended.removeprefix(ENDED).strip()
+    elif not last.ended:
+        state, remark = KILLED, "without a last entry in its record"
+    running = 0.0
+    if state == TRAINING:
+        running = (datetime.now().astimezone() - datetime.fromisoformat(last.updated)).total_seconds()
+    learning = [curve for curve in curves if curve.kind == LCURVE]
+    validated = {f"{curve.task} {curve.weights}".strip(): curve for curve in curves if curve.kind == VALIDATION}
+    metric = ""
+    if validated:
+        name = config.validating.validation_metric if config is not None else "F:RMSE"
+        metric = f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})"
+        if any(metric not in curve.columns for curve in validated.values()):
+            metric = next(iter(next(iter(validated.values())).columns))
+    measured = {w: curve for w, curve in validated.items() if np.isfinite(curve.columns.get(metric, np.nan)).any()}
+    newest = ""
+    with suppress(OSError, ValueError):
+        if (folder / POINTER).is_file():
+            file = read_pointer(folder / POINTER)
+            newest = os.path.relpath(file, folder) if file.is_file() or is_sharded(file) else ""
+    averages = {}
+    if config is not None:
+        for average in config.training.averaging:
+            link = folder / Outputs(config).checkpoint_link(average.name)
+            with suppress(OSError):
+                link = link.parent / os.readlink(link)
+            averages[average.name] = os.path.relpath(link, folder) if link.exists() else ""
     return RunStatus(
         folder=folder,
         state=state,
@@ -183,13 +208,13 @@ def read_status(folder: str | Path) -> RunStatus:
         step=step,
         num_steps=num_steps,
         elapsed=sum(part.elapsed for part in parts) + running if parts else None,
-        left=None if left is None else max(0.0, left - running),
-        last_row=_row(rows[0], -1) if rows else {},
-        validation=[_rows(curve, -1) for curve in validated],
-        best=[_rows(curve, int(np.nanargmin(errors))) for curve, errors in measured if np.isfinite(errors).any()],
+        left=None if last.left is None or state != TRAINING else max(0.0, last.left - running),
+        last_row=_row(learning[0], -1) if learning else {},
+        validation={weights: _row(curve, -1) for weights, curve in validated.items()},
+        best={w: _row(curve, int(np.nanargmin(curve.columns[metric]))) for w, curve in measured.items()},
         metric=metric,
-        checkpoint=_pointer(folder),
-        averages=_averages(folder, config),
+        checkpoint=newest,
+        averages=averages,
         parts=parts,
     )
 
@@ -199,98 +224,11 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names) or (folder / LOCK).exists()
 
 
-def _state(parts: Sequence[Part], holder: Holder | None, step: int, num_steps: int) -> tuple[str, str]:
-    """Return the state of a run and a remark on it."""
-    if holder is not None and holder.is_alive:
-        has_begun = bool(parts) and not parts[-1].ended and parts[-1].num_steps > 0
-        return TRAINING if has_begun else PREPARING, f"process {holder.pid} on {holder.host}"
-    if not parts:
-        return (ENDED, "") if num_steps and step >= num_steps else (UNKNOWN, "it has left no record")
-    how = parts[-1].ended
-    if how.startswith(ENDED):
-        return ENDED, how.removeprefix(ENDED).strip()
-    return (INTERRUPTED, how.removeprefix(f"{INTERRUPTED} ")) if how else (KILLED, "without a last entry in its record")
-
-
-def _config(folder: Path) -> RunConfig | None:
-    """Return the normalized input of a run, if it is there and of this version."""
-    with suppress(UserError):
-        return load_config(folder / "out.json")
-    return None
-
-
-def _curves(folder: Path) -> Iterator[Curve]:
-    """Yield the files of rows that can be read; others have no rows yet, or are being replaced."""
-    files: list[Path] = []
-    with suppress(UserError):
-        files = curve_files(folder)
-    for file in files:
-        with suppress(UserError):
-            yield read_curve(file)
-
-
-def _metric(config: RunConfig | None, validated: Sequence[Curve]) -> str:
-    """Return the column of the validation logs by which the best row is chosen; empty without rows."""
-    if not validated:
-        return ""
-    name = config.validating.validation_metric if config is not None else "F:RMSE"
-    column = f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})"
-    return column if all(column in curve.columns for curve in validated) else next(iter(validated[0].columns))
-
-
 def _row(curve: Curve, index: int) -> dict[str, float]:
     return {"step": int(curve.steps[index]), **{name: float(values[index]) for name, values in curve.columns.items()}}
 
 
-def _rows(curve: Curve, index: int) -> Rows:
-    errors = {name: value for name, value in _row(curve, index).items() if name != "step"}
-    return Rows(f"{curve.task} {curve.weights}".strip(), int(curve.steps[index]), errors)
-
-
-def describe_row(errors: Mapping[str, float]) -> str:
-    """Return errors of a validation log by column: ``E MAE 3.512, RMSE 4.205 meV/atom``."""
-    shown: dict[tuple[str, str], list[str]] = {}
-    for column, value in errors.items():
-        name, _, unit = column.rstrip(")").partition("(")
-        quantity, _, kind = name.partition("_")
-        if value == value:
-            shown.setdefault((quantity, unit), []).append(f"{kind} {significant(value, _DIGITS)}")
-    return "; ".join(f"{quantity} {', '.join(texts)} {unit}" for (quantity, unit), texts in shown.items())
-
-
-def _pointer(folder: Path) -> str:
-    """Return the newest checkpoint as the run names it, from its folder; empty where it names none."""
-    with suppress(OSError, ValueError):
-        if (folder / POINTER).is_file():
-            named = read_pointer(folder / POINTER)
-            return os.path.relpath(named, folder) if named.is_file() or is_sharded(named) else ""
-    return ""
-
-
-def _averages(folder: Path, config: RunConfig | None) -> dict[str, str]:
-    """Return the newest file of each average of a run."""
-    found: dict[str, str] = {}
-    if config is None:
-        return found
-    for average in config.training.averaging:
-        link = folder / Outputs(config).checkpoint_link(average.name)
-        with suppress(OSError):
-            link = link.parent / os.readlink(link)
-        found[average.name] = os.path.relpath(link, folder) if link.exists() else ""
-    return found
-
-
-def _without_nan(values: Any) -> Any:
-    """Return values with None in place of nan, which JSON does not have."""
+def _without_nan(values: object) -> object:
     if isinstance(values, Mapping):
         return {name: _without_nan(value) for name, value in values.items()}
     return None if isinstance(values, float) and not np.isfinite(values) else values
-
-
-def _with_age(folder: Path, file: str) -> str:
-    if not file:
-        return "the run names none"
-    with suppress(OSError):
-        seconds = datetime.now().timestamp() - (folder / file).stat().st_mtime
-        return f"{file}, {duration(max(0.0, seconds))} ago"
-    return file

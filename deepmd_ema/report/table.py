@@ -1,13 +1,21 @@
-"""A table as data: title, columns with units, rows; and how it looks as plain text."""
+"""Tables as data and as plain text, and how errors and times are written."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+from deepmd_ema.labels import METRICS
+
+if TYPE_CHECKING:
+    from deepmd_ema.metrics import Errors
 
 Cell: TypeAlias = "str | float | None"  # None: there is no value
+METRICS_IN_ORDER = "EFSV"
+KINDS = ("MAE", "RMSE")
+_DIGITS = 5  # significant ones of an error
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,19 @@ class Table:
 
     def texts(self) -> list[list[str]]:
         """Return the cells of every row as text."""
-        return [[_cell(value, column) for value, column in zip(row, self.columns)] for row in self.rows]
+        texts = []
+        for row in self.rows:
+            cells = []
+            for value, column in zip(row, self.columns):
+                if isinstance(value, str):
+                    cells.append(value)
+                elif value is None or math.isnan(value):
+                    cells.append("-")
+                else:  # a label that is a mistake may be huge
+                    is_huge = abs(value) >= 1e9 and column.spec.endswith("f")
+                    cells.append(format(value, ".3g" if is_huge else column.spec))
+            texts.append(cells)
+        return texts
 
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
@@ -56,21 +76,70 @@ def render(table: Table, indent: str = "") -> list[str]:
         table: to be shown.
         indent: what every line but the title begins with.
     """
-    rows = table.texts()
     heads = [[column.name for column in table.columns], [column.unit for column in table.columns]]
-    grid = [head for head in heads if any(head)] + rows
+    grid = [head for head in heads if any(head)] + table.texts()
     widths = [max(map(len, cells)) for cells in zip(*grid)]
     lines = [table.title] if table.title else []
     for cells in grid:
-        parts = (
-            text.rjust(w) if column.spec else text.ljust(w) for text, w, column in zip(cells, widths, table.columns)
-        )
+        columns = zip(cells, widths, table.columns)
+        parts = [text.rjust(width) if column.spec else text.ljust(width) for text, width, column in columns]
         lines.append(f"{indent}{'  '.join(parts)}".rstrip())
     return lines
 
 
-def _cell(value: Cell, column: Column) -> str:
-    if isinstance(value, str):
-        return value
-    is_huge = value is not None and abs(value) >= 1e9 and column.spec.endswith("f")  # of a label that is a mistake
-    return "-" if value is None or math.isnan(value) else format(value, ".3g" if is_huge else column.spec)
+def significant(value: float, digits: int = _DIGITS) -> str:
+    """Return ``value`` with so many significant digits and without an exponent."""
+    if not math.isfinite(value):
+        return str(value)
+    decimals = digits - 1 - int(f"{value:.{digits - 1}e}".partition("e")[2])
+    return f"{round(value, decimals):.{max(0, decimals)}f}"
+
+
+def show_metric(metric: str, value: float) -> str:
+    """Return a metric such as ``E:MAE`` with its unit: eV to ``94.363 meV/atom``."""
+    quantity = METRICS[metric[0].upper()]
+    return f"{significant(quantity.display_factor * value)} {quantity.display_unit}"
+
+
+def labelled(errors: Errors) -> str:
+    """Return the letters of the quantities that some frame has a label of."""
+    return "".join(q for q in METRICS_IN_ORDER if not math.isnan(errors.metric(f"{q}:MAE")))
+
+
+def mae_rmse(errors: Errors, quantity: str) -> str:
+    """Return both errors of a quantity as ``94.363 / 120.02``, in its unit of tables."""
+    factor = METRICS[quantity].display_factor
+    return " / ".join(significant(factor * errors.metric(f"{quantity}:{kind}")) for kind in KINDS)
+
+
+def describe_errors(errors: Errors, before: Errors | None = None) -> str:
+    """Return MAE and RMSE of every quantity that some frame has a label of, with those ``before`` in front."""
+    parts = []
+    for quantity in labelled(errors):
+        first = f"{mae_rmse(before, quantity)} -> " if before is not None else ""
+        parts.append(f"{quantity} {first}{mae_rmse(errors, quantity)} {METRICS[quantity].display_unit}")
+    return ", ".join(parts)
+
+
+def table_of_errors(title: str, errors: Mapping[str, Errors]) -> Table:
+    """Return MAE and RMSE of each quantity by task; the only task of a run has no name."""
+    quantities = [q for q in METRICS_IN_ORDER if any(q in labelled(of_task) for of_task in errors.values())]
+    columns = [Column("task"), Column("frames", "", ",.0f")]
+    columns += [Column(METRICS[q].title, METRICS[q].display_unit, "s") for q in quantities]
+    rows: list[list[Cell]] = [
+        [task, of_task.summary()["num_frames"], *(mae_rmse(of_task, q) for q in quantities)]
+        for task, of_task in errors.items()
+    ]
+    first = 1 if "" in errors else 0
+    return Table(title, columns[first:], [row[first:] for row in rows])
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the two largest of its units: ``4 min 7 s``."""
+    parts: list[str] = []
+    rest = round(seconds)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        number, rest = divmod(rest, length)
+        if number or (unit == "s" and not parts):
+            parts.append(f"{number} {unit}")
+    return " ".join(parts[:2]) if seconds >= 10 else f"{seconds:.1f} s"

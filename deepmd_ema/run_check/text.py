@@ -15,8 +15,7 @@ from deepmd_ema.data.check.report import COPIES, NEAR_COPIES, NET_FORCES, OUTLIE
 from deepmd_ema.data.check.scan import Range, SystemScan
 from deepmd_ema.errors import counted
 from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
-from deepmd_ema.report.progress import duration
-from deepmd_ema.report.table import Cell, Column, Table, facts, render
+from deepmd_ema.report.table import Cell, Column, Table, duration, facts, render
 from deepmd_ema.terminal import YELLOW, colored
 
 if TYPE_CHECKING:

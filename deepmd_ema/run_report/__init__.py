@@ -20,8 +20,8 @@ from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested
 from deepmd_ema.report.panels import draw_curves, draw_parities
 from deepmd_ema.report.plots import read_curves
-from deepmd_ema.report.progress import duration
 from deepmd_ema.report.status import ENDED, RunStatus, describe_row, read_status, run_folder
+from deepmd_ema.report.table import duration
 from deepmd_ema.run_report import errors, facts, html
 from deepmd_ema.run_report.errors import TRAINING, VALIDATION, Tested
 from deepmd_ema.weight_names import LIVE
@@ -206,7 +206,7 @@ def _first_facts(run: _Run) -> Iterator[tuple[str, str]]:
     yield "shown here", f"{run.file.name}, step {step:,}" + f"; details of {run.chosen}" * (run.chosen != LIVE)
     if status is not None:
         name = "best" if status.state == ENDED else "best so far"
-        yield from ((name, f"{row.weights}: {status.describe_best(row)}") for row in status.best)
+        yield from ((name, f"{weights}: {status.describe_best(weights)}") for weights in status.best)
 
 
 def _final_errors(run: _Run) -> Iterator[str]:
@@ -224,8 +224,8 @@ def _final_errors(run: _Run) -> Iterator[str]:
             same = known is not None and known.summary()["num_frames"] == frames  # not a part of them
             yield html.table(errors.table_of_quantities(columns, title, known if same else None))
     if not run.tested and run.status is not None:
-        for row in run.status.validation:
-            yield html.paragraph(f"{row.weights}, validation of step {row.step:,}: {describe_row(row.errors)}")
+        for weights, row in run.status.validation.items():
+            yield html.paragraph(f"{weights}, validation of step {row['step']:,}: {describe_row(row)}")
     yield '<p class=soft>Errors per atom and per component: <a href="#definitions">definitions</a>.</p>'
 
 

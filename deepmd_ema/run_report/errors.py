@@ -16,8 +16,7 @@ from deepmd_ema.infer.evaluate import WORST, ErrorReport, predict
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.labels import ENERGY, FORCE, METRICS, VIRIAL
 from deepmd_ema.metrics import Errors, FrameResult, force_errors_by_type, group_frames, worst_frames
-from deepmd_ema.report.table import Cell, Column, Table
-from deepmd_ema.report.tables import significant
+from deepmd_ema.report.table import Cell, Column, Table, significant
 from deepmd_ema.weight_names import LIVE
 
 VALIDATION, TRAINING = "validation", "training"

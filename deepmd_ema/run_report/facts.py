@@ -11,10 +11,8 @@ from deepmd_ema.config import RunConfig
 from deepmd_ema.data.run import TaskData
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.errors import counted
-from deepmd_ema.report.progress import duration
-from deepmd_ema.report.record import Part, total_seconds
-from deepmd_ema.report.table import Cell, Column, Table
-from deepmd_ema.report.tables import significant
+from deepmd_ema.report.record import Part
+from deepmd_ema.report.table import Cell, Column, Table, duration, significant
 
 # parts of the record with their names on the page; those in a step are subtracted from it
 _IN_STEP = {
@@ -100,7 +98,10 @@ def table_of_deviations(payload: Mapping[str, Any]) -> Table:
 
 def times_of(parts: Sequence[Part]) -> list[tuple[str, str, float]]:
     """Return names, times and shares of the parts of a run; empty where there is no record of them."""
-    found = total_seconds(parts)
+    found: dict[str, float] = {}
+    for part in parts:
+        for name, seconds in part.seconds.items():
+            found[name] = found.get(name, 0.0) + seconds
     known = sum(found.get(name, 0.0) for name in _PARTS if name not in _IN_STEP)
     total = max(sum(part.elapsed for part in parts), known)
     in_step = sum(found.get(name, 0.0) for name in _IN_STEP)

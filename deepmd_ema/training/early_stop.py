@@ -12,7 +12,7 @@ from deepmd_ema.config.schema.training import EarlyStopConfig
 from deepmd_ema.errors import counted
 from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
-from deepmd_ema.report.tables import show_metric
+from deepmd_ema.report.table import show_metric
 
 logger = logging.getLogger(__name__)
 

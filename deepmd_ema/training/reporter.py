@@ -24,11 +24,10 @@ from deepmd_ema.errors import counted
 from deepmd_ema.loss import LossOverBatches, constant_prediction
 from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
-from deepmd_ema.report.loggers.run import Loggers, named
-from deepmd_ema.report.progress import Progress
-from deepmd_ema.report.table import render
-from deepmd_ema.report.tables import LcurveFile, ValuesByTask, table_of_errors
-from deepmd_ema.report.times import RunTimes
+from deepmd_ema.report.curves import LcurveFile
+from deepmd_ema.report.log import Progress, RunTimes, ValuesByTask
+from deepmd_ema.report.loggers import Loggers, named
+from deepmd_ema.report.table import render, table_of_errors
 from deepmd_ema.training.modes import Products
 from deepmd_ema.training.step import Outcome
 from deepmd_ema.training.tasks import Task, TaskMixture
@@ -85,7 +84,8 @@ class Reporter:
         averages = [average.name for average in training.averaging if average.lcurve]
         shown = [LIVE, *averages] if training.disp_training else []
         self.curves = {w: LcurveFile(outputs.lcurve(w), names, with_valid) if world.is_main else None for w in shown}
-        self._loggers = Loggers(config, run_id) if world.is_main else None
+        has_loggers = training.tensorboard or training.loggers
+        self._loggers = Loggers(config, run_id) if world.is_main and has_loggers else None
         self._shown_step, self._shown_at = 0, time.perf_counter()
         # by task: values of its last step, and their mean over its steps in the current interval
         self._last: dict[str, Mapping[str, Tensor]] = {}

@@ -18,8 +18,8 @@ from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import open_world
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.interchange.pretrained import local_file
-from deepmd_ema.report.loggers.run import check_packages
-from deepmd_ema.report.logs import set_up_logging
+from deepmd_ema.report.log import set_up_logging
+from deepmd_ema.report.loggers import loggers_of
 from deepmd_ema.report.record import RunRecord, keeping_warnings
 from deepmd_ema.report.table import render
 from deepmd_ema.training.averages import Hook
@@ -144,7 +144,7 @@ def _config(request: TrainRequest, start: Start, launch: Launch, num_ranks: int)
 
 def _seed(config: RunConfig, request: TrainRequest, held: ExitStack) -> int:
     """Return the seed of the run, once its outputs are checked and locked until ``held`` is closed."""
-    check_packages(config)
+    loggers_of(config)
     check_outputs(config, request)
     held.enter_context(lock_outputs(config))
     return secrets.randbelow(2**31) if config.training.seed is None else config.training.seed

@@ -21,7 +21,7 @@ from deepmd_ema.config.outputs import Outputs, suffix_of
 from deepmd_ema.dist.saved_tensors import OwnRows, Take, WholeTensors
 from deepmd_ema.dist.world import World
 from deepmd_ema.model.model_set import unnested
-from deepmd_ema.report.tables import RowTable
+from deepmd_ema.report.curves import RowTable
 from deepmd_ema.tensors import HostCopies
 from deepmd_ema.training.averages import snapshot_every
 from deepmd_ema.training.prepare import PreparedRun

@@ -28,7 +28,7 @@ from deepmd_ema.optim.build import (
     set_learning_rate,
 )
 from deepmd_ema.optim.schedule import build_schedule
-from deepmd_ema.report.times import Laps
+from deepmd_ema.report.log import Laps
 from deepmd_ema.training.modes import Products
 from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.training.sharding import LAST_REPLICATED_STAGE

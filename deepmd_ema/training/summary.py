@@ -17,9 +17,7 @@ from deepmd_ema.errors import command, counted
 from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
 from deepmd_ema.optim.groups import describe_groups
-from deepmd_ema.report.progress import describe_errors, duration
-from deepmd_ema.report.table import Table, facts
-from deepmd_ema.report.tables import show_metric
+from deepmd_ema.report.table import Table, describe_errors, duration, facts, show_metric
 from deepmd_ema.training.averages import snapshot_lines
 from deepmd_ema.training.trainer import Trainer, restart_command
 from deepmd_ema.version import __version__

@@ -24,8 +24,8 @@ from deepmd_ema.dist.launch import END_SIGNALS, handling
 from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import Interrupted, UserError, command
+from deepmd_ema.report.log import RunTimes
 from deepmd_ema.report.record import RunRecord
-from deepmd_ema.report.times import RunTimes
 from deepmd_ema.tensors import map_tensors
 from deepmd_ema.training.averages import Hook, build_bank, describe_averages
 from deepmd_ema.training.cuda_graphs import GraphedSteps

@@ -21,7 +21,7 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.model.tabulated import tables_in
-from deepmd_ema.report.tables import RowTable, ValidationLog
+from deepmd_ema.report.curves import RowTable, ValidationLog
 from deepmd_ema.training.early_stop import EarlyStop
 from deepmd_ema.training.modes import Products
 from deepmd_ema.training.prepare import PreparedRun, PreparedTask

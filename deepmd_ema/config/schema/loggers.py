@@ -91,9 +91,9 @@ class Logger(ABC):
 
 LOGGERS = Registry(
     {
-        "tensorboard": "deepmd_ema.report.loggers.tensorboard:TensorBoardLogger",
-        "wandb": "deepmd_ema.report.loggers.wandb:WandbLogger",
-        "mlflow": "deepmd_ema.report.loggers.mlflow:MlflowLogger",
+        "tensorboard": "deepmd_ema.report.loggers:TensorBoardLogger",
+        "wandb": "deepmd_ema.report.loggers:WandbLogger",
+        "mlflow": "deepmd_ema.report.loggers:MlflowLogger",
     },
     group="deepmd_ema.loggers",
     base=Logger,

@@ -1,0 +1,338 @@
+"""Messages of a run: handlers of the terminal and of a log file, the progress bar, and the times of its parts."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from tqdm import tqdm
+
+from deepmd_ema.errors import reason_of
+from deepmd_ema.files import LOG, refuse_to_lose, writing
+from deepmd_ema.labels import METRICS
+from deepmd_ema.report.table import describe_errors, significant
+from deepmd_ema.terminal import RED, YELLOW, colored, fitted
+from deepmd_ema.weight_names import LIVE
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.due import Due
+    from deepmd_ema.metrics import Errors
+
+ValuesByTask: TypeAlias = Mapping[str, Mapping[str, float]]
+"""Errors of a displayed step by name of the task, which is empty in a run of one, and by column of lcurve.out."""
+
+logger = logging.getLogger(__name__)
+
+LINE_INTERVAL_S = 60.0  # where no bar is drawn, a line comes at least so often
+_DIGITS = 3  # of an error beside the bar
+_SHOWN = ("data", "step", "validation", "checkpoint")
+_SHOWN_AS = {"row": "validation", "snapshot": "checkpoint"}  # in the line of a displayed step
+_SLOW_DATA = 0.1  # share of the time above which waiting for data deserves a hint
+_FIRST = 2  # steps that prepare memory and caches: their time says nothing of the others
+
+
+def set_up_logging(level: str | int = "INFO", log_file: str | Path | None = None, is_main: bool = True) -> None:
+    """Send the messages of this package to stderr, and to ``log_file`` if given; may be called again.
+
+    Args:
+        level: name or number of the lowest level shown.
+        log_file: appended to.
+        is_main: processes other than rank 0 show errors only and write no file.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
+    root = logging.getLogger("deepmd_ema")
+    for handler in [h for h in root.handlers if isinstance(h.formatter, _Formatter)]:
+        root.removeHandler(handler)
+        handler.close()
+    handlers: list[logging.Handler] = [_TerminalHandler()]
+    if log_file is not None and is_main:
+        refuse_to_lose(log_file, "--log-path", LOG)
+        with writing(f"--log-path {log_file}"):
+            Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+            handlers.append(_FileHandler(log_file, encoding="utf-8", errors="backslashreplace"))
+    for handler in handlers:
+        handler.setFormatter(_Formatter())
+        root.addHandler(handler)
+    root.setLevel(level if is_main else logging.ERROR)
+
+
+class _TerminalHandler(logging.Handler):
+    """Writes to stderr, above a progress bar if there is one; lines fit the width of a terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one message."""
+        text = fitted(self.format(record), sys.stderr)
+        if record.levelno >= logging.WARNING:
+            color = RED if record.levelno >= logging.ERROR else YELLOW
+            text = text.replace(f"{record.levelname}:", colored(f"{record.levelname}:", color, sys.stderr), 1)
+        with suppress(OSError, ValueError):  # the terminal is gone or full
+            tqdm.write(text, file=sys.stderr)
+
+
+class _FileHandler(logging.FileHandler):
+    """Appends to the file of ``--log-path``; if that fails it warns once, and the run continues without the file."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name of logging
+        """Leave the file alone from now on."""
+        error = sys.exc_info()[1]
+        logging.getLogger("deepmd_ema").removeHandler(self)
+        with suppress(OSError):  # what it could not write is tried again at the end
+            self.close()
+        reason = reason_of(error) if error is not None else "no reason given"
+        text = "--log-path %s: cannot be written any more (%s): the run continues without it"
+        logger.warning(text, self.baseFilename, reason)
+
+
+class _Formatter(logging.Formatter):
+    """Time and message; the level only when it is a warning or worse."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return one line."""
+        level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
+        text = f"[{self.formatTime(record, '%Y-%m-%d %H:%M:%S')}] {level}{record.getMessage()}"
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+class RunTimes:
+    """A stopwatch that says where the time of a run went, and how much is left.
+
+    Args:
+        due: when a part is due that is not in every step, by its name.
+        expected: until one of these was measured, how many steps take as long.
+
+    Attributes:
+        seconds: of each part so far.
+    """
+
+    def __init__(self, due: Mapping[str, Due] | None = None, expected: Mapping[str, float] | None = None) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(_SHOWN, 0.0)
+        self._counts: dict[str, int] = defaultdict(int)
+        self._due, self._expected = due or {}, expected or {}
+        self._since = self._began = time.perf_counter()
+        self._before = dict(self.seconds)  # the interval
+        self._first_wait: float | None = None
+        self._hinted = False
+        self._measured_from: tuple[float, float] | None = None  # time and seconds of due parts, after the first steps
+
+    def waiting_share(self) -> float:
+        """Return the share of the time since the first batch was there that was spent waiting for others, 0 to 1."""
+        first = self._first_wait or 0.0
+        total = max(time.perf_counter() - self._began - first, 1e-9)
+        return min(1.0, max(0.0, self.seconds["data"] - first) / total)
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        """Count the time of the body under ``part``: data, step, row, validation, snapshot or checkpoint."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            self.seconds[part] = self.seconds.get(part, 0.0) + end - begin
+            self._counts[part] += 1
+            if part == "data" and self._first_wait is None:
+                self._first_wait, self._began = end - begin, begin
+            if part == "step" and self._counts[part] == _FIRST:
+                self._measured_from = end, sum(self.seconds.get(part, 0.0) for part in self._due)
+
+    def step_seconds(self) -> float | None:
+        """Return the mean seconds of a step with all that is not due at its own pace; None in the first steps."""
+        steps = self._counts["step"] - _FIRST
+        if self._measured_from is None or steps < 1:
+            return None
+        since, before = self._measured_from
+        due = sum(self.seconds.get(part, 0.0) for part in self._due)
+        return max(0.0, time.perf_counter() - since - (due - before)) / steps
+
+    def left(self, step: int, num_steps: int) -> float | None:
+        """Return the seconds from ``step`` to the end, with all that is still due; None in the first steps.
+
+        A part that was not due yet is counted with its expected time.
+        """
+        each = self.step_seconds()
+        if each is None:
+            return None
+        left = each * (num_steps - step)
+        for part, due in self._due.items():
+            count = self._counts[part]
+            mean = self.seconds.get(part, 0.0) / count if count else self._expected.get(part, 0.0) * each
+            left += mean * due.count(step)
+        return left
+
+    def split(self) -> str:
+        """Return such as ``data 2 % | step 95 % | validation 2 % | checkpoint 1 %`` and start a new interval.
+
+        The first time that more than a tenth was spent waiting for data, a hint is logged.
+        """
+        spent = dict.fromkeys(_SHOWN, 0.0)
+        for part, seconds in self.seconds.items():
+            spent[_SHOWN_AS.get(part, part)] += seconds - self._before.get(part, 0.0)
+        total = max(time.perf_counter() - self._since, sum(spent.values()), 1e-9)
+        if spent["data"] > _SLOW_DATA * total and not self._hinted:
+            self._hinted = True
+            logger.info(
+                "%.0f %% of the time was spent waiting for data: read it from a local disk, give the run one more CPU "
+                "core, or use a larger batch_size (the first interval also fills the cache of neighbor lists)",
+                100 * spent["data"] / total,
+            )
+        self._before, self._since = dict(self.seconds), time.perf_counter()
+        return " | ".join(f"{part} {100 * seconds / total:.0f} %" for part, seconds in spent.items())
+
+
+class Laps:
+    """Times of the parts of a step, on a device that the host waits for; else nothing is measured."""
+
+    def __init__(self, measures: bool) -> None:
+        self.seconds: dict[str, float] = {}
+        self._measures, self._since = measures, 0.0
+
+    def lap(self, part: str = "") -> None:
+        """Count the time since the last call under ``part``; without a name it only begins."""
+        if self._measures:
+            now = time.perf_counter()
+            if part:
+                self.seconds[part] = self.seconds.get(part, 0.0) + now - self._since
+            self._since = now
+
+
+class Progress:
+    """A bar on a terminal with steps, force error and time left; log lines everywhere.
+
+    Args:
+        num_steps: steps of the whole run.
+        times: stopwatch of the run.
+        interactive: whether to draw a bar; None: if stderr is a terminal.
+        frames_per_step: mean number of frames in a step of all ranks together; None leaves frames per second out.
+    """
+
+    def __init__(
+        self, num_steps: int, times: RunTimes, interactive: bool | None = None, frames_per_step: float | None = None
+    ) -> None:
+        self._num_steps, self._times, self._frames = num_steps, times, frames_per_step
+        self._interactive = sys.stderr.isatty() if interactive is None else interactive
+        self._bar: tqdm | None = None
+        self._error, self._is_validated = "", False
+        self._step = self._shown = 0
+        self._line_at = time.perf_counter()
+
+    def start_at(self, step: int) -> None:
+        """Count from ``step``, at a restart."""
+        self._step = self._shown = step
+
+    def advance(self, step: int) -> None:
+        """Note that ``step`` is done."""
+        if self._interactive:
+            if self._bar is None:
+                self._bar = self._new_bar()
+            self._bar.set_postfix_str(self._facts(step), refresh=False)
+            self._bar.update(step - self._step)
+        elif time.perf_counter() - self._line_at > LINE_INTERVAL_S and step < self._num_steps:
+            self._line_at = time.perf_counter()
+            logger.info("Batch %7d: %d steps in all, %s", step, self._num_steps, self._facts(step))
+        self._step = step
+
+    def _new_bar(self) -> tqdm:
+        width = 1  # no terminal: a file that is given as one
+        with suppress(OSError, ValueError, AttributeError):
+            width = os.get_terminal_size(sys.stderr.fileno()).columns
+        return tqdm(
+            total=self._num_steps,
+            initial=self._step,
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}",
+            # a terminal that does not know its width (a recording, some containers) reports 0
+            **({"dynamic_ncols": True} if width else {"ncols": 80, "nrows": 24}),
+            file=sys.stderr,
+        )
+
+    def _facts(self, step: int) -> str:
+        """Return the force error, the time left and that of a step; the last are left out where there is no room."""
+        left, seconds = self._times.left(step, self._num_steps), self._times.step_seconds()
+        facts = [self._error] * bool(self._error)
+        if left is not None and seconds is not None:
+            facts += [f"{tqdm.format_interval(left)} left", f"{seconds:.2g} s/step"]
+        while self._bar is not None and self._bar.ncols and len(facts) > 1:
+            if len(f"100%|#| {step}/{self._num_steps}, {', '.join(facts)}") <= self._bar.ncols:
+                break
+            facts.pop()
+        return ", ".join(facts)
+
+    def show(
+        self,
+        step: int,
+        lr: float,
+        training: ValuesByTask,
+        validation: ValuesByTask,
+        seconds_per_step: float,
+        split: str = "",
+    ) -> None:
+        """Log the errors of a displayed step, the time of its interval, and when the run will end."""
+        for task, of_task in training.items():
+            _log(step, task, "trn", of_task, f", lr = {lr:8.2e}")
+            _log(step, task, "val", validation.get(task, {}))
+        rate = 1 / seconds_per_step if seconds_per_step > 0 else 0.0
+        more = f", {rate * self._frames:.4g} frames/s" if self._frames is not None else ""
+        more += f"; {split}" if split else ""
+        left = self._times.left(step, self._num_steps)  # nothing is known after the first steps
+        eta = ""
+        if left is not None:
+            end = (datetime.now() + timedelta(seconds=left)).strftime("%Y-%m-%d %H:%M")
+            eta = f", eta = {timedelta(seconds=int(left))} at {end}"
+        seconds = seconds_per_step * (step - self._shown)
+        logger.info("Batch %7d: total wall time = %.2f s (%.1f steps/s%s)%s", step, seconds, rate, more, eta)
+        self._shown, self._line_at = step, time.perf_counter()
+        if not self._is_validated:  # beside the bar: of validation frames if there are any
+            name, values = ("val batch", validation) if any(validation.values()) else ("trn batch", training)
+            self._error = _force_errors(name, {task: of.get("rmse_f", math.nan) for task, of in values.items()})
+
+    def show_average(self, step: int, name: str, errors: ValuesByTask) -> None:
+        """Log the displayed errors of an average on the same batches."""
+        for task, of_task in errors.items():
+            _log(step, task, name, of_task)
+
+    def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
+        """Log the errors of a full validation, one line for the live weights and one for each average."""
+        width = max(map(len, results))
+        for weights, errors in results.items():
+            words = describe_errors(errors)
+            logger.info("Batch %7d: full validation, MAE / RMSE, %-*s: %s", step, width, weights, words)
+        # beside the bar: force errors of each task by the first average, or by the live weights if there is none
+        rows = [(*name.rpartition(" ")[::2], errors.metric("F:RMSE")) for name, errors in results.items()]
+        chosen = next((weights for _, weights, _ in rows if weights != LIVE), LIVE)
+        if shown := _force_errors(chosen, {task: force for task, weights, force in rows if weights == chosen}):
+            self._error, self._is_validated = shown, True
+
+    def close(self) -> None:
+        """Leave the bar as it is now and end its line."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._facts(self._step), refresh=False)  # with the last validation
+            self._bar.close()
+            self._bar = None
+
+
+def _force_errors(name: str, errors: Mapping[str, float]) -> str:
+    """Return force errors by task, given in eV/angstrom, as ``ema F 44.4 meV/Å``; nothing where there are none."""
+    factor, unit = METRICS["F"].display_factor, METRICS["F"].display_unit
+    shown = [
+        f"{task} {significant(factor * force, _DIGITS)}".strip()
+        for task, force in errors.items()
+        if not math.isnan(force)
+    ]
+    return f"{name} F {', '.join(shown)} {unit}" if shown else ""
+
+
+def _log(step: int, task: str, what: str, errors: Mapping[str, float], more: str = "") -> None:
+    """Log the errors of a task, in the units of lcurve.out, as DeePMD-kit does; nothing where there are none."""
+    if errors:
+        values = ", ".join(f"{name} = {errors[name]:8.2e}" for name in sorted(errors))
+        logger.info("Batch %7d: %s: %s%s", step, f"{task}_{what}" if task else what, values, more)

@@ -1,0 +1,288 @@
+"""Loggers of a run, none of which can end it: TensorBoard, Weights & Biases, MLflow."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from deepmd_ema.config.fields import file_name, option
+from deepmd_ema.config.messages import dotted
+from deepmd_ema.config.outputs import LOGGED
+from deepmd_ema.config.schema.loggers import FAILED, FINISHED, INTERRUPTED, LoggedRun, Logger
+from deepmd_ema.errors import ConfigError, reason_of
+from deepmd_ema.files import part_of
+
+if TYPE_CHECKING:
+    from deepmd_ema.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Loggers:
+    """The loggers of a run on rank 0.
+
+    What a logger returns as its id is kept in the file ``.dp-ema.logged``, with the last step of each value, so that a
+    restart continues and logs nothing twice.
+
+    Args:
+        config: of the run.
+        run_id: of its trajectory of weights: what another one has logged is not continued.
+    """
+
+    def __init__(self, config: RunConfig, run_id: str) -> None:
+        self._config, self._run_id = config, run_id
+        self._active: dict[str, _Active] = {}
+        self._logged: dict[str, dict[str, Any]] = {}  # id and last steps of each logger that a restart can continue
+
+    def start(self, step: int) -> None:
+        """Start all loggers of a run that has done ``step`` steps."""
+        from deepmd_ema.config import to_dict
+
+        loggers, types = loggers_of(self._config), Counter[str]()
+        if step and loggers:
+            with suppress(OSError, ValueError, TypeError, KeyError):  # the file is of another run, or damaged
+                stored = json.loads(Path(LOGGED).read_text(encoding="utf-8"))
+                if stored["run"] == self._run_id:
+                    entries = stored["loggers"].items()
+                    self._logged = {key: {"id": str(of["id"]), "last": dict(of["last"])} for key, of in entries}
+        for place, to in loggers.items():
+            key, types[to.type] = f"{to.type}-{types[to.type]}", types[to.type] + 1
+            earlier = self._logged.get(key, {"id": None, "last": {}})
+            with self._reported(place, to):
+                run = to.start(LoggedRun(to_dict(self._config), step, Path.cwd(), earlier["id"]))
+                last = dict(earlier["last"]) if run is not None and run == earlier["id"] else {}
+                self._active[place] = _Active(to, dict(last), last)
+                if run is not None:
+                    self._logged[key] = {"id": run, "last": last}
+        self._write()
+
+    def log(self, step: int, values: Mapping[str, float], to: Callable[[Logger], bool] = lambda _: True) -> None:
+        """Log the values that are finite, of steps that were not logged before a restart, to some of the loggers."""
+        for place, active in list(self._active.items()):
+            if to(active.to):
+                new = {n: v for n, v in values.items() if math.isfinite(v) and step > active.earlier.get(n, -1)}
+                with self._reported(place, active.to):
+                    if new:
+                        active.to.log(step, new)
+                        active.last |= dict.fromkeys(new, step)
+        self._write()
+
+    def takes_training_errors(self, step: int) -> Callable[[Logger], bool] | None:
+        """Return whether a logger has a point of training errors at a step; None if no logger has one."""
+
+        def is_due(to: Logger) -> bool:
+            return to.freq is not None and (step == 1 or step % to.freq == 0)
+
+        return is_due if any(is_due(active.to) for active in self._active.values()) else None
+
+    def finish(self, status: str) -> None:
+        """Finish all loggers."""
+        for place, active in list(self._active.items()):
+            with self._reported(place, active.to):
+                active.to.finish(status)
+        self._active.clear()
+
+    @contextmanager
+    def _reported(self, place: str, to: Logger) -> Iterator[None]:
+        """Report an exception of a logger, which is not called again."""
+        try:
+            yield
+        except Exception as error:  # whatever the code of others raises
+            self._active.pop(place, None)
+            reason = shorten(f"{type(error).__name__}: {reason_of(error)}", 300)
+            logger.warning('%s ("%s"): %s. The run continues without this logger.', place, to.type, reason)
+
+    def _write(self) -> None:
+        if self._logged:
+            part = part_of(Path(LOGGED))
+            with suppress(OSError):  # a disk that is full ends the run elsewhere
+                # not flushed to the disk, which takes milliseconds: after a power cut some values are logged twice
+                part.write_text(json.dumps({"run": self._run_id, "loggers": self._logged}), encoding="utf-8")
+                os.replace(part, LOGGED)
+
+
+@dataclass
+class _Active:
+    """A logger that has started.
+
+    Attributes:
+        to: the logger.
+        earlier: last step of each value that was logged before the restart.
+        last: last step of each value that was logged.
+    """
+
+    to: Logger
+    earlier: Mapping[str, int]
+    last: dict[str, int]
+
+
+def loggers_of(config: RunConfig) -> dict[str, Logger]:
+    """Return new loggers of a run, by the option that requests them.
+
+    Raises:
+        ConfigError: naming each package of theirs that is missing, and how to install it.
+    """
+    training = config.training
+    loggers: dict[str, Logger] = {}
+    if training.tensorboard:
+        board = TensorBoardLogger(log_dir=training.tensorboard_log_dir, freq=training.tensorboard_freq)
+        loggers["training.tensorboard"] = board
+    for number, section in enumerate(training.loggers):
+        loggers[dotted(("training", "loggers", number))] = replace(section)  # the config stays as it is
+    problems = []
+    for place, one in loggers.items():
+        for module, package in one.needs.items():
+            spec = find_spec(module)
+            if spec is None or spec.origin is None:  # a folder without code, as wandb makes one, has no origin
+                problems.append(
+                    f'{place} ("{one.type}"): the package {module} is not installed. Install it with `pip install '
+                    f'"{package}"`, or remove the option.'
+                )
+    if problems:
+        raise ConfigError(problems)
+    return loggers
+
+
+def named(group: str, weights: str, errors: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return errors by the names that loggers get: ``train/live/rmse_f``, of a task ``train/live/water/rmse_f``."""
+    return {
+        "/".join(filter(None, (group, weights, task, name))): value
+        for task, of_task in errors.items()
+        for name, value in of_task.items()
+    }
+
+
+@dataclass(kw_only=True)
+class TensorBoardLogger(Logger):
+    """Files for TensorBoard; `training.tensorboard` is a short form of it, with `freq` 1."""
+
+    type: ClassVar[str] = "tensorboard"
+    needs: ClassVar[Mapping[str, str]] = {"tensorboard": "dp-ema[tensorboard]"}
+
+    log_dir: str = option("log", check=file_name, doc="Folder of the files.")
+
+    def start(self, run: LoggedRun) -> None:
+        """Open the files; points after a restart replace those of the earlier run that are later."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(self.log_dir, purge_step=run.step + 1 if run.step else None)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add points; training errors have DeePMD-kit's tags: ``Default/rmse_f``, or that of the task."""
+        for name, value in values.items():
+            tag = "Default/lr" if name == "lr" else name
+            group, _, rest = name.partition("/")
+            if name.startswith("train/live/"):
+                error = name.removeprefix("train/live/")
+                tag = error if "/" in error else f"Default/{error}"
+            elif group == "val":
+                tag = f"validation/{rest}"
+            self._writer.add_scalar(tag, value, step)
+
+    def finish(self, status: str) -> None:
+        """Close the files."""
+        self._writer.close()
+
+
+@dataclass(kw_only=True)
+class WandbLogger(Logger):
+    """A run of Weights & Biases, which a restart continues; log in before, with `wandb login` or `WANDB_API_KEY`."""
+
+    type: ClassVar[str] = "wandb"
+    needs: ClassVar[Mapping[str, str]] = {"wandb": "dp-ema[wandb]"}
+
+    project: str | None = option(None, doc="Project of the run; null: `WANDB_PROJECT`, or what wandb takes.")
+    entity: str | None = option(None, doc="User or team that has the project; null: your default.")
+    name: str | None = option(None, doc="Name of the run; null: one is made up.")
+    tags: list[str] = option([], doc="Tags of the run.")
+    mode: str | None = option(
+        None,
+        choices=("online", "offline"),
+        doc="`offline` keeps the values in the folder `wandb`, for `wandb sync`; null: `WANDB_MODE`, or `online`.",
+    )
+
+    def start(self, run: LoggedRun) -> str:
+        """Begin or continue a run; return its id."""
+        import wandb
+
+        self._run = wandb.init(
+            project=self.project, entity=self.entity, name=self.name, tags=self.tags, mode=self.mode,
+            config=dict(run.config), id=run.id, resume="allow" if run.id else None,
+        )  # fmt: skip
+        return str(self._run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add values to the row of ``step``."""
+        self._run.log(dict(values), step=step)
+
+    def finish(self, status: str) -> None:
+        """Wait until everything is sent, and mark the run."""
+        self._run.finish(exit_code=0 if status == FINISHED else 1)
+
+
+@dataclass(kw_only=True)
+class MlflowLogger(Logger):
+    """A run of MLflow, which a restart continues."""
+
+    type: ClassVar[str] = "mlflow"
+    needs: ClassVar[Mapping[str, str]] = {"mlflow": "dp-ema[mlflow]"}
+
+    tracking_uri: str | None = option(
+        None, doc="Where MLflow keeps its runs: the address of a server or a folder; null: `MLFLOW_TRACKING_URI`."
+    )
+    experiment: str | None = option(
+        None, doc="Experiment of the run, which is made if there is none; null: `MLFLOW_EXPERIMENT_NAME`, or `Default`."
+    )
+    name: str | None = option(None, doc="Name of the run; null: one is made up.")
+
+    def start(self, run: LoggedRun) -> str:
+        """Begin or continue a run; return its id. The options are its parameters and the file ``input.json``."""
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = client = MlflowClient(self.tracking_uri)
+        if run.id is not None:
+            client.update_run(run.id, status="RUNNING")
+            self._id = run.id
+            return run.id
+        name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+        existing = client.get_experiment_by_name(name)
+        experiment = client.create_experiment(name) if existing is None else existing.experiment_id
+        self._id = str(client.create_run(experiment, run_name=self.name).info.run_id)
+        params = [Param(key, value) for key, value in _flat(run.config)]
+        for begin in range(0, len(params), 100):  # a request takes no more
+            client.log_batch(self._id, params=params[begin : begin + 100])
+        client.log_dict(self._id, dict(run.config), "input.json")
+        return self._id
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add values of ``step``."""
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        self._client.log_batch(self._id, [Metric(name, value, now, step) for name, value in values.items()])
+
+    def finish(self, status: str) -> None:
+        """Set the status of the run."""
+        ended = {FINISHED: "FINISHED", INTERRUPTED: "KILLED", FAILED: "FAILED"}
+        self._client.set_terminated(self._id, ended[status])
+
+
+def _flat(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the options by dotted path, with their values as text of at most 500 characters, which all stores take."""
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield path + name, str(value)[:500]

@@ -1,1 +1,0 @@
-"""Loggers of a run: TensorBoard, Weights & Biases and MLflow."""
