@@ -204,11 +204,11 @@ def lose_folder_at_start():
     """Have no such system on this machine."""
     from deepmd_ema.data.formats import npy
 
-    def refuse(path):
+    def refuse(store, file):
         _note()
-        raise npy.DataError(f"{path}: cannot be read: Permission denied.")
+        raise npy.DataError(f"{store.name}/{file}: cannot be read: Permission denied.")
 
-    npy.open_npy = refuse
+    npy.NpyStore.array = refuse
 
 
 def lose_file():

@@ -14,11 +14,11 @@ from toy_models import SECTIONS
 from deepmd_ema.cli import main
 from deepmd_ema.config import load_config
 from deepmd_ema.data import check_cache
-from deepmd_ema.data.check_cache import Memory
+from deepmd_ema.data.check_cache import recall
 from deepmd_ema.data.formats.discover import open_systems
-from deepmd_ema.data.formats.npy import Rows
+from deepmd_ema.data.formats.npy import StoredArray
 from deepmd_ema.data.formats.system import DeepmdSystem
-from deepmd_ema.data.run import check_unless_unchanged, open_run
+from deepmd_ema.data.run import check_task, open_run
 from deepmd_ema.data.source import ReadSpec
 
 MEMORY = Path(".dp-ema.checked")
@@ -36,9 +36,8 @@ def place(tmp_path, monkeypatch):
 
 def check():
     [(name, task)] = load_config("input.json").tasks.items()
-    memory = Memory(MEMORY)
-    data = open_run(load_config("input.json"), {name: memory})[name]
-    return check_unless_unchanged(task, data, memory)
+    data = open_run(load_config("input.json"), {name: MEMORY})[name]
+    return check_task(task, data, MEMORY)
 
 
 def was_read(result):
@@ -48,7 +47,7 @@ def was_read(result):
 def test_a_second_check_reads_no_array_and_finds_the_same(place, monkeypatch):
     first = check()
     assert was_read(first)
-    monkeypatch.setattr(Rows, "read", lambda *_: pytest.fail("an array is read"))
+    monkeypatch.setattr(StoredArray, "read", lambda *_: pytest.fail("an array is read"))
     second = check()
     assert not was_read(second)
     assert (list(second.warnings), list(second.notes)) == (first.warnings, first.notes)
@@ -156,15 +155,14 @@ def test_every_flipped_bit_of_a_memory_is_ignored(place):
     """One changed digit trained with another sel: of 7,408 bits 945 were taken with other numbers."""
     check()
     [file] = MEMORY.iterdir()
-    written, memory = file.read_bytes(), Memory(MEMORY)
-    whole = memory.recall(file.stem)
+    written, whole = file.read_bytes(), recall(MEMORY, file.stem)
     assert whole is not None
     taken = []
     for bit in range(8 * len(written)):
         changed = bytearray(written)
         changed[bit // 8] ^= 1 << bit % 8
         file.write_bytes(changed)
-        found = memory.recall(file.stem)
+        found = recall(MEMORY, file.stem)
         taken += [bit] if found is not None and json.dumps(found) != json.dumps(whole) else []
     assert len(taken) == 0
 
@@ -173,7 +171,7 @@ def test_a_memory_of_another_name_is_ignored(place):
     check()
     [file] = MEMORY.iterdir()
     other = file.rename(MEMORY / f"{'0' * len(file.stem)}.json")
-    assert Memory(MEMORY).recall(other.stem) is None
+    assert recall(MEMORY, other.stem) is None
 
 
 def test_a_change_of_the_program_within_a_version_is_checked_again(place, monkeypatch):
@@ -200,7 +198,7 @@ def test_a_damaged_memory_is_no_memory(place, content):
 
 
 def test_only_the_newest_findings_are_kept(place, monkeypatch):
-    monkeypatch.setattr(check_cache, "_MAX_FINDINGS", 2)
+    monkeypatch.setattr(check_cache, "_MAX_RESULTS", 2)
     for rcut in (3.0, 3.25, 3.5):
         change_input(model__descriptor__rcut=rcut)
         check()
@@ -234,7 +232,7 @@ def test_an_lmdb_data_set_is_read_completely_once(place, monkeypatch):
     from test_data_lmdb import toy_records, write_lmdb
 
     def opened():
-        return open_systems(["train.lmdb"], ReadSpec(["O", "H"], ("energy",), memory=Memory(MEMORY)))[0]
+        return open_systems(["train.lmdb"], ReadSpec(["O", "H"], ("energy",), results=MEMORY))[0]
 
     write_lmdb(Path("train.lmdb"), toy_records(6))
     first = opened()

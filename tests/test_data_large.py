@@ -15,7 +15,7 @@ from deepmd_ema.data import source
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
-from deepmd_ema.data.formats.npy import Rows
+from deepmd_ema.data.formats.npy import StoredArray
 from deepmd_ema.data.loader import Loader
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.families.se_e2_a.section import SeE2AConfig
@@ -60,8 +60,8 @@ def test_a_scan_holds_few_bytes_of_each_frame(molecules):
 
 def test_frames_whose_neighbors_are_counted_are_read_one_by_one_from_large_sets(molecules, monkeypatch):
     [system] = open_data([str(molecules)], ["O", "H"], LABELS)
-    rows, read = [], Rows.read
-    monkeypatch.setattr(Rows, "read", lambda self, a, b: rows.append(b - a) or read(self, a, b))
+    rows, read = [], StoredArray.read
+    monkeypatch.setattr(StoredArray, "read", lambda self, a, b: rows.append(b - a) or read(self, a, b))
     report = check_systems([system], [], ["O", "H"], SeE2AConfig(rcut=4.0, sel="auto"), LABELS, max_searched=50)
     assert report.num_searched == 50
     assert not report.problems

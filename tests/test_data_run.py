@@ -11,7 +11,6 @@ from test_data_npy import to_hdf5
 
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.data import check_cache
-from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.data.run import TaskLength, check_task, content_of, difference, most_slots, open_run, run_length
 from deepmd_ema.errors import DataError, UserError
 
@@ -159,7 +158,7 @@ def test_frames_with_atoms_closer_than_min_pair_dist_are_left_out_of_training(tm
 def test_frames_that_are_left_out_are_remembered(tmp_path, monkeypatch):
     close = with_close_atoms(tmp_path / "close", [1, 4], 0.2)
     config = config_from_dict(tiny_input([close], training__training_data__min_pair_dist=0.21))
-    memories = {"": Memory(tmp_path / "kept")}
+    memories = {"": tmp_path / "kept"}
     first = open_run(config, memories)[""].train[0].frames.tolist()
     monkeypatch.setattr("deepmd_ema.data.run.find_pairs_once", None)
     assert open_run(config, memories)[""].train[0].frames.tolist() == first == [0, 2, 3, 5]

@@ -35,7 +35,7 @@ def table_of(*parts, num_types=2):
     """Return a table of (name of the file, chunk, kind) with one kind for the frames of a chunk."""
     table = FrameTable()
     for _, chunk, kind in parts:
-        table.add([chunk], num_types, [kind] * chunk.num_frames)
+        table.add([chunk], num_types, [kind] * len(chunk.types))
     return table
 
 
@@ -48,7 +48,7 @@ def test_each_kind_is_split_at_the_fraction_and_a_kind_with_one_structure_is_for
     parts = [("a", thermal(rng, n), kind) for kind, n in (("bulk", 60), ("surface", 20), ("only", 1), ("bulk", 40))]
     split = split_frames(table_of(*parts), 0.1, 1)
     kinds = np.repeat(["bulk", "surface", "only", "bulk"], [60, 20, 1, 40])
-    assert {kind: int(split.chosen[kinds == kind].sum()) for kind in set(kinds)} == {
+    assert {kind: int(split.mask[kinds == kind].sum()) for kind in set(kinds)} == {
         "bulk": 10,
         "surface": 2,
         "only": 0,
@@ -58,13 +58,13 @@ def test_each_kind_is_split_at_the_fraction_and_a_kind_with_one_structure_is_for
         "  by config_type or group: bulk 10 of 100, surface 2 of 20",
         "  in training alone: only (1 frame)",
     ]
-    assert np.diff(np.flatnonzero(split.chosen[:60])).max() > 1  # at random, not the last ones
+    assert np.diff(np.flatnonzero(split.mask[:60])).max() > 1  # at random, not the last ones
 
 
 @pytest.mark.parametrize("pbc", [True, False])
 def test_a_choice_depends_on_seed_and_data_alone(rng, pbc):
     table = table_of(("a", thermal(rng, 50, pbc=pbc), ""))
-    one, again, other = (split_frames(table, 0.2, seed).chosen for seed in (1, 1, 2))
+    one, again, other = (split_frames(table, 0.2, seed).mask for seed in (1, 1, 2))
     assert one.sum() == other.sum() == 10
     assert np.array_equal(one, again)
     assert not np.array_equal(one, other)
@@ -83,20 +83,20 @@ def test_copies_in_another_order_rotated_or_moved_are_in_one_part(rng, pbc):
         if box is not None:
             moved += rng.integers(-1, 2, (len(coord), 3)) @ (box @ rotation)
         table.add([chunk_of([moved], types[order], None if box is None else box @ rotation)], 2)
-    chosen = split_frames(table, 0.2, 3).chosen
+    chosen = split_frames(table, 0.2, 3).mask
     assert chosen.sum() == 16
     assert np.array_equal(chosen[:40], chosen[40:])
 
 
 def test_the_end_of_one_trajectory_is_for_validation(rng):
-    chosen = split_frames(table_of(("a", trajectory(rng, 100), "")), 0.1, 1).chosen
+    chosen = split_frames(table_of(("a", trajectory(rng, 100), "")), 0.1, 1).mask
     assert np.flatnonzero(chosen).tolist() == list(range(90, 100))
 
 
 @pytest.mark.parametrize(("number", "ends"), [(9, 0), (10, 2)])
 def test_a_trajectory_of_nine_frames_is_not_cut_and_one_of_ten_is(rng, number, ends):
     parts = [(str(k), trajectory(rng, number), "md") for k in range(2)]
-    chosen = split_frames(table_of(("a", thermal(rng, 20), "bulk"), *parts), 0.2, 1).chosen[20:].reshape(2, number)
+    chosen = split_frames(table_of(("a", thermal(rng, 20), "bulk"), *parts), 0.2, 1).mask[20:].reshape(2, number)
     assert chosen.sum(axis=1).tolist() == [ends, ends]
     assert chosen[:, number - ends :].all()
 
@@ -105,37 +105,37 @@ def test_a_trajectory_of_more_frames_than_are_wanted_is_cut_and_one_of_as_many_i
     larger, whole = ([("a", trajectory(rng, n), "md"), ("b", thermal(rng, 44 - n), "md")] for n in (12, 11))
     taken = set()
     for seed in range(20):  # 11 frames are wanted
-        assert split_frames(table_of(*larger), 0.25, seed).chosen[:12].tolist() == [False] * 9 + [True] * 3
-        taken.add(int(split_frames(table_of(*whole), 0.25, seed).chosen[:11].sum()))
+        assert split_frames(table_of(*larger), 0.25, seed).mask[:12].tolist() == [False] * 9 + [True] * 3
+        taken.add(int(split_frames(table_of(*whole), 0.25, seed).mask[:11].sum()))
     assert taken == {0, 11}
 
 
 def test_of_several_trajectories_whole_ones_are_for_validation(rng):
     for kind in ("", "md"):
         table = table_of(*((str(k), trajectory(rng, 60), kind) for k in range(20)))
-        chosen = split_frames(table, 0.1, 1).chosen.reshape(20, 60)
+        chosen = split_frames(table, 0.1, 1).mask.reshape(20, 60)
         assert chosen.sum() == 120
         assert chosen.any(axis=1).sum() == 2
 
 
 def test_frames_of_one_trajectory_that_are_far_apart_are_split_at_random(rng):
-    chosen = split_frames(table_of(("a", thermal(rng, 100), "")), 0.1, 1).chosen
+    chosen = split_frames(table_of(("a", thermal(rng, 100), "")), 0.1, 1).mask
     assert chosen.sum() == 10
     assert np.diff(np.flatnonzero(chosen)).max() > 1
 
 
 def test_single_structures_of_a_composition_are_for_training_unless_they_are_many(rng):
     singles = [(str(n), thermal(rng, 1, natoms=n), "") for n in range(4, 24)]
-    few = split_frames(table_of(("a", thermal(rng, 40), ""), *singles[:5]), 0.1, 1).chosen
+    few = split_frames(table_of(("a", thermal(rng, 40), ""), *singles[:5]), 0.1, 1).mask
     assert (few.sum(), few[40:].sum()) == (4, 0)
-    assert split_frames(table_of(*singles), 0.1, 1).chosen.sum() == 2
+    assert split_frames(table_of(*singles), 0.1, 1).mask.sum() == 2
 
 
 def test_a_frame_with_an_element_that_no_other_has_is_for_training(rng):
     odd = chunk_of([toy_frame(rng)[0]], np.full(12, 2), toy_frame(rng)[2])
     for seed in range(20):
         parts = [("a", odd if k == 3 else thermal(rng, 1, natoms=4 + k), "") for k in range(20)]
-        assert not split_frames(table_of(*parts, num_types=3), 0.4, seed).chosen[3]
+        assert not split_frames(table_of(*parts, num_types=3), 0.4, seed).mask[3]
 
 
 def test_parts_whose_forces_differ_by_two_are_reported(rng):
@@ -143,8 +143,8 @@ def test_parts_whose_forces_differ_by_two_are_reported(rng):
     parts = [("a", chunk_of([coord[k]], types[k], box[k], force=1.0 + 9 * (k == 4)), "") for k in range(10)]
     found = [split_frames(table_of(*parts), 0.1, seed) for seed in range(60)]
     for split in found:
-        assert (split.warnings != []) == bool(split.chosen[4] or (~split.chosen)[4])
-    with_strong = next(split for split in found if split.chosen[4])
+        assert (split.warnings != []) == bool(split.mask[4] or (~split.mask)[4])
+    with_strong = next(split for split in found if split.mask[4])
     assert with_strong.lines[-1] == "  force RMS (eV/angstrom): 1 in training, 10 in validation"
     assert with_strong.warnings[0].startswith(
         "force RMS is 1 eV/angstrom in training and 10 in validation: their errors"
@@ -157,7 +157,7 @@ def test_forces_that_are_not_finite_are_left_to_the_check_of_the_data(rng, fault
     coord, types, box = zip(*(toy_frame(rng) for _ in range(10)))
     parts = [("a", chunk_of([coord[k]], types[k], box[k], force=fault if k == 4 else 1.0), "") for k in range(10)]
     split = split_frames(table_of(*parts), 0.2, seed=1)
-    assert split.chosen.sum() == 2
+    assert split.mask.sum() == 2
     assert not [line for line in (*split.lines, *split.warnings) if "force RMS" in line]
 
 
@@ -189,7 +189,7 @@ def test_copies_are_in_one_part_where_the_frames_of_one_file_have_more_elements(
     table = FrameTable()
     for frames in ([*water, *salt], water):
         table.add([chunk_of_sizes(frames)], 4)
-    chosen = split_frames(table, 0.1, 1).chosen
+    chosen = split_frames(table, 0.1, 1).mask
     assert chosen[:60].any()
     assert np.array_equal(chosen[:60], chosen[120:])
 

@@ -75,7 +75,7 @@ def test_hessians_of_lmdb_with_a_virtual_atom(tmp_path):
     [source] = open_data([str(tmp_path / "a.lmdb")], ["O", "H"], LABELS)
     assert_hessians(source)
     sizes = source.frame_sizes - 1
-    chunks = [(c, k) for c in source.chunks() for k in range(c.num_frames)]
+    chunks = [(c, k) for c in source.chunks() for k in range(len(c.types))]
     for size, (chunk, k) in zip(sizes, chunks, strict=True):
         own = chunk.arrays["hessian"][k]
         assert own[: 3 * size, : 3 * size].any(axis=1).all()

@@ -16,7 +16,6 @@ from test_data_lmdb import toy_records, write_lmdb
 
 from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict
-from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.data.formats.extxyz import ExtxyzFile
 from deepmd_ema.data.run import choose_validation, open_run, split_off
 from deepmd_ema.errors import ConfigError, DataError, Interrupted
@@ -153,7 +152,7 @@ def test_the_log_says_what_went_where(start, caplog):
 def test_statistics_are_of_training_frames_only(start, tmp_path):
     path = tmp_path / "a.extxyz"
     config = config_from_dict(tiny_input([path], **VALIDATED))
-    chosen = choose_validation(config, open_run(config), 10)[""].chosen
+    chosen = choose_validation(config, open_run(config), 10)[""].mask
     blocks = path.read_text().splitlines(keepends=True)
     frames = ["".join(blocks[k : k + 14]) for k in range(0, len(blocks), 14)]
     (tmp_path / "t.extxyz").write_text("".join(f for f, c in zip(frames, chosen) if not c))
@@ -260,7 +259,7 @@ def test_options_that_count_systems_are_refused_if_a_system_is_lost(tmp_path, mo
 def test_a_split_is_remembered_as_the_check_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = config_from_dict(tiny_input(write_extxyz(), training__validation_fraction=0.2))
-    data, memories = open_run(config), {"": Memory(Path("kept"))}
+    data, memories = open_run(config), {"": Path("kept")}
     first = choose_validation(config, data, 3, memories)[""]
     monkeypatch.setattr(ExtxyzFile, "chunks", lambda *_: pytest.fail("frames are read"))
     second = choose_validation(config, data, 3, memories)[""]

@@ -14,115 +14,67 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from deepmd_ema.errors import WriteError
 from deepmd_ema.files import atomic_write, writing
 from deepmd_ema.version import __version__
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
-_MAX_FINDINGS = 256  # in one folder, which runs on other data or with other options may share
+_MAX_RESULTS = 256  # in one folder, which runs on other data or with other options may share
 _BYTES_AT_ONCE = 1 << 20
-_SUFFIX = ".json"
 _PACKAGE = Path(__file__).parents[1]
 
 
-@dataclass(frozen=True)
-class Memory:
-    """A folder with one small file for each finding.
-
-    Attributes:
-        folder: need not exist.
-    """
-
-    folder: Path
-
-    def key(self, files: Iterable[Path], about: Mapping[str, Any]) -> str | None:
-        """Return a key of the content of files and of everything else that a result depends on.
-
-        Every byte of the files is read, at about 1 GB/s from the page cache, 30 times as fast as the checks read them.
-
-        Args:
-            files: all that the finding is found in.
-            about: JSON values.
-
-        Returns:
-            A hexadecimal number; None if the files cannot be read.
-        """
-        digest = hashlib.sha256(json.dumps([__version__, _source_digest(), about], sort_keys=True).encode())
-        for path in files:
-            content = content_digest(path)
-            if content is None:
-                return None
-            digest.update(json.dumps([str(path), content]).encode())
-        return digest.hexdigest()[:32]
-
-    def recall(self, key: str) -> dict[str, Any] | None:
-        """Return the result that was stored under a key; None if there is none, or if it was changed."""
-        try:
-            stored = json.loads((self.folder / f"{key}{_SUFFIX}").read_text(encoding="utf-8"))
-            finding: dict[str, Any] = stored["finding"]
-            return finding if stored["digest"] == _digest_of(key, finding) else None
-        # there is none, it was damaged, or something else has written it
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            return None
-
-    def remember(self, key: str, finding: Mapping[str, Any]) -> None:
-        """Write a finding, JSON values with keys that are text, and remove the oldest ones.
-
-        Raises:
-            WriteError: if the system refuses to write.
-        """
-        path = self.folder / f"{key}{_SUFFIX}"
-        dated = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), **finding}
-        with writing(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as part:
-            part.write_text(json.dumps({"digest": _digest_of(key, dated), "finding": dated}), encoding="utf-8")
-        with suppress(OSError):  # another run removes them at the same time
-            files = sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda file: file.stat().st_mtime_ns)
-            for file in files[:-_MAX_FINDINGS]:
-                file.unlink()
-
-
 def recall_or_find(
-    memory: Memory | None,
-    files: Iterable[Path],
-    about: Mapping[str, Any],
-    find: Callable[[], T],
-    to_dict: Callable[[T], dict[str, Any] | None],
-    from_dict: Callable[[Mapping[str, Any]], T],
-) -> T:
-    """Return the finding that is remembered of the content of files, or find it and remember it.
+    folder: Path | None, files: Iterable[Path], about: Mapping[str, Any], find: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the result of ``find`` for the content of files, from ``folder`` if it was stored there.
 
     Args:
-        memory: None to find it always.
-        files: see :meth:`Memory.key`; may be read twice.
-        about: see :meth:`Memory.key`.
-        find: reads the files.
-        to_dict: gives JSON values with keys that are text; None for a result that is not remembered.
-        from_dict: the inverse.
+        folder: need not exist; None to find it always.
+        files: all that ``find`` reads.
+        about: options that the result depends on, JSON values.
+        find: gives JSON values with keys that are text. They are stored with their ``date``, unless there are
+            ``problems`` among them.
     """
-    key = memory.key(files, about) if memory is not None else None
-    if memory is None or key is None:
+    files = list(dict.fromkeys(files))  # many systems may be in one
+    key = None if folder is None else _key(files, about)
+    if folder is None or key is None:
         return find()
-    known = memory.recall(key)
-    if known is not None:
-        with suppress(KeyError, TypeError, ValueError, IndexError, AttributeError):  # something else has written it
-            return from_dict(known)
-    found = find()
-    finding = to_dict(found)
-    if finding is not None and memory.key(files, about) == key:  # else they were changed while they were read
-        try:
-            memory.remember(key, finding)
-        except WriteError as error:
-            logger.warning("%s The check of the data is not remembered: the next run reads all of them again.", error)
-    return found
+    stored = recall(folder, key)
+    if stored is not None:
+        return stored
+    result = find()
+    if result.get("problems") or _key(files, about) != key:  # else they were changed while they were read
+        return result
+    dated = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), **result}
+    try:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder / f"{key}.json") as part:
+            part.write_text(json.dumps({"digest": _digest_of(key, dated), "result": dated}), encoding="utf-8")
+        with suppress(OSError):  # another run removes them at the same time
+            results = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+            for file in results[:-_MAX_RESULTS]:
+                file.unlink()
+    except WriteError as error:
+        logger.warning("%s The check of the data is not remembered: the next run reads all of them again.", error)
+    return result
+
+
+def recall(folder: Path, key: str) -> dict[str, Any] | None:
+    """Return the result that was stored under a key; None if there is none, or if it was changed."""
+    try:
+        stored = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        result: dict[str, Any] = stored["result"]
+        return result if stored["digest"] == _digest_of(key, result) else None
+    # there is none, it was damaged, or something else has written it
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def content_digest(path: Path, most: float = math.inf) -> str | None:
@@ -131,23 +83,34 @@ def content_digest(path: Path, most: float = math.inf) -> str | None:
     try:
         with path.open("rb", buffering=0) as file:
             skipped = _BYTES_AT_ONCE * int(os.fstat(file.fileno()).st_size / most)
-            while found := file.readinto(buffer):
-                content.update(buffer[:found])
+            while number := file.readinto(buffer):
+                content.update(buffer[:number])
                 file.seek(skipped, os.SEEK_CUR)
     except OSError:
         return None
     return content.hexdigest()
 
 
-def _digest_of(key: str, finding: Mapping[str, Any]) -> str:
-    """Return the digest of a finding and of its key, so that a file that was renamed is not taken for another."""
-    return hashlib.sha256(json.dumps([key, finding], sort_keys=True).encode()).hexdigest()
+def _key(files: Iterable[Path], about: Mapping[str, Any]) -> str | None:
+    """Return a key of the content of files and of everything else that a result depends on; None if unreadable.
+
+    Every byte of the files is read, at about 1 GB/s from the page cache, 30 times as fast as the checks read them.
+    """
+    contents = [(str(path), content_digest(path)) for path in files]
+    if not all(content for _, content in contents):
+        return None
+    everything = json.dumps([__version__, _source_digest(), about, contents], sort_keys=True)
+    return hashlib.sha256(everything.encode()).hexdigest()[:32]
+
+
+def _digest_of(key: str, result: Mapping[str, Any]) -> str:
+    """Return the digest of a result and of its key, so that a file that was renamed is not taken for another."""
+    return hashlib.sha256(json.dumps([key, result], sort_keys=True).encode()).hexdigest()
 
 
 @cache
 def _source_digest() -> str:
     """Return the digest of the source of this package, which changes between commits of one version."""
-    digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(json.dumps([str(path.relative_to(_PACKAGE)), path.read_text(encoding="utf-8")]).encode())
-    return digest.hexdigest()
+    files = sorted(_PACKAGE.rglob("*.py"))
+    sources = [(str(path.relative_to(_PACKAGE)), path.read_text(encoding="utf-8")) for path in files]
+    return hashlib.sha256(json.dumps(sources).encode()).hexdigest()

@@ -103,7 +103,7 @@ def convert_data(
     parts = [frames]
     if validation:
         split = _split(frames, type_map, validation, seed)
-        parts = [[frame for frame, own in zip(frames, split.chosen) if own == kind] for kind in (False, True)]
+        parts = [[frame for frame, own in zip(frames, split.mask) if own == kind] for kind in (False, True)]
         lines += [*split.lines, *(f"warning: {text}" for text in split.warnings)]
     if is_xyz(output):
         return lines + _write_files(dict(zip(paths, parts)))

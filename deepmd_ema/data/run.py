@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial, reduce
@@ -17,7 +17,7 @@ import numpy as np
 
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
-from deepmd_ema.data.check_cache import Memory, content_digest, recall_or_find
+from deepmd_ema.data.check_cache import content_digest, recall_or_find
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpec
@@ -29,7 +29,6 @@ from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig, TaskConfig
-    from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,36 +44,38 @@ class TaskData(NamedTuple):
     valid: list[FrameSource]
 
 
-def open_run(config: RunConfig, memories: Mapping[str, Memory] | None = None) -> dict[str, TaskData]:
+def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> dict[str, TaskData]:
     """Return the data of every task by its name, without training frames in which atoms are too close.
 
     Args:
         config: of the run.
-        memories: by task, of what was found in data that have not changed.
+        results: by task, the folder of what is known of data that have not changed.
 
     Raises:
         DataError: with the problems of all tasks at once, of training and validation data.
     """
-    data: dict[str, TaskData] = {}
-    problems: list[str] = []
+    data, problems = dict[str, TaskData](), list[str]()
     for name, task in config.tasks.items():
-        spec = replace(_spec_of(task), memory=memories[name] if memories is not None else None)
-        opened: list[list[FrameSource]] = []
-        for section, given in _sections(task).items():
-            opened.append([])
-            if given is not None:
+        spec = ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels))))
+        spec = replace(spec, results=results[name] if results is not None else None)
+        data[name] = TaskData([], [])
+        sections = {"training_data": task.training_data, "validation_data": task.validation_data}
+        for (section, options), sources in zip(sections.items(), data[name]):
+            if options is not None:
+                where = f"{task.place('training')}.{section}.systems"
                 with collect_problems(problems):
-                    opened[-1] = open_systems(given.systems, spec, given.rglob_patterns, f"{section}.systems")
-        with collect_problems(problems):
-            opened[0] = _without_close_pairs(task, opened[0], spec.memory)
-        data[name] = TaskData(*opened)
+                    sources += open_systems(options.systems, spec, options.rglob_patterns, where)
+        if task.training_data.min_pair_dist:
+            with collect_problems(problems):
+                train = _without_close_pairs(task, data[name].train, spec.results)
+                data[name] = data[name]._replace(train=train)
     if problems:
         raise DataError(problems)
     return data
 
 
 def choose_validation(
-    config: RunConfig, data: Mapping[str, TaskData], seed: int, memories: Mapping[str, Memory] | None = None
+    config: RunConfig, data: Mapping[str, TaskData], seed: int, results: Mapping[str, Path] | None = None
 ) -> dict[str, Split]:
     """Return the validation frames of the tasks with a ``validation_fraction``, by task.
 
@@ -82,33 +83,36 @@ def choose_validation(
         config: of the run.
         data: as opened.
         seed: of the run.
-        memories: by task, of what was found in data that have not changed.
+        results: by task, the folder of what is known of data that have not changed.
 
     Raises:
         DataError: if frames are too few to be split.
     """
     splits, problems = dict[str, Split](), list[str]()
     for name, task in config.tasks.items():
-        fraction = task.data.validation_fraction
+        fraction, train = task.data.validation_fraction, data[name].train
         if fraction is None:
             continue
         of_task = seed_for(f"split of {name}", seed) if name else seed
-        memory, train = memories[name] if memories is not None else None, data[name].train
-        systems = [[source.name, source.num_frames] for source in train]
-        about = {"task": name, "systems": systems, "validation": [fraction, of_task]}
-        find = partial(_split, train, len(task.model.type_map), fraction, of_task)
+        about = {
+            "task": name,
+            "systems": [[source.name, source.num_frames] for source in train],
+            "validation": [fraction, of_task],
+        }
+        split = partial(_split, train, len(task.model.type_map), fraction, of_task)
         with collect_problems(problems, f"{task.place('training')}.validation_fraction: "):
-            splits[name] = recall_or_find(memory, _files_of(train), about, find, Split.to_dict, Split.from_dict)
+            stored = recall_or_find(results[name] if results is not None else None, _files_of(train), about, split)
+            splits[name] = Split(*(stored[part] for part in Split._fields))
     if problems:
         raise DataError(problems)
     return splits
 
 
-def _split(train: Sequence[FrameSource], num_types: int, fraction: float, seed: int) -> Split:
+def _split(train: Sequence[FrameSource], num_types: int, fraction: float, seed: int) -> dict[str, Any]:
     table = FrameTable()
     for source in train:
         table.add(source.chunks((COORD, BOX, FORCE)), num_types, source.kinds)
-    return split_frames(table, fraction, seed)
+    return split_frames(table, fraction, seed)._asdict()
 
 
 def split_off(config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[str, Split]) -> dict[str, TaskData]:
@@ -117,7 +121,18 @@ def split_off(config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[s
     Raises:
         DataError: if nothing of a system is left to train on, and an option has a number for each system.
     """
-    return dict(data) | {name: _parts(config.tasks[name], data[name].train, split) for name, split in splits.items()}
+    divided = dict(data)
+    for name, split in splits.items():
+        sources, parts = data[name].train, TaskData([], [])
+        ends = np.cumsum([source.num_frames for source in sources])
+        for source, own in zip(sources, np.split(split.mask, ends[:-1])):
+            for part, frames in zip(parts, (np.flatnonzero(~own), np.flatnonzero(own))):
+                if len(frames):
+                    part.append(FrameSubset(source, frames))
+        why = "are for validation"
+        _refuse_to_lose(config.tasks[name], sources, parts.train, "validation_fraction", why, "Use another seed")
+        divided[name] = parts
+    return divided
 
 
 def open_split(config: RunConfig) -> dict[str, TaskData]:
@@ -130,87 +145,75 @@ def open_split(config: RunConfig) -> dict[str, TaskData]:
     return split_off(config, opened, choose_validation(config, opened, config.training.seed or 0))
 
 
-def _parts(task: TaskConfig, sources: Sequence[FrameSource], split: Split) -> TaskData:
-    parts = TaskData([], [])
-    ends = np.cumsum([source.num_frames for source in sources])
-    for source, chosen in zip(sources, np.split(split.chosen, ends[:-1])):
-        for part, frames in zip(parts, (np.flatnonzero(~chosen), np.flatnonzero(chosen))):
-            if len(frames):
-                part.append(FrameSubset(source, frames))
-    _refuse_to_lose(task, sources, parts.train, "validation_fraction", "are for validation", "Use another seed")
-    return parts
-
-
-def _without_close_pairs(task: TaskConfig, sources: Sequence[FrameSource], memory: Memory | None) -> list[FrameSource]:
+def _without_close_pairs(task: TaskConfig, sources: Sequence[FrameSource], results: Path | None) -> list[FrameSource]:
     """Return training data without the frames that have two atoms closer than ``min_pair_dist``."""
-    bound = task.training_data.min_pair_dist
-    if bound == 0:
-        return list(sources)
-    kept: list[FrameSource] = []
+    bound, remaining = task.training_data.min_pair_dist, list[FrameSource]()
+
+    def close_frames(source: FrameSource) -> dict[str, Any]:
+        close = list[int]()
+        for index in range(source.num_frames):
+            with suppress(DataError):  # of data with faults, which the check of the data reports
+                frame = source.frame(index)
+                # a cutoff far below the distances in matter would make too many cells
+                if np.any(find_pairs_once(frame.coord, frame.box, max(bound, 1.0))[3] < bound):
+                    close.append(index)
+        return {"close": close}
+
     for source in sources:
         about = {"source": source.name, "frames": source.num_frames, "closer than": bound}
-        find = partial(_close_frames, source, bound)
-        close = recall_or_find(memory, source.files(), about, find, lambda found: {"": found}, lambda known: known[""])
+        close = recall_or_find(results, source.files(), about, partial(close_frames, source))["close"]
         if not close:
-            kept.append(source)
+            remaining.append(source)
         elif len(close) < source.num_frames:
             rest = FrameSubset(source, np.delete(np.arange(source.num_frames), close))
             left_out = f"leaves out {len(close):,} of {counted(source.num_frames, 'frame')}"
             rest.notes = [*source.notes, f"{left_out}: two atoms are closer than min_pair_dist = {bound:g} angstrom"]
-            kept.append(rest)
-    why = f"have atoms closer than {bound:g} angstrom"
-    _refuse_to_lose(task, sources, kept, "training_data.min_pair_dist", why, "Use a smaller distance")
-    if lost := [source.name for source in sources if source.name not in {one.name for one in kept}]:
-        place = f"{task.place('training')}.training_data.min_pair_dist"
+            remaining.append(rest)
+    why, option = f"have atoms closer than {bound:g} angstrom", "training_data.min_pair_dist"
+    lost = _refuse_to_lose(task, sources, remaining, option, why, "Use a smaller distance")
+    if lost:
+        place = f"{task.place('training')}.{option}"
         logger.warning("%s: all frames of %s %s: the systems are left out.", place, first_few(lost), why)
-    return kept
-
-
-def _close_frames(source: FrameSource, bound: float) -> list[int]:
-    """Return the numbers of the frames with two atoms closer than ``bound``, angstrom; none of data with faults."""
-    found = list[int]()
-    for index in range(source.num_frames):
-        with suppress(DataError):  # which the check of the data reports
-            frame = source.frame(index)
-            # a cutoff far below the distances in matter would make too many cells
-            if np.any(find_pairs_once(frame.coord, frame.box, max(bound, 1.0))[3] < bound):
-                found.append(index)
-    return found
+    return remaining
 
 
 def _refuse_to_lose(
-    task: TaskConfig, sources: Sequence[FrameSource], kept: Sequence[FrameSource], option: str, why: str, advice: str
-) -> None:
-    """Raise DataError if no training system is left, or fewer than an option has numbers for."""
-    given = task.training_data
-    lost = sorted({source.name for source in sources} - {source.name for source in kept})
+    task: TaskConfig,
+    sources: Sequence[FrameSource],
+    remaining: Sequence[FrameSource],
+    option: str,
+    why: str,
+    advice: str,
+) -> list[str]:
+    """Return the systems of which nothing is left.
+
+    Raises:
+        DataError: if no training system is left, or fewer than an option has numbers for.
+    """
+    options, names = task.training_data, {source.name for source in remaining}
+    lost = sorted({source.name for source in sources} - names)
     place = f"{task.place('training')}.{option}: all frames of {first_few(lost)} {why}"
-    if lost and not kept:
+    if lost and not remaining:
         raise DataError(f"{place}. {advice}.")
-    if lost and (isinstance(given.batch_size, list) or given.sys_probs is not None or given.auto_prob.blocks):
+    if lost and (isinstance(options.batch_size, list) or options.sys_probs is not None or options.auto_prob.blocks):
         raise DataError(f"{place}, and batch_size, sys_probs or auto_prob counts systems. {advice}, or none of these.")
+    return lost
 
 
-def _files_of(sources: Sequence[FrameSource]) -> dict[Path, None]:
-    """Return the files of sources, each once: many systems may be in one."""
-    return {file: None for source in sources for file in source.files()}
+def _files_of(sources: Iterable[FrameSource]) -> Iterable[Path]:
+    return itertools.chain.from_iterable(source.files() for source in sources)
 
 
 def content_of(data: Mapping[str, TaskData]) -> list[tuple[str, dict[str, Any]]]:
     """Return the content of each source, which all ranks must share: its name, frames, and a digest of each file."""
     digest = cache(partial(content_digest, most=_COMPARED_BYTES))  # many systems may be in one file
-    return [
-        (
-            source.name,
-            {
-                "frames": source.num_frames,
-                "sizes of frames": hashlib.sha256(np.asarray(source.frame_sizes, np.int64).tobytes()).hexdigest(),
-                # without the folders: each machine may have its own copy
-                **{"/".join(path.parts[-2:]): digest(path) for path in source.files() or ()},
-            },
-        )
-        for source in itertools.chain.from_iterable(itertools.chain(*data.values()))
-    ]
+    contents = []
+    for source in itertools.chain.from_iterable(itertools.chain(*data.values())):
+        sizes = hashlib.sha256(np.asarray(source.frame_sizes, np.int64).tobytes()).hexdigest()
+        # without the folders: each machine may have its own copy
+        files = {"/".join(path.parts[-2:]): digest(path) for path in source.files()}
+        contents.append((source.name, {"frames": source.num_frames, "sizes of frames": sizes, **files}))
+    return contents
 
 
 def difference(here: Iterable[tuple[str, dict[str, Any]]], there: Iterable[tuple[str, dict[str, Any]]]) -> str:
@@ -223,79 +226,61 @@ def difference(here: Iterable[tuple[str, dict[str, Any]]], there: Iterable[tuple
     return ""
 
 
-def _spec_of(task: TaskConfig) -> ReadSpec:
-    return ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels))))
-
-
-def check_task(task: TaskConfig, data: TaskData) -> DataReport:
-    """Return the report of the checks of the data of one task: problems, warnings, a summary."""
-    model = task.model
-    bound = _least_distance(task)
-    report = check_systems(*data, model.type_map, model.descriptor, task.loss.labels, bound, task=task.name)
-    report.problems[:0] = _option_problems(task, data)
-    report.warnings += _close_for_bridging(task, report)
-    return report
-
-
-def _least_distance(task: TaskConfig) -> float:
-    """Return the distance below which two atoms are a problem, angstrom; frames below a larger one are left out."""
-    least = MIN_DISTANCE if task.model.bridging is None else MIN_BRIDGED_DISTANCE
-    given = task.training_data.min_pair_dist
-    return min(given, least) if given > 0 else least
-
-
-def _close_for_bridging(task: TaskConfig, report: DataReport) -> Iterator[str]:
-    """Yield a warning if training frames may have atoms whose distances are clamped to a constant."""
-    window, kept = task.model.bridging, task.training_data.min_pair_dist
-    if window is None or report.neighbors is None or kept >= window.inner:
-        return
-    if (nearest := report.neighbors.min_distance) < window.inner:
-        of = f"task {task.name}: " * bool(task.name)
-        yield (
-            f"{of}atoms are {nearest:.3f} angstrom apart ({report.closest}), nearer than bridging_r_inner = "
-            f"{window.inner:g}: the network cannot learn from their forces. training.training_data.min_pair_dist: "
-            f"{window.inner:g} leaves such training frames out."
-        )
-
-
-def _option_problems(task: TaskConfig, data: TaskData) -> list[str]:
-    """Return messages about options that do not fit the number and sizes of the systems."""
-    problems: list[str] = []
-    for (section, given), systems in zip(_sections(task).items(), data):
-        if given is not None:
-            with collect_problems(problems, f"{section}."):
-                Sampler(*_sizes(systems), given.batch_size, given.auto_prob, given.sys_probs)
-    return problems
-
-
-def check_unless_unchanged(task: TaskConfig, data: TaskData, memory: Memory) -> DataReport:
-    """Return the report of the checks of one task, a stored one if the content of the data is the same.
+def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) -> DataReport:
+    """Return the report of the checks of the data of one task: problems, warnings, a summary.
 
     Args:
         task: its options.
         data: its sources.
-        memory: of reports; one without problems is added.
+        results: folder of reports, of which one is returned if the content of the data is the same, without a summary;
+            one without problems is added. None to check the data always.
     """
-    descriptor, sources, spec = task.model.descriptor, [*data.train, *data.valid], _spec_of(task)
-    window = task.model.bridging
-    about = {  # the options that change the result
-        "task": task.name,
-        "systems": [[source.name, source.num_frames, list(source.unread)] for source in sources],
-        "parts": [source.frames.tolist() for source in sources if isinstance(source, FrameSubset)],
-        "validation": len(data.valid),
-        "read": [list(spec.type_map), list(spec.labels), spec.numb_fparam, spec.numb_aparam, spec.default_fparam],
-        "labels": list(task.loss.labels),
-        "cutoff": descriptor.cutoff,
-        "neighbors": [descriptor.neighbors_option, descriptor.neighbors],
-        "inner": list(descriptor.inner_neighbors()) if isinstance(descriptor, HasInnerNeighbors) else None,
-        "min_pair_dist": _least_distance(task),
-        "bridging": window and [window.inner, task.training_data.min_pair_dist],
-    }
-    stored = partial(DataReport.from_dict, type_map=task.model.type_map, rcut=descriptor.cutoff)
-    find = partial(check_task, task, data)
-    report = recall_or_find(memory, _files_of(sources), about, find, DataReport.to_dict, stored)
-    if report.date:
-        report.problems += _option_problems(task, data)
+    model, descriptor, bridging = task.model, task.model.descriptor, task.model.bridging
+    # frames in which atoms are closer than a larger min_pair_dist are left out
+    chosen, least = task.training_data.min_pair_dist, MIN_DISTANCE if bridging is None else MIN_BRIDGED_DISTANCE
+    least = min(chosen, least) if chosen > 0 else least
+    report: DataReport | None = None
+
+    def check() -> dict[str, Any]:
+        nonlocal report
+        report = check_systems(*data, model.type_map, descriptor, task.loss.labels, least, task=task.name)
+        nearest = report.neighbors.min_distance if report.neighbors is not None else math.inf
+        if bridging is not None and max(chosen, nearest) < bridging.inner:  # distances are clamped to a constant
+            report.warnings.append(
+                f"task {task.name}: " * bool(task.name) + f"atoms are {nearest:.3f} angstrom apart ({report.closest}), "
+                f"nearer than bridging_r_inner = {bridging.inner:g}: the network cannot learn from their forces. "
+                f"training.training_data.min_pair_dist: {bridging.inner:g} leaves such training frames out."
+            )
+        return report.to_dict()
+
+    if results is None:
+        check()
+    else:
+        sources, fitting = [*data.train, *data.valid], model.fitting_net
+        about = {  # the options that change the result
+            "task": task.name,
+            "systems": [[source.name, source.num_frames, list(source.unread)] for source in sources],
+            "parts": [source.frames.tolist() for source in sources if isinstance(source, FrameSubset)],
+            "validation": len(data.valid),
+            "read": [list(model.type_map), fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam],
+            "labels": list(task.loss.labels),
+            "cutoff": descriptor.cutoff,
+            "neighbors": [descriptor.neighbors_option, descriptor.neighbors],
+            "inner": list(descriptor.inner_neighbors()) if isinstance(descriptor, HasInnerNeighbors) else None,
+            "min_pair_dist": least,
+            "bridging": bridging and [bridging.inner, chosen],
+        }
+        stored = recall_or_find(results, _files_of(sources), about, check)
+        report = report or DataReport.from_dict(stored, model.type_map, descriptor.cutoff)
+    assert report is not None, "checked or stored"
+    problems = list[str]()  # of options that do not fit the number and sizes of the systems
+    sections = {"training_data": task.training_data, "validation_data": task.validation_data}
+    for (section, options), systems in zip(sections.items(), data):
+        if options is not None:
+            with collect_problems(problems, f"{task.place('training')}.{section}."):
+                frames, natoms = [s.num_frames for s in systems], [s.frame_sizes for s in systems]
+                Sampler(frames, natoms, options.batch_size, options.auto_prob, options.sys_probs)
+    report.problems[:0] = problems
     return report
 
 
@@ -409,16 +394,6 @@ def most_slots(task: TaskConfig, report: DataReport) -> int:
 
 
 def _sampler(config: RunConfig, name: str, data: Mapping[str, TaskData], num_ranks: int = 1) -> Sampler:
-    given = config.tasks[name].training_data
-    sizes = _sizes(data[name].train)
-    return Sampler(*sizes, given.batch_size, given.auto_prob, given.sys_probs, world_size=num_ranks)
-
-
-def _sections(task: TaskConfig) -> dict[str, TrainingDataConfig | ValidationDataConfig | None]:
-    """Return the data sections of a task by their path in the input."""
-    place = task.place("training")
-    return {f"{place}.training_data": task.training_data, f"{place}.validation_data": task.validation_data}
-
-
-def _sizes(systems: Sequence[FrameSource]) -> tuple[list[int], list]:
-    return [system.num_frames for system in systems], [system.frame_sizes for system in systems]
+    options, train = config.tasks[name].training_data, data[name].train
+    frames, natoms = [source.num_frames for source in train], [source.frame_sizes for source in train]
+    return Sampler(frames, natoms, options.batch_size, options.auto_prob, options.sys_probs, world_size=num_ranks)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 from deepmd_ema.sorting import Array
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
 
 COORD, BOX = "coord", "box"  # arrays of a chunk beside labels and conditions
+_TYPES = "atom types"
 _NUMBERS_AT_ONCE = 1_000_000  # of one array in a chunk (8 MB), so that a data set need not fit in memory
 
 
@@ -70,7 +70,7 @@ class ReadSpec:
         numb_aparam: atomic parameters per atom, 0 for none.
         default_fparam: frame parameters where the data have none; None to refuse such data.
         takes_numbers: whether data that name no elements are read, with types that count in ``type_map``.
-        memory: of what was found in files that must be read completely when they are opened; None to read them.
+        results: folder of what is known of files that must be read completely when they are opened; None to read them.
     """
 
     type_map: Sequence[str]
@@ -79,7 +79,7 @@ class ReadSpec:
     numb_aparam: int = 0
     default_fparam: Sequence[float] | None = None
     takes_numbers: bool = True
-    memory: Memory | None = field(default=None, repr=False, compare=False)
+    results: Path | None = field(default=None, repr=False, compare=False)
 
     @property
     def num_conditions(self) -> dict[str, int]:
@@ -116,11 +116,6 @@ class Chunk:
     first: int
     types: Array
     arrays: Mapping[str, Array]
-
-    @property
-    def num_frames(self) -> int:
-        """Number of frames."""
-        return len(self.types)
 
 
 @dataclass(eq=False)
@@ -170,18 +165,22 @@ class FrameSource(ABC):
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
         """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
-        first, frames = 0, list[dict[str, Array]]()
-        most = 0
+        first, most, rows = 0, 0, list[dict[str, Array]]()
         for index in range(self.num_frames):
-            arrays = _arrays_of(self.frame(index), names)
-            larger = max(most, len(arrays[""]))
-            if frames and (arrays.keys() != frames[0].keys() or len(frames) >= frames_at_once(larger, arrays)):
-                yield _stack(first, frames)
-                first, frames, larger = index, [], len(arrays[""])
-            frames.append(arrays)
-            most = larger
-        if frames:
-            yield _stack(first, frames)
+            frame = self.frame(index)
+            arrays = {COORD: frame.coord, BOX: frame.box, **frame.labels, FPARAM: frame.fparam, APARAM: frame.aparam}
+            row = {_TYPES: frame.atom_type}  # and of each array (rows, numbers)
+            for name, array in arrays.items():
+                if array is not None and (names is None or name in names):
+                    number = {"atom": frame.num_atoms, "pair": 3 * frame.num_atoms, "frame": 1}[rows_per(name)]
+                    row[name] = array.reshape(number, -1)
+            most = max(most, frame.num_atoms)
+            if rows and (row.keys() != rows[0].keys() or len(rows) >= frames_at_once(most, row)):
+                yield _stack(first, rows)
+                first, rows, most = index, [], frame.num_atoms
+            rows.append(row)
+        if rows:
+            yield _stack(first, rows)
 
     def where(self, index: int, array: str = "") -> Place:
         """Return the place where a frame, or one of its arrays, is stored."""
@@ -223,7 +222,7 @@ class FrameSubset(FrameSource):
         """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
         first = 0
         for chunk in self.whole.chunks(names):
-            start, stop = np.searchsorted(self.frames, [chunk.first, chunk.first + chunk.num_frames])
+            start, stop = np.searchsorted(self.frames, [chunk.first, chunk.first + len(chunk.types)])
             rows = self.frames[start:stop] - chunk.first
             if len(rows):
                 arrays = {name: array[rows] for name, array in chunk.arrays.items()}
@@ -246,14 +245,11 @@ def evenly_spaced(sources: Sequence[FrameSource], most: int) -> list[FrameSource
     return [FrameSubset(source, part - start) for source, part, start in zip(sources, parts, starts) if len(part)]
 
 
-def is_per_atom(name: str) -> bool:
-    """Whether an array of a chunk has a row per atom, not per frame."""
-    return LABELS[name].per_atom if name in LABELS else name in (COORD, APARAM)
-
-
-def is_per_pair(name: str) -> bool:
-    """Whether an array of a chunk has a number for each two coordinates of a frame."""
-    return name in LABELS and LABELS[name].per_pair
+def rows_per(name: str) -> str:
+    """Return what an array of a chunk has a row for: ``frame``, ``atom``, or ``pair`` of coordinates of a frame."""
+    if name not in LABELS:
+        return "atom" if name in (COORD, APARAM) else "frame"
+    return "atom" if LABELS[name].per_atom else "pair" if LABELS[name].per_pair else "frame"
 
 
 def of_atoms(name: str, array: Array, chosen: Array) -> Array:
@@ -264,41 +260,29 @@ def of_atoms(name: str, array: Array, chosen: Array) -> Array:
         array: as in a :class:`Frame` of N atoms: (N, ...), or (9 N^2,) of pairs of coordinates.
         chosen: numbers of atoms.
     """
-    if is_per_pair(name):
+    per = rows_per(name)
+    if per == "pair":
         coordinates = (3 * chosen[:, None] + np.arange(3)).ravel()
         width = math.isqrt(array.size)
         return array.reshape(width, width)[np.ix_(coordinates, coordinates)].reshape(-1)
-    return array[chosen] if is_per_atom(name) else array
+    return array[chosen] if per == "atom" else array
 
 
 def frames_at_once(num_atoms: int, names: Collection[str] = ()) -> int:
     """Return the largest number of frames in a chunk, of ``num_atoms`` atoms with the arrays ``names``."""
-    numbers = (3 * num_atoms) ** 2 if any(map(is_per_pair, names)) else 3 * num_atoms
-    return max(1, _NUMBERS_AT_ONCE // numbers)
+    has_pairs = any(rows_per(name) == "pair" for name in names)
+    return max(1, _NUMBERS_AT_ONCE // ((3 * num_atoms) ** 2 if has_pairs else 3 * num_atoms))
 
 
-def _arrays_of(frame: Frame, names: Collection[str] | None) -> dict[str, Array]:
-    """Return the arrays of a frame with a row per atom, per coordinate or one row, and its types under ``""``."""
-    own = {COORD: frame.coord, BOX: frame.box, **frame.labels, FPARAM: frame.fparam, APARAM: frame.aparam}
-    kept = {n: a for n, a in own.items() if a is not None and (names is None or n in names)}
-    rows = {n: frame.num_atoms if is_per_atom(n) else 3 * frame.num_atoms if is_per_pair(n) else 1 for n in kept}
-    return {"": frame.atom_type, **{n: a.reshape(rows[n], -1) for n, a in kept.items()}}
-
-
-def _stack(first: int, frames: Sequence[Mapping[str, Array]]) -> Chunk:
+def _stack(first: int, rows: Sequence[Mapping[str, Array]]) -> Chunk:
     """Return frames that have the same arrays as a chunk, in which smaller ones are padded."""
-
-    def padded(name: str, empty: float) -> Array:
-        parts = [arrays[name] for arrays in frames]
-        together = np.full((len(parts), *np.max([part.shape for part in parts], axis=0)), empty)
-        for row, part in zip(together, parts):
-            row[tuple(map(slice, part.shape))] = part
-        return together
-
     stacked = {}
-    for name in filter(None, frames[0]):
-        if is_per_atom(name) or is_per_pair(name):
-            stacked[name] = padded(name, 0.0)
-        else:
-            stacked[name] = np.concatenate([arrays[name] for arrays in frames]).astype(np.float64)
-    return Chunk(first, padded("", -1), stacked)
+    for name in rows[0]:
+        parts = [row[name] for row in rows]
+        shape = np.max([part.shape for part in parts], axis=0)
+        stacked[name] = np.full((len(parts), *shape), -1 if name == _TYPES else 0.0)
+        for place, part in zip(stacked[name], parts):
+            place[tuple(map(slice, part.shape))] = part
+        if rows_per(name) == "frame" and name != _TYPES:
+            stacked[name] = stacked[name][:, 0]
+    return Chunk(first, stacked.pop(_TYPES), stacked)

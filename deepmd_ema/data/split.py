@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class FrameTable:
         for chunk in chunks:
             exists, periodic = chunk.types >= 0, BOX in chunk.arrays
             self.points.append(describe_frames(chunk, num_types))
-            self.forces.append(np.zeros((chunk.num_frames, 2)))
+            self.forces.append(np.zeros((len(exists), 2)))
             if FORCE in chunk.arrays:
                 squares = np.where(exists, (chunk.arrays[FORCE] ** 2).sum(axis=2), 0.0).sum(axis=1)
                 self.forces[-1] = np.stack([squares, 3.0 * exists.sum(axis=1)], axis=1)
@@ -77,36 +77,30 @@ class FrameTable:
         self.places += [self.places[-1] + 1 if self.places else 0] * new
 
 
-@dataclass(frozen=True)
-class Split:
-    """A choice of frames for validation.
+class Split(NamedTuple):
+    """A choice of frames for validation, in JSON values.
 
     Attributes:
-        chosen: (frames,) whether each is.
+        num_frames: frames in all.
+        chosen: numbers of those for validation.
         lines: what went where, for the user.
         warnings: what the user should look at.
     """
 
-    chosen: Array
+    num_frames: int
+    chosen: list[int]
     lines: list[str]
     warnings: list[str]
 
     @property
+    def mask(self) -> Array:
+        """(num_frames,) whether each frame is for validation."""
+        return np.isin(np.arange(self.num_frames), self.chosen)
+
+    @property
     def digest(self) -> str:
         """Hash of the chosen frames."""
-        return hashlib.sha256(str(len(self.chosen)).encode() + np.packbits(self.chosen).tobytes()).hexdigest()[:16]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        chosen = np.flatnonzero(self.chosen).tolist()
-        return {"frames": len(self.chosen), "chosen": chosen, "lines": self.lines, "warnings": self.warnings}
-
-    @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> Split:
-        """Return the split of ``to_dict``."""
-        chosen = np.zeros(stored["frames"], bool)
-        chosen[stored["chosen"]] = True
-        return cls(chosen, list(stored["lines"]), list(stored["warnings"]))
+        return hashlib.sha256(str(self.num_frames).encode() + np.packbits(self.mask).tobytes()).hexdigest()[:16]
 
 
 def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
@@ -120,30 +114,33 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
     Raises:
         DataError: if one of the parts is empty.
     """
-    frames = len(table.kinds)
-    points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
     strata: list[Stratum] = [
         (kind, "", "") if kind else ("", f"{place:08d}", f"{composition.hex()} {periodic}")
         for kind, place, (composition, periodic) in zip(table.kinds, table.places, table.compositions)
     ]
-    clusters, copies = _clusters(table, points, strata)
-    chosen = np.zeros(frames, bool)
-    seen = 0
+    clusters, copies = _clusters(table, strata)
+    chosen, seen = np.zeros(len(strata), bool), 0
     for name, members in sorted(_stratified(table, clusters, strata, copies, fraction).items()):
-        own = sum(map(len, members))
-        seen += own
-        wanted = min(
-            max(round(fraction * seen) - int(chosen.sum()), math.floor(fraction * own)), math.ceil(fraction * own)
-        )
+        number = sum(map(len, members))
+        seen += number
+        least, most = math.floor(fraction * number), math.ceil(fraction * number)
+        wanted = min(max(round(fraction * seen) - int(chosen.sum()), least), most)
         order = permutation(len(members), seed_for(f"validation of {'/'.join(name)}", seed))
         chosen[_taken([members[k] for k in order], copies, wanted, fraction)] = True
-    _keep_elements(table, clusters, chosen)
-    if not 0 < chosen.sum() < frames:
+    # frames that have an element which no training frame has are for training
+    present = np.array([np.frombuffer(counts, np.int32) > 0 for counts, _ in table.compositions])
+    trained = present[~chosen].any(axis=0)
+    for cluster in clusters:
+        if chosen[cluster].any() and (present[cluster[0]] & ~trained).any():
+            chosen[cluster] = False
+            trained |= present[cluster[0]]
+    if not 0 < chosen.sum() < len(chosen):
         raise DataError(
-            f"{counted(frames, 'frame')} of {counted(len(clusters), 'different structure')} leave none for one of the "
-            f"parts with a fraction of {fraction:g}. Use more frames or another fraction, or give validation data."
+            f"{counted(len(chosen), 'frame')} of {counted(len(clusters), 'different structure')} leave none for one of "
+            f"the parts with a fraction of {fraction:g}. Use more frames or another fraction, or give validation data."
         )
-    return Split(chosen, *_describe_parts(table, chosen, fraction, seed))
+    head = f"validation: {chosen.sum():,} of {counted(len(chosen), 'frame')} (fraction {fraction:g}, seed {seed})"
+    return Split(len(chosen), np.flatnonzero(chosen).tolist(), *_describe_parts(head, table, chosen))
 
 
 def find_near_copies(training: Sequence[FrameSource], validation: Sequence[FrameSource], num_types: int) -> Suspects:
@@ -196,8 +193,8 @@ def describe_frames(chunk: Chunk, num_types: int) -> Array:
     coord = np.where(exists[..., None], chunk.arrays[COORD], 0.0)
     out = np.zeros((len(coord), _NUMBERS), np.float32)
     if BOX not in chunk.arrays:
-        found = _moments(coord, weight)
-        out[:, : found.shape[1]] = found
+        moments = _moments(coord, weight)
+        out[:, : moments.shape[1]] = moments
         return out
     box = chunk.arrays[BOX].reshape(-1, 3, 3)
     box = np.where(np.abs(np.linalg.det(box))[:, None, None] > 0, box, np.eye(3))  # such a frame is refused later
@@ -218,40 +215,51 @@ def _moments(coord: Array, weight: Array) -> Array:
     rows, total = np.arange(len(coord)), weight.sum(axis=1, keepdims=True)
     total = np.where(total > 0, total, 1.0)
     point = (weight[..., None] * coord).sum(axis=1) / total
-    found = []
+    moments = []
     for reference in range(4):
         distance = np.linalg.norm(coord - point[:, None], axis=2)
         mean = (weight * distance).sum(axis=1) / total[:, 0]
         away = distance - mean[:, None]
         variance, third = ((weight * away**k).sum(axis=1) / total[:, 0] for k in (2, 3))
-        found += [mean, np.sqrt(variance), np.cbrt(third)]
+        moments += [mean, np.sqrt(variance), np.cbrt(third)]
         # the next: the atom nearest to the center, the one farthest from it, the one farthest from that
         if reference == 0:
             nearest = np.where(weight > 0, distance, np.inf).argmin(axis=1)
         if reference != 1:
             farthest = np.where(weight > 0, distance, -np.inf).argmax(axis=1)
         point = coord[rows, nearest if reference == 0 else farthest]
-    return np.stack(found, axis=1)
+    return np.stack(moments, axis=1)
 
 
-def _clusters(table: FrameTable, points: Array, strata: Sequence[Stratum]) -> tuple[list[list[int]], Array]:
+def _clusters(table: FrameTable, strata: Sequence[Stratum]) -> tuple[list[list[int]], Array]:
     """Return the frames of each set of near copies, in order, and for each frame the first that it is a copy of."""
-    near, copy = _Union(len(points)), _Union(len(points))
+    points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
+    copies, near = [np.zeros((2, 0), np.int64)], list[Array]()  # pairs of frames
     for members in _groups(table.compositions).values():
-        for a, b, distance in _neighbors(points, members):
-            for k in np.flatnonzero(distance < _COPY):
-                copy.join(a[k], b[k])
-                near.join(a[k], b[k])
+        copies += [np.stack([a, b])[:, distance < _COPY] for a, b, distance in _neighbors(points, members)]
     for members in _groups(list(zip(strata, table.compositions))).values():
         scale = _scale(points, members)
-        for a, b, distance in _neighbors(points, members):
-            for k in np.flatnonzero(distance < _NEAR * scale):
-                near.join(a[k], b[k])
+        near += [np.stack([a, b])[:, distance < _NEAR * scale] for a, b, distance in _neighbors(points, members)]
+        numbers, places = np.array(members), np.array([table.places[k] for k in members])
         distance = np.linalg.norm(np.diff(points[members], axis=0), axis=1)
-        for k in np.flatnonzero(distance < _NEXT * scale):
-            if table.places[members[k]] == table.places[members[k + 1]]:
-                near.join(members[k], members[k + 1])
-    return list(_groups(near.roots()).values()), np.array(copy.roots(), np.int64)
+        following = np.stack([numbers[:-1], numbers[1:]])
+        near.append(following[:, (distance < _NEXT * scale) & (places[1:] == places[:-1])])
+    joined = _joined(len(points), np.concatenate([*copies, *near], axis=1))
+    return list(_groups(joined.tolist()).values()), _joined(len(points), np.concatenate(copies, axis=1))
+
+
+def _joined(number: int, pairs: Array) -> Array:
+    """Return for each of ``number`` frames the first of those to which pairs (2, P) join it."""
+    first = np.arange(number)
+    while True:
+        a, b = first[pairs]
+        joined = first.copy()
+        for end in (a, b):
+            np.minimum.at(joined, end, np.minimum(a, b))
+        joined = joined[joined]
+        if (joined == first).all():
+            return first
+        first = joined
 
 
 def _groups(keys: Sequence[object]) -> dict[object, list[int]]:
@@ -282,26 +290,6 @@ def _neighbors(points: Array, members: Sequence[int]) -> Iterator[tuple[Array, A
             yield a, b, np.linalg.norm(points[a] - points[b], axis=1)
 
 
-class _Union:
-    """Sets of numbers that are joined; each is known by its smallest."""
-
-    def __init__(self, size: int) -> None:
-        self._of = list(range(size))
-
-    def root(self, k: int) -> int:
-        while self._of[k] != k:
-            self._of[k] = self._of[self._of[k]]
-            k = self._of[k]
-        return k
-
-    def join(self, a: int, b: int) -> None:
-        low, high = sorted((self.root(int(a)), self.root(int(b))))
-        self._of[high] = low
-
-    def roots(self) -> list[int]:
-        return [self.root(k) for k in range(len(self._of))]
-
-
 def _stratified(
     table: FrameTable, clusters: Sequence[list[int]], strata: Sequence[Stratum], copies: Array, fraction: float
 ) -> dict[Stratum, list[list[int]]]:
@@ -312,7 +300,7 @@ def _stratified(
     """
     of_composition = Counter(table.compositions[cluster[0]] for cluster in clusters)
     of_stratum = Counter(strata[cluster[0]] for cluster in clusters)
-    found: dict[Stratum, list[list[int]]] = {}
+    divided: dict[Stratum, list[list[int]]] = {}
     for cluster in clusters:
         kind, place, composition = strata[cluster[0]]
         lone = of_composition[table.compositions[cluster[0]]] == 1 and len(_groups(copies[cluster].tolist())) < _MIN_CUT
@@ -320,19 +308,24 @@ def _stratified(
             place, composition = "", "lone"
         elif of_stratum[kind, place, composition] == 1:
             place = ""
-        found.setdefault((kind, place, composition), []).append(cluster)
-    return {name: own for name, own in found.items() if name[2] != "lone" or len(own) * fraction >= 1}
+        divided.setdefault((kind, place, composition), []).append(cluster)
+    return {name: own for name, own in divided.items() if name[2] != "lone" or len(own) * fraction >= 1}
 
 
 def _taken(clusters: Sequence[list[int]], copies: Array, wanted: int, fraction: float) -> list[int]:
     """Return about ``wanted`` frames of one stratum: whole clusters in their order, and the ends of large ones."""
-    taken: list[int] = []
-    whole = []
+    taken, whole = list[int](), list[list[int]]()
     for cluster in clusters:
-        if len(cluster) > wanted or len(clusters) == 1:
-            taken += _end_of(cluster, copies, round(fraction * len(cluster)))
-        else:
+        if len(cluster) <= wanted and len(clusters) > 1:
             whole.append(cluster)
+            continue
+        # the end of a trajectory; copies of one frame stay together
+        units, of_cluster = list(_groups(copies[cluster].tolist()).values()), list[int]()
+        for unit in reversed(units if len(units) >= _MIN_CUT else []):
+            if len(of_cluster) + len(unit) > round(fraction * len(cluster)):
+                break
+            of_cluster += [cluster[k] for k in unit]
+        taken += of_cluster
     rest = len(whole) - (len(whole) == len(clusters))  # one stays in training
     for cluster in whole[:rest]:
         if len(taken) + len(cluster) <= wanted:
@@ -340,32 +333,9 @@ def _taken(clusters: Sequence[list[int]], copies: Array, wanted: int, fraction: 
     return taken
 
 
-def _end_of(cluster: Sequence[int], copies: Array, wanted: int) -> list[int]:
-    """Return about ``wanted`` frames at the end of a trajectory; copies of one frame stay together."""
-    units = _groups(copies[cluster].tolist())
-    if len(units) < _MIN_CUT:
-        return []
-    taken: list[int] = []
-    for unit in reversed(list(units.values())):
-        if len(taken) + len(unit) > wanted:
-            break
-        taken += [cluster[k] for k in unit]
-    return taken
-
-
-def _keep_elements(table: FrameTable, clusters: Sequence[Sequence[int]], chosen: Array) -> None:
-    """Take back frames for validation that have an element which no training frame has."""
-    present = np.array([np.frombuffer(counts, np.int32) > 0 for counts, _ in table.compositions])
-    trained = present[~chosen].any(axis=0)
-    for cluster in clusters:
-        if chosen[cluster].any() and (present[cluster[0]] & ~trained).any():
-            chosen[list(cluster)] = False
-            trained |= present[cluster[0]]
-
-
-def _describe_parts(table: FrameTable, chosen: Array, fraction: float, seed: int) -> tuple[list[str], list[str]]:
-    """Return lines about the two parts, and warnings."""
-    lines = [f"validation: {chosen.sum():,} of {counted(len(chosen), 'frame')} (fraction {fraction:g}, seed {seed})"]
+def _describe_parts(head: str, table: FrameTable, chosen: Array) -> tuple[list[str], list[str]]:
+    """Return lines about the two parts, of which ``head`` is the first, and warnings."""
+    lines, warnings = [head], list[str]()
     named = Counter(kind or "without a name" for kind in table.kinds)
     if set(table.kinds) != {""}:
         taken = Counter(kind or "without a name" for kind, own in zip(table.kinds, chosen) if own)
@@ -377,14 +347,13 @@ def _describe_parts(table: FrameTable, chosen: Array, fraction: float, seed: int
         lines.append("  at random in each composition of each file or system, near copies in one part")
     squares = np.concatenate(table.forces)
     sums = np.stack([squares[~chosen].sum(axis=0), squares[chosen].sum(axis=0)])
-    if not sums[:, 1].all() or not np.isfinite(sums).all():  # the check of the data names forces that are not finite
-        return lines, []
-    training, validation = np.sqrt(sums[:, 0] / sums[:, 1]).tolist()
-    lines.append(f"  force RMS (eV/angstrom): {training:.3g} in training, {validation:.3g} in validation")
-    if max(training, validation) < _MAX_RMS_RATIO * min(training, validation):
-        return lines, []
-    return lines, [
-        f"force RMS is {training:.3g} eV/angstrom in training and {validation:.3g} in validation: their errors are of "
-        "different kinds of frames. Try another seed or a larger fraction, or name the kinds of frames "
-        f"({KIND_NAMES[0]} in extended XYZ)."
-    ]
+    if sums[:, 1].all() and np.isfinite(sums).all():  # the check of the data names forces that are not finite
+        training, validation = np.sqrt(sums[:, 0] / sums[:, 1]).tolist()
+        lines.append(f"  force RMS (eV/angstrom): {training:.3g} in training, {validation:.3g} in validation")
+        if not max(training, validation) < _MAX_RMS_RATIO * min(training, validation):
+            warnings.append(
+                f"force RMS is {training:.3g} eV/angstrom in training and {validation:.3g} in validation: their errors "
+                "are of different kinds of frames. Try another seed or a larger fraction, or name the kinds of frames "
+                f"({KIND_NAMES[0]} in extended XYZ)."
+            )
+    return lines, warnings

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,12 +19,11 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.data.check.scan import is_isolated
-from deepmd_ema.data.check_cache import Memory
 from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.epochs import permutation
 from deepmd_ema.data.run import (
     TaskData,
-    check_unless_unchanged,
+    check_task,
     choose_validation,
     content_of,
     difference,
@@ -105,24 +105,24 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     seed = config.training.seed
     assert seed is not None, "a run without a seed draws one before this"
     started = time.perf_counter()
-    memories = {name: Memory(Outputs(config).checked_data(name)) for name in config.tasks}
+    results = {name: Outputs(config).checked_data(name) for name in config.tasks}
     systems: dict[str, TaskData] = {}
 
     def open_first() -> None:
         with suppress(UserError):  # which all ranks see in the next lines
-            systems.update(open_run(config, memories))
+            systems.update(open_run(config, results))
 
     # rank 0 first: of files that must be read completely it remembers what the others need
     world.broadcast_from_rank0(open_first)
     with world.all_ranks_ok():
-        systems = systems or open_run(config, memories)
+        systems = systems or open_run(config, results)
     _check_same_data(world, systems)
     # of rank 0: all ranks have the same frames in each part
-    splits = world.broadcast_from_rank0(partial(_choose_validation, config, systems, seed, memories))
+    splits = world.broadcast_from_rank0(partial(_choose_validation, config, systems, seed, results))
     with world.all_ranks_ok():
         systems = split_off(config, systems, splits)
     config, nearest, dates = world.broadcast_from_rank0(
-        partial(_check_data, config, systems, memories, start, skip_neighbor_stat)
+        partial(_check_data, config, systems, results, start, skip_neighbor_stat)
     )
     checked = time.perf_counter()
     cache, tasks = PairCache(local_size=world.local_size), {}  # one for all tasks: they share its limit
@@ -165,9 +165,9 @@ def _check_same_data(world: World, systems: Mapping[str, TaskData]) -> None:
 
 
 def _choose_validation(
-    config: RunConfig, systems: Mapping[str, TaskData], seed: int, memories: Mapping[str, Memory]
+    config: RunConfig, systems: Mapping[str, TaskData], seed: int, results: Mapping[str, Path]
 ) -> dict[str, Split]:
-    splits = choose_validation(config, systems, seed, memories)
+    splits = choose_validation(config, systems, seed, results)
     for name, split in splits.items():
         for line in split.lines:
             logger.info("%s%s", f"task {name}: " * bool(name), line)
@@ -177,13 +177,13 @@ def _choose_validation(
 
 
 def _check_data(
-    config: RunConfig, systems: Mapping[str, TaskData], memories: Mapping[str, Memory], start: Start, skip: bool
+    config: RunConfig, systems: Mapping[str, TaskData], results: Mapping[str, Path], start: Start, skip: bool
 ) -> tuple[RunConfig, dict[str, float | None], list[str]]:
     """Return the config with ``sel`` resolved, nearest pairs by task, and dates of earlier checks that still hold."""
     nearest, found, dates = {}, {}, []
     problems: list[str] = []
     for name, task in config.tasks.items():
-        report = check_unless_unchanged(task, systems[name], memories[name])
+        report = check_task(task, systems[name], results[name])
         if report.date:
             dates.append(f"{name} {report.date}".lstrip())
         for line in report.notes:

@@ -81,22 +81,22 @@ class DataReport:
         if self.problems:
             raise DataError(self.problems)
 
-    def to_dict(self) -> dict[str, Any] | None:
-        """Return notes, warnings and neighbors as JSON values; None of data with problems, or without neighbors."""
-        if self.problems or self.neighbors is None:
-            return None
-        found = {n: np.asarray(v).tolist() for n, v in asdict(self.neighbors).items() if not n.startswith("frame_")}
-        return {"notes": self.notes, "warnings": self.warnings, "neighbors": found}
+    def to_dict(self) -> dict[str, Any]:
+        """Return problems, notes, warnings and neighbors as JSON values."""
+        found: dict[str, Any] = {"problems": self.problems, "notes": self.notes, "warnings": self.warnings}
+        for name, value in asdict(self.neighbors).items() if self.neighbors is not None else ():
+            if not name.startswith("frame_"):
+                found[name] = np.asarray(value).tolist()
+        return found
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any], type_map: Sequence[str], rcut: float) -> DataReport:
         """Return the report of ``to_dict``, with the date when it was stored."""
-        given = dict(stored["neighbors"])
-        given |= {name: np.array(given[name], np.float64) for name in ("by_rank", "nearest")}
-        given["max_neighbors"] = tuple(given["max_neighbors"])
-        neighbors = NeighborStatistics(**given, frame_min=np.empty(0), frame_pair=np.empty((0, 2), np.int64))
-        notes, warnings = (list(map(str, stored[name])) for name in ("notes", "warnings"))
-        date = str(stored["date"])
+        neighbors = NeighborStatistics(
+            tuple(stored["max_neighbors"]), np.array(stored["by_rank"]), np.array(stored["nearest"]),
+            frame_min=np.empty(0), frame_pair=np.empty((0, 2), np.int64),
+        )  # fmt: skip
+        notes, warnings, date = list(stored["notes"]), list(stored["warnings"]), stored["date"]
         return cls(tuple(type_map), rcut, [], warnings, notes, neighbors=neighbors, date=date)
 
 
@@ -184,7 +184,7 @@ def _geometries(scans: Sequence[SystemScan], chosen: Sequence[tuple[int, int]]) 
             yield from ((f.coord, f.box, f.atom_type) for f in map(system.frame, frames))
             continue
         for chunk in system.chunks((COORD, BOX)):
-            start, stop = bisect_left(frames, chunk.first), bisect_left(frames, chunk.first + chunk.num_frames)
+            start, stop = bisect_left(frames, chunk.first), bisect_left(frames, chunk.first + len(chunk.types))
             for row in (index - chunk.first for index in frames[start:stop]):
                 exists = chunk.types[row] >= 0
                 box = chunk.arrays[BOX][row].reshape(3, 3) if BOX in chunk.arrays else None

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place, is_per_atom, is_per_pair
+from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place, rows_per
 from deepmd_ema.geometry import frame_faults
 from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
 from deepmd_ema.sorting import Array
@@ -156,14 +156,14 @@ def _find_faults(scan: SystemScan, chunk: Chunk, rcut: float, faults: Faults) ->
         bad = ~(np.abs(array) <= _MAX_NUMBER)
         if not bad.any():
             continue
-        if is_per_pair(name):
+        if rows_per(name) == "pair":
             coordinates = exists.repeat(3, axis=1)
             bad &= coordinates & coordinates.transpose(0, 2, 1)
         elif array.ndim == 3:
             bad &= exists
-        for k in np.flatnonzero(bad.reshape(chunk.num_frames, -1).any(axis=1)).tolist():
+        for k in np.flatnonzero(bad.reshape(len(chunk.types), -1).any(axis=1)).tolist():
             first = tuple(np.argwhere(bad[k])[0])
-            atom = f" at atom {first[0] // 3 if is_per_pair(name) else first[0]}" if array.ndim == 3 else ""
+            atom = f" at atom {first[0] // 3 if rows_per(name) == 'pair' else first[0]}" if array.ndim == 3 else ""
             value = f"{array[k][first]:g}{atom}"
             add(k, name, "finite", f"{value}. Expected finite numbers; remove the frame or compute it again.")
     box = chunk.arrays[BOX].reshape(-1, 3, 3) if BOX in chunk.arrays else None
@@ -176,13 +176,13 @@ def _find_faults(scan: SystemScan, chunk: Chunk, rcut: float, faults: Faults) ->
 def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
     """Add counts, ranges, forces and digests of the frames of ``chunk``, whose faults are known."""
     types, arrays, first = chunk.types, chunk.arrays, chunk.first
-    here = slice(first, first + chunk.num_frames)
+    here = slice(first, first + len(chunk.types))
     exists = types >= 0
     num_atoms = exists.sum(axis=1)
     if not exists.all():  # rows of atoms that do not exist hold anything
-        arrays = {n: np.where(exists[:, :, None], a, 0.0) if is_per_atom(n) else a for n, a in arrays.items()}
+        arrays = {n: np.where(exists[:, :, None], a, 0.0) if rows_per(n) == "atom" else a for n, a in arrays.items()}
     scan.type_counts[here] = np.stack([(types == t).sum(axis=1) for t in range(scan.type_counts.shape[1])], axis=1)
-    scan.open_frames += chunk.num_frames * (BOX not in arrays)
+    scan.open_frames += len(chunk.types) * (BOX not in arrays)
     scan.digests[here] = _digests(chunk)
     scan.isolated[here] = is_isolated(num_atoms, arrays.get(BOX), rcut)
     _add_ranges(scan, arrays, exists, first)
@@ -273,7 +273,7 @@ def _digests(chunk: Chunk) -> Array:
     exists = types >= 0
     boxes = [chunk.arrays[BOX].astype(np.float32) + np.float32(0)] if BOX in chunk.arrays else []
     if exists.all():
-        arrays = (np.ascontiguousarray(array).reshape(chunk.num_frames, -1) for array in (types, coord, *boxes))
+        arrays = (np.ascontiguousarray(array).reshape(len(chunk.types), -1) for array in (types, coord, *boxes))
         parts = [array.view(np.uint8) for array in arrays]
         contents: Iterable[Any] = iter(np.concatenate(parts, axis=1))
     else:

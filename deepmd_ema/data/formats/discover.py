@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, find_extxyz, is_extxyz
 from deepmd_ema.data.formats.hdf5 import hdf5_stores, is_hdf5
@@ -24,8 +23,7 @@ Opener: TypeAlias = Callable[[ReadSpec], FrameSource]
 _MAX_NAMES = 8  # neighbors of a missing path that a message lists
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """A format that is recognised by its path; folders that no format claims are searched for DeePMD-kit's systems.
 
     Attributes:
@@ -64,12 +62,10 @@ def open_systems(
     Raises:
         DataError: with all problems of all systems.
     """
-    problems: list[str] = []
-    openers: list[Opener] = []
+    problems, openers, sources = list[str](), list[Opener](), list[FrameSource]()
     for number, path in enumerate([paths] if isinstance(paths, str) else paths):
         with collect_problems(problems, f"{where}[{number}]: "):
             openers += _find(str(path), rglob_patterns)
-    sources: list[FrameSource] = []
     for open_one in openers:
         with collect_problems(problems):
             sources.append(open_one(spec))
@@ -86,25 +82,25 @@ def stored_type_map(paths: Sequence[str], rglob_patterns: Sequence[str] | None =
     Raises:
         DataError: if a path cannot be read, or data do not say which elements they have.
     """
-    names: dict[str, None] = {}
+    elements: dict[str, None] = {}
     for path in paths:
-        for opener in _find(path, rglob_patterns):
-            store = _store_of(opener)
-            found = None if store is None else read_type_map(store)
-            if found is None:
+        for store in find_stores(path, rglob_patterns):
+            names = None if store is None else read_type_map(store)
+            if names is None:
                 where = path if store is None else f"{store.name}/type_map.raw"
                 raise DataError(f"{where}: names no elements in the order of their numbers. Name them all with -t.")
-            names |= dict.fromkeys(found)
-    return list(names)
+            elements |= dict.fromkeys(names)
+    return list(elements)
 
 
-def find_stores(path: str) -> list[ArrayStore]:
-    """Return the files of every system at ``path``: a folder, a parent of folders, or HDF5.
+def find_stores(path: str, rglob_patterns: Sequence[str] | None = None) -> list[ArrayStore | None]:
+    """Return the files of each system at ``path``: a folder, a parent of folders, or HDF5; None for other formats.
 
     Raises:
         DataError: if there is none.
     """
-    return [store for opener in _find(path, None) if (store := _store_of(opener)) is not None]
+    openers = _find(path, rglob_patterns)
+    return [one.args[0] if isinstance(one, partial) and one.func is open_system else None for one in openers]
 
 
 def is_cp2k_trajectory(path: Path) -> bool:
@@ -123,33 +119,39 @@ def split_address(path: str) -> tuple[Path, str]:
     return Path(path[:end]), path[end + 1 :]
 
 
-def _store_of(opener: Opener) -> ArrayStore | None:
-    return opener.args[0] if isinstance(opener, partial) and opener.func is open_system else None
-
-
 def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
+    """Return what opens each source at a path; DataError if there is none."""
     file, group = split_address(path)
-    claiming = [one for one in FORMATS if one.claims(file)]
-    if not claiming and not file.exists():
+    find = next((one.find for one in FORMATS if one.claims(file)), None)
+    if find is None and not file.exists():
         raise DataError(f"{file}: no such file or folder.{_similar(file)}")
     convert = command("dp-ema", "convert", path, "my_data")
     if file.is_file() and is_cp2k_trajectory(file):
         raise DataError(f"{file}: is a trajectory of CP2K. Make folders of it first: {convert}")
-    if claiming:
-        found = claiming[0].find(file, group)
-    elif not Path(path).is_dir():
+    if find is None and not Path(path).is_dir():
         raise DataError(
             f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, HDF5, LMDB or extended "
             f"XYZ. What ASE and dpdata read becomes folders by: {convert}"
         )
+    if find is not None:
+        openers = find(file, group)
     else:
-        found = [partial(open_system, NpyStore(folder)) for folder in _folders(Path(path), patterns)]
-    if not found:
-        raise DataError(_nothing_found(path, patterns))
-    return found
+        openers = [partial(open_system, NpyStore(str(folder))) for folder in _folders(Path(path), patterns)]
+    if openers:
+        return openers
+    if patterns:
+        raise DataError(f"{path}: no folder below it matches rglob_patterns {list(patterns)} and has a type.raw.")
+    if sets := sorted(Path(path).glob("set.*")):
+        has = f"{path}: type.raw is missing (the folder has {sets[0].name})"
+        raise DataError(f"{has}. It lists the type of each atom.")
+    names = os.listdir(path) if Path(path).is_dir() else []
+    xyz = sorted(f"{path}/{name}" for name in names if name.lower().endswith(XYZ_SUFFIXES))
+    system = f"Name its XYZ files themselves: {first_few(xyz)}" if xyz else "A system has type.raw and set.*/coord.npy"
+    raise DataError(f"{path}: no system in it or below it. {system}.")
 
 
 def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
+    """Return the folders with a type.raw that match a pattern, or that are at or below ``root``, sorted."""
     if patterns:
         absolute = [pattern for pattern in patterns if not pattern or pattern.startswith("/")]
         if absolute:
@@ -158,28 +160,23 @@ def _folders(root: Path, patterns: Sequence[str] | None) -> list[Path]:
             return sorted({p for pattern in patterns for p in root.rglob(pattern) if (p / "type.raw").is_file()})
         except RecursionError:
             raise DataError(f"{root}: its folders are nested too deeply to search. Name one further down.") from None
-    return sorted(_below(root))
-
-
-def _below(root: Path) -> Iterator[Path]:
-    seen: set[tuple[int, int]] = set()
-    waiting = [root]
+    systems, seen, waiting = list[Path](), set[tuple[int, int]](), [root]
     while waiting:
         folder = waiting.pop()
-        found = os.stat(folder)
-        place = found.st_dev, found.st_ino
-        if place in seen:  # a link to a folder above would never end
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:  # a link to a folder above would never end
             continue
-        seen.add(place)
+        seen.add((status.st_dev, status.st_ino))
         with os.scandir(folder) as entries:
             names = {e.name: e.is_dir() for e in entries}
         if names.get("type.raw") is False:
-            yield folder
+            systems.append(folder)
         for name, is_folder in sorted(names.items()):
             if is_folder and not name.startswith("set."):
                 waiting.append(folder / name)
             elif not is_folder and not name.startswith("."):  # hidden ones are locks of editors
                 is_there(folder / name)  # a link that leads nowhere may have been a system
+    return sorted(systems)
 
 
 def _similar(path: Path) -> str:
@@ -193,16 +190,3 @@ def _similar(path: Path) -> str:
     listed = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
     place = str(Path.cwd()) if parent == Path() else f"{parent}{from_here}"
     return f" {place} holds: {listed or 'nothing'}."
-
-
-def _nothing_found(path: str, patterns: Sequence[str] | None) -> str:
-    if patterns:
-        return f"{path}: no folder below it matches rglob_patterns {list(patterns)} and has a type.raw."
-    sets = sorted(Path(path).glob("set.*"))
-    if sets:
-        return f"{path}: type.raw is missing (the folder has {sets[0].name}). It lists the type of each atom."
-    if Path(path).is_dir():
-        files = sorted(f"{path}/{name}" for name in os.listdir(path) if name.lower().endswith(XYZ_SUFFIXES))
-        if files:
-            return f"{path}: no system in it or below it. Name its XYZ files themselves: {first_few(files)}."
-    return f"{path}: no system in it or below it. A system has type.raw and set.*/coord.npy."

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from deepmd_ema.data.formats.properties import (
     numbers,
     parse_choice,
 )
-from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, is_per_atom
+from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, rows_per
 from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, collect_problems, show_text
 from deepmd_ema.labels import ATOM_ENERGY, FORCE, VIRIAL
@@ -31,12 +30,16 @@ from deepmd_ema.sorting import Array
 XYZ_SUFFIXES = (".xyz", ".extxyz")
 _MAX_PROBLEMS = 5  # of one file
 _WRITTEN_NAMES = {COORD: "pos", FORCE: "forces", ATOM_ENERGY: "energies"}  # as ASE names them; others have their own
+_SPECIAL = ("lattice", "properties", "pbc")  # names that may have capital letters
 _PLAIN = "species:S:1:pos:R:3"  # columns where a file does not say
 # what a comment line consists of: words, and names with a value that may be quoted or in brackets
 _WORD = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'[^']*'|[^\s=]+)""")
 _EQUALS = re.compile(r"\s*=\s*")
 _VALUE = re.compile(r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\{[^}]*\}|\[(?:[^\[\]]|\[[^\]]*\])*\]|[^\s"'{\[]\S*""")
-_TRUE, _FALSE = ("T", "True", "true", "TRUE", "1"), ("F", "False", "false", "FALSE", "0")
+_BOOLEANS = {
+    **dict.fromkeys(("T", "True", "true", "TRUE", "1"), True),
+    **dict.fromkeys(("F", "False", "false", "FALSE", "0"), False),
+}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -83,10 +86,10 @@ def is_extxyz(path: Path) -> bool:
 
 def find_extxyz(file: Path, choice: str) -> list[partial[ExtxyzFile]]:
     """Return the function that opens ``file``; ``choice`` is the text after ``#`` in the input."""
-    return [partial(open_extxyz, file, parse_choice(choice))]
+    return [partial(_open, file, parse_choice(choice))]
 
 
-def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzFile:
+def _open(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzFile:
     """Return the frames of a file, after reading all of it once.
 
     Args:
@@ -99,16 +102,13 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
     """
     name = str(path) + "#" * bool(given) + ",".join(f"{what}={key}" for what, key in given.items())
     inventory, starts, sizes, kinds, problems = Inventory(given), list[int](), list[int](), list[str](), list[str]()
-    unread = dict[str, None]()
     for start, block in blocks(path):
         with collect_problems(problems, f"{name}: frame {len(starts)} (from 0): "):
             stored = read_block(block)
             inventory.add(stored)
-            read = inventory.sources(stored)
-            make_frame(stored, read, spec, (name, len(starts)))
+            make_frame(stored, inventory.sources(stored), spec, (name, len(starts)))
             sizes.append(len(stored.symbols))
             kinds.append(kind_of(stored))
-            unread |= {p: None for p, number in spec.num_conditions.items() if not number and p in read}
         if len(problems) >= _MAX_PROBLEMS:
             raise DataError([*problems, f"{name}: the frames after this one were not read."])
         starts.append(start)
@@ -118,8 +118,9 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
     if problems:
         raise DataError(problems)
     ends = np.array([*starts, path.stat().st_size], np.int64)
+    unread = [p for p, number in spec.num_conditions.items() if not number and p in inventory.read]
     return ExtxyzFile(
-        name, np.array(sizes, np.int64), tuple(unread), inventory.lines(), kinds,
+        name, np.array(sizes, np.int64), unread, inventory.lines(), kinds,
         path=path, spec=spec, starts=ends, inventory=inventory,
     )  # fmt: skip
 
@@ -165,9 +166,8 @@ def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = 
         DataError: if a name cannot be written in one word or line.
     """
     if bad := [symbol for symbol in symbols if symbol.split() != [symbol]]:
-        raise DataError(
-            f"element {show_text(bad[0])}: cannot be written in extended XYZ. Expected a name without spaces."
-        )
+        element = f"element {show_text(bad[0])}"
+        raise DataError(f"{element}: cannot be written in extended XYZ. Expected a name without spaces.")
     if "\n" in kind or "\r" in kind:
         raise DataError(f"{KIND_NAMES[0]} {show_text(kind)}: cannot be written in extended XYZ. Expected one line.")
     head, properties, columns = [], ["species:S:1"], [np.array(symbols, object)[:, None]]
@@ -175,7 +175,7 @@ def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = 
         head.append(f'Lattice="{_numbers(box)}"')
     for name, array in arrays.items():
         written = _WRITTEN_NAMES.get(name, name)
-        if is_per_atom(name):
+        if rows_per(name) == "atom":
             columns.append(array.reshape(len(symbols), -1).astype(object))
             properties.append(f"{written}:R:{columns[-1].shape[1]}")
         elif name != BOX:
@@ -188,15 +188,6 @@ def frame_text(symbols: Sequence[str], arrays: Mapping[str, Array], kind: str = 
     return "\n".join([str(len(symbols)), " ".join(head), *(" ".join(map(str, row)) for row in rows), ""])
 
 
-class _Head(NamedTuple):
-    """Content of a comment line: name and value pairs; first and last column of each property, and all columns."""
-
-    values: dict[str, str]
-    columns: dict[str, tuple[int, int]]
-    width: int
-    box: Array | None
-
-
 def read_block(block: bytes) -> StoredFrame:
     """Return the frame in the text ``block``.
 
@@ -207,37 +198,38 @@ def read_block(block: bytes) -> StoredFrame:
         lines = block.decode().splitlines() if b"\r" in block else block.decode().split("\n")
     except UnicodeDecodeError:
         raise DataError("is not UTF-8 text, or it is damaged.") from None
-    natoms, head = int(lines[0]), _read_head(lines[1])
-    words = [word for line in lines[2 : natoms + 2] for word in line.split()]
-    if len(words) != natoms * head.width:
-        _refuse_columns(lines[2 : natoms + 2], head)
-    table = np.array(words, object).reshape(natoms, head.width)
-    per_atom = {name: table[:, first:last] for name, (first, last) in head.columns.items()}
-    coord = per_atom.pop("pos")
-    try:
-        coord = coord.astype(np.float64)
-    except ValueError as error:
-        raise DataError(f"positions: {error}.") from None
-    symbols = per_atom.pop("species", None)
-    atomic_numbers = per_atom.pop("Z", None)
-    if symbols is None:
-        assert atomic_numbers is not None, "one of the two is there"
-        symbols = _symbols(atomic_numbers)
-    names = symbols[:, 0].tolist()
-    return StoredFrame(names, coord, head.box, head.values, per_atom)
-
-
-def _read_head(line: str) -> _Head:
-    values = _read_values(line)
-    special = {name.lower(): name for name in values if name.lower() in ("lattice", "properties", "pbc")}
-    properties = values.pop(special["properties"]) if "properties" in special else _PLAIN
-    lattice = values.pop(special["lattice"]) if "lattice" in special else None
-    pbc = values.pop(special["pbc"]) if "pbc" in special else None
+    natoms, values = int(lines[0]), _read_values(lines[1])
+    special = {name.lower(): values.pop(name) for name in list(values) if name.lower() in _SPECIAL}
     for name in ("virial", "stress"):  # these two are stored column by column, as ASE reads and writes them
         if name in values and len(nine := re.split(r"[\s,]+", values[name].strip())) == 9:
             values[name] = " ".join(nine[k] for k in (0, 3, 6, 1, 4, 7, 2, 5, 8))
-    columns, width = _columns(properties)
-    return _Head(values, columns, width, _cell(lattice, pbc))
+    columns, width = _columns(special.get("properties", _PLAIN))
+    box = _cell(special.get("lattice"), special.get("pbc"))
+    rows = lines[2 : natoms + 2]
+    words = [word for row in rows for word in row.split()]
+    if len(words) != natoms * width:
+        bad = next((k for k, row in enumerate(rows) if len(row.split()) != width), 0)
+        source = "Properties" if len(columns) > 2 else "without Properties"
+        raise DataError(
+            f"atom {bad} (from 0): {show_text(rows[bad].strip())} has {len(rows[bad].split())} columns, expected "
+            f"{width} ({source}: {', '.join(columns)})."
+        )
+    table = np.array(words, object).reshape(natoms, width)
+    per_atom = {name: table[:, first:last] for name, (first, last) in columns.items()}
+    try:
+        coord = per_atom.pop("pos").astype(np.float64)
+    except ValueError as error:
+        raise DataError(f"positions: {error}.") from None
+    symbols, atomic_numbers = per_atom.pop("species", None), per_atom.pop("Z", None)
+    if symbols is not None:
+        names = symbols[:, 0].tolist()
+    else:
+        assert atomic_numbers is not None, "one of the two is there"
+        symbol_of = {str(number): symbol for number, symbol in enumerate(SYMBOLS, 1)}
+        if unknown := [number for number in atomic_numbers[:, 0] if number not in symbol_of]:
+            raise DataError(f"Z: {show_text(unknown[0])} is no atomic number. Expected 1 to {len(SYMBOLS)}.")
+        names = [symbol_of[number] for number in atomic_numbers[:, 0]]
+    return StoredFrame(names, coord, box, values, per_atom)
 
 
 def _read_values(line: str) -> dict[str, str]:
@@ -259,10 +251,11 @@ def _read_values(line: str) -> dict[str, str]:
 
 
 def _cell(lattice: str | None, pbc: str | None) -> Array | None:
-    words = [] if pbc is None else [word for word in re.split(r"[\s,\[\]]+", pbc) if word]
-    if any(word not in (*_TRUE, *_FALSE) for word in words):
+    """Return the cell of a frame, None of an open one."""
+    words = list(filter(None, re.split(r"[\s,\[\]]+", pbc or "")))
+    if any(word not in _BOOLEANS for word in words):
         raise DataError(f"pbc = {show_text(pbc or '')}: expected T or F for each direction.")
-    periodic = {word in _TRUE for word in words} or {lattice is not None}
+    periodic = {_BOOLEANS[word] for word in words} or {lattice is not None}
     if len(periodic) > 1:
         raise DataError(
             f'pbc = "{pbc}": periodic in some directions only, which models do not know. Write pbc="T T T", with a '
@@ -291,24 +284,6 @@ def _columns(properties: str) -> tuple[dict[str, tuple[int, int]], int]:
     if len(words) % 3 or width_of.get("pos") != 3 or 1 not in (width_of.get("species"), width_of.get("Z")):
         raise DataError(f"Properties={show_text(properties)}: expected name:kind:columns, such as {_PLAIN}.")
     return columns, first
-
-
-def _refuse_columns(rows: Sequence[str], head: _Head) -> None:
-    bad = next((k for k, row in enumerate(rows) if len(row.split()) != head.width), 0)
-    said = "Properties" if len(head.columns) > 2 else "without Properties"
-    raise DataError(
-        f"atom {bad} (from 0): {show_text(rows[bad].strip())} has {len(rows[bad].split())} columns, expected "
-        f"{head.width} ({said}: {', '.join(head.columns)})."
-    )
-
-
-def _symbols(atomic_numbers: Array) -> Array:
-    """Return (N, 1) names of elements."""
-    symbol_of = {str(number): symbol for number, symbol in enumerate(SYMBOLS, 1)}
-    try:
-        return np.array([[symbol_of[number]] for number in atomic_numbers[:, 0]], object)
-    except KeyError as error:
-        raise DataError(f"Z: {show_text(error.args[0])} is no atomic number. Expected 1 to {len(SYMBOLS)}.") from None
 
 
 def _unquoted(text: str) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,6 +31,7 @@ _MAX_REASON_CHARACTERS = 1000  # letters of what another program says
 # in the first bytes of files that ASE does not read: the program, and the format of dpdata
 _SIGNATURES = ((b"CP2K|", "CP2K", "cp2k/output"), (b"Psi4: An Open-Source", "Psi4", "psi4/out"))
 _HEAD_BYTES = 20_000
+_NESTED = ("key_value_pairs", "data")  # names in `info` of ASE
 _KIND = re.compile(r"([A-Z][a-z]?)[\d_].*")  # kinds of atoms of one element: Fe1, O_surface
 _PER_ATOM = ("forces", "energies", "stresses", "charges", "magmoms")  # among the results of a calculator of ASE
 _OPEN_IN_PART = (
@@ -39,146 +40,121 @@ _OPEN_IN_PART = (
 )
 
 
-def stored_parts(given: str, file_format: str | None) -> Iterator[tuple[str, Inventory, list[StoredFrame]]]:
-    """Yield name, content and frames of an input, of each system where it has several.
+def stored_parts(address: str, file_format: str | None) -> Iterator[tuple[str, Inventory, list[StoredFrame]]]:
+    """Yield name, content and all frames of an input, of each system where it has several.
 
     Args:
-        given: what ``train`` reads, or a file as for :func:`stored_frames`; after ``#`` the names to read in a file.
-        file_format: as for :func:`stored_frames`.
-
-    Raises:
-        DataError: as :func:`stored_frames`.
-    """
-    path, choice = split_address(given)
-    if file_format is None and (path.is_dir() or is_hdf5(path)) and not is_lmdb(path):
-        for store in find_stores(given):
-            inventory = Inventory()
-            yield store.name, inventory, _all_frames(store.name, system_frames(store), inventory)
-    else:
-        inventory = Inventory(parse_choice(choice))
-        yield given, inventory, stored_frames(path, file_format, inventory)
-
-
-def stored_frames(path: Path, file_format: str | None, inventory: Inventory) -> list[StoredFrame]:
-    """Return all frames of a file; what a user should know of them goes to ``inventory``.
-
-    Args:
-        path: the file; extended XYZ and LMDB are read here, anything else by ASE.
+        address: what ``train`` reads, or a file that ASE or dpdata reads; after ``#`` the names to read in a file.
         file_format: of ASE (``vasp-out``, ``vasp-xml``, ``db``, ...) or, with a ``/`` in it, of dpdata
             (``cp2k/output``, ...); found from the name and the content when not given; dpdata reads what ASE cannot.
-        inventory: counts what the frames have.
 
     Raises:
         DataError: if the file cannot be read, or some frames cannot be used.
     """
+    path, choice = split_address(address)
+    if file_format is None and (path.is_dir() or is_hdf5(path)) and not is_lmdb(path):
+        for store in find_stores(address):
+            if store is not None:
+                inventory = Inventory()
+                yield store.name, inventory, _all_frames(store.name, system_frames(store), inventory)
+        return
+    inventory = Inventory(parse_choice(choice))
     if not is_there(path):
         raise DataError(f"{path}: no such file.")
     if path.is_file() and not path.stat().st_size:  # ASE would make a new data base of it
         raise DataError(f"{path}: is empty.")
-    return _all_frames(str(path), _frames(path, file_format, inventory), inventory)
+    yield address, inventory, _all_frames(str(path), _frames(path, file_format, inventory), inventory)
 
 
 def _all_frames(name: str, frames: Iterator[StoredFrame], inventory: Inventory) -> list[StoredFrame]:
-    found, problems, number = [], list[str](), 0
-    while True:
+    stored, problems, number = [], list[str](), 0
+    while len(problems) < _MAX_PROBLEMS:
         try:
             frame = next(frames, None)
             if frame is None:
                 break
             inventory.add(frame)
-            found.append(frame)
+            stored.append(frame)
         except DataError as error:
             problems += [text if name in text else f"{name}: frame {number}: {text}" for text in error.problems]
-            if len(problems) >= _MAX_PROBLEMS:
-                break
         number += 1
     problems += [f"{name}: {text}" for text in inventory.problems()] if not problems else []
     if problems:
         raise DataError(problems)
-    return found
+    return stored
 
 
 def _frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterator[StoredFrame]:
-    if file_format is None and path.is_file() and is_cp2k_trajectory(path):
-        if len(list(path.parent.glob("*pos*.xyz"))) > 1:
-            raise DataError(f"{path}: dpdata reads one trajectory of CP2K in a folder. Move the others away.")
-        return _by_dpdata(path, path.parent, "a trajectory of CP2K", "cp2k/aimd_output", inventory)
-    if file_format is None and is_lmdb(path):
+    """Return the frames of a file; what a user should know of them goes to ``inventory``."""
+    if file_format is not None:
+        read = _dpdata_frames if "/" in file_format else _ase_frames
+        return read(path, file_format, inventory)
+    if is_lmdb(path):
         return lmdb_frames(path)
-    if file_format is None and is_extxyz(path):
+    is_trajectory = path.is_file() and is_cp2k_trajectory(path)
+    if is_extxyz(path) and not is_trajectory:
         return map(read_block, (block for _, block in blocks(path)))
-    if file_format is not None and "/" in file_format:
-        return _dpdata_frames(path, file_format, inventory)
-    if file_format is None and (frames := _of_program(path, inventory)) is not None:
-        return frames
-    is_vasp = _look_at_vasp(path, inventory)
+    # outputs that ASE does not read, or takes for those of another program: what they are, and the format of dpdata
+    known = [("a trajectory of CP2K", "cp2k/aimd_output")] if is_trajectory else []
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    known += [(f"an output of {program}", name) for mark, program, name in _SIGNATURES if mark in head]
+    if known:
+        if is_trajectory and len(list(path.parent.glob("*pos*.xyz"))) > 1:
+            raise DataError(f"{path}: dpdata reads one trajectory of CP2K in a folder. Move the others away.")
+        what, name = known[0]
+        try:
+            return _dpdata_frames(path.parent if is_trajectory else path, name, inventory)
+        except ModuleNotFoundError:
+            text = f"{path}: is {what}, which dpdata reads, and dpdata is not installed: pip install dpdata."
+            raise DataError(text) from None
     try:
-        return (_of_atoms(atoms, inventory) for atoms in _ase_frames(path, file_format, inventory))
+        return _ase_frames(path, None, inventory)
     except DataError as error:
-        if file_format is not None or is_vasp:
-            raise
-        with suppress(ModuleNotFoundError, DataError):
-            return _dpdata_frames(path, "auto", inventory)
+        if not _is_vasp(head):
+            with suppress(ModuleNotFoundError, DataError):
+                return _dpdata_frames(path, "auto", inventory)
         raise error from None
 
 
-def _of_program(path: Path, inventory: Inventory) -> Iterator[StoredFrame] | None:
-    """Return the frames of an output that ASE does not know, or takes for one of another program; None of others."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    for mark, program, file_format in _SIGNATURES:
-        if mark in head:
-            return _by_dpdata(path, path, f"an output of {program}", file_format, inventory)
-    return None
-
-
-def _by_dpdata(path: Path, read: Path, what: str, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
-    """Return the frames of ``read``, the file or its folder; without dpdata say what reads the file."""
-    try:
-        return _dpdata_frames(read, file_format, inventory)
-    except ModuleNotFoundError:
-        text = f"{path}: is {what}, which dpdata reads, and dpdata is not installed: pip install dpdata."
-        raise DataError(text) from None
-
-
-def _ase_frames(path: Path, file_format: str | None, inventory: Inventory) -> list[Atoms]:
+def _ase_frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterator[StoredFrame]:
     from ase.db import connect
     from ase.io import iread
     from ase.io.formats import ioformats
 
     if file_format is not None and file_format not in ioformats:
         raise DataError(f"--format {file_format}: ASE has no such format; `ase info --formats` lists them.")
+    _note_what_vasp_left_out(path, inventory)
     with _readable(path, f"ASE{f' as {file_format}' if file_format else ''}", inventory):
         if file_format == "db" or (file_format is None and path.suffix == ".db"):
             # what a user has added to a row, often labels, is not in what iread gives
-            return [row.toatoms(add_additional_information=True) for row in connect(str(path)).select()]
-        # with an @ in a name ASE would look for numbers of frames after it
-        return list(iread(str(path), ":", file_format, do_not_split_by_at_sign=True))
+            every = [row.toatoms(add_additional_information=True) for row in connect(str(path)).select()]
+        else:
+            # with an @ in a name ASE would look for numbers of frames after it
+            every = list(iread(str(path), ":", file_format, do_not_split_by_at_sign=True))
+    return (_of_atoms(atoms, inventory) for atoms in every)
 
 
-def _look_at_vasp(path: Path, inventory: Inventory) -> bool:
-    """Return whether a file is of VASP, and note what ASE passes over in it.
+def _is_vasp(head: bytes) -> bool:
+    return b"<modeling" in head[:2000] or head[:2000].lstrip().startswith(b"vasp.")
 
-    That is a last frame that is cut off, and energies that did not converge.
-    """
+
+def _note_what_vasp_left_out(path: Path, inventory: Inventory) -> None:
+    """Note what ASE passes over in a file of VASP: a last frame that is cut off, energies that did not converge."""
     with path.open("rb") as file:
-        head = file.read(2000)
-        is_xml, is_outcar = b"<modeling" in head, head.lstrip().startswith(b"vasp.")
-        if not (is_xml or is_outcar):
-            return False
-        ended, steps, reached = False, 0, 0
+        head = file.read(_HEAD_BYTES)
+        if not _is_vasp(head):
+            return
+        is_xml, ended, steps, reached = b"<modeling" in head[:2000], False, 0, 0
         file.seek(0)
         for line in file:
             ended |= (b"</modeling>" if is_xml else b"General timing and accounting") in line
-            steps += is_outcar and b"FREE ENERGIE OF THE ION-ELECTRON SYSTEM" in line
-            reached += is_outcar and b"aborting loop because EDIFF is reached" in line
+            steps += not is_xml and b"FREE ENERGIE OF THE ION-ELECTRON SYSTEM" in line
+            reached += not is_xml and b"aborting loop because EDIFF is reached" in line
     if not ended:
         inventory.other["the end of the file is missing: a frame that was not finished is left out"] = 0
     if steps > reached:
         inventory.other["EDIFF was not reached: these are read, and may be wrong"] = steps - reached
-    return True
 
 
 def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
@@ -189,20 +165,16 @@ def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
     per_atom |= {name: np.asarray(results.pop(name)) for name in _PER_ATOM if name in results}
     if len(atoms.constraints):
         inventory.other["constraints are not applied: forces are those that were computed"] += 1
+    # ASE's data bases keep entries of users in dictionaries in `info`
+    nested = [atoms.info[n] for n in _NESTED if isinstance(atoms.info.get(n), dict)]
+    own = {n: v for n, v in atoms.info.items() if n not in (*_NESTED, "unique_id")}
     return StoredFrame(
         symbols=atoms.get_chemical_symbols(),
         coord=atoms.get_positions().astype(np.float64),
         box=np.array(atoms.cell.array, np.float64) if atoms.pbc.all() else None,
-        per_frame=_flat(atoms.info) | results,
+        per_frame={str(name): value for part in (*nested, own) for name, value in part.items()} | results,
         per_atom=per_atom,
     )
-
-
-def _flat(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of ``info`` and of the dictionaries in it, where ASE's data bases keep entries of users."""
-    inner = [value for name, value in info.items() if name in ("key_value_pairs", "data") and isinstance(value, dict)]
-    outer = {n: v for n, v in info.items() if n not in ("key_value_pairs", "data", "unique_id")}
-    return {str(name): value for part in (*inner, outer) for name, value in part.items()}
 
 
 def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:
@@ -210,30 +182,26 @@ def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterat
 
     with _readable(path, f"dpdata as {file_format}", inventory):
         data = dpdata.LabeledSystem(str(path), fmt=file_format).data
-    return _of_dpdata(data, inventory)
-
-
-def _of_dpdata(data: Mapping[str, Any], inventory: Inventory) -> Iterator[StoredFrame]:
-    elements = [_element(name) for name in data["atom_names"]]
-    if kinds := [f"{name} as {element}" for name, element in zip(data["atom_names"], elements) if name != element]:
+    element_of = {}  # of each kind of atoms
+    for name in data["atom_names"]:
+        kind = _KIND.fullmatch(name)
+        element_of[name] = kind[1] if kind and kind[1] in SYMBOLS else name
+    if kinds := [f"{name} as {element}" for name, element in element_of.items() if name != element]:
         inventory.other[f"kinds of atoms are read as elements: {', '.join(kinds)}"] = 0
-    symbols = [elements[number] for number in data["atom_types"]]
-    stored = {"energy": "energies", "virial": "virials", HESSIAN: "hessian"}
-    known = {*stored.values(), "forces", "coords", "cells", "atom_names", "atom_types", "atom_numbs", "orig", "nopbc"}
+    symbols = [element_of[data["atom_names"][number]] for number in data["atom_types"]]
+    labels = {"energy": "energies", "virial": "virials", HESSIAN: "hessian"}
+    known = {*labels.values(), "forces", "coords", "cells", "atom_names", "atom_types", "atom_numbs", "orig", "nopbc"}
     more = {name: value for name, value in data.items() if name not in known}
-    for k in range(len(data["coords"])):
-        per_frame = {name: data[key][k] for name, key in stored.items() if key in data}
+
+    def frame(k: int) -> StoredFrame:
+        per_frame = {name: data[key][k] for name, key in labels.items() if key in data}
         # what belongs to each frame has a row for it: parameters, and labels that dpdata does not know
         per_frame |= {n: v[k] if np.shape(v)[:1] == np.shape(data["coords"])[:1] else v for n, v in more.items()}
         per_atom = {"forces": data["forces"][k]} if "forces" in data else {}
         box = None if data.get("nopbc") else np.asarray(data["cells"][k], np.float64)
-        yield StoredFrame(symbols, np.asarray(data["coords"][k], np.float64), box, per_frame, per_atom)
+        return StoredFrame(symbols, np.asarray(data["coords"][k], np.float64), box, per_frame, per_atom)
 
-
-def _element(name: str) -> str:
-    """Return the element of a kind of atoms; the name itself if it is of none."""
-    found = _KIND.fullmatch(name)
-    return found[1] if found and found[1] in SYMBOLS else name
+    return map(frame, range(len(data["coords"])))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -19,7 +19,7 @@ from deepmd_ema.data.check_cache import recall_or_find
 from deepmd_ema.data.formats.npy import is_there
 from deepmd_ema.data.formats.properties import StoredFrame, make_frame
 from deepmd_ema.data.formats.system import type_table
-from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, is_per_atom, of_atoms
+from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, of_atoms, rows_per
 from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, collect_problems, counted, first_few, show_text
 from deepmd_ema.labels import APARAM, FPARAM, HESSIAN, LABELS
@@ -33,7 +33,13 @@ _MAX_PROBLEMS = 5
 
 
 class _Store:
-    """An open data base; a path is open once in a process, which LMDB demands."""
+    """An open data base; a path is open once in a process, which LMDB demands.
+
+    Attributes:
+        path: of the data base.
+        file: the same, or the file in this folder.
+        key_format: of the number of a frame.
+    """
 
     def __init__(self, path: Path) -> None:
         import lmdb
@@ -41,32 +47,48 @@ class _Store:
 
         self._unpack = partial(msgpack.unpackb, raw=False, strict_map_key=False)
         self._failures = (lmdb.Error, msgpack.UnpackException, ValueError, TypeError, KeyError, AttributeError)
-        self.path = path
+        self.path, self.key_format = path, "012d"
         self.file = file = path / "data.mdb" if path.is_dir() else path
         is_there(file)
-        with self.readable(f"{path}"):
+        with self._readable(f"{path}"):
             self._env = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False)
             needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         if file.stat().st_size < needed:  # LMDB maps the file: to read what is gone would end the process
             raise DataError(f"{file}: is truncated: {file.stat().st_size} bytes, expected {needed}. Copy it again.")
 
     @contextmanager
-    def readable(self, what: str) -> Iterator[None]:
+    def _readable(self, what: str) -> Iterator[None]:
         """Raise DataError for every failure to read ``what``."""
         try:
             yield
         except self._failures as error:
-            raise DataError(f"{what}: cannot be read as DeePMD-kit's LMDB ({_short(error)}).") from error
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise DataError(f"{what}: cannot be read as DeePMD-kit's LMDB ({reason}).") from error
 
     def record(self, key: str) -> dict[str, Any] | None:
         """Return the values under ``key``, arrays decoded; None if there is no such key."""
-        with self.readable(f"{self.path} {key}"):
+        with self._readable(f"{self.path} {key}"):
             with self._env.begin(buffers=True) as transaction:
                 raw = transaction.get(key.encode())
                 if raw is None:
                     return None
                 values = self._unpack(raw)
             return {str(name): _decoded(value) for name, value in values.items()}
+
+    def frame(self, index: int) -> dict[str, Array]:
+        """Return the arrays of a frame by the names of ``labels``, without those that it says it does not have."""
+        key = format(index, self.key_format)
+        record = self.record(key)
+        if record is None:
+            raise DataError(f"there is no record {key}. Was the data set written completely?")
+        arrays = {_NAME_OF.get(name, name): value for name, value in record.items()}
+        absent = {name.removeprefix("find_") for name, flag in arrays.items() if name.startswith("find_") and not flag}
+        absent |= {_NAME_OF.get(name, name) for name in absent}
+        arrays = {n: a for n, a in arrays.items() if n not in absent and not n.startswith("find_")}
+        arrays[_ATYPE] = types = np.asarray(arrays.get(_ATYPE, ()))
+        if types.ndim != 1 or not types.size or types.dtype.kind not in "iu":
+            raise DataError("atom_types: missing or wrong. Expected one integer per atom.")
+        return arrays
 
 
 _OPEN: WeakValueDictionary[str, _Store] = WeakValueDictionary()
@@ -79,13 +101,11 @@ class LmdbFile(FrameSource):
     Attributes:
         store: the open data base.
         spec: what is read.
-        key_format: of the number of a frame.
         index_of: type in the file to model type, with -1 for itself at the end.
     """
 
     store: _Store = field(repr=False)
     spec: ReadSpec = field(repr=False)
-    key_format: str
     index_of: Array = field(repr=False)
 
     def files(self) -> list[Path]:
@@ -96,7 +116,7 @@ class LmdbFile(FrameSource):
         """Return one frame, without virtual atoms."""
         if not 0 <= index < self.num_frames:
             raise IndexError(f"{self.name}: frame {index} of {self.num_frames}")
-        record = _frame_record(self.store, index, self.key_format)
+        record = self.store.frame(index)
         try:
             return _frame(record, self.index_of, self.spec, (self.name, index))
         except DataError as error:
@@ -116,7 +136,7 @@ def find_lmdb(path: Path, group: str) -> list[partial[LmdbFile]]:
 
 
 def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
-    """Return the frames of a data base, after reading all of it once, unless that is remembered.
+    """Return the frames of a data base, after reading all of it once, unless the result of that was stored.
 
     Raises:
         DataError: with the first problems of its frames.
@@ -130,24 +150,26 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise DataError(f"{path}/{_META}: type_map = {show_text(str(names))}, expected a list of elements.")
     if not re.fullmatch("0?[0-9]{0,2}d", key_format):  # a long text would be made of a larger width
-        found = f"{path}/{_META}: frame_idx_fmt = {show_text(key_format)}"
-        raise DataError(f"{found}, expected a format of whole numbers with at most 99 digits such as 012d.")
-    known, num_frames = len(names if names is not None else spec.type_map), meta["nframes"]
-    wanted = [list(spec.labels), spec.numb_fparam, spec.numb_aparam, spec.default_fparam]
-    about = {"lmdb": str(path), "frames": num_frames, "known": known, "format": key_format, "read": wanted}
-    find = partial(_read_all, path, store, num_frames, known, key_format, spec)
-    index = recall_or_find(spec.memory, [store.file], about, find, _Index.to_dict, _Index.from_dict)
-    problems = [] if index.sizes.size else [f"{path}: no frames. Leave it out."]
-    index_of = type_table(str(path), spec, names, index.types, str(path), problems, _META)
+        place = f"{path}/{_META}: frame_idx_fmt = {show_text(key_format)}"
+        raise DataError(f"{place}, expected a format of whole numbers with at most 99 digits such as 012d.")
+    store.key_format = key_format
+    num_types, num_frames = len(names if names is not None else spec.type_map), meta["nframes"]
+    options = [list(spec.labels), spec.numb_fparam, spec.numb_aparam, spec.default_fparam]
+    about = {"lmdb": str(path), "frames": num_frames, "types": num_types, "format": key_format, "read": options}
+    read = partial(_read_all, store, num_frames, num_types, spec)
+    contents = recall_or_find(spec.results, [store.file], about, read)
+    sizes, problems = np.array(contents["sizes"], np.int64), []
+    if not sizes.size:
+        problems.append(f"{path}: no frames. Leave it out.")
+    types = np.array(contents["types"], np.int64)
+    index_of = type_table(f"{path}/{_META}", str(path), spec, names, types, problems)
     if problems:
         raise DataError(problems)
-    read = {*LABELS, FPARAM, APARAM, COORD, BOX, _ATYPE, *_DESCRIBE}
-    left = [f"{name} in {counted(n, 'frame')}" for name, n in sorted(index.names.items()) if name not in read]
+    known = {*LABELS, FPARAM, APARAM, COORD, BOX, _ATYPE, *_DESCRIBE}
+    left = [f"{name} in {counted(n, 'frame')}" for name, n in sorted(contents["names"].items()) if name not in known]
     notes = [f"does not read {first_few(left)}"] if left else []
-    unread = tuple(p for p, number in spec.num_conditions.items() if not number and p in index.names)
-    return LmdbFile(
-        str(path), index.sizes, unread, notes, store=store, spec=spec, key_format=key_format, index_of=index_of
-    )
+    unread = tuple(p for p, number in spec.num_conditions.items() if not number and p in contents["names"])
+    return LmdbFile(str(path), sizes, unread, notes, store=store, spec=spec, index_of=index_of)
 
 
 def lmdb_frames(path: Path) -> Iterator[StoredFrame]:
@@ -158,71 +180,29 @@ def lmdb_frames(path: Path) -> Iterator[StoredFrame]:
     """
     file = open_lmdb(path, ReadSpec(SYMBOLS, tuple(LABELS), takes_numbers=False))
     for index in range(file.num_frames):
-        yield _stored(_frame_record(file.store, index, file.key_format), file.index_of, SYMBOLS)[0]
+        yield _stored(file.store.frame(index), file.index_of, SYMBOLS)[0]
 
 
-class _Index(NamedTuple):
-    """Index of a data base: sizes of all frames, types that occur, and the number of frames with each name."""
-
-    sizes: Array
-    types: Array
-    names: Mapping[str, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {"sizes": self.sizes.tolist(), "types": self.types.tolist(), "names": dict(self.names)}
-
-    @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> _Index:
-        """Return the index of ``to_dict``."""
-        sizes, types = (np.array(stored[name], np.int64).reshape(-1) for name in ("sizes", "types"))
-        return cls(sizes, types, {str(name): int(number) for name, number in stored["names"].items()})
-
-
-def _read_all(path: Path, store: _Store, num_frames: int, known: int, key_format: str, spec: ReadSpec) -> _Index:
-    """Return the index of all frames.
-
-    Args:
-        path: of the data base, for messages.
-        store: the same, open.
-        num_frames: number of frames.
-        known: number of types that have a name.
-        key_format: of the number of a frame.
-        spec: what is read.
+def _read_all(store: _Store, num_frames: int, num_types: int, spec: ReadSpec) -> dict[str, Any]:
+    """Return the sizes of all frames, types that occur, and the number of frames with each name.
 
     Raises:
         DataError: with the first problems of the frames.
     """
-    sizes, used, seen, problems = list[int](), set[int](), Counter[str](), list[str]()
-    plain, any_type = np.append(np.arange(known), -1), replace(spec, type_map=[str(t) for t in range(known)])
+    sizes, types, names, problems = list[int](), set[int](), Counter[str](), list[str]()
+    plain, any_type = np.append(np.arange(num_types), -1), replace(spec, type_map=[str(t) for t in range(num_types)])
     for index in range(num_frames):
-        with collect_problems(problems, f"{path}: frame {index} (from 0): "):
-            record = _frame_record(store, index, key_format)
+        with collect_problems(problems, f"{store.path}: frame {index} (from 0): "):
+            record = store.frame(index)
             sizes.append(len(record[_ATYPE]))
-            used |= set(np.unique(record[_ATYPE]).tolist())
+            types |= set(np.unique(record[_ATYPE]).tolist())
             _frame(record, plain, any_type, ("", index))
-            seen.update(record.keys())
+            names.update(record.keys())
         if len(problems) >= _MAX_PROBLEMS:
-            raise DataError([*problems, f"{path}: the frames after this one were not read."])
+            raise DataError([*problems, f"{store.path}: the frames after this one were not read."])
     if problems:
         raise DataError(problems)
-    return _Index(np.array(sizes, np.int64), np.array(sorted(t for t in used if t >= 0), np.int64), seen)
-
-
-def _frame_record(store: _Store, index: int, key_format: str) -> dict[str, Array]:
-    """Return the arrays of a frame by the names of ``labels``, without those that it says it does not have."""
-    key = format(index, key_format)
-    record = store.record(key)
-    if record is None:
-        raise DataError(f"there is no record {key}. Was the data set written completely?")
-    found = {_NAME_OF.get(name, name): value for name, value in record.items()}
-    absent = {name.removeprefix("find_") for name, flag in found.items() if name.startswith("find_") and not flag}
-    absent |= {_NAME_OF.get(name, name) for name in absent}
-    found = {n: a for n, a in found.items() if n not in absent and not n.startswith("find_")}
-    types = np.asarray(found.get(_ATYPE, ()))
-    if types.ndim != 1 or not types.size or types.dtype.kind not in "iu":
-        raise DataError("atom_types: missing or wrong. Expected one integer per atom.")
-    return found
+    return {"sizes": sizes, "types": sorted(t for t in types if t >= 0), "names": dict(names)}
 
 
 def _frame(record: Mapping[str, Array], index_of: Array, spec: ReadSpec, source: tuple[str, int]) -> Frame:
@@ -233,30 +213,29 @@ def _frame(record: Mapping[str, Array], index_of: Array, spec: ReadSpec, source:
 
 def _stored(record: Mapping[str, Array], index_of: Array, type_map: Sequence[str]) -> tuple[StoredFrame, Array]:
     """Return a frame, and the numbers of its real atoms in the file."""
-    types = np.asarray(record[_ATYPE])
+    types = record[_ATYPE]
     if types.max() >= len(index_of) - 1:
         raise DataError(f"atom_types: has {types.max()}, but there are only {len(index_of) - 1} elements.")
-    real = np.flatnonzero(types >= 0)
-    per_atom = {n: _rows(n, a, len(types))[real] for n, a in record.items() if n == COORD or is_per_atom(n)}
+    real, per_atom = np.flatnonzero(types >= 0), {}
+    for name in record:
+        if rows_per(name) == "atom":
+            values = np.asarray(record[name])
+            if values.dtype.kind not in "fiu" or not values.size or values.size % len(types):
+                has = f"has shape {values.shape} of {values.dtype}"
+                raise DataError(f"{name}: {has}, expected numbers for {len(types)} atoms.")
+            per_atom[name] = values.reshape(len(types), -1).astype(np.float64)[real]
     coord = per_atom.pop(COORD, None)
     if coord is None or coord.shape[1] != 3 or not real.size:
         raise DataError(f"{COORD}: missing or wrong. Expected three numbers for each atom, and an atom that is real.")
     box = np.asarray(record.get(BOX, np.zeros(9)), np.float64)
     if box.size != 9:
         raise DataError(f"{BOX}: has {box.size} numbers, expected 9.")
-    per_frame = {name: record[name] for name in (*LABELS, FPARAM) if name in record and not is_per_atom(name)}
+    per_frame = {name: record[name] for name in (*LABELS, FPARAM) if name in record and rows_per(name) != "atom"}
     if HESSIAN in per_frame and np.size(per_frame[HESSIAN]) == LABELS[HESSIAN].num_rows(len(types)):
         per_frame[HESSIAN] = of_atoms(HESSIAN, np.asarray(per_frame[HESSIAN]), real)
     symbols = [type_map[number] for number in index_of[types[real]].tolist()]
     cell = box.reshape(3, 3) if box.any() else None  # open frames have a cell of zeros, or none
     return StoredFrame(symbols, coord, cell, per_frame, per_atom), real
-
-
-def _rows(name: str, array: Array, natoms: int) -> Array:
-    values = np.asarray(array)
-    if values.dtype.kind not in "fiu" or not values.size or values.size % natoms:
-        raise DataError(f"{name}: has shape {values.shape} of {values.dtype}, expected numbers for {natoms} atoms.")
-    return values.reshape(natoms, -1).astype(np.float64)
 
 
 def _decoded(value: Any) -> Any:
@@ -268,7 +247,3 @@ def _decoded(value: Any) -> Any:
         return value
     flat = np.frombuffer(parts["data"], np.dtype(parts["type"]))
     return flat.reshape(tuple(parts["shape"])) if "shape" in parts else flat
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

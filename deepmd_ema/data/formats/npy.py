@@ -11,7 +11,7 @@ import tokenize
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,32 +27,26 @@ _MAX_OPEN_FILES = 1000  # files kept open, and at most a quarter of what the pro
 class NpyStore:
     """A system in a folder: type.raw, type_map.raw, nopbc, set.*/coord.npy and so on."""
 
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """The path, for messages."""
-        return str(self.path)
+    name: str
 
     def set_names(self) -> list[str]:
         """Return the names of the set.* folders, sorted; DataError if one is anything else."""
-        with readable(self.path):
-            names = sorted(name for name in os.listdir(self.path) if name.startswith("set."))
-        folders = [name for name in names if is_there(self.path / name) and (self.path / name).is_dir()]
+        with readable(Path(self.name)):
+            names = sorted(name for name in os.listdir(self.name) if name.startswith("set."))
+        folders = [name for name in names if self.has(name) and Path(self.name, name).is_dir()]
         for name in set(names) - set(folders):
             if name.removeprefix("set.").isdigit():  # not set.000.tar.gz
-                raise DataError(
-                    f"{self.path / name}: is a file, expected a folder with coord.npy. Remove or rename it."
-                )
+                place = Path(self.name, name)
+                raise DataError(f"{place}: is a file, expected a folder with coord.npy. Remove or rename it.")
         return folders
 
     def has(self, file: str) -> bool:
         """Whether there is ``file``; DataError if it is a link to what does not exist."""
-        return is_there(self.path / file)
+        return is_there(Path(self.name, file))
 
     def words(self, file: str) -> list[str] | None:
         """Return the words of a small text file, None if there is no such file."""
-        path = self.path / file
+        path = Path(self.name, file)
         if not is_there(path):
             return None
         with readable(path, "a text file", "one word per line"):
@@ -60,79 +54,80 @@ class NpyStore:
 
     def text_files(self) -> list[Path]:
         """Return the small files of the folder, which hold no arrays."""
-        return [path for name in ("type.raw", "type_map.raw", "nopbc") if (path := self.path / name).exists()]
+        return [path for name in ("type.raw", "type_map.raw", "nopbc") if (path := Path(self.name, name)).exists()]
 
     def array(self, file: str) -> StoredArray | None:
-        """Return the npy file, of which only the header is read now; None if there is no such file."""
-        path = self.path / file
-        return open_npy(path) if is_there(path) else None
+        """Return the npy file, of which only the header is read now; None if there is no such file.
+
+        Raises:
+            DataError: if it is not an npy file, holds Python objects or text, or is shorter than its header says.
+        """
+        path = Path(self.name, file)
+        if not is_there(path):
+            return None
+        with readable(path, "an npy file", "an array written by numpy.save"), path.open("rb") as opened:
+            version = np.lib.format.read_magic(opened)
+            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = header(opened)
+            offset, status = opened.tell(), os.fstat(opened.fileno())
+        if dtype.hasobject:
+            raise DataError(f"{path}: holds pickled Python objects, which are not read. Save an array of float64.")
+        if dtype.kind not in "fiu":
+            raise DataError(f"{path}: holds {dtype}, expected float64, float32 or integers.")
+        needed = offset + dtype.itemsize * math.prod(shape)  # of Python: a damaged header may say 2**64 rows
+        if min(shape, default=0) < 0 or max(shape, default=0) > _MAX_ROWS:
+            said = f"{path}: its header is damaged: it says shape {shape}"
+            raise DataError(f"{said}. Copy it again, or save the array anew.")
+        if status.st_size < needed:
+            size = f"{path}: is truncated: {status.st_size} bytes, expected {needed} for shape {shape}"
+            raise DataError(f"{size}. Copy it again.")
+        array = StoredArray(str(path), shape, path, dtype, offset, (status.st_dev, status.st_ino))
+        if fortran and len(shape) > 1:
+            array.load = lambda start, stop: np.array(np.load(path, mmap_mode="r")[start:stop])
+        return array
 
 
-@dataclass(frozen=True)
+@dataclass
 class StoredArray:
     """An array on disk, of which rows are read when they are needed.
-
-    Attributes:
-        name: path, for messages.
-        shape: its shape; the first dimension counts frames.
-        file: that holds all of it.
-        rows: where its rows stand in the file; None if they do not stand there as they are.
-        load: returns rows ``start`` to ``stop`` where there are no ``rows``.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    file: Path
-    rows: Rows | None
-    load: Callable[[int, int], Array]
-
-    def read(self, start: int, stop: int) -> Array:
-        """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
-        if self.rows is not None:
-            return self.rows.read(start, stop)
-        return self.load(start, stop).reshape(stop - start, -1)
-
-    def as_row(self) -> StoredArray:
-        """Return the array as that of one frame."""
-        width = math.prod(self.shape)
-        rows = replace(self.rows, width=width) if self.rows is not None else None
-        return replace(self, shape=(1, width), rows=rows, load=lambda start, stop: self.load(0, width))
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Numbers that stand row after row in a file.
 
     Rows are read at their offset, and the page cache of the operating system keeps what is read often, as it would for
     a mapped file. It is not mapped, because a file that another program cuts would then end the process without a
     message. The files that were read last stay open, so that a data set may have any number of them.
 
     Attributes:
-        path: of the file.
+        name: path, for messages.
+        shape: its shape; the first dimension counts frames.
+        file: that holds all of it.
         dtype: of the numbers.
-        width: numbers of a row.
-        offset: of the first row, bytes.
+        offset: of the first row in the file, bytes.
         identity: device and inode: another file of this path is not read in its place.
+        load: returns rows ``start`` to ``stop`` where they do not stand in the file as they are; else None.
     """
 
-    path: Path
+    name: str
+    shape: tuple[int, ...]
+    file: Path
     dtype: np.dtype
-    width: int
-    offset: int
-    identity: tuple[int, int]
+    offset: int = 0
+    identity: tuple[int, int] = (0, 0)
+    load: Callable[[int, int], Array] | None = None
 
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``start`` to ``stop`` as (rows, numbers per row)."""
-        flat, found = np.empty((stop - start) * self.width, self.dtype), 0
-        target, offset = flat.view(np.uint8).data, self.offset + start * self.width * flat.itemsize
-        with readable(self.path):
-            file = _open_file(self.path, self.identity)
+        if self.load is not None:
+            return self.load(start, stop).reshape(stop - start, -1)
+        width = math.prod(self.shape[1:])
+        flat, size = np.empty((stop - start) * width, self.dtype), 0
+        target, offset = flat.view(np.uint8).data, self.offset + start * width * flat.itemsize
+        with readable(self.file):
+            file = _open_file(self.file, self.identity)
             # of a large array the system may give a part
-            while found < len(target) and (number := os.preadv(file.handle, [target[found:]], offset + found)):
-                found += number
-        if found != flat.nbytes:
-            raise DataError(f"{self.path}: has become shorter while it was in use: frames {start} to {stop} are gone.")
-        return flat.reshape(stop - start, self.width)
+            while size < len(target) and (number := os.preadv(file.handle, [target[size:]], offset + size)):
+                size += number
+        if size != flat.nbytes:
+            raise DataError(f"{self.file}: has become shorter while it was in use: frames {start} to {stop} are gone.")
+        return flat.reshape(stop - start, width)
 
 
 class _OpenFile:
@@ -140,8 +135,8 @@ class _OpenFile:
 
     def __init__(self, path: Path, identity: tuple[int, int]) -> None:
         self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        found = os.fstat(self.handle)
-        if (found.st_dev, found.st_ino) != identity:
+        status = os.fstat(self.handle)
+        if (status.st_dev, status.st_ino) != identity:
             raise DataError(f"{path}: has been replaced by another file while it was in use. Start again.")
 
     def __del__(self) -> None:
@@ -165,36 +160,6 @@ def _open_file(path: Path, identity: tuple[int, int]) -> _OpenFile:
     return file
 
 
-def open_npy(path: Path) -> StoredArray:
-    """Return the npy file at ``path`` after checking its header and size.
-
-    Raises:
-        DataError: if it is not an npy file, holds Python objects or text, or is shorter than its header says.
-    """
-    with readable(path, "an npy file", "an array written by numpy.save"), path.open("rb") as file:
-        version = np.lib.format.read_magic(file)
-        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = header(file)
-        offset = file.tell()
-        found = os.fstat(file.fileno())
-    if dtype.hasobject:
-        raise DataError(f"{path}: holds pickled Python objects, which are not read. Save an array of float64.")
-    if dtype.kind not in "fiu":
-        raise DataError(f"{path}: holds {dtype}, expected float64, float32 or integers.")
-    needed = offset + dtype.itemsize * math.prod(shape)  # of Python: a damaged header may say 2**64 rows
-    if min(shape, default=0) < 0 or max(shape, default=0) > _MAX_ROWS:
-        raise DataError(f"{path}: its header is damaged: it says shape {shape}. Copy it again, or save the array anew.")
-    if found.st_size < needed:
-        raise DataError(
-            f"{path}: is truncated: {found.st_size} bytes, expected {needed} for shape {shape}. Copy it again."
-        )
-    rows = Rows(path, dtype, math.prod(shape[1:]), offset, (found.st_dev, found.st_ino))
-    by_columns = fortran and len(shape) > 1
-    return StoredArray(
-        str(path), shape, path, None if by_columns else rows, lambda a, b: np.array(np.load(path, mmap_mode="r")[a:b])
-    )
-
-
 def is_there(path: Path) -> bool:
     """Whether there is a file or folder at ``path``.
 
@@ -207,10 +172,8 @@ def is_there(path: Path) -> bool:
             kind = path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             if path.is_symlink():
-                target = os.readlink(path)
-                raise DataError(
-                    f"{path}: is a link to {target}, which does not exist. Restore its target, or remove the link."
-                ) from None
+                link = f"{path}: is a link to {os.readlink(path)}, which does not exist"
+                raise DataError(f"{link}. Restore its target, or remove the link.") from None
             return False
     if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # to read from a pipe would wait for its writer for ever
         raise DataError(f"{path}: is a pipe or a device, expected a file. Put the data there.")

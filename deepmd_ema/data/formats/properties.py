@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from deepmd_ema.data.source import Frame, ReadSpec, is_per_atom
+from deepmd_ema.data.source import Frame, ReadSpec, rows_per
 from deepmd_ema.errors import DataError, counted, did_you_mean, first_few, show_text
-from deepmd_ema.labels import APARAM, ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, FPARAM, HESSIAN, LABELS, VIRIAL
+from deepmd_ema.labels import APARAM, ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, FPARAM, HESSIAN, VIRIAL
 from deepmd_ema.sorting import Array
 
 STRESS = "stress"  # (3, 3) or Voigt's six, eV/angstrom^3, positive under tension: minus the virial over the volume
@@ -34,6 +34,7 @@ _VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]  # of xx yy zz yz xz xy, as ASE orders them
 _MAX_NAMES = 12
 _FREE = "free_energy"  # with electrons at a temperature, the energy whose gradient the forces are; read without another
 _SMEARED = 1e-5  # eV; VASP and ASE round to less
+_SAY_WHICH = "Say which after the name of the file: FILE#{}={}."
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ class Inventory:
     read: dict[str, Counter[str]] = field(default_factory=dict)
     left: Counter[str] = field(default_factory=Counter)
     other: Counter[str] = field(default_factory=Counter)
-    _known: dict[tuple[frozenset[str], frozenset[str]], dict[str, str]] = field(default_factory=dict, repr=False)
+    _sources: dict[tuple[frozenset[str], frozenset[str]], dict[str, str]] = field(default_factory=dict, repr=False)
 
     def sources(self, frame: StoredFrame) -> dict[str, str]:
         """Return the name of everything that is read of a frame with these names.
@@ -81,9 +82,29 @@ class Inventory:
             DataError: if there are several names for one thing.
         """
         key = frozenset(frame.per_frame), frozenset(frame.per_atom)
-        if key not in self._known:
-            self._known[key] = _choose(sorted(key[0]), sorted(key[1]), self.given)
-        return self._known[key]
+        if key in self._sources:
+            return self._sources[key]
+        chosen = {}
+        for what, names in _NAMES.items():
+            stored = sorted(key[rows_per(what) == "atom"])
+            if what in self.given:
+                known = [name for name in stored if name == self.given[what]]
+            elif {VIRIAL: STRESS, STRESS: VIRIAL}.get(what) in self.given:
+                continue
+            else:
+                plain = {name: _ORIGIN.sub("", name.lower()).replace("-", "_") for name in stored}
+                known = [name for name in stored if plain[name] in names]
+                if what == ENERGY and not known:
+                    known = [name for name in stored if plain[name] == _FREE]
+            if len(known) > 1:
+                raise DataError(f"{what} may be {' or '.join(known)}. {_SAY_WHICH.format(what, known[0])}")
+            if known:
+                chosen[what] = known[0]
+        if VIRIAL in chosen and STRESS in chosen:
+            both = f"has {chosen[VIRIAL]} and {chosen[STRESS]}, which may differ"
+            raise DataError(f"{both}. {_SAY_WHICH.format(VIRIAL, chosen[VIRIAL])}")
+        self._sources[key] = chosen
+        return chosen
 
     def add(self, frame: StoredFrame) -> None:
         """Count a frame; raises DataError as ``sources`` does, or if its cell has no volume."""
@@ -104,26 +125,23 @@ class Inventory:
 
     def problems(self) -> list[str]:
         """Return the mistakes in names over all frames."""
-        found = []
+        problems = []
         for what, names in self.read.items():
             if len(names) > 1:
                 shown = ", ".join(f"{name} ({counted(n, 'frame')})" for name, n in names.items())
-                found.append(f"{what} has several names: {shown}. {_say_which(what, next(iter(names)))}")
-        every = {*self.left, *(name for names in self.read.values() for name in names)}
+                problems.append(f"{what} has several names: {shown}. {_SAY_WHICH.format(what, next(iter(names)))}")
+        every = sorted({*self.left, *(name for names in self.read.values() for name in names)})
         for what, name in self.given.items():
             if name not in self.read.get(what, {}):
-                found.append(f"#{what}={name}: no frame has it. {did_you_mean(name, sorted(every))}")
-        return found
+                problems.append(f"#{what}={name}: no frame has it. {did_you_mean(name, every)}")
+        return problems
 
     def lines(self) -> list[str]:
         """Return lines with the names that are read, with unit and sign of stress, and those that are not."""
-        out = [f"reads {', '.join(self._describe_reading())}"] if self.read else ["reads positions only"]
-        if self.left:
-            names = [f"{name}{self._in_frames(n)}" for name, n in sorted(self.left.items())]
-            out.append(f"does not read {first_few(names, _MAX_NAMES)}")
-        return out + [text + f" ({counted(n, 'frame')})" * bool(n) for text, n in self.other.items()]
 
-    def _describe_reading(self) -> list[str]:
+        def in_frames(number: int) -> str:
+            return "" if number == self.num_frames else f" in {counted(number, 'frame')}"
+
         words = []
         for what, names in self.read.items():
             name, frames = max(names.items(), key=lambda item: item[1])
@@ -132,11 +150,12 @@ class Inventory:
                 text = f"virial = -volume * {name} ({name} in eV/angstrom^3, positive under tension, as in ASE)"
             if what == VIRIAL:
                 text += " (eV, -volume * stress)"
-            words.append(text + self._in_frames(frames))
-        return words
-
-    def _in_frames(self, number: int) -> str:
-        return "" if number == self.num_frames else f" in {counted(number, 'frame')}"
+            words.append(text + in_frames(frames))
+        lines = [f"reads {', '.join(words) or 'positions only'}"]
+        if self.left:
+            left = [f"{name}{in_frames(n)}" for name, n in sorted(self.left.items())]
+            lines.append(f"does not read {first_few(left, _MAX_NAMES)}")
+        return lines + [text + f" ({counted(n, 'frame')})" * bool(n) for text, n in self.other.items()]
 
 
 def kind_of(frame: StoredFrame) -> str:
@@ -151,16 +170,16 @@ def parse_choice(text: str) -> dict[str, str]:
     Raises:
         DataError: if it is anything else.
     """
-    given = {}
+    choice = {}
     for part in filter(None, text.split(",")):
         what, equal, name = (word.strip() for word in part.partition("="))
-        known = [key for key, names in _NAMES.items() if what.lower() in (key, *names)]
-        if not equal or not name or not known:
+        keys = [key for key, names in _NAMES.items() if what.lower() in (key, *names)]
+        if not equal or not name or not keys:
             raise DataError(f"#{text}: {part!r} is not understood. Expected e.g. energy=REF_energy,force=REF_forces.")
-        given[known[0]] = name
-    if VIRIAL in given and STRESS in given:
+        choice[keys[0]] = name
+    if VIRIAL in choice and STRESS in choice:
         raise DataError(f"#{text}: names a virial and a stress. Expected one of them.")
-    return given
+    return choice
 
 
 def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection[str]) -> dict[str, Array]:
@@ -174,30 +193,29 @@ def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection
     Raises:
         DataError: if an array has a wrong shape or is no number.
     """
-    found = {}
+    arrays = {}
     for what, name in sources.items():
         label = VIRIAL if what == STRESS else what
         if label not in wanted or (what == STRESS and frame.box is None):
             continue
-        if is_per_atom(label):
-            found[label] = _rows(name, frame.per_atom[name], {FORCE: 3, APARAM: 0}.get(label, 1))
+        if rows_per(label) == "atom":
+            arrays[label] = _rows(name, frame.per_atom[name], {FORCE: 3, APARAM: 0}.get(label, 1))
             continue
         values = numbers(name, frame.per_frame[name])
-        if label == VIRIAL:
-            if values.size not in (6, 9):
-                raise DataError(f"{name}: has {values.size} numbers, expected 9 (3x3) or 6 (xx, yy, zz, yz, xz, xy).")
-            values = values if values.size == 9 else values[_VOIGT]
-            if what == STRESS and frame.box is not None:
-                values = -abs(float(np.linalg.det(frame.box))) * values
-        elif label == ENERGY:
-            if values.size != 1:
-                raise DataError(f"{name}: has {values.size} numbers, expected one for the frame.")
-            values = values.reshape(())
-        elif label == HESSIAN and values.shape != (shape := LABELS[HESSIAN].shape_of(len(frame.symbols))):
-            atoms = counted(len(frame.symbols), "atom")
-            raise DataError(f"{name}: has {values.size} numbers, expected {shape[0]} for {atoms}: (3 N)^2.")
-        found[label] = values
-    return found
+        natoms = len(frame.symbols)
+        size, expected = {
+            VIRIAL: ((6, 9), "9 (3x3) or 6 (xx, yy, zz, yz, xz, xy)"),
+            ENERGY: ((1,), "one for the frame"),
+            HESSIAN: ((9 * natoms**2,), f"{9 * natoms**2} for {counted(natoms, 'atom')}: (3 N)^2"),
+        }.get(label, ((values.size,), ""))
+        if values.size not in size:
+            raise DataError(f"{name}: has {values.size} numbers, expected {expected}.")
+        if label == VIRIAL and values.size == 6:
+            values = values[_VOIGT]
+        if what == STRESS and frame.box is not None:
+            values = -abs(float(np.linalg.det(frame.box))) * values
+        arrays[label] = values.reshape(()) if label == ENERGY else values
+    return arrays
 
 
 def make_frame(stored: StoredFrame, sources: Mapping[str, str], spec: ReadSpec, source: tuple[str, int]) -> Frame:
@@ -211,8 +229,7 @@ def make_frame(stored: StoredFrame, sources: Mapping[str, str], spec: ReadSpec, 
             has = f"{read[name].shape[-1]} numbers" if name in read else "none"
             raise DataError(f"{name}: has {has}, but numb_{name} = {number}.")
     type_of = {element: number for number, element in enumerate(spec.type_map)}
-    unknown = sorted(set(stored.symbols) - type_of.keys())
-    if unknown:
+    if unknown := sorted(set(stored.symbols) - type_of.keys()):
         raise DataError(
             f"element {show_text(unknown[0])} is not in model.type_map. {did_you_mean(unknown[0], spec.type_map)} "
             "Add it to model.type_map, or leave the data out."
@@ -238,40 +255,12 @@ def numbers(name: str, value: Any) -> Array:
         value = re.sub(r"^_JSON ", "", value)
         value = [word for word in re.split(r"[\s,\[\](){}]+", value) if word]
     try:
-        found = np.asarray(value, np.float64).reshape(-1)
+        array = np.asarray(value, np.float64).reshape(-1)
     except (TypeError, ValueError):
-        found = np.empty(0)
-    if not found.size:
+        array = np.empty(0)
+    if not array.size:
         raise DataError(f"{name}: is {_shown(value)}, expected numbers.")
-    return found
-
-
-def _choose(per_frame: Sequence[str], per_atom: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    chosen = {}
-    for what, names in _NAMES.items():
-        stored = per_atom if is_per_atom(what) else per_frame
-        if what in given:
-            found = [name for name in stored if name == given[what]]
-        elif {VIRIAL: STRESS, STRESS: VIRIAL}.get(what) in given:
-            continue
-        else:
-            plain = {name: _ORIGIN.sub("", name.lower()).replace("-", "_") for name in stored}
-            found = [name for name in stored if plain[name] in names]
-            if what == ENERGY and not found:
-                found = [name for name in stored if plain[name] == _FREE]
-        if len(found) > 1:
-            raise DataError(f"{what} may be {' or '.join(found)}. {_say_which(what, found[0])}")
-        if found:
-            chosen[what] = found[0]
-    if VIRIAL in chosen and STRESS in chosen:
-        raise DataError(
-            f"has {chosen[VIRIAL]} and {chosen[STRESS]}, which may differ. {_say_which(VIRIAL, chosen[VIRIAL])}"
-        )
-    return chosen
-
-
-def _say_which(what: str, name: str) -> str:
-    return f"Say which after the name of the file: FILE#{what}={name}."
+    return array
 
 
 def _rows(name: str, array: Array, width: int) -> Array:
@@ -281,18 +270,10 @@ def _rows(name: str, array: Array, width: int) -> Array:
         raise DataError(f"{name}: has {counted(rows.shape[1], 'column')}, expected {width}.")
     try:
         rows = rows.astype(np.float64)
-    except (TypeError, ValueError):
-        bad = next(text for text in rows.ravel().tolist() if not _is_number(text))
-        raise DataError(f"{name}: has {_shown(bad)}, expected numbers.") from None
+    except (TypeError, ValueError) as error:
+        text = str(error).rpartition(": ")[2].strip("'")  # the word that is no number
+        raise DataError(f"{name}: has {_shown(text)}, expected numbers.") from None
     return rows[:, 0] if width == 1 else rows
-
-
-def _is_number(text: Any) -> bool:
-    try:
-        float(text)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _shown(value: Any) -> str:

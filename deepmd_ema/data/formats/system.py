@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,9 +25,8 @@ from deepmd_ema.data.source import (
     Place,
     ReadSpec,
     frames_at_once,
-    is_per_atom,
-    is_per_pair,
     of_atoms,
+    rows_per,
 )
 from deepmd_ema.errors import DataError, collect_problems, did_you_mean
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
@@ -37,13 +36,11 @@ TYPES = "real_atom_types"
 _MAX_TYPE_DIGITS = 9  # of a type
 _MAX_SHOWN = 40  # letters of a word in a message
 
-
 ArrayStore: TypeAlias = "NpyStore | Hdf5Store"
 """The files of one system, in a folder or in a group of an HDF5 file."""
 
 
-@dataclass(frozen=True)
-class FrameSet:
+class FrameSet(NamedTuple):
     """One set.* of a system: its first frame's number in the system, and its arrays by name."""
 
     name: str
@@ -81,8 +78,8 @@ class DeepmdSystem(FrameSource):
     def frame(self, index: int) -> Frame:
         """Return one frame, without its virtual atoms."""
         part, k = self._locate(index)
-        types = self._types_of(part, k, k + 1)[0]
-        arrays = {name: self._read(part, name, k, k + 1)[0] for name in part.arrays if name != TYPES}
+        of_one = self._read(part, part.arrays, k, k + 1)
+        types, arrays = of_one.types[0], {name: rows[0] for name, rows in of_one.arrays.items()}
         real = None
         if types.min() < 0:
             real = np.flatnonzero(types >= 0)
@@ -109,12 +106,10 @@ class DeepmdSystem(FrameSource):
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
         """Yield all frames in order, some of one set at a time, with the arrays ``names``, or with all."""
         for part in self.sets:
-            wanted = [name for name in part.arrays if name != TYPES and (names is None or name in names)]
+            wanted = [name for name in part.arrays if names is None or name in names]
             step = frames_at_once(self.natoms, wanted)
             for start in range(0, part.num_frames, step):
-                stop = min(start + step, part.num_frames)
-                arrays = {name: self._read(part, name, start, stop) for name in wanted}
-                yield Chunk(part.first + start, self._types_of(part, start, stop), arrays)
+                yield self._read(part, wanted, start, min(start + step, part.num_frames))
 
     def where(self, index: int, array: str = "") -> Place:
         """Return the set of a frame, or the file of one of its arrays, and the frame's number there."""
@@ -128,18 +123,28 @@ class DeepmdSystem(FrameSource):
         part = self.sets[bisect_right(self.sets, index, key=lambda one: one.first) - 1]
         return part, index - part.first
 
-    def _types_of(self, part: FrameSet, start: int, stop: int) -> Array:
-        """Return (stop - start, natoms) the model types of some frames of a set, -1 for virtual atoms."""
+    def _read(self, part: FrameSet, names: Iterable[str], start: int, stop: int) -> Chunk:
+        """Return some frames of a set."""
+        number, arrays = stop - start, {}
+        for name in names:
+            if name != TYPES:
+                rows, per = part.arrays[name].read(start, stop).astype(np.float64, copy=False), rows_per(name)
+                shape = {"atom": (self.natoms, -1), "pair": (3 * self.natoms, 3 * self.natoms), "frame": (-1,)}[per]
+                arrays[name] = rows.reshape(number, *shape)
         if self.atom_type is not None:
-            return np.broadcast_to(self.atom_type, (stop - start, self.natoms))
-        return self.index_of[part.arrays[TYPES].read(start, stop).astype(np.int64)]
+            types = np.broadcast_to(self.atom_type, (number, self.natoms))
+        else:
+            types = self.index_of[part.arrays[TYPES].read(start, stop).astype(np.int64)]
+        return Chunk(part.first + start, types, arrays)
 
-    def _read(self, part: FrameSet, name: str, start: int, stop: int) -> Array:
-        """Return an array of some frames of a set, as in a :class:`Chunk`."""
-        rows = part.arrays[name].read(start, stop).astype(np.float64, copy=False)
-        if is_per_pair(name):
-            return rows.reshape(stop - start, 3 * self.natoms, 3 * self.natoms)
-        return rows.reshape(stop - start, self.natoms, -1) if is_per_atom(name) else rows
+
+class _Expected(NamedTuple):
+    """An array to look for: names of its file, numbers per frame, and why a set must have it, if it must."""
+
+    name: str
+    files: tuple[str, ...]
+    numbers: int
+    reason: str = ""
 
 
 def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
@@ -148,45 +153,104 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     Raises:
         DataError: with all problems of its files.
     """
-    file_types = _read_types(store)
+    words = store.words("type.raw") or []
+    if not words:
+        raise DataError(f"{store.name}/type.raw: is empty. Expected one integer per atom.")
+    # isdigit alone takes superscript digits, which are no numbers
+    bad = [w for w in words if not (w.isascii() and w.isdigit() and len(w) <= _MAX_TYPE_DIGITS)]
+    if bad:
+        shown = bad[0] if len(bad[0]) <= _MAX_SHOWN else bad[0][:_MAX_SHOWN] + "..."
+        raise DataError(f"{store.name}/type.raw: {shown!r} is not a type. Expected one integer from 0 per atom.")
+    file_types, natoms = np.array(words, np.int64), len(words)
     names = read_type_map(store)
     set_names = store.set_names()
     if not set_names:
         raise DataError(f"{store.name}: no frames: it has type.raw but no set.* folder. Add one, or leave it out.")
-    mixed = {name: store.has(f"{name}/{TYPES}.npy") for name in set_names}
-    if len(set(mixed.values())) > 1:
-        having, lacking = (", ".join(name for name in set_names if mixed[name] is kind) for kind in (True, False))
+    mixed = [name for name in set_names if store.has(f"{name}/{TYPES}.npy")]
+    if mixed and len(mixed) < len(set_names):
+        plain = [name for name in set_names if name not in mixed]
         raise DataError(
-            f"{store.name}: mixed and plain sets in one folder: {having} with {TYPES}.npy, {lacking} without. Put them "
-            "into two systems."
+            f"{store.name}: mixed and plain sets in one folder: {', '.join(mixed)} with {TYPES}.npy, "
+            f"{', '.join(plain)} without. Put them into two systems."
         )
-    is_mixed = mixed[set_names[0]]
-    if is_mixed and names is None:
+    if mixed and names is None:
         raise DataError(f"{store.name}/type_map.raw: missing. A mixed system (with {TYPES}.npy) needs it.")
-    periodic = not store.has("nopbc")
-    problems: list[str] = []
-    sets: list[FrameSet] = []
-    expected = _expected_arrays(store.name, len(file_types), is_mixed, periodic, spec)
+    # the arrays of every set
+    expected, periodic = [_Expected(COORD, (COORD,), 3 * natoms, "Every set needs it.")], not store.has("nopbc")
+    if periodic:
+        reason = f"A periodic system needs it; for open boundaries add an empty file {store.name}/nopbc."
+        expected.append(_Expected(BOX, (BOX,), 9, reason))
+    if mixed:
+        expected.append(_Expected(TYPES, (TYPES,), natoms))
+    labels = [LABELS[name] for name in spec.labels]
+    expected += [_Expected(label.name, label.files, math.prod(label.shape_of(natoms))) for label in labels]
+    for name, number in spec.num_conditions.items():
+        if number:
+            needs = f"numb_{name} = {number} needs it" + ", unless default_fparam is given" * (name == FPARAM)
+            reason = f"{needs}." if name == APARAM or spec.default_fparam is None else ""
+            expected.append(_Expected(name, (name,), number * (natoms if name == APARAM else 1), reason))
+    problems, sets = list[str](), list[FrameSet]()
     for name in set_names:
         first = sets[-1].first + sets[-1].num_frames if sets else 0
-        part = _open_set(store, name, first, len(file_types), expected, problems)
+        part = _open_set(store, name, first, natoms, expected, problems)
         sets += [part] if part is not None and part.num_frames else []
     if not sets and not problems:
         problems.append(f"{store.name}: no frames: the arrays of {', '.join(set_names)} have no rows. Leave it out.")
-    used = _used_in_mixed(sets, problems) if is_mixed else np.unique(file_types)
-    place = f"{store.name}/set.*/{TYPES}.npy" if is_mixed else f"{store.name}/type.raw"
-    index_of = type_table(store.name, spec, names, used, place, problems)
+    used = _used_in_mixed(sets, problems) if mixed else np.unique(file_types)
+    place = f"{store.name}/set.*/{TYPES}.npy" if mixed else f"{store.name}/type.raw"
+    index_of = type_table(f"{store.name}/type_map.raw", place, spec, names, used, problems)
     if problems:
         raise DataError(problems)
-    atom_type = None if is_mixed else index_of[file_types]
     ignored = [name for name, number in spec.num_conditions.items() if not number]
     unread = [name for name in ignored if any(store.has(f"{part}/{name}.npy") for part in set_names)]
-    sizes = np.broadcast_to(np.int64(len(file_types)), sum(part.num_frames for part in sets))  # takes no memory
-    is_slow = any(array.rows is None for part in sets for array in part.arrays.values())
+    sizes = np.broadcast_to(np.int64(natoms), sum(part.num_frames for part in sets))  # takes no memory
+    is_slow = any(array.load is not None for part in sets for array in part.arrays.values())
     return DeepmdSystem(
-        store.name, sizes, unread, is_slow=is_slow, natoms=len(file_types), periodic=periodic, spec=spec, sets=sets,
-        atom_type=atom_type, index_of=index_of, text_files=store.text_files(),
+        store.name, sizes, unread, is_slow=is_slow, natoms=natoms, periodic=periodic, spec=spec, sets=sets,
+        atom_type=None if mixed else index_of[file_types], index_of=index_of, text_files=store.text_files(),
     )  # fmt: skip
+
+
+def _open_set(
+    store: ArrayStore, name: str, first: int, natoms: int, expected: Sequence[_Expected], problems: list[str]
+) -> FrameSet | None:
+    """Return a set whose arrays all fit together; None after adding to ``problems`` where they do not."""
+    before, arrays = len(problems), dict[str, StoredArray]()
+    for one in expected:
+        with collect_problems(problems):
+            stored = (store.array(f"{name}/{file}.npy") for file in one.files)
+            array = next((array for array in stored if array is not None), None)
+            if array is not None:
+                arrays[one.name] = array
+            elif one.reason:
+                problems.append(f"{store.name}/{name}/{one.files[0]}.npy: missing. {one.reason}")
+    with collect_problems(problems):
+        copies = store.array(f"{name}/numb_copy.npy")
+        # of one number per frame; other shapes cannot be copies
+        is_counted = copies is not None and copies.shape and math.prod(copies.shape[1:]) == 1
+        if copies is not None and (not is_counted or (copies.read(0, copies.shape[0]) != 1).any()):
+            reason = "numb_copy is not supported. Remove the file and write such frames repeatedly."
+            problems.append(f"{copies.name}: {reason}")
+    if COORD not in arrays:
+        return None
+    shape = arrays[COORD].shape
+    frames = shape[0] if len(shape) > 1 else 1  # a single frame may have been saved without its axis
+    for one in expected:
+        if one.name not in arrays:
+            continue
+        array = arrays[one.name]
+        if frames == 1 and math.prod(array.shape) == one.numbers:
+            if (load := array.load) is not None:
+                array.load = lambda start, stop, load=load, width=one.numbers: load(0, width)
+            array.shape = (1, one.numbers)
+        shape = tuple(int(n) for n in array.shape)
+        fits = bool(shape) and math.prod(shape[1:]) == one.numbers
+        if not fits or shape[0] != frames:
+            wanted = (frames, one.numbers) if one.numbers > 1 else (frames,)
+            of_atoms = one.name == TYPES or rows_per(one.name) != "frame"
+            unit = f": coord.npy has {frames} frames" if fits else f" for {natoms} atoms" if of_atoms else ""
+            problems.append(f"{array.name}: shape {shape}, expected {wanted}{unit}.")
+    return FrameSet(f"{store.name}/{name}", first, frames, arrays) if len(problems) == before else None
 
 
 def system_frames(store: ArrayStore) -> Iterator[StoredFrame]:
@@ -197,22 +261,20 @@ def system_frames(store: ArrayStore) -> Iterator[StoredFrame]:
     """
     names = read_type_map(store)
     if names is None:
-        raise DataError(
-            f"{store.name}/type_map.raw: missing. Expected the elements that the types of type.raw count in."
-        )
-    natoms = len(_read_types(store))
-    widths = dict.fromkeys((FPARAM, APARAM), 0)
+        path = f"{store.name}/type_map.raw"
+        raise DataError(f"{path}: missing. Expected the elements that the types of type.raw count in.")
+    natoms, widths = max(1, len(store.words("type.raw") or ())), dict.fromkeys((FPARAM, APARAM), 0)
     for name, place in product(widths, store.set_names()):
         array, coord = (store.array(f"{place}/{file}.npy") for file in (name, COORD))
         if array and coord:
-            frames = max(1, math.prod(coord.shape) // (3 * natoms))
-            width = math.prod(array.shape) // frames // (natoms if is_per_atom(name) else 1)
-            widths[name] = max(widths[name], width)
+            rows = max(1, math.prod(coord.shape) // (3 * natoms)) * (natoms if name == APARAM else 1)
+            widths[name] = max(widths[name], math.prod(array.shape) // rows)
     system = open_system(store, ReadSpec(names, tuple(LABELS), widths[FPARAM], widths[APARAM]))
     for frame in map(system.frame, range(system.num_frames)):
         arrays = {**frame.labels, FPARAM: frame.fparam, APARAM: frame.aparam}
         per_atom, per_frame = (
-            {n: a for n, a in arrays.items() if a is not None and is_per_atom(n) is kind} for kind in (True, False)
+            {n: a for n, a in arrays.items() if a is not None and (rows_per(n) == "atom") is kind}
+            for kind in (True, False)
         )
         yield StoredFrame([names[t] for t in frame.atom_type.tolist()], frame.coord, frame.box, per_frame, per_atom)
 
@@ -224,8 +286,7 @@ def read_type_map(store: ArrayStore) -> list[str] | None:
         DataError: if one is named twice.
     """
     names = store.words("type_map.raw")
-    twice = sorted(name for name, count in Counter(names or []).items() if count > 1)
-    if twice:
+    if twice := sorted(name for name, count in Counter(names or []).items() if count > 1):
         raise DataError(
             f"{store.name}/type_map.raw: names {', '.join(twice)} more than once, so that a type of type.raw may be "
             "either. Expected each element once; merge their numbers in type.raw."
@@ -233,138 +294,35 @@ def read_type_map(store: ArrayStore) -> list[str] | None:
     return names
 
 
-def _read_types(store: ArrayStore) -> Array:
-    words = store.words("type.raw") or []
-    if not words:
-        raise DataError(f"{store.name}/type.raw: is empty. Expected one integer per atom.")
-    # isdigit alone takes superscript digits, which are no numbers
-    bad = [w for w in words if not (w.isascii() and w.isdigit() and len(w) <= _MAX_TYPE_DIGITS)]
-    if bad:
-        shown = bad[0] if len(bad[0]) <= _MAX_SHOWN else bad[0][:_MAX_SHOWN] + "..."
-        raise DataError(f"{store.name}/type.raw: {shown!r} is not a type. Expected one integer from 0 per atom.")
-    return np.array(words, np.int64)
-
-
-def _open_set(
-    store: ArrayStore, name: str, first: int, natoms: int, expected: Sequence[_Expected], problems: list[str]
-) -> FrameSet | None:
-    """Return a set whose arrays all fit together; None after adding to ``problems`` where they do not."""
-    before = len(problems)
-    arrays: dict[str, StoredArray] = {}
-    for one in expected:
-        with collect_problems(problems):
-            stored = (store.array(f"{name}/{file}.npy") for file in one.files)
-            array = next((found for found in stored if found is not None), None)
-            if array is not None:
-                arrays[one.name] = array
-            elif one.required:
-                problems.append(f"{store.name}/{name}/{one.files[0]}.npy: missing. {one.required}")
-    with collect_problems(problems):
-        copies = store.array(f"{name}/numb_copy.npy")
-        # of one number per frame; other shapes cannot be copies
-        counted = copies is not None and copies.shape and math.prod(copies.shape[1:]) == 1
-        if copies is not None and (not counted or (copies.read(0, copies.shape[0]) != 1).any()):
-            problems.append(
-                f"{copies.name}: numb_copy is not supported. Remove the file and write such frames repeatedly."
-            )
-    if COORD not in arrays:
-        return None
-    shape = arrays[COORD].shape
-    frames = shape[0] if len(shape) > 1 else 1  # a single frame may have been saved without its axis
-    for one in expected:
-        if one.name in arrays:
-            if frames == 1 and math.prod(arrays[one.name].shape) == one.numbers:
-                arrays[one.name] = arrays[one.name].as_row()
-            problems += _shape_problems(arrays[one.name], one, frames, natoms)
-    return FrameSet(f"{store.name}/{name}", first, frames, arrays) if len(problems) == before else None
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """An array to look for: names of its file, numbers per frame, whether atoms have them, and why a set must have it.
-
-    Attributes:
-        required: the reason; empty if a set need not have it.
-    """
-
-    name: str
-    files: tuple[str, ...]
-    numbers: int
-    of_atoms: bool
-    required: str = ""
-
-
-def _expected_arrays(path: str, natoms: int, is_mixed: bool, periodic: bool, spec: ReadSpec) -> list[_Expected]:
-    expected = [_Expected(COORD, (COORD,), 3 * natoms, True, "Every set needs it.")]
-    if periodic:
-        reason = f"A periodic system needs it; for open boundaries add an empty file {path}/nopbc."
-        expected.append(_Expected(BOX, (BOX,), 9, False, reason))
-    if is_mixed:
-        expected.append(_Expected(TYPES, (TYPES,), natoms, True))
-    for label in (LABELS[name] for name in spec.labels):
-        numbers = math.prod(label.shape_of(natoms))
-        expected.append(_Expected(label.name, label.files, numbers, label.per_atom or label.per_pair))
-    if spec.numb_fparam:
-        reason = f"numb_fparam = {spec.numb_fparam} needs it, unless default_fparam is given."
-        required = reason if spec.default_fparam is None else ""
-        expected.append(_Expected(FPARAM, (FPARAM,), spec.numb_fparam, False, required))
-    if spec.numb_aparam:
-        reason = f"numb_aparam = {spec.numb_aparam} needs it."
-        expected.append(_Expected(APARAM, (APARAM,), spec.numb_aparam * natoms, True, reason))
-    return expected
-
-
-def _shape_problems(array: StoredArray, expected: _Expected, frames: int, natoms: int) -> list[str]:
-    shape = tuple(int(n) for n in array.shape)
-    width = math.prod(shape[1:])
-    if shape and shape[0] == frames and width == expected.numbers:
-        return []
-    wanted = (frames, expected.numbers) if expected.numbers > 1 else (frames,)
-    unit = f" for {natoms} atoms" if expected.of_atoms else ""
-    if shape and width == expected.numbers:
-        unit = f": coord.npy has {frames} frames"
-    return [f"{array.name}: shape {shape}, expected {wanted}{unit}."]
-
-
 def type_table(
-    system: str,
-    spec: ReadSpec,
-    names: Sequence[str] | None,
-    used: Array,
-    place: str,
-    problems: list[str],
-    file: str = "type_map.raw",
+    where: str, place: str, spec: ReadSpec, names: Sequence[str] | None, used: Array, problems: list[str]
 ) -> Array:
     """Return the model type of each file type, -1 last for virtual atoms; elements that do not occur may be unknown.
 
     Args:
-        system: name of the system, for messages.
+        where: where ``names`` are stored, for messages.
+        place: where types are stored, for messages.
         spec: with the model's elements.
         names: elements that types of the file count in; None if these are the model's.
         used: types that occur.
-        place: where types are stored, for messages.
         problems: what is wrong is added here.
-        file: where in the system ``names`` are stored.
     """
-    type_map = spec.type_map
+    elements = names if names is not None else spec.type_map
+    table = np.full(len(elements) + 1, -1)
     if names is None and not spec.takes_numbers:
-        problems.append(f"{system}/{file}: names no elements in the order of their numbers. Name them all with -t.")
-        return np.full(1, -1)
-    known = names if names is not None else type_map
-    source = file if names is not None else "model.type_map"
-    if used.size and used.max() >= len(known):
-        problems.append(f"{place}: type {used.max()}, but {source} has only {len(known)} elements (types from 0).")
-        return np.full(1, -1)
-    table = np.full(len(known) + 1, -1)
-    for number, element in enumerate(known):
-        if element in type_map:
-            table[number] = type_map.index(element)
-        elif number in used:
-            problems.append(
-                f'{system}/{file}: element "{element}" is not in model.type_map. '
-                f"{did_you_mean(element, type_map)} "
-                "Add it to model.type_map, or leave the system out."
-            )
+        problems.append(f"{where}: names no elements in the order of their numbers. Name them all with -t.")
+    elif used.size and used.max() >= len(elements):
+        source = where.rpartition("/")[2] if names is not None else "model.type_map"
+        problems.append(f"{place}: type {used.max()}, but {source} has only {len(elements)} elements (types from 0).")
+    else:
+        for number, element in enumerate(elements):
+            if element in spec.type_map:
+                table[number] = spec.type_map.index(element)
+            elif number in used:
+                problems.append(
+                    f'{where}: element "{element}" is not in model.type_map. {did_you_mean(element, spec.type_map)} '
+                    "Add it to model.type_map, or leave the system out."
+                )
     return table
 
 
@@ -377,8 +335,8 @@ def _used_in_mixed(sets: Sequence[FrameSet], problems: list[str]) -> Array:
             types = array.read(start, min(start + step, part.num_frames))
             is_type = (types >= -1) & (types < 10**_MAX_TYPE_DIGITS) & (types == np.floor(types))
             if not is_type.all():
-                found = types[~is_type][0]
-                problems.append(f"{array.name}: has {found:g}. Expected types from 0, and -1 for virtual atoms.")
+                wrong = types[~is_type][0]
+                problems.append(f"{array.name}: has {wrong:g}. Expected types from 0, and -1 for virtual atoms.")
             empty = np.flatnonzero((types < 0).all(axis=1))
             if len(empty):
                 problems.append(f"{array.name}: frame {start + empty[0]} has only virtual atoms (type -1).")

@@ -91,7 +91,7 @@ def _replace(old: bytes, new: bytes, content: bytes) -> bytes:
 
 
 def _frames() -> list:
-    system = open_system(NpyStore(Path("data")), ReadSpec(["O", "H"], ("energy", "force", "virial")))
+    system = open_system(NpyStore("data"), ReadSpec(["O", "H"], ("energy", "force", "virial")))
     return [system.frame(k) for k in range(system.num_frames)]
 
 
