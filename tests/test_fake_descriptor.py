@@ -23,8 +23,7 @@ from toy_models import SECTIONS
 
 import deepmd_ema
 from deepmd_ema import cli
-from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
-from deepmd_ema.config.argcheck import arguments
+from deepmd_ema.config import config_from_dict, model_config_from_dict, run_arguments, to_dict
 from deepmd_ema.config.manual import json_schema, manual
 from deepmd_ema.config.schema.descriptor import (
     DESCRIPTORS,
@@ -34,7 +33,6 @@ from deepmd_ema.config.schema.descriptor import (
     HasInnerNeighbors,
     HasMixedPrecision,
 )
-from deepmd_ema.config.schema.run import SingleTaskRun
 from deepmd_ema.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(600)  # whole runs; a busy machine takes minutes
@@ -138,13 +136,12 @@ def test_mistakes_in_its_section_are_named(changes, message):
 
 
 def test_the_manual_the_schema_and_dargs_know_its_options():
-    from dargs import Argument
 
     assert "model.descriptor[fake].width" in manual("model.descriptor")
     schema = json_schema()["anyOf"][0]["properties"]["model"]["oneOf"][0]["properties"]["descriptor"]
     assert [s["properties"]["type"]["enum"] for s in schema["oneOf"]][-1] == ["fake", "make_believe"]
     values = tiny_input(["train"], model__descriptor={"type": "make_believe", "width": 3})
-    whole = Argument("input", dict, arguments(SingleTaskRun))
+    whole = run_arguments()
     normal = whole.normalize_value(values)
     assert normal["model"]["descriptor"]["rcut"] == 4.0
     whole.check_value(normal, strict=True)

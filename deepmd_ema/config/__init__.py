@@ -5,7 +5,6 @@ from __future__ import annotations
 from deepmd_ema.checks import Check as Check
 from deepmd_ema.checks import positive as positive
 from deepmd_ema.checks import positive_int as positive_int
-from deepmd_ema.config.argcheck import run_arguments as run_arguments
 from deepmd_ema.config.fields import option as option
 from deepmd_ema.config.load import InputFile as InputFile
 from deepmd_ema.config.load import config_from_dict as config_from_dict
@@ -14,6 +13,7 @@ from deepmd_ema.config.load import model_config_from_dict as model_config_from_d
 from deepmd_ema.config.load import read_input as read_input
 from deepmd_ema.config.load import saved_config as saved_config
 from deepmd_ema.config.load import saved_models as saved_models
+from deepmd_ema.config.manual import run_arguments as run_arguments
 from deepmd_ema.config.remarks import config_summary as config_summary
 from deepmd_ema.config.remarks import config_warnings as config_warnings
 from deepmd_ema.config.remarks import ignored_options as ignored_options

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 from deepmd_ema.checks import Check as Check
 from deepmd_ema.checks import fraction as fraction
@@ -17,12 +17,6 @@ from deepmd_ema.checks import not_negative_int as not_negative_int
 from deepmd_ema.checks import positive as positive
 from deepmd_ema.checks import positive_int as positive_int
 from deepmd_ema.registry import Registry, aliases_of
-
-INVALID: Any = object()  # in place of a value that cannot be used
-
-
-class InvalidOptionError(Exception):
-    """A rule has read an option that is wrong in itself, so the rule has nothing to say."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +173,10 @@ def wants(option: Option) -> str:
 
 def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
     container = typing.get_origin(hint)
-    inner = _parts(typing.get_args(hint)[-1]) if container in (list, dict) else ()
+    inner = members(typing.get_args(hint)[-1]) if container in (list, dict) else ()
     default, about = field.default, dict(field.metadata)
     several = bool(inner) and ("registry" in about or any(dataclasses.is_dataclass(p) for p in inner))
-    parts = inner if several else _parts(hint)
+    parts = inner if several else members(hint)
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     if "registry" in about:  # its annotation is a protocol
@@ -204,7 +198,7 @@ def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
     )
 
 
-def _parts(hint: Any) -> tuple[Any, ...]:
+def members(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the hint itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 
@@ -229,65 +223,10 @@ def plain(value: Any, for_deepmd: bool = False) -> Any:
     return str(value) if isinstance(value, str) else value  # a text with parts is a text in a file
 
 
-def build(section: type, values: Mapping[str, Any], **more: Any) -> Any:
-    """Return a section object.
-
-    Args:
-        section: its class.
-        values: by canonical key; what is not there gets its default. Options that are ``INVALID`` raise
-            ``InvalidOptionError`` when they are read.
-        more: fields that are no options.
-    """
-    given = {o.name: _built(o, values[o.name]) for o in options(section) if o.name in values}
-    invalid = [name for name, value in given.items() if value is INVALID]
-    if not invalid:
-        return section(**given, **more)
-    usable = {o.name: o.default for o in options(section)} | given | more
-    guards = {name: property(_refuse) for name in invalid}
-    made: Any = object.__new__(type(section.__name__, (section,), guards))
-    for name in usable.keys() - guards.keys():
-        object.__setattr__(made, name, usable[name])  # sections are frozen
-    return made
-
-
-def _refuse(section: Any) -> NoReturn:
-    raise InvalidOptionError
-
-
-def _built(option: Option, value: Any) -> Any:
-    if option.many and isinstance(value, list):
-        return [_section(option, v) for v in value]
-    if value is INVALID:
-        return INVALID
-    if option.named:
-        return {name: _section(option, v) for name, v in value.items()}
-    if option.sections and value is not None:
-        return _section(option, value)
-    value = _with_floats(option, value)
-    return value if option.convert is None or value is None else option.convert(value)
-
-
-def _section(option: Option, value: Any) -> Any:
-    if value is INVALID:  # an entry of a list, of which nothing can be read
-        return build(option.sections[0], {o.name: INVALID for o in options(option.sections[0])})
-    section = option.section_of(value)
-    assert section is not None, f"unchecked type {value.get('type')}"
-    return build(section, value)
-
-
-def _with_floats(option: Option, value: Any) -> Any:
-    """Return whole numbers as floats where the declaration says float."""
-    if float in option.types and int not in option.types and isinstance(value, int) and bool not in option.types:
-        return float(value)
-    if isinstance(value, list) and any("float" in str(t) for t in option.types):
-        return [float(v) if isinstance(v, int) else v for v in value]
-    return value
-
-
 def _type_words(kind: Any) -> str:
     if typing.get_origin(kind) is list:
         inner = typing.get_args(kind)[0]
-        return "a list of " + " or ".join(_PLURAL.get(p, "lists") for p in _parts(inner))
+        return "a list of " + " or ".join(_PLURAL.get(p, "lists") for p in members(inner))
     return _WORDS.get(kind, "a section {...}")
 
 

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_ema.config import average_rules as average_rules  # enters its rules
-from deepmd_ema.config.argcheck import refusal, run_arguments
-from deepmd_ema.config.explain import explain
-from deepmd_ema.config.fields import build, is_comment, options
-from deepmd_ema.config.messages import Place, Problem, Source, render
+from deepmd_ema.config.fields import is_comment, options
+from deepmd_ema.config.messages import Place, Source, render
 from deepmd_ema.config.rules import model_problems, rule_problems
 from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.config.schema.model import Link, ModelConfig
 from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun, to_dict
-from deepmd_ema.config.tasks import has_tasks
+from deepmd_ema.config.sections import INVALID, build
 from deepmd_ema.config.text import read_config_file
 from deepmd_ema.config.unsupported import without_removed
-from deepmd_ema.config.upgrade import Upgraded, add_averaged_point, expand_short_form, upgrade
+from deepmd_ema.config.upgrade import has_tasks, upgrade
 from deepmd_ema.errors import ConfigError
 
 
@@ -126,12 +124,10 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
     Raises:
         ConfigError: with every mistake of the section.
     """
-    upgraded = upgrade({"model": values}, {})
+    reading, _ = upgrade({"model": values}, {})
     declared = next(o for o in options(SingleTaskRun) if o.name == "model")
-    section = declared.section_of(upgraded.values["model"]) or declared.sections[0]
-    found, problems = _checked(section, upgraded, ("model",))
-    model: ModelConfig = build(section, found)
-    problems += [*upgraded.problems, *model_problems(model)]
+    model: ModelConfig = reading.value(declared, reading.values["model"], ("model",), ("model",))
+    problems = reading.problems + ([] if model is INVALID else model_problems(model))
     if problems:
         raise ConfigError(render(problems, Source(source)))
     return model
@@ -172,31 +168,15 @@ def saved_models(values: Mapping[str, Any], source: str = "<dict>") -> SavedMode
 
 
 def _load(values: Any, name: str, lines: Mapping[Place, int]) -> RunConfig:
-    upgraded = upgrade(values, lines)
-    found, problems = _checked(upgraded.section, upgraded)
-    expand_short_form(upgraded, found)
-    add_averaged_point(found)
-    source = Source(name, upgraded.lines, upgraded.source_paths, frozenset(upgraded.given))
-    links = {"links": upgraded.links} if upgraded.section is MultiTaskRun else {}
-    notes = {"notes": tuple(upgraded.notes), "unused": tuple(upgraded.unused)}
-    config: RunConfig = build(upgraded.section, found, source=source, **notes, **links)
-    problems += [*upgraded.problems, *rule_problems(config)]
+    reading, links = upgrade(values, lines)
+    sections = reading.options_of(reading.root, reading.values, (), ())
+    source = Source(name, reading.lines, reading.paths, frozenset(reading.given))
+    problems = reading.problems
+    if sections is not INVALID:
+        more: dict[str, Any] = {"links": links} if reading.root is MultiTaskRun else {}
+        notes, unused = tuple(reading.notes), tuple(reading.unused)
+        config: RunConfig = build(reading.root, sections, source=source, notes=notes, unused=unused, **more)
+        problems += rule_problems(config)
     if problems:
         raise ConfigError(render(problems, source))
     return config
-
-
-def _checked(section: type, upgraded: Upgraded, path: Place = ()) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the values of the section at ``path``, and its mistakes; dargs judges whether there is one."""
-    values, declared = upgraded.values, run_arguments(multi_task=upgraded.section is MultiTaskRun)
-    for key in path:
-        values, declared = values[key], declared[str(key)]
-    refused = refusal(declared, values)
-    if not refused:
-        return values, []
-    found, problems = explain(section, values, path)
-    # what dargs refuses is never accepted, even if no other mistake was found
-    if not problems and not upgraded.problems:
-        problems = [Problem(path, f": {refused}")]
-    spelled = Source(paths=upgraded.source_paths).spelled
-    return found, [Problem(spelled(problem.path), problem.text) for problem in problems]

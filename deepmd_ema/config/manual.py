@@ -1,4 +1,4 @@
-"""The manual of all options as text, and a JSON Schema for editors; both follow from the declarations."""
+"""The manual of all options as text, a JSON Schema for editors, and arguments of dargs, from the declarations."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import Option, input_options, listed_types, options, plain, type_names, wants
 from deepmd_ema.config.messages import close_names, show
 from deepmd_ema.config.schema.run import ModelsConfig, MultiTaskRun, SingleTaskRun
 from deepmd_ema.config.schema.training import MultiTaskTrainingConfig, TrainingConfig
-from deepmd_ema.config.tasks import PARTS
+from deepmd_ema.config.sections import value_fault
+from deepmd_ema.config.upgrade import PARTS
 from deepmd_ema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dargs import Argument
 
 _WIDTH, _INDENT, _MAX_SIMILAR = 100, "    ", 6
 _INTRO = """\
@@ -286,3 +291,54 @@ def _type_schema(kind: Any) -> dict[str, Any]:
     if origin in (types.UnionType, typing.Union):
         return {"anyOf": [_type_schema(k) for k in inner]}
     return {} if kind is Any else {"type": _SCALARS[kind]}
+
+
+# ---- dargs
+
+
+def run_arguments(multi_task: bool = False) -> Argument:
+    """Return the declaration of a whole input as a ``dargs.Argument``, for editors and generators of inputs.
+
+    ``run_arguments().normalize_value(values, trim_pattern="_*")`` fills in defaults and replaces aliases,
+    ``run_arguments().check_value(values, strict=True)`` refuses what is wrong. Not in it: rules between options, the
+    places of options in inputs of older versions, and options of DeePMD-kit that have no effect here.
+
+    Args:
+        multi_task: whether it is that of an input of several tasks, in which the names of shared parts are replaced by
+            the parts.
+    """
+    from dargs import Argument  # a third of the time that `--help` may take
+
+    section = MultiTaskRun if multi_task else SingleTaskRun
+    return Argument("input", dict, _arguments(section), doc=section.__doc__ or "")
+
+
+def _arguments(section: type) -> tuple[Argument, ...]:
+    """Return the declarations of the options of a section, nested sections included."""
+    from dargs import Argument, Variant
+
+    declared = []
+    for o in input_options(section):
+        null, tag = [type(None)] if o.nullable else [], o.default_type or ""
+        about: dict[str, Any] = {"optional": not o.required, "alias": list(o.alias), "doc": o.doc}
+        about |= {} if o.required else {"default": plain(o.default)}
+        if not o.sections:
+            about |= {"extra_check": partial(_is_right, o), "extra_check_errmsg": wants(o)}
+            declared.append(Argument(o.name, [*o.types, *null], **about))
+            continue
+        about |= {"dtype": [list if o.many else dict, *null], "repeat": o.many or o.named}
+        if o.by_type:
+            kinds: tuple[Any, ...] = o.sections
+            choices = [
+                Argument(s.type, dict, _arguments(s), alias=getattr(s, "aliases", ()), doc=s.__doc__ or "")
+                for s in kinds
+            ]
+            about["sub_variants"] = [Variant("type", choices, optional=bool(tag), default_tag=tag)]
+        else:
+            about["sub_fields"] = _arguments(o.sections[0])
+        declared.append(Argument(o.name, **about))
+    return tuple(declared)
+
+
+def _is_right(option: Option, value: Any) -> bool:
+    return not value_fault(option, value)

@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.fields import InvalidOptionError
 from deepmd_ema.config.messages import Problem, Source, render, show
 from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.averaging import AverageConfig
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 from deepmd_ema.config.schema.run import MultiTaskRun
+from deepmd_ema.config.sections import InvalidOptionError
 from deepmd_ema.errors import command
 
 if TYPE_CHECKING:

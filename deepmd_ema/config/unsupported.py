@@ -25,6 +25,12 @@ class Unavailable:
     instead: str = ""
     reason: str = NOT_AVAILABLE
 
+    def is_no_op(self, value: Any) -> bool:
+        """Whether the value has no effect (true is not 1 here)."""
+        return self.no_op_values is None or any(
+            value == h and isinstance(value, bool) == isinstance(h, bool) for h in self.no_op_values
+        )
+
 
 _OFF = Unavailable((None, False))
 _EMPTY = Unavailable((None, {}, []))
@@ -127,7 +133,7 @@ def without_removed(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
             notes += [
                 f"{section}.{key} = {show(own[key])} in the checkpoint: the option {known[key].reason}"
                 for key in own.keys() & known.keys()
-                if not is_no_op(known[key], own[key])
+                if not known[key].is_no_op(own[key])
             ]
     validating = kept.get("validating")
     if isinstance(validating, Mapping):
@@ -144,13 +150,6 @@ def _with_errors(section: Mapping[str, Any], place: tuple[str, ...], notes: list
     path = dotted(("validating", *place))
     notes.append(f"{path} = {show(metric)} in the checkpoint: was removed, {_METRIC_INSTEAD} is taken")
     return {**section, place[-1]: _METRIC_INSTEAD}
-
-
-def is_no_op(known: Unavailable, value: Any) -> bool:
-    """Whether the value has no effect (true is not 1 here)."""
-    return known.no_op_values is None or any(
-        value == h and isinstance(value, bool) == isinstance(h, bool) for h in known.no_op_values
-    )
 
 
 def unavailable_type(section: Place, name: Any) -> str | None:

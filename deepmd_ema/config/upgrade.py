@@ -1,25 +1,24 @@
-"""Converts older and abbreviated inputs to the current schema.
+"""Older and abbreviated inputs in the sections of today.
 
-Keys of older versions of DeePMD-kit are moved to their place, what has no effect is left out, and the short form of an
-average becomes an entry of ``training.averaging``.
+Keys of older versions of DeePMD-kit are moved to their place, parts of ``model.shared_dict`` are put where models name
+them, other forms of a model ``dpa4`` become one, and the short form of an average an entry of ``training.averaging``.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deepmd_ema.config.compositions import spell_out_bridging
-from deepmd_ema.config.fields import Option, input_options, is_comment, options
-from deepmd_ema.config.messages import Place, Problem, dotted, show
-from deepmd_ema.config.schema.averaging import EmaShorthand, EmaValidationShorthand, ScheduleFreeAverageConfig
-from deepmd_ema.config.schema.model import Link
+from deepmd_ema.config.fields import is_comment, options, type_names
+from deepmd_ema.config.messages import Place, close_names, dotted, path_of, show
+from deepmd_ema.config.schema.averaging import EmaShorthand, ScheduleFreeAverageConfig
+from deepmd_ema.config.schema.bridging import method_name
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+from deepmd_ema.config.schema.model import FITTINGS, Link, NetworkConfig
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig
-from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun
-from deepmd_ema.config.tasks import expand_tasks, has_tasks
-from deepmd_ema.config.unsupported import is_no_op, unavailable_key
+from deepmd_ema.config.schema.run import MultiTaskRun
+from deepmd_ema.config.sections import INVALID, Reading
 
 # keys of `training` that later became keys of another section, some by another name
 _TO_LEARNING_RATE = ("warmup_steps", "warmup_ratio", "warmup_start_factor")
@@ -28,240 +27,91 @@ _TO_OPTIMIZER = (
     "kf_start_pref_f", "kf_limit_pref_f", "momentum", "muon_momentum", "lr_adjust", "lr_adjust_coeff",
 )  # fmt: skip
 _RENAMED = {"opt_type": "type", "muon_momentum": "momentum"}
-# switches that DeePMD-kit's backend pt has in each model, and one in `training` for the whole run here
-_OF_MODELS = {"use_compile": "enable_compile", "enable_tf32": "enable_tf32"}
 # keys of `training` in version 1 that now stand in `training.training_data`
 _TO_TRAINING_DATA = ("systems", "batch_size", "auto_prob", "auto_prob_style", "sys_probs", "sys_weights")
+# switches that DeePMD-kit's backend pt has in each model, and one in `training` for the whole run here
+_OF_MODELS = {"use_compile": "enable_compile", "enable_tf32": "enable_tf32"}
 
 
-@dataclass
-class Upgraded:
-    """An input in the sections of the current schema.
-
-    Attributes:
-        values: a copy of the input under canonical keys, without comments and without options that have no effect.
-        section: class of the whole input: of one task or of several.
-        lines: lines of the keys, moved ones included.
-        given: canonical paths of the options that the input names.
-        source_paths: canonical path -> the path as the input spells it.
-        notes: what was changed, one sentence each.
-        unused: options that were left out because they do nothing here, with the reason.
-        problems: what could not be changed.
-        moved: current place of a key -> its path in the input.
-        links: parts of models from ``model.shared_dict``.
-    """
-
-    values: Any
-    lines: dict[Place, int]
-    section: type[RunConfig] = SingleTaskRun
-    given: set[Place] = field(default_factory=set)
-    source_paths: dict[Place, Place] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    moved: dict[Place, Place] = field(default_factory=dict)
+def upgrade(values: Any, lines: Mapping[Place, int]) -> tuple[Reading, tuple[Link, ...]]:
+    """Return an input in today's sections, and the parts that its models share; what was given is left alone."""
+    reading = Reading(_copied(values), dict(lines))
+    if not isinstance(values, Mapping):
+        return reading, ()
+    _move_old_keys(reading)
+    _spell_out_bridging(reading)
+    _move_switches(reading)
     links: tuple[Link, ...] = ()
+    if has_tasks(values):
+        reading.root, links = MultiTaskRun, _expand_tasks(reading)
+    _add_averages(reading)
+    reading.paths |= reading.moved
+    return reading, links
 
 
-def upgrade(values: Any, lines: Mapping[Place, int]) -> Upgraded:
-    """Return the input in today's sections; the one that was given is left alone."""
-    upgraded = Upgraded(_copied(dict(values)) if isinstance(values, Mapping) else values, dict(lines))
-    training = upgraded.values.get("training") if isinstance(upgraded.values, dict) else None
-    if isinstance(training, dict):
-        _move_old_keys(upgraded, training)
-    spell_out_bridging(upgraded)
-    if isinstance(upgraded.values, dict):
-        _move_switches(upgraded, training if isinstance(training, dict) else None)
-    if has_tasks(upgraded.values):
-        upgraded.section, upgraded.links = MultiTaskRun, expand_tasks(upgraded)
-    upgraded.values = _own_options(upgraded, upgraded.section, upgraded.values, (), ())
-    return upgraded
+def has_tasks(values: Any) -> bool:
+    """Whether an input is one of several tasks."""
+    if not isinstance(values, Mapping):
+        return False
+    model, training = (values.get(name) for name in ("model", "training"))
+    in_sections = ((model, "model_dict"), (training, "data_dict"))
+    return "loss_dict" in values or any(isinstance(section, Mapping) and key in section for section, key in in_sections)
 
 
 def _copied(values: Any) -> Any:
     """Return a copy whose sections are changed one by one, also those that are one object, of an anchor in YAML."""
-    if isinstance(values, dict):
+    if isinstance(values, Mapping):
         return {key: _copied(value) for key, value in values.items()}
     return [_copied(value) for value in values] if isinstance(values, list) else copy.deepcopy(values)
-
-
-def _move_old_keys(upgraded: Upgraded, training: dict[str, Any]) -> None:
-    moves: list[tuple[Place, str]] = [(("learning_rate",), key) for key in _TO_LEARNING_RATE]
-    moves += [(("optimizer",), key) for key in _TO_OPTIMIZER]
-    if "training_data" not in training and "data_dict" not in training:
-        moves += [(("training", "training_data"), key) for key in _TO_TRAINING_DATA]
-    for section, key in moves:
-        if key in training:
-            _move(upgraded, training, key, (*section, _RENAMED.get(key, key)))
-    _drop(upgraded, ("training", "numb_test"), "validation is set by validation_data.numb_btch now")
-    tasks = training.get("data_dict")
-    of_tasks = [("training", "data_dict", str(name)) for name in tasks] if isinstance(tasks, dict) else []
-    for folder in (("training",), *of_tasks):
-        for section in ((), ("training_data",), ("validation_data",)):
-            _drop(upgraded, (*folder, *section, "set_prefix"), "sets are always found as set.*")
-
-
-def _own_options(upgraded: Upgraded, section: type, raw: Any, path: Place, spelled: Place) -> Any:
-    """Return a section under canonical keys, without comments and options of DeePMD-kit that ask for nothing.
-
-    Args:
-        upgraded: takes notes of what the input names, and where.
-        section: its class.
-        raw: what the input has for it, right or wrong.
-        path: of the section.
-        spelled: the same, as the input spells it.
-    """
-    if not isinstance(raw, dict):
-        return raw
-    by_key = {key: option for option in input_options(section) for key in option.keys}
-    kept: dict[Any, Any] = {}
-    for key, value in raw.items():
-        option = by_key.get(key)
-        if option is None:
-            peer = unavailable_key(path, key)
-            if peer is not None and is_no_op(peer, value):
-                if peer.no_op_values is None and value:
-                    upgraded.notes.append(f"{dotted((*path, key))} has no effect and was left out: it only informs.")
-            elif not is_comment(key):
-                kept[key] = value
-            continue
-        here = (*path, option.name)
-        there = upgraded.moved.get((*path, key), (*spelled, key))
-        if here in upgraded.given:
-            first = upgraded.source_paths[here][-1]
-            upgraded.problems.append(Problem(there, f": the same option as {first}. Remove one of the two."))
-            continue
-        upgraded.given.add(here)
-        upgraded.source_paths[here] = there
-        kept[option.name] = _inner(upgraded, option, value, here, there) if option.sections else value
-    return kept
-
-
-def _inner(upgraded: Upgraded, option: Option, value: Any, path: Place, spelled: Place) -> Any:
-    """Return the section, or the sections, of an option as :func:`_own_options` does."""
-
-    def entry(value: Any, name: str | int) -> Any:
-        return section(value, (*path, name), upgraded.moved.get((*path, name), (*spelled, name)))
-
-    def section(value: Any, path: Place, spelled: Place) -> Any:
-        return _own_options(upgraded, option.section_of(value) or option.sections[0], value, path, spelled)
-
-    if option.many and isinstance(value, list):
-        return [entry(v, n) for n, v in enumerate(value)]
-    if option.named and isinstance(value, dict):
-        return {name: entry(v, name) for name, v in value.items() if not is_comment(name)}
-    return value if option.many or option.named else section(value, path, spelled)
-
-
-# ---- the short form of an average
-
-EMA = "ema"  # name of the average of the short form
-_SWITCH: Place = ("training", "enable_ema")
-_SHORT_FORM: dict[Place, str] = {  # option of the short form -> option of the entry
-    ("training", "ema_decay"): "decay",
-    ("training", "ema_warmup"): "warmup",
-    ("training", "ema_ckpt_keep"): "ckpt_keep",
-    ("validating", "ema_full_validation"): "full_validation",
-}
-_BANK: Place = ("training", "averaging")
-
-
-def expand_short_form(upgraded: Upgraded, values: dict[str, Any]) -> None:
-    """Put the average of ``enable_ema`` into the list ``training.averaging``, first.
-
-    Args:
-        upgraded: takes the paths of its options, what has no effect, and what is wrong.
-        values: of a whole input under canonical keys, some perhaps ``INVALID``; changed.
-    """
-    defaults = {o.name: o.default for s in (EmaShorthand, EmaValidationShorthand) for o in options(s)}
-    on, entry = _take(values, _SWITCH, False), {"type": "ema", "name": EMA}
-    for path, name in _SHORT_FORM.items():
-        entry[name] = _take(values, path, defaults[str(path[-1])])
-        if on is False and name != "full_validation" and path in upgraded.given:
-            upgraded.unused.append(f"{dotted(path)} = {show(entry[name])}: no effect, {dotted(_SWITCH)} is false")
-    entries = values["training"].get("averaging", []) if isinstance(values.get("training"), dict) else None
-    if not isinstance(entries, list):
-        return
-    same = [n for n, e in enumerate(entries) if isinstance(e, dict) and str(e.get("name")).lower() == EMA]
-    validated = entry["full_validation"] is True
-    if validated and on is False:
-        instead = ', and "full_validation": true in an entry of training.averaging' * bool(entries)
-        text = f' = true: needs "enable_ema": true in training. Add it, or set this to false{instead}.'
-        upgraded.problems.append(Problem(("validating", "ema_full_validation"), text))
-    if same and on is True:
-        name = entries[same[0]]["name"]
-        case = "" if name == EMA else " but for upper and lower case, and so have its files"
-        text = f" = {show(name)}: training.enable_ema already tracks one of that name{case}. "
-        text += "Choose another name, or remove enable_ema."
-        upgraded.problems.append(Problem((*_BANK, same[0], "name"), text))
-    # where only its validation is requested the input is refused; with the entry, the rules find its other mistakes
-    if not same and (on is True or validated):
-        values["training"]["averaging"] = [entry, *entries]
-        _move_paths_of_entries(upgraded, len(entries))
-
-
-def add_averaged_point(values: dict[str, Any]) -> None:
-    """Put the averaged point of the optimizer AdamWScheduleFree last into ``training.averaging``, if it is not there.
-
-    It is validated where the live weights are.
-
-    Args:
-        values: of a whole input under canonical keys, some perhaps ``INVALID``; changed.
-    """
-    optimizer, training, validating = (values.get(name, {}) for name in ("optimizer", "training", "validating"))
-    if not isinstance(training, dict) or not isinstance(optimizer, dict):
-        return
-    entries, kind = training.get("averaging", []), ScheduleFreeAverageConfig.type
-    is_missing = isinstance(entries, list) and all(isinstance(e, dict) and e.get("type") != kind for e in entries)
-    if optimizer.get("type") == AdamWScheduleFreeConfig.type and is_missing:
-        validated = isinstance(validating, dict) and validating.get("full_validation") is True
-        training["averaging"] = [*entries, {"type": kind, "name": kind, "full_validation": validated}]
-
-
-def _take(values: dict[str, Any], path: Place, default: Any) -> Any:
-    section = values.get(str(path[0]))
-    return section.pop(path[1], default) if isinstance(section, dict) else default
-
-
-def _move_paths_of_entries(upgraded: Upgraded, number: int) -> None:
-    """Let paths of entries, which now stand one place later, lead to those that the input has."""
-
-    def moved(path: Place) -> Place:
-        is_inside = path[: len(_BANK)] == _BANK and len(path) > len(_BANK)
-        return (*_BANK, int(path[len(_BANK)]) + 1, *path[len(_BANK) + 1 :]) if is_inside else path
-
-    short = {(*_BANK, 0, name): path for path, name in _SHORT_FORM.items()}
-    entries = {(*_BANK, n + 1): (*_BANK, n) for n in range(number)}
-    inside = {moved(path): there for path, there in upgraded.source_paths.items()}
-    upgraded.source_paths = {(*_BANK, 0): _SWITCH, **short, **entries, **inside}
-    of_short_form = {path for path, there in short.items() if there in upgraded.given}
-    upgraded.given = of_short_form | {moved(path) for path in upgraded.given}
 
 
 # ---- keys of older versions
 
 
-def _move(upgraded: Upgraded, training: dict[str, Any], key: str, new: Place) -> None:
-    target = upgraded.values
-    for part in new[:-1]:  # sections that are missing are made
-        target = target.setdefault(part, {}) if isinstance(target, dict) else None
-    if not isinstance(target, dict):
+def _move_old_keys(reading: Reading) -> None:
+    """Move keys of ``training`` to the sections that they have today, and leave out those without effect."""
+    training = reading.values.get("training")
+    if not isinstance(training, dict):
         return
-    old, value = ("training", key), training.pop(key)
-    if key == "opt_type" and isinstance(value, str):
-        value = {"adam": "Adam", "adamw": "AdamW"}.get(value.lower(), value)
-    if new[-1] in target:
-        text = f": the old place of {dotted(new)}, which is given too. Remove {dotted(old)}."
-        upgraded.problems.append(Problem(old, text))
-        return
-    target[str(new[-1])] = value
-    upgraded.lines |= {(*new, *path[2:]): line for path, line in upgraded.lines.items() if path[:2] == old}
-    upgraded.notes.append(f"{dotted(old)} was moved to {dotted(new)}, its place today.")
+    moves: list[tuple[Place, str]] = [(("learning_rate",), key) for key in _TO_LEARNING_RATE]
+    moves += [(("optimizer",), key) for key in _TO_OPTIMIZER]
+    if "training_data" not in training and "data_dict" not in training:
+        moves += [(("training", "training_data"), key) for key in _TO_TRAINING_DATA]
+    for place, key in moves:
+        section = reading.values
+        for part in place if key in training else ():  # sections that are missing are made
+            section = section.setdefault(part, {}) if isinstance(section, dict) else None
+        if key not in training or not isinstance(section, dict):
+            continue
+        value, old, new = training.pop(key), ("training", key), (*place, _RENAMED.get(key, key))
+        if key == "opt_type" and isinstance(value, str):
+            value = {"adam": "Adam", "adamw": "AdamW"}.get(value.lower(), value)
+        if new[-1] in section:
+            reading.refuse(old, f": the old place of {dotted(new)}, which is given too. Remove {dotted(old)}.")
+            continue
+        section[new[-1]] = value
+        reading.lines |= {(*new, *path[2:]): line for path, line in reading.lines.items() if path[:2] == old}
+        reading.notes.append(f"{dotted(old)} was moved to {dotted(new)}, its place today.")
+    tasks = training.get("data_dict")
+    of_tasks = [("training", "data_dict", name) for name in tasks] if isinstance(tasks, dict) else []
+    dropped: list[tuple[Place, str]] = [
+        (("training", "numb_test"), "validation is set by validation_data.numb_btch now")
+    ]
+    dropped += [((*folder, *inner, "set_prefix"), "sets are always found as set.*")
+                for folder in (("training",), *of_tasks)
+                for inner in ((), ("training_data",), ("validation_data",))]  # fmt: skip
+    for path, why in dropped:
+        section = reading.values
+        for part in path[:-1]:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict) and path[-1] in section:
+            del section[path[-1]]
+            reading.notes.append(f"{dotted(path)} has no effect and was left out: {why}.")
 
 
-def _move_switches(upgraded: Upgraded, training: dict[str, Any] | None) -> None:
+def _move_switches(reading: Reading) -> None:
     """Move switches of models that hold for the whole run here to ``training``; a model without a run has none."""
-    model = upgraded.values.get("model")
+    model, training = reading.values.get("model"), reading.values.get("training")
     tasks = model.get("model_dict") if isinstance(model, dict) else None
     owners: dict[Place, Any] = {("model",): model}
     owners |= {("model", "model_dict", task): own for task, own in tasks.items()} if isinstance(tasks, dict) else {}
@@ -269,22 +119,213 @@ def _move_switches(upgraded: Upgraded, training: dict[str, Any] | None) -> None:
         new: Place = ("training", name)
         first = new
         for place in (place for place, own in owners.items() if isinstance(own, dict) and key in own):
-            value, old = owners[place].pop(key), upgraded.moved.pop((*place, key), (*place, key))
-            if value is None or training is None:
+            value, old = owners[place].pop(key), reading.moved.pop((*place, key), (*place, key))
+            if value is None or not isinstance(training, dict):
                 continue
             if name not in training:
                 training[name], first = value, old
-                upgraded.moved[new] = old
-                upgraded.notes.append(f"{dotted(old)} was moved to {dotted(new)}: it holds for the whole run.")
+                reading.moved[new] = old
+                reading.notes.append(f"{dotted(old)} was moved to {dotted(new)}: it holds for the whole run.")
             elif training[name] != value:
                 text = f" = {show(value)}: {dotted(first)} = {show(training[name])}, and a run has one of them."
-                upgraded.problems.append(Problem(old, f"{text} Give both the same value, or remove one."))
+                reading.refuse(old, f"{text} Give both the same value, or remove one.")
 
 
-def _drop(upgraded: Upgraded, path: Place, why: str) -> None:
-    section: Any = upgraded.values
-    for key in path[:-1]:
-        section = section.get(key) if isinstance(section, dict) else None
-    if isinstance(section, dict) and path[-1] in section:
-        del section[path[-1]]
-        upgraded.notes.append(f"{dotted(path)} has no effect and was left out: {why}.")
+# ---- averages
+
+_SHORT_FORM = (  # section and option of the short form -> option of the entry named `ema`
+    ("training", "ema_decay", "decay"),
+    ("training", "ema_warmup", "warmup"),
+    ("training", "ema_ckpt_keep", "ckpt_keep"),
+    ("validating", "ema_full_validation", "full_validation"),
+)
+_BANK: Place = ("training", "averaging")
+
+
+def _add_averages(reading: Reading) -> None:
+    """Put the average of ``enable_ema`` first into the list ``training.averaging``, and that of an optimizer last."""
+    training, validating, optimizer = (
+        section if isinstance(section := reading.values.get(name), dict) else {}
+        for name in ("training", "validating", "optimizer")
+    )
+    entries = training.get("averaging", [])
+    if not isinstance(entries, list):
+        return
+    is_on, is_validated = training.get("enable_ema", False), validating.get("ema_full_validation") is True
+    is_section = isinstance(reading.values.get("training"), dict)
+    if "enable_ema" not in training and (not is_section or close_names("enable_ema", [*map(str, training)])):
+        is_on = None  # there is no such section, or the key is misspelled
+    entry = {"type": "ema", "name": "ema", "decay": EmaShorthand.ema_decay}
+    moved: dict[Place, Place] = {(*_BANK, 0): ("training", "enable_ema")}
+    for place, key, name in _SHORT_FORM:
+        section = training if place == "training" else validating
+        moved |= {(*_BANK, 0, name): (place, key)}
+        if key in section:
+            entry[name] = section[key]
+            if is_on is False and name != "full_validation":
+                text = f"{place}.{key} = {show(entry[name])}: no effect, training.enable_ema is false"
+                reading.unused.append(text)
+    if is_validated and is_on is False:
+        instead = ', and "full_validation": true in an entry of training.averaging' * bool(entries)
+        text = f' = true: needs "enable_ema": true in training. Add it, or set this to false{instead}.'
+        reading.refuse(("validating", "ema_full_validation"), text)
+    same = [n for n, e in enumerate(entries) if isinstance(e, dict) and str(e.get("name")).lower() == entry["name"]]
+    if same and is_on is True:
+        name = entries[same[0]]["name"]
+        case = "" if name == entry["name"] else " but for upper and lower case, and so have its files"
+        text = f" = {show(name)}: training.enable_ema already tracks one of that name{case}. "
+        reading.refuse((*_BANK, same[0], "name"), f"{text}Choose another name, or remove enable_ema.")
+    # where only its validation is requested the input is refused; with the entry, the rules find its other mistakes
+    if not same and (is_on is True or is_validated):
+        reading.moved |= moved | {(*_BANK, n + 1): (*_BANK, n) for n in range(len(entries))}
+        training["averaging"] = entries = [entry, *entries]
+    point = ScheduleFreeAverageConfig.type
+    is_missing = all(isinstance(e, dict) and e.get("type") != point for e in entries)
+    if optimizer.get("type") == AdamWScheduleFreeConfig.type and is_missing and is_section:
+        is_live_validated = validating.get("full_validation") is True
+        training["averaging"] = [*entries, {"type": point, "name": point, "full_validation": is_live_validated}]
+
+
+# ---- several tasks
+
+PARTS = ("type_map", "descriptor", "fitting_net")
+_SHARED: Place = ("model", "shared_dict")
+
+
+def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
+    """Give each model of ``model_dict`` the parts that it names and the keys that hold for all; return the parts."""
+    model = reading.values.get("model")
+    models = model.get("model_dict") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(models, dict):
+        return ()
+    shared = model.pop("shared_dict", None) or {}
+    if not isinstance(shared, dict):
+        text = f' = {show(shared)}: expected parts of models by name, e.g. {{"dpa": {{"type": "dpa1", ...}}}}.'
+        shared = reading.refuse(_SHARED, text)
+    for_all = {key: model.pop(key) for key in list(model) if key != "model_dict"}
+    of_tasks = {t: section for t, section in models.items() if isinstance(section, dict) and not is_comment(t)}
+    for key, value in for_all.items():
+        if of_tasks and not is_comment(key) and all(key in section for section in of_tasks.values()):
+            text = f"model.{key} = {show(value)}: no effect, every model of model.model_dict has its own"
+            reading.unused.append(text)
+    links: list[Link] = []
+    for task, section in of_tasks.items():
+        place: Place = ("model", "model_dict", task)
+        for key in for_all.keys() - section.keys():
+            section[key] = copy.deepcopy(for_all[key])
+            reading.moved |= {(*place, key): ("model", key)}
+        links += _replace_names(reading, task, section, shared)
+    unused = [] if shared is INVALID else [key for key in shared if key not in {link.key for link in links}]
+    text = ": no model of model.model_dict names it. Name it there instead of the part, or remove it."
+    for key in unused if not reading.problems else ():  # a misspelled name may have meant it
+        if not is_comment(key):
+            reading.refuse((*_SHARED, key), text)
+    return tuple(links)
+
+
+def _replace_names(reading: Reading, task: str, section: dict[str, Any], shared: Any) -> Iterator[Link]:
+    """Put parts in the places of their names in the model of a task, and yield where."""
+    parts = section.get("descriptor")
+    parts = parts.get("list") if isinstance(parts, dict) else None
+    named: list[tuple[Any, Any, str]] = [(section, part, part) for part in PARTS if part in section]
+    named += [(parts, n, f"descriptor.list[{n}]") for n in range(len(parts))] if isinstance(parts, list) else []
+    for owner, key, part in named:
+        text = owner[key]
+        if not isinstance(text, str):
+            continue
+        place = ("model", "model_dict", task, *path_of(part))
+        name, colon, level = text.partition(":")
+        is_descriptor = part.startswith("descriptor")
+        owner[key] = INVALID
+        if shared is INVALID:  # the missing parts are already reported
+            continue
+        if name not in shared:
+            names = [key for key in shared if not is_comment(key)]
+            advice = f"There: {', '.join(names)}." if names else "It is empty or missing."
+            if close := close_names(name, names):
+                advice = f"Did you mean {' or '.join(close)}?"
+            reading.refuse(place, f" = {show(text)}: not in model.shared_dict. {advice}")
+        elif colon and level not in (("0", "1") if is_descriptor else ("0",)):
+            levels = " or 1 (the embedding of elements only)" if is_descriptor else ""
+            reading.refuse(place, f" = {show(text)}: expected {name}, with level 0 (all of it){levels} after a colon.")
+        else:
+            owner[key] = copy.deepcopy(shared[name])
+            reading.moved[place] = (*_SHARED, name)
+            yield Link(task, part, name, int(level or 0))
+
+
+# ---- a model dpa4 as a sum of models, [learned model, inner_potential] of type linear_ener, and as a standard model
+
+INNER = "inner_potential"
+# options of the part -> those of the model
+_OF_INNER = {"mode": "bridging_method", "r_inner": "bridging_r_inner", "r_outer": "bridging_r_outer"}
+_OF_TABLE = ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
+_OF_WHOLE = ("type_map", "atom_exclude_types", "pair_exclude_types")
+
+
+def _spell_out_bridging(reading: Reading) -> None:
+    """Turn sums with an ``inner_potential`` and ``standard`` models of the same parts into models of type ``dpa4``."""
+    model = reading.values.get("model")
+    tasks = model.get("model_dict") if isinstance(model, dict) else None
+    owners: list[tuple[Any, Any, Place]] = [(reading.values, "model", ("model",))]
+    if isinstance(tasks, dict):
+        owners = [(tasks, task, ("model", "model_dict", task)) for task in tasks]
+    for owner, key, place in owners:
+        section = owner.get(key)
+        if not isinstance(section, dict):
+            continue
+        kind, parts = section.get("type", "standard"), section.get("models")
+        parts = [part if isinstance(part, dict) else {} for part in parts] if isinstance(parts, list) else []
+        if kind == "linear_ener" and any(part.get("type") == INNER for part in parts):
+            owner[key] = _with_bridging(reading, section, parts, place)
+            reading.notes.append(f"{dotted(place)} is a sum with {INNER}, which is the model dpa4 with bridging.")
+        elif kind == "standard" and _is_dpa4(section.get("descriptor")) and not section.get("use_srtab"):
+            method, fitting = section.get("bridging_method"), section.get("fitting_net")
+            is_bridged = isinstance(method, str) and method_name(method) is not None
+            names = type_names([FITTINGS["dpa4_ener"].section])
+            if is_bridged or (isinstance(fitting, dict) and fitting.get("type") in names):
+                owner[key] = {name: v for name, v in section.items() if name not in _OF_TABLE} | {"type": "dpa4"}
+
+
+def _with_bridging(
+    reading: Reading, section: dict[str, Any], parts: list[dict[str, Any]], place: Place
+) -> dict[str, Any]:
+    """Return a section of type ``linear_ener`` with an ``inner_potential`` as one of type ``dpa4``."""
+    skipped = ("type", "models", "weights", *(() if section.get("shared_dict") else ("shared_dict",)))
+    whole = {key: value for key, value in section.items() if key not in skipped}
+    model = {"type": "dpa4", **whole, "bridging_method": "zbl"}
+    inner = [k for k, part in enumerate(parts) if part.get("type") == INNER]
+    learned = [k for k, part in enumerate(parts) if isinstance(part.get("descriptor"), dict)]
+    if (weights := section.get("weights")) != "sum":
+        reading.refuse((*place, "weights"), f' = {show(weights)}: expected "sum" beside {INNER}.')
+    if len(parts) != 2 or len(inner) != 1 or len(learned) != 1:
+        reading.refuse((*place, "models"), f": expected a model with a descriptor and one {INNER}.")
+        return model
+    part, here = parts[learned[0]], (*place, "models", learned[0])
+    kind = part["descriptor"].get("type", "dpa4")
+    if not _is_dpa4({"type": kind}):
+        text = f" = {show(kind)}: {INNER} is for dpa4, as in DeePMD-kit. Use dpa4."
+        reading.refuse((*here, "descriptor", "type"), text)
+    defaults = {o.name: o.default for o in options(NetworkConfig)}
+    for key, value in part.items():
+        default = defaults.get(key)
+        if key == "type":
+            continue
+        if key not in whole or (whole[key] == default != value and key not in _OF_WHOLE):
+            model[key] = value
+            reading.moved |= {(*place, key): (*here, key)}
+        elif value not in (whole[key], None, default, []):
+            text = f" = {show(value)}: {dotted((*place, key))} = {show(whole[key])}. Give one of the two."
+            reading.refuse((*here, key), text)
+    here = (*place, "models", inner[0])
+    for key, value in parts[inner[0]].items():
+        if key in _OF_INNER:
+            model[_OF_INNER[key]] = value
+            reading.moved |= {(*place, _OF_INNER[key]): (*here, key)}
+        elif key != "type" and not is_comment(key):
+            reading.refuse((*here, key), f": unknown key. Known: type, {', '.join(_OF_INNER)}.")
+    return model
+
+
+def _is_dpa4(section: Any) -> bool:
+    return isinstance(section, dict) and section.get("type") in type_names([DESCRIPTORS["dpa4"].section])
