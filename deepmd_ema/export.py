@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from deepmd_ema import checkpoint, interchange
+from deepmd_ema import checkpoint
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.data.collate import collate
@@ -21,7 +21,8 @@ from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, UserError, command, counted
 from deepmd_ema.files import MODEL_FILE, check_output, refuse_inputs
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, ModelFile, load_model, load_models
-from deepmd_ema.interchange import deepmd_kit
+from deepmd_ema.interop import deepmd_kit, dp
+from deepmd_ema.interop.deepmd_pt import WrittenModel, write_deepmd_pt
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interface import Composite
 from deepmd_ema.model.tabulated import make_tables, min_table_distance, tabulate
@@ -32,7 +33,6 @@ FOLDERS = (".savedmodel", ".savedmodeltf")  # that `dp convert-backend` makes of
 # largest difference between the file that was read back and the checkpoint, relative to the largest number
 SAME_MATH = {torch.float64: 1e-10, torch.float32: 1e-4}
 FROM_TABLES = {torch.float64: 1e-8, torch.float32: 1e-4}  # the same of a file with tables of its networks
-FOR_DEEPMD = "for DeePMD-kit: dp --pt test, freeze, change-bias, and train with --init-model or --finetune"
 SPACING = 2.1  # angstrom, of the atoms of the frames on which the two are compared
 IN_LAMMPS = (COMPILED_SUFFIX, ".pth")  # what DeePMD-kit's pair style reads with its torch backends
 LAMMPS_VERSIONS = "LAMMPS of DeePMD-kit 3.2.0 with torch 2.11"  # that benchmarks/lammps.py was run with
@@ -47,10 +47,8 @@ class Frozen:
         source: description of the weights that were frozen.
         num_bytes: its size.
         difference: largest difference to the checkpoint, by quantity, in eV and eV/angstrom.
-        only_here: why DeePMD-kit's torch backend does not read it, or an empty string.
-        tables: description of the tables of its networks, or an empty string.
-        kit: the DeePMD-kit that has written the file from a .dp file, or an empty string.
-        use: what the file is for, or an empty string: what its name says.
+        use: line about what the file is for.
+        tables: line about the tables of its networks, or an empty string.
         lammps: lines of an input of LAMMPS, or an empty string for a file that it does not read.
     """
 
@@ -58,33 +56,22 @@ class Frozen:
     source: str
     num_bytes: int
     difference: Mapping[str, float]
-    only_here: str = ""
-    tables: str = ""
-    kit: str = ""
     use: str = ""
+    tables: str = ""
     lammps: str = ""
 
     def text(self) -> str:
         """Return lines about the file: size, largest difference to the checkpoint, and programs that read it."""
-        found = ", ".join(f"{name} {value:.1e}" for name, value in self.difference.items())
-        return (
-            f"{self.path}: {self.source}; {self.num_bytes / 1e6:.2f} MB\n{self.tables}"
+        each = ", ".join(f"{name} {value:.1e}" for name, value in self.difference.items())
+        lines = [
+            f"{self.path}: {self.source}; {self.num_bytes / 1e6:.2f} MB",
+            self.tables,
             f"read back and compared on two made-up frames: largest difference {max(self.difference.values()):.1e} "
-            f"({found})\n{self._use()}{self.lammps and chr(10) + self.lammps}"
-        )
-
-    def _use(self) -> str:
-        """Return a line about what the file is for."""
-        if self.only_here or self.use:
-            return self.only_here or self.use
-        if self.path.suffix.lower() == WEIGHTS:
-            return f"start a run from it: {command('dp-ema', 'train', 'INPUT', '--init-model', self.path)}"
-        if self.path.suffix == COMPILED_SUFFIX:
-            return "for deepmd_ema.calculator.DP, dp-ema test and DeePMD-kit 3.2.0, on machines like this one"
-        if self.kit:
-            return f"written by {self.kit} from the .dp file that was compared"
-        compiled = self.path.with_suffix(COMPILED_SUFFIX)
-        return f"for LAMMPS with DeePMD-kit: {command('dp-ema', 'freeze', '-c', self.path, '-o', compiled)}"
+            f"({each})",
+            self.use,
+            self.lammps,
+        ]
+        return "\n".join(filter(None, lines))
 
 
 def convert_to_deepmd(file: ModelFile, output: str | Path) -> Frozen:
@@ -111,17 +98,15 @@ def convert_to_deepmd(file: ModelFile, output: str | Path) -> Frozen:
 
     def read_back(part: Path) -> None:
         back = load_models(part).models
-        for task, loaded in models.items():
-            found = compare(loaded.model, back[task].model, loaded.config)
-            difference.update({name: max(value, difference.get(name, 0.0)) for name, value in found.items()})
+        for task, one in models.items():
+            for name, value in compare(one.model, back[task].model, one.config).items():
+                difference[name] = max(value, difference.get(name, 0.0))
 
-    own = {
-        task: interchange.WrittenModel(loaded.config, loaded.model, loaded.info.as_dict())
-        for task, loaded in models.items()
-    }
-    interchange.write_deepmd_pt(path, own, check=read_back)
+    own = {task: WrittenModel(one.config, one.model, one.info.as_dict()) for task, one in models.items()}
+    write_deepmd_pt(path, own, check=read_back)
     source = f"{', '.join(models)}: {replace(info, head='').describe()}" if len(models) > 1 else info.describe()
-    return Frozen(path, f"{source}, from {info.path}", path.stat().st_size, difference, use=FOR_DEEPMD)
+    use = "for DeePMD-kit: dp --pt test, freeze, change-bias, and train with --init-model or --finetune"
+    return Frozen(path, f"{source}, from {info.path}", path.stat().st_size, difference, use)
 
 
 def convert(loaded: LoadedModel, output: str | Path, program: str | None = None) -> Frozen:
@@ -136,12 +121,22 @@ def convert(loaded: LoadedModel, output: str | Path, program: str | None = None)
         UserError: if the name says no format, or there is something else.
         CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
     """
-    path = Path(output)
+    path, info = Path(output), loaded.info
     if path.suffix.lower() not in (*SUFFIXES, *deepmd_kit.SUFFIXES, *FOLDERS, WEIGHTS):
         raise UserError(f"OUT {path}: expected a name that ends in {', '.join(SUFFIXES)} or {WEIGHTS}.")
-    if path.suffix.lower() == WEIGHTS:
-        return _write_weights(loaded, path)
-    return freeze(loaded, path, "OUT", program=program)
+    if path.suffix.lower() != WEIGHTS:
+        return freeze(loaded, path, "OUT", program=program)
+    _check_new_weights(path, info.path)
+    difference: dict[str, float] = {}
+
+    def read_back(part: Path) -> None:
+        difference.update(compare(loaded.model, load_model(part).model, loaded.config))
+
+    head = checkpoint.payload_head("weights", info.weights, info.step, info.config, info.min_nbor_dist)
+    facts = {name: dict(fact) for name, fact in (("average", info.average), ("bias", info.bias)) if fact}
+    checkpoint.save(path, {**head, **facts, "model": dict(loaded.model.state_dict())}, check=read_back, option="OUT")
+    use = f"start a run from it: {command('dp-ema', 'train', 'INPUT', '--init-model', path)}"
+    return Frozen(path, f"{info.describe()}, from {info.path}", path.stat().st_size, difference, use)
 
 
 def freeze(
@@ -169,13 +164,24 @@ def freeze(
             format, or there is no DeePMD-kit for a format that it writes, or it fails.
         CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
     """
-    path = _target(Path(output), option)
-    check_output(path, option, MODEL_FILE, [loaded.info.path])
-    info, compiled = loaded.info, path.suffix == COMPILED_SUFFIX
-    only_here = _only_here(path, loaded.model, loaded.config)
+    path, info = Path(output), loaded.info
+    if path.suffix in FOLDERS:
+        frozen = path.with_suffix(".dp")
+        line = command("dp", "convert-backend", frozen, path)
+        raise UserError(f"{option} {path}: dp-ema writes files. Write {frozen}, then `{line}` with DeePMD-kit.")
+    if path.suffix not in (*SUFFIXES, *deepmd_kit.SUFFIXES):
+        path = path.with_name(f"{path.name}.dp")
+    _check_folder(path, option)
+    check_output(path, option, MODEL_FILE, [info.path])
+    only_here, compiled = _only_here(path, loaded.model, loaded.config), path.suffix == COMPILED_SUFFIX
     _refuse_options(path, device, compress, program)
-    kit = _deepmd_kit_for(path, program, only_here)
-    section, extra = dict(info.config["model"]), {**info.as_dict(), "config": dict(info.config)}
+    kit = None
+    if path.suffix in deepmd_kit.SUFFIXES:
+        if only_here:
+            raise UserError(f"{path}: {only_here}. Write a .dp or a .pt2 file.")
+        kit = deepmd_kit.find_deepmd_kit(path, program)
+    content = (loaded.model, dict(info.config["model"]), info.min_nbor_dist,
+               {**info.as_dict(), "config": dict(info.config)})  # fmt: skip
     difference: dict[str, float] = {}
     tables = ""
 
@@ -189,24 +195,26 @@ def freeze(
         difference.update(compare(loaded.model, back, loaded.config, where, FROM_TABLES if tables else SAME_MATH))
 
     if compiled:
-        from deepmd_ema.interchange.pt2 import check_compiler, write_pt2
+        from deepmd_ema.interop.pt2 import check_compiler, write_pt2
 
         check_compiler(path)
-        tree, target = interchange.file_tree(loaded.model, section, info.min_nbor_dist, extra), select_device(device)
+        target = select_device(device)
         model, tables = _with_tables(loaded, target, compress)
-        write_pt2(path, model, loaded.config, tree, target, check=read_back)
+        write_pt2(path, model, loaded.config, dp.file_tree(*content), target, check=read_back)
+        use = "for deepmd_ema.calculator.DP, dp-ema test and DeePMD-kit 3.2.0, on machines like this one"
     elif kit is not None:
         with tempfile.TemporaryDirectory() as folder:
-            frozen = Path(folder) / "model.dp"
-            interchange.write_dp(
-                frozen, loaded.model, section, info.min_nbor_dist, extra, check=read_back, for_deepmd=True
-            )
-            kit.write(["convert-backend", str(frozen), "{}"], path)
+            source = Path(folder) / "model.dp"
+            dp.write_dp(source, *content, check=read_back, for_deepmd=True)
+            kit.write(["convert-backend", str(source), "{}"], path)
+        use = f"written by {kit} from the .dp file that was compared"
     else:
-        interchange.write_dp(path, loaded.model, section, info.min_nbor_dist, extra, check=read_back)
-    source, written_by = f"{info.describe()}, from {info.path}", str(kit or "")
+        dp.write_dp(path, *content, check=read_back)
+        freeze_it = command("dp-ema", "freeze", "-c", path, "-o", path.with_suffix(COMPILED_SUFFIX))
+        use = only_here or f"for LAMMPS with DeePMD-kit: {freeze_it}"
     lammps = format_lammps_lines(path, loaded) if path.suffix in IN_LAMMPS else ""
-    return Frozen(path, source, path.stat().st_size, difference, only_here, tables, written_by, lammps=lammps)
+    text = f"{info.describe()}, from {info.path}"
+    return Frozen(path, text, path.stat().st_size, difference, use, tables, lammps)
 
 
 def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
@@ -273,15 +281,6 @@ def _refuse_options(path: Path, device: str | None, compress: bool | None, progr
         raise UserError(f"--dp {program}: {path} is written without DeePMD-kit. Leave it out.")
 
 
-def _deepmd_kit_for(path: Path, program: str | None, only_here: str) -> deepmd_kit.DeepmdKit | None:
-    """Return the DeePMD-kit that writes the format of ``path``, or None: it is one of ours."""
-    if path.suffix not in deepmd_kit.SUFFIXES:
-        return None
-    if only_here:
-        raise UserError(f"{path}: {only_here}. Write a .dp or a .pt2 file.")
-    return deepmd_kit.find_deepmd_kit(path, program)
-
-
 def _with_tables(loaded: LoadedModel, device: torch.device, compress: bool | None) -> tuple[EnergyModel, str]:
     """Return the model, or a copy with tables of its networks and a line about these."""
     if compress is False or (compress is None and device.type != "cpu"):
@@ -303,7 +302,7 @@ def _with_tables(loaded: LoadedModel, device: torch.device, compress: bool | Non
     return model, (
         f"embedding networks as {counted(len(found), 'table')} of {sizes[0]} to {sizes[-1]} terms, derivatives "
         f"within {max(series.error for series in found):.0e} of the largest; pairs nearer than "
-        f"{min_table_distance(model):.2f} angstrom by the networks\n"
+        f"{min_table_distance(model):.2f} angstrom by the networks"
     )
 
 
@@ -380,37 +379,11 @@ def _made_up_frames(model: EnergyModel, config: ModelConfig, smallest: float) ->
     return collate(frames, model.layout).to(model.out_bias.device)
 
 
-def _write_weights(loaded: LoadedModel, path: Path) -> Frozen:
-    """Write a checkpoint of kind ``weights``."""
-    info = loaded.info
-    _check_new_weights(path, info.path)
-    difference: dict[str, float] = {}
-
-    def read_back(part: Path) -> None:
-        difference.update(compare(loaded.model, load_model(part).model, loaded.config))
-
-    head = checkpoint.payload_head("weights", info.weights, info.step, info.config, info.min_nbor_dist)
-    facts = {name: dict(fact) for name, fact in (("average", info.average), ("bias", info.bias)) if fact}
-    checkpoint.save(path, {**head, **facts, "model": dict(loaded.model.state_dict())}, check=read_back, option="OUT")
-    return Frozen(path, f"{info.describe()}, from {info.path}", path.stat().st_size, difference)
-
-
 def _check_new_weights(path: Path, source: Path) -> None:
     """Check that a file of weights may be written to ``path``."""
     _check_folder(path, "OUT")
     checkpoint.refuse_to_replace(path, "OUT")
     refuse_inputs(path, "OUT", [source])
-
-
-def _target(path: Path, option: str) -> Path:
-    if path.suffix in FOLDERS:
-        frozen = path.with_suffix(".dp")
-        convert = command("dp", "convert-backend", frozen, path)
-        raise UserError(f"{option} {path}: dp-ema writes files. Write {frozen}, then `{convert}` with DeePMD-kit.")
-    if path.suffix not in (*SUFFIXES, *deepmd_kit.SUFFIXES):
-        path = path.with_name(f"{path.name}.dp")
-    _check_folder(path, option)
-    return path
 
 
 def _check_folder(path: Path, option: str) -> None:

@@ -21,6 +21,7 @@ from deepmd_ema.errors import UserError, WriteError, errno_of
 _MAX_NAME_BYTES = 255  # bytes, of a file on the file systems in use
 _LEFT_S = 24 * 3600.0  # no file is written for so long: what another machine has left is swept then
 _PART = re.compile(r".*\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d{1,10})-[0-9a-f]{16}\.part(\.\w+)?", re.DOTALL)
+_BLOCK_BYTES = 1 << 20  # of a file that is read
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some network file systems have no fsync of a folder
 
 
@@ -271,6 +272,15 @@ def is_running(pid: int) -> bool:
     except OSError as error:  # PermissionError: it runs, but belongs to another user
         return not isinstance(error, ProcessLookupError)
     return True
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def sync(path: Path) -> None:

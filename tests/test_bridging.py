@@ -31,7 +31,7 @@ from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.run import check_task, open_run
 from deepmd_ema.errors import CheckpointError, ConfigError, Interrupted
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.interchange import write_dp
+from deepmd_ema.interop.dp import write_dp
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, VIRIAL
 from deepmd_ema.model.bridging import ZblEnergies, clamped_distance, pair_switch, source_gate
 from deepmd_ema.model.build import build_model

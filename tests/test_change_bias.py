@@ -21,7 +21,7 @@ from deepmd_ema.infer.change_bias import CHANGE, BiasRequest, write_changed
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.interchange.dp.files import VARIABLES, read_tree, write_tree
+from deepmd_ema.interop.tree_files import VARIABLES, read_tree, write_tree
 from deepmd_ema.labels import ENERGY
 
 PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
@@ -332,7 +332,7 @@ def test_a_full_disk_leaves_the_old_file(run, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("deepmd_ema.interchange.dp.files._write_hdf5", full)
+    monkeypatch.setattr("deepmd_ema.interop.tree_files._write_hdf5", full)
     target = Path(shutil.copy(frozen, tmp_path / "n.dp"))
     with pytest.raises(WriteError, match=r"n.dp: cannot be written"):
         write_changed(frozen, BiasRequest(values=[1, 2]), target)

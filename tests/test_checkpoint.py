@@ -16,7 +16,7 @@ from helpers import FullDisk, config_parts, training_parts
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.series import CheckpointSeries, save_together
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.interchange.dp.files import read_tree
+from deepmd_ema.interop.tree_files import read_tree
 from deepmd_ema.tensors import check_weights, cpu_copy
 
 

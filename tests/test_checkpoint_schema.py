@@ -21,7 +21,7 @@ from deepmd_ema.export import freeze
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.show import KINDS as SHOWN
 from deepmd_ema.infer.show import describe
-from deepmd_ema.interchange.dp.files import read_tree, write_tree
+from deepmd_ema.interop.tree_files import read_tree, write_tree
 from deepmd_ema.training.start_file import load_restart, load_weights
 
 pytestmark = pytest.mark.timeout(300)

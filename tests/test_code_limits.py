@@ -74,7 +74,7 @@ MAX_LINES = {
     "dist": 602,
     "families": 5661,
     "infer": 1432,
-    "interchange": 1278,
+    "interop": 1278,
     "model": 4132,
     "modules": 2333,
     "optim": 942,

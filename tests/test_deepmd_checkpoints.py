@@ -23,7 +23,8 @@ from toy_models import SECTIONS, TABLE, TRICLINIC, VARIANTS, evaluate, toy_atoms
 from deepmd_ema import cli
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_model, load_models
-from deepmd_ema.interchange import WrittenModel, write_deepmd_pt, write_dp
+from deepmd_ema.interop.deepmd_pt import WrittenModel, write_deepmd_pt
+from deepmd_ema.interop.dp import write_dp
 
 PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
 needs_peer = pytest.mark.skipif(PEER is None, reason="set DP_PEER to a virtual environment with DeePMD-kit 3.2.0")
@@ -240,7 +241,7 @@ def test_what_cannot_be_written_is_a_message(words, message, tmp_path, monkeypat
 def test_a_file_that_is_not_the_same_model_is_not_kept(tmp_path, monkeypatch, capsys):
     run, _ = write_run(tmp_path / "run")
     monkeypatch.setattr("deepmd_ema.families.se_e2_a.tree.SeE2ATree.modules", {"pt": ((r"^", "sea."),)})
-    monkeypatch.setattr("deepmd_ema.interchange.deepmd_pt._is_weight", lambda name, _: "filter_layers" in name)
+    monkeypatch.setattr("deepmd_ema.interop.deepmd_pt._is_weight", lambda name, _: "filter_layers" in name)
     assert convert(run, tmp_path / "x.pt") == 2
     assert "missing: " in capsys.readouterr().err
     assert not (tmp_path / "x.pt").exists()

@@ -11,7 +11,7 @@ from infer_models import write_run
 from deepmd_ema import cli
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.interchange.dp.files import read_tree
+from deepmd_ema.interop.tree_files import read_tree
 
 COPIES = """
 if words == ["--version"]:

@@ -15,7 +15,7 @@ from deepmd_ema import checkpoint
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.export import freeze
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.interchange.dp.files import read_tree, write_tree
+from deepmd_ema.interop.tree_files import read_tree, write_tree
 from deepmd_ema.tensors import content_digest
 
 OLD = Path(__file__).parent / "golden" / "checkpoints" / "0.1.0"

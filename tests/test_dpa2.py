@@ -16,7 +16,7 @@ from deepmd_ema.config.remarks import ignored_options
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.interchange.dp.model import config_from_tree, model_from_tree, model_tree
+from deepmd_ema.interop.dp import config_from_tree, model_from_tree, model_tree
 from deepmd_ema.model.descriptor import type_embedded
 from deepmd_ema.model.ops.reference import REFERENCE, with_operations, with_vjp
 

@@ -15,10 +15,9 @@ from deepmd_ema.errors import CheckpointError
 from deepmd_ema.families.dpa4.section import DPA4Config
 from deepmd_ema.families.dpa4.tree import DPA4Tree
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.interchange import read_dp, write_dp
-from deepmd_ema.interchange.deepmd_pt import WrittenModel, write_deepmd_pt
-from deepmd_ema.interchange.dp.files import read_tree, write_tree
-from deepmd_ema.interchange.dp.model import rewrite_bias
+from deepmd_ema.interop.deepmd_pt import WrittenModel, write_deepmd_pt
+from deepmd_ema.interop.dp import read_dp, rewrite_bias, write_dp
+from deepmd_ema.interop.tree_files import read_tree, write_tree
 from deepmd_ema.model.build import build_model
 
 GOLDEN = Path(__file__).parent / "golden" / "dpa4_files"

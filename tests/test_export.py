@@ -11,11 +11,12 @@ import pytest
 from helpers import toy_frame
 from infer_models import write_run
 
-from deepmd_ema import cli, interchange
+from deepmd_ema import cli
 from deepmd_ema.errors import CheckpointError, UserError, WriteError
 from deepmd_ema.export import freeze
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
+from deepmd_ema.interop import dp
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +131,8 @@ def test_a_file_that_came_out_wrong_is_not_kept(run, tmp_path, monkeypatch):
         model.out_bias += 1e-3
         return config, model, info
 
-    true = interchange.read_dp
-    monkeypatch.setattr(interchange, "read_dp", bent)
+    true = dp.read_dp
+    monkeypatch.setattr(dp, "read_dp", bent)
     with pytest.raises(CheckpointError, match=r"differs from the checkpoint by 8.0e-03 in energy.*was not kept"):
         freeze(load_model(run[1]), old)
     assert old.read_bytes() == before
@@ -144,8 +145,8 @@ def test_a_difference_that_is_no_number_is_refused(run, tmp_path, monkeypatch):
         model.out_bias *= float("nan")
         return config, model, info
 
-    true = interchange.read_dp
-    monkeypatch.setattr(interchange, "read_dp", bent)
+    true = dp.read_dp
+    monkeypatch.setattr(dp, "read_dp", bent)
     with pytest.raises(CheckpointError, match="differs from the checkpoint by nan"):
         freeze(load_model(run[0]), tmp_path / "m.dp")
 

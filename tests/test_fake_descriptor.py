@@ -199,7 +199,7 @@ def test_no_other_package_reads_an_option_of_a_descriptor():
     answers = {name for requested in questions for name in vars(requested) if not name.startswith("_")}
     answers |= set(DescriptorConfig.__annotations__)
     package = Path(deepmd_ema.__file__).parent
-    own = ("families/", "model/descriptor/", "interchange/dp/")
+    own = ("families/", "model/descriptor/", "interop/")
     module = {"layout", "measure", "apply_statistics", "sum_names", "stat_settings", "blocks",
               "dim_out", "dtype", "mixed_types", "passes_messages"}  # fmt: skip
     files = [p for p in sorted(package.rglob("*.py")) if not p.relative_to(package).as_posix().startswith(own)]
@@ -231,5 +231,5 @@ print(*(name for name in sys.modules if name.startswith("deepmd_ema.")))
     found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
     modules = [name for name in found.split() if re.search(r"families\.\w+\.(module|layers|tree)", name)]
     assert modules == ["deepmd_ema.families.se_e2_r.module", "deepmd_ema.families.ener.module"]
-    assert not {"deepmd_ema.interchange.pt2", "deepmd_ema.model.extended_model", "deepmd_ema.infer.images",
+    assert not {"deepmd_ema.interop.pt2", "deepmd_ema.model.extended_model", "deepmd_ema.infer.images",
                 "deepmd_ema.optim.lkf", "deepmd_ema.training.kalman"} & {*found.split()}  # fmt: skip

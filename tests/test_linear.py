@@ -27,8 +27,8 @@ from deepmd_ema.errors import ConfigError
 from deepmd_ema.export import freeze
 from deepmd_ema.geometry import neighbor_statistics
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.interchange import read_dp, write_dp
-from deepmd_ema.interchange.dp.files import read_tree
+from deepmd_ema.interop.dp import read_dp, write_dp
+from deepmd_ema.interop.tree_files import read_tree
 from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.statistics import collect_statistics

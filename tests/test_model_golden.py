@@ -13,7 +13,7 @@ from toy_models import batch_of
 
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
-from deepmd_ema.interchange import read_dp
+from deepmd_ema.interop.dp import read_dp
 
 GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
 SAME_MATH = 1e-10

@@ -20,8 +20,8 @@ from deepmd_ema import checkpoint, cli
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.interchange import read_deepmd_pt, read_dp
-from deepmd_ema.interchange.dp.standard import tree_of_model
+from deepmd_ema.interop.deepmd_pt import deepmd_section, read_deepmd_pt
+from deepmd_ema.interop.dp import read_dp
 from deepmd_ema.training.start_file import load_weights
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -249,7 +249,7 @@ def test_every_kind_of_model_is_read_to_the_bit(tmp_path):
         if config.type == "linear_ener":  # the peer does not read the files of it that it writes
             continue
         known[path.stem] = model.state_dict()
-        torch.save(tree_of_model(config).deepmd_section(config), tmp_path / f"{path.stem}.section")
+        torch.save(deepmd_section(config), tmp_path / f"{path.stem}.section")
     script = tmp_path / "peer.py"
     script.write_text(PEER_SCRIPT)
     subprocess.run([Path(PEER) / "bin" / "python", script, GOLDEN, tmp_path], check=True, stdout=sys.stderr)

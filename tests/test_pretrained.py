@@ -14,8 +14,8 @@ from infer_models import write_run
 
 from deepmd_ema import cli
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.interchange import pretrained
-from deepmd_ema.interchange.pretrained import PUBLISHED, PublishedModel, check_digest, download
+from deepmd_ema.interop import pretrained
+from deepmd_ema.interop.pretrained import PUBLISHED, PublishedModel, check_digest, download
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.infer.images import Images
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.interchange import pt2
+from deepmd_ema.interop import pt2
 from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor

@@ -12,9 +12,9 @@ from toy_models import toy_model
 import deepmd_ema
 from deepmd_ema import cli
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.interchange import read_dp, write_dp
-from deepmd_ema.interchange.dp.files import PACKAGED_TREE, packaged_text, read_tree
-from deepmd_ema.interchange.pt2 import load_compiled
+from deepmd_ema.interop.dp import read_dp, write_dp
+from deepmd_ema.interop.pt2 import load_compiled
+from deepmd_ema.interop.tree_files import PACKAGED_TREE, packaged_text, read_tree
 
 FACTS = "model/extra/metadata.json"
 

@@ -12,8 +12,8 @@ from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.interchange import read_dp, write_dp
-from deepmd_ema.interchange.dp.files import read_tree, write_tree
+from deepmd_ema.interop.dp import read_dp, write_dp
+from deepmd_ema.interop.tree_files import read_tree, write_tree
 from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.interpolation.interpolation import Interpolation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from collections.abc import Mapping
 from enum import EnumMeta
@@ -31,10 +30,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from deepmd_ema.checkpoint.archive import DamagedError
 from deepmd_ema.dist.world import World
+from deepmd_ema.files import file_digest
 from deepmd_ema.tensors import RowShard, StoredTensor
 
 TABLE = ".metadata"  # where the rows of each tensor are, a pickle of torch
-_HASHED_AT_ONCE = 1 << 20  # bytes
 _OF_A_TABLE = {  # what such a pickle may refer to, beside precisions and the classes of torch that make it up
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -67,7 +66,7 @@ def write_shards(folder: Path, shards: Mapping[str, RowShard], world: World) -> 
     plan = planner.finish_plan(world.scatter(plans))
     with world.all_ranks_ok():
         results = storage.write_data(plan, planner).wait()
-        digests = {name: digest_of(folder / name) for name in {r.storage_data.relative_path for r in results}}
+        digests = {name: file_digest(folder / name) for name in {r.storage_data.relative_path for r in results}}
     written = world.gather((results, digests))
     with world.all_ranks_ok():
         if not world.is_main:
@@ -75,7 +74,7 @@ def write_shards(folder: Path, shards: Mapping[str, RowShard], world: World) -> 
         assert table is not None
         storage.finish(table, [found for found, _ in written])
         files = {name: digest for _, own in written for name, digest in own.items()}
-        return {**files, TABLE: digest_of(folder / TABLE)}
+        return {**files, TABLE: file_digest(folder / TABLE)}
 
 
 class _Writer(FileSystemWriter):
@@ -107,15 +106,6 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         raise
     except Exception as error:  # a pickle that was changed can fail in any way
         raise DamagedError(f"{TABLE} is not the table of its tensors ({type(error).__name__})") from error
-
-
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(_HASHED_AT_ONCE):
-            digest.update(part)
-    return digest.hexdigest()
 
 
 def _read_rows(storage: FileSystemReader, name: str, info: TensorStorageMetadata, first: int, count: int) -> Tensor:

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         CheckpointError: if such a file has another digest, or cannot be downloaded.
     """
-    from deepmd_ema.interchange.pretrained import DOWNLOADS, PUBLISHED, check_digest, download
+    from deepmd_ema.interop.pretrained import DOWNLOADS, PUBLISHED, check_digest, download
 
     folder = None if args.cache_dir is None else Path(args.cache_dir)
     for name in args.names[args.names[:1] == ["download"] :]:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from deepmd_ema import checkpoint, interchange
+from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.names import name_of_weights
 from deepmd_ema.config import choose_head
 from deepmd_ema.config.outputs import GATHERED_SUFFIX
@@ -20,6 +20,7 @@ from deepmd_ema.errors import CheckpointError, UserError, counted, first_few
 from deepmd_ema.files import MODEL_FILE, check_output, refuse_inputs
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, ModelFile, load_models
+from deepmd_ema.interop import dp
 from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.model_set import ModelSet, unnested
 from deepmd_ema.model.output_bias import BiasFit, FrameEnergies, change_bias, energies_of, fixed_elements, set_bias
@@ -194,7 +195,7 @@ def describe_record(record: Mapping[str, Any]) -> str:
 def _write(done: ChangedBias, std: Array | None) -> None:
     info = done.loaded.info
     if info.path.suffix.lower() in FROZEN_SUFFIXES:
-        interchange.rewrite_bias(info.path, done.path, done.after, std, {"bias": dict(done.record)})
+        dp.rewrite_bias(info.path, done.path, done.after, std, {"bias": dict(done.record)})
         return
     models = done.source.models
     weights, prefix = ModelSet({name: each.model for name, each in models.items()}).state_dict(), prefix_of(done.head)

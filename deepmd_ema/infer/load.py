@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from deepmd_ema import checkpoint, interchange
+from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.config import ModelConfig, choose_head, saved_models, to_dict
 from deepmd_ema.config.messages import show
@@ -17,7 +17,7 @@ from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.infer.guards import without_modes
-from deepmd_ema.interchange import deepmd_kit
+from deepmd_ema.interop import deepmd_kit, deepmd_pt, dp
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import nested
@@ -113,7 +113,7 @@ class LoadedModel:
             UserError: if the device is not there, or the file is compiled for another one.
         """
         if self.is_compiled:
-            from deepmd_ema.interchange.pt2 import load_compiled
+            from deepmd_ema.interop.pt2 import load_compiled
 
             run, where = load_compiled(self.info.path, device)
             return CompiledModel(run, self.model, self.config.fitting_net.default_fparam), where
@@ -244,8 +244,8 @@ def models_of_deepmd(
 ) -> ModelFile:
     """Return the models in the content of a checkpoint of DeePMD-kit, see :func:`load_models`."""
     found = {}
-    for head in choose(interchange.heads_of(payload, path) or {"": ()}):
-        own = interchange.read_deepmd_pt(payload, path, head or None, use_average)
+    for head in choose(deepmd_pt.heads_of(payload, path) or {"": ()}):
+        own = deepmd_pt.read_deepmd_pt(payload, path, head or None, use_average)
         if average not in (None, own.weights):
             raise CheckpointError(
                 f"{path}: a checkpoint of DeePMD-kit, no average is called {average!r}. Use --use-ema."
@@ -272,10 +272,10 @@ def _load_frozen(path: Path) -> LoadedModel:
         with deepmd_kit.as_dp(path) as converted:
             loaded = _load_frozen(converted)
         return replace(loaded, info=replace(loaded.info, path=path))
-    config, model, found = interchange.read_dp(path)
-    ours = found[interchange.EXTRA]
+    config, model, found = dp.read_dp(path)
+    ours = found[dp.EXTRA]
     if not isinstance(ours, dict) or not isinstance(ours.get("average", {}), dict):
-        raise CheckpointError(f"{path}: the section {interchange.EXTRA} is not as dp-ema writes it. Freeze it again.")
+        raise CheckpointError(f"{path}: the section {dp.EXTRA} is not as dp-ema writes it. Freeze it again.")
     info = Provenance(
         path,
         "frozen",

@@ -17,7 +17,7 @@ from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import open_world
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.interchange.pretrained import local_file
+from deepmd_ema.interop.pretrained import local_file
 from deepmd_ema.report.log import set_up_logging
 from deepmd_ema.report.loggers import loggers_of
 from deepmd_ema.report.record import RunRecord, keeping_warnings

@@ -11,7 +11,7 @@ from deepmd_ema import checkpoint
 from deepmd_ema.config import choose_head
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, ModelFile, load_models, models_of_deepmd
-from deepmd_ema.interchange.pretrained import check_digest
+from deepmd_ema.interop.pretrained import check_digest
 from deepmd_ema.model.model_set import ModelSet, unnested
 from deepmd_ema.training.fine_tuning import FineTune, Pretrained
 from deepmd_ema.training.from_weights import FromWeights

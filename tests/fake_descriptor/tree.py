@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from deepmd_ema.config.fields import plain
-from deepmd_ema.interchange.dp.files import VARIABLES
-from deepmd_ema.interchange.dp.networks import PartTree, array, precision_of
+from deepmd_ema.interop.parts import PartTree, array, precision_of
+from deepmd_ema.interop.tree_files import VARIABLES
 
 
 class FakeTree(PartTree):
@@ -14,6 +14,3 @@ class FakeTree(PartTree):
         variables = {name.replace(".", "_"): array(tensor) for name, tensor in part.state_dict().items()}
         options = {**plain(config.descriptor), "precision": precision_of(part.dtype)}
         return {"@class": "Descriptor", "@version": 1, **options, VARIABLES: variables}
-
-    def unavailable(self, tree):
-        return {}

@@ -70,8 +70,8 @@ def largest_difference(found: np.ndarray, reference: np.ndarray) -> float:
 
 def other_entries(theirs: Path, ours: Path, config: Any, model: Any) -> Iterator[str]:
     """Write the model again, and yield the entries of the file that are not those of the peer's."""
-    from deepmd_ema.interchange.dp.files import read_tree
-    from deepmd_ema.interchange.dp.model import write_dp
+    from deepmd_ema.interop.dp import write_dp
+    from deepmd_ema.interop.tree_files import read_tree
 
     write_dp(ours, model, config)
     found = differences(read_tree(theirs)["model"], read_tree(ours)["model"], "")

@@ -148,7 +148,8 @@ def _outcome(job: dict[str, Any]) -> Outcome:
     """Return the comparison of the peer's answer to an option set with ours."""
     from deepmd_ema.config import model_config_from_dict
     from deepmd_ema.errors import CheckpointError, ConfigError
-    from deepmd_ema.interchange import WrittenModel, read_deepmd_pt, read_dp, write_deepmd_pt
+    from deepmd_ema.interop.deepmd_pt import WrittenModel, read_deepmd_pt, write_deepmd_pt
+    from deepmd_ema.interop.dp import read_dp
 
     out, one = Path(job["out"]), Outcome(job)
     error = Path(f"{out}.error")
@@ -212,7 +213,7 @@ def _compare_read_again(one: Outcome) -> None:
 
 def _in_float32(outcomes: list[Outcome], args: argparse.Namespace) -> list[str]:
     """Return the table of the errors that networks in float32 make here and in the peer."""
-    from deepmd_ema.interchange.dp.files import read_tree, write_tree
+    from deepmd_ema.interop.tree_files import read_tree, write_tree
 
     pairs = []
     for one in outcomes:

@@ -174,8 +174,7 @@ def our_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
     from deepmd_ema.config.schema.optim import EnerLossConfig
     from deepmd_ema.data.collate import collate
     from deepmd_ema.dist.world import World
-    from deepmd_ema.interchange import read_dp
-    from deepmd_ema.interchange.dp.model import model_tree
+    from deepmd_ema.interop.dp import model_tree, read_dp
     from deepmd_ema.loss import EnergyLoss
 
     config, model, _ = read_dp(GOLDEN / f"{name}.dp")

@@ -150,7 +150,7 @@ def rounding(run: Run) -> Iterator[str]:
 
 def files(run: Run) -> Iterator[str]:
     """Yield the table of files that are read here and written again."""
-    from deepmd_ema.interchange import read_dp
+    from deepmd_ema.interop.dp import read_dp
 
     yield from ("## `.dp` read here and written again", "")
     rows = []
@@ -254,14 +254,14 @@ PARTS: dict[str, Callable[[Run], Iterator[str]]] = {
 
 def tree_of(name: str) -> dict[str, Any]:
     """Return the content of a golden model."""
-    from deepmd_ema.interchange.dp.files import read_tree
+    from deepmd_ema.interop.tree_files import read_tree
 
     return read_tree(GOLDEN / f"{name}.dp")
 
 
 def write_file(path: Path, tree: dict[str, Any]) -> Path:
     """Write a tree to a file, and return its path."""
-    from deepmd_ema.interchange.dp.files import write_tree
+    from deepmd_ema.interop.tree_files import write_tree
 
     write_tree(path, tree)
     return path

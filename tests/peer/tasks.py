@@ -138,7 +138,7 @@ def write_system(folder: Path, frames: int, edges: tuple[int, int, int], rng: np
 def input_of(case: str, work: Path, shares: Mapping[str, float] = SHARES) -> dict[str, Any]:
     """Return the input of two tasks."""
     from deepmd_ema.config import to_dict
-    from deepmd_ema.interchange import read_dp
+    from deepmd_ema.interop.dp import read_dp
 
     kind, _, way = case.partition("/")
     name, _, option = kind.partition(" ")
@@ -249,7 +249,7 @@ def our_side(folder: Path) -> dict[str, np.ndarray]:
     """Evaluate a batch of each task with the weights of ``start.pt``."""
     import torch
 
-    from deepmd_ema.interchange.dp.model import model_tree
+    from deepmd_ema.interop.dp import model_tree
 
     trainer, config = _our_trainer(folder)
     tasks = {task.name: task for task in trainer.tasks}

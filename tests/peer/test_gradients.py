@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deepmd_ema.data.collate import collate
-from deepmd_ema.interchange import read_dp
+from deepmd_ema.interop.dp import read_dp
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gradients.json").read_text())
 TOLERANCE = 1e-8  # relative to the length of an array of gradients

@@ -366,7 +366,7 @@ class Link:
 STANDARD = Family(
     StandardConfig,
     module="deepmd_ema.model.build:standard_parts",
-    tree="deepmd_ema.interchange.dp.standard:StandardTree",
+    tree="deepmd_ema.interop.dp:StandardTree",
 )
 MODELS = Registry(
     {

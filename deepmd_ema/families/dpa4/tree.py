@@ -14,8 +14,8 @@ from deepmd_ema.config.schema.model import NetworkConfig
 from deepmd_ema.families.dpa4.frames import RadialMixer
 from deepmd_ema.families.dpa4.layers import DegreeGate, DegreeLinear, DegreeNorm, OrderedNorm
 from deepmd_ema.families.dpa4.mixing import OrderLinear
-from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.networks import BACKENDS, PartTree, array, chosen, fill, precision_of
+from deepmd_ema.interop.parts import BACKENDS, PartTree, array, chosen, env_mat_tree, precision_of
+from deepmd_ema.interop.tree_files import VARIABLES, Tree
 
 if TYPE_CHECKING:
     from deepmd_ema.families.dpa4.module import DPA4Descriptor
@@ -38,6 +38,7 @@ class DPA4Tree(PartTree):
         section, window = cast("DPA4Config", config.descriptor), config.bridging
         options = {**plain(section), "precision": precision_of(part.dtype)}
         del options["type"]
+        trained = {_name(name): array(tensor) for name, tensor in part.state_dict().items()}
         return {
             "@class": "Descriptor",
             "type": "SeZM",
@@ -51,21 +52,8 @@ class DPA4Tree(PartTree):
                 "inner_clamp_r_outer": window and window.outer,
                 "use_spin": None,
             },
-            VARIABLES: {**_trained(part), **dict(_constants(part, section))},
-            "env_mat": {
-                "rcut": section.rcut,
-                "rcut_smth": section.rcut,
-                "protection": section.eps,
-                "use_exp_switch": False,
-            },
-        }
-
-    def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
-        """Return features that are not available here, and whether the tree uses them."""
-        names = tree[VARIABLES]
-        return {
-            "spin": bool(tree["config"].get("use_spin")),
-            "lora": any(re.search(r"\b(A|B)_(by_l|m0|m)\b", name) for name in names),
+            VARIABLES: {**trained, **dict(_constants(part, section))},
+            "env_mat": env_mat_tree(section.rcut, section.rcut, section.eps),
         }
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
@@ -76,15 +64,10 @@ class DPA4Tree(PartTree):
         """Return the name of an array in checkpoints, which is that in the tree."""
         return place
 
-    def fill(self, part: DPA4Descriptor, config: NetworkConfig, tree: Mapping[str, Any]) -> None:
-        """Write the arrays of the tree into the descriptor; index arrays are not read."""
+    def upgraded(self, tree: Tree) -> Tree:
+        """Return the tree with its version among the arrays."""
         version = np.array(float(tree.get("@version", FIRST_VERSION)))
-        fill({VARIABLES: _trained(part)}, {VARIABLES: {"version_tensor": version, **tree[VARIABLES]}}, "descriptor")
-
-
-def _trained(part: DPA4Descriptor) -> Tree:
-    """Return parameters and the version by DeePMD-kit's names, in their own memory."""
-    return {_name(name): array(tensor) for name, tensor in part.state_dict().items()}
+        return {**tree, VARIABLES: {"version_tensor": version, **tree[VARIABLES]}}
 
 
 def _name(name: str) -> str:

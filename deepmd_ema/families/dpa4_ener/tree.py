@@ -2,66 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from deepmd_ema.families.ener.tree import EnerTree
-from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.networks import Names, array
-
-if TYPE_CHECKING:
-    from deepmd_ema.families.dpa4_ener.module import DPA4Fitting
-    from deepmd_ema.families.dpa4_ener.section import DPA4EnerConfig
+from deepmd_ema.interop.parts import Names, array, node
+from deepmd_ema.interop.tree_files import VARIABLES, Tree
 
 
 class DPA4EnerTree(EnerTree):
     """Tree of dpa4_ener."""
 
+    networks: ClassVar[str] = "sezm_fitting_network"
     has_second_names = False
     modules: ClassVar[Names] = {
         "pt": (),
         "pt_expt": ((r"\.linear\.", "."), (r"\.matrix$", ".w"), (r"\.bias$", ".b")),
     }
 
-    def _entries(self, part: Any, section: Any, common: Tree, ntypes: int) -> Tree:
-        """Return the entries of the tree of a fitting network that are not those of ``ener``."""
-        fitting, options = cast("DPA4Fitting", part), cast("DPA4EnerConfig", section)
-        widths = options.widths(fitting.num_inputs)
+    def _networks(self, part: Any, section: Any, common: Tree) -> tuple[Tree, list[Tree]]:
+        """Return what depends on the type of the fitting network, and the trees of its networks."""
+        widths, film = section.widths(part.num_inputs), {"case_film_embd": section.case_film_embd}
         shape = {
-            "in_dim": fitting.num_inputs,
+            **node("GLUFittingNet", 1),
+            "in_dim": part.num_inputs,
             "out_dim": 1,
             **common,
             "neuron": widths,
             "bias_out": False,
-            "descriptor_dim": fitting.dim_in,
-            "dim_case_embd": options.dim_case_embd,
-            "case_film_embd": options.case_film_embd,
+            "descriptor_dim": part.dim_in,
+            "dim_case_embd": section.dim_case_embd,
+            **film,
         }
-        nets: Sequence[Any] = list(fitting.nets)
-        networks = [
-            {
-                "@class": "GLUFittingNet",
-                "@version": 1,
-                **shape,
-                VARIABLES: {name: array(tensor) for name, tensor in net.state_dict().items()},
-            }
-            for net in nets
-        ]
-        return {
-            "type": "sezm_ener",
-            "neuron": widths,
-            "case_film_embd": options.case_film_embd,
-            "trainable": [_is_trained(options)] * (len(widths) + 1),
-            "nets": {
-                "@class": "NetworkCollection",
-                "@version": 1,
-                "ndim": 0 if fitting.mixed_types else 1,
-                "ntypes": ntypes,
-                "network_type": "sezm_fitting_network",
-                "networks": networks,
-            },
-        }
-
-
-def _is_trained(section: DPA4EnerConfig) -> bool:
-    return section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
+        states = [{name: array(tensor) for name, tensor in net.state_dict().items()} for net in part.nets]
+        return {"type": "sezm_ener", "neuron": widths, **film}, [{**shape, VARIABLES: state} for state in states]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from deepmd_ema.config.schema.bridging import DEFAULT_INNER, DEFAULT_OUTER, method_name
-from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.networks import chosen
-from deepmd_ema.interchange.dp.standard import StandardTree, network_sections, network_trees
+from deepmd_ema.interop.dp import INSIDE, StandardTree, network_sections, network_trees
+from deepmd_ema.interop.parts import chosen, node
+from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.energy import EnergyModel
 
 if TYPE_CHECKING:
@@ -31,10 +31,9 @@ class DPA4ModelTree(StandardTree):
         networks = network_trees(model.descriptor, model.fitting, config)
         networks["fitting"]["exclude_types"] = []  # the model excludes them, not its network
         return {
-            "@class": "Model",
-            "@version": 1,
+            **node("Model", 1),
             "type": "SeZM",
-            "atomic_model": {
+            INSIDE: {
                 **whole,
                 "@version": 3,
                 "type": "sezm_atomic",
@@ -55,12 +54,13 @@ class DPA4ModelTree(StandardTree):
         Raises:
             ValueError: if it has a fitting network of forces, or low-rank additions to weights.
         """
-        inner = dict(tree.get("atomic_model", tree))
+        inner = dict(tree.get(INSIDE, tree))
         if tree.get("lora") is not None:
             raise ValueError("lora, low-rank additions to weights, is not available here")
         if inner.get("dens_fitting") is not None or inner.get("active_mode", "ener") != "ener":
             raise ValueError("dens, a fitting network of forces, is not available here")
-        return {**inner, **chosen(tree, _OF_BRIDGING), "type": "dpa4"}
+        of_elements = chosen(inner[VARIABLES], ("out_bias", "out_std"))
+        return {**inner, **chosen(tree, _OF_BRIDGING), "type": "dpa4", VARIABLES: of_elements}
 
     def section(self, tree: Mapping[str, Any], script: Mapping[str, Any]) -> Tree:
         """Return the sections of the parts and the options of bridging."""

@@ -9,15 +9,30 @@ from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.families.ener.module import EnergyFitting
 from deepmd_ema.families.ener.section import EnerFittingConfig
-from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.networks import BACKENDS, Names, PartTree, array, chosen, network_trees, precision_of
+from deepmd_ema.interop.parts import (
+    BACKENDS,
+    Names,
+    PartTree,
+    array,
+    chosen,
+    collection_tree,
+    layer_tree,
+    node,
+    precision_of,
+)
+from deepmd_ema.interop.tree_files import VARIABLES, Tree
 
 STATISTICS = ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
 
 
 class EnerTree(PartTree):
-    """Tree of ener."""
+    """Tree of ener.
 
+    Attributes:
+        networks: ``network_type`` of its networks.
+    """
+
+    networks: ClassVar[str] = "fitting_network"
     modules: ClassVar[Names] = dict.fromkeys(BACKENDS, ())
 
     def write(self, part: EnergyFitting, config: StandardConfig) -> Tree:
@@ -26,9 +41,10 @@ class EnerTree(PartTree):
         ntypes = len(config.type_map)
         options = plain(section) | {"precision": precision_of(part.dtype)}
         common = chosen(options, ("neuron", "activation_function", "resnet_dt", "precision"))
+        trained = section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
+        more, networks = self._networks(part, section, common)
         return {
-            "@class": "Fitting",
-            "@version": 4,
+            **node("Fitting", 4),
             "var_name": "energy",
             "ntypes": ntypes,
             "dim_descrpt": part.dim_in,
@@ -48,51 +64,31 @@ class EnerTree(PartTree):
             "spin": None,
             "dim_out": 1,
             "atom_ener": options["atom_ener"],
-            **self._entries(part, section, common, ntypes),
+            "trainable": [trained] * (len(section.neuron) + 1),
+            "nets": collection_tree(self.networks, networks, 0 if part.mixed_types else 1, ntypes),
+            **more,
         }
 
-    def _entries(self, part: Any, section: Any, common: Tree, ntypes: int) -> Tree:
-        """Return the type of the tree, its networks, and what else depends on these.
+    def _networks(self, part: Any, section: Any, common: Tree) -> tuple[Tree, list[Tree]]:
+        """Return what depends on the type of the fitting network, and the trees of its networks.
 
         Args:
             part: the fitting network.
             section: its section.
             common: entries of each network.
-            ntypes: number of elements.
         """
-        network = {
-            "@class": "FittingNetwork",
-            "@version": 1,
-            "in_dim": part.nets[0].layers[0].weight.shape[0],
-            "out_dim": 1,
-            **common,
-            "bias_out": True,
-        }
-        trained = section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
-        ndim = 0 if part.mixed_types else 1
-        return {
-            "type": "ener",
-            "trainable": [trained] * (len(section.neuron) + 1),
-            "nets": network_trees("fitting_network", part.nets, network, ndim, ntypes, hidden_only=False),
-        }
-
-    def unavailable(self, tree: Mapping[str, Any]) -> Mapping[str, bool]:
-        """Return features that are not available here, and whether the tree uses them."""
-        return {
-            "spin": bool(tree.get("spin")),
-            "aparam as mask": bool(tree.get("use_aparam_as_mask")),
-            "tot_ener_zero": bool(tree.get("tot_ener_zero")),
-        }
+        first = {"in_dim": part.nets[0].layers[0].weight.shape[0], "out_dim": 1, **common, "bias_out": True}
+        networks = [
+            {
+                **node("FittingNetwork", 1),
+                **first,
+                "layers": [layer_tree(layer, resnet=layer is not net.layers[-1]) for layer in net.layers],
+            }
+            for net in part.nets
+        ]
+        return {"type": "ener"}, networks
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of the section ``model.fitting_net``."""
         trained = all(tree.get("trainable", [True]))  # one for each layer; here all of them or none are trained
         return {**super().section(tree), "atom_ener": tree.get("atom_ener") or [], "trainable": trained}
-
-    def fill(self, part: EnergyFitting, config: StandardConfig, tree: Mapping[str, Any]) -> None:
-        """Write the arrays of the tree into the fitting network."""
-        if bool(tree.get("mixed_types")) != part.mixed_types:
-            raise ValueError(
-                f"mixed_types of the fitting is {tree.get('mixed_types')}, which its descriptor is not made for"
-            )
-        super().fill(part, config, tree)

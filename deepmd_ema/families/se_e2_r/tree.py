@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from deepmd_ema.families.se_e2_a.tree import SeE2ATree
 from deepmd_ema.families.se_e2_r.section import SeE2RConfig
-from deepmd_ema.interchange.dp.networks import STATISTICS, Names
+from deepmd_ema.interop.parts import STATISTICS, Names
 
 
 class SeE2RTree(SeE2ATree):

@@ -8,8 +8,8 @@ from typing import ClassVar
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.families.se_e2_a.tree import SeE2ATree
 from deepmd_ema.families.se_e3.module import SeE3Descriptor
-from deepmd_ema.interchange.dp.files import Tree
-from deepmd_ema.interchange.dp.networks import STATISTICS, Names
+from deepmd_ema.interop.parts import STATISTICS, Names
+from deepmd_ema.interop.tree_files import Tree
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.nn.layers import Network
 
@@ -25,12 +25,9 @@ class SeE3Tree(SeE2ATree):
         tree = super().write(part, config)
         return {name: value for name, value in tree.items() if name != "spin"}
 
-    def _networks(self, part: ByTypeDescriptor) -> Sequence[Network]:
+    def _networks(self, part: ByTypeDescriptor) -> tuple[Sequence[Network], int]:
         assert isinstance(part, SeE3Descriptor)
         by_pair = dict(zip(part.pairs, part.embeddings, strict=True))
         types = range(part.num_types)
         # the used one of a pair is the later one, so that its arrays are those that `fill` leaves
-        return [by_pair[min(a, b), max(a, b)] for b in types for a in types]
-
-    def _ndim(self, part: ByTypeDescriptor) -> int:
-        return 2
+        return [by_pair[min(a, b), max(a, b)] for b in types for a in types], 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -13,7 +12,7 @@ from urllib.request import urlopen
 from tqdm import tqdm
 
 from deepmd_ema.errors import CheckpointError, UserError, command, did_you_mean, is_disk_full
-from deepmd_ema.files import atomic_write
+from deepmd_ema.files import atomic_write, file_digest
 
 logger = logging.getLogger(__name__)
 
@@ -46,44 +45,29 @@ class PublishedModel:
     sha256: str
 
 
-def _published(
-    name: str, descriptor: str, sha256: str, file: str = "", source: str = "", repository: str = ""
-) -> PublishedModel:
-    urls = tuple(site.format(repository or name, source or f"{name}.pt") for site in _SITES)
+# all of DeePMD-kit 3.2.0: descriptor, digest, name, and if others: the file after a download, and on the sites
+_MODELS = (
+    ("dpa2", "904eb5560af9ff644347dedd3ebf1e9c97929d02ee37ce3cbe895de3df711198", "DPA-2.4-7M", "dpa-2.4-7M.pt",
+     "DPA-2.4-7M-patched-mt.pt"),
+    ("dpa3", "86dd3a804d78ca5d203ebf98747e8f16dff9713ba8950097ceb760b161e19907", "DPA-3.1-3M"),
+    ("dpa3", "876354744aeaae17b2639a6a690514470273784f2b4836280850f50cbb799165", "DPA-3.2-5M"),
+    ("dpa3", "36fe440c111108d60cda54aa7d3fccac743794de25abef4d49564b9fb896a55b", "DPA-3.3-1M"),
+    ("dpa3", "dc4d252b31450b41eb3546cc48f640ad0831c0b5d069ce27d996e0ff58fc037a", "DPA3-Omol-Large"),
+    ("dpa4", "7ac5fb696fc057229ceebc33f31f7a96b2f3616ac5b63a512acd1848f2d41a09", "DPA4-Air-OMat24-v20260805"),
+    ("dpa4", "13edeea63448c0f8a0b38e08fd8ba196fb1e2fad5f12486b1cd23320829da268", "DPA4-Mini-OMat24-v20260805"),
+    ("dpa4", "ded047546c2b44a50e2c850680d77279e2bf3e107c10f1c2fe39a5c344e693f6", "DPA4-Nano-OMat24-v20260805"),
+    ("dpa4", "fd7f34ae28f921201e4a0328ddf56179892752084f8363e7796038201471c989", "DPA4-Neo-OMat24-v20260805"),
+    ("dpa4", "6820a320dc241a4002e6c257ad21983950df178b1f80271a6e6af199adb18567", "DPA4-Plus-OMat24-v20260805"),
+)  # fmt: skip
+
+
+def _published(descriptor: str, sha256: str, name: str, file: str = "", source: str = "") -> PublishedModel:
+    repository = "DPA4-OMat24" if descriptor == "dpa4" else name
+    urls = tuple(site.format(repository, source or f"{name}.pt") for site in _SITES)
     return PublishedModel(name, descriptor, file or f"{name}.pt", urls, sha256)
 
 
-# all of DeePMD-kit 3.2.0
-PUBLISHED = (
-    _published(
-        "DPA-2.4-7M", "dpa2", "904eb5560af9ff644347dedd3ebf1e9c97929d02ee37ce3cbe895de3df711198",
-        file="dpa-2.4-7M.pt", source="DPA-2.4-7M-patched-mt.pt",
-    ),
-    _published("DPA-3.1-3M", "dpa3", "86dd3a804d78ca5d203ebf98747e8f16dff9713ba8950097ceb760b161e19907"),
-    _published("DPA-3.2-5M", "dpa3", "876354744aeaae17b2639a6a690514470273784f2b4836280850f50cbb799165"),
-    _published("DPA-3.3-1M", "dpa3", "36fe440c111108d60cda54aa7d3fccac743794de25abef4d49564b9fb896a55b"),
-    _published("DPA3-Omol-Large", "dpa3", "dc4d252b31450b41eb3546cc48f640ad0831c0b5d069ce27d996e0ff58fc037a"),
-    _published(
-        "DPA4-Air-OMat24-v20260805", "dpa4", "7ac5fb696fc057229ceebc33f31f7a96b2f3616ac5b63a512acd1848f2d41a09",
-        repository="DPA4-OMat24",
-    ),
-    _published(
-        "DPA4-Mini-OMat24-v20260805", "dpa4", "13edeea63448c0f8a0b38e08fd8ba196fb1e2fad5f12486b1cd23320829da268",
-        repository="DPA4-OMat24",
-    ),
-    _published(
-        "DPA4-Nano-OMat24-v20260805", "dpa4", "ded047546c2b44a50e2c850680d77279e2bf3e107c10f1c2fe39a5c344e693f6",
-        repository="DPA4-OMat24",
-    ),
-    _published(
-        "DPA4-Neo-OMat24-v20260805", "dpa4", "fd7f34ae28f921201e4a0328ddf56179892752084f8363e7796038201471c989",
-        repository="DPA4-OMat24",
-    ),
-    _published(
-        "DPA4-Plus-OMat24-v20260805", "dpa4", "6820a320dc241a4002e6c257ad21983950df178b1f80271a6e6af199adb18567",
-        repository="DPA4-OMat24",
-    ),
-)  # fmt: skip
+PUBLISHED = tuple(_published(*model) for model in _MODELS)
 
 
 def download(name: str, folder: Path | None = None) -> Path:
@@ -107,13 +91,17 @@ def download(name: str, folder: Path | None = None) -> Path:
         for url in model.urls:
             logger.info("downloading %s from %s to %s", name, url, path)
             try:
-                _fetch(url, part)
+                with urlopen(url, timeout=_TIMEOUT_S) as answer, part.open("wb") as file:
+                    size = int(answer.headers.get("Content-Length") or 0) or None
+                    with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+                        while block := answer.read(_BLOCK_BYTES):
+                            bar.update(file.write(block))
             except (OSError, HTTPException) as error:
                 if is_disk_full(error):
                     raise
                 failures.append(f"{urlsplit(url).netloc}: {' '.join(str(error).split()) or type(error).__name__}")
                 continue
-            if _digest(part) == model.sha256:
+            if file_digest(part) == model.sha256:
                 return path
             failures.append(f"{urlsplit(url).netloc}: a file with another sha256, {part.stat().st_size:,} bytes")
         raise CheckpointError(
@@ -141,7 +129,7 @@ def check_digest(path: Path) -> str:
     model = next((one for one in PUBLISHED if path.name in (one.file, one.urls[0].rsplit("/", 1)[1])), None)
     if model is None or not path.is_file():
         return ""
-    found = _digest(path)
+    found = file_digest(path)
     if found != model.sha256:
         raise CheckpointError(
             f"{path}: has the name of the published model {model.name} and another sha256: {found}, expected "
@@ -149,19 +137,3 @@ def check_digest(path: Path) -> str:
             "needs another name."
         )
     return model.name
-
-
-def _fetch(url: str, path: Path) -> None:
-    with urlopen(url, timeout=_TIMEOUT_S) as answer, path.open("wb") as file:
-        size = int(answer.headers.get("Content-Length") or 0) or None
-        with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-            while block := answer.read(_BLOCK_BYTES):
-                bar.update(file.write(block))
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()

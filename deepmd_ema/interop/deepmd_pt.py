@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.config import ModelConfig, model_config_from_dict
-from deepmd_ema.config.fields import type_names
+from deepmd_ema.config.fields import plain, type_names
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
-from deepmd_ema.config.schema.model import MODELS
 from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import CheckpointError, ConfigError, command, first_few
 from deepmd_ema.files import atomic_write
-from deepmd_ema.interchange.dp.files import VARIABLES, Tree
-from deepmd_ema.interchange.dp.model import EXTRA, faults_as_messages, model_from_tree, model_tree, reader_of
-from deepmd_ema.interchange.dp.networks import PartTree, tree_by_type
-from deepmd_ema.interchange.dp.standard import PARTS, tree_of_model
+from deepmd_ema.interop.dp import EXTRA, INSIDE, PARTS, faults_as_messages, fill_model, model_tree, normalized
+from deepmd_ema.interop.parts import PartTree, tree_by_type
+from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.tensors import on_cpu
@@ -42,8 +40,9 @@ _ONLY = "Default"  # name of the model in a file that has one
 _OF_TRAINING = ("finetune_head", "finetune_bias", "model_branch_alias", "info", "hessian_mode")
 _WITH_DESCRIPTORS = ("descriptor", "list", "models")  # options that are or hold sections of descriptors
 _PART = re.compile(r"(models\.(\d+)\.)?([^.]+)\.?(.*)")  # place in a tree: part of the model, its entry, and inside
-_INSIDE = "atomic_model."  # entry of some trees that all others are in
 _IN_TABLE = ("tab_info", "tab_data")  # arrays of a table that a checkpoint holds
+_TABLES = ("use_srtab", "tab_file")  # options that are a table, or in an input the name of its file
+_SMIN_ALPHA = 0.1  # angstrom; the backend pt takes no other one from a section ``model``
 _CONVERT = "With DeePMD-kit: `dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth model.dp`."
 
 
@@ -83,12 +82,6 @@ class WrittenModel:
     facts: Mapping[str, Any]
 
 
-def is_deepmd_checkpoint(payload: Any) -> bool:
-    """Whether the content of a torch file is a checkpoint of DeePMD-kit."""
-    state = _state_of(payload)
-    return isinstance(state, Mapping) and _EXTRA in state
-
-
 def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_average: bool = False) -> DeepmdCheckpoint:
     """Return one model of a checkpoint of DeePMD-kit.
 
@@ -105,21 +98,25 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
         extra = _extra_of(payload, path)
         name, section = head or _ONLY, extra["model_params"]
         section = section if head is None else section["model_dict"][head]
-        state, prefix = _state_of(payload), f"model.{name}."
+        state, prefix = payload.get("model", payload), f"model.{name}."
         own = {str(key).removeprefix(prefix): value for key, value in state.items() if str(key).startswith(prefix)}
         facts: dict[str, Any] = {}
         if use_average:
             averaged, facts = _average(payload, path, "" if name == _ONLY else f"{name}.")
             own |= averaged
         config = _config(section, path)
-        tree = model_tree(build_model(config), config)
+        model = build_model(config)
+        tree = model_tree(model, config)
         _put(tree, own, path, config)
-        model = model_from_tree(config, reader_of(tree).normalized(tree))
+        fill_model(model, config, normalized(tree))
         distance = float(own.get("min_nbor_dist", own.get("_min_nbor_dist", -1.0)))
         model.min_nbor_dist = distance if distance > 0 else None  # -1 where it is not known
         written = (payload.get(EXTRA) or {}).get(head or "", {})
         weights = EMA if use_average else LIVE if "optimizer" in payload else ""
-        return DeepmdCheckpoint(config, model.eval(), weights, _step(extra, own), facts, written)
+        step = (extra.get("train_infos") or {}).get("step")
+        # pt counts from 0 and saves the number of the last step; pt_expt saves how many there were
+        step = step + ("min_nbor_dist" in own) if isinstance(step, int) else None
+        return DeepmdCheckpoint(config, model.eval(), weights, step, facts, written)
 
 
 def write_deepmd_pt(
@@ -151,12 +148,8 @@ def heads_of(payload: Any, path: Path) -> dict[str, list[str]]:
         return {name: list(map(str, section.get("model_branch_alias") or ())) for name, section in models.items()}
 
 
-def _state_of(payload: Any) -> Any:
-    return payload.get("model", payload) if isinstance(payload, Mapping) else None
-
-
 def _extra_of(payload: Any, path: Path) -> Mapping[str, Any]:
-    extra = _state_of(payload)[_EXTRA]
+    extra = payload.get("model", payload)[_EXTRA]
     if not isinstance(extra, Mapping) or not isinstance(extra.get("model_params"), Mapping):
         raise CheckpointError(
             f"{path}: a checkpoint of DeePMD-kit without the section `model` of its input. "
@@ -166,27 +159,30 @@ def _extra_of(payload: Any, path: Path) -> Mapping[str, Any]:
 
 
 def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:
-    options = {n: value for n, value in section.items() if n not in _OF_TRAINING}
-    if options.get("type", "standard") in MODELS:
-        try:
-            options = reader_of(options).own_section(options)
-        except ValueError as error:
-            raise CheckpointError(f"{path}: {error}. {_CONVERT.format(path=command(path))}") from error
+    options = {name: value for name, value in section.items() if name not in _OF_TRAINING}
     try:
-        return model_config_from_dict(_as_built(options), str(path))
+        return model_config_from_dict(_as_built(options, path), str(path))
     except ConfigError as error:
         raise CheckpointError(error.problems) from error
 
 
-def _as_built(section: Any) -> Any:
-    """Return a section as the peer builds it: every ``se_e2_r`` in it has one side, whatever its option."""
+def _as_built(section: Any, path: Path) -> Any:
+    """Return a section as the peer builds it: ``se_e2_r`` has one side, and tables are rows, not lines of files."""
     if isinstance(section, list):
-        return [_as_built(part) for part in section]
+        return [_as_built(part, path) for part in section]
     if not isinstance(section, Mapping):
         return section
+    built = {name: _as_built(section[name], path) for name in _WITH_DESCRIPTORS if name in section}
     if str(section.get("type")).lower() in type_names([DESCRIPTORS["se_e2_r"].section]):
-        return {**section, "type_one_side": True}
-    return {**section, **{name: _as_built(section[name]) for name in _WITH_DESCRIPTORS if name in section}}
+        built["type_one_side"] = True
+    for name in (name for name in _TABLES if section.get(name)):
+        if not isinstance(section[name], list):
+            raise CheckpointError(
+                f"{path}: {name} = {section[name]!r} is the name of a file, which may be another one by now. "
+                + _CONVERT.format(path=command(path))
+            )
+        built[name] = [[float(number) for number in line.split()] for line in section[name]]
+    return {**section, **built}
 
 
 def _average(payload: Mapping[str, Any], path: Path, prefix: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -201,12 +197,6 @@ def _average(payload: Mapping[str, Any], path: Path, prefix: str) -> tuple[dict[
     return found, {"type": "ema", "decay": float(average.get("decay", 0.0))}
 
 
-def _step(extra: Mapping[str, Any], state: Mapping[str, Any]) -> int | None:
-    step = (extra.get("train_infos") or {}).get("step")
-    # pt counts from 0 and saves the number of the last step; pt_expt saves how many there were
-    return None if not isinstance(step, int) else step + ("min_nbor_dist" in state)
-
-
 def _payload(path: Path, models: Mapping[str, WrittenModel]) -> dict[str, Any]:
     """Return the content of a checkpoint; tensors that models share are the same object."""
     sections: dict[str, Tree] = {}
@@ -217,11 +207,7 @@ def _payload(path: Path, models: Mapping[str, WrittenModel]) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path}: DeePMD-kit's backend pt does not have {lacking}. Without --to deepmd the file is for dp-ema."
             )
-        section = tree_of_model(own.config).deepmd_section(own.config)
-        section = {name: value for name, value in section.items() if name not in _OF_TRAINING}
-        if own.config.model_branch_alias:
-            section["model_branch_alias"] = list(own.config.model_branch_alias)
-        sections[task] = section
+        sections[task] = deepmd_section(own.config)
         state |= {f"model.{task or _ONLY}.{name}": tensor for name, tensor in _tensors(own)}
     first = next(iter(models.values()))
     # the number of the last step, counted from 0
@@ -233,11 +219,37 @@ def _payload(path: Path, models: Mapping[str, WrittenModel]) -> dict[str, Any]:
     return {"model": state, "optimizer": None, EXTRA: facts}
 
 
+def deepmd_section(config: ModelConfig) -> Tree:
+    """Return the section ``model`` as DeePMD-kit's backend pt reads it in a checkpoint.
+
+    A table is in it as the lines of its file, which that backend reads like the file.
+    """
+    section = {name: value for name, value in plain(config, for_deepmd=True).items() if name not in _OF_TRAINING}
+    for part, values in zip(_parts(config), section.get("models", [section]), strict=True):
+        if hasattr(part, "rows_for"):
+            values |= {"type_map": config.type_map, "tab_file": part.rows_for(config.type_map)}
+        values |= {name: [" ".join(map(repr, row)) for row in values[name]] for name in _TABLES if name in values}
+    if config.model_branch_alias:
+        section["model_branch_alias"] = list(config.model_branch_alias)
+    return section
+
+
 def _not_in_pt(task: str, config: ModelConfig) -> str:
     """Return the feature of the model of a task that DeePMD-kit's backend pt lacks, or an empty string."""
     if task == _ONLY or "." in task or hasattr(nn.ModuleDict(), task):
         return f"a task of the name {task!r}"
-    return tree_of_model(config).not_in_pt(config)
+    alpha = getattr(config, "smin_alpha", _SMIN_ALPHA)
+    if config.use_srtab is not None and alpha != _SMIN_ALPHA:
+        return f"smin_alpha = {alpha:g}: its own is {_SMIN_ALPHA:g} in a checkpoint"
+    networks = (part for part in _parts(config) if hasattr(part, "fitting_net"))
+    sections = ((kinds, getattr(part, option)) for part in networks for kinds, option in PARTS.values())
+    return next(filter(None, (tree_by_type(kinds, one.type).not_in_pt(one) for kinds, one in sections)), "")
+
+
+def _parts(config: ModelConfig) -> Sequence[Any]:
+    """Return the sections of the parts of a model, which is its own part if it is not a sum of some."""
+    parts: Sequence[Any] = getattr(config, "models", [config])
+    return parts
 
 
 def _tensors(own: WrittenModel) -> Iterator[tuple[str, Tensor]]:
@@ -250,14 +262,13 @@ def _tensors(own: WrittenModel) -> Iterator[tuple[str, Tensor]]:
     tree = model_tree(own.model, own.config)
     table = {"tab_data": (len(own.config.type_map), len(own.config.type_map), -1, 4)}
     for place, array in [*((place, node[key]) for place, node, key in _arrays(tree)), *_added(tree)]:
-        name = _name_of(place, own.config, "pt")
+        name, reader, _ = _name_of(place, own.config, "pt")
         if name is None:
             continue
         tensor = torch.from_numpy(np.asarray(array))
         tensor = tensor.reshape(table.get(place.rpartition(".")[2], tensor.shape))
         yield name, tensor
-        _, number, entry, _ = _split(place)
-        if ".networks." in name and _tree_of_entry(number, entry, own.config)[1].has_second_names:
+        if ".networks." in name and reader is not None and reader.has_second_names:
             yield name.replace(".networks.", "._networks."), tensor
 
 
@@ -290,11 +301,11 @@ def _put(tree: Tree, state: Mapping[str, Any], path: Path, config: ModelConfig) 
     backend = "pt" if any(name.endswith(".matrix") for name in found) else "pt_expt"
     missing = []
     for place, node, key in list(_arrays(tree)):
-        name = _name_of(place, config, backend)
+        name, reader, inner = _name_of(place, config, backend)
         if name in found:
             node[key] = found.pop(name).detach().cpu().numpy()
-        elif name is not None and (default := _default_of(place, config)) is not None:
-            node[key] = np.full_like(node[key], default)
+        elif reader is not None and inner in reader.defaults:
+            node[key] = np.full_like(node[key], reader.defaults[inner])
         elif name is not None and _is_read(node[key]):
             missing.append(place)
     if missing or found:
@@ -327,37 +338,23 @@ def _is_read(array: Any) -> bool:
     return bool(math.prod(array.shape)) and torch.as_tensor(array).is_floating_point()
 
 
-def _name_of(place: str, config: ModelConfig, backend: str) -> str | None:
-    """Return the name in a checkpoint of the array at a place in the tree of a model, or None: it is not there."""
-    of_part, number, entry, inner = _split(place)
-    if entry == "tab":
-        return f"atomic_model.{of_part}{inner}" if inner in _IN_TABLE else None
-    if entry in PARTS:
-        section, tree = _tree_of_entry(number, entry, config)
-        inner = f".{tree.name_of(inner, section, backend)}"
-        entry = PARTS[entry][1]
-    return f"atomic_model.{of_part}{entry}{inner}"
+def _name_of(place: str, config: ModelConfig, backend: str) -> tuple[str | None, PartTree | None, str]:
+    """Return the name in a checkpoint of the array at a place in the tree of a model, or None: it is not there.
 
-
-def _default_of(place: str, config: ModelConfig) -> float | None:
-    """Return the number that a checkpoint without the array at a place means, or None."""
-    _, number, entry, inner = _split(place)
-    return _tree_of_entry(number, entry, config)[1].defaults.get(inner) if entry in PARTS else None
-
-
-def _split(place: str) -> tuple[str, str, str, str]:
-    """Return part, its number, entry and the rest of a place in the tree of a model."""
-    match = _PART.fullmatch(place.removeprefix(_INSIDE))
+    Beside it: the reader of the descriptor or fitting network that has the array, if any, and the place inside.
+    """
+    match = _PART.fullmatch(place.removeprefix(f"{INSIDE}."))
     assert match is not None, place
     of_part, number, entry, inner = match.groups(default="")
-    return of_part, number, entry, inner
-
-
-def _tree_of_entry(number: str, entry: str, config: ModelConfig) -> tuple[Any, PartTree]:
-    """Return the section of a descriptor or fitting network, and what writes its tree."""
-    kinds, option = PARTS[entry]
-    section = getattr(tree_of_model(config).parts(config)[int(number or 0)], option)
-    return section, tree_by_type(kinds, section.type)
+    reader, name = None, f"{entry}{inner}"
+    if entry == "tab":
+        name = inner if inner in _IN_TABLE else ""
+    elif entry in PARTS:
+        kinds, option = PARTS[entry]
+        section = getattr(_parts(config)[int(number or 0)], option)
+        reader = tree_by_type(kinds, section.type)
+        name = f"{option}.{reader.name_of(inner, section, backend)}"
+    return f"atomic_model.{of_part}{name}" if name else None, reader, inner
 
 
 def _arrays(node: Any, place: str = "", is_variable: bool = False) -> Iterator[tuple[str, Any, Any]]:

@@ -26,7 +26,7 @@ from deepmd_ema.config.schema.common import MAX_SIZE
 from deepmd_ema.dist.device import select_device
 from deepmd_ema.errors import CheckpointError, NotCompiledError, UserError
 from deepmd_ema.files import atomic_write
-from deepmd_ema.interchange.dp.files import PACKAGED_TREE, Tree, opened_package, packaged_text
+from deepmd_ema.interop.tree_files import PACKAGED_TREE, Tree, opened_package, packaged_text
 from deepmd_ema.model.compiler import without_compiler
 from deepmd_ema.model.dummy_atoms import MIN_SIZE
 from deepmd_ema.model.energy import EnergyModel
@@ -155,32 +155,19 @@ def metadata(model: EnergyModel, config: ModelConfig) -> dict[str, Any]:
     energy = {"name": "energy", "shape": [1], "reducible": True, "r_differentiable": True, "c_differentiable": True,
               "atomic": True, "category": 0, "r_hessian": False, "magnetic": False, "intensive": False}  # fmt: skip
     return {
-        "type_map": list(model.type_map),
-        "rcut": layout.rcut,
-        "sel": sel,
-        "nnei": sum(sel),
-        "mixed_types": not layout.by_type,
-        "dim_fparam": fitting.numb_fparam,
-        "dim_aparam": fitting.numb_aparam,
-        "has_default_fparam": default is not None,
-        "default_fparam": default,
+        "type_map": list(model.type_map), "rcut": layout.rcut, "sel": sel, "nnei": sum(sel),
+        "mixed_types": not layout.by_type, "pair_exclude_types": sorted([list(pair) for pair in layout.excluded_pairs]),
+        "dim_fparam": fitting.numb_fparam, "dim_aparam": fitting.numb_aparam,
+        "has_default_fparam": default is not None, "default_fparam": default,
         "fitting_output_defs": [energy],
         "output_keys": ["energy", "mask", "energy_redu", "energy_derv_r", "energy_derv_c", "energy_derv_c_redu"],
-        "pair_exclude_types": sorted([list(pair) for pair in layout.excluded_pairs]),
         "has_message_passing": model.descriptor.passes_messages,
-        "lower_input_kind": "nlist",
-        "graph_edge_dtype": "float64",
         # where messages are passed, a virial of pairs is not what DeePMD-kit calls that of an atom
         "do_atomic_virial": not model.descriptor.passes_messages,
-        "has_comm_artifact": False,
-        "sel_type": [],
-        "is_spin": False,
-        "dim_chg_spin": 0,
-        "has_chg_spin_ebd": False,
-        "has_default_chg_spin": False,
-        "default_chg_spin": None,
-        "chg_spin_table_ranges": None,
-    }
+        "lower_input_kind": "nlist", "graph_edge_dtype": "float64", "has_comm_artifact": False, "sel_type": [],
+        "is_spin": False, "dim_chg_spin": 0, "has_chg_spin_ebd": False, "has_default_chg_spin": False,
+        "default_chg_spin": None, "chg_spin_table_ranges": None,
+    }  # fmt: skip
 
 
 def _exported(model: EnergyModel, config: ModelConfig, device: torch.device) -> torch.export.ExportedProgram:

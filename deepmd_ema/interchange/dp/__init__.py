@@ -1,1 +1,0 @@
-"""DeePMD-kit's model files, ``.dp`` (HDF5) and ``.yaml``."""
