@@ -9,8 +9,7 @@ import pytest
 from helpers import open_data, toy_frame, toy_labels
 
 from deepmd_ema.data.check import units
-from deepmd_ema.data.check.paths import PathRatios, path_ratios
-from deepmd_ema.data.check.physics import Evidence, Ratio, judge
+from deepmd_ema.data.check.physics import Evidence, PathRatios, Ratio, judge, path_ratios
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.source import Frame
 from deepmd_ema.families.se_e2_a.section import SeE2AConfig
@@ -311,9 +310,7 @@ def test_without_bonds_a_unit_common_to_energies_and_forces_is_not_reported(tmp_
     """Units of noble gases counted as verified, and kcal/mol of both passed."""
     report = units.UnitReport()
     findings = units._Findings(Evidence(30, energy=Ratio(1.0, 0.97, 27)), None)
-    units._count(
-        report, "argon", [Frame(np.zeros((1, 3)), np.zeros(1, int), labels={"energy": 0.0, "force": 0.0})], findings
-    )
+    report.count("argon", {"energy", "force"}, findings.verified)
     assert report.unverified["a unit common to energies and forces"] == ["argon"]
     assert report.verified == {"lengths": 0, "forces": 1, "energies": 1}
 

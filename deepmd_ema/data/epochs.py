@@ -37,12 +37,14 @@ class EpochShares:
         In epoch e the edges move by u(e) = (e * GOLDEN mod GRID) / GRID and are rounded down; what lies between two
         edges is the share of a system, so that the shares add up to the units of the epoch.
         """
-        first, after = self._before(epoch), self._before(epoch + 1)
-        return first, [b - a for a, b in zip(first, after)]
-
-    def _before(self, epoch: int) -> list[int]:
-        below = [_sum_of_moved_edges(edge, epoch) for edge in self._edges]
-        return [b - a for a, b in pairwise(below)]
+        before = []
+        for end in (epoch, epoch + 1):
+            # below each edge, sums over e < end of floor((edge + e * GOLDEN mod GRID) / GRID)
+            parts = [divmod(edge, _GRID) for edge in self._edges]
+            moved = _floor_sum(end, _GRID, _GOLDEN, 0)
+            below = [end * whole + _floor_sum(end, _GRID, _GOLDEN, part) - moved for whole, part in parts]
+            before.append([b - a for a, b in pairwise(below)])
+        return before[0], [b - a for a, b in zip(*before)]
 
 
 def permutation(size: int, *numbers: int) -> Array:
@@ -50,13 +52,6 @@ def permutation(size: int, *numbers: int) -> Array:
     # raw output of a bit generator is stable by numpy's promise, Generator.permutation is not
     bits = np.random.PCG64(np.random.SeedSequence(numbers)).random_raw(size)
     return np.argsort(bits, kind="stable")
-
-
-def _sum_of_moved_edges(edge: int, epochs: int) -> int:
-    """Return the sum over e < epochs of floor((edge + e * GOLDEN mod GRID) / GRID)."""
-    whole, part = divmod(edge, _GRID)
-    carries = _floor_sum(epochs, _GRID, _GOLDEN, part) - _floor_sum(epochs, _GRID, _GOLDEN, 0)
-    return epochs * whole + carries
 
 
 def _floor_sum(n: int, m: int, a: int, b: int) -> int:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
+from itertools import count, pairwise
 from typing import TypeAlias
 
 import numpy as np
 
 from deepmd_ema.config.schema.text_options import BatchSizeRule, SystemProbability
-from deepmd_ema.data.epochs import BATCHES, FRAMES, EpochShares, permutation
-from deepmd_ema.data.mixing import Frames, MixedBatches
+from deepmd_ema.data.epochs import BATCHES, FRAMES, SYSTEMS, EpochShares, permutation
 from deepmd_ema.errors import ConfigError, DataError, counted
-from deepmd_ema.sorting import Array
+from deepmd_ema.sorting import Array, stable_argsort
 
 BatchRule: TypeAlias = "int | str | Sequence[int]"
 Sizes: TypeAlias = "int | Array"  # atoms of each frame of a system, or one number if all have as many
+Frames: TypeAlias = Sequence[tuple[int, int]]
+"""System and number of each frame."""
+
+_TRIAL_SEED = 0  # of the orders in which batches are counted: their number must not depend on the seed of a run
+_MAX_TRIES = 100  # orders of an epoch that are tried before a batch may have more atoms than it should
 
 
 class Sampler:
@@ -80,15 +86,18 @@ class Sampler:
         self.frames = frames_taken(batch_size, sizes)
         self.num_frames = tuple(map(len, self.frames))
         largest = [int(n[own].max(initial=0)) for n, own in zip(sizes, self.frames)]
-        is_mixed = rule is not None and rule.is_mixed
-        # an epoch shares these out to the systems
-        self._units = self.num_frames if is_mixed else self._num_batches(world_size)
+        # frames or batches of each system, of all ranks together, in an epoch that has every frame once
+        self._units = self.num_frames
+        if rule is None or not rule.is_mixed:
+            of_systems = zip(self.num_frames, self.batch_size)
+            self._units = tuple(-(-n // (size * world_size)) if size else 0 for n, size in of_systems)
         self._probabilities = system_probabilities(self._units, auto_prob, sys_probs)
         self.probabilities = tuple(map(float, self._probabilities))
-        self._batches: MixedBatches | _BatchesOfOneSystem
-        if rule is not None and is_mixed:
+        self._rank = rank
+        self._batches: _MixedBatches | _BatchesOfOneSystem
+        if rule is not None and rule.is_mixed:
             by_frames = rule.number if rule.kind == "mixed" else None
-            self._batches = MixedBatches(
+            self._batches = _MixedBatches(
                 self.frames, sizes, self._probabilities, by_frames, rule.number, seed, world_size
             )
             self.frames_per_step = sum(self.num_frames) / self._batches.per_epoch
@@ -97,11 +106,10 @@ class Sampler:
             self._batches = _BatchesOfOneSystem(
                 self.frames, self.batch_size, self._units, self._probabilities, seed, world_size
             )
-            of_systems = zip(self.probabilities, self.num_frames, self._units)
-            self.frames_per_step = sum(p * n / b for p, n, b in of_systems if b)
+            shares = zip(self.probabilities, self.num_frames, self._units)
+            self.frames_per_step = sum(p * n / b for p, n, b in shares if b)
             self.max_atoms = max(size * n for size, n in zip(self.batch_size, largest))
         self.batches_per_epoch = self._batches.per_epoch
-        self._rank = rank
 
     def batch(self, n: int) -> Frames:
         """Return the frames of batch ``n`` (from 0) of this rank: system and number of each."""
@@ -116,11 +124,6 @@ class Sampler:
         """Return the batches after which even the rarest system has been seen ``num_epochs`` times, as DeePMD-kit."""
         drawn = math.ceil(max(Fraction(n) / p for n, p in zip(self._units, self._probabilities) if n and p > 0))
         return math.ceil(Fraction(num_epochs) * drawn * Fraction(self.batches_per_epoch, sum(self._units)))
-
-    def _num_batches(self, world_size: int) -> tuple[int, ...]:
-        """Return the batches of each system, of all ranks together, in an epoch that has every frame once."""
-        of_systems = zip(self.num_frames, self.batch_size)
-        return tuple(-(-n // (size * world_size)) if size else 0 for n, size in of_systems)
 
 
 class _BatchesOfOneSystem:
@@ -150,7 +153,9 @@ class _BatchesOfOneSystem:
         self._in_epoch = EpochShares(self.per_epoch, probabilities).in_epoch
         self._seed, self._world_size = seed, world_size
         self._epoch_order = lru_cache(maxsize=2)(self._make_epoch_order)
-        self._frame_order = lru_cache(maxsize=2 * len(frames) + 2)(self._make_frame_order)
+        self._frame_order = lru_cache(maxsize=2 * len(frames) + 2)(
+            lambda system, number: frames[system][permutation(len(frames[system]), seed, FRAMES, system, number)]
+        )
 
     def step(self, n: int) -> list[Frames]:
         """Return the frames of each rank in step ``n``; the last ranks may be left out."""
@@ -174,9 +179,130 @@ class _BatchesOfOneSystem:
         numbers[by_system] = np.arange(len(systems)) - starts + np.repeat(np.array(first), counts)
         return systems, numbers
 
-    def _make_frame_order(self, system: int, round_number: int) -> Array:
-        own = self._frames[system]
-        return own[permutation(len(own), self._seed, FRAMES, system, round_number)]
+
+class _MixedBatches:
+    """Batches whose frames are drawn from all systems.
+
+    An epoch is as many draws as there are frames. In proportion to the number of frames, every frame is drawn
+    once; with other probabilities each system's frames come in permutations one after the other. The shuffled frames
+    are cut into batches: those of a single system are the batches of one system of that size.
+
+    Batches of ``num_frames`` frames are shared by the ranks: each has every ``world_size``-th frame of a batch that is
+    ``world_size`` times as large. Batches of ``num_atoms`` atoms are filled for each rank: a batch ends where the next
+    frame would exceed ``num_atoms``, and a larger frame is alone. An epoch always has the same number of them, the
+    largest that orders tried beforehand need: where an order needs fewer, the largest batches are halved; where it
+    needs more, another order is taken.
+
+    Args:
+        frames: numbers of the frames of each system.
+        natoms: atoms of each of these frames.
+        probabilities: of a frame to be one of each system.
+        num_frames: frames per batch and rank, or None.
+        num_atoms: atoms per batch and rank, if ``num_frames`` is None.
+        seed: of all random orders.
+        world_size: number of ranks.
+
+    Attributes:
+        per_epoch: steps of an epoch.
+    """
+
+    def __init__(
+        self,
+        frames: Sequence[Array],
+        natoms: Sequence[Array],
+        probabilities: Sequence[Fraction],
+        num_frames: int | None,
+        num_atoms: int,
+        seed: int,
+        world_size: int,
+    ) -> None:
+        self._frames, self._natoms = frames, natoms
+        self._total = sum(map(len, frames))
+        self._in_epoch = EpochShares(self._total, probabilities).in_epoch
+        self._num_frames, self._num_atoms = num_frames, num_atoms
+        self._seed, self._world_size = seed, world_size
+        if num_frames is not None:
+            self.per_epoch = -(-self._total // (num_frames * world_size))
+        else:
+            trials = max(4, min(64, (1 << 20) // self._total))  # the time is that of at least a million frames
+            most = max(len(_fill(self._order(epoch, _TRIAL_SEED)[2], num_atoms)) for epoch in range(trials))
+            self.per_epoch = -(-most // world_size)
+        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
+
+    def step(self, n: int) -> list[Frames]:
+        """Return the frames of each rank in step ``n``; the last ranks may be left out."""
+        epoch, place = divmod(n, self.per_epoch)
+        order, starts = self._epoch(epoch)
+        if self._num_frames is not None:
+            together = list(zip(*order[:, starts[place] : starts[place + 1]].tolist()))
+            return [together[rank :: self._world_size] for rank in range(min(self._world_size, len(together)))]
+        edges = starts[place * self._world_size : (place + 1) * self._world_size + 1]
+        return [list(zip(*order[:, first:last].tolist())) for first, last in pairwise(edges)]
+
+    def _make_epoch(self, epoch: int) -> tuple[Array, list[int]]:
+        """Return systems and numbers (2, draws) of an epoch, the first draw of each batch, and the end of the last."""
+        order = self._order(epoch, self._seed)
+        if self._num_frames is not None:
+            starts = list(range(0, self._total, self._num_frames * self._world_size))
+        else:
+            # an order that has no more batches than an epoch
+            wanted, limit, plain = self.per_epoch * self._world_size, self._num_atoms, order
+            for attempt in count(1):
+                starts = _fill(order[2], limit)
+                if len(starts) <= wanted:
+                    break
+                order = plain[:, permutation(self._total, self._seed, SYSTEMS, epoch, attempt)]
+                if attempt > _MAX_TRIES:  # few frames of very different sizes, drawn with probabilities of their own
+                    limit += limit // 50 + 1
+            starts = _halve_largest(starts, order[2], wanted)
+        return order[:2].copy(), [*starts, self._total]
+
+    def _order(self, epoch: int, seed: int) -> Array:
+        """Return system, number and atoms (3, draws) of the frames of an epoch in random order.
+
+        Those of one system are in the order of its permutations.
+        """
+        first, counts = self._in_epoch(epoch)
+        order = np.empty((3, self._total), np.int64)
+        order[0] = np.repeat(np.arange(len(counts)), counts)[permutation(self._total, seed, SYSTEMS, epoch)]
+        drawn = [np.zeros((2, 0), np.int64)]
+        for system, (start, number) in enumerate(zip(first, counts)):
+            size = len(self._frames[system])
+            if number:  # the draws start, start + 1, ... of a system
+                rounds = range(start // size, (start + number - 1) // size + 1)
+                places = np.concatenate([permutation(size, seed, FRAMES, system, one) for one in rounds])
+                places = places[start % size : start % size + number]
+                drawn.append(np.stack([self._frames[system][places], self._natoms[system][places]]))
+        order[1:, stable_argsort(order[0], len(counts))] = np.concatenate(drawn, axis=1)
+        return order
+
+
+def _fill(natoms: Array, limit: int) -> list[int]:
+    """Return the first frames of batches with as many frames as have at most ``limit`` atoms, at least one."""
+    ends = np.cumsum(natoms)
+    after = np.searchsorted(ends, ends - natoms + limit, side="right")  # of a batch that begins there
+    following = np.maximum(after, np.arange(1, len(ends) + 1)).tolist()
+    starts = [0]
+    while following[starts[-1]] < len(following):
+        starts.append(following[starts[-1]])
+    return starts
+
+
+def _halve_largest(starts: Sequence[int], natoms: Array, number: int) -> list[int]:
+    """Return the first frames of ``number`` batches, or as many as there can be: those of most atoms are halved."""
+    ends = np.concatenate([[0], np.cumsum(natoms)])
+    edges = [*starts, len(natoms)]
+    largest = [(int(ends[a] - ends[b]), a, b) for a, b in pairwise(edges) if b - a > 1]
+    heapq.heapify(largest)
+    more = list[int]()
+    while largest and len(starts) + len(more) < number:
+        _, first, last = heapq.heappop(largest)
+        middle = (first + last) // 2
+        more.append(middle)
+        for a, b in ((first, middle), (middle, last)):
+            if b - a > 1:
+                heapq.heappush(largest, (int(ends[a] - ends[b]), a, b))
+    return sorted([*starts, *more])
 
 
 def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[str]]:
@@ -193,14 +319,30 @@ def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ..
     Raises:
         ConfigError: if the rule is none of these.
     """
-    if isinstance(rule, str):
-        return _sizes_by_rule(BatchSizeRule(rule), natoms)
-    sizes = [rule] * len(natoms) if isinstance(rule, int) else list(rule)
-    if len(sizes) != len(natoms):
-        raise ConfigError(f"batch_size: a list of {len(sizes)} numbers, expected one per system: {len(natoms)}.")
-    if any(s < 1 for s in sizes):
-        raise ConfigError(f"batch_size = {rule}: expected numbers from 1.")
-    return tuple(sizes), []
+    if not isinstance(rule, str):
+        sizes = tuple([rule] * len(natoms) if isinstance(rule, int) else rule)
+        if len(sizes) != len(natoms):
+            raise ConfigError(f"batch_size: a list of {len(sizes)} numbers, expected one per system: {len(natoms)}.")
+        if any(s < 1 for s in sizes):
+            raise ConfigError(f"batch_size = {rule}: expected numbers from 1.")
+        return sizes, []
+    read = BatchSizeRule(rule)
+    atoms = read.number
+    if read.kind == "mixed":
+        return (atoms,) * len(natoms), []
+    if read.kind == "auto":
+        # N over the mean, in integers: the same as N / n where all frames have n atoms
+        return tuple(-(-atoms * np.size(n) // int(np.sum(n))) for n in natoms), []
+    every = [np.atleast_1d(n) for n in natoms]
+    taken = [n[n <= atoms] if read.kind == "filter" else n for n in every]
+    sizes = tuple(max(1, atoms // int(n.max())) if n.size else 0 for n in taken)
+    warnings, larger = [], f"of more than {counted(atoms, 'atom')}"
+    if left_out := sizes.count(0):
+        systems = f"{left_out} of {counted(len(sizes), 'system')}"
+        warnings.append(f'batch_size = "{read}": left out are {systems}, {larger} a frame.')
+    if frames := sum(n.size - k.size for n, k in zip(every, taken) if k.size):
+        warnings.append(f'batch_size = "{read}": left out: {counted(frames, "frame")} {larger}.')
+    return sizes, warnings
 
 
 def frames_taken(rule: BatchRule, natoms: Sequence[Array]) -> list[Array]:
@@ -228,65 +370,34 @@ def system_probabilities(
     Raises:
         ConfigError: if they cannot be understood or satisfied.
     """
+    rule, weights = SystemProbability(auto_prob), [Fraction(0)] * len(batches)
     if sys_probs is not None:
-        return _given_probabilities(batches, sys_probs)
-    rule = SystemProbability(auto_prob)
-    if rule.kind == "prob_uniform":
-        return _normalized([Fraction(1 if b else 0) for b in batches])
-    weights = [Fraction(0)] * len(batches)
-    for start, stop, weight in rule.blocks or [(0, len(batches), Fraction(1))]:
-        if stop > len(batches):
-            systems = counted(len(batches), "system")
-            raise ConfigError(
-                f'auto_prob = "{rule}": "{start}:{stop}:{float(weight)}" does not fit {systems}: expected '
-                f"0 <= start < stop <= {len(batches)} and a weight from 0."
-            )
-        total = sum(batches[start:stop]) or 1
-        for k in range(start, stop):
-            weights[k] += weight * Fraction(batches[k], total)
-    return _normalized(weights)
-
-
-def _sizes_by_rule(rule: BatchSizeRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[str]]:
-    name, atoms = rule.kind, rule.number
-    if name == "mixed":
-        return (rule.number,) * len(natoms), []
-    if name == "auto":
-        # N over the mean, in integers: the same as N / n where all frames have n atoms
-        return tuple(-(-atoms * np.size(n) // int(np.sum(n))) for n in natoms), []
-    kept = [np.atleast_1d(n)[np.atleast_1d(n) <= atoms] if name == "filter" else np.atleast_1d(n) for n in natoms]
-    sizes = tuple(max(1, atoms // int(k.max())) if k.size else 0 for k in kept)
-    left_out = sizes.count(0)
-    warnings = []
-    if left_out:
-        warnings.append(
-            f'batch_size = "{rule}": left out are {left_out} of {counted(len(sizes), "system")}, of more than '
-            f"{counted(atoms, 'atom')} a frame."
-        )
-    frames = sum(np.size(n) - k.size for n, k in zip(natoms, kept) if k.size)
-    if frames:
-        left = f"{counted(frames, 'frame')} of more than {counted(atoms, 'atom')}"
-        warnings.append(f'batch_size = "{rule}": left out: {left}.')
-    return sizes, warnings
-
-
-def _given_probabilities(batches: Sequence[int], sys_probs: Sequence[float]) -> list[Fraction]:
-    if len(sys_probs) != len(batches):
-        raise ConfigError(f"sys_probs: {len(sys_probs)} numbers, expected one per system: {len(batches)}.")
-    assigned = [Fraction(p) if p >= 0 else Fraction(0) for p in sys_probs]
-    rest = 1 - sum(assigned)
-    if rest < Fraction(-1, 10**8):
-        raise ConfigError(
-            f"sys_probs: the numbers that are not negative add up to {float(sum(assigned)):g}, expected at most 1."
-        )
-    share = [Fraction(b) if p < 0 else Fraction(0) for b, p in zip(batches, sys_probs)]
-    if sum(share) and rest > 0:
-        assigned = [a + rest * s / sum(share) for a, s in zip(assigned, share)]
-    return _normalized([a if b else Fraction(0) for a, b in zip(assigned, batches)])
-
-
-def _normalized(weights: Sequence[Fraction]) -> list[Fraction]:
+        if len(sys_probs) != len(batches):
+            raise ConfigError(f"sys_probs: {len(sys_probs)} numbers, expected one per system: {len(batches)}.")
+        weights = [Fraction(p) if p >= 0 else Fraction(0) for p in sys_probs]
+        rest = 1 - sum(weights)
+        if rest < Fraction(-1, 10**8):
+            said = f"the numbers that are not negative add up to {float(sum(weights)):g}"
+            raise ConfigError(f"sys_probs: {said}, expected at most 1.")
+        share = [Fraction(b) if p < 0 else Fraction(0) for b, p in zip(batches, sys_probs)]
+        whole = sum(share)
+        if whole and rest > 0:
+            weights = [a + rest * s / whole for a, s in zip(weights, share)]
+        weights = [a if b else Fraction(0) for a, b in zip(weights, batches)]
+    elif rule.kind == "prob_uniform":
+        weights = [Fraction(1 if b else 0) for b in batches]
+    else:
+        for start, stop, weight in rule.blocks or [(0, len(batches), Fraction(1))]:
+            if stop > len(batches):
+                systems = counted(len(batches), "system")
+                raise ConfigError(
+                    f'auto_prob = "{rule}": "{start}:{stop}:{float(weight)}" does not fit {systems}: expected '
+                    f"0 <= start < stop <= {len(batches)} and a weight from 0."
+                )
+            in_block = sum(batches[start:stop]) or 1
+            for k in range(start, stop):
+                weights[k] += weight * Fraction(batches[k], in_block)
     total = sum(weights)
     if not total:
         raise ConfigError("sys_probs, auto_prob: all are 0. Give at least one system a chance.")
-    return [w / total for w in weights]
+    return [weight / total for weight in weights]

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from deepmd_ema.data.check.plausibility import Suspects
+from deepmd_ema.data.check.plausibility import Suspects, name_of
 from deepmd_ema.data.epochs import permutation
 from deepmd_ema.data.formats.properties import KIND_NAMES
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource
@@ -163,15 +163,11 @@ def find_near_copies(training: Sequence[FrameSource], validation: Sequence[Frame
     ends = np.cumsum([0, *(source.num_frames for source in sources)])
     by_system = np.histogram(list(copy_of), ends)[0].tolist() if sources else []
 
-    def name(frame: int) -> str:
-        k = int(np.searchsorted(ends, frame, side="right")) - 1
-        return f"{sources[k].name} frame {sources[k].numbers[frame - ends[k]]}"
-
     num_validation = len(points) - num_training
     if not copy_of:
         return Suspects(tuple(by_system), num_validation)
     first = min(copy_of)
-    worst = f"{name(first)} is near {name(copy_of[first])}"
+    worst = f"{name_of(sources, first)} is near {name_of(sources, copy_of[first])}"
     warning = (
         f"{len(copy_of):,} of {num_validation:,} validation frames are near copies of training frames (first: "
         f"{worst}): validation errors will look too good. Take validation frames from other trajectories, or let "

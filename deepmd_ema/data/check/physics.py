@@ -1,4 +1,10 @@
-"""Evidence of frames about their units: energies along paths, a fitted pair potential, stiffness, bond lengths."""
+"""Evidence of frames about their units: energies along paths, a fitted pair potential, stiffness, bond lengths.
+
+Between near frames energies change by the work of forces and virials, which is exact: along a path on which atoms move
+by u and the cell by a strain e the energy changes by -F u - W e, with the mean of both ends (trapezoidal rule). The
+rule has no error in a harmonic potential: frames of a crystal far apart in time serve as well as those of a trajectory,
+whatever the bonds.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepmd_ema.data.check.paths import PathRatios, path_ratios
 from deepmd_ema.data.check.scan import traceless
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError
@@ -39,8 +44,16 @@ _MIN_EXPLAINED = 0.6  # of the squares of forces by the fit; 0.78 to 0.99 in AIM
 _MIN_FRAMES = 4  # to judge stiffness; forces of two relaxed surfaces are explained by chance
 _MIN_FREE_FRAMES = 8  # frames beyond those that the composition explains: t is _CLEAR at a correlation of 0.82
 _SEARCHED = 15.0  # angstrom, farthest that pairs are searched; francium has 14.0
-_LONG_BONDS = 1.4  # nine of ten atoms of the sets have a neighbor nearer than 1.16; 1.43 to 2.2 if in bohr
+LONG_BONDS = 1.4  # nine of ten atoms of the sets have a neighbor nearer than 1.16; 1.43 to 2.2 if in bohr
 NO_BONDS = 2.6  # farther than bonds in bohr
+# largest displacement of an atom (angstrom) and strain of two frames; nearer ones are compared first
+_LEVELS = ((0.3, 0.03), (0.6, 0.06), (1.0, 0.1))
+_MIN_STRAIN = 1e-6  # of rounding
+_MIN_WORK = 1e-6  # eV, RMS; forces that are zero by symmetry do less
+# Smallest partial correlations. Of the right data in benchmarks/results/2026-11-23-units.md, the ratios with them are
+# 0.85 to 1.2 and 0.84 to 1.14; ratios of liquids and molecules farther apart fall with the correlation.
+_MIN_WORK_CORRELATION, _MIN_STRAIN_CORRELATION = 0.95, 0.9
+_MIN_NEAR_FRAMES = 8  # in the pairs; unrelated numbers of so many frames reach 0.9 once in 500 times
 _NOBLE = {"He", "Ne", "Ar", "Kr", "Xe", "Rn"}
 # pm, Cordero et al. 2008 (carbon sp3, high spin), as in ASE
 _RADII = """
@@ -52,6 +65,18 @@ H 31 He 28 Li 128 Be 96 B 84 C 76 N 71 O 66 F 57 Ne 58 Na 166 Mg 141 Al 121 Si 1
 148 Po 140 At 150 Rn 150 Fr 260 Ra 221 Ac 215 Th 206 Pa 200 U 196 Np 190 Pu 187 Am 180 Cm 169
 """
 COVALENT_RADII = {name: int(r) / 100 for name, r in zip(_RADII.split()[::2], _RADII.split()[1::2])}
+
+
+class PathRatios(NamedTuple):
+    """Ratios that are 1 where units and signs are right; None without near frames.
+
+    Attributes:
+        energy: energy differences over the work of the forces.
+        virial: virials over those that the energies of strained cells give.
+    """
+
+    energy: float | None = None
+    virial: float | None = None
 
 
 class Ratio(NamedTuple):
@@ -92,11 +117,6 @@ class Evidence:
     volume: float | None = None
     paths: PathRatios = field(default_factory=PathRatios)
 
-    @property
-    def in_bohr(self) -> bool:
-        """Whether lengths look like bohr."""
-        return self.bond is not None and _LONG_BONDS < self.bond < NO_BONDS
-
 
 def judge(frames: Sequence[Frame], type_map: Sequence[str]) -> Evidence:
     """Return the evidence about units of frames with forces, all with or all without a cell.
@@ -115,7 +135,12 @@ def judge(frames: Sequence[Frame], type_map: Sequence[str]) -> Evidence:
     known = not np.isnan(radii[types]).any()
     # of other names than those of elements: all alike
     used = radii if known else np.full(len(type_map), 0.5)
-    stretch = _stretch(frames[0], used, known)
+    # the unit of length that makes bonds about as long as the sum of their radii: an angstrom, or that of a bohr
+    first, stretch = _search(frames[0], used, 1.5), 1.5
+    if first is not None:
+        stretch = float(np.median(first.nearest[np.isfinite(first.nearest)]))
+        if known:
+            stretch = 1.0 if stretch <= LONG_BONDS else 1 / BOHR
     fit = _Fit(types, len(type_map))
     looked: list[Frame] = []
     bonds: list[_BondForces] = []
@@ -127,22 +152,22 @@ def judge(frames: Sequence[Frame], type_map: Sequence[str]) -> Evidence:
             looked.append(frame)
     if not looked:
         return Evidence(len(frames))
-    weights = fit.weights()
-    explained = fit.explained(weights) > _MIN_EXPLAINED  # else forces are zero by symmetry, or noise of a relaxation
+    weights, explained = fit.solve()
+    is_explained = explained > _MIN_EXPLAINED  # else forces are zero by symmetry, or noise of a relaxation
     boxes = [frame.box for frame in looked if frame.box is not None]
     nearest = np.concatenate([one.nearest for one in bonds])
     nearest = nearest[np.isfinite(nearest)]
-    free = _Free(looked, np.array(fit.histograms))
+    same, volume = _undetermined(looked, np.array(fit.histograms))
     energies = np.array([[float(frame.labels.get(ENERGY, math.nan))] for frame in looked])
     virials = np.array([np.reshape(frame.labels.get(VIRIAL, np.full(9, math.nan)), 9) for frame in looked])
     fitted_energies, fitted_virials = (np.array(fit.energies) @ weights)[:, None], np.array(fit.virials) @ weights
     return Evidence(
         len(looked),
         float(np.quantile(nearest, 0.1)) if known and len(nearest) >= _MIN_FREE_FRAMES else None,
-        _stiffness(bonds) if explained and len(looked) >= _MIN_FRAMES else None,
-        _ratio(energies, fitted_energies, free, with_volume=True) if explained else None,
-        _ratio(traceless(virials), traceless(fitted_virials), free, with_volume=False) if explained and boxes else None,
-        float(np.mean([abs(np.linalg.det(box)) for box in boxes])) if boxes else None,
+        _stiffness(bonds) if is_explained and len(looked) >= _MIN_FRAMES else None,
+        _ratio(energies, fitted_energies, np.concatenate([same, volume], axis=1)) if is_explained else None,
+        _ratio(traceless(virials), traceless(fitted_virials), same) if is_explained and boxes else None,
+        float(np.mean(volume)) if boxes else None,
         path_ratios(looked),
     )
 
@@ -188,17 +213,6 @@ def _search(frame: Frame, radii: Array, stretch: float) -> _Bonds | None:
     return _Bonds(i[near], j[near], unit, distance[near], scaled[near] / stretch, nearest)
 
 
-def _stretch(frame: Frame, radii: Array, known: bool) -> float:
-    """Return the unit of length that makes bonds about as long as the sum of their radii: 1, or that of a bohr."""
-    found = _search(frame, radii, 1.5)
-    if found is None:
-        return 1.5
-    typical = float(np.median(found.nearest[np.isfinite(found.nearest)]))
-    if not known:
-        return typical
-    return 1.0 if typical <= _LONG_BONDS else 1 / BOHR
-
-
 class _Fit:
     """A pair potential, a sum of Gaussians of the scaled distance for each pair of elements, fitted to forces."""
 
@@ -220,57 +234,45 @@ class _Fit:
 
     def add(self, frame: Frame, bonds: _Bonds) -> None:
         """Add the equations of the forces of a frame, and keep what gives its energy and virial."""
-        rows = self._force_rows(frame, bonds)
-        force = frame.labels[FORCE].reshape(-1, 3)[self._chosen(frame)].reshape(-1)
-        self._normal += rows.T @ rows
-        self._right += rows.T @ force
-        self._squares += float(force @ force)
-        # energy and virial are sums over pairs: those of one distance together
-        shape = self._num_columns, _NUM_FINE
-        fine = np.minimum((bonds.scaled / _REACH * _NUM_FINE).astype(np.int64), _NUM_FINE - 1)
-        place = self._column[frame.atom_type[bonds.i], frame.atom_type[bonds.j]] * _NUM_FINE + fine
-        value, slope = self._fine
-        count = np.bincount(place, minlength=shape[0] * shape[1]).reshape(shape)
-        self.energies.append((count @ value).ravel())
-        self.histograms.append(count.reshape(shape[0], -1, _NUM_FINE // _NUM_BINS).sum(axis=2))
-        virial = np.zeros((3, 3, self._num_columns, _NUM_GAUSSIANS))
-        for a, b in combinations_with_replacement(range(3), 2) if frame.box is not None else ():
-            weight = bonds.scaled * bonds.unit[:, a] * bonds.unit[:, b]
-            total = np.bincount(place, weight, shape[0] * shape[1]).reshape(shape)
-            virial[a, b] = virial[b, a] = -total @ slope
-        self.virials.append(virial.reshape(9, -1))
-
-    def _force_rows(self, frame: Frame, bonds: _Bonds) -> Array:
-        """Return (3 * atoms, unknowns) the forces on some atoms that each function gives."""
-        chosen, num = self._chosen(frame), self._num_columns
+        num = self._num_columns
+        chosen = np.unique(np.linspace(0, frame.num_atoms - 1, min(frame.num_atoms, _MAX_FITTED)).astype(np.int64))
+        column = self._column[frame.atom_type[bonds.i], frame.atom_type[bonds.j]]
+        # forces on the chosen atoms that each function gives: sums over the pairs of one place, which stand together,
+        # much faster than adding pair by pair
         row = np.full(frame.num_atoms, -1)
         row[chosen] = np.arange(len(chosen))
         ends, pair = row[np.concatenate([bonds.i, bonds.j])], np.tile(np.arange(len(bonds.i)), 2)
-        place = ends * num + self._column[frame.atom_type[bonds.i], frame.atom_type[bonds.j]][pair]
-        # sums over the pairs of one place, which stand together: much faster than adding pair by pair
+        place = ends * num + column[pair]
         order = np.argsort(place, kind="stable")[np.count_nonzero(ends < 0) :]
         place, pair, sign = place[order], pair[order], np.where(order < len(bonds.i), 1.0, -1.0)
         first = np.flatnonzero(np.diff(place, prepend=-1))
         along = bonds.unit[pair] * (sign * bonds.scaled[pair] / bonds.distance[pair])[:, None]
-        force = np.zeros((len(chosen) * num, 3, _NUM_GAUSSIANS))
+        by_place = np.zeros((len(chosen) * num, 3, _NUM_GAUSSIANS))
         slope = self._functions(bonds.scaled[pair])[1]
-        force[place[first]] = np.add.reduceat(along[:, :, None] * slope[:, None, :], first, axis=0)
-        by_axis = force.reshape(len(chosen), num, 3, _NUM_GAUSSIANS).transpose(0, 2, 1, 3)
-        return by_axis.reshape(3 * len(chosen), -1)
+        by_place[place[first]] = np.add.reduceat(along[:, :, None] * slope[:, None, :], first, axis=0)
+        by_axis = by_place.reshape(len(chosen), num, 3, _NUM_GAUSSIANS).transpose(0, 2, 1, 3)
+        rows, force = by_axis.reshape(3 * len(chosen), -1), frame.labels[FORCE].reshape(-1, 3)[chosen].reshape(-1)
+        self._normal += rows.T @ rows
+        self._right += rows.T @ force
+        self._squares += float(force @ force)
+        # energy and virial are sums over pairs: those of one distance together
+        fine = np.minimum((bonds.scaled / _REACH * _NUM_FINE).astype(np.int64), _NUM_FINE - 1)
+        place, size = column * _NUM_FINE + fine, num * _NUM_FINE
+        value, slope = self._fine
+        count = np.bincount(place, minlength=size).reshape(num, _NUM_FINE)
+        self.energies.append((count @ value).ravel())
+        self.histograms.append(count.reshape(num, -1, _NUM_FINE // _NUM_BINS).sum(axis=2))
+        virial = np.zeros((3, 3, num, _NUM_GAUSSIANS))
+        for a, b in combinations_with_replacement(range(3), 2) if frame.box is not None else ():
+            weight = bonds.scaled * bonds.unit[:, a] * bonds.unit[:, b]
+            virial[a, b] = virial[b, a] = -np.bincount(place, weight, size).reshape(num, _NUM_FINE) @ slope
+        self.virials.append(virial.reshape(9, -1))
 
-    @staticmethod
-    def _chosen(frame: Frame) -> Array:
-        """Return the atoms whose forces are fitted, evenly spaced."""
-        return np.unique(np.linspace(0, frame.num_atoms - 1, min(frame.num_atoms, _MAX_FITTED)).astype(np.int64))
-
-    def weights(self) -> Array:
-        """Return the weight of each function."""
+    def solve(self) -> tuple[Array, float]:
+        """Return the weight of each function, and the share of the squares of the forces that they explain."""
         ridge = _RIDGE * float(np.trace(self._normal)) / len(self._normal) + 1e-300
-        return np.linalg.solve(self._normal + ridge * np.eye(len(self._normal)), self._right)
-
-    def explained(self, weights: Array) -> float:
-        """Return the share of the squares of the forces that the potential explains."""
-        return float(weights @ self._right) / self._squares if self._squares > 0 else 0.0
+        weights = np.linalg.solve(self._normal + ridge * np.eye(len(self._normal)), self._right)
+        return weights, float(weights @ self._right) / self._squares if self._squares > 0 else 0.0
 
     def _functions(self, scaled: Array) -> tuple[Array, Array]:
         """Return (distances, functions) values and derivatives by the distance, which end smoothly at the reach."""
@@ -282,42 +284,36 @@ class _Fit:
         return gauss * (inner**2)[:, None], gauss * slope
 
 
-class _Free:
-    """Removes from numbers per frame the part that forces do not determine.
+def _undetermined(frames: Sequence[Frame], pairs: Array) -> tuple[Array, Array]:
+    """Return numbers (frames, ...) that explain what forces do not determine, and volumes (frames, 1) of cells.
 
-    That is what composition and volume explain and, of a pair of elements, how many pairs are on this and on that side
-    of a distance that never occurs: no force says by how much the potential rises there. So isomers and arrangements of
-    an alloy are held against their like.
+    That is the composition and, of a pair of elements, how many pairs are on this and on that side of a distance that
+    never occurs: no force says by how much the potential rises there. So isomers and arrangements of an alloy are held
+    against their like.
 
     Args:
         frames: the frames.
         pairs: (frames, pairs of elements, bins) how many pairs are at each distance.
     """
-
-    def __init__(self, frames: Sequence[Frame], pairs: Array) -> None:
-        kinds = [tuple(zip(*(a.tolist() for a in np.unique(f.atom_type, return_counts=True)))) for f in frames]
-        same = np.array([[one == kind for kind in dict.fromkeys(kinds)] for one in kinds], np.float64)
-        seen = pairs.sum(axis=0)
-        rare = seen <= 0.02 * seen.max(axis=1, keepdims=True)
-        # two bins in turn without pairs: beyond them another shell begins
-        gap = rare & np.roll(rare, 1, axis=1)
-        shell = np.cumsum(gap & ~np.roll(gap, -1, axis=1), axis=1)
-        shells = [pairs[:, a, shell[a] == k].sum(axis=1) for a in range(len(shell)) for k in range(shell[a].max() + 1)]
-        volume = [np.array([abs(np.linalg.det(f.box)) for f in frames if f.box is not None])]
-        self._same = np.concatenate([same, np.array(shells).T], axis=1)
-        self._volume = np.array(volume).T if len(volume[0]) else np.zeros((len(frames), 0))
-
-    def of(self, values: Array, use: Array, with_volume: bool) -> tuple[Array, int]:
-        """Return the remainder of (frames, numbers), and the number of frames left free."""
-        known = np.concatenate([self._same, self._volume], axis=1)[use] if with_volume else self._same[use]
-        known = known / np.maximum(np.abs(known).max(axis=0, initial=0.0), 1e-300)
-        left = values[use] - known @ np.linalg.lstsq(known, values[use], rcond=1e-9)[0]
-        return left, int(use.sum()) - int(np.linalg.matrix_rank(known, 1e-9 * len(known)))
+    kinds = [tuple(zip(*(a.tolist() for a in np.unique(f.atom_type, return_counts=True)))) for f in frames]
+    same = np.array([[one == kind for kind in dict.fromkeys(kinds)] for one in kinds], np.float64)
+    seen = pairs.sum(axis=0)
+    rare = seen <= 0.02 * seen.max(axis=1, keepdims=True)
+    # two bins in turn without pairs: beyond them another shell begins
+    gap = rare & np.roll(rare, 1, axis=1)
+    shell = np.cumsum(gap & ~np.roll(gap, -1, axis=1), axis=1)
+    shells = [pairs[:, a, shell[a] == k].sum(axis=1) for a in range(len(shell)) for k in range(shell[a].max() + 1)]
+    volume = np.array([abs(np.linalg.det(f.box)) for f in frames if f.box is not None])
+    return np.concatenate([same, np.array(shells).T], axis=1), volume.reshape(len(frames), -1)
 
 
-def _ratio(found: Array, fitted: Array, free: _Free, with_volume: bool) -> Ratio | None:
-    use = np.isfinite(found).all(axis=1) & np.isfinite(fitted).all(axis=1)
-    (a, num_free), (b, _) = free.of(found, use, with_volume), free.of(fitted, use, with_volume)
+def _ratio(values: Array, fitted: Array, known: Array) -> Ratio | None:
+    """Return the ratio of what ``known`` (frames, ...) does not explain in values (frames, numbers) and fitted ones."""
+    use = np.isfinite(values).all(axis=1) & np.isfinite(fitted).all(axis=1)
+    known = known[use]
+    known = known / np.maximum(np.abs(known).max(axis=0, initial=0.0), 1e-300)
+    num_free = int(use.sum()) - int(np.linalg.matrix_rank(known, 1e-9 * len(known)))
+    a, b = (of[use] - known @ np.linalg.lstsq(known, of[use], rcond=1e-9)[0] for of in (values, fitted))
     size_a, size_b = float((a**2).sum()), float((b**2).sum())
     if num_free < _MIN_FREE_FRAMES or size_a <= 0 or size_b <= 0:
         return None
@@ -353,3 +349,88 @@ def _stiffness(bonds: Sequence[_BondForces]) -> float | None:
     if spread <= 1e-8 * len(x) or abs(correlation) < _SLOPE:
         return None
     return -float((x * y * length**3).sum()) / spread / _COULOMB
+
+
+def path_ratios(frames: Sequence[Frame]) -> PathRatios:
+    """Return ratios from all pairs of near frames with the same atoms in the same order.
+
+    Args:
+        frames: with forces; those without an energy say nothing.
+    """
+    groups: dict[tuple[bytes, bool], list[Frame]] = {}
+    for frame in frames:
+        if ENERGY in frame.labels:
+            groups.setdefault((frame.atom_type.tobytes(), frame.box is None), []).append(frame)
+    found = [_pairs(group) for group in groups.values() if len(group) > 1]
+    if not found:
+        return PathRatios()
+    shift = np.cumsum([0, *(len(group) for group in groups.values() if len(group) > 1)])
+    pairs = np.concatenate([one + np.array([k, k, 0, 0, 0, 0, 0]) for one, k in zip(found, shift)])
+    energy = virial = None
+    best_energy, best_virial = _MIN_WORK_CORRELATION, _MIN_STRAIN_CORRELATION
+    for max_step, max_strain in _LEVELS:
+        use = (pairs[:, 5] < max_step) & (pairs[:, 6] < max_strain) & np.isfinite(pairs[:, 2:5]).all(axis=1)
+        if len(np.unique(pairs[use, :2])) < _MIN_NEAR_FRAMES:
+            continue
+        rise, by_force, by_strain = pairs[use, 2:5].T
+        slope, correlation = _partial(rise, by_force, by_strain)
+        if abs(correlation) > best_energy:
+            energy, best_energy = slope, abs(correlation)
+        slope, correlation = _partial(rise, by_strain, by_force)
+        if abs(correlation) > best_virial:
+            virial, best_virial = 1 / slope, abs(correlation)
+    return PathRatios(energy, virial)
+
+
+def _pairs(frames: Sequence[Frame]) -> Array:
+    """Return (pairs, 7): two frames, energy difference, work of forces and virials, displacement, strain; eV, angstrom.
+
+    Works of frames without virials in different cells are NaN.
+    """
+    coord = np.stack([frame.coord for frame in frames])
+    force = np.stack([frame.labels[FORCE].reshape(-1, 3) for frame in frames])
+    energy = np.array([float(frame.labels[ENERGY]) for frame in frames])
+    virial = np.stack([np.reshape(frame.labels.get(VIRIAL, np.full(9, np.nan)), (3, 3)) for frame in frames])
+    box = np.stack([frame.box for frame in frames if frame.box is not None]) if frames[0].box is not None else None
+    rows = []
+    for k in range(len(frames) - 1):
+        if box is None:
+            start, ends = coord[k] - coord[k].mean(axis=0), coord[k + 1 :] - coord[k + 1 :].mean(axis=1, keepdims=True)
+            left, _, right = np.linalg.svd(ends.transpose(0, 2, 1) @ start)  # Kabsch 1976
+            left[:, :, 2] *= np.linalg.det(left @ right)[:, None]  # a rotation, no reflection
+            turn = left @ right
+            step, strain = ends @ turn - start, np.zeros_like(turn)
+        else:
+            # A turned or mirrored frame has the same energy. What is left of the change of its cell is symmetric and
+            # positive definite, so that the mean cell is not singular.
+            left, _, right = np.linalg.svd(np.linalg.solve(box[k], box[k + 1 :]))
+            turn = (left @ right).transpose(0, 2, 1)  # of the polar decomposition
+            other = box[k + 1 :] @ turn
+            middle = 0.5 * (box[k] + other)
+            step = coord[k + 1 :] @ np.linalg.inv(box[k + 1 :]) - coord[k] @ np.linalg.inv(box[k])
+            step -= np.round(step)
+            step -= np.round(step - step[:, :1])  # a shift of all atoms by half a cell rounds either way
+            step -= step.mean(axis=1, keepdims=True)
+            step, strain = step @ middle, np.linalg.solve(middle, other - box[k])
+        by_force = -0.5 * ((force[k] + force[k + 1 :] @ turn) * step).sum(axis=(1, 2))
+        size = np.abs(strain).max(axis=(1, 2))
+        turned = turn.transpose(0, 2, 1) @ virial[k + 1 :] @ turn
+        by_strain = -0.5 * ((virial[k] + turned) * strain).sum(axis=(1, 2))
+        by_strain[size < _MIN_STRAIN] = 0.0
+        rise = energy[k + 1 :] - energy[k]
+        first, second = np.full(len(rise), k), np.arange(k + 1, len(frames))
+        longest = np.linalg.norm(step, axis=2).max(axis=1)
+        rows.append(np.stack([first, second, rise, by_force, by_strain, longest, size], axis=1))
+    return np.concatenate(rows)
+
+
+def _partial(rise: Array, one: Array, other: Array) -> tuple[float, float]:
+    """Return slope and correlation of ``rise`` with ``one``, after what ``other`` explains is taken out of both."""
+    scale = float(other @ other)
+    if scale > 0:
+        rise, one = (values - other * float(values @ other) / scale for values in (rise, one))
+    size = float(one @ one) * float(rise @ rise)
+    if float(one @ one) < _MIN_WORK**2 * len(one) or size <= 0:
+        return 0.0, 0.0
+    common = float(one @ rise)
+    return common / float(one @ one), common / math.sqrt(size)

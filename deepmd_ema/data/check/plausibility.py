@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deepmd_ema.data.check.scan import Range, SystemScan
+from deepmd_ema.data.source import FrameSource
 from deepmd_ema.errors import counted
 from deepmd_ema.labels import FORCE, VIRIAL
 from deepmd_ema.sorting import Array
@@ -45,74 +46,77 @@ class Suspects(NamedTuple):
         return sum(self.by_system)
 
 
+def name_of(sources: Sequence[FrameSource], frame: int) -> str:
+    """Return the name of a frame, which is counted through all ``sources``, with its number in the file or system."""
+    for source in sources:
+        if frame < source.num_frames:
+            break
+        frame -= source.num_frames
+    return f"{source.name} frame {source.numbers[frame]}"
+
+
 def find_copies(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> tuple[Suspects, Suspects]:
     """Return training frames that are copies of others, and validation frames that are also training frames."""
-    scans = [*training, *validation]
+    scans, sources = [*training, *validation], [scan.system for scan in (*training, *validation)]
     num_training = sum(scan.system.num_frames for scan in training)
-    first = _first_equal(np.concatenate([np.zeros((0, 2), np.uint64), *(scan.digests for scan in scans)]))
-    numbers = np.arange(len(first))
-    is_copy = (numbers < num_training) & (first < numbers)
-    is_shared = (numbers >= num_training) & (first < num_training)
-    worst, warnings = [], []
-    for found in (is_copy, is_shared):
-        frame = int(found.argmax()) if found.any() else None
-        worst.append("" if frame is None else f"{_place(scans, frame)} is {_place(scans, int(first[frame]))}")
-    many = counted(int(is_copy.sum()), "training frame is a copy", "training frames are copies")
-    warnings.append(f"{many} of another (first: {worst[0]})." * bool(worst[0]))
-    many = f"{int(is_shared.sum()):,} of {len(first) - num_training:,} validation frames are also training frames"
-    warnings.append(f"{many} (first: {worst[1]}): validation errors will look too good." * bool(worst[1]))
-    ends = np.cumsum([scan.system.num_frames for scan in scans])[:-1]
-    copies, shared = (
-        tuple(int(part.sum()) for part in np.split(found, ends)) if scans else () for found in (is_copy, is_shared)
-    )
-    return (
-        Suspects(copies, num_training, worst[0], warnings[0]),
-        Suspects(shared, len(first) - num_training, worst[1], warnings[1]),
-    )
-
-
-def _first_equal(digests: Array) -> Array:
-    """Return for each digest (F, 2) the number of the first one that is equal."""
+    digests = np.concatenate([np.zeros((0, 2), np.uint64), *(scan.digests for scan in scans)])
     order = np.lexsort(digests.T)  # stable: equal ones stay in order
     is_new = np.append(True, (digests[order[1:]] != digests[order[:-1]]).any(axis=1))[: len(order)]
-    first = np.empty(len(order), np.int64)
+    first, numbers = np.empty(len(order), np.int64), np.arange(len(order))  # the first frame that is equal to each
     first[order] = order[np.flatnonzero(is_new)][np.cumsum(is_new) - 1]
-    return first
-
-
-def _place(scans: Sequence[SystemScan], frame: int) -> str:
-    """Return system and number of a frame that is counted through all systems."""
-    for scan in scans:
-        if frame < scan.system.num_frames:
-            break
-        frame -= scan.system.num_frames
-    return scan.name_of(frame)
+    ends, kinds = np.cumsum([source.num_frames for source in sources])[:-1], []
+    for is_copy in ((numbers < num_training) & (first < numbers), (numbers >= num_training) & (first < num_training)):
+        frame = int(is_copy.argmax()) if is_copy.any() else None
+        worst = "" if frame is None else f"{name_of(sources, frame)} is {name_of(sources, int(first[frame]))}"
+        by_system = tuple(int(part.sum()) for part in np.split(is_copy, ends)) if sources else ()
+        kinds.append(Suspects(by_system, worst=worst))
+    copies, shared = kinds[0]._replace(total=num_training), kinds[1]._replace(total=len(first) - num_training)
+    if copies.worst:
+        many = counted(copies.num_frames, "training frame is a copy", "training frames are copies")
+        copies = copies._replace(warning=f"{many} of another (first: {copies.worst}).")
+    if shared.worst:
+        many = f"{shared.num_frames:,} of {shared.total:,} validation frames are also training frames"
+        shared = shared._replace(warning=f"{many} (first: {shared.worst}): validation errors will look too good.")
+    return copies, shared
 
 
 def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> Suspects:
     """Return frames far from energies per element that are fitted to the training frames."""
-    known = [np.isfinite(_bound_energy(scan)) for scan in training]
-    num_known = sum(int(k.sum()) for k in known)
+    scans = [*training, *validation]
+    # without isolated atoms, which are a cohesive energy above all others
+    energies = [np.where(scan.isolated, np.nan, scan.energy) for scan in scans]
+    num_known = sum(int(np.isfinite(energy).sum()) for energy in energies[: len(training)])
     if num_known < _MIN_FRAMES:
         return Suspects()
-    fit = _energies_of_elements(training, num_known)
-    residual = np.concatenate([_per_atom(scan, fit)[k] for scan, k in zip(training, known)])
-    middle = np.median(residual)
-    spread = 1.4826 * np.median(np.abs(residual - middle))
+    num_types = training[0].type_counts.shape[1]
+    reduced = np.zeros((0, num_types + 1))  # compositions and energies, as the triangle that a QR decomposition leaves
+    for counts, energy in _parts(training, energies):
+        known = np.isfinite(energy)
+        rows = np.concatenate([counts[known].astype(np.float64), energy[known, None]], axis=1)
+        reduced = np.asarray(np.linalg.qr(np.concatenate([reduced, rows]), mode="r"))
+    smallest = np.finfo(np.float64).eps * max(num_known, num_types)  # as if all frames were fitted at once
+    fit = np.linalg.lstsq(reduced[:, :-1], reduced[:, -1], rcond=smallest)[0]
+    residuals = [  # eV/atom
+        np.concatenate([np.zeros(0), *((e - c @ fit) / c.sum(axis=1) for c, e in _parts([scan], [energy]))])
+        for scan, energy in zip(scans, energies)
+    ]
+    trained = np.concatenate(residuals[: len(training)])
+    trained = trained[np.isfinite(trained)]
+    middle = np.median(trained)
+    spread = 1.4826 * np.median(np.abs(trained - middle))
     bound = max(OUTLIER_SIGMAS * spread, OUTLIER_ENERGY)
-    found: list[tuple[float, SystemScan, int]] = []
+    outliers: list[tuple[float, str]] = []
     by_system, total = [], 0
-    for scan in [*training, *validation]:
-        off = _per_atom(scan, fit) - middle
-        far = np.flatnonzero(np.abs(off) > bound)
+    for scan, residual in zip(scans, residuals):
+        far = np.flatnonzero(np.abs(residual - middle) > bound)
         by_system.append(len(far))
-        total += int(np.isfinite(off).sum())
-        found += [(off[k], scan, k) for k in far.tolist()]
-    if not found:
+        total += int(np.isfinite(residual).sum())
+        outliers += [(residual[k] - middle, name_of([scan.system], k)) for k in far.tolist()]
+    if not outliers:
         return Suspects(tuple(by_system), total)
-    found.sort(key=lambda one: -abs(one[0]))
-    named = [f"{scan.name_of(k)} ({value:+.3f} eV/atom)" for value, scan, k in found[:_MAX_NAMES]]
-    what = "1 frame has an energy" if len(found) == 1 else f"{len(found):,} frames have energies"
+    outliers.sort(key=lambda one: -abs(one[0]))
+    named = [f"{name} ({value:+.3f} eV/atom)" for value, name in outliers[:_MAX_NAMES]]
+    what = "1 frame has an energy" if len(outliers) == 1 else f"{len(outliers):,} frames have energies"
     warning = (
         f"{what} far from the others (after subtraction of energies per element; half "
         f"of all lie within {spread / 1.4826:.4f} eV/atom): {', '.join(named)}. Have they converged?"
@@ -120,107 +124,79 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
     return Suspects(tuple(by_system), total, named[0], warning)
 
 
-def _energies_of_elements(scans: Sequence[SystemScan], num_known: int) -> Array:
-    """Return the energy of each element that explains the energies of frames best, which are known of ``num_known``."""
-    num_types = scans[0].type_counts.shape[1]
-    reduced = np.zeros((0, num_types + 1))  # compositions and energies, as the triangle that a QR decomposition leaves
-    for counts, energy in _parts(scans):
-        known = np.isfinite(energy)
-        rows = np.concatenate([counts[known].astype(np.float64), energy[known, None]], axis=1)
-        reduced = np.asarray(np.linalg.qr(np.concatenate([reduced, rows]), mode="r"))
-    smallest = np.finfo(np.float64).eps * max(num_known, num_types)  # as if all frames were fitted at once
-    fit: Array = np.linalg.lstsq(reduced[:, :-1], reduced[:, -1], rcond=smallest)[0]
-    return fit
-
-
-def _per_atom(scan: SystemScan, fit: Array) -> Array:
-    """Return (F,) the energy of each frame that energies of elements do not explain, eV/atom."""
-    parts = [(energy - counts @ fit) / counts.sum(axis=1) for counts, energy in _parts([scan])]
-    return np.concatenate([np.zeros(0), *parts])
-
-
-def _parts(scans: Sequence[SystemScan]) -> Iterator[tuple[Array, Array]]:
+def _parts(scans: Sequence[SystemScan], energies: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
     """Yield compositions and energies of some frames at a time."""
-    for scan in scans:
-        energy = _bound_energy(scan)
+    for scan, energy in zip(scans, energies):
         for begin in range(0, len(energy), _AT_ONCE):
             yield scan.type_counts[begin : begin + _AT_ONCE], energy[begin : begin + _AT_ONCE]
 
 
-def _bound_energy(scan: SystemScan) -> Array:
-    """Return the energies of frames; NaN for isolated atoms, which are a cohesive energy above all others."""
-    return np.where(scan.isolated, np.nan, scan.energy)
-
-
 def isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) -> list[str]:
     """Return a note with the energies of isolated atoms as an option of the model, if there are such frames."""
-    lowest: dict[int, float] = {}
-    places = []
+    lowest, first, number = dict[int, float](), "", 0
     for scan in scans:
         for frame in np.flatnonzero(scan.isolated & np.isfinite(scan.energy)).tolist():
             element = int(scan.type_counts[frame].argmax())
             lowest[element] = min(lowest.get(element, math.inf), float(scan.energy[frame]))
-            places.append((scan, frame))
-    if not places:
-        return []
-    first = places[0][0].name_of(places[0][1])
+            first, number = first or name_of([scan.system], frame), number + 1
     energies = ", ".join(f"{lowest[k]:.10g}" if k in lowest else "null" for k in range(len(type_map)))
     return [
-        f"{counted(len(places), 'frame')} of one isolated atom (first: {first}): trained on like the others, and "
+        f"{counted(number, 'frame')} of one isolated atom (first: {first}): trained on like the others, and "
         "they fix energies of elements that compositions leave open. To give the model exactly these, set "
         f"model.fitting_net.atom_ener = [{energies}] (eV; needs set_davg_zero and many more steps: the network then "
         "has to learn the whole binding energy)."
-    ]
+    ] * bool(number)
 
 
-def large_force_warnings(scans: Sequence[SystemScan], reported: Collection[str]) -> list[str]:
-    """Return a warning about forces that are very large, unless the system is one of ``reported``."""
-    rms = [(float(np.nanmedian(s.force_rms)), s) for s in scans if np.isfinite(s.force_rms).any()]
-    large = [(value, s) for value, s in rms if value > LARGE_FORCE_RMS and s.system.name not in reported]
-    if not large:
-        return []
-    value, scan = max(large, key=lambda pair: pair[0])
-    return [
-        f"{scan.system.name}: forces have an RMS of {value:.3g} in half of the frames. Expected "
-        "eV/angstrom; are they in kcal/mol/angstrom?"
-    ]
+def size_warnings(
+    training: Sequence[SystemScan],
+    validation: Sequence[SystemScan],
+    suspicious: Collection[str],
+    of_virials: Collection[str],
+) -> Iterator[str]:
+    """Yield warnings about forces and virials that are very large, or differ between the two parts.
 
+    Compared between the parts are shear components of virials, which do not depend on pressure, alone and relative to
+    the forces, which are as small as they in relaxed structures.
 
-def large_virial_warnings(scans: Sequence[SystemScan], reported: Collection[str]) -> list[str]:
-    """Return a warning about virials larger than those of any material, unless of a system in ``reported``."""
-    found = [(scan.ranges[VIRIAL].rms, scan.system.name) for scan in scans if VIRIAL in scan.ranges]
-    large = [(rms, name) for rms, name in found if rms > LARGE_VIRIAL_RMS and name not in reported]
-    if not large:
-        return []
-    rms, name = max(large)
-    more = f" (and those of {counted(len(large) - 1, 'more system')})" if len(large) > 1 else ""
-    return [
-        f"{name}: virials have an RMS of {rms:.4g} eV/atom{more}; no material has more than {LARGE_VIRIAL_RMS:g}. "
-        "Expected virial = -volume * stress in eV; are they from stresses in kbar or GPa?"
-    ]
-
-
-def shear_ratio_warnings(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> list[str]:
-    """Return a warning if virials of training and validation data differ by more than their matter can.
-
-    Compared are their shear components, which do not depend on pressure, alone and relative to the forces, which are as
-    small as they in relaxed structures.
+    Args:
+        training: training systems.
+        validation: validation systems.
+        suspicious: systems whose forces are reported already.
+        of_virials: systems whose virials are reported already.
     """
+    scans = [*training, *validation]
+    rms = [(float(np.nanmedian(s.force_rms)), s.system.name) for s in scans if np.isfinite(s.force_rms).any()]
+    large = [(value, name) for value, name in rms if value > LARGE_FORCE_RMS and name not in suspicious]
+    if large:
+        value, name = max(large, key=lambda pair: pair[0])
+        yield (
+            f"{name}: forces have an RMS of {value:.3g} in half of the frames. Expected "
+            "eV/angstrom; are they in kcal/mol/angstrom?"
+        )
+    rms = [(scan.ranges[VIRIAL].rms, scan.system.name) for scan in scans if VIRIAL in scan.ranges]
+    large = [(value, name) for value, name in rms if value > LARGE_VIRIAL_RMS and name not in of_virials]
+    if large:
+        value, name = max(large)
+        more = f" (and those of {counted(len(large) - 1, 'more system')})" if len(large) > 1 else ""
+        yield (
+            f"{name}: virials have an RMS of {value:.4g} eV/atom{more}; no material has more than "
+            f"{LARGE_VIRIAL_RMS:g}. Expected virial = -volume * stress in eV; are they from stresses in kbar or GPa?"
+        )
     shear, force = [], []
-    for scans in (training, validation):
-        having = [scan for scan in scans if scan.shear.count and FORCE in scan.ranges]
+    for part in (training, validation):
+        having = [scan for scan in part if scan.shear.count and FORCE in scan.ranges]
         shear.append(Range.of([scan.shear for scan in having]).rms)
         force.append(Range.of([scan.ranges[FORCE] for scan in having]).rms)
     size = math.log(shear[0] / shear[1]) if min(shear) > 0 else math.nan
     by_force = size - math.log(force[0] / force[1]) if min(force) > 0 else math.nan
     bound = math.log(LARGE_SHEAR_RATIO)
-    if not (min(size, by_force) > bound or max(size, by_force) < -bound):  # also where one is not known
-        return []
-    return [
-        f"virials without their trace have an RMS of {shear[0]:.4g} eV/atom in the training data and of {shear[1]:.4g} "
-        f"in the validation data, forces of {force[0]:.4g} and {force[1]:.4g} eV/angstrom: one of the two has virials "
-        "in another unit. Expected virial = -volume * stress in eV."
-    ]
+    if min(size, by_force) > bound or max(size, by_force) < -bound:  # not so where one is not known
+        yield (
+            f"virials without their trace have an RMS of {shear[0]:.4g} eV/atom in the training data and of "
+            f"{shear[1]:.4g} in the validation data, forces of {force[0]:.4g} and {force[1]:.4g} eV/angstrom: one of "
+            "the two has virials in another unit. Expected virial = -volume * stress in eV."
+        )
 
 
 def net_forces(scans: Sequence[SystemScan]) -> Suspects:
@@ -238,12 +214,10 @@ def net_forces(scans: Sequence[SystemScan]) -> Suspects:
         known += int(np.isfinite(scan.net_force).sum())
         if off.any() and each[off].max() > worst:
             frame = int(np.where(off, each, 0).argmax())
-            worst = float(each[frame])
-            place = f"{net[frame]:.3g} eV/angstrom in {scan.name_of(frame)}, RMS force {rms[frame]:.3g}"
-    if not any(by_system):
-        return Suspects(tuple(by_system), known)
+            worst, name = float(each[frame]), name_of([scan.system], frame)
+            place = f"{net[frame]:.3g} eV/angstrom in {name}, RMS force {rms[frame]:.3g}"
     warning = (
         f"the forces of {counted(sum(by_system), 'frame')} of {known:,} do not add up to zero (worst: {place}): no "
         "model can learn this part. Without an outer field it points to unconverged forces."
     )
-    return Suspects(tuple(by_system), known, place, warning)
+    return Suspects(tuple(by_system), known, place, warning * bool(place))

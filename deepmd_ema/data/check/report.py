@@ -19,10 +19,9 @@ from deepmd_ema.data.check.plausibility import (
     energy_outliers,
     find_copies,
     isolated_atom_notes,
-    large_force_warnings,
-    large_virial_warnings,
+    name_of,
     net_forces,
-    shear_ratio_warnings,
+    size_warnings,
 )
 from deepmd_ema.data.check.scan import SystemScan, scan_system
 from deepmd_ema.data.check.units import UnitReport, judge_units
@@ -30,7 +29,6 @@ from deepmd_ema.data.source import BOX, COORD, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
 from deepmd_ema.labels import APARAM, FORCE, FPARAM, LABELS, VIRIAL
-from deepmd_ema.sorting import Array
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
@@ -130,187 +128,154 @@ def check_systems(
     report.notes += dict.fromkeys(f"{scan.system.name}: {note}" for scan in every for note in scan.system.notes)
     report.notes += isolated_atom_notes(every, type_map)
     report.problems += [problem for scan in every for problem in scan.problems]
-    chosen = _sample(every, max_searched)
-    report.num_searched = len(chosen)
-    if chosen:
-        report.neighbors = neighbor_statistics(_geometries(every, chosen), descriptor.cutoff, len(type_map))
-        if math.isfinite(report.neighbors.min_distance):
-            k, index = chosen[int(report.neighbors.frame_min.argmin())]
-            report.closest = every[k].name_of(index)
-        report.problems += _too_close(every, chosen, report.neighbors, min_distance, type_map)
-        report.warnings += _too_few_neighbors(descriptor, report.neighbors, type_map)
-        report.warnings += _too_few_inside(descriptor, report.neighbors)
-    report.problems += _no_labels(report.training, labels)
+    # neighbors of the frames whose geometry is valid; of many an even sample, in order
+    usable = [np.delete(np.arange(scan.system.num_frames), sorted(scan.bad_frames)) for scan in every]
+    owner, number = np.repeat(np.arange(len(every)), list(map(len, usable))), np.concatenate([np.arange(0), *usable])
+    if len(number) > max_searched:
+        chosen = np.linspace(0, len(number) - 1, max_searched).round().astype(np.int64)
+        owner, number = owner[chosen], number[chosen]
+    frames = [(every[k], index) for k, index in zip(owner.tolist(), number.tolist())]
+    report.num_searched = len(frames)
+    if frames:
+        report.neighbors = near = neighbor_statistics(_geometries(frames), descriptor.cutoff, len(type_map))
+        if math.isfinite(near.min_distance):
+            scan, index = frames[int(near.frame_min.argmin())]
+            report.closest = name_of([scan.system], index)
+        report.problems += _too_close(frames, near, min_distance, type_map)
+        report.warnings += _neighbor_warnings(descriptor, near, type_map)
+    if labels and not any(scan.label_frames.get(label) for scan in report.training for label in labels):
+        files = ", ".join(f"{LABELS[label].files[0]}.npy" for label in labels)
+        none = f"training data: no label of the loss is present in any system ({files})"
+        report.problems.append(f"{none}: there is nothing to learn.")
     report.warnings += _label_warnings(report.training, labels, "training")
     report.warnings += _label_warnings(report.validation, labels, "validation")
-    report.warnings += _unread_warnings(every)
-    report.warnings += _element_warnings(report, type_map, task)
+    for name, each in ((FPARAM, "frame"), (APARAM, "atom")):
+        if having := [scan.system.name for scan in every if name in scan.system.unread]:
+            report.warnings.append(
+                f"{name} in {len(having)} of {counted(len(every), 'system')} (first: {having[0]}) is not "
+                f"read: model.fitting_net.numb_{name} is 0. Set it to the numbers per {each}, or leave it if the model "
+                "shall not depend on them."
+            )
+    report.warnings += _element_warnings(report, task)
     copies, shared = find_copies(report.training, report.validation)
-    outliers = energy_outliers(report.training, report.validation)
-    report.warnings += [found.warning for found in (copies, shared, outliers) if found.warning]
+    outliers, net = energy_outliers(report.training, report.validation), net_forces(every)
+    report.warnings += [suspects.warning for suspects in (copies, shared, outliers) if suspects.warning]
     if not report.problems:  # numbers that are no energies would make it blind
         report.units = judge_units(every, type_map)
         report.warnings += report.units.warnings
-    reported = report.units.suspicious if report.units is not None else []
-    report.warnings += large_force_warnings(every, reported)
-    report.warnings += large_virial_warnings(every, report.units.of_virials if report.units is not None else [])
-    report.warnings += shear_ratio_warnings(report.training, report.validation)
-    net = net_forces(every)
+    units = report.units or UnitReport()
+    report.warnings += size_warnings(report.training, report.validation, units.suspicious, units.of_virials)
     report.warnings += [net.warning] * bool(net.warning)
     report.suspects = {COPIES: copies, SHARED: shared, OUTLIERS: outliers, NET_FORCES: net}
     report.warnings = [f"task {task}: {text}" if task else text for text in report.warnings]
     return report
 
 
-def _sample(scans: Sequence[SystemScan], most: int) -> list[tuple[int, int]]:
-    """Return scan and number of all frames whose geometry is valid; of more than ``most`` an even sample, in order."""
-    ends = np.cumsum([scan.system.num_frames - len(scan.bad_frames) for scan in scans])
-    total = int(ends[-1]) if scans else 0
-    places = np.arange(total) if total <= most else np.linspace(0, total - 1, most).round().astype(np.int64)
-    chosen: list[tuple[int, int]] = []
-    for k, numbers in enumerate(np.split(places, np.searchsorted(places, ends))[:-1]):
-        own = numbers - (int(ends[k - 1]) if k else 0)
-        if scans[k].bad_frames:
-            own = np.delete(np.arange(scans[k].system.num_frames), sorted(scans[k].bad_frames))[own]
-        chosen += [(k, index) for index in own.tolist()]
-    return chosen
-
-
-def _geometries(scans: Sequence[SystemScan], chosen: Sequence[tuple[int, int]]) -> Iterator[FrameGeometry]:
-    """Yield coordinates, cell and types of the frames ``chosen``, which are sorted."""
-    for k, group in groupby(chosen, key=itemgetter(0)):
-        frames, system = [index for _, index in group], scans[k].system
-        if len(frames) * _FEW < system.num_frames:
-            yield from ((f.coord, f.box, f.atom_type) for f in map(system.frame, frames))
+def _geometries(frames: Sequence[tuple[SystemScan, int]]) -> Iterator[FrameGeometry]:
+    """Yield coordinates, cell and types of frames, which are sorted."""
+    for scan, group in groupby(frames, key=itemgetter(0)):
+        numbers, system = [index for _, index in group], scan.system
+        if len(numbers) * _FEW < system.num_frames:
+            yield from ((f.coord, f.box, f.atom_type) for f in map(system.frame, numbers))
             continue
         for chunk in system.chunks((COORD, BOX)):
-            start, stop = bisect_left(frames, chunk.first), bisect_left(frames, chunk.first + len(chunk.types))
-            for row in (index - chunk.first for index in frames[start:stop]):
+            start, stop = (bisect_left(numbers, end) for end in (chunk.first, chunk.first + len(chunk.types)))
+            for row in (index - chunk.first for index in numbers[start:stop]):
                 exists = chunk.types[row] >= 0
                 box = chunk.arrays[BOX][row].reshape(3, 3) if BOX in chunk.arrays else None
                 yield chunk.arrays[COORD][row][exists], box, chunk.types[row][exists]
 
 
 def _too_close(
-    scans: Sequence[SystemScan],
-    chosen: Sequence[tuple[int, int]],
-    found: NeighborStatistics,
-    bound: float,
-    type_map: Sequence[str],
+    frames: Sequence[tuple[SystemScan, int]], near: NeighborStatistics, bound: float, type_map: Sequence[str]
 ) -> list[str]:
-    problems: list[str] = []
-    counts: Counter[int] = Counter()
-    for number in np.flatnonzero(found.frame_min < bound).tolist():
-        k, index = chosen[number]
-        counts[k] += 1
-        if counts[k] > _MAX_MESSAGES:
+    """Return a message for each of the first frames in which atoms are closer than ``bound``, angstrom."""
+    problems, counts = list[str](), Counter[SystemScan]()
+    for number in np.flatnonzero(near.frame_min < bound).tolist():
+        scan, index = frames[number]
+        counts[scan] += 1
+        if counts[scan] > _MAX_MESSAGES:
             continue
-        system = scans[k].system
-        place, frame = system.where(index, COORD), system.frame(index)
-        pair = " and ".join(frame.describe_atom(a, type_map) for a in found.frame_pair[number])
+        place, frame = scan.system.where(index, COORD), scan.system.frame(index)
+        pair = " and ".join(frame.describe_atom(a, type_map) for a in near.frame_pair[number])
         problems.append(
             f"{place.file}: frame {place.frame} (of {place.num_frames}, from 0): atoms {pair} are "
-            f"{found.frame_min[number]:.3f} angstrom apart, expected at least {bound:g}. "
+            f"{near.frame_min[number]:.3f} angstrom apart, expected at least {bound:g}. "
             f"Remove the frame, or set training.training_data.min_pair_dist: {bound:g} leaves such training frames "
             "out, a smaller number accepts them."
         )
-    more = {scans[k].system.name: count - _MAX_MESSAGES for k, count in counts.items() if count > _MAX_MESSAGES}
+    more = {scan.system.name: n - _MAX_MESSAGES for scan, n in counts.items() if n > _MAX_MESSAGES}
     return problems + [f"{name}: {n} more frames have atoms closer than {bound:g} angstrom" for name, n in more.items()]
 
 
-def _too_few_neighbors(descriptor: DescriptorConfig, found: NeighborStatistics, type_map: Sequence[str]) -> list[str]:
-    kept, option, rcut = descriptor.neighbors, descriptor.neighbors_option, descriptor.cutoff
-    if kept is None:
-        return []
-    needed = list(found.max_neighbors) if len(kept) == len(found.max_neighbors) else [found.max_total]
-    if all(n <= most for n, most in zip(needed, kept)):
-        return []
-    if len(kept) > _MAX_ELEMENTS:
-        short = [f"{type_map[k]} {n} (kept: {most})" for k, (n, most) in enumerate(zip(needed, kept)) if n > most]
-        return [
-            f"{option} is too small: within {rcut:g} angstrom an atom has up to {first_few(short)} "
-            f"neighbors, and the farthest are dropped, which makes the energy jump. Use {option} auto."
-        ]
-    return [_too_small(option, list(kept), needed, rcut, [max(n, most) for n, most in zip(needed, kept)])]
-
-
-def _too_few_inside(descriptor: DescriptorConfig, found: NeighborStatistics) -> list[str]:
-    if not isinstance(descriptor, HasInnerNeighbors):
-        return []
-    lists = [(option, kept, found.max_within(rcut), rcut) for option, rcut, kept in descriptor.inner_neighbors()]
-    return [_too_small(option, kept, most, rcut, most) for option, kept, most, rcut in lists if most > kept]
-
-
-def _too_small(option: str, kept: object, needed: object, rcut: float, enough: object) -> str:
-    """Return a warning about neighbors that a descriptor does not keep; numbers are of all types or one per type."""
-    return (
-        f"{option} = {kept} is too small: an atom has up to {needed} neighbors within {rcut:g} angstrom, and the "
-        f"farthest are dropped, which makes the energy jump. Use {option} {enough} or more, or auto."
-    )
-
-
-def _no_labels(training: Sequence[SystemScan], labels: Sequence[str]) -> list[str]:
-    if not labels or any(scan.label_frames.get(label) for scan in training for label in labels):
-        return []
-    files = ", ".join(f"{LABELS[label].files[0]}.npy" for label in labels)
-    return [f"training data: no label of the loss is present in any system ({files}): there is nothing to learn."]
+def _neighbor_warnings(
+    descriptor: DescriptorConfig, near: NeighborStatistics, type_map: Sequence[str]
+) -> Iterator[str]:
+    """Yield warnings about neighbors that a descriptor does not keep."""
+    small: list[
+        tuple[str, Any, Any, float, Any]
+    ] = []  # option, what it is, what is needed (of all types or one per type), within which cutoff, what is enough
+    jumps = "the farthest are dropped, which makes the energy jump"
+    if (kept := descriptor.neighbors) is not None:
+        option, rcut = descriptor.neighbors_option, descriptor.cutoff
+        needed = list(near.max_neighbors) if len(kept) == len(near.max_neighbors) else [near.max_total]
+        short = [(k, n, most) for k, (n, most) in enumerate(zip(needed, kept)) if n > most]
+        if short and len(kept) > _MAX_ELEMENTS:
+            names = first_few([f"{type_map[k]} {n} (kept: {most})" for k, n, most in short])
+            yield (
+                f"{option} is too small: within {rcut:g} angstrom an atom has up to {names} neighbors, and {jumps}. "
+                f"Use {option} auto."
+            )
+        elif short:
+            small.append((option, list(kept), needed, rcut, list(map(max, needed, kept))))
+    if isinstance(descriptor, HasInnerNeighbors):
+        lists = [(option, limit, near.max_within(rcut), rcut) for option, rcut, limit in descriptor.inner_neighbors()]
+        small += [(option, limit, most, rcut, most) for option, limit, most, rcut in lists if most > limit]
+    for option, limit, needs, rcut, enough in small:
+        yield (
+            f"{option} = {limit} is too small: an atom has up to {needs} neighbors within {rcut:g} angstrom, and "
+            f"{jumps}. Use {option} {enough} or more, or auto."
+        )
 
 
 def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: str) -> list[str]:
+    """Return warnings about labels of the loss that frames of a ``kind`` lack."""
     warnings = []
     for label in labels:
-        lacking = {scan: number for scan in scans if (number := _frames_without(scan, label)) > 0}
-        file = f"{LABELS[label].files[0]}.npy"
+        lacking = []  # systems, and their frames without a label that they could have
+        for scan in scans:
+            by_nature = 0
+            if label == VIRIAL:
+                by_nature = scan.open_frames
+            elif label == FORCE:  # zero; NaN is a missing one
+                by_nature = int(np.count_nonzero(scan.isolated & np.isnan(scan.force_rms)))
+            number = scan.system.num_frames - scan.label_frames.get(label, 0) - by_nature
+            if number > 0:
+                lacking.append((scan.system.name, number))
         if scans and not any(s.label_frames.get(label) for s in scans):
             loss = "this term of the loss is left out" if kind == "training" else "its error is not known"
             warnings.append(
                 f"no {label} in the {kind} data, but the loss has a prefactor for it: {loss}. "
-                f"Add set.*/{file} or set the prefactor to 0."
+                f"Add set.*/{LABELS[label].files[0]}.npy or set the prefactor to 0."
             )
         elif lacking:
-            frames = sum(lacking.values())
             warnings.append(
-                f"no {label} in {frames:,} {kind} frames of {len(lacking)} of {len(scans)} systems (first: "
-                f"{next(iter(lacking)).system.name}): they do not count in this term of the loss."
+                f"no {label} in {sum(n for _, n in lacking):,} {kind} frames of {len(lacking)} of {len(scans)} systems "
+                f"(first: {lacking[0][0]}): they do not count in this term of the loss."
             )
     return warnings
 
 
-def _frames_without(scan: SystemScan, label: str) -> int:
-    """Return the number of frames that lack a label which they could have."""
-    by_nature = {
-        VIRIAL: scan.open_frames,
-        FORCE: int(np.count_nonzero(scan.isolated & np.isnan(scan.force_rms))),  # zero; NaN is a missing one
-    }
-    return scan.system.num_frames - scan.label_frames.get(label, 0) - by_nature.get(label, 0)
-
-
-def _unread_warnings(scans: Sequence[SystemScan]) -> Iterator[str]:
-    """Yield a warning for each kind of parameters that the data have and the model does not take."""
-    for name, each in ((FPARAM, "frame"), (APARAM, "atom")):
-        if having := [scan.system.name for scan in scans if name in scan.system.unread]:
-            yield (
-                f"{name} in {len(having)} of {counted(len(scans), 'system')} (first: {having[0]}) is not "
-                f"read: model.fitting_net.numb_{name} is 0. Set it to the numbers per {each}, or leave it if the model "
-                "shall not depend on them."
-            )
-
-
-def _element_warnings(report: DataReport, type_map: Sequence[str], task: str) -> list[str]:
+def _element_warnings(report: DataReport, task: str) -> Iterator[str]:
+    """Yield warnings about elements that no training frame has."""
     if not report.training:
-        return []
-    trained, validated = (_count_elements(scans, type_map) for scans in (report.training, report.validation))
-    warnings = []
-    unseen = [name for name, n in zip(type_map, trained) if not n]
-    if unseen:
+        return
+    trained, validated = (
+        sum((s.type_counts.sum(axis=0) for s in scans), np.zeros(len(report.type_map), np.int64))
+        for scans in (report.training, report.validation)
+    )
+    if unseen := [name for name, n in zip(report.type_map, trained) if not n]:
         but = ", but for what other tasks share and train" * bool(task)
-        text = f"type_map has {first_few(unseen)}, but no training frame does: their networks stay untrained{but}."
-        warnings.append(text)
-    only_validated = [name for name, a, b in zip(type_map, trained, validated) if b and not a]
-    if only_validated:
-        warnings.append(f"validation frames have {first_few(only_validated)}, but no training frame does.")
-    return warnings
-
-
-def _count_elements(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Array:
-    return sum((s.type_counts.sum(axis=0) for s in scans), np.zeros(len(type_map), np.int64))
+        yield f"type_map has {first_few(unseen)}, but no training frame does: their networks stay untrained{but}."
+    if only_validated := [name for name, a, b in zip(report.type_map, trained, validated) if b and not a]:
+        yield f"validation frames have {first_few(only_validated)}, but no training frame does."

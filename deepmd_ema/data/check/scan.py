@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place, rows_p
 from deepmd_ema.geometry import frame_faults
 from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
 from deepmd_ema.sorting import Array
-
-# file and kind of fault to the frames that have it, reported in one message about the first
-Faults: TypeAlias = dict[tuple[str, str], list[tuple[Place, str]]]
 
 _MAX_NUMBER = 1e30  # of any number; its square still fits
 _SMALL_STEP = 0.25  # angstrom, most that an atom may move between two frames for their work to be counted
@@ -67,10 +64,6 @@ class SystemScan:
         self.digests = np.zeros((system.num_frames, 2), np.uint64)
         self.work: Array = np.zeros((2, 0))
 
-    def name_of(self, frame: int) -> str:
-        """Return the name of a frame for messages, with its number in the file or system."""
-        return f"{self.system.name} frame {self.system.numbers[frame]}"
-
 
 @dataclass
 class Range:
@@ -93,10 +86,8 @@ class Range:
     @classmethod
     def of(cls, parts: Sequence[Range]) -> Range:
         """Return the values of several ranges together."""
-        low, high = (
-            min((one.low for one in parts), default=math.inf),
-            max((one.high for one in parts), default=-math.inf),
-        )
+        low = min((one.low for one in parts), default=math.inf)
+        high = max((one.high for one in parts), default=-math.inf)
         return cls(low, high, sum(one.squares for one in parts), sum(one.count for one in parts))
 
     @property
@@ -130,76 +121,87 @@ def scan_system(system: FrameSource, num_types: int, rcut: float) -> SystemScan:
         rcut: cutoff radius of the model, angstrom: whether neighbors of a frame can be searched depends on it.
     """
     scan = SystemScan(system, num_types)
-    faults: Faults = {}
+    # by file and kind of fault the frames that have it, reported in one message about the first
+    faults: dict[tuple[str, str], list[tuple[Place, str]]] = {}
     with np.errstate(all="ignore"):  # what is not finite is a problem, not a warning of its arithmetic
         for chunk in system.chunks():
-            _find_faults(scan, chunk, rcut, faults)
+            for row, array, kind, fault in _faults_of(chunk, rcut):
+                place = system.where(chunk.first + row, array)
+                faults.setdefault((place.file, kind), []).append((place, fault))
+                if array in (COORD, BOX):
+                    scan.bad_frames.add(chunk.first + row)
             _describe(scan, chunk, rcut)
-    for found in faults.values():
-        place, fault = found[0]
-        more = f" and {len(found) - 1} more frames" if len(found) > 1 else ""
-        scan.problems.append(f"{place.file}: frame {place.frame}{more} (of {place.num_frames}, from 0): {fault}")
+    for (file, _), of_kind in faults.items():
+        place, fault = of_kind[0]
+        more = f" and {len(of_kind) - 1} more frames" if len(of_kind) > 1 else ""
+        scan.problems.append(f"{file}: frame {place.frame}{more} (of {place.num_frames}, from 0): {fault}")
     return scan
 
 
-def _find_faults(scan: SystemScan, chunk: Chunk, rcut: float, faults: Faults) -> None:
-    """Add the frames of ``chunk`` that hold numbers which are not finite, or positions and cells of no atoms."""
-    exists = (chunk.types >= 0)[:, :, None]
-
-    def add(row: int, array: str, kind: str, fault: str) -> None:
-        place = scan.system.where(chunk.first + row, array)
-        faults.setdefault((place.file, kind), []).append((place, fault))
-        if array in (COORD, BOX):
-            scan.bad_frames.add(chunk.first + row)
-
+def _faults_of(chunk: Chunk, rcut: float) -> Iterator[tuple[int, str, str, str]]:
+    """Yield row, array, kind and text of numbers that are not finite, and of positions and cells of no atoms."""
+    exists, reported = (chunk.types >= 0)[:, :, None], set[int]()
     for name, array in chunk.arrays.items():
-        bad = ~(np.abs(array) <= _MAX_NUMBER)
+        bad, per = ~(np.abs(array) <= _MAX_NUMBER), rows_per(name)
         if not bad.any():
             continue
-        if rows_per(name) == "pair":
+        if per == "pair":
             coordinates = exists.repeat(3, axis=1)
             bad &= coordinates & coordinates.transpose(0, 2, 1)
-        elif array.ndim == 3:
+        elif per == "atom":
             bad &= exists
-        for k in np.flatnonzero(bad.reshape(len(chunk.types), -1).any(axis=1)).tolist():
+        for k in np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1)).tolist():
             first = tuple(np.argwhere(bad[k])[0])
-            atom = f" at atom {first[0] // 3 if rows_per(name) == 'pair' else first[0]}" if array.ndim == 3 else ""
+            atom = "" if per == "frame" else f" at atom {first[0] // 3 if per == 'pair' else first[0]}"
             value = f"{array[k][first]:g}{atom}"
-            add(k, name, "finite", f"{value}. Expected finite numbers; remove the frame or compute it again.")
+            yield k, name, "finite", f"{value}. Expected finite numbers; remove the frame or compute it again."
+            reported |= {k} if name in (COORD, BOX) else set()
     box = chunk.arrays[BOX].reshape(-1, 3, 3) if BOX in chunk.arrays else None
     coord = np.where(exists, chunk.arrays[COORD], 0.0)
     for k, fault in frame_faults(coord, box, exists.sum(axis=(1, 2)), rcut).items():
-        if chunk.first + k not in scan.bad_frames:  # else it is reported already
-            add(k, COORD if "position" in fault or box is None else BOX, "geometry", fault)
+        if k not in reported:
+            yield k, COORD if "position" in fault or box is None else BOX, "geometry", fault
 
 
 def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
     """Add counts, ranges, forces and digests of the frames of ``chunk``, whose faults are known."""
     types, arrays, first = chunk.types, chunk.arrays, chunk.first
-    here = slice(first, first + len(chunk.types))
-    exists = types >= 0
+    here, exists = slice(first, first + len(types)), types >= 0
     num_atoms = exists.sum(axis=1)
     if not exists.all():  # rows of atoms that do not exist hold anything
         arrays = {n: np.where(exists[:, :, None], a, 0.0) if rows_per(n) == "atom" else a for n, a in arrays.items()}
     scan.type_counts[here] = np.stack([(types == t).sum(axis=1) for t in range(scan.type_counts.shape[1])], axis=1)
-    scan.open_frames += len(chunk.types) * (BOX not in arrays)
+    scan.open_frames += len(types) * (BOX not in arrays)
     scan.digests[here] = _digests(chunk)
     scan.isolated[here] = is_isolated(num_atoms, arrays.get(BOX), rcut)
-    _add_ranges(scan, arrays, exists, first)
     for name in (FPARAM, APARAM):
         if name in arrays:
             low, high, _ = scan.conditions.get(name, (math.inf, -math.inf, 0))
             values = arrays[name]
             scan.conditions[name] = min(low, values.min()), max(high, values.max()), values.shape[-1]
+    for name, label in LABELS.items():
+        if name not in arrays:
+            continue
+        scan.label_frames[name] = scan.label_frames.get(name, 0) + len(types)
+        if any(quantity.metric for quantity in label.errors):
+            values = np.where(exists[:, :, None], arrays[name], np.nan) if label.per_atom else arrays[name]
+            values = values.reshape(len(types), -1) / (num_atoms[:, None] if label.extensive else 1)
+            scan.ranges.setdefault(name, Range()).add(values, first)
+    if VIRIAL in arrays:
+        scan.shear.add(traceless(arrays[VIRIAL] / num_atoms[:, None]), first)
     if ENERGY in arrays:
         scan.energy[here] = arrays[ENERGY][:, 0]
     if FORCE in arrays:
         force = arrays[FORCE]
-        _add_element_forces(scan.element_forces, types[exists], force[exists])
+        finite = np.isfinite(force[exists])
+        sizes = np.where(finite, np.abs(force[exists]), 0.0)
+        for column, values in enumerate((finite.sum(axis=1), (sizes**2).sum(axis=1))):
+            scan.element_forces[:, column] += np.bincount(types[exists], values, len(scan.element_forces))
+        np.maximum.at(scan.element_forces[:, 2], types[exists], sizes.max(axis=1, initial=0.0))
         scan.net_force[here] = np.linalg.norm(force.sum(axis=1), axis=1)
         scan.force_rms[here] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
         if ENERGY in arrays:
-            scan.work = np.concatenate([scan.work, _work(types, arrays, force)], axis=1)
+            scan.work = np.concatenate([scan.work, _work(Chunk(first, types, arrays))], axis=1)
 
 
 def is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
@@ -213,56 +215,24 @@ def is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
     return single
 
 
-def _add_ranges(scan: SystemScan, arrays: Mapping[str, Array], exists: Array, first: int) -> None:
-    """Add the ranges of the labels of frames, of which the first has the number ``first``.
-
-    ``exists`` (F, atoms) is false for atoms that fill up the row of a shorter frame.
-    """
-    num_frames, num_atoms = len(exists), exists.sum(axis=1)
-    for name, label in LABELS.items():
-        if name not in arrays:
-            continue
-        scan.label_frames[name] = scan.label_frames.get(name, 0) + num_frames
-        if any(quantity.metric for quantity in label.errors):
-            values = arrays[name]
-            if label.per_pair:
-                coordinates = exists.repeat(3, axis=1)
-                values = np.where(coordinates[:, :, None] & coordinates[:, None, :], values, np.nan)
-            elif label.per_atom:
-                values = np.where(exists[:, :, None], values, np.nan)
-            values = values.reshape(num_frames, -1) / (num_atoms[:, None] if label.extensive else 1)
-            scan.ranges.setdefault(name, Range()).add(values, first)
-    if VIRIAL in arrays:
-        scan.shear.add(traceless(arrays[VIRIAL] / num_atoms[:, None]), first)
-
-
-def _add_element_forces(table: Array, types: Array, force: Array) -> None:
-    """Add the forces (A, 3) on atoms to the ``element_forces`` of a scan."""
-    finite = np.isfinite(force)
-    sizes = np.where(finite, np.abs(force), 0.0)
-    for column, values in enumerate((finite.sum(axis=1), (sizes**2).sum(axis=1))):
-        table[:, column] += np.bincount(types, values, len(table))
-    np.maximum.at(table[:, 2], types, sizes.max(axis=1, initial=0.0))
-
-
 def traceless(virial: Array) -> Array:
     """Return virials (F, 9) without their trace, which pressure changes."""
     return virial - virial[:, [0, 4, 8]].mean(axis=1, keepdims=True) * np.eye(3).reshape(9)
 
 
-def _work(types: Array, arrays: Mapping[str, Array], force: Array) -> Array:
+def _work(chunk: Chunk) -> Array:
     """Return energy differences and works of the forces between frames that follow each other closely."""
-    coord = arrays[COORD]
+    types, coord, force = chunk.types, chunk.arrays[COORD], chunk.arrays[FORCE]
     step = np.where((types[1:] >= 0)[:, :, None], np.diff(coord, axis=0), 0.0)
     near = (types[1:] == types[:-1]).all(axis=1)
-    if BOX in arrays:
-        box = arrays[BOX].reshape(-1, 3, 3)
+    if BOX in chunk.arrays:
+        box = chunk.arrays[BOX].reshape(-1, 3, 3)
         near &= (np.abs(np.diff(box, axis=0)) < 1e-6).all(axis=(1, 2)) & (np.abs(np.linalg.det(box[1:])) > 0)
         step[near] -= np.round(step[near] @ np.linalg.inv(box[1:][near])) @ box[1:][near]
     size = np.linalg.norm(step, axis=2).max(axis=1, initial=0.0)
     near &= (size > 0) & (size < _SMALL_STEP)
     work = -0.5 * ((force[1:] + force[:-1]) * step).sum(axis=(1, 2))
-    rise = np.diff(arrays[ENERGY][:, 0])
+    rise = np.diff(chunk.arrays[ENERGY][:, 0])
     use = near & np.isfinite(work) & np.isfinite(rise)
     return np.stack([rise[use], work[use]])
 
@@ -270,15 +240,13 @@ def _work(types: Array, arrays: Mapping[str, Array], force: Array) -> Array:
 def _digests(chunk: Chunk) -> Array:
     # in float32: the same frame may be stored in double precision here and in single precision there; -0 becomes 0
     types, coord = chunk.types.astype(np.int32), chunk.arrays[COORD].astype(np.float32) + np.float32(0)
-    exists = types >= 0
-    boxes = [chunk.arrays[BOX].astype(np.float32) + np.float32(0)] if BOX in chunk.arrays else []
+    boxes, exists = [chunk.arrays[BOX].astype(np.float32) + np.float32(0)] if BOX in chunk.arrays else [], types >= 0
     if exists.all():
-        arrays = (np.ascontiguousarray(array).reshape(len(chunk.types), -1) for array in (types, coord, *boxes))
-        parts = [array.view(np.uint8) for array in arrays]
-        contents: Iterable[Any] = iter(np.concatenate(parts, axis=1))
+        arrays = (np.ascontiguousarray(array).reshape(len(types), -1) for array in (types, coord, *boxes))
+        contents: Iterable[Any] = iter(np.concatenate([array.view(np.uint8) for array in arrays], axis=1))
     else:
         # only atoms that exist: how far frames are padded depends on where they are stored
         rows = zip(exists, types, coord, *boxes)
         contents = (b"".join((t[e].tobytes(), c[e].tobytes(), *(b.tobytes() for b in box))) for e, t, c, *box in rows)
-    found = b"".join(hashlib.blake2b(content, digest_size=16).digest() for content in contents)
-    return np.frombuffer(found, np.uint64).reshape(-1, 2)
+    digests = b"".join(hashlib.blake2b(content, digest_size=16).digest() for content in contents)
+    return np.frombuffer(digests, np.uint64).reshape(-1, 2)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
 
-from deepmd_ema.data.check.physics import BOHR, NO_BONDS, Evidence, judge
+from deepmd_ema.data.check.physics import BOHR, LONG_BONDS, NO_BONDS, Evidence, judge
 from deepmd_ema.data.check.scan import SystemScan
-from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import counted, first_few
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
@@ -73,6 +72,16 @@ class UnitReport:
     verified: dict[str, int] = field(default_factory=dict)
     unverified: dict[str, list[str]] = field(default_factory=dict)
 
+    def count(self, name: str, labels: Collection[str], verified: Collection[str]) -> None:
+        """Count the quantities of a system with ``labels`` that could be verified."""
+        for what, label in {"lengths": FORCE, "forces": FORCE, "energies": ENERGY, "virials": VIRIAL}.items():
+            if label in labels:
+                is_verified = ("lengths" if what == "lengths" else label) in verified
+                self.verified[what] = self.verified.get(what, 0) + is_verified
+                self.unverified.setdefault(what, []).extend([] if is_verified else [name])
+        if ENERGY in verified and COMMON not in verified:
+            self.unverified.setdefault(COMMON, []).append(name)
+
     def lines(self) -> list[str]:
         """Return lines with the quantities that could be verified and those that could not."""
         if not self.num_systems:
@@ -97,52 +106,44 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
     report = UnitReport(num_systems=len(chosen), num_all=len(groups))
     for name, places, close in chosen:
         frames = [scan.system.frame(index) for scan, index in places]
-        evidence = judge(frames, type_map)
-        findings = _Findings(evidence, close)
+        findings = _Findings(judge(frames, type_map), close)
         if findings.texts:
             report.suspicious.append(name)
             report.of_virials += [name] * any(text.startswith("the virials") for text in findings.texts)
             expected = "Expected eV, eV/angstrom and angstrom, and virial = -volume * stress in eV."
             report.warnings.append(f"{name}: {'; '.join(findings.texts)}. {expected}")
-        _count(report, name, frames, findings)
+        report.count(name, {label for frame in frames for label in frame.labels}, findings.verified)
     return report
 
 
 def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[SystemScan, int]], float | None]]:
-    """Yield name, frames and ratio between close frames of each system, or of all small systems together."""
+    """Yield name, some frames and the ratio between close frames of each system, or of all small systems together.
+
+    The ratio is that of energy differences over the work of the forces between neighboring close frames.
+    """
     small: dict[bool, list[tuple[SystemScan, int]]] = {True: [], False: []}
+    groups: list[tuple[str, list[tuple[SystemScan, int]], float | None]] = []
     for scan in scans:
-        usable = [k for k in np.flatnonzero(np.isfinite(scan.force_rms)).tolist() if k not in scan.bad_frames]
-        alike = scan.open_frames in (0, scan.system.num_frames)
-        if len(usable) >= _MIN_FRAMES and alike:
-            yield scan.system.name, [(scan, k) for k in _spread(usable, scan)], _close_ratio(scan)
-        elif alike:
-            small[scan.open_frames == 0] += [(scan, k) for k in usable]
-    for places in small.values():
-        if places:
-            some = [places[k] for k in _spread(range(len(places)), places[0][0])]
-            others = len({scan.system.name for scan, _ in places}) - 1
-            more = f" and {others} more systems of few frames" if others else ""
-            yield f"{places[0][0].system.name}{more}", some, None
-
-
-def _spread(indices: Sequence[int], scan: SystemScan) -> list[int]:
-    """Return some of ``indices``, evenly spaced, so that they are quickly judged."""
-    atoms = max(int(scan.type_counts.sum(axis=1).max()), 1)
-    most = max(_MIN_FRAMES, min(_MAX_FRAMES, _MAX_ATOMS // atoms))
-    if len(indices) <= most:
-        return list(indices)
-    return [indices[int(k)] for k in np.linspace(0, len(indices) - 1, most).round()]
-
-
-def _close_ratio(scan: SystemScan) -> float | None:
-    """Return energy differences over the work of the forces between neighboring close frames, if there are such."""
-    rise, work = scan.work
-    if len(rise) < _MIN_PAIRS:
-        return None
-    scale = float(np.sqrt((rise**2).sum() * (work**2).sum()))
-    product_ = float((rise * work).sum())
-    return product_ / float((work**2).sum()) if scale and abs(product_) >= _CLOSE_FIT * scale else None
+        usable = [(scan, k) for k in np.flatnonzero(np.isfinite(scan.force_rms)).tolist() if k not in scan.bad_frames]
+        if scan.open_frames not in (0, scan.system.num_frames):
+            continue
+        if len(usable) < _MIN_FRAMES:
+            small[scan.open_frames == 0] += usable
+            continue
+        (rise, work), ratio = scan.work, None
+        scale, common = float(np.sqrt((rise**2).sum() * (work**2).sum())), float((rise * work).sum())
+        if len(rise) >= _MIN_PAIRS and scale and abs(common) >= _CLOSE_FIT * scale:
+            ratio = common / float((work**2).sum())
+        groups.append((scan.system.name, usable, ratio))
+    for places in filter(None, small.values()):
+        others = len({scan.system.name for scan, _ in places}) - 1
+        more = f" and {others} more systems of few frames" if others else ""
+        groups.append((f"{places[0][0].system.name}{more}", places, None))
+    for name, places, ratio in groups:  # evenly spaced frames, so that they are quickly judged
+        atoms = max(int(places[0][0].type_counts.sum(axis=1).max()), 1)
+        most = min(len(places), max(_MIN_FRAMES, min(_MAX_FRAMES, _MAX_ATOMS // atoms)))
+        chosen = np.linspace(0, len(places) - 1, most).round() if most < len(places) else np.arange(most)
+        yield name, [places[int(k)] for k in chosen], ratio
 
 
 class _Findings:
@@ -151,10 +152,11 @@ class _Findings:
     def __init__(self, evidence: Evidence, close: float | None) -> None:
         self.texts: list[str] = []
         self.verified: set[str] = set()
-        self._length = 1 / BOHR if evidence.in_bohr else 1.0  # of an angstrom in the file
+        in_bohr = evidence.bond is not None and LONG_BONDS < evidence.bond < NO_BONDS
+        self._length = 1 / BOHR if in_bohr else 1.0  # of an angstrom in the file
         if evidence.bond is not None and evidence.bond < NO_BONDS:
             self.verified.add("lengths")
-        if evidence.in_bohr:
+        if in_bohr:
             self.texts.append(
                 f"lengths look like bohr: neighbors are {evidence.bond:.2g} sums of covalent radii apart, expected 0.7 "
                 "to 1.3"
@@ -219,9 +221,9 @@ class _Findings:
             return 1.0, 1.0
         best = min(costs, key=lambda units: costs[units])
         near = [units for units in costs if costs[units] < costs[best] + _NEXT and units != best][:1]
-        names = [_name(*units) for units in [best, *near]]
-        looks = names[0] + "".join(f" or {name.partition(' look like ')[2]}" for name in names[1:])
-        self.texts.append(f"{looks}: {reason}")
+        what = " and ".join(filter(None, ("energies" * bool(best[0]), "forces" * bool(best[1]))))
+        looks = " or ".join(" and ".join(filter(None, units)) for units in [best, *near])
+        self.texts.append(f"{'the ' * (not all(best))}{what} look like {looks}: {reason}")
         return _ENERGY_UNITS[best[0]], _FORCE_UNITS[best[1]]
 
     def _costs(self, bound: float) -> dict[tuple[str, str], float]:
@@ -229,8 +231,9 @@ class _Findings:
         return {
             (energy, force): cost + _RARE * ("Rydberg" in energy + force)
             for (energy, a), (force, b) in product(_ENERGY_UNITS.items(), _FORCE_UNITS.items())
+            # someone may have one of them right, or both of one kind
             if (energy or force)
-            and _go_together(energy, force, self._ratio is not None)
+            and (not energy or (self._ratio is not None and (not force or force.startswith(energy))))
             and (cost := self._cost(a, b, 1 / bound, bound)) is not None
         }
 
@@ -272,29 +275,3 @@ class _Findings:
         if self._is_exact:
             return f"between near frames the energy changes by {ratio:.3g} times the work of the forces"
         return f"from frame to frame the energy changes by {ratio:.2g} times what the forces give"
-
-
-def _go_together(energy: str, force: str, has_ratio: bool) -> bool:
-    """Whether someone may have units of energies and forces: one of them right, or both of one kind."""
-    if not has_ratio:
-        return not energy
-    return not energy or not force or force.startswith(energy)
-
-
-def _name(energy: str, force: str) -> str:
-    """Return text that names the units that energies and forces look like."""
-    if energy and force:
-        return f"energies and forces look like {energy} and {force}"
-    return f"the forces look like {force}" if force else f"the energies look like {energy}"
-
-
-def _count(report: UnitReport, name: str, frames: Sequence[Frame], findings: _Findings) -> None:
-    """Count the quantities of a system that could be verified."""
-    present = {label for frame in frames for label in frame.labels}
-    for what, label in {"lengths": FORCE, "forces": FORCE, "energies": ENERGY, "virials": VIRIAL}.items():
-        if label in present:
-            verified = ("lengths" if what == "lengths" else label) in findings.verified
-            report.verified[what] = report.verified.get(what, 0) + verified
-            report.unverified.setdefault(what, []).extend([] if verified else [name])
-    if ENERGY in findings.verified and COMMON not in findings.verified:
-        report.unverified.setdefault(COMMON, []).append(name)
