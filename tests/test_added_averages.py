@@ -21,7 +21,6 @@ from test_docs import blocks
 
 from deepmd_ema import cli, train
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.averaging.profile import CustomProfile
 from deepmd_ema.config import CustomAverage, config_from_dict, saved_config
 from deepmd_ema.config.manual import json_schema, manual
 from deepmd_ema.config.schema.averaging import AVERAGES
@@ -92,9 +91,9 @@ def test_the_class_of_the_documentation_has_its_formula(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look names up
     exec(compile(source, ARCHITECTURE, "exec"), vars(module))
     documented, here = (
-        CustomProfile("a", rule=kind(name="a", period=3)) for kind in (module.CycleAverage, CycleAverage)
+        kind(name="a", period=3).decay_at(torch.arange(7.0)) for kind in (module.CycleAverage, CycleAverage)
     )
-    assert [documented.decay_at(n) for n in range(7)] == [here.decay_at(n) for n in range(7)]
+    assert torch.equal(documented, here)
 
 
 def test_its_own_rule_says_which_steps_count(water_like, water_like_valid):
@@ -220,13 +219,13 @@ class Halves(CustomAverage):
 
 
 def test_an_update_has_the_decays_of_all_its_steps():
-    rare = CustomProfile("a", update_every=4, rule=Halves(name="a"))
-    each = CustomProfile("a", rule=Halves(name="a"))
+    rare, each = Halves(name="a", update_every=4), Halves(name="a")
     for updates in range(5):
-        product = 1.0
-        for step in range(4 * updates, 4 * updates + 4):
-            product *= each.decay_at(step)
-        assert rare.decay_at(updates) == pytest.approx(product, rel=1e-14)
+        steps = torch.arange(4.0 * updates, 4.0 * updates + 4, dtype=torch.float64)
+        found = rare.decay_of_update(torch.tensor(updates, dtype=torch.float64))
+        assert found == pytest.approx(each.decay_at(steps).prod().item(), rel=1e-14)
+    always = OddAverage(name="a", update_every=3)
+    assert always.decay_of_update(torch.ones(2, dtype=torch.float64)).tolist() == [0.125, 0.125]
 
 
 @pytest.mark.parametrize("rule", [CycleAverage(name="a", period=3), OddAverage(name="a"), Halves(name="a")])
@@ -235,7 +234,7 @@ def test_counting_on_the_device_gives_the_same_bits(rule):
     for on_device in (False, True):
         torch.manual_seed(1)
         net = torch.nn.Linear(3, 2, dtype=torch.float64)
-        bank = AverageBank(net, [CustomProfile("a", rule=rule, should_update=rule.update_rule)])
+        bank = AverageBank(net, [rule])
         for step in range(7):
             with torch.no_grad():
                 net.weight += 0.1 * step
@@ -246,7 +245,7 @@ def test_counting_on_the_device_gives_the_same_bits(rule):
 
 def test_a_bank_of_it_can_be_pickled():
     net = torch.nn.Linear(3, 2)
-    bank = AverageBank(net, [CustomProfile("a", rule=CycleAverage(name="a", period=3))])
+    bank = AverageBank(net, [CycleAverage(name="a", period=3)])
     bank.update()
     assert_same(pickle.loads(pickle.dumps(bank)).state_dict(), bank.state_dict())
 
@@ -277,13 +276,13 @@ class Branches(Halves):
         (Grows(name="a"), r"decay_at of type 'grows' is 2 after 2 steps, expected a number from 0 to 1\."),
         (
             Branches(name="a"),
-            r"decay_at of type 'branches' fails for a tensor of steps \(RuntimeError: .*Use operations",
+            r"decay_at of type 'branches' fails for tensors of steps \(RuntimeError: .*Use operations",
         ),
     ],
 )
 def test_decays_that_no_average_can_have_are_refused_before_training(rule, message):
     with pytest.raises(ConfigError, match=message):
-        CustomProfile("a", rule=rule)
+        AverageBank(torch.nn.Linear(3, 2), [rule])
 
 
 # ---- packages
@@ -298,7 +297,7 @@ BROKEN = {
     ),
     "other_class": ("RULE = int", "has section <class 'int'>, expected a dataclass."),
     "other_base": (
-        "from deepmd_ema.average_settings import EmaSettings as RULE",
+        "from deepmd_ema.config.schema.averaging import EmaProfile as RULE",
         "expected a subclass of deepmd_ema.config.schema.averaging.CustomAverage.",
     ),
     "undecorated": (

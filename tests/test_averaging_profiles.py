@@ -31,6 +31,10 @@ EACH = [
 SAME_MATH = 1e-13
 
 
+def bank_of(profile):
+    return AverageBank(make_net(), [profile])
+
+
 def by_name(profile):
     return "-".join(f"{v}" for k, v in profile.settings().items() if k in ("type", "decay", "gamma", "update_every"))
 
@@ -165,15 +169,16 @@ def test_a_half_life_is_what_its_name_says():
     weights, _ = weights_of_steps(EmaProfile.from_half_life("e", 8, warmup=False), 40)
     assert float(weights[24]) == pytest.approx(0.5 * float(weights[32]))
     assert EmaProfile.from_half_life("e", 1).decay == 0.5
-    with pytest.raises(ConfigError, match="average 'e': a half-life of 0 steps, expected a number > 0"):
+    assert EmaProfile("e", half_life=1, half_life_unit="epochs").in_steps({"epochs": 2}).decay == 0.5**0.5
+    with pytest.raises(ConfigError, match="average 'e': half_life 0, expected a number > 0"):
         EmaProfile.from_half_life("e", 0)
 
 
 @pytest.mark.parametrize("profile", EACH, ids=by_name)
 def test_the_host_and_the_device_compute_the_same_decay(profile):
     updates = torch.arange(3000, dtype=torch.float64)
-    device = profile.decay_at(updates)
-    host = torch.tensor([profile.decay_at(n) for n in range(3000)], dtype=torch.float64)
+    device = profile.decay_of_update(updates) + 0 * updates
+    host = torch.tensor([profile.decay_of_update(n) for n in range(3000)], dtype=torch.float64)
     assert torch.allclose(device, host, rtol=1e-15, atol=0)
     # without warm-up, and without gamma, no function is involved that two libraries round differently
     if profile.type == "swa":
@@ -212,9 +217,11 @@ def test_settings_are_plain_values_that_rebuild_the_profile():
         (lambda: SwaProfile("e", should_update=5), "should_update 5, expected a function"),
         (lambda: SwaProfile("e", should_update=lambda step, epoch: True), "should_update cannot be pickled"),
         (
-            lambda: SwaProfile("e", should_update=EveryOther(0, 0), update_every=2),
-            "update_every 2 beside should_update",
+            lambda: bank_of(SwaProfile("e", should_update=EveryOther(0, 0), update_every=2)),
+            "update_every = 2: should_update says itself which steps count. Remove it.",
         ),
+        (lambda: bank_of(EmaProfile("e", 0.9, half_life=3)), "half_life = 3: decay = 0.9 is given too. Remove one"),
+        (lambda: bank_of(PowerProfile("e")), "gamma or sigma_rel is required."),
         (lambda: SwaProfile("live"), "average 'live': name 'live', expected a name of at most 40 letters"),
         (lambda: SwaProfile("a/b"), "average 'a/b': name 'a/b', expected a name"),
     ],
@@ -291,5 +298,5 @@ def test_a_method_should_update_of_a_subclass_decides_which_steps_count():
     assert pickle.loads(pickle.dumps(profile)).is_due(3) is False
     assert profile.settings()["should_update"] == "EvenSteps.should_update"
     assert not EvenSteps("odd", should_update=EveryOther(1, 0)).is_due(2, epoch=1)
-    with pytest.raises(ConfigError, match="update_every 2 beside should_update"):
-        EvenSteps("even", update_every=2)
+    with pytest.raises(ConfigError, match="update_every = 2: type swa says itself which steps count"):
+        bank_of(EvenSteps("even", update_every=2))

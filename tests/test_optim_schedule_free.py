@@ -13,9 +13,9 @@ from torch import nn
 
 from deepmd_ema import cli
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.averaging.profile import ScheduleFreeProfile
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.remarks import config_warnings
+from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, ExpScheduleConfig
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.optim.build import build_optimizer, guarded_step, set_learning_rate
@@ -124,8 +124,8 @@ def test_the_averaged_point_is_added_to_the_averages_of_an_input_once():
 
 
 def test_a_hook_of_updates_is_refused_for_the_averaged_point():
-    with pytest.raises(ConfigError, match="the averaged point needs every step"):
-        ScheduleFreeProfile("x", should_update=max)
+    with pytest.raises(ConfigError, match="should_update = given: the averaged point of the optimizer is updated"):
+        AverageBank(nn.Linear(1, 1), [ScheduleFreeProfile(name="x", should_update=max)])
 
 
 @pytest.mark.parametrize(

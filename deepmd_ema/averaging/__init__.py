@@ -3,8 +3,8 @@
 ``s <- d * s + (1 - d) * w`` (s: average, w: weight) is elementwise, so a process averages its shards
 without communication. It is computed as ``s.lerp_(w, 1 - d)``, which leaves a weight that does not move bit-identical.
 
-Any trainer can use this package alone; it needs torch and the modules of dp-ema for names, checks and shards of
-weights::
+Any trainer can use this package alone; it needs torch, the declarations of options, and the modules of dp-ema for
+names and shards of weights::
 
     import torch
     from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
@@ -42,6 +42,7 @@ A bank can be pickled, also for a process that is spawned. ``bank.info(name)`` r
 """
 
 from deepmd_ema.averaging.bank import AverageBank
-from deepmd_ema.averaging.profile import EmaProfile, PowerProfile, Profile, SwaProfile, gamma_of, sigma_rel_of
+from deepmd_ema.config.schema.averaging import EmaProfile, PowerProfile, SwaProfile, gamma_of, sigma_rel_of
+from deepmd_ema.config.schema.profile import Profile
 
 __all__ = ["AverageBank", "EmaProfile", "PowerProfile", "Profile", "SwaProfile", "gamma_of", "sigma_rel_of"]

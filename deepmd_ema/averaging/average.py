@@ -10,8 +10,8 @@ from torch import Tensor
 
 from deepmd_ema.averaging.binding import Binding, Shard
 from deepmd_ema.averaging.counter import Counter
-from deepmd_ema.averaging.profile import Profile
 from deepmd_ema.averaging.storage import Buffer, Storage, lerp
+from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.tensors import check_weights
 
 logger = logging.getLogger(__name__)

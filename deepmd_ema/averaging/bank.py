@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from deepmd_ema.averaging.average import Average
 from deepmd_ema.averaging.binding import Binding, canonical, unwrap
-from deepmd_ema.averaging.counter import DeviceCounters
+from deepmd_ema.averaging.counter import DeviceCounters, host_decay
 from deepmd_ema.averaging.exchange import Exchange, signals_wait, taken
-from deepmd_ema.averaging.profile import Profile, ScheduleFreeProfile
 from deepmd_ema.averaging.storage import lerp, lerp_on_device
+from deepmd_ema.config.schema.averaging import CustomAverage, ScheduleFreeProfile
+from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.dist.saved_tensors import Take, WholeTensors
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.tensors import check_weights, prefix_of
@@ -56,7 +57,10 @@ class AverageBank:
     ) -> None:
         self._modules = {"": modules} if isinstance(modules, nn.Module) else dict(modules)
         self._around = around
-        self._profiles = tuple(profiles)
+        problems = [problem for profile in profiles for problem in _problems(profile)]
+        if problems:
+            raise ConfigError(problems)
+        self._profiles = tuple(profile.in_steps({"steps": 1.0}) for profile in profiles)
         names = [p.name for p in self._profiles]
         if len(set(names)) < len(names):
             raise ConfigError(
@@ -198,7 +202,7 @@ class AverageBank:
         updates = max(0, average.counts()[0])
         return {
             **average.profile.settings(),
-            "effective_decay": average.profile.decay_at(max(0, updates - 1)),
+            "effective_decay": host_decay(average.profile, max(0, updates - 1)),
             "updates": updates,
             "mean_age": average.mean_age(self._steps),
         }
@@ -297,6 +301,24 @@ class AverageBank:
         state = io.BytesIO()
         torch.save(self.state_dict(), state)
         return _restored, (self._modules, self._profiles, self._around, state.getvalue())
+
+
+def _problems(profile: Profile) -> Iterator[str]:
+    """Yield settings that exclude each other, and decays of another distribution that no average can have."""
+    yield from (f"average {profile.name!r}: {name}{text}" for name, text in profile.conflicts())
+    if isinstance(profile, CustomAverage):
+        done = torch.tensor([0.0, 1.0, 2.0, 10.0, 1e3, 1e6], dtype=torch.float64)
+        try:
+            decays = profile.decay_at(done) + torch.zeros_like(done)
+            profile.decay_at(done.to("meta"))  # as on a GPU, where no number may be read in a step
+        except Exception as error:  # whatever the code of others raises
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            yield f"decay_at of type {profile.type!r} fails for tensors of steps ({reason}). Use operations of tensors."
+            return
+        wrong = [k for k, decay in enumerate(decays.tolist()) if not 0 <= decay <= 1]
+        if wrong:
+            n, decay = int(done[wrong[0]]), float(decays[wrong[0]])
+            yield f"decay_at of type {profile.type!r} is {decay:g} after {n:,} steps, expected a number from 0 to 1."
 
 
 def _restored(*given: Any) -> AverageBank:

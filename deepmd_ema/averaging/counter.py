@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepmd_ema.averaging.profile import Profile
+from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.tensors import on_device
 
 
@@ -43,8 +43,8 @@ class Counter:
 
     def count(self, step: int) -> float:
         """Count an update with the weights of ``step``; return the share that they get, ``1 - d``."""
-        decay = self.profile.decay_at(self.updates) if self.updates >= 0 else 0.0
-        share: float = 1.0 - decay
+        decay = host_decay(self.profile, self.updates) if self.updates >= 0 else 0.0
+        share = 1.0 - decay
         self._mean_step = decay * self._mean_step + share * step
         self.updates += 1
         return share
@@ -95,7 +95,7 @@ class DeviceCounters:
         updates, mean_step = self._counts[rows].unbind(1)
         start_late = any(profile.start_step > 0 for profile in profiles)
         done = (updates.clamp(min=0) if start_late else updates).unbind()
-        decays = [profile.decay_at(number) for profile, number in zip(profiles, done)]
+        decays = [device_decay(profile, number) for profile, number in zip(profiles, done)]
         decay = torch.stack(decays) if len(decays) > 1 else decays[0].unsqueeze(0)
         if start_late:
             decay = torch.where(updates < 0, 0.0, decay)
@@ -108,3 +108,15 @@ class DeviceCounters:
         torch.where(good, moved, mean_step, out=mean_step)
         updates.add_(good)
         return (share * good).unbind()
+
+
+def host_decay(profile: Profile, updates: int) -> float:
+    """Return the decay of the update that follows after ``updates`` updates."""
+    done = torch.tensor(updates, dtype=torch.float64) if profile.counts_on_tensors else updates
+    return float(profile.decay_of_update(done))
+
+
+def device_decay(profile: Profile, updates: Tensor) -> Tensor:
+    """Return the same for counters in a tensor, one for each of them; nothing waits for the device."""
+    decay = profile.decay_of_update(updates)
+    return decay.expand_as(updates) if isinstance(decay, Tensor) else torch.full_like(updates, decay)

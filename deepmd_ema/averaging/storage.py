@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.averaging.binding import Shard
-from deepmd_ema.averaging.profile import Profile
+from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.dist.dtensor import full_tensor
 from deepmd_ema.tensors import StoredTensor, whole
 

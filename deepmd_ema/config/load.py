@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deepmd_ema.config import average_rules as average_rules  # enters its rules
 from deepmd_ema.config.fields import is_comment, options
 from deepmd_ema.config.messages import Place, Source, render
 from deepmd_ema.config.rules import model_problems, rule_problems

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import dotted, path_of, show
 from deepmd_ema.config.rules import SUBJECTS
-from deepmd_ema.config.schema.averaging import AverageConfig, EmaAverageConfig
+from deepmd_ema.config.schema.averaging import EmaProfile
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, ExpScheduleConfig, InvSqrtScheduleConfig
+from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.errors import counted, every_steps
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def config_warnings(
     if not steps:  # none, or not known
         return found
     for path, entry in SUBJECTS["average"](config):
-        if isinstance(entry.average, EmaAverageConfig):
+        if isinstance(entry.average, EmaProfile):
             found += _long_window(config, path, entry.average, steps, steps_per)
         found += _late_or_few(config, dotted(config.source.path(path)), entry.average, steps, steps_per)
     return [*_decay_steps_against_run(config, steps), *found]
@@ -278,7 +279,7 @@ def _of_several_tasks(config: RunConfig) -> Iterator[str]:
 
 
 def _long_window(
-    config: RunConfig, path: str, average: EmaAverageConfig, num_steps: int, steps_per: Mapping[str, float]
+    config: RunConfig, path: str, average: EmaProfile, num_steps: int, steps_per: Mapping[str, float]
 ) -> Iterator[str]:
     (name, value), longest = average.length, _MAX_WINDOW * num_steps
     if name == "decay":
@@ -295,7 +296,7 @@ def _long_window(
 
 
 def _late_or_few(
-    config: RunConfig, path: str, average: AverageConfig, num_steps: int, steps_per: Mapping[str, float]
+    config: RunConfig, path: str, average: Profile, num_steps: int, steps_per: Mapping[str, float]
 ) -> Iterator[str]:
     """Yield that an average starts after the run, or has few snapshots in it."""
     late, start = "start_step", float(average.start_step)

@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.messages import Problem, Source, render, show
+from deepmd_ema.config.messages import Problem, Source, dotted, render, show
 from deepmd_ema.config.outputs import Output, Outputs
-from deepmd_ema.config.schema.averaging import AverageConfig
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
+from deepmd_ema.config.schema.profile import NEEDS_DATA, Profile
 from deepmd_ema.config.schema.run import MultiTaskRun
 from deepmd_ema.config.sections import InvalidOptionError
 from deepmd_ema.errors import command
@@ -31,7 +31,7 @@ Violations = Iterator[tuple[str, str]]
 class AverageEntry:
     """One entry of ``training.averaging``, its place in the list, from 0, and the run around it."""
 
-    average: AverageConfig
+    average: Profile
     number: int
     run: RunConfig
 
@@ -312,6 +312,23 @@ def validation_frames_have_one_origin(task: TaskConfig) -> Violations:
         yield "validation_fraction", f" = {fraction:g}: validation_data is given too. Remove one of the two."
 
 
+@rule("average")
+def average_fits_to_the_run(entry: AverageEntry) -> Violations:
+    """The options of an average fit together, and to those of the run."""
+    yield from entry.average.problems(entry.run)
+
+
+@rule("average")
+def names_of_averages_are_unique(entry: AverageEntry) -> Violations:
+    """No two averages have one name; upper and lower case are one on some disks."""
+    name, averages = entry.average.name, entry.run.training.averaging
+    same = next((n for n in range(entry.number) if averages[n].name.lower() == name.lower()), None)
+    if same is not None:
+        case = "" if averages[same].name == name else " but for upper and lower case, and so have its files"
+        first = dotted(entry.run.source.path(f"training.averaging[{same}]"))
+        yield "name", f" = {show(name)}: {first} has this name{case}. Choose another."
+
+
 # ---- validating
 
 
@@ -320,9 +337,6 @@ def full_validation_needs_data(run: RunConfig) -> Violations:
     """Full validation of the live weights needs ``validation_data``."""
     if run.validating.full_validation and not run.has_validation_data:
         yield "validating.full_validation", NEEDS_DATA
-
-
-NEEDS_DATA = " = true: needs training.validation_data (or validation_fraction). Add it, or set this to false."
 
 
 @rule("run")

@@ -12,7 +12,7 @@ from typing import Any
 
 from deepmd_ema.config.fields import is_comment, options, type_names
 from deepmd_ema.config.messages import Place, close_names, dotted, path_of, show
-from deepmd_ema.config.schema.averaging import EmaShorthand, ScheduleFreeAverageConfig
+from deepmd_ema.config.schema.averaging import EmaShorthand, ScheduleFreeProfile
 from deepmd_ema.config.schema.bridging import method_name
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.model import FITTINGS, Link, NetworkConfig
@@ -179,7 +179,7 @@ def _add_averages(reading: Reading) -> None:
     if not same and (is_on is True or is_validated):
         reading.moved |= moved | {(*_BANK, n + 1): (*_BANK, n) for n in range(len(entries))}
         training["averaging"] = entries = [entry, *entries]
-    point = ScheduleFreeAverageConfig.type
+    point = ScheduleFreeProfile.type
     is_missing = all(isinstance(e, dict) and e.get("type") != point for e in entries)
     if optimizer.get("type") == AdamWScheduleFreeConfig.type and is_missing and is_section:
         is_live_validated = validating.get("full_validation") is True

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from deepmd_ema.config.schema.averaging import share_of_next
 from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, Out, Values
 from deepmd_ema.optim.vector import WEIGHT, ParameterVector
 
@@ -22,9 +23,9 @@ class AdamWScheduleFree(GuardedOptimizer):
         x <- (1 - c) * x + c * z                                   c from :func:`share_of_next`
         y <- b1 * x + (1 - b1) * z
 
-    x is not stored here: ``x = (y - (1 - b1) * z) / b1``. It is an average of y as well, and
-    :class:`deepmd_ema.averaging.profile.ScheduleFreeProfile` keeps it. Without a gradient, z of a parameter stays, and
-    its x and y come closer to z.
+    x is not stored here: ``x = (y - (1 - b1) * z) / b1``. It is an average of y as well, which
+    :class:`deepmd_ema.config.schema.averaging.ScheduleFreeProfile` describes. Without a gradient, z of a parameter
+    stays, and its x and y come closer to z.
 
     Args:
         params: parameters that are trained, or groups of them.
@@ -65,33 +66,3 @@ class AdamWScheduleFree(GuardedOptimizer):
         moves = (lr * (1 - b1 * (1 - share))).to(y.dtype)
         new |= {"exp_avg_sq": square, WEIGHT: torch.sub(near, direction * vector.per_entry(moves), out=out[WEIGHT])}
         return {**new, "z": torch.sub(z, (direction * lr).to(z.dtype), out=out["z"])}
-
-
-def share_of_next(done: Tensor, warmup_steps: int, start_factor: float, r: float) -> Tensor:
-    """Return the share c of the next point z in the average x: its weight over the sum of all weights so far.
-
-    The weight of point n, counted from 1, is ``lr^2 * n (n + 1) ... (n + r - 1)``, with gamma functions where r is no
-    whole number, so that c is ``(r + 1) / (n + r)`` at a constant rate (polynomial-decay averaging; Shamir and Zhang,
-    arXiv:1212.1824, section 4). The rate is the largest one so far where it falls. That of the warm-up rises linearly;
-    skipped steps do not count.
-
-    Args:
-        done: number of points in x, float64.
-        warmup_steps: length of the linear warm-up of the learning rate.
-        start_factor: first learning rate of the warm-up over the last one.
-        r: power of the weights.
-    """
-    first, length = (start_factor, warmup_steps) if warmup_steps else (1.0, 1)
-    slope = (1 - first) / length
-    n = done + 1
-    m = n.clamp(max=length)  # points of the warm-up
-    # the square of the rate of point n is a polynomial of n + r, each term of which has a sum in closed form
-    u, start = m + r, first - slope * (1 + r)
-    linear, square = (2 * start - slope) * slope * (u + 1) / (r + 2), slope**2 * (u + 1) * (u + 2) / (r + 3)
-    rising = u * (start**2 / (r + 1) + linear + square)
-    # sums are in units of the product of point n, so that none overflows; this is that of point m
-    last = torch.exp(torch.lgamma(m + r) - torch.lgamma(m) + torch.lgamma(n) - torch.lgamma(n + r)) if r else 1.0
-    rate = first + slope * done.clamp(max=length)
-    constant = (n + r - last * u) / (r + 1)
-    # a first rate of 0 has a sum of 0, and no share
-    return rate**2 / (last * rising + constant).clamp(min=torch.finfo(torch.float64).tiny)

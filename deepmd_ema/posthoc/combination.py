@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmd_ema.averaging.profile import gamma_of
+from deepmd_ema.config.schema.averaging import gamma_of
 from deepmd_ema.errors import UserError
 from deepmd_ema.posthoc.profiles import CHUNK, Array, Decay, Track, first_grid
 

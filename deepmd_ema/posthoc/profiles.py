@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmd_ema.averaging.profile import sigma_rel_of
+from deepmd_ema.config.schema.averaging import sigma_rel_of
 
 Array = NDArray[np.float64]
 

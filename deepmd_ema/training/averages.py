@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.averaging.profile import Profile, make_profile
 from deepmd_ema.config import RunConfig
-from deepmd_ema.config.schema.averaging import AverageConfig, CustomAverage, ScheduleFreeAverageConfig
+from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig
+from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.errors import ConfigError, counted, every_steps
 from deepmd_ema.model.model_set import ModelSet
 
@@ -31,19 +31,13 @@ def tracked_averages(
         ConfigError: if ``should_update`` names an average that the run does not track.
     """
     hooks, profiles, lr = dict(should_update or {}), [], config.learning_rate
-    for section in config.training.averaging:
-        settings = vars(section) | {"should_update": hooks.pop(section.name, None)}
-        if section.start_epoch is not None:
-            settings["start_step"] = math.ceil(section.start_epoch * steps_per["epochs"])
-        if isinstance(section, CustomAverage):
-            settings |= {"rule": section, "should_update": settings["should_update"] or section.update_rule}
-        elif isinstance(section, ScheduleFreeAverageConfig):
+    for average in config.training.averaging:
+        changes: dict[str, Any] = {"should_update": hooks.pop(average.name, None)}
+        if isinstance(average, ScheduleFreeProfile):
             assert isinstance(config.optimizer, AdamWScheduleFreeConfig)  # a rule of the input
-            settings |= {"adam_beta1": config.optimizer.adam_beta1, "r": config.optimizer.r}
-            settings |= {"warmup_steps": lr.num_warmup_steps(num_steps), "warmup_start_factor": lr.warmup_start_factor}
-        elif settings.get("half_life") is not None:
-            settings["half_life"] *= steps_per[settings["half_life_unit"]]
-        profiles.append(make_profile(section.type, settings))
+            changes |= {"adam_beta1": config.optimizer.adam_beta1, "r": config.optimizer.r}
+            changes |= {"warmup_steps": lr.num_warmup_steps(num_steps), "warmup_start_factor": lr.warmup_start_factor}
+        profiles.append(average.in_steps(steps_per, **changes))
     if hooks:
         known = ", ".join(profile.name for profile in profiles) or "none"
         raise ConfigError(f"should_update: no average is called {', '.join(hooks)}. This run tracks: {known}.")
@@ -62,7 +56,7 @@ def build_bank(
     return AverageBank(models.by_task, profiles, around=models) if profiles else None
 
 
-def snapshot_every(section: AverageConfig, save_freq: int) -> int:
+def snapshot_every(section: Profile, save_freq: int) -> int:
     """Return the steps between two kept copies of an average for ``dp-ema posthoc``; 0 for none."""
     if not section.snapshots:
         return 0

@@ -12,7 +12,7 @@ import torch
 from deepmd_ema.allocator import peak_memory
 from deepmd_ema.checkpoint.writer import WriterTimes
 from deepmd_ema.config import config_summary
-from deepmd_ema.config.schema.averaging import ScheduleFreeAverageConfig
+from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.errors import command, counted
 from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
@@ -154,7 +154,7 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     pairs.append(("waiting", f"for data {100 * trainer.times.waiting_share():.1f} % of the time of training"))
     pairs.append(("continue", restart_command(trainer) if trainer.is_out_of_time else ""))
     # the averaged point of a schedule-free optimizer is the model that it trains
-    own = [averages[a.name] for a in config.training.averaging if isinstance(a, ScheduleFreeAverageConfig)]
+    own = [averages[a.name] for a in config.training.averaging if isinstance(a, ScheduleFreeProfile)]
     model = [*own, *averages.values(), saver.link][0]
     validated = [name for name, task in config.tasks.items() if task.validation_data is not None]
     if validated:

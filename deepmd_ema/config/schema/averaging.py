@@ -1,116 +1,68 @@
-"""The sections of ``training.averaging``: one average of the weights each."""
+"""Averages of the weights: one class per kind is the section of ``training.averaging``, its rules and its formula.
+
+``deepmd_ema.averaging`` tracks them. The formulas use operators and methods of numbers and tensors only, so that this
+module needs no torch, and one formula serves counters of the host and of a device.
+"""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from deepmd_ema.average_settings import (
-    AverageSettings,
-    EmaSettings,
-    PowerSettings,
-    ScheduleFreeSettings,
-    SwaSettings,
-    sigma_rel_check,
-)
-from deepmd_ema.config.fields import Check, fraction, not_negative, option, options, plain, positive_int
+from deepmd_ema.checks import Check, fraction, is_number, not_negative, positive_int
+from deepmd_ema.config.fields import option, options, plain
 from deepmd_ema.config.messages import show
-from deepmd_ema.errors import every_steps
+from deepmd_ema.config.schema.profile import Profile
+from deepmd_ema.errors import ConfigError
 from deepmd_ema.registry import Registry
 
-_MAX_HALF_LIFE = 1e9  # half-lives of 1e16 steps give a decay of 1
-_half_life = Check(lambda v: 0 < v <= _MAX_HALF_LIFE, "a number > 0 and <= 1e9")
+if TYPE_CHECKING:
+    from deepmd_ema.config.schema.run import RunConfig
+
+# width of equal weights over the run, the widest of a power average (EDM2, arXiv:2312.02696, section 3.1)
+MAX_SIGMA_REL = 1 / math.sqrt(12)
+DEFAULT_DECAY = 0.999  # of an average that is made in Python
+
+# half-lives of 1e16 steps give a decay of 1
+_half_life = Check(lambda v: is_number(v) and 0 < v <= 1e9, "a number > 0 and <= 1e9")
+_sigma_rel = Check(
+    lambda v: is_number(v) and 0 < v <= MAX_SIGMA_REL * (1 + 1e-12),
+    f"a number > 0 and <= {math.floor(MAX_SIGMA_REL * 1e6) / 1e6} (1/sqrt(12): gamma is 0 there, equal weights)",
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Average(AverageSettings):
-    """Options of all averages in an input.
+@dataclass(frozen=True)
+class EmaProfile(Profile):
+    """Exponential moving average: in each step `average <- decay * average + (1 - decay) * weights`.
+
+    With ``warmup`` step t (from 0, counted from the start) has the decay ``min(decay, (1 + t) / (10 + t))``, so that
+    the start is soon forgotten. With ``should_update`` the updates are counted instead of the steps.
 
     Attributes:
-        lengths: options of which exactly one is given; none for equal weights.
+        decay: d, 0 <= d < 1, per optimizer step; the window is ``1 / (1 - d)`` steps.
+        warmup: whether the decay starts low.
+        half_life: in place of ``decay``, in ``half_life_unit``; only a run knows the length of frames and epochs.
     """
 
-    lengths: ClassVar[tuple[str, ...]] = ()
-
-    start_epoch: float | None = option(
-        None, check=not_negative, unit="epochs", doc="The start in epochs instead of `start_step`; may be a fraction."
-    )
-    full_validation: bool = option(
-        False,
-        doc="Whether the average is validated on all validation data, when `validating` says, in `val_NAME.log`, and "
-        "its best weights are kept in `best_NAME.ckpt-*`.",
-    )
-    lcurve: bool = option(
-        False,
-        doc="Whether the displayed errors are shown for the average as well, on the same batches, in "
-        "`lcurve_NAME.out`.",
-    )
-    ckpt_keep: int | None = option(
-        None, check=positive_int, doc="Checkpoints of the average kept; null: as many as `max_ckpt_keep`."
-    )
-
-    @property
-    def length(self) -> tuple[str, float]:
-        """Name and value of the option that gives the length of the average; equal weights are a power of 0."""
-        given = ((name, getattr(self, name)) for name in self.lengths)
-        return next(((name, value) for name, value in given if value is not None), ("gamma", 0.0))
-
-    def summary(self, steps_per: Mapping[str, float]) -> str:
-        """Return type, length and other options as text.
-
-        Args:
-            steps_per: steps of one of ``frames`` and ``epochs``, once they are known.
-        """
-        return ", ".join([self._length_words(steps_per), *self._more_words(steps_per)])
-
-    def _length_words(self, steps_per: Mapping[str, float]) -> str:
-        name, value = self.length
-        width = f" over about {100 * value:g} % of the steps so far" * (name == "sigma_rel")
-        return f"{self.type}{width}, {name} {value:g}" if self.lengths else "equal weights"
-
-    def _more_words(self, steps_per: Mapping[str, float]) -> Iterator[str]:
-        if self.start_epoch:
-            step = f" (step {math.ceil(self.start_epoch * steps_per['epochs']):,})" if "epochs" in steps_per else ""
-            yield f"from epoch {self.start_epoch:g}{step}"
-        if self.start_step:
-            yield f"from step {self.start_step:,}"
-        if self.update_every > 1:
-            yield every_steps(self.update_every)
-        said = {"cpu": "in host memory", "float32": "float32", "full_tensor": "whole on every process",
-                "average": "with averaged buffers"}  # fmt: skip
-        yield from (said[v] for v in (self.device, self.dtype, self.layout, self.buffers) if v in said)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Stored(_Average):
-    """Options of averages that can be stored for `dp-ema posthoc`."""
-
-    snapshots: bool = option(
-        False,
-        doc="Whether copies of the average are kept in the folder `snapshots`, all of them, for `dp-ema posthoc`, "
-        "which makes averages of any other length from those of two power averages.",
-    )
-    snapshot_freq: int | None = option(
-        None, check=positive_int, unit="steps", doc="Steps between two snapshots; null: `save_freq`."
-    )
-
-    def _more_words(self, steps_per: Mapping[str, float]) -> Iterator[str]:
-        yield from super()._more_words(steps_per)
-        if self.snapshots:
-            yield "snapshots " + (every_steps(self.snapshot_freq) if self.snapshot_freq else "with the checkpoints")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmaAverageConfig(_Average, EmaSettings):
-    """Exponential moving average: in each step `average <- decay * average + (1 - decay) * weights`."""
-
+    type: ClassVar[str] = "ema"
+    formula: ClassVar[tuple[str, ...]] = ("decay", "warmup")
     lengths: ClassVar[tuple[str, ...]] = ("decay", "half_life")
-    snapshots: ClassVar[bool] = False
-    snapshot_freq: ClassVar[None] = None
 
+    decay: float | None = option(
+        None,
+        check=fraction,
+        doc="Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is 1/(1-decay) "
+        "steps. Exactly one of `decay` and `half_life` is given.",
+    )
+    warmup: bool = option(
+        True,
+        doc="Whether the decay starts low and grows to its value, min(decay, (1+t)/(10+t)), t updates after the "
+        "start, so that the initial weights have little influence.",
+    )
     half_life: float | None = option(
         None,
         check=_half_life,
@@ -123,7 +75,39 @@ class EmaAverageConfig(_Average, EmaSettings):
         doc="Unit of `half_life`. Half-lives in frames or epochs stay the same for other batch sizes.",
     )
 
-    def _length_words(self, steps_per: Mapping[str, float]) -> str:
+    @classmethod
+    def from_half_life(cls, name: str, steps: float, **more: Any) -> EmaProfile:
+        """Return the average in which a weight counts half after ``steps`` optimizer steps: ``d = 0.5 ** (1 / steps)``.
+
+        Args:
+            name: of the average.
+            steps: above 0.
+            more: the other settings.
+        """
+        return cls(name, half_life=steps, **more).in_steps({"steps": 1.0})
+
+    def in_steps(self, steps_per: Mapping[str, float], **changes: Any) -> EmaProfile:
+        """Return the average with a start in steps and a decay, which is 0.999 if there is no half-life either."""
+        if self.half_life is not None:
+            decay = 0.5 ** (1 / (self.half_life * steps_per[self.half_life_unit]))
+            changes |= {"decay": decay, "half_life": None, "half_life_unit": "steps"}
+        elif self.decay is None:
+            changes["decay"] = DEFAULT_DECAY
+        return super().in_steps(steps_per, **changes)
+
+    def decay_at(self, done: Any) -> Any:
+        """Return the decay of a step."""
+        if not self.warmup:
+            return self.decay
+        rising = (1 + done) / (10 + done)
+        return min(self.decay, rising) if isinstance(done, int) else rising.clamp(max=self.decay)
+
+    def decay_of_update(self, updates: Any) -> Any:
+        """Return the decay of an update."""
+        return super().decay_of_update(updates) if self.warmup else self.decay_at(0) ** self.update_every
+
+    def describe_length(self, steps_per: Mapping[str, float]) -> str:
+        """Return the decay, or the half-life with its length in steps once they are known."""
         (name, value), unit, warmup = self.length, self.half_life_unit, ", warm-up" * self.warmup
         if name == "decay":
             return f"EMA over about {1 / (1 - value):,.0f} steps, decay {value:g}{warmup}"
@@ -132,37 +116,146 @@ class EmaAverageConfig(_Average, EmaSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PowerAverageConfig(_Stored, PowerSettings):
-    """Power average of EDM2 (arXiv:2312.02696): step t has the weight t^gamma, so its length grows with the run."""
+class SwaProfile(Profile):
+    """Stochastic weight averaging: equal weights of all steps since the start; the same as `power` with gamma 0."""
 
+    type: ClassVar[str] = "swa"
+
+    snapshots: bool = option(  # type: ignore[misc]
+        False,
+        doc="Whether copies of the average are kept in the folder `snapshots`, all of them, for `dp-ema posthoc`, "
+        "which makes averages of any other length from those of two power averages.",
+    )
+    snapshot_freq: int | None = option(  # type: ignore[misc]
+        None, check=positive_int, unit="steps", doc="Steps between two snapshots; null: `save_freq`."
+    )
+
+    def decay_at(self, done: Any) -> Any:
+        """Return the decay of a step."""
+        return done / (done + 1)
+
+    def decay_of_update(self, updates: Any) -> Any:
+        """Return the decay of an update, which is that of a step: both follow the number of those before."""
+        return self.decay_at(updates)
+
+    def describe_length(self, steps_per: Mapping[str, float]) -> str:
+        """Return that it has no length."""
+        return "equal weights"
+
+
+@dataclass(frozen=True)
+class PowerProfile(SwaProfile):
+    """Power average of EDM2 (arXiv:2312.02696): step t has the weight t^gamma, so its length grows with the run.
+
+    The weights of step tau after t steps are in the ratio of ``tau ** gamma`` (section 3.1). Update t = 1, 2, ... has
+    the decay ``(1 - 1 / t) ** (gamma + 1)`` (equation 127), so the first one takes the live weights as they are. With
+    ``update_every`` k the same decays come every k steps, and the live weights of step tau count exactly
+    ``(tau ** (gamma + 1) - (tau - k) ** (gamma + 1)) / t ** (gamma + 1)``, steps counted from the start.
+
+    Attributes:
+        gamma: at least 0; 0 gives equal weights, higher ones forget the start sooner.
+        sigma_rel: in place of ``gamma``.
+    """
+
+    type: ClassVar[str] = "power"
+    formula: ClassVar[tuple[str, ...]] = ("gamma",)
     lengths: ClassVar[tuple[str, ...]] = ("gamma", "sigma_rel")
 
+    gamma: float | None = option(
+        None,
+        check=not_negative,
+        doc="Power of the step in its weight: 0 is equal weights, larger is shorter. Exactly one of `gamma` and "
+        "`sigma_rel` is given.",
+    )
     sigma_rel: float | None = option(
         None,
-        check=sigma_rel_check,
+        check=_sigma_rel,
         doc="Width (standard deviation of the steps under their weights) as a fraction of the run, instead of "
         "`gamma`; larger is longer. 0.05 looks back over 5 % of the run on average.",
     )
 
+    @classmethod
+    def from_sigma_rel(cls, name: str, sigma_rel: float, **more: Any) -> PowerProfile:
+        """Return the average whose weights spread over ``sigma_rel`` (a standard deviation) of the run so far.
+
+        Args:
+            name: of the average.
+            sigma_rel: above 0, at most 0.2887 (equal weights).
+            more: the other settings.
+        """
+        return cls(name, sigma_rel=sigma_rel, **more).in_steps({"steps": 1.0})
+
+    def in_steps(self, steps_per: Mapping[str, float], **changes: Any) -> PowerProfile:
+        """Return the average with a start in steps and gamma."""
+        if self.sigma_rel is not None:
+            changes |= {"gamma": gamma_of(self.sigma_rel), "sigma_rel": None}
+        elif self.gamma is None:
+            raise ConfigError(f"average {self.name!r}: gamma or sigma_rel is required.")
+        return super().in_steps(steps_per, **changes)
+
+    def decay_at(self, done: Any) -> Any:
+        """Return the decay of a step."""
+        assert self.gamma is not None, "in_steps() takes it from sigma_rel"
+        return (done / (done + 1)) ** (self.gamma + 1)
+
+    def describe_length(self, steps_per: Mapping[str, float]) -> str:
+        """Return the width or the power."""
+        name, value = self.length
+        width = f" over about {100 * value:g} % of the steps so far" * (name == "sigma_rel")
+        return f"power{width}, {name} {value:g}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class SwaAverageConfig(_Stored, SwaSettings):
-    """Stochastic weight averaging: equal weights of all steps since the start; the same as `power` with gamma 0."""
+class ScheduleFreeProfile(Profile):
+    """Averaged point x of the optimizer `AdamWScheduleFree`, updated in each step from the start.
 
+    Its weights are y. From ``y = b1 * x + (1 - b1) * z`` and ``x <- (1 - c) * x + c * z`` follows
+    ``x <- d * x + (1 - d) * y`` with ``d = (1 - c) * (1 - b1) / (1 - b1 + c * b1)``, so that x is an average of y.
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduleFreeAverageConfig(_Average, ScheduleFreeSettings):
-    """Averaged point x of the optimizer `AdamWScheduleFree`, updated in each step from the start."""
+    Attributes:
+        adam_beta1: of the optimizer, b1.
+        warmup_steps: of the learning rate.
+        warmup_start_factor: of the learning rate.
+        r: of the optimizer.
+    """
 
-    snapshots: ClassVar[bool] = False
-    snapshot_freq: ClassVar[None] = None
+    type: ClassVar[str] = "schedule_free"
+    formula: ClassVar[tuple[str, ...]] = ("adam_beta1", "warmup_steps", "warmup_start_factor", "r")
+    counts_on_tensors: ClassVar[bool] = True
 
-    def _length_words(self, steps_per: Mapping[str, float]) -> str:
+    # a run takes them from the sections of the optimizer and of the learning rate
+    adam_beta1: float = 0.9
+    warmup_steps: int = 0
+    warmup_start_factor: float = 0.0
+    r: float = 0.0
+
+    def decay_at(self, done: Any) -> Any:
+        """Return the decay of a step."""
+        share = share_of_next(done, self.warmup_steps, self.warmup_start_factor, self.r)
+        of_z = 1 - self.adam_beta1
+        return (1 - share) * of_z / (of_z + share * self.adam_beta1)
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield each option by which updates would be left out."""
+        for name, default in (("start_step", 0), ("start_epoch", None), ("update_every", 1), ("should_update", None)):
+            if (value := getattr(self, name)) != default:
+                shown = "given" if callable(value) else f"{value:g}"
+                yield name, f" = {shown}: the averaged point of the optimizer is updated in every step. Remove it."
+
+    def problems(self, run: RunConfig) -> Iterator[tuple[str, str]]:
+        """Yield each option that does not fit to others of a run, also that the optimizer has no averaged point."""
+        if run.optimizer.type != "AdamWScheduleFree":
+            why = f"optimizer.type is {run.optimizer.type}, and only AdamWScheduleFree has this average"
+            yield "type", f' = "schedule_free": {why}. Change one of the two.'
+        yield from super().problems(run)
+
+    def describe_length(self, steps_per: Mapping[str, float]) -> str:
+        """Return its origin."""
         return "averaged point of the optimizer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomAverage(_Average, ABC):
+class CustomAverage(Profile):
     """Base class of averages that other distributions add: their section in the input and their rule in one.
 
     The averages are ``average <- d * average + (1 - d) * weights`` after each optimizer step. A subclass says what d
@@ -179,11 +272,13 @@ class CustomAverage(_Average, ABC):
                 place = done % self.period
                 return place / (place + 1)
 
-    It has the options of all averages: ``start_step``, ``update_every``, ``full_validation``, ...
+    It has the options of all averages: ``start_step``, ``update_every``, ``full_validation``, ... A method
+    ``should_update(self, step, epoch)`` is a rule in place of ``update_every``: whether the average is updated with the
+    weights of a step. Its arguments are the optimizer steps of the run, after the start of the average, and the passes
+    over the training data so far.
     """
 
-    snapshots: ClassVar[bool] = False
-    snapshot_freq: ClassVar[None] = None
+    counts_on_tensors: ClassVar[bool] = True
 
     @abstractmethod
     def decay_at(self, done: Any) -> Any:
@@ -192,7 +287,7 @@ class CustomAverage(_Average, ABC):
         With ``update_every`` an update has the product of the decays of its steps.
 
         Args:
-            done: steps since the start of the average, or updates if :meth:`should_update` is overridden: a tensor in
+            done: steps since the start of the average, or updates if there is a method ``should_update``: a tensor in
                 float64, of any shape, perhaps on a GPU. Each element is a case of its own: use operators and functions
                 of tensors, and ``torch.where`` in place of ``if``.
 
@@ -200,38 +295,23 @@ class CustomAverage(_Average, ABC):
             A tensor of the shape of ``done``, or one number for all steps.
         """
 
-    def should_update(self, step: int, epoch: float) -> bool:
-        """Whether the average is updated with the weights of a step; override it for a rule beside ``update_every``.
-
-        Args:
-            step: optimizer steps of the run, after the start of the average.
-            epoch: passes over the training data so far.
-        """
-        return True
-
-    @property
-    def update_rule(self) -> Callable[[int, float], bool] | None:
-        """Return :meth:`should_update` if a subclass overrides it."""
-        return None if type(self).should_update is CustomAverage.should_update else self.should_update
-
     @property
     def own_options(self) -> dict[str, Any]:
         """Return the options that only this type has, as plain values."""
         common = {o.name for o in options(CustomAverage)}
         return {o.name: plain(getattr(self, o.name)) for o in options(type(self)) if o.name not in common}
 
-    def _length_words(self, steps_per: Mapping[str, float]) -> str:
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as plain values, those of the type as ``options``."""
+        return super().settings() | {"options": self.own_options}
+
+    def describe_length(self, steps_per: Mapping[str, float]) -> str:
+        """Return the type and its options."""
         return ", ".join([self.type, *(f"{name} {show(value)}" for name, value in self.own_options.items())])
 
 
-AverageConfig = EmaAverageConfig | PowerAverageConfig | SwaAverageConfig | ScheduleFreeAverageConfig | CustomAverage
 AVERAGES = Registry(
-    {
-        "ema": f"{__name__}:EmaAverageConfig",
-        "power": f"{__name__}:PowerAverageConfig",
-        "swa": f"{__name__}:SwaAverageConfig",
-        ScheduleFreeSettings.type: f"{__name__}:ScheduleFreeAverageConfig",
-    },
+    {kind.type: f"{__name__}:{kind.__name__}" for kind in (EmaProfile, PowerProfile, SwaProfile, ScheduleFreeProfile)},
     group="deepmd_ema.averages",
     base=CustomAverage,
 )
@@ -264,3 +344,60 @@ class EmaValidationShorthand:
     """The option of `validating` for the average named `ema`."""
 
     ema_full_validation: bool = option(False, doc="The same for the averaged weights; needs `training.enable_ema`.")
+
+
+def sigma_rel_of(gamma: float) -> float:
+    """Return the relative width of a power profile (arXiv:2312.02696, equation 123).
+
+    ``sigma_rel = (gamma + 1) ** (1 / 2) * (gamma + 2) ** -1 * (gamma + 3) ** (-1 / 2)``
+    """
+    return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)
+
+
+def gamma_of(sigma_rel: float) -> float:
+    """Return the gamma of a relative width, the inverse of :func:`sigma_rel_of` (arXiv:2312.02696, equation 126).
+
+    Raises:
+        ValueError: if no gamma of at least 0 has this width.
+    """
+    if not _sigma_rel.test(sigma_rel):
+        raise ValueError(f"sigma_rel {sigma_rel!r}, expected {_sigma_rel.wants}.")
+    # sigma_rel falls with gamma and is below 1 / (gamma + 2)
+    low, high = 0.0, 1 / sigma_rel
+    for _ in range(200):
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        low, high = (middle, high) if sigma_rel_of(middle) > sigma_rel else (low, middle)
+    return low
+
+
+def share_of_next(done: Any, warmup_steps: int, start_factor: float, r: float) -> Any:
+    """Return the share c of the next point z in the average x of :class:`AdamWScheduleFree`.
+
+    It is the weight of z over the sum of all weights so far.
+    The weight of point n, counted from 1, is ``lr^2 * n (n + 1) ... (n + r - 1)``, with gamma functions where r is no
+    whole number, so that c is ``(r + 1) / (n + r)`` at a constant rate (polynomial-decay averaging; Shamir and Zhang,
+    arXiv:1212.1824, section 4). The rate is the largest one so far where it falls. That of the warm-up rises linearly;
+    skipped steps do not count.
+
+    Args:
+        done: number of points in x, a float64 tensor.
+        warmup_steps: length of the linear warm-up of the learning rate.
+        start_factor: first learning rate of the warm-up over the last one.
+        r: power of the weights.
+    """
+    first, length = (start_factor, warmup_steps) if warmup_steps else (1.0, 1)
+    slope = (1 - first) / length
+    n = done + 1
+    m = n.clamp(max=length)  # points of the warm-up
+    # the square of the rate of point n is a polynomial of n + r, each term of which has a sum in closed form
+    u, start = m + r, first - slope * (1 + r)
+    linear, square = (2 * start - slope) * slope * (u + 1) / (r + 2), slope**2 * (u + 1) * (u + 2) / (r + 3)
+    rising = u * (start**2 / (r + 1) + linear + square)
+    # sums are in units of the product of point n, so that none overflows; this is that of point m
+    last = ((m + r).lgamma() - m.lgamma() + n.lgamma() - (n + r).lgamma()).exp() if r else 1.0
+    rate = first + slope * done.clamp(max=length)
+    constant = (n + r - last * u) / (r + 1)
+    # a first rate of 0 has a sum of 0, and no share
+    return rate**2 / (last * rising + constant).clamp(min=sys.float_info.min)

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from deepmd_ema.checks import is_number
 from deepmd_ema.config.fields import Check, file_name, not_negative, not_negative_int, option, positive, positive_int
-from deepmd_ema.config.schema.averaging import AVERAGES, AverageConfig, EmaShorthand, EmaValidationShorthand
+from deepmd_ema.config.schema.averaging import AVERAGES, EmaShorthand, EmaValidationShorthand
 from deepmd_ema.config.schema.loggers import LOGGERS, Logger
+from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.config.schema.text_options import (
     METRIC_WORDS,
     BatchSizeRule,
@@ -228,7 +229,7 @@ class TrainingOptions:
         "writes; `sharded`: each is a folder to which every rank writes its own part, so that no rank needs memory for "
         "the whole. Commands read both, and a run restarts from either. Only in dp-ema.",
     )
-    averaging: list[AverageConfig] = option(
+    averaging: list[Profile] = option(
         [],
         registry=AVERAGES,
         default_type="ema",

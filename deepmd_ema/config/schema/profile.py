@@ -1,0 +1,275 @@
+"""The base class of averages of the weights: common options, rules between them, updates that are due, and words."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from deepmd_ema.checks import Check, not_negative, not_negative_int, positive_int
+from deepmd_ema.config.fields import option, options
+from deepmd_ema.errors import ConfigError, every_steps
+from deepmd_ema.weight_names import LIVE, POSTHOC
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.schema.run import RunConfig
+
+P = TypeVar("P", bound="Profile")
+_REMOVE_ONE = "Remove one of the two."
+_WITH_CHECKPOINTS = "with the checkpoints"
+NEEDS_DATA = " = true: needs training.validation_data (or validation_fraction). Add it, or set this to false."
+
+
+def _is_name(value: Any) -> bool:
+    # `model_a-10.pt`, the link of an average a-10, would be the file of step 10 of an average a
+    pattern = r"(?!.*-[0-9]+$)[A-Za-z0-9][A-Za-z0-9_-]{0,39}"
+    return isinstance(value, str) and bool(re.fullmatch(pattern, value)) and value.lower() not in (LIVE, POSTHOC)
+
+
+_name = Check(
+    _is_name,
+    f"a name of at most 40 letters, digits, _ and -, the first a letter or digit, without a number after a - at the "
+    f"end, and not {LIVE} or {POSTHOC}",
+)
+
+
+@dataclass(frozen=True)
+class _Named:
+    name: str = option(
+        check=_name,
+        doc="Name of the average in the log, in checkpoints and in names of files: `model_NAME.ckpt-*`, "
+        "`best_NAME.ckpt-*`, `val_NAME.log`, `lcurve_NAME.out`.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(_Named, ABC):
+    """One average: use :class:`EmaProfile`, :class:`PowerProfile` or :class:`SwaProfile`.
+
+    All follow ``s <- d * s + (1 - d) * w`` (s: average, w: live weights); they differ in the decay d. No update comes
+    before ``start_step``; there the average is the live weights. The options of files and validation are those of a
+    run; ``AverageBank`` alone does not read them.
+
+    Attributes:
+        name: in file names and logs.
+        start_step: optimizer steps before the average starts.
+        update_every: optimizer steps between two updates; decays are corrected for it.
+        device: ``live`` keeps the average where the weights are, ``cpu`` in host memory. Weights of a GPU are then
+            copied asynchronously, and used when the next update begins or the average is read.
+        dtype: ``float64`` or ``float32``; never narrower than the weights themselves. An average in ``float32`` of
+            weights in float32 loses updates that are smaller than its rounding: at the end of a run in which the
+            learning rate decays, 7 to 10 % of its distance from the live weights (decay 0.999 to 0.9999).
+        layout: ``local_shard`` averages what each rank holds, without communication; ``full_tensor`` gathers sharded
+            weights at each update and holds the whole average on every rank.
+        buffers: ``copy`` leaves buffers alone, so that the live ones complete the average; ``average`` averages the
+            floating-point ones that are in the state dict. Integer and bool ones never are.
+        should_update: ``should_update(step, epoch)`` decides instead of ``update_every`` which steps after the start
+            count; the epoch is what the trainer hands to ``AverageBank.update``. It must be possible to pickle it. A
+            subclass may have a method of this name instead.
+        formula: names of the settings that give the decay, in files.
+        lengths: options of which an input gives exactly one; none for equal weights.
+        counts_on_tensors: whether the formula takes tensors only.
+    """
+
+    type: ClassVar[str]
+    formula: ClassVar[tuple[str, ...]] = ()
+    lengths: ClassVar[tuple[str, ...]] = ()
+    counts_on_tensors: ClassVar[bool] = False
+    snapshots: ClassVar[bool] = False
+    snapshot_freq: ClassVar[int | None] = None
+
+    start_step: int = option(
+        0,
+        check=not_negative_int,
+        unit="steps",
+        doc="Step at which the average starts, as a copy of the live weights; before it there is none.",
+    )
+    start_epoch: float | None = option(
+        None, check=not_negative, unit="epochs", doc="The start in epochs instead of `start_step`; may be a fraction."
+    )
+    update_every: int = option(
+        1,
+        check=positive_int,
+        unit="steps",
+        doc="Steps between two updates. The decay is corrected for it, so that the length of the average does not "
+        "change.",
+    )
+    device: str = option(
+        "live",
+        choices=(LIVE, "cpu"),
+        doc="Where the average is held: `live`: on the device of the live weights; `cpu`: in host memory, to which "
+        "live weights are copied asynchronously.",
+    )
+    dtype: str = option(
+        "float64",
+        choices=("float32", "float64"),
+        doc="Precision of the average; never less than that of the live weights. In `float32` an average of float32 "
+        "weights with a decay of 0.999 or more stays behind, because single updates are smaller than its rounding.",
+    )
+    layout: str = option(
+        "local_shard",
+        choices=("local_shard", "full_tensor"),
+        removed={"rank_range": "Use local_shard (default); zero_stage 2 and 3 shard averages with the weights."},
+        doc="On several ranks, `local_shard`: each averages the weights that it holds, without communication; "
+        "`full_tensor`: each holds the whole average, gathered at each update (zero_stage 2 and 3).",
+    )
+    buffers: str = option(
+        "copy",
+        choices=("copy", "average"),
+        doc="Buffers of the averaged model (numbers that are not trained): `copy`: the live ones; `average`: their "
+        "average, floating-point numbers only.",
+    )
+    full_validation: bool = option(
+        False,
+        doc="Whether the average is validated on all validation data, when `validating` says, in `val_NAME.log`, and "
+        "its best weights are kept in `best_NAME.ckpt-*`.",
+    )
+    lcurve: bool = option(
+        False,
+        doc="Whether the displayed errors are shown for the average as well, on the same batches, in "
+        "`lcurve_NAME.out`.",
+    )
+    ckpt_keep: int | None = option(
+        None, check=positive_int, doc="Checkpoints of the average kept; null: as many as `max_ckpt_keep`."
+    )
+    should_update: Callable[[int, Any], bool] | None = field(default=None, compare=False)  # not in inputs
+
+    def __post_init__(self) -> None:
+        hook = self.should_update
+        if hook is None and callable(type(self).should_update):
+            object.__delattr__(self, "should_update")  # it would hide the method of a subclass
+            hook = self.should_update
+        problems = []
+        for o in options(type(self)):
+            value = getattr(self, o.name)
+            if value is None and o.nullable:
+                continue
+            if o.choices and value not in o.choices:
+                problems.append(f"{o.name} {value!r}, expected one of: {', '.join(o.choices)}.")
+            elif o.check is not None and not o.check.test(value):
+                problems.append(f"{o.name} {value!r}, expected {o.check.wants}.")
+            elif isinstance(value, float) and not math.isfinite(value):
+                problems.append(f"{o.name} {value!r}, expected a finite number.")
+            elif o.types == (bool,) and not isinstance(value, bool):
+                problems.append(f"{o.name} {value!r}, expected true or false.")
+        if hook is not None and not callable(hook):
+            problems.append(
+                f"should_update {hook!r}, expected a function of (step, epoch) or an object that can be called."
+            )
+        elif "should_update" in vars(self) and hook is not None:
+            try:
+                pickle.dumps(hook)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                problems.append(f"should_update cannot be pickled ({error}); use a function or a class of a module.")
+        if problems:
+            raise ConfigError([f"average {self.name!r}: {problem}" for problem in problems])
+
+    @abstractmethod
+    def decay_at(self, done: Any) -> Any:
+        """Return the decay d of the step that follows ``done`` steps after the start; an int, or a float64 tensor."""
+
+    def decay_of_update(self, updates: Any) -> Any:
+        """Return the decay of the update after ``updates`` updates: the product of those of its ``update_every`` steps.
+
+        Args:
+            updates: an int; or a float64 tensor, a counter that only the device knows: nothing waits for the device.
+        """
+        every = self.update_every
+        if every == 1:
+            return self.decay_at(updates)
+        if isinstance(updates, int):
+            return math.prod(self.decay_at(done) for done in range(updates * every, (updates + 1) * every))
+        steps = updates.unsqueeze(-1) * every + (updates.new_ones(every).cumsum(0) - 1)
+        decays = self.decay_at(steps)
+        return (decays if hasattr(decays, "prod") else steps.new_full(steps.shape, decays)).prod(-1)
+
+    def is_due(self, step: int, epoch: float | None = None) -> bool:
+        """Whether the average is updated after optimizer step ``step``."""
+        if step <= self.start_step:
+            return step == self.start_step
+        if self.should_update is not None:
+            return bool(self.should_update(step, epoch))
+        return self.update_every == 1 or (step - self.start_step) % self.update_every == 0
+
+    def in_steps(self: P, steps_per: Mapping[str, float], **changes: Any) -> P:
+        """Return the average with its start in steps and its length as the decay needs it.
+
+        Args:
+            steps_per: steps of one of ``steps``, ``frames`` and ``epochs``.
+            changes: other settings.
+        """
+        if self.start_epoch is not None:
+            changes |= {"start_step": math.ceil(self.start_epoch * steps_per["epochs"]), "start_epoch": None}
+        return replace(self, **{"should_update": vars(self).get("should_update"), **changes})
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as plain values, ``type`` first, without the name; a hook by its name."""
+        hook = self.should_update
+        common = ("start_step", "update_every", "device", "dtype", "layout", "buffers")
+        return {
+            "type": self.type,
+            **{name: getattr(self, name) for name in (*common, *self.formula)},
+            "should_update": None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__),
+        }
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield each option that another one excludes, with the rest of the message."""
+        if self.start_step > 0 and self.start_epoch is not None:
+            yield "start_epoch", f" = {self.start_epoch:g}: start_step = {self.start_step} is given too. {_REMOVE_ONE}"
+        if self.should_update is not None and self.update_every != 1:
+            who = "should_update" if "should_update" in vars(self) else f"type {self.type}"
+            yield "update_every", f" = {self.update_every}: {who} says itself which steps count. Remove it."
+        lengths = [(name, value) for name in self.lengths if (value := getattr(self, name)) is not None]
+        if len(lengths) > 1:
+            (first, a), (second, b) = lengths
+            yield second, f" = {b:g}: {first} = {a:g} is given too. {_REMOVE_ONE}"
+
+    def problems(self, run: RunConfig) -> Iterator[tuple[str, str]]:
+        """Yield each option that does not fit to others of a run, with the rest of the message."""
+        training = run.training
+        if self.full_validation and not run.has_validation_data:
+            yield "full_validation", NEEDS_DATA
+        if self.lcurve and not training.disp_training:
+            yield "lcurve", " = true: needs training.disp_training, which is false. Set it to true, or remove this."
+        if self.snapshots and self.snapshot_freq is None and training.save_freq <= 0:
+            why = f"training.save_freq = {training.save_freq} writes the last step only"
+            yield "snapshots", f' = true: needs snapshot_freq, because {why}. Add it, e.g. "snapshot_freq": 1000.'
+        yield from self.conflicts()
+        if self.lengths and all(getattr(self, name) is None for name in self.lengths):
+            example = '"decay": 0.999' if self.type == "ema" else '"sigma_rel": 0.05'
+            yield "", f": {' or '.join(self.lengths)} is required for type {self.type}. Add one, e.g. {example}."
+
+    @property
+    def length(self) -> tuple[str, float]:
+        """Name and value of the option that gives the length of the average; equal weights are a power of 0."""
+        given = ((name, getattr(self, name)) for name in self.lengths)
+        return next(((name, value) for name, value in given if value is not None), ("gamma", 0.0))
+
+    def summary(self, steps_per: Mapping[str, float]) -> str:
+        """Return type, length and other options as text.
+
+        Args:
+            steps_per: steps of one of ``frames`` and ``epochs``, once they are known.
+        """
+        words = [self.describe_length(steps_per)]
+        if self.start_epoch:
+            step = f" (step {math.ceil(self.start_epoch * steps_per['epochs']):,})" if "epochs" in steps_per else ""
+            words.append(f"from epoch {self.start_epoch:g}{step}")
+        if self.start_step:
+            words.append(f"from step {self.start_step:,}")
+        if self.update_every > 1:
+            words.append(every_steps(self.update_every))
+        texts = {"cpu": "in host memory", "float32": "float32", "full_tensor": "whole on every process",
+                 "average": "with averaged buffers"}  # fmt: skip
+        words += [texts[v] for v in (self.device, self.dtype, self.layout, self.buffers) if v in texts]
+        if self.snapshots:
+            words.append(f"snapshots {every_steps(self.snapshot_freq) if self.snapshot_freq else _WITH_CHECKPOINTS}")
+        return ", ".join(words)
+
+    @abstractmethod
+    def describe_length(self, steps_per: Mapping[str, float]) -> str:
+        """Return type and length as text; ``steps_per`` as for :meth:`summary`."""
