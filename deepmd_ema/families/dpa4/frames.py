@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.families.dpa4.layers import Source
 from deepmd_ema.families.dpa4.rotations import degrees, num_coefficients, orders
-from deepmd_ema.model.ops.reference import Operations
+from deepmd_ema.model.ops.gather import gather_neighbors
 
 # A atoms, S neighbor slots, E = A S pairs, L largest degree, M largest order, D coefficients of an atom, R of a pair,
 # W channels
@@ -64,7 +64,6 @@ class Edges:
         scale: (A,) ``(sum envelope^2 + floor)^-1/2``.
         rotation: (E, 2 M + 1, D) of `rotations.FrameRotations`.
         radial: numbers of the distance and both elements.
-        ops: the operations of the model.
     """
 
     neighbor: Tensor
@@ -75,11 +74,10 @@ class Edges:
     scale: Tensor
     rotation: Tensor
     radial: Radial
-    ops: Operations
 
     def sent(self, values: Tensor) -> Tensor:
         """Return the values of neighbors (A, S, ...) from those of atoms (A, ...)."""
-        return self.ops.gather(values.flatten(1), self.neighbor, self.reverse).unflatten(-1, values.shape[1:])
+        return gather_neighbors(values.flatten(1), self.neighbor, self.reverse).unflatten(-1, values.shape[1:])
 
     def turned(self, matrices: Tensor, x: Tensor) -> Tensor:
         """Return (E, R, W), the products of the matrices of pairs (E, R, D) with those of neighbors (A, D, W)."""
@@ -87,10 +85,10 @@ class Edges:
             return torch.bmm(matrices, self.sent(x).flatten(0, 1))
         # pairs of one neighbor together: one product of matrices for each atom, instead of a small one for each pair
         (num_atoms, most), (rows, columns), width = self.reverse.shape, matrices.shape[1:], x.shape[2]
-        by_neighbor = self.ops.gather(matrices.flatten(1), self.reverse, self.place.view(-1, 1))  # A, N, R D
+        by_neighbor = gather_neighbors(matrices.flatten(1), self.reverse, self.place.view(-1, 1))  # A, N, R D
         found = torch.bmm(by_neighbor.view(num_atoms, most * rows, columns), x)
         found = found.view(num_atoms * most, rows * width)
-        back = self.ops.gather(found, self.place, self.reverse.reshape(-1, 1))
+        back = gather_neighbors(found, self.place, self.reverse.reshape(-1, 1))
         return back.view(matrices.shape[0], rows, width)
 
 

@@ -22,7 +22,8 @@ from deepmd_ema.model.bridging import source_gate
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.nn.layers import freeze, module_list
 from deepmd_ema.model.nn.type_embedding import one_hot
-from deepmd_ema.model.ops.reference import UsesOperations, with_vjp
+from deepmd_ema.model.ops.gather import gather_neighbors
+from deepmd_ema.model.ops.reference import with_vjp
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
@@ -41,7 +42,7 @@ FLOOR = 0.25  # added to sums of squared envelopes before they are divided by
 FILM_STRENGTH = 0.01
 
 
-class DPA4Descriptor(UsesOperations):
+class DPA4Descriptor(nn.Module):
     """Scalars of atoms after messages of spherical harmonics (DPA-4, arXiv:2606.02419).
 
     The rotation of each pair into its frame is free about the axis of the pair, and results do not depend on it, so it
@@ -187,7 +188,6 @@ class DPA4Descriptor(UsesOperations):
                 own=own_type,
                 neighbor=one_hot(batch.neighbor_type, self.num_types, self.dtype),
             ),
-            ops=self.ops,
         )
         # as in DeePMD-kit, only messages and networks of blocks, and only on GPUs
         wants = self.section.use_amp if self.training else self.infers_in_bfloat16
@@ -210,7 +210,7 @@ class DPA4Descriptor(UsesOperations):
         if pairs.is_seen is not None:
             is_near = is_near & pairs.is_seen
         of_atoms = source_gate(pairs.distance, is_near, window)
-        return self.ops.gather(of_atoms[:, None], neighborhood.neighbor, neighborhood.reverse).squeeze(-1)
+        return gather_neighbors(of_atoms[:, None], neighborhood.neighbor, neighborhood.reverse).squeeze(-1)
 
     def _sizes(self) -> list[int]:
         """Return the numbers of coefficients of an atom in each block."""

@@ -18,7 +18,6 @@ from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.nn.norm import normalised
 from deepmd_ema.model.nn.type_embedding import pick
-from deepmd_ema.model.ops.gather import gather_neighbors
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Vjp
@@ -162,10 +161,6 @@ class Operations:
             around: the neighbors.
         """
         return cast("Tensor", stack.evaluate(node, rows, around))
-
-    def gather(self, node: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
-        """Return (A, K, C) from (A, C), as ``gather_neighbors``."""
-        return gather_neighbors(node, neighbor, reverse)
 
     def triple_sums_and_vjp(
         self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network

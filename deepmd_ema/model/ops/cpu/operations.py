@@ -14,7 +14,6 @@ from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.ops.cpu import (
     attention,
-    gather,
     moments,
     repformer,
     silu,
@@ -69,12 +68,6 @@ class CPUOperations(Operations):
             return super().repformer_layers(stack, node, rows, around)
         return repformer.repformer_layers_and_vjp(stack, node, rows, around)[0]
 
-    def gather(self, node: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
-        """Return (A, K, C) from (A, C), as ``gather_neighbors``."""
-        if not reverse.shape[1]:
-            return super().gather(node, neighbor, reverse)
-        return gather.gather(node, neighbor, reverse)
-
     def triple_sums_and_vjp(
         self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -95,12 +88,6 @@ class CPUOperations(Operations):
 @dataclass(frozen=True)
 class GPUOperations(Operations):
     """Operations with gradients written out where these launch fewer kernels and never wait for the device."""
-
-    def gather(self, node: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
-        """Return (A, K, C) from (A, C), as ``gather_neighbors``."""
-        if not reverse.shape[1]:
-            return super().gather(node, neighbor, reverse)
-        return gather.gather(node, neighbor, reverse)
 
     def moments(self, rows: Tensor, net: Network) -> Moments:
         """Return the moments of a net of one number; ``rows`` are (A, K, 4)."""
