@@ -27,8 +27,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deepmd_ema.model.ops.cpu.product import product
-
 # positions of the two factors among the arguments
 PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "mv": (0, 1), "dot": (0, 1), "linear": (0, 1), "addmm": (1, 2),
             "baddbmm": (1, 2), "addmv": (1, 2), "addbmm": (1, 2), "mkldnn::_linear_pointwise": (0, 1)}  # fmt: skip
@@ -276,13 +274,12 @@ def _product_seconds(first: Any, second: Any, precision: torch.dtype, device: to
         return 0.0
     if b.ndim == 2 and a.shape[-1] != b.shape[0]:
         b = b.T  # `linear` has the weights the other way round
-    multiply = product if a.ndim == b.ndim == 2 else torch.matmul
 
     def several(number: int) -> float:
         _wait(device)
         began = time.perf_counter()
         for _ in range(number):
-            multiply(a, b)
+            torch.matmul(a, b)
         _wait(device)
         return (time.perf_counter() - began) / number
 

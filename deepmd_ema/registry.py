@@ -100,49 +100,48 @@ class Registry(Mapping[str, Family]):
     def _read(self) -> tuple[dict[str, Family], dict[str, str]]:
         """Return records and faults, read again after a change of ``own`` or of ``sys.path``."""
         key = (*self.own.items(), *sys.path)
-        if key != self._key:
-            self._records = {name: self._record(find_object(place)) for name, place in self.own.items()}
-            self._faults = {}
-            for name, found in self._entry_points().items():
-                record = self._added(name, found)
-                if isinstance(record, Family):
-                    self._records[name] = record
+        if key == self._key:
+            return self._records, self._faults
+        self._records, self._faults = {}, {}
+        for name, place in self.own.items():
+            record = find_object(place)
+            # a section if there is nothing else to the types
+            self._records[name] = record if isinstance(record, Family) else Family(record)
+        if self.group:
+            from importlib.metadata import entry_points  # only a run that reads a config needs it
+
+            found = entry_points(group=self.group)
+            for name in sorted(found.names):
+                added = self._added(name, [entry for entry in found if entry.name == name])
+                if isinstance(added, Family):
+                    self._records[name] = added
                 else:
-                    self._faults[name] = record
-            self._key = key
+                    self._faults[name] = added
+        self._key = key
         return self._records, self._faults
-
-    def _entry_points(self) -> dict[str, list[EntryPoint]]:
-        """Return the entry points of the group by name, in alphabetical order."""
-        if not self.group:
-            return {}
-        from importlib.metadata import entry_points  # only a run that reads a config needs it
-
-        found = entry_points(group=self.group)
-        return {name: [entry for entry in found if entry.name == name] for name in sorted(found.names)}
 
     def _added(self, name: str, found: list[EntryPoint]) -> Family | str:
         """Return the record that the entry points ``found`` of one name add, or why it cannot be used."""
         origins = [f"{entry.dist.name} {entry.dist.version}" if entry.dist else "(no name)" for entry in found]
+        both = " and ".join(origins)
         if name in self._records:
-            return f"dp-ema has this type, and the package {' and '.join(origins)} adds it too. Uninstall the package."
+            return f"dp-ema has this type, and the package {both} adds it too. Uninstall the package."
         if len(found) > 1:
-            return f"the packages {' and '.join(origins)} both add this type. Uninstall one of them."
+            return f"the packages {both} both add this type. Uninstall one of them."
         head = f"the package {origins[0]} adds this type, but {found[0].value}"
         try:
-            record = self._record(found[0].load())
+            record = found[0].load()
         except Exception as error:  # whatever the code of others raises
             return f"{head} cannot be imported ({type(error).__name__}: {error}). {REPAIR}"
+        if self._base is not None and isinstance(record, type):
+            record = Family(record)
         if not isinstance(record, Family):
             kind = Family if self._base is None else self._base
             expected = f"{'a subclass of ' * (kind is not Family)}{kind.__module__}.{kind.__name__}"
             return f"{head} is of type {type(record).__name__}, expected {expected}. {REPAIR}"
-        problem = self._problem(name, record.section)
-        return f"{head} has {problem}. {REPAIR}" if problem else dataclasses.replace(record, origin=origins[0])
-
-    def _record(self, found: Any) -> Any:
-        """Return the record of an object that is a section if there is nothing else to the types."""
-        return Family(found) if self._base is not None and isinstance(found, type) else found
+        if problem := self._problem(name, record.section):
+            return f"{head} has {problem}. {REPAIR}"
+        return dataclasses.replace(record, origin=origins[0])
 
     def _problem(self, name: str, section: Any) -> str:
         """Return the fault of the section of another distribution, or an empty string."""
@@ -156,8 +155,9 @@ class Registry(Mapping[str, Family]):
             typing.get_type_hints(section)  # config reads them to check options
         except Exception as error:
             return f"a section with an annotation that cannot be read ({type(error).__name__}: {error})"
-        if getattr(section, "type", None) != name:
-            return f"a section of type {getattr(section, 'type', None)!r}, expected {name!r}"
+        kind = getattr(section, "type", None)
+        if kind != name:
+            return f"a section of type {kind!r}, expected {name!r}"
         expected = {*vars(self._protocol), *self._protocol.__annotations__} if self._protocol else set()
         has = {*dir(section), *(f.name for f in dataclasses.fields(section))}
         missing = sorted(member for member in expected - has if not member.startswith("_"))

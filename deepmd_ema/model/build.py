@@ -91,42 +91,31 @@ def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> Non
             setattr(model.get_submodule(owner), name, shared)
 
 
-def standard_parts(config: StandardConfig, seed: int) -> Parts:
-    """Return the parts of a model of one descriptor and one fitting network, and perhaps a table."""
-    descriptor, fitting, short_range = network_parts(config, seed)
-    if config.use_srtab is not None:
+def network_parts(config: NetworkConfig, seed: int) -> Parts:
+    """Return the parts of a model of one descriptor and one fitting network, and perhaps bridging or a table."""
+    window, section, num_types = config.bridging, config.descriptor, len(config.type_map)
+    excluded_types = tuple(config.atom_exclude_types)
+    short_range: ShortRange | None = None
+    if window is not None:
+        assert isinstance(section, HasBridging)
+        pairs = ZblEnergies(config.type_map)
+        short_range = Bridging(pairs, window, section.cutoff, num_types, excluded_types)
+        section = section.bridged(window)
+    if isinstance(config, StandardConfig) and config.use_srtab is not None:
         assert config.sw_rmin is not None
         assert config.sw_rmax is not None
         switch = Switch(config.smin_alpha, config.sw_rmin, config.sw_rmax)
-        table = PairTable.of_rows(config.use_srtab, config.descriptor.cutoff)
-        excluded_types = tuple(config.atom_exclude_types)
-        short_range = TabulatedShortRange(table, switch, len(config.type_map), excluded_types)
-    return descriptor, fitting, short_range
-
-
-def network_parts(config: NetworkConfig, seed: int) -> Parts:
-    """Return the parts of a model of one descriptor and one fitting network, and perhaps bridging."""
-    window, section = config.bridging, config.descriptor
-    if window is None:
-        return *build_networks(config, section, config.fitting_net, seed), None
-    assert isinstance(section, HasBridging)
-    networks = build_networks(config, section.bridged(window), config.fitting_net, seed)
-    excluded_types = tuple(config.atom_exclude_types)
-    bridging = Bridging(ZblEnergies(config.type_map), window, section.cutoff, len(config.type_map), excluded_types)
-    return *networks, bridging
+        table = PairTable.of_rows(config.use_srtab, section.cutoff)
+        short_range = TabulatedShortRange(table, switch, num_types, excluded_types)
+    return *build_networks(config, section, config.fitting_net, seed), short_range
 
 
 def build_networks(
-    config: ModelConfig, descriptor: DescriptorConfig, fitting: FittingNetConfig, seed: int
+    config: ModelConfig, section: DescriptorConfig, fitting: FittingNetConfig, seed: int
 ) -> tuple[Descriptor, Fitting]:
     """Return a descriptor and the fitting network behind it, for the elements of ``config``."""
     num_types, excluded_types = len(config.type_map), tuple(config.atom_exclude_types)
-    made = build_descriptor(descriptor, num_types, seed)
+    descriptor: Descriptor = DESCRIPTORS[section.type].load("module")(section, num_types, seed)
     build_fitting: Callable[..., Fitting] = FITTINGS[fitting.type].load("module")
-    return made, build_fitting(fitting, made.dim_out, num_types, excluded_types, seed, made.mixed_types)
-
-
-def build_descriptor(config: DescriptorConfig, num_types: int, seed: int) -> Descriptor:
-    """Return the descriptor of a section ``model.descriptor``."""
-    descriptor: Descriptor = DESCRIPTORS[config.type].load("module")(config, num_types, seed)
-    return descriptor
+    mixed = descriptor.mixed_types
+    return descriptor, build_fitting(fitting, descriptor.dim_out, num_types, excluded_types, seed, mixed)

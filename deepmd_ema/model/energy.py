@@ -153,7 +153,23 @@ def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str,
 
 def outputs_of(atom_energy: Tensor, pair: Tensor, batch: Batch, need_virial: bool) -> dict[str, Tensor]:
     """Return energies, forces and virials from the energies (A,) of atoms and their gradient by vectors (A, K, 3)."""
-    sum_of_frames = _sum_of_frames(batch)
+    num_frames, num_atoms, frame = batch.num_frames, batch.atom_frame.shape[0], batch.atom_frame
+    frames = torch.arange(num_frames, device=frame.device)
+    is_small = torch.compiler.is_compiling() or not batch.sizes or num_frames * num_atoms <= MAX_MEMBERSHIP
+    # sums over the atoms of each frame, in an order that is fixed
+    sum_of_frames: Callable[[Tensor], Tensor]
+    # where frames differ much in size, the table of their atoms would be larger than the matrix
+    if is_small or VALUES_PER_ATOM * max(batch.sizes) > num_atoms:
+        member_of = (frames[:, None] == frame).double()  # (F, A)
+        sum_of_frames = member_of.matmul
+    else:
+        rows = frames.new_full((num_frames, max(batch.sizes)), num_atoms)
+        rows = rows.index_put((frame, batch.place_in_frame), torch.arange(num_atoms, device=frame.device))
+
+        def sum_of_frames(per_atom: Tensor) -> Tensor:
+            flat = sum_over_reverse(per_atom.view(num_atoms, 1, -1), frame[:, None], rows)
+            return flat.view(num_frames, *per_atom.shape[1:])
+
     out = {
         ENERGY: sum_of_frames(atom_energy),
         ATOM_ENERGY: atom_energy,
@@ -163,19 +179,3 @@ def outputs_of(atom_energy: Tensor, pair: Tensor, batch: Batch, need_virial: boo
         per_atom = torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1)
         out[VIRIAL] = -sum_of_frames(per_atom)
     return out
-
-
-def _sum_of_frames(batch: Batch) -> Callable[[Tensor], Tensor]:
-    """Return a function that sums (A, ...) over the atoms of each frame, (F, ...), in an order that is fixed."""
-    num_frames, num_atoms, frame = batch.num_frames, batch.atom_frame.shape[0], batch.atom_frame
-    frames = torch.arange(num_frames, device=frame.device)
-    is_small = torch.compiler.is_compiling() or not batch.sizes or num_frames * num_atoms <= MAX_MEMBERSHIP
-    # where frames differ much in size, the table of their atoms would be larger than the matrix
-    if is_small or VALUES_PER_ATOM * max(batch.sizes) > num_atoms:
-        member_of = (frames[:, None] == frame).double()  # (F, A)
-        return lambda per_atom: member_of @ per_atom
-    rows = frames.new_full((num_frames, max(batch.sizes)), num_atoms)
-    rows = rows.index_put((frame, batch.place_in_frame), torch.arange(num_atoms, device=frame.device))
-    return lambda per_atom: sum_over_reverse(per_atom.view(num_atoms, 1, -1), frame[:, None], rows).view(
-        num_frames, *per_atom.shape[1:]
-    )

@@ -365,7 +365,7 @@ class Link:
 
 STANDARD = Family(
     StandardConfig,
-    module="deepmd_ema.model.build:standard_parts",
+    module="deepmd_ema.model.build:network_parts",
     tree="deepmd_ema.interop.dp:StandardTree",
 )
 MODELS = Registry(

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 class DPA4Fitting(EnergyFitting):
     """Atomic energies by gated layers; otherwise as `EnergyFitting`."""
 
-    def _case_is_input(self, config: DPA4EnerConfig) -> bool:
-        return not config.case_film_embd
-
     def _network(self, config: DPA4EnerConfig, seed: int) -> GatedNetwork:
         return GatedNetwork(config, self.num_inputs, self.dim_in, Source(seed, self.dtype))
 

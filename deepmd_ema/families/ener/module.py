@@ -65,7 +65,7 @@ class EnergyFitting(UsesOperations):
         self.from_vacuum = frozenset({0} if given and mixed_types else given)
         self.skips_absent = True  # the nets of elements that a batch does not have, in evaluation
         start = seed if config.seed is None else config.seed
-        self.case_is_input = self._case_is_input(config)
+        self.case_is_input = not getattr(config, "case_film_embd", False)
         self.num_inputs = dim_in + config.numb_fparam + config.numb_aparam + config.dim_case_embd * self.case_is_input
         self.nets = module_list(
             self._network(config, seed_for("fitting", start, t)) for t in range(1 if mixed_types else num_types)
@@ -86,10 +86,6 @@ class EnergyFitting(UsesOperations):
         default = None if config.default_fparam is None else torch.tensor(config.default_fparam, dtype=torch.float64)
         self._default_fparam: Tensor | None
         self.register_buffer("_default_fparam", default, persistent=False)
-
-    def _case_is_input(self, config: Any) -> bool:
-        """Return whether the case embedding is an input of the networks."""
-        return True
 
     def _network(self, config: Any, seed: int) -> Any:
         """Return a network with random parameters."""
@@ -141,9 +137,30 @@ class EnergyFitting(UsesOperations):
 
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its features (A, D)."""
-        inputs, shares = _inputs(self, features, batch)
+        # the inputs of the networks (A, N): features, frame and atom parameters, and the case of the task
+        parts = [features.to(self.dtype)]
+        for name, count, owner in ((FPARAM, self.num_fparam, "frame"), (APARAM, self.num_aparam, "atom")):
+            if count:
+                values = batch.conditions.get(name)
+                if values is None and name == FPARAM and self._default_fparam is not None:
+                    values = self._default_fparam.expand(batch.num_frames, -1)
+                if values is None:
+                    raise DataError(f"this model needs {name}: {count} numbers for each {owner}.")
+                values = (values.to(self.dtype) - getattr(self, f"{name}_avg")) * getattr(self, f"{name}_inv_std")
+                parts.append(values[batch.atom_frame] if name == FPARAM else values)
+        if self.case_embd is not None and self.case_is_input:
+            parts.append(self.case_embd.expand(features.shape[0], -1))
+        inputs = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        shares = [inputs.shape[0]] if self.mixed_types else list(batch.type_counts)
         energy, gradient = self._evaluate(inputs, shares)
-        energy = _from_vacuum(self, energy, inputs, shares).double() + self.bias_atom_e.view(-1)[batch.atom_type]
+        if self.from_vacuum:
+            energies = list(energy.split(shares))
+            for index in self.from_vacuum:  # without the energy of the same atoms without neighbors
+                own = inputs.split(shares)[index]
+                vacuum = torch.cat([torch.zeros_like(own[:, : self.dim_in]), own[:, self.dim_in :]], 1)
+                energies[index] = energies[index] - self._values(index, vacuum)
+            energy = torch.cat(energies)
+        energy = energy.double() + self.bias_atom_e.view(-1)[batch.atom_type]
         gradient = gradient[:, : self.dim_in].to(features.dtype)
         if not self.excluded_types:
             return energy, gradient
@@ -167,47 +184,3 @@ class EnergyFitting(UsesOperations):
         """Return the outputs (B,) of a network."""
         values: Tensor = self.nets[index](inputs)
         return values[:, 0]
-
-    def _parameters_of(self, batch: Batch) -> list[Tensor]:
-        out = []
-        if self.num_fparam:
-            fparam = batch.conditions.get(FPARAM)
-            if fparam is None:
-                if self._default_fparam is None:
-                    raise DataError(f"this model needs fparam: {self.num_fparam} numbers for each frame.")
-                fparam = self._default_fparam.expand(batch.num_frames, -1)
-            out.append(_normalised(self, FPARAM, fparam)[batch.atom_frame])
-        if self.num_aparam:
-            if APARAM not in batch.conditions:
-                raise DataError(f"this model needs aparam: {self.num_aparam} numbers for each atom.")
-            out.append(_normalised(self, APARAM, batch.conditions[APARAM]))
-        if self.case_embd is not None and self.case_is_input:
-            out.append(self.case_embd.expand(batch.atom_type.shape[0], -1))
-        return out
-
-
-def _inputs(fitting: EnergyFitting, features: Tensor, batch: Batch) -> tuple[Tensor, list[int]]:
-    """Return the inputs of the networks (A, N), in their precision, and the rows of each network."""
-    inputs, beside = features.to(fitting.dtype), fitting._parameters_of(batch)
-    if beside:
-        inputs = torch.cat([inputs, *beside], 1)
-    return inputs, [inputs.shape[0]] if fitting.mixed_types else list(batch.type_counts)
-
-
-def _from_vacuum(fitting: EnergyFitting, energy: Tensor, inputs: Tensor, shares: list[int]) -> Tensor:
-    """Return energies (A,) without those of the same atoms without neighbors, where they are measured so."""
-    if not fitting.from_vacuum:
-        return energy
-    parts = list(energy.split(shares))
-    for index in fitting.from_vacuum:
-        parts[index] = parts[index] - fitting._values(index, _in_vacuum(inputs.split(shares)[index], fitting.dim_in))
-    return torch.cat(parts)
-
-
-def _in_vacuum(inputs: Tensor, dim_in: int) -> Tensor:
-    """Return the inputs (B, N) of the same atoms without neighbors."""
-    return torch.cat([torch.zeros_like(inputs[:, :dim_in]), inputs[:, dim_in:]], 1)
-
-
-def _normalised(fitting: EnergyFitting, name: str, values: Tensor) -> Tensor:
-    return (values.to(fitting.dtype) - getattr(fitting, f"{name}_avg")) * getattr(fitting, f"{name}_inv_std")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.model.build import build_descriptor
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.model.descriptor.views import View, view_of
 from deepmd_ema.seeds import seed_for
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 def build_hybrid(config: HybridConfig, num_types: int, seed: int) -> HybridDescriptor:
     """Return a hybrid with its parts, each of which starts from random numbers of its own."""
-    parts = [build_descriptor(part, num_types, seed_for("part", seed, index)) for index, part in enumerate(config.list)]
+    parts = [
+        DESCRIPTORS[part.type].load("module")(part, num_types, seed_for("part", seed, index))
+        for index, part in enumerate(config.list)
+    ]
     return HybridDescriptor(config, parts)
 
 
