@@ -32,7 +32,7 @@ FLOAT64 = torch.zeros(0, dtype=torch.float64)
 
 
 def table_of(net, low=-1.0, high=9.0):
-    return make_table(net, None, low, high, torch.float64, FLOAT64)
+    return make_table(net, None, low, high, torch.float64, FLOAT64, FLOAT64)
 
 
 def evaluated(name, nearest):

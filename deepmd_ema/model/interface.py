@@ -22,12 +22,9 @@ Block: TypeAlias = tuple[nn.Module, tuple[str, ...]]
 """A module whose parameters may be gathered on their own, and the methods beside ``forward`` that use them."""
 
 
-class Vjp(Protocol):
-    """Turns the gradient of an energy with respect to features into that with respect to ``batch.vector``."""
-
-    def __call__(self, grad_features: Tensor) -> Tensor:
-        """Return (A, K, 3) float64 from (A, D), differentiable with respect to the parameters."""
-
+Vjp: TypeAlias = Callable[[Tensor], Tensor]
+"""From the gradient of an energy by features (A, D) to that by ``batch.vector`` (A, K, 3) float64, which can be
+differentiated by the parameters."""
 
 Network: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor, Vjp]]
 """From a batch to the energies of its atoms (A,), eV, their gradient by the features (A, D), and the vjp of these."""

@@ -15,6 +15,7 @@ from deepmd_ema.model.ops.environment import environment_rows
 from deepmd_ema.model.ops.reference import with_vjp
 
 if TYPE_CHECKING:
+    from deepmd_ema.families.se_e3.section import SeE3Config
     from deepmd_ema.model.interface import Vjp
 
 # A atoms, J and K slots of two sections, M channels, T types
@@ -26,22 +27,21 @@ class SeE3Descriptor(ByTypeDescriptor):
     R are the normalised angular rows of the environment matrix. Three-body embedding: Wang et al., Nucl. Fusion 62,
     126013 (2022). An empty slot has ``R = 0`` and adds nothing: angular columns have no mean, which would depend on the
     orientation.
+
+    Args:
+        config: the section ``model.descriptor``; ``sel`` must be numbers.
+        num_types: T.
+        seed: of the initial parameters when the section has none.
     """
 
-    @property
-    def dim_out(self) -> int:
-        """Number of features of an atom."""
-        return self.num_channels
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """The types (a, b) that each network is for."""
-        return [(a, b) for b in range(self.num_types) for a in range(b + 1)]
+    def __init__(self, config: SeE3Config, num_types: int, seed: int) -> None:
+        self.pairs = [(a, b) for b in range(num_types) for a in range(b + 1)]  # of types, one for each network
+        super().__init__(config, num_types, seed, len(self.pairs))
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, M) and their vector-Jacobian product."""
-        _, spread = normalisation(self, self._slots(batch), batch.atom_type)
-        dropped = self._dropped(batch)
+        _, spread = normalisation(self, self.slots_of(batch), batch.atom_type)
+        dropped = self.excluded(batch)
         return with_vjp(lambda vector: self._features(vector, spread, dropped, batch), batch.vector)
 
     def _features(self, vector: Tensor, spread: Tensor, dropped: Tensor | None, batch: Batch) -> Tensor:
@@ -56,6 +56,3 @@ class SeE3Descriptor(ByTypeDescriptor):
             products = torch.bmm(by_type[a], by_type[b].transpose(1, 2)).unsqueeze(-1)  # (A, J, K, 1)
             parts.append((products * net(products)).sum((1, 2)) / max(self.sel[a] * self.sel[b], 1))
         return reduce(torch.add, parts)
-
-    def _num_networks(self) -> int:
-        return len(self.pairs)

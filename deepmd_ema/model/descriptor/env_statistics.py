@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.model.ops.environment import normalised_environment, radial_parts, switch
+from deepmd_ema.model.descriptor.excluded import ExcludedPairs
+from deepmd_ema.model.ops.environment import environment_rows, switch, switch_and_derivative
 from deepmd_ema.model.sums import mean_and_spread, sum_by_type
 
 if TYPE_CHECKING:
@@ -20,17 +21,8 @@ if TYPE_CHECKING:
 
 # A atoms, K neighbor slots, S slots up to sel, T types, C columns of the environment matrix
 
-_SETTINGS = ("rcut", "rcut_smth", "protection", "dtype")
 MIN_SPREAD = 1e-2  # of the environment, as DeePMD-kit has it
 SPREAD_UNSEEN = 1e-1  # of the environment of a type that the data do not hold
-
-
-@runtime_checkable
-class HasRadialRange(Protocol):
-    """A module whose nets are not functions of an environment matrix."""
-
-    def radial_range(self, min_distance: float) -> tuple[float, float]:
-        """Return the least and the largest number of pairs at which they are evaluated."""
 
 
 class EnvironmentStatistics:
@@ -41,81 +33,79 @@ class EnvironmentStatistics:
             of each element, which come in one section each, or one number for all.
         exclude_types: pairs of types that do not see each other in this descriptor.
         zero_mean: whether the mean is zero instead of measured.
+
+    Attributes:
+        most: sum of ``sel``.
+        sum_names: radial and angular sums by type of centre, where DeePMD-kit keeps them in a stat file.
+        settings: on which the sums depend beyond their names.
     """
 
     def __init__(self, module: Any, exclude_types: Sequence[Sequence[int]], zero_mean: bool) -> None:
-        self._module, self._zero_mean = module, zero_mean
-        self.rcut, self._rcut_smth, self._protection, _ = (getattr(module, name) for name in _SETTINGS)
+        self._module, self._zero_mean, self.rcut = module, zero_mean, module.rcut
         mixed_types = isinstance(module.sel, int)
         sel: list[int] = [module.sel] if mixed_types else list(module.sel)
         self.most = sum(sel)
-        self._num_types, _, num_columns = module.get_buffer("mean").shape
-        self._radial_only = num_columns == 1
+        num_types, _, num_columns = module.mean.shape
+        kinds = "r" if num_columns == 1 else "ra"
         # what DeePMD-kit hashes for the name of the folder of a stat file, and what that rounds or leaves out
         identity = {
-            "type": "se_r" if self._radial_only else "se_a",
-            "ntypes": self._num_types,
+            "type": "se_r" if num_columns == 1 else "se_a",
+            "ntypes": num_types,
             "rcut": round(self.rcut, 2),
-            "rcut_smth": round(self._rcut_smth, 2),
+            "rcut_smth": round(module.rcut_smth, 2),
             "nsel": self.most,
             "sel": sel,
             "mixed_types": mixed_types,
         }
-        self._folder = hashlib.sha1(json.dumps(identity).encode(), usedforsecurity=False).hexdigest()
+        folder = hashlib.sha1(json.dumps(identity).encode(), usedforsecurity=False).hexdigest()
+        self.sum_names = tuple(f"{folder}/{kind}_{t}" for kind in kinds for t in range(num_types))
         self.settings = {
             "rcut": self.rcut,
-            "rcut_smth": self._rcut_smth,
+            "rcut_smth": module.rcut_smth,
             "exclude_types": sorted(sorted(pair) for pair in exclude_types),
-            "env_protection": self._protection,
+            "env_protection": module.protection,
         }
 
-    @property
-    def sum_names(self) -> tuple[str, ...]:
-        """Radial and angular sums by type of centre, where DeePMD-kit keeps them in a stat file."""
-        kinds = "r" if self._radial_only else "ra"
-        return tuple(f"{self._folder}/{kind}_{t}" for kind in kinds for t in range(self._num_types))
-
-    def measure(self, vector: Tensor, dropped: Tensor | None, batch: Batch) -> dict[str, np.ndarray]:
+    def measure(self, batch: Batch, excluded: ExcludedPairs) -> dict[str, np.ndarray]:
         """Return count, sum and sum of squares (3,) of the radial column of the environment matrix, ``r_<type>``, and
         of its three angular columns together, ``a_<type>``, by type of centre.
 
         All ``sel`` slots are counted; empty ones are zeros.
 
         Args:
-            vector: (A, K, 3) angstrom.
-            dropped: (A, K) bool, pairs that do not see each other in this descriptor, or None.
-            batch: that the vectors are of, on the CPU.
+            batch: on the CPU.
+            excluded: pairs that do not see each other in this descriptor.
         """  # noqa: D205
+        neighborhood = batch.within(self.rcut, self.most) if isinstance(self._module.sel, int) else None
+        vector, dropped = (neighborhood or batch).vector, excluded(batch, neighborhood)
         distance = torch.linalg.vector_norm(vector, dim=-1)
-        inverse = (distance + self._protection).reciprocal_()
-        radial = switch(distance, self.rcut, self._rcut_smth).mul_(inverse)
+        inverse = (distance + self._module.protection).reciprocal_()
+        radial = switch(distance, self.rcut, self._module.rcut_smth).mul_(inverse)
         if dropped is not None:
             radial[dropped] = 0
         count = radial.new_full((len(radial),), self.most)
         columns = [count, radial.sum(1), (radial * radial).sum(1)]
-        if not self._radial_only:
+        if self._module.mean.shape[2] > 1:
             angular = inverse.mul_(radial)
             along = torch.bmm(angular[:, None], vector).sum((1, 2))
             columns += [3 * count, along, angular.mul_(distance).square_().sum(1)]
-        by_type = sum_by_type(torch.stack(columns, 1), batch)
-        parts = [by_type[:, :3]] if self._radial_only else [by_type[:, :3], by_type[:, 3:]]
+        by_type = sum_by_type(torch.stack(columns, 1), batch)  # (T, 3) or (T, 6)
+        parts = np.split(by_type, by_type.shape[1] // 3, 1)
         return dict(zip(self.sum_names, np.concatenate(parts), strict=True))
 
     def apply(self, sums: Mapping[str, np.ndarray]) -> None:
         """Set mean and spread of the columns from ``measure`` over all data, equal for all slots of a type."""
-        stacked = np.stack([sums[name] for name in self.sum_names])
-        radial, angular = (stacked, None) if self._radial_only else np.split(stacked, 2)
+        num_types, _, num_columns = self._module.mean.shape
+        radial, *angular = np.stack([sums[name] for name in self.sum_names]).reshape(-1, num_types, 3)
         radial_mean, radial_spread = mean_and_spread(radial, MIN_SPREAD)
-        unseen = radial[:, 0] == 0
-        spread = radial_spread[:, None]
-        if angular is not None:
-            spread = np.stack([radial_spread, *3 * [mean_and_spread(angular, MIN_SPREAD)[1]]], 1)
-        mean = np.zeros_like(spread)
+        spreads = [mean_and_spread(one, MIN_SPREAD)[1] for one in angular]
+        spread = np.stack([radial_spread, *3 * spreads], 1)
+        mean, unseen = np.zeros((num_types, num_columns)), radial[:, 0] == 0
         if not self._zero_mean:
             mean[:, 0] = np.where(unseen, 0.0, radial_mean)
         spread[unseen] = SPREAD_UNSEEN
-        self._module.get_buffer("mean").copy_(torch.as_tensor(mean[:, None]))
-        self._module.get_buffer("stddev").copy_(torch.as_tensor(spread[:, None]))
+        self._module.mean.copy_(torch.as_tensor(mean[:, None]))
+        self._module.stddev.copy_(torch.as_tensor(spread[:, None]))
 
 
 class EnvironmentDescriptor(nn.Module):
@@ -123,9 +113,11 @@ class EnvironmentDescriptor(nn.Module):
 
     Attributes:
         environments: what is measured, of each normalised matrix.
+        excluded: pairs of types that do not see each other.
     """
 
     environments: list[EnvironmentStatistics]
+    excluded: ExcludedPairs
 
     @property
     def sum_names(self) -> tuple[str, ...]:
@@ -136,7 +128,7 @@ class EnvironmentDescriptor(nn.Module):
         """Return sums over the environment matrices by type of centre."""
         found: dict[str, np.ndarray] = {}
         for one in self.environments:
-            found |= one.measure(*self._seen(batch, one), batch)
+            found |= one.measure(batch, self.excluded)
         return found
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
@@ -152,10 +144,6 @@ class EnvironmentDescriptor(nn.Module):
     def blocks(self) -> list[Block]:
         """Return none: all networks are small, and all of them are used in every step."""
         return []
-
-    def _seen(self, batch: Batch, environment: EnvironmentStatistics) -> tuple[Tensor, Tensor | None]:
-        """Return the vectors (A, K, 3) of a matrix, and which pairs (A, K) do not see each other, or None."""
-        raise NotImplementedError
 
 
 def add_normalisation(module: nn.Module, shape: tuple[int, int, int], dtype: torch.dtype, spread: float = 1.0) -> None:
@@ -173,7 +161,7 @@ def has_equal_slots(model: nn.Module) -> bool:
     return all(bool((table == table[:, :1]).all()) for table in tables)
 
 
-def radial_range(module: nn.Module, min_distance: float) -> tuple[float, float]:
+def radial_range(module: Any, min_distance: float) -> tuple[float, float]:
     """Return the least and the largest number of pairs at which the nets of a module are evaluated.
 
     It is that of the first column of the normalised environment matrix, or what the module says.
@@ -182,14 +170,13 @@ def radial_range(module: nn.Module, min_distance: float) -> tuple[float, float]:
         module: with ``radial_range``, or the buffers of ``add_normalisation``, its cutoffs and its protection.
         min_distance: of two atoms, angstrom.
     """
-    if isinstance(module, HasRadialRange):
-        return module.radial_range(min_distance)
-    rcut, rcut_smth, protection, _ = (getattr(module, name) for name in _SETTINGS)
+    if hasattr(module, "radial_range"):
+        return cast("tuple[float, float]", module.radial_range(min_distance))
     mean, spread = (module.get_buffer(name)[..., 0].double() for name in ("mean", "stddev"))
     distance = torch.tensor([min_distance], dtype=torch.float64, device=mean.device)
-    largest = radial_parts(distance, rcut, rcut_smth, protection).s
+    rows, _ = environment_rows(distance[:, None], distance, module.rcut, module.rcut_smth, module.protection)
     # 0 of pairs that are excluded; at the cutoff, and in empty slots, the raw number is 0
-    ends = torch.stack([torch.zeros_like(mean), -mean / spread, (largest - mean) / spread])
+    ends = torch.stack([torch.zeros_like(mean), -mean / spread, (rows[0, 0] - mean) / spread])
     return float(ends.min()), float(ends.max())
 
 
@@ -200,21 +187,52 @@ def normalised(rows: Tensor, module: nn.Module, atom_type: Tensor) -> Tensor:
 
 
 def environment(
-    module: nn.Module, vector: Tensor, dropped: Tensor | None, atom_type: Tensor, slots: Tensor | None = None
+    module: Any, vector: Tensor, dropped: Tensor | None, atom_type: Tensor, slots: Tensor | None = None
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Return the normalised environment matrix of a module and its vector-Jacobian product.
 
+    Its raw rows are ``(s, c x, c y, c z)`` with ``s = w / (r + p)``, ``c = w / (r + p)^2``, w the smooth switch and p
+    the protection. All are zero beyond the cutoff, so that empty slots have no gradient.
+
     Args:
-        module: with the buffers of ``add_normalisation``, its cutoffs, protection and precision.
+        module: with the buffers of ``add_normalisation``, its cutoffs, protection and precision. If these have one
+            column, there is the radial column alone.
         vector: (A, K, 3) float64, angstrom.
-        dropped: (A, K) bool, pairs that do not see each other, or None.
+        dropped: (A, K) bool, pairs whose rows are zero after normalisation, or None; no empty slots.
         atom_type: (A,) of the centres.
         slots: (K,) of the vectors; None: the first ones.
+
+    Returns:
+        The rows (A, K, 4) or (A, K, 1), ``-mean / spread`` in an empty slot, and a function from the gradient by them
+        to that by ``vector`` (A, K, 3) float64.
     """
-    rcut, rcut_smth, protection, dtype = (getattr(module, name) for name in _SETTINGS)
-    parts = radial_parts(torch.linalg.vector_norm(vector, dim=-1), rcut, rcut_smth, protection)
+    distance = torch.linalg.vector_norm(vector, dim=-1)
+    weight, dweight = switch_and_derivative(distance, module.rcut, module.rcut_smth)
+    inverse = (distance + module.protection).reciprocal()
+    s = weight * inverse
+    c = s * inverse
+    ds = (dweight - s) * inverse
+    ds_over_r = ds / distance
     mean, spread = normalisation(module, vector.shape[1] if slots is None else slots, atom_type)
-    return normalised_environment(vector, parts, mean, spread, dropped, dtype)
+    scale = spread.reciprocal()
+    keep = None if dropped is None else (~dropped).unsqueeze(-1).to(scale.dtype)
+    if mean.shape[-1] == 1:
+        scale = scale if keep is None else scale * keep
+        ds_dvector = scale * ds_over_r.unsqueeze(-1) * vector
+        rows = (s.unsqueeze(-1) - mean) * scale
+        return rows.to(module.dtype), lambda grad_rows: grad_rows.double() * ds_dvector
+    dc_over_r = (ds - c) * inverse / distance
+    rows = torch.cat([s.unsqueeze(-1), c.unsqueeze(-1) * vector], -1).sub_(mean).mul_(scale)
+    if keep is not None:
+        rows, scale = rows * keep, scale * keep
+
+    def vjp(grad_rows: Tensor) -> Tensor:
+        grad = grad_rows.double() * scale
+        angular = grad[..., 1:]
+        along = ds_over_r * grad[..., 0] + dc_over_r * (vector * angular).sum(-1)
+        return torch.addcmul(c.unsqueeze(-1) * angular, along.unsqueeze(-1), vector)
+
+    return rows.to(module.dtype), vjp
 
 
 def normalisation(module: nn.Module, slots: Tensor | int, atom_type: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,9 +26,12 @@ class ExcludedPairs(nn.Module):
         table = torch.tensor([[(i, j) in excluded for j in range(num_types)] for i in range(num_types)])
         self.register_buffer("_table", table, persistent=False)
 
-    def forward(self, batch: Batch, neighborhood: Neighborhood) -> Tensor | None:
-        """Return (A, K) bool, pairs that are excluded at any distance, or None where there are none."""
+    def forward(self, batch: Batch, neighborhood: Neighborhood | None = None) -> Tensor | None:
+        """Return (A, K) bool, pairs of a neighborhood that are excluded at any distance, or None where there are none.
+
+        Without a neighborhood it is the whole list of the batch.
+        """
         if not self.any:
             return None
-        neighbor_type = batch.neighbor_type[:, : neighborhood.neighbor.shape[1]]
-        return self._table[batch.atom_type[:, None], neighbor_type] & neighborhood.mask
+        mask = (neighborhood or batch.within()).mask
+        return self._table[batch.atom_type[:, None], batch.neighbor_type[:, : mask.shape[1]]] & mask

@@ -110,11 +110,6 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         out: Tensor = part(inside, neighborhood, features, batch, self.excluded(batch, neighborhood))
         return out
 
-    def _seen(self, batch: Batch, environment: EnvironmentStatistics) -> tuple[Tensor, Tensor | None]:
-        """Return the vectors of a matrix, and which pairs do not see each other, or None."""
-        neighborhood = batch.within(environment.rcut, environment.most)
-        return neighborhood.vector, self.excluded(batch, neighborhood)
-
 
 class ElementBlock(UsesOperations):
     """Networks of neighbors and of elements, and the environment matrix that they see.

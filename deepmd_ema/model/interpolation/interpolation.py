@@ -89,6 +89,7 @@ class Interpolation(nn.Module):
         beside: Tensor | None = None,
         which: int = 0,
         in_place: bool = True,
+        further: Tensor | None = None,
     ) -> NeighborSum:
         """Return ``sum_k left[k] net(s_k)``, or with further inputs of the net ``sum_kn left[k, n] net(s_k, n)``.
 
@@ -99,35 +100,23 @@ class Interpolation(nn.Module):
             beside: (F, inputs) further inputs that make F functions of the net; None: it has no other.
             which: of several ``beside`` with which the net is evaluated.
             in_place: whether polynomials are made in place, which is for eager mode and not differentiable twice by s.
+            further: (B,) numbers at which a net of one input is evaluated as well, for ``beyond`` of the sum.
         """
         if self.tables is not None:
-            return self.tables.sum(left, s, net, beside, which, in_place)
-        return self.series(left, s, net, beside, in_place=in_place)[0]
-
-    def series(
-        self,
-        left: Tensor,
-        s: Tensor,
-        net: RadialFunctions,
-        beside: Tensor | None = None,
-        further: Tensor | None = None,
-        in_place: bool = True,
-    ) -> tuple[NeighborSum, Tensor]:
-        """Return the sums of :meth:`forward` from series, and the values (B, M) of the net at ``further`` (B,)."""
+            return self.tables.sum(left, s, net, beside, which, in_place, further)
         # those of this batch, so that no s is outside; a list of no pairs has none
         low, high = s.detach().aminmax() if s.numel() else (s.new_zeros(()), s.new_ones(()))
         centre, half = 0.5 * (low + high), (0.5 * STRETCH * (high - low)).clamp(min=MIN_HALF)
         constants = Transform(*(getattr(self, name) for name in Transform._fields))
-        made, beyond, terms, error = fit(net, beside, centre.unsqueeze(0), half, constants, self.max_error, further)
+        series, beyond, terms, error = fit(net, beside, centre.unsqueeze(0), half, constants, self.max_error, further)
         # evaluations without gradients may be of averaged weights, whose number must not change the training
         if not torch.compiler.is_dynamo_compiling() and (torch.is_grad_enabled() or self.recording):
             self.direct_numbers += s.numel() * net.numbers_per_row
             self.evaluated_sites += terms if beside is None else terms * len(beside)
-            self.needed = max(self.needed, MAX_TERMS + MULTIPLE if made is None else self._enough(terms, error))
-        return DirectSum(left, s, net, beside) if made is None else made.sum(left, s, in_place), beyond
-
-    def _enough(self, terms: int, error: float) -> int:
-        """Return the terms for later batches, if ``terms`` have the ``error``."""
-        if not math.isfinite(error):
-            return terms
-        return min(terms_for(terms, error, self.max_error / MARGIN), MAX_TERMS)
+            enough = MAX_TERMS + MULTIPLE
+            if series is not None:
+                enough = terms  # where the error is nan
+                if math.isfinite(error):
+                    enough = min(terms_for(terms, error, self.max_error / MARGIN), MAX_TERMS)
+            self.needed = max(self.needed, enough)
+        return DirectSum(left, s, net, beside, beyond) if series is None else series.sum(left, s, in_place, beyond)

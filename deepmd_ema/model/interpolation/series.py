@@ -20,7 +20,6 @@ of ``left`` that are zero for the pairs of other panels.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -112,25 +111,27 @@ class Series:
     terms: int
     error: float
 
-    def sum(self, left: Tensor, s: Tensor, in_place: bool = True) -> SeriesSum:
+    def sum(self, left: Tensor, s: Tensor, in_place: bool = True, beyond: Tensor | None = None) -> SeriesSum:
         """Return the sums over neighbors.
 
         Args:
             left: (A, K, C F).
             s: (A, K) in the range.
             in_place: whether polynomials are made in place, which is for eager mode and not differentiable twice by s.
+            beyond: of the sum.
         """
         panels, sums = len(self.centres), _sum_in_place if in_place else _plain_sum
-        if panels == 1:
-            return sums(left, s, self.coefficients, self.centres[0], self.half, self.terms)
-        first, width = self.centres[0], self.centres[1] - self.centres[0]
-        # a number that is not finite has no panel, and is still seen in the sums
-        place = ((s.detach() - first) / width).round().nan_to_num(0.0).clamp(0, panels - 1)
-        panel = place.long()
-        index = panel[..., None, None].expand(*left.shape, 1)
-        wide = left.new_zeros(*left.shape, panels).scatter(3, index, left.unsqueeze(3)).flatten(2)
-        found = sums(wide, s, self.coefficients, first + width * place, self.half, self.terms)
-        return SeriesSum(left, found.basis, self.coefficients, found.value, panel)
+        wide, centre, panel = left, self.centres[0], None
+        if panels > 1:
+            width = self.centres[1] - centre
+            # a number that is not finite has no panel, and is still seen in the sums
+            place = ((s.detach() - centre) / width).round().nan_to_num(0.0).clamp(0, panels - 1)
+            panel = place.long()
+            index = panel[..., None, None].expand(*left.shape, 1)
+            wide = left.new_zeros(*left.shape, panels).scatter(3, index, left.unsqueeze(3)).flatten(2)
+            centre = centre + width * place
+        value, basis = sums(wide, s, self.coefficients, centre, self.half, self.terms)
+        return SeriesSum(left, basis, self.coefficients, value, panel, beyond)
 
 
 def fit(
@@ -213,41 +214,24 @@ def estimated_errors(coefficients: Tensor, constants: Transform, half: Tensor) -
     values, slopes = coefficients.view(2, -1, terms, coefficients.shape[1]).unbind(0)  # (F P, N, M)
     sizes = values.abs().amax((0, 2))
     last = sizes[-3 * part :] * constants.steepest[-3 * part :]
-    largest = (constants.at_sites @ slopes).abs().amax() * half
+    noise: Any = sizes.amax() * constants.steepest[-1]
+    scale: Any = (constants.at_sites @ slopes).abs().amax() * half
+    at_least: Any = torch.clamp_min
+    at_most: Any = torch.clamp_max
     if torch.compiler.is_dynamo_compiling():
-        parts, noise = last.unflatten(0, (3, part)).amax(1).unbind(0), sizes.amax() * constants.steepest[-1]
-        return _extrapolated(parts, noise, largest, terms, torch.clamp_min, torch.clamp_max)
-    # of lists, because an operation of torch on one number takes longer than all that follows
-    numbers, steepest = _listed(last), float(constants.steepest[-1])
-    parts = [max(numbers[k * part : (k + 1) * part]) for k in range(3)]
-    return _extrapolated(parts, max(_listed(sizes)) * steepest, float(largest), terms, max, min)
-
-
-def _listed(numbers: Tensor) -> list[float]:
-    try:
-        return numbers.tolist()
-    except RuntimeError:  # a tensor made inside torch.func has no list
-        return list(map(float, numbers))
-
-
-def _extrapolated(
-    parts: Sequence[Any], largest: Any, scale: Any, terms: int, at_least: Any, at_most: Any
-) -> tuple[Any, Any]:
-    """Return both errors of ``estimated_errors``.
-
-    Args:
-        parts: the largest derivatives of the terms of the last three parts.
-        largest: the derivative of the last term, if it had the largest coefficient.
-        scale: the largest derivative of the sum.
-        terms: N.
-        at_least: maximum of two numbers.
-        at_most: minimum of two numbers.
-    """
-    part = terms // PARTS
-    first, second, third = parts
+        first, second, third = last.unflatten(0, (3, part)).amax(1).unbind(0)
+    else:
+        # in numbers of Python, because an operation of torch on one number takes longer than all that follows
+        found = torch.cat([last, noise.view(1), scale.view(1)])
+        try:
+            *numbers, noise, scale = found.tolist()
+        except RuntimeError:  # a tensor made inside torch.func has no list
+            *numbers, noise, scale = map(float, found)
+        first, second, third = (max(numbers[k * part : (k + 1) * part]) for k in range(3))
+        at_least, at_most = max, min
     first, second, scale = (at_least(value, _TINY) for value in (first, second, scale))
     decay = at_most(at_least(second / first, third / second), MAX_DECAY)
-    noise = ROUNDING * largest
+    noise = ROUNDING * noise
     left_out = 2 * part * at_least(third - 3 * noise, 0.0) * decay / (1 - decay)
     return left_out / scale, math.sqrt(terms) * noise / scale
 
@@ -262,6 +246,7 @@ class SeriesSum(NeighborSum):
         coefficients: (2 F P N, M) of :class:`Series`.
         value: (A, C, M).
         panel: (A, K) int64 of each pair; None: there is one.
+        beyond: (B, M), the net at further numbers, if there were any.
     """
 
     left: Tensor
@@ -269,6 +254,7 @@ class SeriesSum(NeighborSum):
     coefficients: Tensor
     value: Tensor
     panel: Tensor | None = None
+    beyond: Tensor | None = None
 
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients with respect to ``left`` and s from that of the value."""
@@ -285,8 +271,10 @@ class SeriesSum(NeighborSum):
         return of_left.flatten(1, 2).transpose(1, 2), of_s
 
 
-def _sum_in_place(left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int) -> SeriesSum:
-    """Return the sums of series of one panel.
+def _sum_in_place(
+    left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of series of one panel, and the basis (N, A, K).
 
     Args:
         left: (A, K, C F).
@@ -296,41 +284,33 @@ def _sum_in_place(left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor,
         half: of the length of the range of the series.
         terms: N.
     """
-    basis = _basis(s.detach(), centre, half, terms)
-    # torch reads the signature of a function at each ``apply``, which takes longer than many an operation
-    sums = _SeriesSum.apply if torch.is_grad_enabled() else _SeriesSum.forward
-    return SeriesSum(left, basis, coefficients, sums(left, s, coefficients, basis)[0])
-
-
-def _basis(s: Tensor, centre: Tensor, half: Tensor, terms: int) -> Tensor:
-    """Return the basis (N, A, K), in place: ``T_n+1 = 2 x T_n - T_n-1``, up to signs."""
-    twice = (s - centre) * (2 / half)
-    out = s.new_empty(terms, *s.shape)
-    parts = out.unbind(0)
+    # T_n+1 = 2 x T_n - T_n-1, up to signs, with which a step is one operation in place
+    twice = (s.detach() - centre) * (2 / half)
+    basis = s.new_empty(terms, *s.shape)
+    parts = basis.unbind(0)
     parts[0].fill_(1.0)
     torch.mul(twice, 0.5, out=parts[1])
     for n in range(2, terms):
         torch.addcmul(parts[n - 2], twice, parts[n - 1], value=1 - 2 * (n % 2 == 0), out=parts[n])
-    return out
+    # torch reads the signature of a function at each ``apply``, which takes longer than many an operation
+    sums = _SeriesSum.apply if torch.is_grad_enabled() else _SeriesSum.forward
+    return sums(left, s, coefficients, basis)[0], basis
 
 
-def _plain_sum(left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int) -> SeriesSum:
-    basis = _plain_basis(s, centre, half, terms)
-    size = len(coefficients) // 2
-    summed = torch.bmm(left.transpose(1, 2), basis.permute(1, 2, 0))
-    value = summed.view(summed.shape[0], left.shape[2] * terms // size, size) @ coefficients[:size]
-    return SeriesSum(left, basis, coefficients, value)
-
-
-def _plain_basis(s: Tensor, centre: Tensor, half: Tensor, terms: int) -> Tensor:
-    """Return the same by ``T_m+j = 2 T_m T_j - T_m-j``, with which few operations make all."""
+def _plain_sum(
+    left: Tensor, s: Tensor, coefficients: Tensor, centre: Tensor, half: Tensor, terms: int
+) -> tuple[Tensor, Tensor]:
+    """Return the same by ``T_m+j = 2 T_m T_j - T_m-j``, with which few operations make all polynomials."""
     x = (s - centre) / half
     # the polynomials are last in memory: inductor refuses a bmm with strides that are products of unknown sizes
     found = torch.stack([torch.ones_like(x), x], -1)
     while found.shape[-1] < terms:
         last = found[..., -1:]
         found = torch.cat([found, 2 * last * found[..., 1:] - found[..., :-1].flip(-1)], -1)
-    return (found[..., :terms] * torch.from_numpy(signs(terms)).to(x)).permute(2, 0, 1)
+    basis = (found[..., :terms] * torch.from_numpy(signs(terms)).to(x)).permute(2, 0, 1)
+    size = len(coefficients) // 2
+    summed = torch.bmm(left.transpose(1, 2), basis.permute(1, 2, 0))
+    return summed.view(summed.shape[0], left.shape[2] * terms // size, size) @ coefficients[:size], basis
 
 
 class _SeriesSum(torch.autograd.Function):

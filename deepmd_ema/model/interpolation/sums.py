@@ -24,10 +24,12 @@ class NeighborSum(ABC):
     Attributes:
         left: (A, K, C F), a column for each of the F functions, one after the other.
         value: (A, C, M), a function of the parameters of the net.
+        beyond: (B, M), the net at further numbers, if there were any.
     """
 
     left: Tensor
     value: Tensor
+    beyond: Tensor | None
 
     @abstractmethod
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,9 +49,12 @@ class DirectSum(NeighborSum):
         s: (A, K) first input of the net.
         net: G.
         beside: (F, inputs) further inputs of each function; None: it has no other.
+        beyond: as of the sum.
     """
 
-    def __init__(self, left: Tensor, s: Tensor, net: RadialFunctions, beside: Tensor | None) -> None:
+    def __init__(
+        self, left: Tensor, s: Tensor, net: RadialFunctions, beside: Tensor | None = None, beyond: Tensor | None = None
+    ) -> None:
         x = s[..., None, None]
         if beside is not None:
             further = beside.to(s.dtype).expand(*s.shape, *beside.shape)
@@ -58,7 +63,7 @@ class DirectSum(NeighborSum):
         # all (A, K F, M), and the columns of `left` (A, K F, C)
         self._value, self._slope = net.value_and_derivative(x.flatten(1, 2))
         self._shape = left.shape[2] // functions, functions
-        self.left = left
+        self.left, self.beyond = left, beyond
         self._left = left.unflatten(2, self._shape).transpose(2, 3).flatten(1, 2)
         self.value = torch.bmm(self._left.transpose(1, 2), self._value)
 

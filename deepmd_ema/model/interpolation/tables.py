@@ -6,9 +6,8 @@ outside of it, nearer than that, are evaluated by the net itself: no number is e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,52 +33,24 @@ MARGIN = 10  # of the error that tables aim at, below the one with which they ar
 _ENDS = 1e-6  # of the range, for the rounding of s
 _MIN_DIRECT = 2  # slots that a graph evaluates directly
 
-T = TypeVar("T")
-
-
-class Remembered(Generic[T]):
-    """Something that is made of tensors, and again when a number of these has changed.
-
-    Attributes:
-        value: that was made last, or None.
-    """
-
-    def __init__(self) -> None:
-        self.value: T | None = None
-        self._source: Tensor | None = None
-
-    def get(self, tensors: list[Tensor], make: Callable[[], T], check: bool = True) -> T:
-        """Return the result of ``make``, of now or of the last call with the same numbers.
-
-        Args:
-            tensors: that ``make`` reads.
-            make: called without gradients.
-            check: whether the numbers are compared.
-        """
-        # numbers, not versions of tensors: `.data` and views of other libraries change weights without a trace
-        if self._source is None or (check and not torch.equal(_flat(tensors), self._source)):
-            with torch.no_grad():
-                self._source, self.value = _flat(tensors), make()
-        return cast("T", self.value)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy; tensors that were made inside torch.func are wrapped, and cannot be copied."""
-        return {name: _cloned(value) for name, value in vars(self).items()}
-
 
 @dataclass(frozen=True)
 class Table:
     """The functions of one net between two numbers.
 
     Attributes:
+        source: the numbers that it was made of.
         low: least s.
         high: largest s.
         series: None: the net cannot be interpolated, and is evaluated at each pair.
+        beyond: (B, M), the net at further numbers, if there were any.
     """
 
+    source: Tensor
     low: Tensor
     high: Tensor
     series: Series | None
+    beyond: Tensor
 
 
 class Tables:
@@ -99,14 +70,16 @@ class Tables:
         margin = _ENDS * (high - low)
         self.low, self.high, self.precision, self.min_pairs = low - margin, high + margin, precision, min_pairs
         self.sealed = False
-        self._padding: Remembered[list[Tensor]] = Remembered()
-        self._tables: dict[tuple[RadialFunctions, int], Remembered[Table]] = {}  # a copy has copies of the nets here
+        self._tables: dict[tuple[RadialFunctions, int], Table] = {}  # a copy has copies of the nets here
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy; tensors that were made inside torch.func are wrapped, and cannot be copied."""
+        return vars(self) | {"_tables": {key: _cloned(table) for key, table in self._tables.items()}}
 
     @property
     def made(self) -> list[Series]:
         """The series that there are."""
-        found = [one.value.series for one in self._tables.values() if one.value is not None]
-        return [series for series in found if series is not None]
+        return [table.series for table in self._tables.values() if table.series is not None]
 
     @property
     def by_centre(self) -> bool:
@@ -117,33 +90,35 @@ class Tables:
         """Whether the slots (A, K) of a batch are enough for tables to be less work."""
         return self.sealed or neighbor.numel() >= self.min_pairs
 
-    def padding(self, tensors: list[Tensor], make: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Return the result of ``make`` for slots without a neighbor, which is remembered."""
-        return self._padding.get(tensors, make, not self.sealed)
-
     def sum(
-        self, left: Tensor, s: Tensor, net: RadialFunctions, beside: Tensor | None, which: int, in_place: bool = True
-    ) -> NeighborSum:
+        self, left: Tensor, s: Tensor, net: RadialFunctions, beside: Tensor | None, which: int, in_place: bool = True,
+        further: Tensor | None = None,
+    ) -> NeighborSum:  # fmt: skip
         """Return ``sum_k left[k] net(s_k)`` for `Interpolation.forward`, which has the same arguments."""
         if torch.is_grad_enabled() and any(p.requires_grad for p in net.parameters()):
-            return DirectSum(left, s, net, beside)
-        made_of = [*net.parameters(), *([] if beside is None else [beside])]
-        table = self._tables.setdefault((net, which), Remembered()).get(
-            made_of, lambda: make_table(net, beside, self.low, self.high, self.precision, s), not self.sealed
-        )
+            return DirectSum(left, s, net, beside, None if further is None else net(further[:, None]))
+        table = self._tables.get((net, which))
+        if table is None or not self.sealed:
+            # numbers, not versions of tensors: `.data` and views of other libraries change weights without a trace
+            made_of = [*net.parameters(), *(t for t in (beside, further) if t is not None)]
+            source = torch.cat([t.detach().flatten() for t in made_of])
+            if table is None or not torch.equal(source, table.source):
+                with torch.no_grad():
+                    table = make_table(net, beside, self.low, self.high, self.precision, s, source, further)
+                self._tables[net, which] = table
         if table.series is None:
-            return DirectSum(left, s, net, beside)
+            return DirectSum(left, s, net, beside, table.beyond)
         inside = (s >= table.low) & (s <= table.high)  # not so of nan
         if self.sealed:
             width = _symbolic_width(inside)
         elif inside.all():
-            return table.series.sum(left, s, in_place)
+            return table.series.sum(left, s, in_place, table.beyond)
         else:
             width = int(_last_outside(inside))
         keep = inside.unsqueeze(-1).to(left.dtype)
         far = table.series.sum(left * keep, torch.where(inside, s, table.low), in_place)
         near = DirectSum(_first(left * (1 - keep), width), _first(s, width), net, beside)
-        return SplitSum(left, far, near, _first(keep, width))
+        return SplitSum(left, far, near, _first(keep, width), table.beyond)
 
 
 class SplitSum(NeighborSum):
@@ -154,10 +129,11 @@ class SplitSum(NeighborSum):
         far: of the pairs in the range of the table.
         near: of the others, which are among the first D slots; 0 in ``left`` of the rest of these.
         keep: (A, D, 1), 1 where a pair is in the range.
+        beyond: as of the sum.
     """
 
-    def __init__(self, left: Tensor, far: NeighborSum, near: NeighborSum, keep: Tensor) -> None:
-        self.left, self.value = left, far.value + near.value
+    def __init__(self, left: Tensor, far: NeighborSum, near: NeighborSum, keep: Tensor, beyond: Tensor) -> None:
+        self.left, self.value, self.beyond = left, far.value + near.value, beyond
         self._far, self._near, self._keep = far, near, keep
 
     def vjp(self, grad_value: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,8 +147,9 @@ class SplitSum(NeighborSum):
 
 
 def make_table(
-    net: RadialFunctions, beside: Tensor | None, low: float, high: float, precision: torch.dtype, like: Tensor
-) -> Table:
+    net: RadialFunctions, beside: Tensor | None, low: float, high: float, precision: torch.dtype, like: Tensor,
+    source: Tensor, further: Tensor | None = None,
+) -> Table:  # fmt: skip
     """Return the table of a net with the fewest terms whose error over the whole range is allowed.
 
     Args:
@@ -182,37 +159,27 @@ def make_table(
         high: largest s.
         precision: of the net, for the accuracy.
         like: with the precision and the device of the sums.
+        source: the numbers of which it is made.
+        further: (B,) numbers at which the net is evaluated as well.
     """
     width, given = (high - low) / PANELS, dict[str, Any](dtype=like.dtype, device=like.device)
     # not like.new_tensor: of a tensor inside torch.func it would be one that ends there
     centres = torch.tensor([low + (k + 0.5) * width for k in range(PANELS)], **given)
     half = torch.tensor(max(0.5 * STRETCH * width, MIN_HALF), **given)
-
-    def fitted(terms: int, max_error: float) -> tuple[Series | None, int, float]:
-        series, _, tried, error = fit(net, beside, centres, half, transform(terms), max_error)
-        return series, tried, error
-
     largest = MAX_ERROR[precision]
-    found, terms, error = fitted(MIN_TERMS, largest / MARGIN)
-    if found is not None and (fewer := terms_for(terms, error, largest / MARGIN)) < terms:
-        found = fitted(fewer, largest / MARGIN)[0]
-    if found is None:
-        found = fitted(MIN_TERMS, largest)[0]
-    return Table(torch.tensor(low, **given), torch.tensor(high, **given), found)
+    series, beyond, terms, error = fit(net, beside, centres, half, transform(MIN_TERMS), largest / MARGIN, further)
+    if series is not None and (fewer := terms_for(terms, error, largest / MARGIN)) < terms:
+        series = fit(net, beside, centres, half, transform(fewer), largest / MARGIN)[0]
+    if series is None:
+        series = fit(net, beside, centres, half, transform(MIN_TERMS), largest)[0]
+    return Table(source, torch.tensor(low, **given), torch.tensor(high, **given), series, beyond)
 
 
 def _cloned(value: Any) -> Any:
     """Return a copy of what a table holds with new tensors."""
     if isinstance(value, Table | Series):
         return replace(value, **{name: _cloned(part) for name, part in vars(value).items()})
-    if isinstance(value, list):
-        return [_cloned(part) for part in value]
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    """Return a copy of the numbers of tensors, one after the other."""
-    return torch.cat([t.detach().flatten() for t in tensors])
 
 
 def _last_outside(inside: Tensor) -> Tensor:
