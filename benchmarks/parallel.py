@@ -136,8 +136,8 @@ def _be_a_rank(args: argparse.Namespace) -> None:
     from deepmd_ema.dist.launch import find_launch
     from deepmd_ema.dist.world import open_world
     from deepmd_ema.training.prepare import prepare
-    from deepmd_ema.training.start import Start
     from deepmd_ema.training.trainer import Trainer
+    from deepmd_ema.training.weights import Start
 
     config, start = load_config("input.json"), Start()
     with open_world(args.device, find_launch()) as world:

@@ -114,8 +114,8 @@ def measure(folder: Path, steps: int, device: str, only_times: bool = False) -> 
     from deepmd_ema.dist.launch import find_launch
     from deepmd_ema.dist.world import open_world
     from deepmd_ema.training.prepare import prepare
-    from deepmd_ema.training.start import Start
     from deepmd_ema.training.trainer import Trainer
+    from deepmd_ema.training.weights import Start
 
     with working_in(folder):
         config, start = load_config("input.json"), Start()
@@ -139,8 +139,8 @@ def working_in(folder: Path) -> Iterator[None]:
 
 
 def _measured(trainer: Any, steps: int, device: torch.device, only_times: bool) -> dict[str, Any]:
-    for _ in range(3 + math.ceil(trainer.tasks.steps_per_epoch)):  # all neighbors are found, and kept from then on
-        trainer.advance()
+    for _ in range(3 + math.ceil(trainer.prepared.length.steps_per["epochs"])):
+        trainer.advance()  # all neighbors are found, and kept from then on
     seconds, launch = zip(*(_timed(trainer.advance, device) for _ in range(max(3, steps))))
     times = {"step": statistics.median(seconds), "least": min(seconds), "launch": statistics.median(launch)}
     if only_times:

@@ -28,7 +28,7 @@ from deepmd_ema.model.output_bias import change_bias, energies_of, set_bias
 from deepmd_ema.model.statistics import collect_statistics
 from deepmd_ema.training.prepare import prepare
 from deepmd_ema.training.refit import chosen_frames, refit_bias
-from deepmd_ema.training.start import Start
+from deepmd_ema.training.weights import Start
 
 SHIFT = 3.0  # eV, of each atom of the first element: the labels are those of another energy zero
 ZERO = 1e-10  # eV/atom

@@ -12,7 +12,7 @@ import torch
 from helpers import config_parts, training_parts
 
 from deepmd_ema import checkpoint
-from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, keep_count, save_together
+from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.files import this_machine
 
@@ -133,20 +133,6 @@ def test_a_family_that_does_not_know_its_start_removes_nothing_of_others(here):
     live = CheckpointSeries("model.ckpt", keep=5)
     save_together(40, [(live, payload(40))])
     assert live.steps() == [10, 20, 30, 40]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kept"),
-    [
-        ((5, None, 100, 10), 5),
-        ((5, 0.25, 100, 10), 3),
-        ((5, 0.01, 100, 10), 1),
-        ((5, 0.5, 95, 10), 5),
-        ((5, 0.5, 100, 0), 1),
-    ],
-)
-def test_a_keep_ratio_is_a_share_of_all_checkpoints_of_the_run(arguments, kept):
-    assert keep_count(*arguments) == kept
 
 
 def test_half_written_files_of_killed_processes_are_swept_and_those_of_living_ones_stay(here, monkeypatch):

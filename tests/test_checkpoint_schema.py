@@ -22,7 +22,8 @@ from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.show import KINDS as SHOWN
 from deepmd_ema.infer.show import describe
 from deepmd_ema.interop.tree_files import read_tree, write_tree
-from deepmd_ema.training.start_file import load_restart, load_weights
+from deepmd_ema.training.restart import check_resumable
+from deepmd_ema.training.weights import load_restart, load_weights
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -82,7 +83,7 @@ def begin(path):
 def continue_run(path):
     start = load_restart(str(path))
     config = start.adopt_from_checkpoint(CONFIG)
-    start.check_resumable(config, allow_change=True)
+    check_resumable(start, config, allow_change=True)
     start.run_id(config)
 
 
@@ -258,9 +259,9 @@ def test_a_run_starts_from_the_weights_of_a_frozen_model(trained, tmp_path, monk
     monkeypatch.chdir(tmp_path / "desk")
     for suffix in (".dp", ".yaml"):
         assert main(["freeze", "--average", "ema", "-o", f"m{suffix}"]) == 0
-        begin = load_weights(f"m{suffix}")
+        begin = load_weights(f"m{suffix}").sources[""].loaded.model.state_dict()
         averaged = load_model("model_ema.ckpt-4.pt").model.state_dict()
-        assert all(torch.equal(tensor, averaged[name]) for name, tensor in begin.payload["model"].items())
+        assert all(torch.equal(tensor, averaged[name]) for name, tensor in begin.items())
         assert main(["train", "--init-model", f"m{suffix}", "input.json", "--device", "cpu"]) == 0
         assert f"weights of m{suffix} (ema, step 4)" in capsys.readouterr().err
         new = checkpoint.load("model.ckpt-4.pt")

@@ -95,8 +95,8 @@ def test_a_file_that_is_too_large_to_be_read_whole_is_compared_in_parts(tmp_path
 def test_the_length_of_a_run_is_reported_in_steps_and_epochs(water_like):
     config = config_from_dict(tiny_input([water_like], num_steps=None, training__numb_epoch=3))
     _, data, report = checked(config)
-    steps, lengths = run_length(config, data)
-    assert (steps, lengths) == (24, {"": TaskLength(1.0, 3.0, 8, 2.0, 24, ())})
+    length = run_length(config, data)
+    assert (length.num_steps, length.tasks) == (24, {"": TaskLength(1.0, 3.0, 8, 2.0, 24, ())})
     more = config_from_dict(tiny_input([water_like], num_steps=3, model__descriptor__sel=[1000, 2000]))
     assert most_slots(more.tasks[""], report) == sum(report.neighbors.max_neighbors)  # those that there are
 
@@ -121,7 +121,7 @@ def test_tasks_are_distinguished_and_each_has_its_share_of_the_length(water_like
     assert not reports["a"].warnings
     text = "task b: type_map has Xe, but no training frame does: their networks stay untrained, but for"
     assert reports["b"].warnings[0].startswith(text)
-    steps, lengths = run_length(config, data)
+    steps, lengths, _ = run_length(config, data)
     assert steps == 3 * 8 + data["b"].train[0].num_frames
     assert lengths["a"].share == pytest.approx(24 / steps)
     assert lengths["a"].epochs == pytest.approx(3)

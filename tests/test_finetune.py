@@ -25,7 +25,7 @@ from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import content_digest
 from deepmd_ema.training.request import TrainRequest
 from deepmd_ema.training.run import run_training
-from deepmd_ema.training.start_file import load_pretrained
+from deepmd_ema.training.weights import load_pretrained
 
 PEER_FILES = Path(__file__).parent / "golden" / "peer_checkpoints"
 ATTENTION = {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 4,

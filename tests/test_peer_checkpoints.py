@@ -22,7 +22,7 @@ from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interop.deepmd_pt import deepmd_section, read_deepmd_pt
 from deepmd_ema.interop.dp import read_dp
-from deepmd_ema.training.start_file import load_weights
+from deepmd_ema.training.weights import load_weights
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = GOLDEN / "peer_checkpoints"  # made_by: make.py there
@@ -195,8 +195,8 @@ def test_a_run_starts_from_the_weights_of_a_checkpoint_of_deepmd_kit(name, tmp_p
     loaded = load_model(FILES / f"{name}.pt")
     config = tiny_input(["data"], num_steps=2, training__enable_ema=True, training__save_freq=2)
     Path("input.json").write_text(json.dumps({**config, "model": loaded.info.config["model"]}))
-    begin = load_weights(str(FILES / f"{name}.pt"))
-    assert all(torch.equal(begin.payload["model"][key], value) for key, value in loaded.model.state_dict().items())
+    begin = load_weights(str(FILES / f"{name}.pt")).sources[""].loaded.model.state_dict()
+    assert all(torch.equal(begin[key], value) for key, value in loaded.model.state_dict().items())
     with mock.patch.object(checkpoint, "read_archive", wraps=checkpoint.read_archive) as read:
         assert cli.main(["train", "input.json", "--init-model", str(FILES / f"{name}.pt"), "--device", "cpu"]) == 0
     assert read.call_count == 1

@@ -166,11 +166,11 @@ def test_steps_of_an_epoch_of_several_tasks_are_those_of_the_run(tmp_path, monke
 
     class Look(Callback):
         def on_start(self, trainer):
-            found.append(trainer.tasks.steps_per)
+            found.append(trainer.prepared.length.steps_per)
 
     run_training("input.json", device="cpu", callback=Look())
-    assert found == [check.steps_per]
-    assert check.steps_per["epochs"] == 34
+    assert found == [check.length.steps_per]
+    assert check.length.steps_per["epochs"] == 34
 
 
 def test_memory_grows_with_the_model_and_its_averages(write):

@@ -19,8 +19,8 @@ from deepmd_ema.files import this_machine
 from deepmd_ema.report.record import MAX_WARNINGS, RunRecord, read_record
 from deepmd_ema.report.status import read_status
 from deepmd_ema.training.run import run_training
-from deepmd_ema.training.start_file import load_restart
 from deepmd_ema.training.trainer import Callback
+from deepmd_ema.training.weights import load_restart
 
 VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
 

@@ -21,11 +21,10 @@ from deepmd_ema.dist.world import World, open_world
 from deepmd_ema.errors import CheckpointError, DataError, Interrupted
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.training.from_weights import FromWeights
 from deepmd_ema.training.prepare import prepare
-from deepmd_ema.training.start import Start
-from deepmd_ema.training.start_file import load_restart
+from deepmd_ema.training.restart import check_resumable
 from deepmd_ema.training.trainer import Callback, Trainer
+from deepmd_ema.training.weights import Start, load_restart, load_weights
 
 pytestmark = pytest.mark.timeout(480)
 
@@ -113,7 +112,8 @@ def train(tmp_path, monkeypatch, config):
         monkeypatch.chdir(folder)
         start, world = load_restart(restart) if restart else Start(), World()
         adopted = start.adopt_from_checkpoint(run_config)
-        start.check_resumable(adopted, allow_change=False)
+        if restart:
+            check_resumable(start, adopted, allow_change=False)
         Trainer(prepare(adopted, start, world), start, world, callback=callback).run()
         return folder
 
@@ -225,8 +225,8 @@ def test_the_bias_of_each_task_is_fitted_with_its_frames(train):
 def test_a_run_of_two_tasks_starts_from_weights_and_refuses_other_elements(train, config, tmp_path):
     folder = train("run")
     path = folder / "model_ema.ckpt-12.pt"
-    start = FromWeights(path, load(path))
-    assert start.min_nbor_dist("salt") != start.min_nbor_dist("water")
+    start = load_weights(str(path))
+    assert start.min_nbor_dist("salt", None) != start.min_nbor_dist("water", None)
     config = replace(config, training=replace(config.training, seed=3))
     models = prepare(config, start, World()).models
     assert_same(dict(models.state_dict()), load(path)["model"])

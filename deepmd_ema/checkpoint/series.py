@@ -301,11 +301,3 @@ def _move_on(step: int, series: Sequence[CheckpointSeries], bests: Sequence[Best
         each.rotate(step)
     for best in bests:
         best.prune()
-
-
-def keep_count(max_keep: int, ratio: float | None, num_steps: int, save_freq: int) -> int:
-    """Return the number of checkpoints to keep: ``max_keep``, or the share ``ratio`` of all that the run will write."""
-    if ratio is None:
-        return max_keep
-    written = math.ceil(num_steps / save_freq) if save_freq > 0 else 1
-    return max(1, math.ceil(ratio * written))

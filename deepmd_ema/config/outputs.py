@@ -1,7 +1,9 @@
-"""Every file and folder that a run writes, with the option that names it."""
+"""Every file and folder that a run writes, with the option that names it, and the steps after which it does."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,3 +204,63 @@ class Outputs:
             yield Output("training.tensorboard_log_dir", "files of TensorBoard", folder, is_folder=True)
         if any(average.snapshots for average in training.averaging):
             yield Output("training.averaging", "snapshots", self.snapshot_folder, is_folder=True)
+
+
+@dataclass(frozen=True)
+class Due:
+    """Steps after which something is done: those of a range, and one more.
+
+    Attributes:
+        steps: the range.
+        also: the step beside it: the last one of the run, or its first.
+    """
+
+    steps: range
+    also: int
+
+    def __contains__(self, step: object) -> bool:
+        return step == self.also or step in self.steps
+
+    def count(self, after: int = 0) -> int:
+        """Return the number of these steps after step ``after``."""
+        in_range = len(self.steps) - bisect_right(self.steps, after)
+        return in_range + (self.also > after and self.also not in self.steps)
+
+
+class Schedule:
+    """The steps at which a run does more than train.
+
+    Args:
+        config: of the run.
+        num_steps: of the whole run. What is done at the end is due after this step; an early stop ends a run before it.
+
+    Attributes:
+        rows: of the learning curve.
+        checkpoint: with the files of all weights.
+        validation: full validation; None: never.
+        snapshots: kept copies of averages for ``dp-ema posthoc``, by name of those that have some.
+    """
+
+    def __init__(self, config: RunConfig, num_steps: int) -> None:
+        training, validating = config.training, config.validating
+        end = num_steps + 1
+        self.num_steps, self._training = num_steps, training
+        self.rows = Due(range(training.disp_freq, end, training.disp_freq), 1)
+        saved = range(training.save_freq, end, training.save_freq) if training.save_freq > 0 else range(0)
+        self.checkpoint = Due(saved, num_steps)
+        start = validating.full_val_start  # below 1 a fraction of the run, never at 1, a step above it
+        self.validation: Due | None = None
+        if start != 1 and config.fully_validated and config.has_validation_data:
+            first = int(start * num_steps) if start < 1 else int(start)
+            self.validation = Due(range(first, end, validating.validation_freq), num_steps)
+        self.snapshots: dict[str, Due] = {}
+        for average in training.averaging:
+            every = training.save_freq if average.snapshot_freq is None else average.snapshot_freq
+            if average.snapshots and every > 0:
+                self.snapshots[average.name] = Due(range(every, end, every), num_steps)
+
+    def num_kept(self, most: int | None = None) -> int:
+        """Return how many checkpoints are kept: ``most``, ``max_ckpt_keep``, or a share of all; less than 1: all."""
+        if self._training.ckpt_keep_ratio is None:
+            return self._training.max_ckpt_keep if most is None else most
+        return max(1, math.ceil(self._training.ckpt_keep_ratio * self.checkpoint.count()))

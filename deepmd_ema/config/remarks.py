@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import dotted, path_of, show
+from deepmd_ema.config.outputs import Schedule
 from deepmd_ema.config.rules import SUBJECTS
 from deepmd_ema.config.schema.averaging import EmaProfile
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, ExpScheduleConfig, InvSqrtScheduleConfig
@@ -303,15 +304,16 @@ def _late_or_few(
     if average.start_epoch is not None:
         late, start = "start_epoch", average.start_epoch * steps_per.get("epochs", 0.0)
     often = "save_freq" if average.snapshot_freq is None else "snapshot_freq"
-    every = config.training.save_freq if average.snapshot_freq is None else average.snapshot_freq
     if start >= num_steps:
         why = f"the run ends at step {num_steps:,}, so that nothing is averaged and {average.name} is the live weights"
         yield f"{path}.{late} = {getattr(average, late):g}: {why}. Choose an earlier start."
-    elif average.snapshots:
-        files = math.ceil((num_steps - start) / every)  # the last step is stored in any case
+    elif (due := Schedule(config, num_steps).snapshots.get(average.name)) is not None:
+        files = due.count(math.ceil(start))
         if files < _MIN_SNAPSHOTS:
             better = max(1, int(num_steps - start) // (2 * _MIN_SNAPSHOTS))
-            found = f"{counted(files, 'snapshot')} in the run of {counted(num_steps, 'step')} ({often} = {every})"
+            found = (
+                f"{counted(files, 'snapshot')} in the run of {counted(num_steps, 'step')} ({often} = {due.steps.step})"
+            )
             yield f'{path}.snapshots: {found}, too few for `dp-ema posthoc`. Try "snapshot_freq": {better}.'
 
 

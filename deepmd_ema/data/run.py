@@ -284,54 +284,6 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
     return report
 
 
-def task_shares(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int) -> dict[str, float]:
-    """Return the probability of each task to be trained by a step: as given, or by the number of its systems.
-
-    Args:
-        config: of the run.
-        data: of each task.
-        num_ranks: ranks that share each step; more of them make an epoch shorter.
-    """
-    weights = dict(config.task_weights)
-    if not weights:
-        weights = {name: float(len(of.train)) for name, of in data.items()}
-    for name, epochs in config.task_epochs.items():
-        weights[name] = float(_sampler(config, name, data, num_ranks).batches_for_epochs(epochs))
-    total = sum(weights[name] for name in data)
-    return {name: weights[name] / total for name in data}
-
-
-def steps_for_epochs(tasks: Iterable[tuple[float, float, Sampler]], accumulate: int) -> int:
-    """Return the steps of a run in which every task has had its epochs, on average.
-
-    Args:
-        tasks: epochs, share of the steps, and what draws the batches of each.
-        accumulate: batches of a step.
-    """
-    numbers = ((sampler.batches_for_epochs(epochs), share) for epochs, share, sampler in tasks if share)
-    return max(steps_with_share(number, share * accumulate) for number, share in numbers)
-
-
-def steps_per_unit(tasks: Iterable[tuple[float, int, float]], accumulate: int) -> dict[str, float]:
-    """Return the steps of each unit in which lengths of averages are given.
-
-    In those of an epoch every task has, on average, seen all of its frames at least once.
-
-    Args:
-        tasks: share of the steps, batches of an epoch, and mean number of frames in a step, of each.
-        accumulate: batches of a step.
-    """
-    drawn = [task for task in tasks if task[0]]
-    batches = max(steps_with_share(number, share) for share, number, _ in drawn)
-    frames = sum(share * number for share, _, number in drawn)
-    return {"steps": 1.0, "frames": 1 / frames, "epochs": batches / accumulate}
-
-
-def steps_with_share(number: int, share: float) -> int:
-    """Return after how many steps of the run a task that has ``share`` batches in each on average had ``number``."""
-    return math.ceil(number / share * (1 - 1e-12))  # a share is rounded
-
-
 class TaskLength(NamedTuple):
     """Length of the training of one task.
 
@@ -352,23 +304,74 @@ class TaskLength(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def run_length(config: RunConfig, data: Mapping[str, TaskData]) -> tuple[int, dict[str, TaskLength]]:
-    """Return the steps of a run in one process, and the length of each task.
+class RunLength(NamedTuple):
+    """Length of a run.
+
+    Attributes:
+        num_steps: of the run.
+        tasks: length of the training of each task.
+        steps_per: steps of one of ``steps``, ``frames`` and ``epochs``, in which lengths of averages are given. In an
+            epoch every task has, on average, seen all of its frames at least once.
+    """
+
+    num_steps: int
+    tasks: Mapping[str, TaskLength]
+    steps_per: Mapping[str, float]
+
+    @property
+    def frames_per_step(self) -> float:
+        """Mean number of frames in a step of all ranks together."""
+        return sum(of.share * of.frames for of in self.tasks.values() if of.share)
+
+
+UNKNOWN_LENGTH = RunLength(0, {}, {})
+
+
+def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int = 1) -> RunLength:
+    """Return the length of a run.
+
+    Args:
+        config: of the run.
+        data: of each task.
+        num_ranks: ranks that share each step; more of them make an epoch shorter.
 
     Raises:
         UserError: if options do not fit the systems.
     """
-    shares, samplers = task_shares(config, data, 1), {name: _sampler(config, name, data) for name in data}
-    epochs = config.task_epochs or dict.fromkeys(data, config.training.numb_epoch or 0)
-    accumulate, each = config.training.accumulate, [(epochs[n], shares[n], samplers[n]) for n in data]
-    steps = config.training.numb_steps or steps_for_epochs(each, accumulate)
-    return steps, {
+    samplers = {}
+    for name, of_task in data.items():
+        given = config.tasks[name].training_data
+        frames = [source.num_frames for source in of_task.train]
+        natoms = [source.frame_sizes for source in of_task.train]
+        samplers[name] = Sampler(
+            frames, natoms, given.batch_size, given.auto_prob, given.sys_probs, world_size=num_ranks
+        )
+    # a task has the share of the steps that is given, or that of its epochs, or of its systems
+    weights = dict(config.task_weights) or {name: float(len(of.train)) for name, of in data.items()}
+    for name, epochs in config.task_epochs.items():
+        weights[name] = float(samplers[name].batches_for_epochs(epochs))
+    total, batches_of_step = sum(weights[name] for name in data), config.training.accumulate
+    shares = {name: weights[name] / total for name in data}
+    drawn = {name: sampler for name, sampler in samplers.items() if shares[name]}
+
+    def steps_for(batches: int, share: float) -> int:
+        return math.ceil(batches / share * (1 - 1e-12))  # a share is rounded
+
+    epochs_of = config.task_epochs or dict.fromkeys(data, config.training.numb_epoch or 0)
+    num_steps = config.training.numb_steps or max(
+        steps_for(sampler.batches_for_epochs(epochs_of[name]), shares[name] * batches_of_step)
+        for name, sampler in drawn.items()
+    )
+    tasks = {
         name: TaskLength(
-            shares[name], shares[name] * steps * accumulate / of.batches_per_epoch, of.batches_per_epoch,
-            accumulate * of.frames_per_step, of.max_atoms, tuple(of.warnings),
+            shares[name], shares[name] * num_steps * batches_of_step / of.batches_per_epoch, of.batches_per_epoch,
+            batches_of_step * of.frames_per_step, of.max_atoms, tuple(of.warnings),
         )
         for name, of in samplers.items()
     }  # fmt: skip
+    epoch = max(steps_for(of.batches_per_epoch, shares[name]) for name, of in drawn.items()) / batches_of_step
+    length = RunLength(num_steps, tasks, {})
+    return length._replace(steps_per={"steps": 1.0, "frames": 1 / length.frames_per_step, "epochs": epoch})
 
 
 def with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) -> RunConfig:
@@ -391,9 +394,3 @@ def most_slots(task: TaskConfig, report: DataReport) -> int:
     # a batch has slots for the neighbors that there are, however many may be kept
     there = list(found.max_neighbors) if len(kept) == len(found.max_neighbors) else [found.max_total]
     return sum(map(min, kept, there))
-
-
-def _sampler(config: RunConfig, name: str, data: Mapping[str, TaskData], num_ranks: int = 1) -> Sampler:
-    options, train = config.tasks[name].training_data, data[name].train
-    frames, natoms = [source.num_frames for source in train], [source.frame_sizes for source in train]
-    return Sampler(frames, natoms, options.batch_size, options.auto_prob, options.sys_probs, world_size=num_ranks)

@@ -24,7 +24,7 @@ from deepmd_ema.terminal import RED, YELLOW, colored, fitted
 from deepmd_ema.weight_names import LIVE
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.due import Due
+    from deepmd_ema.config.outputs import Due
     from deepmd_ema.metrics import Errors
 
 ValuesByTask: TypeAlias = Mapping[str, Mapping[str, float]]

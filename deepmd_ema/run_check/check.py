@@ -12,15 +12,15 @@ from deepmd_ema.data.check.report import NEAR_COPIES, SHARED, DataReport
 from deepmd_ema.data.collate import MAX_ATOMS_TOGETHER, MAX_CACHE_BYTES
 from deepmd_ema.data.loader import MAX_ATOMS
 from deepmd_ema.data.run import (
+    UNKNOWN_LENGTH,
+    RunLength,
     TaskData,
-    TaskLength,
     check_task,
     choose_validation,
     most_slots,
     open_run,
     run_length,
     split_off,
-    steps_per_unit,
     with_neighbors,
 )
 from deepmd_ema.data.split import Split, find_near_copies
@@ -61,8 +61,7 @@ class RunCheck:
         splits: validation frames that are split off, by task.
         reports: of the data, by task.
         problems: of the data.
-        num_steps: of the run; 0 while the length is not known.
-        lengths: of the training of each task.
+        length: of the run; empty while it is not known.
         groups: of parameters with learning rates of their own, a line each.
         sizes: of tensors.
         memory: estimated.
@@ -74,8 +73,7 @@ class RunCheck:
     splits: Mapping[str, Split] = field(default_factory=dict)
     reports: dict[str, DataReport] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    num_steps: int = 0
-    lengths: dict[str, TaskLength] = field(default_factory=dict)
+    length: RunLength = UNKNOWN_LENGTH
     groups: list[str] = field(default_factory=list)
     sizes: TensorBytes | None = None
     memory: Memory | None = None
@@ -111,7 +109,7 @@ class RunCheck:
     def _plan(self, data: Mapping[str, TaskData]) -> None:
         """Set the length of the run and its memory."""
         try:
-            self.num_steps, self.lengths = run_length(self.config, data)
+            self.length = run_length(self.config, data)
         except UserError as error:
             self.problems = list(error.problems)
             return
@@ -140,7 +138,7 @@ class RunCheck:
         validated = sum(int(scan.type_counts.sum()) for scan in report.validation)
         if not self.config.fully_validated:
             validated = 0
-        atoms = max(_OF_STEP * self.lengths[name].max_atoms, _OF_VALIDATION * min(MAX_ATOMS, validated))
+        atoms = max(_OF_STEP * self.length.tasks[name].max_atoms, _OF_VALIDATION * min(MAX_ATOMS, validated))
         return int(size * atoms * most_slots(task, report) * task.model.descriptor.numbers_per_pair)
 
     def measure(self, device: str | None) -> None:
@@ -158,14 +156,6 @@ class RunCheck:
             raise DataError(self.problems)
 
     @property
-    def steps_per(self) -> dict[str, float]:
-        """Steps of one of the units in which lengths of averages are given; empty while they are not known."""
-        if not self.lengths:
-            return {}
-        each = [(of.share, of.batches, of.frames) for of in self.lengths.values()]
-        return steps_per_unit(each, self.config.training.accumulate)
-
-    @property
     def unused(self) -> list[str]:
         """Options without effect."""
         return ignored_options(self.config)
@@ -173,13 +163,12 @@ class RunCheck:
     @property
     def warnings(self) -> list[str]:
         """Everything that the user should look at."""
-        steps_per = self.steps_per or None
         of_splits = [
             f"task {name}: {text}" if name else text for name, split in self.splits.items() for text in split.warnings
         ]
         of_data = [text for report in self.reports.values() for text in report.warnings]
-        of_batches = [text for of in self.lengths.values() for text in of.warnings]
-        of_config = config_warnings(self.config, self.num_steps or None, steps_per)
+        of_batches = [text for of in self.length.tasks.values() for text in of.warnings]
+        of_config = config_warnings(self.config, self.length.num_steps or None, self.length.steps_per or None)
         return [*of_config, *of_batches, *of_splits, *of_data]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config import config_summary, config_warnings, ignored_options, to_dict
 from deepmd_ema.config.messages import Message
+from deepmd_ema.data.run import RunLength
 from deepmd_ema.labels import ENERGY, FORCE, LABELS, VIRIAL
 from deepmd_ema.version import __version__
 
@@ -57,12 +58,10 @@ def _problem(text: str) -> dict[str, Any]:
 
 
 def _plan(config: RunConfig, check: RunCheck | None) -> dict[str, Any]:
-    steps_per = check.steps_per or None if check is not None else None
-    num_steps = check.num_steps if check is not None else config.training.numb_steps or 0
-    lengths = check.lengths if check is not None else {}
+    length = check.length if check is not None else RunLength(config.training.numb_steps or 0, {}, {})
     sizes = check.sizes if check is not None else None
     return {
-        "num_steps": num_steps or None,
+        "num_steps": length.num_steps or None,
         "parameters": sizes.parameters if sizes is not None else None,
         "tasks": [
             {
@@ -73,9 +72,9 @@ def _plan(config: RunConfig, check: RunCheck | None) -> dict[str, Any]:
                 "frames_per_step": of.frames,
                 "max_atoms_per_batch": of.max_atoms,
             }
-            for name, of in lengths.items()
+            for name, of in length.tasks.items()
         ],
-        "summary": [list(row) for row in config_summary(config, num_steps, steps_per)],
+        "summary": [list(row) for row in config_summary(config, length.num_steps, length.steps_per or None)],
         "input_with_defaults": to_dict(config),
     }
 

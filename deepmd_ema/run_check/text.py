@@ -13,6 +13,7 @@ import numpy as np
 from deepmd_ema.config import config_summary
 from deepmd_ema.data.check.report import COPIES, NEAR_COPIES, NET_FORCES, OUTLIERS, SHARED, DataReport
 from deepmd_ema.data.check.scan import Range, SystemScan
+from deepmd_ema.data.run import UNKNOWN_LENGTH
 from deepmd_ema.errors import counted
 from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
 from deepmd_ema.report.table import Cell, Column, Table, duration, facts, render
@@ -200,10 +201,10 @@ def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[s
 
 def plan_lines(config: RunConfig, check: RunCheck | None = None) -> list[str]:
     """Return the table of what will be trained, how, and for how long; ``check`` has read the data."""
-    pairs = config_summary(config, check.num_steps if check else 0, check.steps_per or None if check else None)
-    lengths = check.lengths if check else {}
-    for name, of in lengths.items():
-        part = f"{name}: {100 * of.share:.3g} % of the steps = {of.epochs:.1f} epochs, " * (len(lengths) > 1)
+    length = check.length if check else UNKNOWN_LENGTH
+    pairs = config_summary(config, length.num_steps, length.steps_per or None)
+    for name, of in length.tasks.items():
+        part = f"{name}: {100 * of.share:.3g} % of the steps = {of.epochs:.1f} epochs, " * (len(length.tasks) > 1)
         frames = f"{of.frames:.4g} {'frame' if of.frames == 1 else 'frames'} in a step"
         atoms = f"at most {counted(of.max_atoms, 'atom')}" + " in a batch" * (config.training.accumulate > 1)
         pairs.append(("batch", f"{part}{frames}, {atoms}, in one process"))

@@ -7,6 +7,7 @@ from typing import Any
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.config import RunConfig
+from deepmd_ema.config.outputs import Schedule
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig
 from deepmd_ema.config.schema.profile import Profile
@@ -56,22 +57,15 @@ def build_bank(
     return AverageBank(models.by_task, profiles, around=models) if profiles else None
 
 
-def snapshot_every(section: Profile, save_freq: int) -> int:
-    """Return the steps between two kept copies of an average for ``dp-ema posthoc``; 0 for none."""
-    if not section.snapshots:
-        return 0
-    return max(0, save_freq if section.snapshot_freq is None else section.snapshot_freq)
-
-
-def snapshot_lines(config: RunConfig, profiles: Sequence[Profile], num_steps: int, num_bytes: int) -> Iterator[str]:
+def snapshot_lines(schedule: Schedule, profiles: Sequence[Profile], num_bytes: int) -> Iterator[str]:
     """Yield the size on disk of the snapshots of each average; ``num_bytes`` is the size of one."""
     total = 0
-    for section, profile in zip(config.training.averaging, profiles):
-        every = snapshot_every(section, config.training.save_freq)
-        if every:
-            files = max(0, num_steps // every - profile.start_step // every) + (num_steps % every > 0)
+    for profile in profiles:
+        if (due := schedule.snapshots.get(profile.name)) is not None:
+            files = due.count(profile.start_step)
             total += files * num_bytes
-            yield f"{profile.name} {every_steps(every)}: {counted(files, 'file')} of {num_bytes / 1e6:.2f} MB"
+            size = f"{counted(files, 'file')} of {num_bytes / 1e6:.2f} MB"
+            yield f"{profile.name} {every_steps(due.steps.step)}: {size}"
     if total:
         yield f"{total / 1e6:,.2f} MB of disk in all, in float32; `dp-ema posthoc` finds the best length from them"
 

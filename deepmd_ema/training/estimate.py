@@ -25,7 +25,7 @@ import torch
 
 from deepmd_ema.allocator import peak_memory
 from deepmd_ema.config import RunConfig, to_dict
-from deepmd_ema.config.due import due_in
+from deepmd_ema.config.outputs import Schedule
 from deepmd_ema.config.paths import with_absolute_paths
 from deepmd_ema.dist.launch import TURN_S
 from deepmd_ema.errors import Interrupted, UserError
@@ -114,7 +114,7 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
     """
     values = _with_files_in_here(with_absolute_paths(to_dict(config), "."))
     measure = partial(
-        _measure, device=device, seconds=seconds, validates="validation" in due_in(config, 1), path=sys.path
+        _measure, device=device, seconds=seconds, validates=Schedule(config, 1).validation is not None, path=sys.path
     )
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as folder:
         Path(folder, "input.json").write_text(json.dumps(values))
@@ -127,19 +127,13 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
                     "The process that measured the steps was killed, perhaps for lack of memory. Use a smaller "
                     "batch_size, or a machine with more memory."
                 ) from None
-    steps = found["num_steps"]
-    times = {name: due.count() for name, due in due_in(config, steps).items()}
+    schedule = Schedule(config, found["num_steps"])
     return Cost(
-        rows=num_rows(config, steps),
-        validations=times.get("validation", 0),
-        checkpoints=times["checkpoint"],
+        rows=schedule.rows.count(),
+        validations=schedule.validation.count() if schedule.validation is not None else 0,
+        checkpoints=schedule.checkpoint.count(),
         **found,
     )
-
-
-def num_rows(config: RunConfig, steps: int) -> int:
-    """Return the number of rows of the learning curve of a run."""
-    return steps // config.training.disp_freq + (config.training.disp_freq > 1)
 
 
 def _with_files_in_here(values: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +178,7 @@ class _Stopwatch(Callback):
         self._seconds, self._validates = seconds, validates
 
     def on_start(self, trainer: Trainer) -> None:
-        self.num_steps, self.epoch_steps = trainer.num_steps, math.ceil(trainer.tasks.steps_per_epoch)
+        self.num_steps, self.epoch_steps = trainer.num_steps, math.ceil(trainer.prepared.length.steps_per["epochs"])
         self.first_step = time.perf_counter()
 
     @contextmanager
@@ -231,7 +225,7 @@ def _search_neighbors_ahead(trainer: Trainer, num_steps: int) -> None:
 def _growth_of_cache(trainer: Trainer) -> int:
     """Return by how much the neighbors in memory will still grow during the run, bytes."""
     cache = next(iter(trainer.tasks)).train_loader.cache
-    part = min(1.0, trainer.num_steps / trainer.tasks.steps_per_epoch)
+    part = min(1.0, trainer.num_steps / trainer.prepared.length.steps_per["epochs"])
     frames = sum(part * sum(task.train_loader.sampler.num_frames) for task in trainer.tasks)
     frames += sum(source.num_frames for task in trainer.validator.tasks.values() for source in task.valid)
     if not len(cache):

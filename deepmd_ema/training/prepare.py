@@ -22,14 +22,15 @@ from deepmd_ema.data.check.scan import is_isolated
 from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.epochs import permutation
 from deepmd_ema.data.run import (
+    RunLength,
     TaskData,
     check_task,
     choose_validation,
     content_of,
     difference,
     open_run,
+    run_length,
     split_off,
-    task_shares,
     with_neighbors,
 )
 from deepmd_ema.data.sampler import batch_sizes, frames_taken
@@ -46,7 +47,8 @@ from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.optim.groups import split_by_pattern
 from deepmd_ema.seeds import seed_for, stream_of
-from deepmd_ema.training.start import Start
+from deepmd_ema.training.restart import reads_shards
+from deepmd_ema.training.weights import Start
 
 logger = logging.getLogger(__name__)
 
@@ -82,14 +84,14 @@ class PreparedRun:
         config: of the run, with ``sel`` resolved.
         tasks: by name.
         models: those of the tasks.
-        shares: probability of each task to be trained by a step.
+        length: of the run and of each task.
         seed: of every random stream of the run.
     """
 
     config: RunConfig
     tasks: Mapping[str, PreparedTask]
     models: ModelSet
-    shares: Mapping[str, float]
+    length: RunLength
     seed: int
 
 
@@ -135,8 +137,8 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
         tasks[name] = PreparedTask(
             config.tasks[name], *systems[name], cache, model, splits[name].digest if name in splits else ""
         )
-    run = PreparedRun(config, tasks, models, task_shares(config, systems, world.size), seed)
-    if not start.loads_after_sharding(config):
+    run = PreparedRun(config, tasks, models, run_length(config, systems, world.size), seed)
+    if not reads_shards(start, config):
         state = world.broadcast_from_rank0(partial(_first_weights, run, start, world.size))
         if not world.is_main:
             run.models.load_state_dict(state)
@@ -208,7 +210,9 @@ def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[st
     """Put the weights of a file into the models, or statistics beside those of the seed, and return them."""
     if start.needs_statistics(run.config):
         found = {name: _statistics(task, run.seed, num_ranks) for name, task in run.tasks.items()}
-        for name, statistics in shared_statistics(found, run.config.links, run.shares).items():
+        for name, statistics in shared_statistics(
+            found, run.config.links, {name: of.share for name, of in run.length.tasks.items()}
+        ).items():
             run.tasks[name].model.apply_statistics(statistics)
             for line in statistics.lines():
                 logger.info("%s%s", f"task {name}: " * bool(name), line)

@@ -19,6 +19,7 @@ from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.outputs import Outputs
+from deepmd_ema.data.run import RunLength
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import counted
 from deepmd_ema.loss import LossOverBatches, constant_prediction
@@ -47,7 +48,7 @@ class Reporter:
         config: of the run.
         tasks: whose errors are shown.
         bank: averages, or None; some have learning curves of their own.
-        num_steps: steps of the whole run.
+        length: of the run.
         run_id: of the trajectory of weights, which loggers continue at a restart.
         world: the processes over whose frames errors are summed.
         times: stopwatch of the run.
@@ -67,7 +68,7 @@ class Reporter:
         config: RunConfig,
         tasks: TaskMixture,
         bank: AverageBank | None,
-        num_steps: int,
+        length: RunLength,
         run_id: str,
         world: World,
         times: RunTimes,
@@ -76,9 +77,9 @@ class Reporter:
         self._products = products
         training, outputs = config.training, Outputs(config)
         self._tasks, self._bank, self._world, self.times = tasks, bank, world, times
-        self._progress = Progress(num_steps, times, None if world.is_main else False, tasks.frames_per_step)
+        self._progress = Progress(length.num_steps, times, None if world.is_main else False, length.frames_per_step)
         # a row shows the mean over its interval, or the last batch of each task
-        self._every, self._shows_means = training.disp_freq, training.disp_avg
+        self._shows_means = training.disp_avg
         names = {task.name: task.loss.display_names for task in tasks}
         with_valid = {task.name for task in tasks if task.display_loader is not None}
         averages = [average.name for average in training.averaging if average.lcurve]
@@ -95,11 +96,7 @@ class Reporter:
         self.before: Mapping[str, Errors] = {}
         # by task, of the last rows in the second half of the run: an error of the training batches, and a constant's
         self._compared = {task.name: deque[tuple[float, float]](maxlen=COMPARED_ROWS) for task in tasks}
-        self._num_steps, self._warned = num_steps, set[str]()
-
-    def is_due(self, step: int) -> bool:
-        """Whether ``step`` has a row."""
-        return step == 1 or step % self._every == 0
+        self._num_steps, self._warned = length.num_steps, set[str]()
 
     def start(self, step: int) -> None:
         """Start the loggers of a run that has done ``step`` steps."""

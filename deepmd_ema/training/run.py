@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepmd_ema.config import RunConfig, as_launched, config_warnings, ignored_options, launch_problems
+from deepmd_ema.config import RunConfig, as_launched, config_warnings, ignored_options, launch_problems, saved_config
 from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.dist.launch import Launch, find_launch
 from deepmd_ema.dist.world import open_world
@@ -25,12 +25,11 @@ from deepmd_ema.report.table import render
 from deepmd_ema.training.averages import Hook
 from deepmd_ema.training.outputs import check_outputs, lock_outputs, write_config
 from deepmd_ema.training.prepare import prepare
-from deepmd_ema.training.request import DEFAULT_INPUT, TrainRequest
-from deepmd_ema.training.restart import Restart
-from deepmd_ema.training.start import Start
-from deepmd_ema.training.start_file import load_start
+from deepmd_ema.training.request import TrainRequest
+from deepmd_ema.training.restart import check_resumable, warn_of_other_input
 from deepmd_ema.training.summary import TrainedRun, describe_device, end_table, start_table, trained_run
 from deepmd_ema.training.trainer import Callback, Trainer
+from deepmd_ema.training.weights import Start, load_start
 
 __all__ = ["Callback", "TrainRequest", "TrainedRun", "run_training", "train"]
 
@@ -95,10 +94,10 @@ def run_training(
             with world.all_ranks_ok():
                 deadline = began + request.max_time
                 trainer = Trainer(prepared, start, world, should_update, request.name, callback, record, deadline)
-            remarks = config_warnings(prepared.config, trainer.num_steps, trainer.tasks.steps_per)
+            remarks = config_warnings(prepared.config, trainer.num_steps, prepared.length.steps_per)
             for line in render(start_table(trainer)):
                 logger.info("%s", line)
-            for line in (*trainer.tasks.warnings, *remarks):
+            for line in (*(line for of in prepared.length.tasks.values() for line in of.warnings), *remarks):
                 logger.warning("%s", line)
             trainer.run()
             seconds = time.monotonic() - began
@@ -128,17 +127,18 @@ def train(request: TrainRequest | str | Mapping[str, Any] | None = None, **optio
 
 def _config(request: TrainRequest, start: Start, launch: Launch, num_ranks: int) -> RunConfig:
     """Return the checked config, with what it leaves open as it is in the start file."""
-    if isinstance(start, Restart) and request.takes_saved_config:
-        given = start.whole_config()
+    if request.takes_saved_config:  # its notes are logged when it is compared with the checkpoint
+        given = replace(saved_config(start.config, str(start.path), whole=True), notes=())
     else:
         given = (request.input.with_model(start.model_section) if request.use_pretrain_script else request.input).config
     if problems := launch_problems(given, num_ranks):
         raise ConfigError(problems)
     restart = request.restart if request.takes_saved_config else None
     config = start.adopt_from_checkpoint(as_launched(given, launch.launched, restart))
-    start.check_resumable(config, request.allow_config_change)
-    if isinstance(start, Restart) and request.takes_saved_config and Path(DEFAULT_INPUT).is_file():
-        start.warn_of_other_input(DEFAULT_INPUT, config)
+    if start.payload is not None:
+        check_resumable(start, config, request.allow_config_change)
+        if request.takes_saved_config:
+            warn_of_other_input(start, config)
     return config
 
 

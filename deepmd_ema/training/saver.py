@@ -14,16 +14,15 @@ from torch import Tensor, nn
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, Store, keep_count, save_together
+from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, Store, save_together
 from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.config import RunConfig, to_dict
-from deepmd_ema.config.outputs import Outputs, suffix_of
+from deepmd_ema.config.outputs import Outputs, Schedule, suffix_of
 from deepmd_ema.dist.saved_tensors import OwnRows, Take, WholeTensors
 from deepmd_ema.dist.world import World
 from deepmd_ema.model.model_set import unnested
 from deepmd_ema.report.curves import RowTable
 from deepmd_ema.tensors import HostCopies
-from deepmd_ema.training.averages import snapshot_every
 from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.weight_names import LIVE
 
@@ -143,7 +142,7 @@ class Saver:
 
     Args:
         config: of the run.
-        num_steps: steps of the whole run.
+        schedule: of the run.
         start: steps done before it, at a restart.
         builder: makes the content of the files.
         bests: best files, which are pruned once a checkpoint knows of them.
@@ -159,55 +158,35 @@ class Saver:
     """
 
     def __init__(
-        self, config: RunConfig, num_steps: int, start: int, builder: StateBuilder, bests: Sequence[BestFiles],
+        self, config: RunConfig, schedule: Schedule, start: int, builder: StateBuilder, bests: Sequence[BestFiles],
         tables: Sequence[RowTable], store: Store, world: World,
     ) -> None:  # fmt: skip
         training, folder = config.training, Outputs(config).snapshot_folder
         files_of = partial(CheckpointSeries, training.save_ckpt, start=start, store=store)
 
         def series(weights: str, max_keep: int | None) -> CheckpointSeries:
-            most = training.max_ckpt_keep if max_keep is None else max_keep
-            keep = keep_count(most, training.ckpt_keep_ratio, num_steps, training.save_freq)
-            return files_of(suffix_of(weights), training.save_dir, keep)
+            return files_of(suffix_of(weights), training.save_dir, schedule.num_kept(max_keep))
 
         self.builder, self._bests, self._tables = builder, bests, tables
         self.writer = Writer(world, everywhere=training.writes_shards)
         self.live = series(LIVE, None)
         self.averages = {a.name: series(a.name, a.ckpt_keep) for a in training.averaging}
-        self._save_every = training.save_freq
-        # copies of averages for `dp-ema posthoc`: all of them stay; and the steps between two
-        self._snapshots = {
-            a.name: (files_of(suffix_of(a.name), folder, 0), every)
-            for a in training.averaging
-            if (every := snapshot_every(a, training.save_freq))
-        }
+        # copies of averages for `dp-ema posthoc`: all of them stay
+        self._snapshots = {name: files_of(suffix_of(name), folder, 0) for name in schedule.snapshots}
 
     @property
     def link(self) -> Path:
         """Link to the newest training checkpoint."""
         return self.live.link
 
-    def is_due(self, step: int, last: bool) -> bool:
-        """Whether a checkpoint is written after ``step``."""
-        return last or (self._save_every > 0 and step % self._save_every == 0)
-
-    def snapshots_due(self, step: int, last: bool) -> list[str]:
-        """Return the averages of which a copy is kept after ``step``: at a pace of their own and after the last one."""
-        return [name for name, (_, every) in self._snapshots.items() if last or step % every == 0]
-
-    def keep_snapshots(self, due: Sequence[str], step: int) -> None:
+    def keep_snapshots(self, names: Sequence[str], step: int) -> None:
         """Write the snapshots of ``step`` of averages that have begun, and remove those of earlier runs up to it."""
         self.writer.begin(step)
         buffers = [name for name, _ in self.builder.models.named_buffers()]
-        for name in due:
+        for name in names:
             content = self.builder.snapshot(name, step)
             if content["average"]["updates"]:
-                self._submit(partial(_write_snapshot, self._snapshots[name][0], step, content, buffers))
-
-    def keep_last_snapshots(self, step: int) -> None:
-        """Write the snapshots that are due only because ``step`` is the last one, with which `dp-ema posthoc` ends."""
-        there = self.snapshots_due(step, False)  # these were written at their own pace
-        self.keep_snapshots([name for name in self.snapshots_due(step, True) if name not in there], step)
+                self._submit(partial(_write_snapshot, self._snapshots[name], step, content, buffers))
 
     def keep_best(self, best: BestFiles, weights: str, step: int, done: Callable[[Path], None]) -> None:
         """Write the best file of ``step``, which ``best`` has entered.

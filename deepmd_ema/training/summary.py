@@ -32,12 +32,14 @@ SHARED = {
 
 def start_table(trainer: Trainer) -> Table:
     """Return the summary of ``dp-ema check`` with facts that are known once the parts of the run are built."""
-    prepared, tasks, bank, num_steps = trainer.prepared, trainer.tasks, trainer.bank, trainer.num_steps
+    prepared, bank, num_steps = trainer.prepared, trainer.bank, trainer.num_steps
     config, stage, world = prepared.config, prepared.config.training.zero_stage, trainer.world
-    per_step = f"{tasks.frames_per_step:.6g} frames per step over all ranks"
+    per_step = f"{prepared.length.frames_per_step:.6g} frames per step over all ranks"
     several = f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as given"
-    pairs = [("ranks", several if world.size > 1 or stage else ""), *config_summary(config, num_steps, tasks.steps_per)]
-    epochs = tasks.epochs(num_steps)
+    pairs = [
+        ("ranks", several if world.size > 1 or stage else ""),
+        *config_summary(config, num_steps, prepared.length.steps_per),
+    ]
     averages = [bank[name].profile for name in bank.names] if bank is not None else []
     for task, made in prepared.tasks.items():
         of = f"{task}: " if task else ""
@@ -45,12 +47,13 @@ def start_table(trainer: Trainer) -> Table:
         frozen = sum(p.numel() for p in made.model.parameters()) - trained
         words = f"{of}{trained:,} trained parameters" + f" and {frozen:,} frozen" * (frozen > 0)
         frames = sum(system.num_frames for system in made.train)
-        part = f", {100 * prepared.shares[task]:.3g} % of the steps = {epochs[task]:.1f} epochs" if task else ""
+        length = prepared.length.tasks[task]
+        part = f", {100 * length.share:.3g} % of the steps = {length.epochs:.1f} epochs" if task else ""
         pairs.append(("training", f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}{part}"))
     pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
               for p in averages if p.should_update is not None]  # fmt: skip
     if (batches := config.training.accumulate) > 1:
-        frames_of_step = f"{tasks.frames_per_step:.6g} frames" + " over all ranks" * (world.size > 1)
+        frames_of_step = f"{prepared.length.frames_per_step:.6g} frames" + " over all ranks" * (world.size > 1)
         pairs.append(("step", f"{batches} batches, {frames_of_step}"))
     parameters = dict(prepared.models.named_parameters())
     lines = describe_groups(config.optimizer.groups, prepared.models.first_names(), parameters)
@@ -60,7 +63,7 @@ def start_table(trainer: Trainer) -> Table:
     trained_names = {n for n, p in parameters.items() if p.requires_grad}
     state = prepared.models.state_dict()
     num_bytes = sum(t.numel() * (4 if name in trained_names else t.element_size()) for name, t in state.items())
-    pairs += [("snapshots", line) for line in snapshot_lines(config, averages, num_steps, num_bytes)]
+    pairs += [("snapshots", line) for line in snapshot_lines(trainer.schedule, averages, num_bytes)]
     pairs.append(("units", "rows of single batches in eV and angstrom, as in lcurve.out; full validation in meV"))
     program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     return facts(f"{program}, on {describe_device(world.device)}", pairs)

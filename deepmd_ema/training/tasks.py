@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 
 from deepmd_ema.batch import Batch, PackedBatch
-from deepmd_ema.config import RunConfig
 from deepmd_ema.data.loader import PREFETCH, Loader, Pad
-from deepmd_ema.data.run import steps_for_epochs, steps_per_unit
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.dist.world import World
@@ -150,46 +148,10 @@ class TaskMixture:
                     split=task.split,
                 )
             )
-        self._shares = [(prepared.shares[task.name], task.train_loader.sampler) for task in self._tasks]
-        self._cumulative = np.cumsum([share for share, _ in self._shares])
+        self._cumulative = np.cumsum([prepared.length.tasks[task.name].share for task in self._tasks])
 
     def __iter__(self) -> Iterator[Task]:
         return iter(self._tasks)
-
-    @property
-    def frames_per_step(self) -> float:
-        """Mean number of frames in a step of all ranks together."""
-        return self._accumulate * sum(share * sampler.frames_per_step for share, sampler in self._shares)
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps in which every task has, on average, seen all of its frames at least once."""
-        return self.steps_per["epochs"]
-
-    @property
-    def steps_per(self) -> dict[str, float]:
-        """Steps of one of the units in which lengths of averages are given."""
-        accumulate = self._accumulate
-        each = [(share, of.batches_per_epoch, accumulate * of.frames_per_step) for share, of in self._shares]
-        return steps_per_unit(each, accumulate)
-
-    def num_steps(self, config: RunConfig) -> int:
-        """Return the steps of a run: as given, or those of the passes over the data of each task."""
-        if config.training.numb_steps:
-            return config.training.numb_steps
-        epochs = config.task_epochs or dict.fromkeys(config.tasks, config.training.numb_epoch or 0)
-        each = [(epochs[task.name], *of) for task, of in zip(self._tasks, self._shares)]
-        return steps_for_epochs(each, self._accumulate)
-
-    def epochs(self, num_steps: int) -> dict[str, float]:
-        """Return the mean number of epochs of each task in a run."""
-        of_tasks, batches = zip(self._tasks, self._shares), num_steps * self._accumulate
-        return {task.name: share * batches / sampler.batches_per_epoch for task, (share, sampler) in of_tasks}
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings of the samplers about the data."""
-        return [line for _, sampler in self._shares for line in sampler.warnings]
 
     def draw(self, step: int) -> Task:
         """Return the task of ``step``."""

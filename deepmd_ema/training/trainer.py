@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.checkpoint.series import Store
-from deepmd_ema.config.due import due_in
+from deepmd_ema.config.outputs import Schedule
 from deepmd_ema.config.schema.loggers import FAILED, FINISHED, INTERRUPTED
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.dist.launch import END_SIGNALS, handling
@@ -34,12 +34,13 @@ from deepmd_ema.training.modes import compile_models, launches_graphs, remarks_o
 from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.training.refit import refit_bias
 from deepmd_ema.training.reporter import COMPARED_ROWS, Reporter
+from deepmd_ema.training.restart import read_shards, reads_shards, state_of_tasks
 from deepmd_ema.training.saver import Saver, StateBuilder
 from deepmd_ema.training.sharding import check_replicas, parallelize
-from deepmd_ema.training.start import Start
 from deepmd_ema.training.step import GradientStep, Outcome, Step, context_of_products, context_of_validation
 from deepmd_ema.training.tasks import Task, TaskMixture
 from deepmd_ema.training.validate import FullValidation, ValidationAborted
+from deepmd_ema.training.weights import Start
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Trainer:
         saver: writes checkpoints.
         reporter: learning curves and progress.
         times: stopwatch of the run.
+        schedule: of the whole run.
         num_steps: of the whole run; an early stop makes the current step the last one.
         interpolation: of the embedding nets.
         graphs: takes steps as CUDA graphs instead of ``take_step`` and ``bank``; or None.
@@ -96,13 +98,15 @@ class Trainer:
         self.prepared, self.world, self.input_file, self.deadline = prepared, world, input_file, deadline
         self.callback, self.record = callback or Callback(), record or RunRecord()
         self.tasks = TaskMixture(prepared, world)
-        self.num_steps = num_steps = self.tasks.num_steps(config)
+        self.num_steps = num_steps = prepared.length.num_steps
+        self.schedule = schedule = Schedule(config, num_steps)
 
         # of rank 0: all ranks choose series and compile for the same frames, and so does a restart
         first = world.broadcast_from_rank0(lambda: {task.name: task.train_loader.batch(0) for task in self.tasks})
         batches = {name: batch.to(world.device) for name, batch in first.items()}
         self.interpolation = InterpolationControl(models, world)
-        self.interpolation.begin(batches, start.interpolation)
+        saved = start.payload or {}
+        self.interpolation.begin(batches, saved.get("interpolation", saved.get("splines")))  # as it was called in 0.1.0
 
         # before the models are sharded: one rank may then compile while others wait for its code
         self.products = context_of_products("training.enable_tf32", training.enable_tf32, world.device)
@@ -111,20 +115,23 @@ class Trainer:
             logger.info("%s", line)
         used = compile_models(config, models, batches, world, (self.products, in_validation))
         module = parallelize(models, world, training.zero_stage)
-        if start.loads_after_sharding(config):
-            start.load_shards(models)
+        if reads_shards(start, config):
+            read_shards(start, models)
 
-        self.bank = build_bank(config, models, self.tasks.steps_per, should_update, num_steps)
+        self.bank = build_bank(config, models, prepared.length.steps_per, should_update, num_steps)
         # until the first validation was measured its time is that of some steps
         frames = sum(system.num_frames for task in prepared.tasks.values() for system in task.valid)
-        validation_steps = FORWARD_SHARE * len(config.fully_validated) * frames / self.tasks.frames_per_step
-        self.times = RunTimes(due_in(config, num_steps), {"validation": validation_steps})
-        self.reporter = Reporter(config, self.tasks, self.bank, num_steps, run, world, self.times, in_validation)
+        validation_steps = FORWARD_SHARE * len(config.fully_validated) * frames / prepared.length.frames_per_step
+        due = {"checkpoint": schedule.checkpoint}
+        if schedule.validation is not None:
+            due["validation"] = schedule.validation
+        self.times = RunTimes(due, {"validation": validation_steps})
+        self.reporter = Reporter(config, self.tasks, self.bank, prepared.length, run, world, self.times, in_validation)
         store = Store(world.for_writer() if training.writes_shards else None)
         self.validator = FullValidation(prepared, self.bank, num_steps, store, world, in_validation)
         builder = StateBuilder.build(prepared, used, self.bank, run, num_steps, world)
         tables = [*filter(None, self.reporter.curves.values()), *self.validator.logs]
-        self.saver = Saver(config, num_steps, start.step, builder, self.validator.bests, tables, store, world)
+        self.saver = Saver(config, schedule, start.step, builder, self.validator.bests, tables, store, world)
 
         self.graphs: GraphedSteps | None = None
         if isinstance(config.optimizer, LKFConfig):
@@ -138,11 +145,16 @@ class Trainer:
         if training.cuda_graphs and self.graphs is None:
             logger.warning("training.cuda_graphs has no effect: %s.", why_no_graphs(config, world))
 
+        self._steps_per_epoch = prepared.length.steps_per["epochs"]
         self.step, self.stop, self.is_out_of_time = 0, StopRequest(), False
         self._validation_pending, self._saved, self._windows = False, -1, ""
-        self._validates_before = start.validates_before
-        if (state := start.state(models, self.tasks.state_dict())) is not None:
-            self.load_state_dict(start.step, state)
+        self._validates_before = bool(start.sources)  # of a restart they are in the checkpoint
+        if start.payload is not None:
+            logger.info(
+                "restart after step %d of %s: weights, optimizer, averages, order of frames, learning rate and logs "
+                "are continued", start.step, start.path,
+            )  # fmt: skip
+            self.load_state_dict(start.step, state_of_tasks(start, models, self.tasks.state_dict()))
         models.train()
 
     def run(self) -> None:
@@ -177,7 +189,7 @@ class Trainer:
             self.tasks.close()
 
     def _loop(self) -> None:
-        if self._validates_before and self.validator.is_on:
+        if self._validates_before and self.schedule.validation and self.validator.rows:
             # a stop that is requested meanwhile ends the run as always, after the first step
             with self.times.of("validation"), suppress(ValidationAborted):
                 self.reporter.show_before(self.validator.errors(self._is_stopped))
@@ -221,7 +233,7 @@ class Trainer:
 
         A single batch is returned on the device, several in host memory.
         """
-        epoch = number / self.tasks.steps_per_epoch
+        epoch = number / self._steps_per_epoch
         if self.graphs is not None and isinstance(made[0], PackedBatch):
             outcome, batch = self.graphs(task, made[0], number, epoch)
             self.step = number
@@ -255,22 +267,24 @@ class Trainer:
 
     def _do_what_is_due(self, task: Task, batches: Sequence[Batch | PackedBatch], outcome: Outcome) -> None:
         self.reporter.record(self.step, task, outcome)
-        if self.reporter.is_due(self.step):
+        if self.step in self.schedule.rows:
             self._raise_if_diverged()
             with self.callback.during(self, "display"):
                 self.reporter.show(self.step, task, batches, outcome)
-        snapshots = self.saver.snapshots_due(self.step, self.step == self.num_steps)
+        snapshots = [name for name, due in self.schedule.snapshots.items() if self.step in due]
         if snapshots:  # before a validation, which a stop may break off
             self._raise_if_diverged()
             with self.times.of("snapshot"):
                 self.saver.keep_snapshots(snapshots, self.step)
-        if self.validator.is_due(self.step):
+        if (due := self.schedule.validation) is not None and self.step in due and self.validator.rows:
             self._raise_if_diverged()
             self._validate()
-        if self.saver.is_due(self.step, self.step == self.num_steps):  # a validation may have made it the last step
+        if (
+            self.step in self.schedule.checkpoint or self.step == self.num_steps
+        ):  # a validation may have made it the last
             self._raise_if_diverged()
             self._save()
-        elif self.reporter.is_due(self.step):
+        elif self.step in self.schedule.rows:
             self._note()
 
     def _validate(self) -> None:
@@ -284,7 +298,12 @@ class Trainer:
         if (why := self.validator.stopped_early) and self.step < self.num_steps:
             logger.info("early stop after step %d of %d: %s", self.step, self.num_steps, why)
             self.record.early_end, self.num_steps = why, self.step
-            self.saver.keep_last_snapshots(self.step)
+            self._keep_last_snapshots()
+
+    def _keep_last_snapshots(self) -> None:
+        """Write the snapshots that are due only because the run ends after this step."""
+        names = [name for name, due in self.schedule.snapshots.items() if self.step not in due]
+        self.saver.keep_snapshots(names, self.step)
 
     def _save(self) -> None:
         with self.callback.during(self, "checkpoint"):
@@ -316,7 +335,7 @@ class Trainer:
     def _leave(self) -> None:
         """Save the current step; raise Interrupted unless only the time is over."""
         self._raise_if_diverged()
-        self.saver.keep_last_snapshots(self.step)
+        self._keep_last_snapshots()
         if self._saved != self.step or self._validation_pending:
             self._save()
         self.saver.writer.finish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -87,12 +86,9 @@ class FullValidation:
     ) -> None:
         self._products = products
         config, validating, outputs = prepared.config, prepared.config.validating, Outputs(prepared.config)
-        self.models, self._bank, self._world, self._last = prepared.models, bank, world, num_steps
+        self.models, self._bank, self._world = prepared.models, bank, world
         self.tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
-        self._metric, self._every = validating.validation_metric, validating.validation_freq
-        # below 1 a fraction of the run, never at 1, a step above it; the last step is validated in any case but never
-        start = validating.full_val_start
-        self._start = math.inf if start == 1 else int(start * num_steps) if start < 1 else int(start)
+        self._metric = validating.validation_metric
         early_stop = validating.early_stop
         self.early_stop = EarlyStop(early_stop, self._metric) if early_stop is not None else None
         self.rows: list[Validated] = []
@@ -103,16 +99,6 @@ class FullValidation:
                 prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
                 best = BestFiles(prefix, folder, keep, self._metric, writes=world.is_main, store=store)
                 self.rows.append(Validated(weights, task, log, best if validating.save_best else None))
-
-    @property
-    def is_on(self) -> bool:
-        """Whether weights are validated in this run."""
-        return bool(self.rows) and self._start < math.inf
-
-    def is_due(self, step: int) -> bool:
-        """Whether the weights after ``step`` are validated."""
-        following = step >= self._start and (step - self._start) % self._every == 0
-        return self.is_on and (step == self._last or following)
 
     def run(
         self, step: int, saver: Saver, stopped: Callable[[], bool], entered: Callable[[str], None]

@@ -284,9 +284,8 @@ def _our_trainer(folder: Path, start_file: str | None = "start.pt") -> tuple[Any
     from deepmd_ema.config import load_config
     from deepmd_ema.dist.world import World
     from deepmd_ema.training.prepare import prepare
-    from deepmd_ema.training.start import Start
-    from deepmd_ema.training.start_file import load_weights
     from deepmd_ema.training.trainer import Trainer
+    from deepmd_ema.training.weights import Start, load_weights
 
     os.chdir(folder)
     start, world = load_weights(start_file) if start_file else Start(), World()

@@ -1,0 +1,458 @@
+"""Start of a run: from its seed, the weights of a file, models that are fine-tuned, or a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deepmd_ema import checkpoint
+from deepmd_ema.config import ModelConfig, RunConfig, choose_head, saved_models, to_dict
+from deepmd_ema.config.differences import differences_of, shortened
+from deepmd_ema.config.fields import plain
+from deepmd_ema.errors import CheckpointError, ConfigError
+from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_models
+from deepmd_ema.interop.pretrained import check_digest
+from deepmd_ema.model.element_mapping import ElementsError, carried_over, check_elements
+from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.model_set import ModelSet, nested
+from deepmd_ema.tensors import check_weights, prefix_of, whole
+from deepmd_ema.training.request import TrainRequest
+from deepmd_ema.version import __version__
+
+logger = logging.getLogger(__name__)
+
+RANDOM = "RANDOM"  # as a head: a fresh fitting network
+ONLY = "Default"  # DeePMD-kit's name for the model of a file that has one
+_CHOOSES = "--model-branch or finetune_head"
+_SHORT_RANGE = ("use_srtab", "smin_alpha", "sw_rmin", "sw_rmax")
+_OF_THE_RUN = ("trainable", "seed", "interpolate")  # options of a descriptor that do not change its features
+
+
+@dataclass(frozen=True)
+class Source:
+    """Model of a file from which a task starts.
+
+    Attributes:
+        loaded: the model.
+        fresh_fitting: whether the fitting network starts anew.
+        keeps_bias: whether the output bias stays as in the file: the task of the same name is trained further.
+    """
+
+    loaded: LoadedModel
+    fresh_fitting: bool = False
+    keeps_bias: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts. Without a file: weights from the seed, statistics from the data.
+
+    Attributes:
+        path: the file.
+        sources: models of the file from which the tasks of a new run start, by name.
+        fine_tunes: whether these may have other elements, and their bias is moved to the data. Elements that the file
+            does not have get the parameters of the seed and statistics of the data. The bias is moved by a fit of label
+            minus prediction, or, with a fresh fitting network, set by a fit of the labels.
+        payload: content of the checkpoint that is continued, bitwise as without a break; None: the run is new.
+        config: of the file, as its program has written it.
+        saved: sections of the models of the file, by name of the task.
+    """
+
+    path: Path = Path()
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    fine_tunes: bool = False
+    payload: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    saved: Mapping[str, ModelConfig] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done before the start."""
+        return 0 if self.payload is None else int(self.payload["step"])
+
+    def needs_statistics(self, config: RunConfig) -> bool:
+        """Whether the file does not have all means, spreads and biases: of new tasks, elements or fitting networks."""
+        return bool(config.tasks.keys() - self.saved.keys()) or any(
+            source.fresh_fitting or set(config.tasks[name].model.type_map) - set(self.saved[name].type_map)
+            for name, source in self.sources.items()
+            if name in config.tasks
+        )
+
+    def fits_bias(self, task: str) -> bool:
+        """Whether the output bias of a task is moved to the data before the first step."""
+        return self.fine_tunes and not (self.sources[task].fresh_fitting or self.sources[task].keeps_bias)
+
+    def min_nbor_dist(self, task: str, in_data: float | None) -> float | None:
+        """Return the nearest pair that the model of a task has seen, angstrom: in its data, or as the file records."""
+        if self.payload is not None:
+            recorded: float | None = nested(self.payload.get("min_nbor_dist"), (task,)).get(task)
+            return recorded
+        if task not in self.sources:
+            return in_data
+        before = self.sources[task].loaded.info.min_nbor_dist
+        return min((d for d in (in_data, before) if d is not None), default=None) if self.fine_tunes else before
+
+    def run_id(self, config: RunConfig) -> str:
+        """Return the identifier of this trajectory of weights: the same config and start always give the same."""
+        if self.payload is not None and self.payload.get("run"):  # files of 0.1.0 have none
+            return str(self.payload["run"])
+        origin = f"{self.path}{' fine-tuned' * self.fine_tunes}" if self.sources else ""
+        text = json.dumps([__version__, self.config if self.payload else to_dict(config), origin], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def model_section(self, given: Any) -> Any:
+        """Return the section ``model`` of the file, in place of ``given``, that of the input, which may be wrong.
+
+        For fine-tuning it has descriptors and fitting networks of the file, trainable as given. A part that tasks share
+        is that of the first of them that takes it from the file.
+
+        Raises:
+            ConfigError: if the run does not start from a file, the file does not say what its models share, or options
+                of it count elements by number, and the elements are others.
+        """
+        if not self.config:
+            raise ConfigError(
+                "--use-pretrain-script: takes the section `model` from a file, and none is given. Name it with "
+                "--finetune, --init-model or --restart, or leave the option out."
+            )
+        if not self.fine_tunes:
+            if "model_dict" in self.config["model"] and "training" not in self.config:
+                raise ConfigError(
+                    f"--use-pretrain-script: {self.path} has several models and does not say what they share. Write "
+                    "the section model into the input (`dp-ema show --config` prints the model of each)."
+                )
+            return self.config["model"]
+        if "" in self.sources:
+            return self._tuned_section("", given, {}, {})
+        models = given.get("model_dict") if isinstance(given, Mapping) else None
+        if not isinstance(models, Mapping):
+            return given
+        before = given.get("shared_dict")
+        before = before if isinstance(before, Mapping) else {}
+        shared: dict[str, Any] = {}
+        sections = {
+            name: self._tuned_section(name, section, before, shared) if name in self.sources else section
+            for name, section in models.items()
+        }
+        return {**given, "model_dict": sections, **({"shared_dict": {**before, **shared}} if before else {})}
+
+    def _tuned_section(self, task: str, given: Any, before: Mapping[str, Any], shared: dict[str, Any]) -> Any:
+        """Return the section of one task that is fine-tuned.
+
+        Args:
+            task: its name.
+            given: its section in the input.
+            before: the parts that tasks share in the input.
+            shared: takes those of the file instead.
+        """
+        source, saved = self.sources[task], self.saved[task]
+        section = to_dict(saved)
+        if not isinstance(given, Mapping):
+            return section
+        taken = ("descriptor",) if source.fresh_fitting else ("descriptor", "fitting_net")
+        type_map = given.get("type_map", section["type_map"])
+        elements = before.get(type_map) if isinstance(type_map, str) else type_map
+        by_number = f"the parts of {self.path} are for" * (saved.type == "linear_ener")
+        if not by_number:
+            if isinstance(elements, list):
+                self._check_elements(task, elements)
+            options = [path for n in taken for path in _paths_of(section[n], ("exclude_types", "atom_ener"), n)]
+            by_number = f"{', '.join(options)} of {self.path} counts elements by number in" * bool(options)
+        if by_number and elements != section["type_map"]:
+            raise ConfigError(
+                f"--use-pretrain-script: {by_number} type_map = {section['type_map']}, and it is another here. Write "
+                "the section model into the input (`dp-ema show --config` prints it)."
+            )
+        if saved.type == "linear_ener":
+            return {**given, "type_map": type_map, **{name: section[name] for name in ("type", "models", "weights")}}
+        parts = {name: _part(given.get(name), section[name], before, shared) for name in taken}
+        return {**given, "type_map": type_map, **parts}
+
+    def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
+        """Return ``config`` with what it leaves open as in the file: ``sel`` where it fits, and the seed of a restart.
+
+        Raises:
+            CheckpointError: if the file holds models of other elements or tasks.
+            ConfigError: if a bias is to be kept for a fitting network that is fresh.
+        """
+        is_new, models = self.payload is None, {}
+        if is_new and self.sources and not self.fine_tunes:
+            self._check_tasks(config)
+        for name, task in config.tasks.items():
+            if (saved := self.saved.get(name)) is None:
+                continue
+            model, place, fits = task.model, task.place("model"), True
+            if self.fine_tunes:
+                if model.finetune_bias == "keep" and self.sources[name].fresh_fitting:
+                    raise ConfigError(
+                        f'{place}.finetune_bias = "keep": the fitting network starts anew, and its bias is a fit of '
+                        "the labels. Leave it out, or choose a model of the file with finetune_head."
+                    )
+                fits = len(saved.descriptor.neighbors or ()) == 1 or model.type_map == saved.type_map
+                fits = fits and model.descriptor.type == saved.descriptor.type
+            elif saved.type_map != model.type_map:
+                raise CheckpointError(
+                    f"{self.path}: a model of type_map {saved.type_map}, but {place}.type_map is {model.type_map}. "
+                    "Use the type_map of the file, or --finetune, which takes over the elements that both have."
+                )
+            if is_new:
+                report_differences(saved, model, place)
+            if model.descriptor.neighbors is None and fits:
+                models[name] = model.with_descriptor(model.descriptor.with_neighbors_of(saved.descriptor))
+        config = config.with_models(models) if models else config
+        if is_new or config.training.seed is not None:
+            return config
+        return replace(config, training=replace(config.training, seed=self.config["training"]["seed"]))
+
+    def _check_tasks(self, config: RunConfig) -> None:
+        """Check that the file has a model for each task.
+
+        Raises:
+            CheckpointError: naming what it has instead.
+        """
+        if not (missing := [name for name in config.tasks if name not in self.saved]):
+            return
+        has = f"the models {', '.join(self.saved)}" if "" not in self.saved else "one model without a name"
+        if missing == [""]:
+            text = f"{has}, and the input has one task. Choose a model with --model-branch."
+        else:
+            text = (
+                f"{has}, and none for {', '.join(missing)} of the input: --init-model needs one for each task. Use "
+                "--finetune, which also starts several tasks from one model."
+            )
+        raise CheckpointError(f"{self.path}: holds {text}")
+
+    def load_weights(self, models: ModelSet) -> None:
+        """Put the weights of the file into ``models``, also into what new tasks share with those of the file.
+
+        Raises:
+            CheckpointError: naming every missing, extra or reshaped tensor.
+        """
+        if self.fine_tunes:
+            self._fine_tune(models.by_task)
+        elif self.saved:
+            self._take_all(models.by_task)
+
+    def _take_all(self, by_task: Mapping[str, EnergyModel]) -> None:
+        """Put all weights of the file into the models of the same tasks: a restart may have new ones, and fewer."""
+        taken = ModelSet({task: model for task, model in by_task.items() if task in self.saved})
+        if self.payload is not None:
+            state: Mapping[str, Tensor] = whole(self.payload["model"])  # whatever was made of them after training
+            weights, step = self.payload["weights"], self.payload["step"]
+        else:
+            state = ModelSet({task: source.loaded.model for task, source in self.sources.items()}).state_dict()
+            info = next(iter(self.sources.values())).loaded.info
+            weights, step = info.weights, info.step
+        prefixes = tuple(map(prefix_of, taken.by_task))
+        state = {name: tensor for name, tensor in state.items() if name.startswith(prefixes)}
+        check_weights({name: tuple(tensor.shape) for name, tensor in taken.state_dict().items()}, state, self.path)
+        taken.load_state_dict(state)
+        new = [model.fitting for task, model in by_task.items() if task not in self.saved]
+        cases = {model.fitting.case for model in taken.by_task.values()}
+        for fitting, case in zip(new, (n for n in range(len(by_task) + len(cases)) if n not in cases)):
+            fitting.set_case(case)  # a task that stays has the case of before, whatever the names of new ones are
+        words = "step not known" if step is None else f"step {step}"
+        logger.info("weights of %s (%s, %s)", self.path, weights or "live or averaged", words)
+
+    def _fine_tune(self, by_task: Mapping[str, EnergyModel]) -> None:
+        """Take over the weights of the file for the elements that it has.
+
+        What tasks share has the weights that it has in the model of the first of them, a fitting network those of the
+        first that does not start anew.
+        """
+        order = [*by_task][::-1]  # the last to be written stays
+        order.sort(key=lambda task: not self.sources[task].fresh_fitting)
+        for task in order:
+            source, model = self.sources[task], by_task[task]
+            self._check_elements(task, model.type_map)
+            try:
+                model.load_state_dict(carried_over(source.loaded.model, model, with_fitting=not source.fresh_fitting))
+            except ElementsError as error:
+                whose = f"task {task}" if task else "this input"
+                lines = [f"{self.path}: its weights do not fit the model of {whose}.", *error.problems]
+                advice = "Use its sections descriptor and fitting_net (--use-pretrain-script takes them)"
+                head = f'"finetune_head": "RANDOM" in model.model_dict.{task}' if task else "--model-branch RANDOM"
+                last = "." if source.fresh_fitting else f", or a fresh fitting network ({head})."
+                raise CheckpointError("\n  ".join([*lines, advice + last])) from error
+        for task, model in by_task.items():
+            source = self.sources[task]
+            new = [name for name in model.type_map if name not in self.saved[task].type_map]
+            logger.info(
+                "fine-tuning %s%s: %s; %s; fitting network %s", f"task {task} from " * bool(task), self.path,
+                source.loaded.info.describe(), f"new elements {' '.join(new)}" if new else "no new elements",
+                "fresh" if source.fresh_fitting else "of the file",
+            )  # fmt: skip
+        if len(by_task) == 1:
+            return
+        # Tasks that share a fitting network have a case each. One that comes from a model of the file keeps the case of
+        # that model, with which the network was trained; of two from the same model that which keeps its bias, or the
+        # first.
+        taken: dict[int, set[int]] = {}
+        for task in sorted(by_task, key=lambda task: (self.sources[task].fresh_fitting, self.fits_bias(task))):
+            fitting = by_task[task].fitting
+            cases = taken.setdefault(id(next(iter(fitting.blocks()), (fitting,))[0]), set())
+            case = next(n for n in (fitting.case, *range(len(cases) + 1)) if n not in cases)
+            cases.add(case)
+            fitting.set_case(case)
+
+    def _check_elements(self, task: str, elements: Iterable[str]) -> None:
+        try:
+            check_elements(self.sources[task].loaded.model, elements)
+        except ElementsError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
+
+
+def load_start(request: TrainRequest, share: tuple[int, int] = (0, 1)) -> Start:
+    """Load the file that a run starts from, if any.
+
+    Args:
+        request: with the file, and which of its models each task starts from.
+        share: rank of this process and number of ranks, which check the shards of a sharded checkpoint together.
+
+    Raises:
+        CheckpointError: if it is missing, damaged, or of the wrong kind (an average cannot be restarted from).
+        UserError: if a head is given for a file without heads.
+    """
+    heads = request.heads()
+    if request.restart is not None:
+        return load_restart(request.restart, share)
+    if request.finetune is not None:
+        return load_pretrained(request.finetune, heads)
+    if request.init_model is not None:
+        return load_weights(request.init_model, heads.get(""))
+    return Start()
+
+
+def load_restart(file: str, share: tuple[int, int] = (0, 1)) -> Start:
+    """Load the checkpoint that a run continues, see :func:`load_start`."""
+    if Path(file).suffix.lower() in FROZEN_SUFFIXES:
+        raise CheckpointError(
+            f"--restart {file}: a frozen model holds weights only, not the state of a run. Use a training checkpoint "
+            f"(model.ckpt-*.pt), or start anew from these weights with --init-model {file}."
+        )
+    path = checkpoint.resolve(file)
+    payload = checkpoint.load_shards(path, share)
+    checkpoint.require_training(payload, path)
+    config = payload["config"]
+    return Start(path, payload=payload, config=config, saved=saved_models(config, str(path)).configs)
+
+
+def load_weights(file: str, head: str | None = None) -> Start:
+    """Load the weights, live or averaged, that a run starts from.
+
+    Args:
+        file: a checkpoint of any kind or a frozen model, also of DeePMD-kit.
+        head: the model of a file with several that the only task starts from; None: each starts from that of its name.
+    """
+
+    def choose(names: Mapping[str, Sequence[str]]) -> Iterable[str]:
+        return names if head is None else [_named(names, head, file)]
+
+    loaded = load_models(file, choose=choose)
+    models, config = loaded.models, loaded.config
+    if head is not None:  # whatever the name of the model is
+        (model,) = models.values()
+        models, config = {"": model}, {"model": model.info.config["model"]}
+    sources = {name: Source(model) for name, model in models.items()}
+    path = next(iter(models.values())).info.path
+    return Start(path, sources, config=config, saved={name: model.config for name, model in models.items()})
+
+
+def load_pretrained(file: str, heads: Mapping[str, str | None] | None = None) -> Start:
+    """Load the models that are fine-tuned; ``heads`` names the model that each task starts from.
+
+    ``RANDOM`` as a head is a fresh fitting network.
+    """
+    if name := check_digest(Path(file)):
+        logger.info("%s: the published model %s, sha256 verified", file, name)
+    # for a task: the model of the file, whether its fitting network is fresh, whether its bias is kept
+    chosen: dict[str, tuple[str, bool, bool]] = {}
+
+    def choose(names: Mapping[str, Sequence[str]]) -> set[str]:
+        first = next(iter(names))  # whose descriptor goes with a fresh fitting network
+        for task, head in ({"": None} if heads is None else heads).items():
+            if head is not None and head.upper() == RANDOM:
+                chosen[task] = first, True, False
+            elif head is not None:
+                chosen[task] = _named(names, head, file), False, False
+            elif task in names:  # the only model for the only task; or the model of a task for the task of its name
+                chosen[task] = task, False, bool(task)
+            else:
+                chosen[task] = first, True, False
+                has, missing = "one model" if "" in names else ", ".join(names), "no --model-branch chooses one"
+                if task:
+                    option, expected = f"model.model_dict.{task}.finetune_head", ONLY if "" in names else "a name"
+                    missing = f'no {option} chooses one ({expected}; "{RANDOM}" says that this is meant)'
+                of_task = f" of task {task}" * bool(task)
+                logger.warning("%s holds %s: %s, so the fitting network%s starts anew", file, has, missing, of_task)
+        return {name for name, *_ in chosen.values()}
+
+    loaded = load_models(file, choose=choose)
+    sources = {task: Source(loaded.models[name], *how) for task, (name, *how) in chosen.items()}
+    path = next(iter(loaded.models.values())).info.path
+    saved = {task: source.loaded.config for task, source in sources.items()}
+    return Start(path, sources, fine_tunes=True, config=loaded.config, saved=saved)
+
+
+def _named(names: Mapping[str, Sequence[str]], head: str, file: str) -> str:
+    """Return the name of the model of a file that a head means."""
+    return "" if set(names) == {""} and head == ONLY else choose_head(names, head, file, _CHOOSES)
+
+
+def report_differences(saved: ModelConfig, model: ModelConfig, place: str) -> None:
+    """Warn of options of a model that are not those of its file: weights may fit and mean another thing.
+
+    Args:
+        saved: section ``model`` of the file.
+        model: that of the input.
+        place: of the latter in the input.
+    """
+    same_elements = model.type_map == saved.type_map
+    before, now = to_dict(saved), to_dict(model)
+    for path, old, new in differences_of(plain(saved.descriptor), plain(model.descriptor), f"{place}.descriptor"):
+        name = path.rpartition(".")[2]
+        # two spellings of one value; None is the default
+        is_same = {str(old), str(new)} == {"default", "float64"} or None in (old, new) or old == [new] or new == [old]
+        is_of_elements = name in ("sel", "exclude_types") and not same_elements
+        if not (name in _OF_THE_RUN or is_of_elements or is_same or new == "auto"):
+            logger.warning("%s was %s where the weights were trained, is %s here", path, shortened(old), shortened(new))
+    for name in _SHORT_RANGE:
+        # a table of other elements has other columns
+        one, other = before.get(name), now.get(name)
+        if one != other and (same_elements or None in (one, other)):
+            logger.warning("%s.%s is not that of the file, which acts where atoms come close", place, name)
+
+
+def _part(given: Any, section: Any, before: Mapping[str, Any], shared: dict[str, Any]) -> Any:
+    """Return a section of the file in place of that of the input, which may be the name of a shared one."""
+    if isinstance(given, str):
+        key = given.partition(":")[0]
+        shared.setdefault(key, _part(before.get(key), section, {}, {}))
+        return given
+    of_input = given if isinstance(given, Mapping) else {}
+    part = {**copy.deepcopy(section), **({"trainable": of_input["trainable"]} if "trainable" in of_input else {})}
+    parts, names = part.get("list"), of_input.get("list")
+    if isinstance(parts, list) and isinstance(names, list) and len(parts) == len(names):
+        part["list"] = [
+            _part(name, one, before, shared) if isinstance(name, str) else one for name, one in zip(names, parts)
+        ]
+    return part
+
+
+def _paths_of(value: Any, names: tuple[str, ...], path: str) -> Iterator[str]:
+    """Yield the paths of options of these names with a value, in a section and in those inside of it."""
+    inside = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inside:
+        place = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}"
+        if key in names and part:
+            yield place
+        else:
+            yield from _paths_of(part, names, place)
