@@ -6,7 +6,7 @@ from helpers import tiny_input
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.outputs import Schedule
 
-EMA = {"type": "power", "name": "ema"}
+EMA = {"type": "power", "name": "ema", "sigma_rel": 0.1}
 
 
 def schedule_of(num_steps, **changes):

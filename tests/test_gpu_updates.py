@@ -247,7 +247,7 @@ def test_averages_on_the_device_count_as_averages_on_the_host_do():
 def test_the_first_step_that_was_not_finite_is_noted_in_place_without_a_wait(as_tensor):
     from deepmd_ema.training.step import Step
 
-    step_ = Step(nn.Linear(2, 2, device="cuda"))
+    step_ = Step(nn.Linear(2, 2, device="cuda"), lambda step: 1.0)
     where = step_._first_bad.data_ptr(), step_._own_fault.data_ptr()
     number, found = torch.zeros((), dtype=torch.int64, device="cuda"), []
     finite = [torch.tensor(value, device="cuda") for value in (True, False, True, False)]

@@ -116,7 +116,7 @@ def test_a_step_of_the_kalman_filter_is_that_of_deepmd_kit(measured, monkeypatch
     task, step = kalman_step(model, **factors)
     monkeypatch.setattr(step, "_draws", lambda *_: numbers)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    outcome = step(task, [batch], 1)
+    outcome = step.update(task, [batch], 1.0, 1)
     assert outcome.ok == 1
     for name, p in model.named_parameters():
         assert (p.detach() - before[name]).abs().max() > 1e4 * PEER
@@ -171,7 +171,7 @@ def test_frames_without_a_label_do_not_count(measured):
     before = [p.detach().clone() for p in model.parameters()]
     task, step = kalman_step(model)
     memory = step.state_dict(WholeTensors())
-    assert step(task, [batch], 1).ok == 1
+    assert step.update(task, [batch], 1.0, 1).ok == 1
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))
     assert_same(memory, step.state_dict(WholeTensors()))
 
@@ -181,11 +181,11 @@ def test_nothing_changes_after_an_update_that_was_not_finite(measured, poison):
     model, batch, _, _ = measured
     model.poison = poison
     task, step = kalman_step(model)
-    assert step(task, [batch], 1).ok == 0
+    assert step.update(task, [batch], 1.0, 1).ok == 0
     values = [p.detach().clone() for p in model.parameters()]
     assert all(p.isfinite().all() for p in values)
     model.poison = None
-    assert step(task, [batch], 2).ok == 0
+    assert step.update(task, [batch], 1.0, 2).ok == 0
     assert all(torch.equal(p, q) for p, q in zip(values, model.parameters()))
     tasks = SimpleNamespace(draw=lambda _: task)
     task.frames_of_step = lambda back: [("water", 3)]
@@ -201,11 +201,11 @@ def test_a_term_that_the_loss_leaves_out_is_not_fitted(measured):
     task, step = kalman_step(model)
     task.loss = EnergyLoss(EnerLossConfig(start_pref_f=0.0, limit_pref_f=0.0), 1.0, World())
     force = model.force.detach().clone()
-    step(task, [batch], 1)
+    step.update(task, [batch], 1.0, 1)
     assert torch.equal(force, model.force)
     assert model.calls == 1
     task.loss = EnergyLoss(EnerLossConfig(start_pref_e=0.0, limit_pref_e=0.0), 1.0, World())
     energy = model.energy.detach().clone()
-    step(task, [batch], 2)
+    step.update(task, [batch], 1.0, 2)
     assert model.calls == 1 + kalman.GROUPS
     assert torch.equal(energy, model.energy)

@@ -260,7 +260,7 @@ class Schedule:
                 self.snapshots[average.name] = Due(range(every, end, every), num_steps)
 
     def num_kept(self, most: int | None = None) -> int:
-        """Return how many checkpoints are kept: ``most``, ``max_ckpt_keep``, or a share of all; less than 1: all."""
+        """Return the number of checkpoints that are kept, ``most`` or as configured; less than 1: all."""
         if self._training.ckpt_keep_ratio is None:
             return self._training.max_ckpt_keep if most is None else most
         return max(1, math.ceil(self._training.ckpt_keep_ratio * self.checkpoint.count()))

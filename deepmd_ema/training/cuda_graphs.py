@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
-from deepmd_ema.training.step import GradientStep, Outcome
+from deepmd_ema.training.step import GradientStep, Updated
 from deepmd_ema.training.tasks import Task
 
 CAPTURED_AT_USE = 3  # of a shape: cuBLAS and the caching allocator have what they need by then
 MAX_GRAPHS = 64  # each takes some MB of its nodes; further shapes stay eager
-
-
-class Updated(NamedTuple):
-    """Result of a step on the device: values to display, and 1 or 0 for whether the weights were changed."""
-
-    values: Mapping[str, Tensor]
-    ok: Tensor
 
 
 Launch = Callable[[], Updated]
@@ -97,16 +90,16 @@ class GraphedSteps:
         """Number of steps that were captured."""
         return len(self._graphs)
 
-    def __call__(self, task: Task, packed: PackedBatch, step: int, epoch: float) -> tuple[Outcome, Batch]:
-        """Update weights and averages with one batch; return the outcome and the batch on the device.
+    def __call__(self, task: Task, packed: PackedBatch, rate: float, step: int, epoch: float) -> tuple[Updated, Batch]:
+        """Update weights and averages with one batch; return the result and the batch on the device.
 
         Args:
             task: whose batch it is.
             packed: the batch in page-locked memory.
+            rate: learning rate.
             step: from 1.
             epoch: for averages whose updates depend on it.
         """
-        rate = self._take_step.rate(step)
         # a new tensor each time: the copy of the step before may not have been made yet
         self._numbers.copy_(torch.tensor([rate, step], dtype=torch.float64).pin_memory(), non_blocking=True)
         due = self._bank.begin(epoch) if self._bank is not None else ()
@@ -121,12 +114,12 @@ class GraphedSteps:
             batch, updated = packed.view(graphed.data), graphed.launch()
         if self._bank is not None:
             self._bank.apply(far, updated.ok)
-        return Outcome(rate, *updated), batch
+        return updated, batch
 
     def _step(self, task: Task, batch: Batch, due: tuple[str, ...]) -> Updated:
         rate, step = self._numbers[0], self._numbers[1].long()
         with self._products():
-            updated = Updated(*self._take_step.update(task, [batch], rate, step))
+            updated = self._take_step.update(task, [batch], rate, step)
         if self._bank is not None:
             self._bank.apply(due, updated.ok, step)
         return updated

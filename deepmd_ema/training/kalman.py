@@ -18,7 +18,7 @@ from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import on_device
 from deepmd_ema.training.prepare import PreparedRun
-from deepmd_ema.training.step import Outcome, Step
+from deepmd_ema.training.step import Step, Updated
 from deepmd_ema.training.tasks import Task
 
 GROUPS = 4  # updates with forces in a step
@@ -52,32 +52,32 @@ class KalmanStep(Step):
     def __init__(self, prepared: PreparedRun, num_steps: int) -> None:
         models, config = prepared.models, prepared.config.optimizer
         assert isinstance(config, sections.LKFConfig)
-        super().__init__(models)
+        super().__init__(models, build_schedule(prepared.config.learning_rate, num_steps))
         self._filter = LKF(models.named_parameters(), config.kf_blocksize, models.tasks_of_parameters())
-        self._schedule = build_schedule(prepared.config.learning_rate, num_steps)  # for the displayed loss only
         self._config, self._num_steps, self._seed = config, num_steps, prepared.seed
 
-    def __call__(self, task: Task, batches: Sequence[Batch | PackedBatch], step: int) -> Outcome:
-        """Update the weights with the only batch; ``step`` counts from 1."""
+    def update(
+        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float | Tensor, step: int | Tensor
+    ) -> Updated:
+        """Update the weights with the only batch; ``rate`` is that of the displayed loss."""
+        assert isinstance(step, int)  # CUDA graphs do not take these steps
         batch = cast("Batch", batches[0])  # the rules of the config allow one, which is on the device
-        rate, config = self._schedule(step - 1), self._config
-        weight = {
-            "e": self._between(config.kf_start_pref_e, config.kf_limit_pref_e, step),
-            "f": self._between(config.kf_start_pref_f, config.kf_limit_pref_f, step),
-        }
+        config = self._config
+        of_energy = self._between(config.kf_start_pref_e, config.kf_limit_pref_e, step)
+        of_force = self._between(config.kf_start_pref_f, config.kf_limit_pref_f, step)
         terms = {term.name for term in task.loss.terms}
         prediction = task.models(task.name, batch, need_virial=task.loss.need_virial)
         with torch.no_grad():
             total, values = task.loss(prediction, batch, rate)
         ok = self._note(torch.isfinite(total), step)
         if "e" in terms:
-            ok = self._update(*measure_energy(prediction[ENERGY], batch, weight["e"]), step, task.name)
+            ok = self._measure(*measure_energy(prediction[ENERGY], batch, of_energy), step, task.name)
             prediction = {}
         for numbers in self._draws(step, total.device) if "f" in terms else ():
             prediction = prediction or task.models(task.name, batch, need_virial=False)
-            ok = self._update(*measure_force(prediction[FORCE], batch, weight["f"], numbers), step, task.name)
+            ok = self._measure(*measure_force(prediction[FORCE], batch, of_force, numbers), step, task.name)
             prediction = {}
-        return Outcome(rate, values, ok)
+        return Updated(values, ok)
 
     def state_dict(self, take: Take) -> dict[str, Any]:
         """Return the covariances of the filter."""
@@ -87,7 +87,7 @@ class KalmanStep(Step):
         """Continue with the covariances of ``state``."""
         self._filter.load_state_dict(state)
 
-    def _update(self, measured: Tensor, error: Tensor, found: Tensor, step: int, task: str) -> Tensor:
+    def _measure(self, measured: Tensor, error: Tensor, found: Tensor, step: int, task: str) -> Tensor:
         parameters = self._filter.parameters_of(task)
         gradients = torch.autograd.grad(measured, parameters, allow_unused=True, materialize_grads=True)
         norm = torch.stack(torch._foreach_norm(gradients)).sum()

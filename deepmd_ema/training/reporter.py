@@ -30,7 +30,6 @@ from deepmd_ema.report.log import Progress, RunTimes, ValuesByTask
 from deepmd_ema.report.loggers import Loggers, named
 from deepmd_ema.report.table import render, table_of_errors
 from deepmd_ema.training.modes import Products
-from deepmd_ema.training.step import Outcome
 from deepmd_ema.training.tasks import Task, TaskMixture
 from deepmd_ema.weight_names import LIVE
 
@@ -103,26 +102,33 @@ class Reporter:
         if self._loggers is not None:
             self._loggers.start(step)
 
-    def record(self, step: int, task: Task, outcome: Outcome) -> None:
+    def record(self, step: int, task: Task, rate: float, values: Mapping[str, Tensor]) -> None:
         """Record a step; nothing waits for the device unless a logger takes training errors more often than shown."""
         self._progress.advance(step)
-        self._last[task.name] = outcome.values
+        self._last[task.name] = values
         if self._shows_means:
-            self._means[task.name].add(outcome.values)
+            self._means[task.name].add(values)
         if self._loggers is not None and (due := self._loggers.takes_training_errors(step)) is not None:
-            errors = {task.name: {name: float(value) for name, value in outcome.values.items()}}
-            self._loggers.log(step, {"lr": outcome.learning_rate, **named("train", LIVE, errors)}, due)
+            errors = {task.name: {name: float(value) for name, value in values.items()}}
+            self._loggers.log(step, {"lr": rate, **named("train", LIVE, errors)}, due)
 
-    def show(self, step: int, task: Task, batches: Sequence[Batch | PackedBatch], outcome: Outcome) -> None:
+    def show(
+        self,
+        step: int,
+        task: Task,
+        batches: Sequence[Batch | PackedBatch],
+        rate: float,
+        values: Mapping[str, Tensor],
+    ) -> None:
         """Write the row of ``step`` and a line with losses, speed and the split of the interval's time.
 
         Args:
             step: optimizer steps so far.
             task: whose step it was.
             batches: of the step, on whose frames averages with a curve of their own are evaluated.
-            outcome: of the step.
+            rate: learning rate of the step.
+            values: of the step, for the learning curve.
         """
-        rate = outcome.learning_rate
         train = {t.name: self._train_values(t.name) for t in self._tasks}
         with self.times.of("row"), self._products():
             display = {t.name: t.next_display_batches() for t in self._tasks}
@@ -147,7 +153,7 @@ class Reporter:
         if 2 * step > self._num_steps and (judged := _judged(task)):
             predict = partial(constant_prediction, bias=task.models.of(task.name).out_bias.view(-1))
             constant = self._values_of_step(task, batches, rate, predict)[task.name][judged]
-            self._compared[task.name].append((float(outcome.values[judged]), constant))
+            self._compared[task.name].append((float(values[judged]), constant))
 
     def warn_if_nothing_is_learned(self, step: int, remedy: str, at_least: int = 1) -> None:
         """Warn once of each task whose training errors are those of a constant.

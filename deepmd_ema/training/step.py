@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,17 +89,14 @@ def context_of_validation(config: RunConfig, models: nn.Module, device: torch.de
     return in_bfloat16
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a step, on the device.
+class Updated(NamedTuple):
+    """Result of a step, on the device.
 
     Attributes:
-        learning_rate: the rate that the step used.
         values: name to detached scalar for the learning curve (``rmse``, ``rmse_e``, ...).
         ok: scalar, 1 when loss and gradients were finite and the update was made, else 0.
     """
 
-    learning_rate: float
     values: Mapping[str, Tensor]
     ok: Tensor
 
@@ -113,6 +109,7 @@ class Step:
 
     Args:
         module: owner of the parameters, by the names that checkpoints use.
+        schedule: learning rate after so many steps.
 
     Attributes:
         laps: times of the parts of a step.
@@ -121,7 +118,8 @@ class Step:
     skipped = "by that step"  # updates of the weights that are left out
     remedy = "lower learning_rate.start_lr, or set training.gradient_max_norm"
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, schedule: Callable[[int], float]) -> None:
+        self._schedule = schedule
         # looked up now: a module that FSDP has left gathered after a forward pass names other objects
         self._named = dict(module.named_parameters())
         self._trained = [p for p in self._named.values() if p.requires_grad]
@@ -129,8 +127,22 @@ class Step:
         self.laps = Laps(measures=self._first_bad.device.type == "cpu")  # the host does not wait for a GPU
         self._own_fault = torch.zeros((), dtype=torch.bool, device=self._trained[0].device)
 
-    def __call__(self, task: Task, batches: Sequence[Batch | PackedBatch], step: int) -> Outcome:
-        """Update the weights once with the frames of all batches; ``step`` counts from 1."""
+    def rate(self, step: int) -> float:
+        """Return the learning rate of ``step``, from 1."""
+        return self._schedule(step - 1)
+
+    def update(
+        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float | Tensor, step: int | Tensor
+    ) -> Updated:
+        """Update the weights once with the frames of all batches.
+
+        Args:
+            task: whose batches they are.
+            batches: one on the device, or several in host memory, whose gradients are added up.
+            rate: learning rate, or a scalar in float64 on the device.
+            step: from 1, or an int64 scalar on the device. With both on a CUDA device, no number of the host is used,
+                and all memory that is kept from one step to the next is changed in place.
+        """
         raise NotImplementedError
 
     def state_dict(self, take: Take) -> dict[str, Any]:
@@ -197,10 +209,9 @@ class GradientStep(Step):
     def __init__(self, prepared: PreparedRun, parallel_module: nn.Module, num_steps: int, world: World) -> None:
         config, stage = prepared.config, prepared.config.training.zero_stage
         assert not isinstance(config.optimizer, LKFConfig)
-        super().__init__(prepared.models)
-        self._parallel_module = parallel_module
-        self._schedule = build_schedule(config.learning_rate, num_steps)
         lr = config.learning_rate
+        super().__init__(prepared.models, build_schedule(lr, num_steps))
+        self._parallel_module = parallel_module
         self._optimizer = build_optimizer(
             config.optimizer,
             self._named,
@@ -215,33 +226,16 @@ class GradientStep(Step):
         # where each rank holds a part of every gradient
         self._all_reduce_sum = world.all_reduce_sum if stage > LAST_REPLICATED_STAGE else None
 
-    def __call__(self, task: Task, batches: Sequence[Batch | PackedBatch], step: int) -> Outcome:
-        """Update the weights once with the frames of all batches; ``step`` counts from 1."""
-        rate = self.rate(step)
-        return Outcome(rate, *self.update(task, batches, rate, step))
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate of ``step``, from 1."""
-        return self._schedule(step - 1)
-
     def update(
         self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float | Tensor, step: int | Tensor
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Update the weights, and return the values to display and whether the update was good, as 1 or 0.
-
-        Args:
-            task: whose batches they are.
-            batches: one on the device, or several in host memory, whose gradients are added up.
-            rate: learning rate, or a scalar in float64 on the device.
-            step: from 1, or an int64 scalar on the device. With both on a CUDA device, no number of the host is used,
-                and all memory that is kept from one step to the next is changed in place.
-        """
+    ) -> Updated:
+        """Update the weights once with the frames of all batches, see :meth:`Step.update`."""
         set_learning_rate(self._optimizer, rate)
         self._optimizer.zero_grad(set_to_none=True)
         self.laps.lap()
         if len(batches) == 1:
             batch = batches[0].to(self._first_bad.device)
-            total, values = task.loss(self._predict(task, batch), batch, rate)
+            total, values = task.loss(self._parallel_module(task.name, batch, **task.loss.needs(batch)), batch, rate)
             self.laps.lap("forward")
             total.backward()
             self.laps.lap("backward")
@@ -253,7 +247,7 @@ class GradientStep(Step):
         ok = self._note(finite, step, own=torch.isfinite(total.detach()))
         guarded_step(self._optimizer, 1 - ok, step)
         self.laps.lap("optimizer")
-        return values, ok
+        return Updated(values, ok)
 
     def _add_gradients(
         self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float | Tensor
@@ -268,16 +262,12 @@ class GradientStep(Step):
             batch = made.to(self._first_bad.device)
             # the ranks add up once what each has added up
             with nullcontext() if number == len(batches) else self._without_exchange():
-                total = loss.add(self._predict(task, batch), batch)
+                total = loss.add(self._parallel_module(task.name, batch, **task.loss.needs(batch)), batch)
                 self.laps.lap("forward")
                 total.backward()
                 self.laps.lap("backward")
             totals.append(total.detach())
         return torch.stack(totals).sum(), loss.displayed()
-
-    def _predict(self, task: Task, batch: Batch) -> dict[str, Tensor]:
-        prediction: dict[str, Tensor] = self._parallel_module(task.name, batch, **task.loss.needs(batch))
-        return prediction
 
     def state_dict(self, take: Take) -> dict[str, Any]:
         """Return moments and counters by parameter name. Must be called by every rank."""

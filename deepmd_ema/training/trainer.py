@@ -37,7 +37,7 @@ from deepmd_ema.training.reporter import COMPARED_ROWS, Reporter
 from deepmd_ema.training.restart import read_shards, reads_shards, state_of_tasks
 from deepmd_ema.training.saver import Saver, StateBuilder
 from deepmd_ema.training.sharding import check_replicas, parallelize
-from deepmd_ema.training.step import GradientStep, Outcome, Step, context_of_products, context_of_validation
+from deepmd_ema.training.step import GradientStep, Step, context_of_products, context_of_validation
 from deepmd_ema.training.tasks import Task, TaskMixture
 from deepmd_ema.training.validate import FullValidation, ValidationAborted
 from deepmd_ema.training.weights import Start
@@ -164,13 +164,30 @@ class Trainer:
             Interrupted: after SIGTERM, SIGHUP or Ctrl-C, with the current step saved.
             DivergedError: at the first non-finite loss or gradient; nothing bad was saved.
         """
+        # other ranks are waited for, which on GPUs, where the host runs ahead, is worth it now and then only
+        poll_every = STOP_POLL_INTERVAL if self.world.size > 1 and self.world.device.type != "cpu" else 1
         with handling((*END_SIGNALS, signal.SIGINT), self.stop.request):
             try:
                 self.record.start(self.step, self.num_steps)
                 self.reporter.start(self.step)
                 self.callback.on_start(self)
                 check_replicas(self.validator.models, self.world, self.step)
-                self._loop()
+                if self._validates_before and self.schedule.validation is not None and self.validator.rows:
+                    # a stop that is requested meanwhile ends the run as always, after the first step
+                    with self.times.of("validation"), suppress(ValidationAborted):
+                        self.reporter.show_before(self.validator.errors(self._is_stopped))
+                try:
+                    if self._validation_pending:
+                        self._validate()
+                    if self.step >= self.num_steps:
+                        self._save()
+                    while self.step < self.num_steps:
+                        self.advance()
+                        if self.step % poll_every == 0 and self._is_stopped() and self.step < self.num_steps:
+                            self._leave()
+                            break
+                except ValidationAborted:
+                    self._leave()
                 self.reporter.warn_if_nothing_is_learned(self.step, self.take_step.remedy)
                 self.saver.writer.finish()
             except BaseException as error:
@@ -188,66 +205,35 @@ class Trainer:
         finally:
             self.tasks.close()
 
-    def _loop(self) -> None:
-        if self._validates_before and self.schedule.validation and self.validator.rows:
-            # a stop that is requested meanwhile ends the run as always, after the first step
-            with self.times.of("validation"), suppress(ValidationAborted):
-                self.reporter.show_before(self.validator.errors(self._is_stopped))
-        try:
-            if self._validation_pending:
-                self._validate()
-            if self.step >= self.num_steps:
-                self._save()
-            while self.step < self.num_steps:
-                self.advance()
-                # other ranks are waited for, which on GPUs, where the host runs ahead, is worth it now and then only
-                waits = self.world.size > 1 and self.world.device.type != "cpu"
-                polls = not waits or self.step % STOP_POLL_INTERVAL == 0
-                if polls and self._is_stopped() and self.step < self.num_steps:
-                    self._leave()
-                    break
-        except ValidationAborted:
-            self._leave()
-
     def advance(self) -> None:
         """Take one step, and do what is due after it."""
         with self.callback.during(self, "step"):
             number = self.step + 1
-            task = self.tasks.draw(number)
+            task, epoch, rate = self.tasks.draw(number), number / self._steps_per_epoch, self.take_step.rate(number)
             with self.times.of("data"):
-                made = task.next_batches()
+                batches: Sequence[Batch | PackedBatch] = task.next_batches()
             # A GPU's own thread of the backward pass counts the operations of second derivatives apart. The order in
             # which gradients are added would depend on the steps before, and a restart would not be bitwise.
             with self.times.of("step"), torch.autograd.set_multithreading_enabled(False):
                 self.interpolation.before_step(number)
-                outcome, batches = self._update(task, made, number)
+                if self.graphs is not None and isinstance(batches[0], PackedBatch):
+                    updated, batch = self.graphs(task, batches[0], rate, number, epoch)
+                    self.step, batches = number, [batch]
+                else:
+                    if len(batches) == 1:  # of several each is copied when it is its turn
+                        batches = [batches[0].to(self.world.device)]
+                    with self.products():
+                        updated = self.take_step.update(task, batches, rate, number)
+                    self.step = number
+                    if self.take_step.checks_are_free:
+                        self._raise_if_diverged()
+                    if self.bank is not None:
+                        # a step that was checked on the host is good; else the device decides, and nothing waits for it
+                        self.bank.update(None if self.take_step.checks_are_free else updated.ok, epoch)
             self.callback.after_update(self)
-            self._do_what_is_due(task, batches, outcome)
+            self._do_what_is_due(task, batches, rate, updated.values)
             self.saver.builder.forget()  # nothing more is due: copies are kept only as long as files need them
         self.callback.after_step(self)
-
-    def _update(
-        self, task: Task, made: list[Batch | PackedBatch], number: int
-    ) -> tuple[Outcome, Sequence[Batch | PackedBatch]]:
-        """Update weights and averages with the batches of a step; return the outcome and the batches.
-
-        A single batch is returned on the device, several in host memory.
-        """
-        epoch = number / self._steps_per_epoch
-        if self.graphs is not None and isinstance(made[0], PackedBatch):
-            outcome, batch = self.graphs(task, made[0], number, epoch)
-            self.step = number
-            return outcome, [batch]
-        batches = made if len(made) > 1 else [made[0].to(self.world.device)]
-        with self.products():
-            outcome = self.take_step(task, batches, number)
-        self.step = number
-        if self.take_step.checks_are_free:
-            self._raise_if_diverged()
-        if self.bank is not None:
-            # a step that was checked on the host is good; else the device decides, and nothing waits for it
-            self.bank.update(None if self.take_step.checks_are_free else outcome.ok, epoch)
-        return outcome, batches
 
     def _is_stopped(self) -> bool:
         """Whether some rank received a signal or is out of time: all of them then stop after this step.
@@ -265,12 +251,14 @@ class Trainer:
             self.stop.signal = signal.Signals(found)
         return found > 0
 
-    def _do_what_is_due(self, task: Task, batches: Sequence[Batch | PackedBatch], outcome: Outcome) -> None:
-        self.reporter.record(self.step, task, outcome)
+    def _do_what_is_due(
+        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float, values: Mapping[str, Tensor]
+    ) -> None:
+        self.reporter.record(self.step, task, rate, values)
         if self.step in self.schedule.rows:
             self._raise_if_diverged()
             with self.callback.during(self, "display"):
-                self.reporter.show(self.step, task, batches, outcome)
+                self.reporter.show(self.step, task, batches, rate, values)
         snapshots = [name for name, due in self.schedule.snapshots.items() if self.step in due]
         if snapshots:  # before a validation, which a stop may break off
             self._raise_if_diverged()

@@ -53,7 +53,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts. Without a file: weights from the seed, statistics from the data.
+    """Origin of a run. Without a file: weights from the seed, statistics from the data.
 
     Attributes:
         path: the file.
