@@ -69,7 +69,12 @@ class DPModel(ModelInterface):
             raise UserError(f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every step.")
         where = None if device is None else str(device)
         self.potential = model if isinstance(model, Potential) else Potential(model, device=where, head=head)
-        self._refuse_parameters()
+        for name, number in self.potential.num_conditions.items():
+            if number and (name == "aparam" or not self.potential.default_fparam):
+                raise UserError(
+                    f"{self.potential.info.path}: the model takes {name} ({number} numbers), which torch-sim does not "
+                    "have. Use a model without, or one with default_fparam."
+                )
         self._device, self._dtype = self.potential.device, dtype
         self._compute_forces, self._compute_stress = compute_forces, compute_stress
         self._memory_scales_with = "n_atoms_x_density"
@@ -117,7 +122,9 @@ class DPModel(ModelInterface):
         coord = state.positions.detach().to("cpu", torch.float64).numpy()
         cells = state.row_vector_cell.detach().to("cpu", torch.float64).numpy()
         sizes = torch.bincount(state.system_idx.cpu(), minlength=len(cells)).tolist()
-        types, periodic = self._types(state.atomic_numbers.cpu()), _is_periodic(state.pbc)
+        if len(directions := set(torch.as_tensor(state.pbc).flatten().tolist())) > 1:
+            raise UserError("pbc: periodic in some directions only. Expected all of them, or none.")
+        types, periodic = self._types(state.atomic_numbers.cpu()), bool(directions.pop())
         self._kept += [KeptPairs(self._skin) for _ in range(len(sizes) - len(self._kept))]
         systems, end = [], 0
         for size, cell in zip(sizes, cells):
@@ -137,14 +144,6 @@ class DPModel(ModelInterface):
             results["stress"] = -virials / volumes[:, None, None] if periodic else torch.zeros_like(virials)
         return results
 
-    def _refuse_parameters(self) -> None:
-        for name, number in self.potential.num_conditions.items():
-            if number and (name == "aparam" or not self.potential.default_fparam):
-                raise UserError(
-                    f"{self.potential.info.path}: the model takes {name} ({number} numbers), which torch-sim does not "
-                    "have. Use a model without, or one with default_fparam."
-                )
-
     def _types(self, atomic_numbers: Tensor) -> Any:
         """Return the type (N,) of each atom."""
         types = self._type_of[atomic_numbers.clamp(0, len(SYMBOLS))]
@@ -153,11 +152,3 @@ class DPModel(ModelInterface):
             name = SYMBOLS[number - 1] if 0 < number <= len(SYMBOLS) else f"atomic number {number}"
             raise UserError(f"{name}: is not an element of the model, which has {' '.join(self.potential.type_map)}.")
         return types.numpy()
-
-
-def _is_periodic(pbc: Any) -> bool:
-    """Return whether systems are periodic: in all directions or in none."""
-    directions = set(torch.as_tensor(pbc).flatten().tolist())
-    if len(directions) > 1:
-        raise UserError("pbc: periodic in some directions only. Expected all of them, or none.")
-    return bool(directions.pop())

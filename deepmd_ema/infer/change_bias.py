@@ -103,32 +103,31 @@ class ChangedBias:
                 f"compositions; equal {what} are used"
             )
         if self.frames is not None:
-            before, after = ([_milli(r.mean()), _milli(np.sqrt(np.mean(r**2)))] for r in self.residuals())
+            errors = [1000 * np.array([r.mean(), np.sqrt(np.mean(r**2))]) for r in self.residuals()]
+            before, after = ([f"{round(value, 6) + 0.0:.6g}" for value in numbers] for numbers in errors)
             lines.append("label minus prediction, meV/atom:")
             lines += [f"  {what} {old} before, {new} after" for what, old, new in zip(("mean", "RMSE"), before, after)]
         others = [name for name in self.source.models if name != self.head]
-        stay = f", in which {', '.join(others)} stay as they are" if len(others) > 1 else ""
-        stay = f", in which {others[0]} stays as it is" if len(others) == 1 else stay
+        verb = "stay as they are" if len(others) > 1 else "stays as it is"
+        stay = f", in which {', '.join(others)} {verb}" if others else ""
         return "\n".join([*lines, f"wrote {self.path}{stay}"])
 
     def table(self) -> Table:
         """Return the bias of each element before and after."""
-        rows = [
-            # + 0.0 turns -0.0 into 0.0
-            (name, self.before[t], self.after[t], round(self.after[t] - self.before[t], 6) + 0.0, self._remark(t, name))
-            for t, name in enumerate(self.loaded.config.type_map)
-        ]
+        config, rows = self.loaded.config, []
+        for t, name in enumerate(config.type_map):
+            remark = ""
+            if self.frames is not None:
+                if t in config.atom_exclude_types:
+                    remark = "has no energy of its own (atom_exclude_types)"
+                elif name in fixed_elements(config):
+                    remark = "given by the config of the model"
+                elif not self.frames.counts[:, t].any():
+                    remark = "not in the data"
+            change = round(self.after[t] - self.before[t], 6) + 0.0  # + 0.0 turns -0.0 into 0.0
+            rows.append((name, self.before[t], self.after[t], change, remark))
         numbers = (Column("before", "eV", ".6f"), Column("after", "eV", ".6f"), Column("change", "eV", "+.6f"))
         return Table("", (Column("element"), *numbers, Column()), rows)
-
-    def _remark(self, t: int, name: str) -> str:
-        if self.frames is None:
-            return ""
-        if t in self.loaded.config.atom_exclude_types:
-            return "has no energy of its own (atom_exclude_types)"
-        if name in fixed_elements(self.loaded.config):
-            return "given by the config of the model"
-        return "" if self.frames.counts[:, t].any() else "not in the data"
 
 
 def write_changed(
@@ -165,8 +164,16 @@ def write_changed(
     path = _target(loaded, model, output)
     before = loaded.model.out_bias.view(-1).numpy().copy()
     if request.values is not None:
-        given = _given(request.values, loaded.config.type_map)
-        done = ChangedBias(path, file, head, {"mode": GIVEN, "source": "values given"}, before, given)
+        type_map = loaded.config.type_map
+        if len(request.values) != len(type_map):
+            raise UserError(
+                f"-b: {counted(len(request.values), 'value')}, expected one for each of the {len(type_map)} elements "
+                f"of the model, in this order: {' '.join(type_map)}."
+            )
+        if bad := [f"{name} {value}" for name, value in zip(type_map, request.values) if not np.isfinite(value)]:
+            raise UserError(f"-b: {', '.join(bad)}: expected finite energies in eV.")
+        after = np.array(request.values, float)
+        done = ChangedBias(path, file, head, {"mode": GIVEN, "source": "values given"}, before, after)
         _write(done, None)
         return done
     systems = open_labelled(request.systems, loaded.config, (ENERGY,), request.patterns)
@@ -215,7 +222,14 @@ def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -
     frozen = source.suffix.lower() in FROZEN_SUFFIXES
     if frozen and source.suffix.lower() not in WRITTEN_SUFFIXES:
         raise UserError(f"{model}: change-bias writes .pt, .dp and .yaml. Change the file that this one was made of.")
-    path = _default_target(loaded) if output is None else Path(output)
+    if output is not None:
+        path = Path(output)
+    elif frozen:
+        path = source.with_name(f"{source.stem}_updated{source.suffix}")
+    else:  # the name of a checkpoint says whose weights of which step; a link to the newest file does not
+        weights = loaded.info.weights if loaded.info.kind == "training" else LIVE
+        name = name_of_weights(source.resolve().name, weights, loaded.info.step)
+        path = source.with_name(f"{Path(name).stem}_updated{GATHERED_SUFFIX}")
     known = WRITTEN_SUFFIXES if frozen else (GATHERED_SUFFIX,)
     if path.suffix.lower() not in known:
         more = "" if frozen else " `dp-ema freeze` makes a .dp file of it."
@@ -228,29 +242,3 @@ def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -
         checkpoint.refuse_to_replace(path, "-o")
         refuse_inputs(path, "-o", [source])
     return path
-
-
-def _default_target(loaded: LoadedModel) -> Path:
-    """Return ``<stem>_updated<suffix>`` beside the model; the name of a checkpoint says whose weights of which step."""
-    info, source = loaded.info, loaded.info.path
-    if source.suffix.lower() in FROZEN_SUFFIXES:
-        return source.with_name(f"{source.stem}_updated{source.suffix}")
-    real = source.resolve()  # a link to the newest file does not name the step
-    name = name_of_weights(real.name, info.weights if info.kind == "training" else LIVE, info.step)
-    return source.with_name(f"{Path(name).stem}_updated{GATHERED_SUFFIX}")
-
-
-def _given(values: Sequence[float], type_map: Sequence[str]) -> Array:
-    if len(values) != len(type_map):
-        raise UserError(
-            f"-b: {counted(len(values), 'value')}, expected one for each of the {len(type_map)} elements of the model, "
-            f"in this order: {' '.join(type_map)}."
-        )
-    bad = [f"{name} {value}" for name, value in zip(type_map, values) if not np.isfinite(value)]
-    if bad:
-        raise UserError(f"-b: {', '.join(bad)}: expected finite energies in eV.")
-    return np.array(values, float)
-
-
-def _milli(energy: float) -> str:
-    return f"{round(1000 * energy, 6) + 0.0:.6g}"

@@ -15,7 +15,7 @@ from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.source import ReadSpec
 from deepmd_ema.errors import UserError
 from deepmd_ema.files import TABLE, atomic_write, check_output
-from deepmd_ema.infer.evaluate import ErrorReport, first_frames, open_labelled, predict
+from deepmd_ema.infer.evaluate import first_frames, open_labelled, predict
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.metrics import FrameResult
@@ -119,10 +119,11 @@ def measure_deviation(
     opened = open_labelled(systems, widest, _LABELS if options.real_error else (), rglob_patterns)
     cache, every = PairCache(), first_frames(opened, 0)
     reports = [predict(one, opened, every, device, _LABELS if options.real_error else (), cache) for one in loaded]
-    by_system = [_frames_by_system(report) for report in reports]
-    return DeviationReport(
-        words, {system.name: _rows([group[system.name] for group in by_system], options) for system in opened}
-    )
+    rows = {}
+    for system in opened:
+        by_model = [[frame for frame in report.frames if frame.source[0] == system.name] for report in reports]
+        rows[system.name] = _rows(by_model, options)
+    return DeviationReport(words, rows)
 
 
 def refuse_output(path: str | Path, models: Sequence[str | Path]) -> None:
@@ -164,13 +165,6 @@ def frame_deviation(
         force = force / (np.linalg.norm(center[FORCE], axis=-1) + options.relative)
     of_virial = virial.max(), virial.min(), np.linalg.norm(virial) / 3
     return np.array([*of_virial, force.max(), force.min(), force.mean(), spread[ENERGY]]), force
-
-
-def _frames_by_system(report: ErrorReport) -> dict[str, list[FrameResult]]:
-    found: dict[str, list[FrameResult]] = {}
-    for frame in report.frames:
-        found.setdefault(frame.source[0], []).append(frame)
-    return found
 
 
 def _rows(by_model: Sequence[Sequence[FrameResult]], options: DeviationOptions) -> NDArray[np.float64]:

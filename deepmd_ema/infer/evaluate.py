@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import nn
 from tqdm import tqdm
 
-from deepmd_ema.batch import Batch
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
@@ -242,7 +241,16 @@ def predict(
     first = next(made(), None)
     if isinstance(network, EnergyModel) and not compiled:  # in compiled code tables are slower
         tabulate(network)
-    evaluated, pad = _compiled(network, first.to(where)) if compiled and first is not None else (network, None)
+    evaluated: nn.Module = network
+    pad: Pad | None = None
+    if compiled and first is not None:
+        if not isinstance(network, EnergyModel):
+            raise UserError("--compile: the file holds compiled code already. Leave it out.")
+        models = ModelSet({"": network})
+        models.compiler = Compiler(CompileOptions(), in_training=False)
+        with explained("--compile", "Leave it out"):
+            models.compiler.trace(network, first.to(where))
+        evaluated, pad = models.of(""), models.compiler.options.pad(network.layout)
     batches = prefetch(made(), where, pad)
     with tqdm(total=sum(map(len, frames)), unit=" frames", disable=None, leave=False) as bar:
         # a compiled file has no second derivatives
@@ -253,21 +261,6 @@ def predict(
     )
     _refuse_non_finite(report, loaded)
     return report
-
-
-def _compiled(network: nn.Module, first: Batch) -> tuple[nn.Module, Pad]:
-    """Return a model that is evaluated by compiled code, which is made here, and what fills its batches up.
-
-    Raises:
-        UserError: if it cannot be compiled, or is compiled already.
-    """
-    if not isinstance(network, EnergyModel):
-        raise UserError("--compile: the file holds compiled code already. Leave it out.")
-    models = ModelSet({"": network})
-    models.compiler = Compiler(CompileOptions(), in_training=False)
-    with explained("--compile", "Leave it out"):
-        models.compiler.trace(network, first)
-    return models.of(""), models.compiler.options.pad(network.layout)
 
 
 def refuse_details(prefix: str | Path) -> None:

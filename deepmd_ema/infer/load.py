@@ -73,21 +73,20 @@ class Provenance:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record of the weights for a frozen file, as plain values."""
-        facts = {"step": self.step, "kind": self.kind, "average": dict(self.average)}
         more = {"weights": self.weights, "bias": dict(self.bias), "head": self.head}
-        return facts | {name: fact for name, fact in more.items() if fact}
+        more = {name: fact for name, fact in more.items() if fact}
+        return {"step": self.step, "kind": self.kind, "average": dict(self.average), **more}
 
     def describe(self) -> str:
         """Return one line: which of several models, live or which average, of which step."""
-        return ", ".join(filter(None, (self.head, self._describe_weights())))
-
-    def _describe_weights(self) -> str:
         step = "an unknown step" if self.step is None else f"step {self.step:,}"
-        if not self.weights:
-            return f"weights of {step}; the file does not say whether they are live or averaged"
+        words = f"weights of {step}; the file does not say whether they are live or averaged"
         if self.weights == LIVE:
-            return f"live weights of {step}"
-        return ": ".join(filter(None, (f"averaged weights ({self.weights}) of {step}", describe_average(self.average))))
+            words = f"live weights of {step}"
+        elif self.weights:
+            average = describe_average(self.average)
+            words = f"averaged weights ({self.weights}) of {step}" + f": {average}" * bool(average)
+        return ", ".join(filter(None, (self.head, words)))
 
 
 @dataclass(frozen=True)
@@ -250,18 +249,12 @@ def models_of_deepmd(
             raise CheckpointError(
                 f"{path}: a checkpoint of DeePMD-kit, no average is called {average!r}. Use --use-ema."
             )
-        info = Provenance(
-            path,
-            "deepmd",
-            own.facts.get("weights", own.weights),
-            own.facts.get("step", own.step),
-            own.facts.get("average", own.average),
-            own.model.min_nbor_dist,
-            "dp-ema" if own.facts else "DeePMD-kit",
-            {"model": to_dict(own.config)},
-            own.facts.get("bias", {}),
-            head,
-        )
+        facts = {"weights": own.weights, "step": own.step, "average": own.average, "bias": {}} | {
+            name: own.facts[name] for name in ("weights", "step", "average", "bias") if name in own.facts
+        }
+        version, config = "dp-ema" if own.facts else "DeePMD-kit", {"model": to_dict(own.config)}
+        info = Provenance(path, "deepmd", **facts, min_nbor_dist=own.model.min_nbor_dist, version=version,
+                          config=config, head=head)  # fmt: skip
         found[head] = LoadedModel(own.model, own.config, info)
     sections = {head: loaded.info.config["model"] for head, loaded in found.items()}
     return ModelFile(found, {"model": sections.get("", {"model_dict": sections})})
@@ -276,16 +269,11 @@ def _load_frozen(path: Path) -> LoadedModel:
     ours = found[dp.EXTRA]
     if not isinstance(ours, dict) or not isinstance(ours.get("average", {}), dict):
         raise CheckpointError(f"{path}: the section {dp.EXTRA} is not as dp-ema writes it. Freeze it again.")
-    info = Provenance(
-        path,
-        "frozen",
-        ours.get("weights", ""),
-        ours.get("step"),
-        ours.get("average", {}),
-        found.get("min_nbor_dist"),
-        f"{found.get('software', 'unknown')} {found.get('version', '')}".strip(),
-        ours.get("config") or {"model": found.get("model_def_script", {})},
-        ours.get("bias", {}),
-        ours.get("head", ""),
-    )
+    facts = {"weights": ""} | {
+        name: ours[name] for name in ("weights", "step", "average", "bias", "head") if name in ours
+    }
+    version = f"{found.get('software', 'unknown')} {found.get('version', '')}".strip()
+    config_of_run = ours.get("config") or {"model": found.get("model_def_script", {})}
+    info = Provenance(path, "frozen", **facts, min_nbor_dist=found.get("min_nbor_dist"), version=version,
+                      config=config_of_run)  # fmt: skip
     return LoadedModel(model.eval(), config, info, path.suffix.lower() == COMPILED_SUFFIX)

@@ -321,7 +321,11 @@ def _together(paired: Sequence[PairedFrame], layout: NeighborLayout) -> Placed:
 def _frames(potential: Potential, coord: Any, types: Any, box: Any, fparam: Any, aparam: Any) -> list[Frame]:
     kinds = _type_numbers(types, potential.type_map)
     natoms = kinds.shape[-1]
-    coords = _coordinates(coord, natoms)
+    coords, of_frame = _numbers("coord", coord), ((natoms, 3), (3 * natoms,))
+    if coords.shape not in of_frame and coords.shape[1:] not in of_frame:
+        known = f"(F, {natoms}, 3), (F, {3 * natoms}) or ({natoms}, 3)"
+        raise UserError(f"coord: shape {coords.shape}, expected {known} for {natoms} atoms.")
+    coords = coords.reshape(-1, natoms, 3)
     count = len(coords)
     if kinds.ndim == 2 and len(kinds) != count:
         raise UserError(f"types: shape {kinds.shape}, expected ({natoms},) or ({count}, {natoms}).")
@@ -357,15 +361,6 @@ def _type_numbers(types: Any, type_map: Sequence[str]) -> NDArray[np.int64]:
         why = " Leave virtual atoms out." if bad == -1 else ""
         raise UserError(f"types: {bad} is no place in type_map {list(type_map)} (from 0).{why}")
     return found.astype(np.int64)
-
-
-def _coordinates(coord: Any, natoms: int) -> NDArray[np.float64]:
-    found = _numbers("coord", coord)
-    of_frame = (natoms, 3), (3 * natoms,)
-    if found.shape not in of_frame and found.shape[1:] not in of_frame:
-        known = f"(F, {natoms}, 3), (F, {3 * natoms}) or ({natoms}, 3)"
-        raise UserError(f"coord: shape {found.shape}, expected {known} for {natoms} atoms.")
-    return found.reshape(-1, natoms, 3)
 
 
 def _boxes(box: Any, count: int) -> Rows:
