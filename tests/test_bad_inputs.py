@@ -15,8 +15,6 @@ from bad_inputs.case import sample
 from bad_inputs.families import all_cases
 from bad_inputs.families.text import bomb
 
-from deepmd_ema import cli
-
 FAMILIES = (
     "options",
     "text",
@@ -130,7 +128,7 @@ def test_lack_of_memory_is_reported_with_what_to_do(desk, monkeypatch, error):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(cli.COMMANDS["check"], "run", fail)
+    monkeypatch.setattr("deepmd_ema.cli.check.run", fail)
     reported = desk.run("check", "input.json")
     reported.must_say("dp-ema: out of memory", "Use a smaller batch_size")
     assert "8000000000000 bytes" in reported.text or "8000000000000" not in str(error)

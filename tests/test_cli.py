@@ -38,7 +38,7 @@ def failing(monkeypatch):
         def run(_):
             raise error
 
-        monkeypatch.setattr(cli.COMMANDS["show"], "run", run)
+        monkeypatch.setattr("deepmd_ema.cli.show.run", run)
 
     return install
 
@@ -232,7 +232,7 @@ def test_what_another_rank_reports_is_not_said_again(failing, capsys, error, cod
 
 def test_a_reader_that_leaves_early_is_no_error():
     code = "import sys; from deepmd_ema import cli; " \
-           "cli.COMMANDS['show'].run = lambda args: print('x\\n' * 200000); " \
+           "from deepmd_ema.cli import show; show.run = lambda args: print('x\\n' * 200000); " \
            "sys.exit(cli.main(['show', 'x']))"  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.readline()

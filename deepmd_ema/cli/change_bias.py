@@ -9,8 +9,6 @@ from deepmd_ema.cli.options import add_device, add_systems, add_weights, chosen_
 from deepmd_ema.cli.streams import say
 from deepmd_ema.errors import UserError
 
-SUMMARY = "the energy of each element in a model, from data or given"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

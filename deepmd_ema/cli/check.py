@@ -14,8 +14,6 @@ from deepmd_ema.errors import ReportedElsewhere, UserError, command
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig
 
-SUMMARY = "check an input and its data; show plan and cost of the run"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
@@ -32,22 +30,15 @@ def run(args: argparse.Namespace) -> None:
     """Print the report, section by section as it becomes known, or as one document."""
     if args.json:
         _print_document(args)
-    else:
-        _print_sections(args)
-
-
-def _print_sections(args: argparse.Namespace) -> None:
+        return
     from deepmd_ema.config import config_warnings, ignored_options
     from deepmd_ema.run_check.text import closing_lines, cost_lines, data_lines, plan_lines
 
     config = _load(args)
     say(f"{args.input}: the options are good")
     if args.config_only:
-        say(
-            "\n".join(
-                [*plan_lines(config), *closing_lines(config.notes, ignored_options(config), config_warnings(config))]
-            )
-        )
+        closing = closing_lines(config.notes, ignored_options(config), config_warnings(config))
+        say("\n".join([*plan_lines(config), *closing]))
         return
     with loading():
         from deepmd_ema.run_check.check import RunCheck

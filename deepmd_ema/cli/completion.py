@@ -6,7 +6,6 @@ import argparse
 
 from deepmd_ema.cli.options import file_to_write, path
 
-SUMMARY = "completion of commands, options and files, for a shell"
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 
@@ -23,15 +22,9 @@ def run(args: argparse.Namespace) -> None:
     from deepmd_ema.cli.main import build_parser
 
     parser = build_parser()
-    _complete_files(parser, shtab.FILE)
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for one in (parser, *commands.choices.values()):
+        for action in one._actions:
+            if action.type in (path, file_to_write):
+                action.complete = shtab.FILE
     print(shtab.complete(parser, args.shell))
-
-
-def _complete_files(parser: argparse.ArgumentParser, files: object) -> None:
-    """Have arguments that are paths completed by files."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                _complete_files(command, files)
-        elif action.type in (path, file_to_write):
-            action.complete = files  # type: ignore[attr-defined]

@@ -10,8 +10,6 @@ from deepmd_ema.cli.options import add_deepmd_kit, file_to_write, path, with_suf
 from deepmd_ema.cli.streams import say
 from deepmd_ema.errors import UserError, command
 
-SUMMARY = "write a frozen .pt2 or .pth file again with tables of its embedding networks"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

@@ -15,15 +15,8 @@ if TYPE_CHECKING:
     from deepmd_ema.data.formats.properties import StoredFrame
     from deepmd_ema.sorting import Array
 
-SUMMARY = "a model file as another kind of model file, or data of any format as deepmd/npy folders or extended XYZ"
-_OF_MODELS = {"to": "--to", "head": "--head", "use_ema": "--use-ema", "average": "--average", "dp": "--dp"}
-_OF_DATA = {
-    "labels_of": "--labels-of",
-    "validation": "--validation",
-    "mixed": "--mixed",
-    "format": "--format",
-    "seed": "--seed",
-}
+_OF_MODELS = ("to", "head", "use_ema", "average", "dp")
+_OF_DATA = ("labels_of", "validation", "mixed", "format", "seed")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -65,15 +58,19 @@ def run(args: argparse.Namespace) -> None:
     """Write the files and print lines about the content that was read and written."""
     from deepmd_ema.data.convert import convert_data, is_data
 
-    if args.format is not None or any(is_data(name, args.output) for name in args.input):
-        weights = () if args.labels_of is None else ("head", "use_ema", "average")
-        _refuse(args, {n: o for n, o in _OF_MODELS.items() if n not in weights}, "models, and these are data")
+    takes_data = args.format is not None or any(is_data(name, args.output) for name in args.input)
+    refused, kind = (_OF_MODELS, "models, and these are data") if takes_data else (
+        _OF_DATA, f"data, and {args.input[0]} is a model or does not exist")  # fmt: skip
+    weights = ("head", "use_ema", "average") if takes_data and args.labels_of is not None else ()
+    for name in refused:
+        if name not in weights and getattr(args, name) not in (None, False):
+            raise UserError(f"convert --{name.replace('_', '-')}: is an option for {kind}. Remove it.")
+    if takes_data:
         seed = 1 if args.seed is None else args.seed
         predict = None if args.labels_of is None else _predictor(args)
         lines = convert_data(args.input, args.output, args.validation or 0.0, args.mixed, args.format, seed, predict)
         say("\n".join(lines))
     else:
-        _refuse(args, _OF_DATA, f"data, and {args.input[0]} is a model or does not exist")
         if len(args.input) > 1:
             raise UserError(f"convert {' '.join(args.input)}: several models. Expected one, or files of data.")
         _convert_model(args)
@@ -118,9 +115,3 @@ def _convert_model(args: argparse.Namespace) -> None:
     say(f"read {loaded.info.path}: {loaded.info.version}, elements {' '.join(loaded.config.type_map)}, "
         f"{loaded.config.descriptor.summary()}")  # fmt: skip
     say(f"wrote {written.text()}")
-
-
-def _refuse(args: argparse.Namespace, options: dict[str, str], kind: str) -> None:
-    given = [option for name, option in options.items() if getattr(args, name) not in (None, False)]
-    if given:
-        raise UserError(f"convert {given[0]}: is an option for {kind}. Remove it.")

@@ -6,8 +6,6 @@ import argparse
 
 from deepmd_ema.cli.streams import say_error
 
-SUMMARY = "the manual of the input"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

@@ -9,8 +9,6 @@ from deepmd_ema.cli.options import add_deepmd_kit, add_weights, file_to_write, p
 from deepmd_ema.cli.streams import say
 from deepmd_ema.errors import UserError
 
-SUMMARY = "write a checkpoint as a .dp, .pt2 or .pth file, which DeePMD-kit and LAMMPS read"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from dataclasses import fields
 from pathlib import Path
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.options import add_device, add_head, file_to_write, path, positive
+from deepmd_ema.cli.options import add_device, add_head, file_to_write, num_run_steps, path, positive
 from deepmd_ema.cli.streams import say
-from deepmd_ema.errors import UserError, command, show_text
+from deepmd_ema.errors import UserError, command
 from deepmd_ema.files import atomic_write
 from deepmd_ema.presets import KINDS, SIZES
 
-SUMMARY = "write an input for data, with a reason for each choice"
 MODEL_NAMES = ("se_e2_a", "se_atten_v2", "dpa4c")  # of presets/models.yaml, which takes time to read
 SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -43,7 +41,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         "(convert --labels-of), in 30 %% of the steps, so that it forgets less")  # fmt: skip
     add_head(parser)
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", metavar="N", type=_steps, help="steps of the run (default: those of the recipe)")
+    length.add_argument(
+        "--steps", metavar="N", type=num_run_steps, help="steps of the run (default: those of the recipe)"
+    )
     length.add_argument("--hours", metavar="H", type=positive,
                         help="time of the run on this machine; some steps are measured")  # fmt: skip
     add_device(parser)
@@ -58,7 +58,14 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"{file}: is there already. Name another file with -o, or remove it.")
     if not os.access(file.parent, os.W_OK):  # --hours measures before the file is written
         raise UserError(f"-o {file}: {file.parent} is no folder that can be written to. Make it, or name another.")
-    _check_fine_tuning(args)
+    if args.finetune is None:
+        idle = {"--replay": args.replay, "--head": args.head}
+        why = "is an option for fine-tuning. Name the model with --finetune, or leave it out."
+    else:
+        idle = {"--model": args.model, "--size": args.size, "--rcut": args.rcut}
+        why = "the model is that of --finetune. Leave it out."
+    if without_effect := [option for option, value in idle.items() if value]:
+        raise UserError(f"init {without_effect[0]}: {why}")
     with loading():
         from deepmd_ema.proposal import Wishes, propose
     given = {wish.name: getattr(args, wish.name) for wish in fields(Wishes)}
@@ -70,22 +77,3 @@ def run(args: argparse.Namespace) -> None:
                    *(f"  warning: {line}" for line in proposal.warnings),
                    f"  next      {command('dp-ema', 'check', file)}",
                    f"            {command('dp-ema', 'train', *start, file)}"]))  # fmt: skip
-
-
-def _check_fine_tuning(args: argparse.Namespace) -> None:
-    """Refuse options that have no effect with, or without, a model that is fine-tuned."""
-    if args.finetune is None:
-        idle = {"--replay": args.replay, "--head": args.head}
-        why = "is an option for fine-tuning. Name the model with --finetune, or leave it out."
-    else:
-        idle = {"--model": args.model, "--size": args.size, "--rcut": args.rcut}
-        why = "the model is that of --finetune. Leave it out."
-    if found := [option for option, value in idle.items() if value]:
-        raise UserError(f"init {found[0]}: {why}")
-
-
-def _steps(text: str) -> int:
-    """Return a number of steps that is given on the command line."""
-    if not re.fullmatch(r"[1-9][0-9]{0,11}", text):
-        raise argparse.ArgumentTypeError(f"{show_text(text)}: expected a number of steps above 0")
-    return int(text)

@@ -10,7 +10,6 @@ import signal
 import sys
 from contextlib import suppress
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepmd_ema.cli import unsupported
@@ -59,14 +58,26 @@ INSTALL = {
 }
 
 
-# each is a module with SUMMARY, add_options and run, which imports its dependencies, so that `--help` is quick
-COMMANDS: dict[str, ModuleType] = {
-    name: import_module(f"deepmd_ema.cli.{name.replace('-', '_')}")
-    for name in (
-        "init", "train", "check", "freeze", "compress", "test", "model-devi", "neighbor-stat", "report", "posthoc",
-        "change-bias", "convert", "pretrained", "show", "plot", "doc", "completion",
-    )
-}  # fmt: skip
+# each is a module with add_options and run, which is imported when its command is given
+COMMANDS = {
+    "init": "write an input for data, with a reason for each choice",
+    "train": "train a model",
+    "check": "check an input and its data; show plan and cost of the run",
+    "freeze": "write a checkpoint as a .dp, .pt2 or .pth file, which DeePMD-kit and LAMMPS read",
+    "compress": "write a frozen .pt2 or .pth file again with tables of its embedding networks",
+    "test": "errors of a model on labelled frames, and its physics: dynamics and bonds",
+    "model-devi": "deviations of several models from each other",
+    "neighbor-stat": "shortest distance and most neighbors of data",
+    "report": "one page about a run: errors of all weights, curves, parity, worst frames, averages, time",
+    "posthoc": "the average of any length or shape, from the snapshots of a run",
+    "change-bias": "the energy of each element in a model, from data or given",
+    "convert": "a model file as another kind of file, or data of any format as deepmd/npy folders or extended XYZ",
+    "pretrained": "list published models that can be fine-tuned, or download one",
+    "show": "what is in a checkpoint or a frozen file, or how far a run is",
+    "plot": "learning curves as a picture",
+    "doc": "the manual of the input",
+    "completion": "completion of commands, options and files, for a shell",
+}
 # they print their result and nothing else
 WITHOUT_LOG = ("init", "check", "neighbor-stat", "pretrained", "show", "plot", "report", "doc", "completion")
 
@@ -114,8 +125,8 @@ def _run(words: list[str]) -> int:
     return 0
 
 
-def build_parser() -> _Parser:
-    """Return the parser of the whole command line."""
+def build_parser(is_whole: bool = True) -> _Parser:
+    """Return the parser of the command line; not as a whole, a command has its options once it is given."""
     common = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     common.add_argument("-v", "--log-level", type=_level, metavar="LEVEL", help="DEBUG, INFO (default), WARNING, ERROR")
@@ -132,11 +143,11 @@ def build_parser() -> _Parser:
                               help=f"-b {BACKENDS[name]}")  # fmt: skip
     parser.add_argument("--version", action="version", version=f"dp-ema {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-    for name, command in COMMANDS.items():
-        line = command.SUMMARY
+    for name, line in COMMANDS.items():
         sub = commands.add_parser(name, help=line, description=line, parents=[common], allow_abbrev=False)
-        command.add_options(sub)
-        sub.set_defaults(run=command.run, parser=sub)
+        sub.command = name
+        if is_whole:
+            sub.add_own_options()
     return parser
 
 
@@ -188,10 +199,24 @@ def _one_screen(error: UserError, words: Sequence[str], head: str) -> str:
 class _Parser(argparse.ArgumentParser):
     """A parser that answers a mistake with one screen instead of a page of usage, and knows -1e2 for a number."""
 
+    command = ""
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         # that of Python before 3.14 takes -1e2 for an option
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+
+    def add_own_options(self) -> None:
+        """Add the options of the command, once."""
+        if self.command:
+            module = import_module(f"deepmd_ema.cli.{self.command.replace('-', '_')}")
+            module.add_options(self)
+            self.set_defaults(run=module.run, parser=self)
+            self.command = ""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.add_own_options()
+        return super().parse_known_args(args, namespace)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         print(message, end="", file=file or sys.stderr)  # argparse says nothing of a disk that is full
@@ -209,7 +234,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     """Return the parsed words; options of DeePMD-kit are refused by name, others with the nearest that is known."""
-    parser = build_parser()
+    parser = build_parser(is_whole=False)
     if not words:
         parser.print_help()
         raise SystemExit(EXIT_USER)

@@ -17,8 +17,6 @@ from deepmd_ema.cli.options import (
     positive,
 )
 
-SUMMARY = "deviations of several models from each other"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

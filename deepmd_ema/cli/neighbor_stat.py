@@ -8,8 +8,6 @@ from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_systems, chosen_systems, positive
 from deepmd_ema.cli.streams import say
 
-SUMMARY = "shortest distance and most neighbors of data"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

@@ -92,6 +92,7 @@ def whole_number(least: int, expected: str, digits: int = 18) -> Callable[[str],
 
 num_frames = whole_number(0, "a number of frames, 0 for all")
 num_steps = whole_number(1, "a number of steps, at least 1", digits=9)
+num_run_steps = whole_number(1, "a number of steps above 0", digits=12)
 seed_number = whole_number(0, "a whole number, at least 0")
 
 

@@ -6,8 +6,6 @@ import argparse
 
 from deepmd_ema.cli.options import file_to_write, path
 
-SUMMARY = "learning curves as a picture"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

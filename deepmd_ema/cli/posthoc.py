@@ -7,8 +7,6 @@ import argparse
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, add_head, add_systems, chosen_systems, file_to_write, path
 
-SUMMARY = "the average of any length or shape, from the snapshots of a run"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from deepmd_ema.cli.options import path
 
-SUMMARY = "list published models that can be fine-tuned, or download one"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

@@ -8,8 +8,6 @@ from deepmd_ema.allocator import keep_freed_memory
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, file_to_write, num_frames, path
 
-SUMMARY = "one page about a run: errors of all weights, curves, parity, worst frames, averages, time"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

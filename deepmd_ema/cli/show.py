@@ -12,8 +12,6 @@ from deepmd_ema.cli.streams import say
 from deepmd_ema.config.outputs import is_sharded
 from deepmd_ema.errors import UserError
 
-SUMMARY = "what is in a checkpoint or a frozen file, or how far a run is"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from deepmd_ema.infer.physics import PhysicsReport
     from deepmd_ema.metrics import Errors
 
-SUMMARY = "errors of a model on labelled frames, and its physics: dynamics and bonds"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""

@@ -7,8 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,6 @@ from deepmd_ema.errors import ReportedElsewhere, Terminated, show_text
 
 if TYPE_CHECKING:
     from deepmd_ema.training.request import TrainRequest
-
-SUMMARY = "train a model"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="restart although the input differs from that of the checkpoint")  # fmt: skip
     parser.add_argument("--max-time", metavar="TIME", type=_seconds, default=math.inf,
                         help="save and end after this time, e.g. 90m, 23.5h or 23:30:00; the start counts")  # fmt: skip
-    parser.add_argument("--nproc-per-node", metavar="N", type=_processes,
+    parser.add_argument("--nproc-per-node", metavar="N", type=_num_processes,
                         help="train on N processes of this machine, as torchrun starts them; gpu: one per GPU, auto: "
                         "the same, or one where there is no GPU")  # fmt: skip
     add_device(parser)
@@ -63,7 +60,11 @@ def run(args: argparse.Namespace) -> None:
     if args.launch.launched:
         # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with raise_on_end(args.launch), _threads_in_turn():
+    interval = sys.getswitchinterval()
+    with raise_on_end(args.launch), ExitStack() as stack:
+        # the threads of a run, which loads and writes beside training, take turns
+        sys.setswitchinterval(TURN_S)
+        stack.callback(sys.setswitchinterval, interval)
         try:
             with loading():
                 request = _request(args)
@@ -105,19 +106,8 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _processes(text: str) -> str:
+def _num_processes(text: str) -> str:
     """Return the number of processes that is given on the command line: a number, ``gpu`` or ``auto``."""
     if text not in ("gpu", "auto") and not re.fullmatch(r"[1-9][0-9]{0,3}", text):
         raise argparse.ArgumentTypeError(f"{show_text(text)}: expected a number of processes, gpu or auto")
     return text
-
-
-@contextmanager
-def _threads_in_turn() -> Iterator[None]:
-    """Let the threads of a run, which loads and writes beside training, take turns of ``TURN_S`` in the body."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(TURN_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
