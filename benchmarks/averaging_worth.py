@@ -4,9 +4,9 @@ usage: python benchmarks/averaging_worth.py --work DIR [--jobs 2] [--output PAGE
 
 Both examples are trained with the learning rate of their input and with a constant one, once per seed, each run with
 one thread. A run tracks the whole bank below and validates all of it on all validation frames at ten steps, the last
-one included; then `dp-ema posthoc` looks for the best length in its snapshots, and makes the two lengths that were
-tracked as well, to compare. What is finished in --work is not done again, so that the benchmark can be stopped and
-continued; --no-train and --no-posthoc leave out what is not done yet, and the page says which runs are missing.
+one included; then `dp-ema posthoc` looks for the best length in its snapshots. What is finished in --work is not done
+again, so that the benchmark can be stopped and continued; with --no-train only what is finished is reported, and the
+page says which runs are missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import csv
 import itertools
 import json
 import statistics
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +49,7 @@ LINES = {  # colors by kind, darker for a longer window, dashed without warm-up
     "power 0.10": {"color": "#D55E00"},
 }
 STORED = (0.05, 0.10)  # sigma_rel of the snapshots
-TRACKED = (0.07, 0.15)  # sigma_rel that were tracked only to compare with
+TRACKED = (0.07, 0.15)  # sigma_rel that are tracked beside them
 
 
 def bank(num_steps: int) -> dict[str, dict[str, Any]]:
@@ -113,10 +112,9 @@ def main() -> None:
     ]  # fmt: skip
     if not args.no_train:
         _in_parallel(lambda run: _train(program, env, run), runs, args.jobs)
-    if not args.no_posthoc:
-        trained = [run for run in runs if run.read("errors.json") is not None]
-        _in_parallel(lambda run: _posthoc(program, env, run), trained, args.jobs)
     finished = [run for run in runs if run.read("errors.json") is not None]
+    if not args.no_train:
+        _in_parallel(lambda run: _posthoc(program, env, run), finished, args.jobs)
     if not finished:
         raise SystemExit(f"{args.work}: no run is finished; leave out --no-train.")
     common.publish(_page(runs, finished, args), args.output)
@@ -142,7 +140,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="threads of each run")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--no-train", action="store_true", help="only report what is finished")
-    parser.add_argument("--no-posthoc", action="store_true", help="do not look for lengths that are not there yet")
     args = parser.parse_args()
     if args.steps is not None and args.steps < 2 * NUM_VALIDATIONS:
         parser.error(f"--steps {args.steps}: at least {2 * NUM_VALIDATIONS}")
@@ -216,43 +213,9 @@ def _posthoc(program: common.Program, env: dict[str, str], run: Run) -> str | No
             "errors": {name: [_errors_of(row)[name] for row in made] for name in _errors_of(best)},
         },
         "best": {"sigma_rel": float(best["sigma_rel"]), "errors": _errors_of(best)},
-        "condition": float(best["condition"]),
-        "tracked": {f"{sigma_rel:.2f}": _make_again(program, env, run, sigma_rel) for sigma_rel in TRACKED},
     }
     (run.folder / "posthoc.json").write_text(json.dumps(result))
     return f"{run.title}: lengths found"
-
-
-def _make_again(program: common.Program, env: dict[str, str], run: Run, sigma_rel: float) -> dict[str, Any]:
-    """Return the difference of the average of ``sigma_rel`` made of snapshots to the one that was tracked."""
-    stem = f"made_{sigma_rel:.2f}"
-    words = ["posthoc", ".", "--sigma-rel", str(sigma_rel), "-o", f"{stem}.pt", "--table", f"{stem}.csv"]
-    done = subprocess.run([*program.command, *words, "--plot", f"{stem}.png"], cwd=run.folder, env=env, text=True,
-                          capture_output=True, check=False)  # fmt: skip
-    if done.returncode:
-        return {"refused": " ".join(done.stderr.split())}
-    rows = _read_lengths(run.folder / f"{stem}.csv")
-    name = average_name(f"power {sigma_rel:.2f}")
-    before = _errors_of(next(row for row in rows if row["kind"] == "tracked" and row["weights"] == name))
-    after = next(row for row in rows if row["kind"] == "posthoc")
-    weights, share = _weight_differences(run.folder, f"{stem}.pt", f"model_{name}.ckpt.pt")
-    return {
-        "residual": float(after["residual"]),
-        "weights": weights,
-        "share": share,
-        "errors": {quantity: [before[quantity], value] for quantity, value in _errors_of(after).items()},
-    }
-
-
-def _weight_differences(folder: Path, made: str, tracked: str) -> tuple[float, float]:
-    """Return |made - tracked| / |tracked| and |made - tracked| / |tracked - live| over all averaged tensors."""
-    import torch
-
-    files = [torch.load(folder / file, weights_only=True) for file in (made, tracked, "model.ckpt.pt")]
-    names = torch.load(next((folder / "snapshots").glob("*.pt")), weights_only=True)["averaged"]
-    a, b, live = (torch.cat([file["model"][name].double().ravel() for name in names]) for file in files)
-    difference = float((a - b).norm())
-    return difference / float(b.norm()), difference / float((b - live).norm())
 
 
 def _read_lengths(table: Path) -> list[dict[str, str]]:
@@ -287,10 +250,8 @@ def _page(runs: Sequence[Run], finished: Sequence[Run], args: argparse.Namespace
     for (example, schedule), group in groups.items():
         seeds = ", ".join(str(run.seed) for run in group)
         parts.append(f"## {example}, {schedule} learning rate\n\n{group[0].steps} steps, seeds {seeds}.")
-        parts.append(_errors_table(group))
-        parts.append(_lowest(group))
+        parts += [_errors_table(group), _lowest(group)]
     parts += _lengths_part(finished)
-    parts += _agreement_part(finished)
     return "\n\n".join(parts)
 
 
@@ -354,44 +315,6 @@ def _lengths_part(finished: Sequence[Run]) -> list[str]:
         return []
     header = ["example", "learning rate", "seed", "sigma_rel picked", "lowest by quantity: sigma_rel (RMSE)"]
     return ["## Lengths found after training", common.table(header, rows)]
-
-
-def _agreement_part(finished: Sequence[Run]) -> list[str]:
-    """Return rows that compare lengths that were tracked with the same lengths made of snapshots."""
-    rows = []
-    for run in finished:
-        found = run.read("posthoc.json")
-        for sigma_rel, made in (found["tracked"] if found is not None else {}).items():
-            where = [run.example, run.schedule, str(run.seed), sigma_rel]
-            if "refused" in made:
-                rows.append([*where, "", "refused", "", made["refused"]])
-                continue
-            errors = ", ".join(
-                f"{name} {after / before - 1:+.1e}" for name, (before, after) in made["errors"].items()
-            )  # fmt: skip
-            rows.append(
-                [*where, f"{100 * made['residual']:.2g} %", f"{made['weights']:.1e}", f"{made['share']:.1e}", errors]
-            )
-    if not rows:
-        return []
-    header = [
-        "example",
-        "learning rate",
-        "seed",
-        "sigma_rel",
-        "profile",
-        "weights",
-        "weights, of the step from live",
-        "RMSE",
-    ]
-    return [
-        "## Lengths that were tracked, made again of the snapshots",
-        "Relative differences, made of snapshots against tracked. Of the profile: what the command says is missing of "
-        "it; of the weights: |made - tracked| / |tracked| over all averaged tensors, and the same difference over "
-        "|tracked - live|, which is what averaging did; of each RMSE. Snapshots are of sigma_rel "
-        f"{STORED[0]:.2f} and {STORED[1]:.2f}, {NUM_SNAPSHOTS} of each.",
-        common.table(header, rows),
-    ]
 
 
 def _plot(finished: Sequence[Run], picture: Path) -> None:

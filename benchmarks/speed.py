@@ -10,9 +10,8 @@ ratios of the turns. Results are kept in --work and not measured again, so each 
   step is that between rows of lcurve.out: loader, forward, backward, optimizer. Turns of dp-ema begin after its first
   epoch, in which it finds the neighbors of each frame, to keep them: DeePMD-kit does so in every step. Peak memory is
   that of these runs.
-- ``bound``: dp-ema alone. The floating-point operations of the matrix products of a step are counted and set beside
-  the rate of a large square product, and that of each shape, measured in the same process; the rest of a step is listed
-  by class of operation (:mod:`speed_bound`).
+- ``bound``: dp-ema alone. The operations of a step are counted; those of its matrix products are set beside the rate
+  of a large square product, and that of each shape, measured in the same process (:mod:`speed_bound`).
 - ``start``: seconds to the first row, and those of the statistics before it: of all, of none that a file has.
 - ``validation``, ``checkpoint``: the time that a step takes longer when all validation frames are evaluated or a
   checkpoint with an average is written after it.
@@ -195,13 +194,17 @@ def _interval(case: Case, runner: Runner, args: argparse.Namespace) -> int:
 def _bound(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
     """Return by name of the runners of dp-ema what :mod:`speed_bound` finds."""
     found, failed = {}, {}
-    config = speed_cases.with_options(speed_cases.input_of(case, args), {"training.enable_ema": True})
+    steps, config = 3 if args.quick else 6, speed_cases.input_of(case, args)
+    epoch = math.ceil(common.count_frames(config) / case.batch)  # all neighbors are found, and kept from then on
+    config = speed_cases.with_options(
+        config, {"training.enable_ema": True, "training.numb_steps": epoch + steps + 4, "training.disp_freq": 10**6}
+    )
     for runner in runners:
         if not runner.ours:
             continue
         folder = _write(case, runner, args, config)
         words = [sys.executable, str(Path(__file__).with_name("speed_bound.py")), str(folder), "--threads",
-                 str(args.threads), "--device", args.device, "--steps", "3" if args.quick else "6"]  # fmt: skip
+                 str(args.threads), "--device", args.device, "--steps", str(steps)]  # fmt: skip
         env = common.environment(args.threads, args.device)
         done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -7,7 +7,6 @@ import statistics
 from typing import Any
 
 import common
-import speed_bound
 from speed_cases import Case, Runner
 
 Found = dict[tuple[str, Case], dict[str, Any]]
@@ -23,7 +22,6 @@ def page(found: Found, runners: list[Runner], args: argparse.Namespace) -> str:
         ("Training steps", SPREAD, _step_rows),
         ("Peak memory of these runs", _memory_note(args.device), _memory_rows),
         ("The bound of a step", _BOUND_NOTE, _bound_rows),
-        ("Where the time of a step goes", "Shares of a profiled step of dp-ema.", _share_rows),
         ("Start of a run", "Seconds from the command to the first row, medians.", _start_rows),
         ("Full validation", "Frames per second; the time by which a step takes longer.", _validation_rows),
         ("Checkpoints", "Time by which a step that is saved takes longer, with one average.", _checkpoint_rows),
@@ -50,9 +48,8 @@ def _memory_note(device: str) -> str:
 
 
 _BOUND_NOTE = (
-    "The products of matrices alone, at the rate of a large square product, at the rate that each shape has alone, and "
-    "the bytes of all other operations at the bandwidth of a large addition (an upper estimate: what stays in a cache "
-    "is counted as well). Percent of the time of a step, which is the median of steps in one process."
+    "The products of matrices alone, at the rate of a large square product and at the rate that each shape has alone, "
+    "with percent of the time of a step, which is the median of steps in one process, and the number of operations."
 )
 
 
@@ -107,31 +104,20 @@ def _memory_rows(found: Found, runners: list[Runner]) -> Table:
     return [*CASE, *(r.title for r in runners), *_ratio_titles(runners)], rows
 
 
-def _of_ours(found: Found, runners: list[Runner]) -> list[tuple[list[str], dict[str, Any]]]:
-    """Return the first cells of a line, and what was found, for every case and every runner of the stage."""
-    return [([*case.words, r.title], result["bound"][r.name]) for case, result in _chosen(found, "bound")
-            for r in runners if r.name in result["bound"]]  # fmt: skip
-
-
 def _bound_rows(found: Found, runners: list[Runner]) -> Table:
     rows = []
-    for words, one in _of_ours(found, runners):
-        times = [one[name] for name in ("at_square_rate", "at_own_rates", "at_bandwidth")]
-        parts = [f"{1000 * t:.1f} ({100 * t / one['step']:.0f} %)" for t in times]
-        counted = [f"{one['flops'] / 1e9:.2f}", f"{one['rate'] / 1e9:.0f}", *parts, f"{one['operations']}"]
-        if not one["flops"]:  # compiled
-            counted = [""] * len(counted)
-        host = [f"{1000 * one[name]:.1f}" if one["kernels"] else "" for name in ("launch", "kernels")]
-        rows.append([*words, f"{1000 * one['step']:.1f}", *counted, f"{one['memory'] / 1e6:.0f}", *host])
+    for case, result in _chosen(found, "bound"):
+        for runner in (r for r in runners if r.name in result["bound"]):
+            one = result["bound"][runner.name]
+            times = [one[name] for name in ("at_square_rate", "at_own_rates")]
+            parts = [f"{1000 * t:.1f} ({100 * t / one['step']:.0f} %)" for t in times]
+            cells = [f"{one['flops'] / 1e9:.2f}", f"{one['rate'] / 1e9:.0f}", *parts, f"{one['operations']}"]
+            if "enable_compile" in str(runner.options):  # compiled code does not show its operations
+                cells = [""] * len(cells)
+            rows.append([*case.words, runner.title, f"{1000 * one['step']:.1f}", *cells, f"{one['memory'] / 1e6:.0f}"])
     header = [*CASE, "", "step, ms", "products, GFLOP", "GFLOP/s", "products at this rate, ms", "at own rates, ms",
-              "other bytes, ms", "operations", "peak memory, MB", "host, ms", "kernels, ms"]  # fmt: skip
+              "operations", "peak memory, MB"]  # fmt: skip
     return header, rows
-
-
-def _share_rows(found: Found, runners: list[Runner]) -> Table:
-    rows = [[*words, *(f"{100 * one['shares'][kind]:.1f}" for kind in speed_bound.SHOWN)]
-            for words, one in _of_ours(found, runners)]  # fmt: skip
-    return [*CASE, "", *(f"{kind}, %" for kind in speed_bound.SHOWN)], rows
 
 
 def _start_rows(found: Found, runners: list[Runner]) -> Table:
