@@ -164,7 +164,7 @@ def _bytes_of(trainer, args: argparse.Namespace) -> dict:
             "parameters": _local_bytes(trained),
             "gradients": _local_bytes([p.grad for p in trained]),
             "moments": _local_bytes(moments),
-            "average": trainer.bank["ema"].storage.num_bytes,
+            "average": trainer.bank["ema"].num_bytes,
         },
     }
 

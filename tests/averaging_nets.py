@@ -109,7 +109,7 @@ def on_device():
 @contextmanager
 def through_staging():
     """Inside, averages that are made get their weights through staged copies, as those of a GPU in host memory do."""
-    with mock.patch("deepmd_ema.averaging.storage.needs_staging", return_value=True):
+    with mock.patch("deepmd_ema.averaging.average.needs_staging", return_value=True):
         yield
 
 

@@ -131,7 +131,7 @@ def _holdings(trainer):
     bank = trainer.bank
     names = bank.names if bank is not None else ()
     held = {"live": [local_shard(p) for p in trainer.saver.builder.models.parameters()]}
-    held |= {name: bank[name].storage.tensors for name in names}
+    held |= {name: bank[name].tensors for name in names}
     return {
         "digests": {name: _digest(tensors) for name, tensors in held.items()},
         "elements": {name: sum(t.numel() for t in tensors) for name, tensors in held.items()},

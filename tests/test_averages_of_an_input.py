@@ -67,8 +67,8 @@ def test_device_says_where_an_average_is_held(monkeypatch):
     monkeypatch.setattr(Average, "seed", lambda *_: None)  # on this device there are no numbers to start from
     model = build_model(config_from_dict(tiny_input(["a"])).model).to("meta")
     bank = AverageBank(model, profiles_of({"name": "host", "decay": 0.9, "device": "cpu"}, {"name": "a", "decay": 0.9}))
-    assert {t.device.type for t in bank["host"].storage.tensors} == {"cpu"}
-    assert {t.device.type for t in bank["a"].storage.tensors} == {"meta"}
+    assert {t.device.type for t in bank["host"].tensors} == {"cpu"}
+    assert {t.device.type for t in bank["a"].tensors} == {"meta"}
 
 
 def test_dtype_says_how_wide_an_average_is_and_float64_is_the_default():
@@ -76,7 +76,7 @@ def test_dtype_says_how_wide_an_average_is_and_float64_is_the_default():
     entries = [{"name": "narrow", "decay": 0.9, "dtype": "float32"}, {"name": "wide", "decay": 0.9}]
     bank = AverageBank(model, profiles_of(*entries))
     for name, dtype in (("narrow", torch.float32), ("wide", torch.float64)):
-        assert {t.dtype for t in bank[name].storage.tensors} == {dtype}
+        assert {t.dtype for t in bank[name].tensors} == {dtype}
         assert bank.weights(name)["fitting.nets.0.layers.0.weight"].dtype == dtype
 
 

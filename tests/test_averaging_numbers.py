@@ -78,7 +78,7 @@ def test_an_average_is_never_narrower_than_its_weights(weights, requested, held)
     bank = AverageBank(net, [replace(PLAIN, dtype=requested)])
     first = net.first.weight.detach().clone()
     train(net, bank, [0])
-    assert {t.dtype for t in bank["ema"].storage.tensors} == {getattr(torch, held)}
+    assert {t.dtype for t in bank["ema"].tensors} == {getattr(torch, held)}
     if weights == held:
         expected = 0.9 * first + (1 - 0.9) * net.first.weight.detach()
         assert torch.allclose(bank.weights("ema")["first.weight"], expected, rtol=1e-14, atol=0)
@@ -218,7 +218,7 @@ def test_averages_that_are_updated_together_have_the_bits_of_one_tensor_at_a_tim
     decays = {"a": 0.9, "b": 0.99, "narrow": 0.5, "every_second": 0.8}
     more = {"narrow": {"dtype": "float32"}, "every_second": {"update_every": 2, "buffers": "average"}}
     bank = AverageBank(net, [EmaProfile(n, d, warmup=False, **more.get(n, {})) for n, d in decays.items()])
-    wide = {n: bank[n].storage.buffers[0].flat.dtype for n in decays}
+    wide = {n: bank[n].buffers[0].flat.dtype for n in decays}
     expected = {n: {key: p.detach().to(wide[n], copy=True) for key, p in net.named_parameters()} for n in decays}
     for step in range(1, 5):
         move(net, step)

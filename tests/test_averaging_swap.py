@@ -10,9 +10,8 @@ from averaging_nets import PLAIN, POWER, SWA, WARM, Net, assert_same, copies, ma
 from torch import nn
 
 from deepmd_ema.averaging import AverageBank, EmaProfile, SwaProfile
-from deepmd_ema.averaging.average import Average
+from deepmd_ema.averaging.average import Average, Exchange
 from deepmd_ema.averaging.binding import Shard
-from deepmd_ema.averaging.exchange import Exchange
 from deepmd_ema.averaging.storage import lerp
 from deepmd_ema.errors import ConfigError
 
@@ -212,7 +211,7 @@ def test_a_model_without_trained_parameters_is_an_error(net):
 
 def test_the_extra_memory_of_a_swap_is_one_tensor_at_a_time(net, monkeypatch):
     bank = AverageBank(net, [PLAIN])
-    pointers = {p.data_ptr() for p in net.parameters()} | {t.data_ptr() for t in bank["ema"].storage.tensors}
+    pointers = {p.data_ptr() for p in net.parameters()} | {t.data_ptr() for t in bank["ema"].tensors}
     cloned = []
     clone = torch.Tensor.clone
 
@@ -223,7 +222,7 @@ def test_the_extra_memory_of_a_swap_is_one_tensor_at_a_time(net, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "clone", remember)
     with bank.swapped_in("ema"):
         assert len(cloned) == len(list(net.parameters()))  # each changes places, none is set aside
-    after = {p.data_ptr() for p in net.parameters()} | {t.data_ptr() for t in bank["ema"].storage.tensors}
+    after = {p.data_ptr() for p in net.parameters()} | {t.data_ptr() for t in bank["ema"].tensors}
     assert pointers == after
     assert max(cloned) == max(p.numel() for p in net.parameters())
 
@@ -296,7 +295,8 @@ def test_a_gathered_average_is_swapped_in_by_the_part_of_this_rank():
     average.seed(0)
     with torch.no_grad():
         weight.mul_(3)
-        lerp(average.update(1))
+        share = average.count(1)
+        lerp([(buffer, share) for buffer in average.buffers])
     exchange = Exchange(average)
     exchange.swap_in()
     assert torch.equal(weight[:2], 2 * first)

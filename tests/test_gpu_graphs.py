@@ -98,7 +98,7 @@ class Watch(Callback):
         parameters = list(trainer.validator.models.parameters())
         optimizer = trainer.take_step._optimizer
         state = [t for p in parameters for t in optimizer.state.get(p, {}).values()]
-        averages = [b.flat for name in trainer.bank.names for b in trainer.bank[name].storage.buffers]
+        averages = [b.flat for name in trainer.bank.names for b in trainer.bank[name].buffers]
         kept = [*parameters, *state, *averages, trainer.take_step._first_bad]
         self.addresses.append([t.data_ptr() for t in kept])
         self.allocated.append(torch.cuda.memory_allocated())

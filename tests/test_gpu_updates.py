@@ -217,7 +217,7 @@ def test_a_step_number_on_the_device_gives_the_bits_of_one_on_the_host_and_memor
             if count == 5:
                 for p, value in zip(named.values(), network().values()):
                     p.copy_(value)
-        tensors = [t for average in map(banks[1].__getitem__, banks[1].names) for t in average.storage.tensors]
+        tensors = [t for average in map(banks[1].__getitem__, banks[1].names) for t in average.tensors]
         counters = [banks[1][name].counter.on_device for name in banks[1].names]
         where.append([t.data_ptr() for t in [*tensors, *counters]])
     assert len({tuple(addresses) for addresses in where}) == 1

@@ -292,5 +292,5 @@ def test_a_tensor_that_tasks_share_is_counted_once(config):
     assert not any(name.startswith("b.descriptor") for name in names)
     assert "b." + next(n for n, _ in second.named_parameters()) in both.state_dict()
     apart = {task: build_model(config.tasks["water"].model, 1) for task in ("a", "b")}
-    sizes = [AverageBank(each, [EmaProfile("ema", 0.5)])["ema"].storage.num_bytes for each in (both.by_task, apart)]
+    sizes = [AverageBank(each, [EmaProfile("ema", 0.5)])["ema"].num_bytes for each in (both.by_task, apart)]
     assert sizes[0] < sizes[1]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.averaging.average import Average
-from deepmd_ema.averaging.binding import Binding, canonical, unwrap
-from deepmd_ema.averaging.counter import DeviceCounters, host_decay
-from deepmd_ema.averaging.exchange import Exchange, signals_wait, taken
+from deepmd_ema.averaging.average import Average, Exchange, count_on_device, host_decay
+from deepmd_ema.averaging.binding import Binding, Shard, canonical, unwrap
 from deepmd_ema.averaging.storage import lerp, lerp_on_device
 from deepmd_ema.config.schema.averaging import CustomAverage, ScheduleFreeProfile
 from deepmd_ema.config.schema.profile import Profile
+from deepmd_ema.dist.launch import END_SIGNALS, handling
 from deepmd_ema.dist.saved_tensors import Take, WholeTensors
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.tensors import check_weights, prefix_of
@@ -34,7 +35,7 @@ class AverageBank:
     A tensor shared by several modules or names has one average. Nothing here waits for the device, except what reads
     numbers: :meth:`info`, :meth:`state_dict`, and everything that reads an average kept on the host.
 
-    ``bank[name]`` is one average, with its ``profile``, ``tensor_names`` and ``storage`` on this process.
+    ``bank[name]`` is one average, with its ``profile``, ``tensor_names`` and ``tensors`` on this process.
 
     Attributes:
         num_bindings: how often the averaged tensors were looked up; after each time the averages are in other memory.
@@ -121,17 +122,19 @@ class AverageBank:
         near = []
         with torch.set_grad_enabled(False):  # 1 us less than torch.no_grad(), 1 % of an update of a small model
             for average in (self._averages[name] for name in due):
-                if average.storage.staging is None:
+                if average.staging is None:
                     near.append(average)
                 else:
-                    average.enqueue(self._steps, ok)
-            if ok is None and all(average.counter.on_device is None for average in near):
-                lerp([move for average in near for move in average.update(self._steps)])
+                    average.flush()
+                    average.staging.start(self._steps, ok)
+            if ok is None and all(average.on_device is None for average in near):
+                counted = [(average, average.count(self._steps)) for average in near]
+                lerp([(buffer, share) for average, share in counted for buffer in average.buffers])
             elif near:
                 good = None if ok is None else ok.detach() > 0
                 number = self._steps if step is None else step
-                shares = self._counters.count([average.counter for average in near], number, good)
-                moves = [(buffer, share) for a, share in zip(near, shares) for buffer in a.storage.buffers]
+                shares = count_on_device(self._near, self._counts, near, number, good)
+                moves = [(buffer, share) for average, share in zip(near, shares) for buffer in average.buffers]
                 lerp_on_device(moves, good)
 
     @contextmanager
@@ -148,15 +151,16 @@ class AverageBank:
                 f"average {name!r} cannot be swapped in: {self._exchange.average.profile.name!r} is already"
             )
         exchange = Exchange(self._averages[name])
+        modules = list(self._modules.values()) if self._around is None else [self._around]
         try:
-            with signals_wait():
-                _reshard(self._modules.values() if self._around is None else [self._around])
+            with _signals_wait():
+                _reshard(modules)
                 self._exchange = exchange
                 exchange.swap_in()
             yield
         finally:
-            with signals_wait():
-                _reshard(self._modules.values() if self._around is None else [self._around])
+            with _signals_wait():
+                _reshard(modules)
                 exchange.swap_out()
                 self._exchange = None
 
@@ -173,7 +177,7 @@ class AverageBank:
         """
         average = None if name == LIVE else self._averages[name]
         take = take or (WholeTensors() if copy else WholeTensors(None))
-        averaged = taken(average, self._exchange, [*self._binding.shards, *self._binding.buffers], take)
+        averaged = self._taken(average, [*self._binding.shards, *self._binding.buffers], take)
         found: dict[str, Any] = {}
         for task, module in self._modules.items():
             for name, value in unwrap(module).state_dict().items():
@@ -224,7 +228,7 @@ class AverageBank:
                 "updates": updates,
                 "mean_age": average.mean_age(self._steps),
                 "mean_step": mean_step,
-                "weights": taken(average, self._exchange, average.storage.shards, take)
+                "weights": self._taken(average, average.shards, take)
                 if weights is None
                 else {n: weights[name][n] for n in average.tensor_names if n in weights[name]},
             }
@@ -266,13 +270,6 @@ class AverageBank:
                 average.load(state, saved, self._modules, self._binding)
 
     @torch.no_grad()
-    def reseed(self) -> None:
-        """Start every average again from the live weights, at step 0."""
-        self._steps = 0
-        for average in self._averages.values():
-            average.seed(0)
-
-    @torch.no_grad()
     def rebind(self) -> None:
         """Find the averaged tensors again.
 
@@ -291,9 +288,36 @@ class AverageBank:
                 average.seed(self._steps)
         self._averages = averages
         self.num_bindings += 1
-        near = [average.counter for average in averages.values() if average.storage.staging is None]
+        self._near = [average for average in averages.values() if average.staging is None]
         device = next((shard.local.device for shard in self._binding.shards), torch.device("cpu"))
-        self._counters = DeviceCounters(near, device)
+        # numbers of updates and mean steps, once they are counted on the device
+        self._counts = torch.zeros(len(self._near), 2, dtype=torch.float64, device=device)
+
+    def _taken(self, average: Average | None, shards: Sequence[Shard], take: Take) -> dict[str, Any]:
+        """Return ``shards`` as this rank saves them, by every name of each; nothing where ``take`` keeps nothing.
+
+        Every rank must call this when weights are sharded.
+
+        Args:
+            average: whose weights; live ones for None, before it has started, and where it has none.
+            shards: what is wanted.
+            take: what is saved of a tensor.
+        """
+        # by first name; later entries take the place of earlier ones
+        reads: dict[str, Callable[[], Tensor]] = {s.names[0]: partial(s.as_tensor, s.local) for s in shards}
+        exchange = self._exchange
+        if exchange is not None:
+            reads |= {shard.names[0]: partial(exchange.live, i) for i, shard in enumerate(exchange.average.shards)}
+        if average is not None and average.started:
+            average.flush()
+            read = exchange.averaged if exchange is not None and exchange.average is average else average.as_tensor
+            reads |= {shard.names[0]: partial(read, i) for i, shard in enumerate(average.shards)}
+        found: dict[str, Any] = {}
+        for shard in shards:
+            kept = take(reads[shard.names[0]]())
+            if kept is not None:
+                found |= dict.fromkeys(shard.names, kept)
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         assert self._exchange is None, "a bank is pickled while an average is swapped in"
@@ -341,3 +365,17 @@ def _reshard(modules: Iterable[nn.Module]) -> None:
 def is_on_host(ok: Tensor) -> bool:
     """Whether the host can read ``ok`` without waiting for a device."""
     return ok.device.type == "cpu"
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Hold SIGINT, SIGTERM and SIGHUP back until the body is done, then deliver them as they would have been."""
+    arrived: list[int] = []
+    held = [s for s in (signal.SIGINT, *END_SIGNALS) if callable(signal.getsignal(s))]
+    try:
+        with handling(held, lambda number, _frame: arrived.append(number)):
+            yield
+    finally:
+        with ExitStack() as deliveries:  # each one, also after one whose handler raises
+            for number in reversed(arrived):
+                deliveries.callback(signal.raise_signal, number)

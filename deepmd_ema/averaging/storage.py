@@ -1,82 +1,19 @@
-"""The memory of one average: flat buffers, their update, and staging memory for averages that are on the host."""
+"""The memory of averages: flat buffers, their update, and staging memory for averages that are on the host."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from deepmd_ema.averaging.binding import Shard
-from deepmd_ema.config.schema.profile import Profile
-from deepmd_ema.dist.dtensor import full_tensor
-from deepmd_ema.tensors import StoredTensor, whole
 
+T = TypeVar("T")
 _ALIGN = 64  # elements between the starts of two tensors in a flat buffer, so that vector loads stay aligned
 _AT_ONCE = 1 << 17  # elements of live weights that are widened and averaged together: they stay in the cache of a core
-
-
-class Storage:
-    """The tensors of one average, one per shard, in flat buffers by device and precision.
-
-    With the layout ``full_tensor`` a sharded tensor is kept whole on every rank, and each read of its live value is a
-    collective.
-
-    Args:
-        shards: averaged tensors.
-        profile: where they are kept, how wide, and in which layout.
-
-    Attributes:
-        tensors: the averages in the order of ``shards``, views of the buffers.
-        buffers: flat buffers.
-        staging: staging memory, or None if the averages are on the device of the weights.
-    """
-
-    def __init__(self, shards: Sequence[Shard], profile: Profile) -> None:
-        self.shards = shards
-        self._gathered = [profile.layout == "full_tensor" and shard.is_sharded for shard in shards]
-        members: dict[Any, list[int]] = {}
-        for i, shard in enumerate(shards):
-            live = shard.local
-            home = torch.device("cpu") if profile.device == "cpu" else live.device
-            dtype = torch.promote_types(live.dtype, torch.promote_types(torch.float32, getattr(torch, profile.dtype)))
-            members.setdefault((live.device, live.dtype, home, dtype, self._gathered[i]), []).append(i)
-        self.buffers = [
-            Buffer([shards[i] for i in chosen], home, dtype, gathered)
-            for (_, _, home, dtype, gathered), chosen in members.items()
-        ]
-        views = {i: view for b, chosen in zip(self.buffers, members.values()) for i, view in zip(chosen, b.views)}
-        self.tensors = [views[i] for i in range(len(shards))]
-        self.staging = Staging(self.buffers) if needs_staging(self.buffers) else None
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory on this process, with staging."""
-        on_their_way = self.staging.flats if self.staging is not None else []
-        return sum(flat.nbytes for flat in [*(b.flat for b in self.buffers), *on_their_way])
-
-    def seed(self, i: int) -> None:
-        """Set tensor ``i`` to the live value."""
-        shard = self.shards[i]
-        self.tensors[i].copy_(shard.full_tensor(shard.local) if self._gathered[i] else shard.local)
-
-    def set(self, i: int, full: Tensor | StoredTensor) -> None:
-        """Set tensor ``i``. A collective when it is sharded."""
-        self.tensors[i].copy_(whole(full) if self._gathered[i] else self.shards[i].local_shard(full))
-
-    def as_tensor(self, i: int) -> Tensor:
-        """Return tensor ``i``, sharded as its parameter is if it is not kept whole."""
-        return self.tensors[i] if self._gathered[i] else self.shards[i].as_tensor(self.tensors[i])
-
-    def averaged(self, i: int) -> Tensor:
-        """Return tensor ``i``, whole. A collective when it is sharded."""
-        return full_tensor(self.as_tensor(i))
-
-    def local_shard(self, i: int) -> Tensor:
-        """Return the content of the live shard ``i``. A collective when it is gathered."""
-        return self.shards[i].local_shard(self.tensors[i]) if self._gathered[i] else self.tensors[i]
 
 
 class Buffer:
@@ -182,10 +119,7 @@ def lerp(moves: Iterable[tuple[Buffer, float]], live: list[Tensor] | None = None
         moves: buffers and their shares.
         live: what they are moved towards, if not the live tensors as they are now.
     """
-    together: dict[Any, list[tuple[Buffer, float]]] = {}
-    for move in moves:
-        together.setdefault(move[0].key, []).append(move)
-    for alike in together.values():
+    for alike in _of_same_tensors(moves):
         first, share = alike[0]
         targets = first.live() if live is None else live
         if len(alike) == 1 and targets[0].dtype == first.flat.dtype:
@@ -196,17 +130,14 @@ def lerp(moves: Iterable[tuple[Buffer, float]], live: list[Tensor] | None = None
                 torch._foreach_lerp_(buffer.parts[k], part, share)
 
 
-def lerp_on_device(buffers: Sequence[tuple[Buffer, Tensor]], good: Tensor | None) -> None:
+def lerp_on_device(moves: Iterable[tuple[Buffer, Tensor]], good: Tensor | None) -> None:
     """Do :func:`lerp` by shares that only the device knows, and nothing where ``good`` is False.
 
     Args:
-        buffers: with their shares, scalars on the device, 0 where ``good`` is False.
+        moves: buffers and their shares, scalars on the device, 0 where ``good`` is False.
         good: bool scalar; None: always True.
     """
-    together: dict[Any, list[tuple[Buffer, Tensor]]] = {}
-    for buffer, share in buffers:
-        together.setdefault(buffer.key, []).append((buffer, share))
-    for alike in together.values():
+    for alike in _of_same_tensors(moves):
         first, _ = alike[0]
         live = torch.zeros_like(first.flat)
         torch._foreach_copy_(_views(live, first.shapes), first.live())
@@ -220,6 +151,13 @@ def lerp_on_device(buffers: Sequence[tuple[Buffer, Tensor]], good: Tensor | None
 def needs_staging(buffers: Sequence[Buffer]) -> bool:
     """Whether some averages are on another device than their weights."""
     return any(b.source.device != b.flat.device for b in buffers)
+
+
+def _of_same_tensors(moves: Iterable[tuple[Buffer, T]]) -> Iterable[list[tuple[Buffer, T]]]:
+    together: dict[Any, list[tuple[Buffer, T]]] = {}
+    for move in moves:
+        together.setdefault(move[0].key, []).append(move)
+    return together.values()
 
 
 def _flat(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, pin: bool = False) -> Tensor:

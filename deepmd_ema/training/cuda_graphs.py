@@ -103,7 +103,7 @@ class GraphedSteps:
         # a new tensor each time: the copy of the step before may not have been made yet
         self._numbers.copy_(torch.tensor([rate, step], dtype=torch.float64).pin_memory(), non_blocking=True)
         due = self._bank.begin(epoch) if self._bank is not None else ()
-        far = [name for name in due if self._bank is not None and self._bank[name].storage.staging is not None]
+        far = [name for name in due if self._bank is not None and self._bank[name].staging is not None]
         due = tuple(name for name in due if name not in far)
         graphed = self._graphed((task.name, packed.layout, due), task, packed, due)
         if graphed is None:
