@@ -29,6 +29,21 @@ _MAX_DENSE_DISTANCES = 1.5e5  # of atoms to images near the cell: of 96 atoms of
 _MAX_SINGLE_THREAD_PRODUCTS = 1 << 18
 _ROUNDING = 1e-9  # relative, of bounds that may take in a little too much
 _FRAMES_PER_THREAD = 16
+_TOO_FAR = "a position of {value:.3g} angstrom, expected less than {most:g}. Is the file damaged?"
+_TOO_WIDE = (
+    "the atoms of this open system are {value:.3g} angstrom apart, expected less than {most:g}. Is the file damaged?"
+)
+_TOO_LONG = "an edge of the cell is {value:.3g} angstrom long ({cell}), expected at most {most:g}."
+_TOO_THIN = (
+    "the cell is {height:.3g} angstrom thin ({cell}): {value:.2g} images of it lie within the cutoff of {rcut:g} "
+    "angstrom, expected at most {most:g}. Lengths are in angstrom; use a less skewed cell of the same crystal, or a "
+    "smaller cutoff."
+)
+_TOO_DENSE = (
+    "the cell of {volume:.3g} angstrom^3 ({cell}) is so small that an atom has {value:.2g} neighbors within the cutoff "
+    "of {rcut:g} angstrom, expected at most {most:g}. Lengths are in angstrom; are they given in nm?"
+)
+_FLAT = "the cell has no volume ({cell}). For open boundaries add an empty file nopbc to the system."
 _FRAMES_AT_ONCE = 64  # frames handed to the threads at a time, so that a data set need not fit in memory
 
 
@@ -209,58 +224,35 @@ def frame_faults(coord: Array, box: Array | None, num_atoms: Array, rcut: float)
         num_atoms: (F,) atoms that exist.
         rcut: cutoff radius, angstrom.
     """
+    faults: dict[int, str] = {}
     with np.errstate(all="ignore"):  # numbers that overflow here are faults
-        faults = {} if box is None else _cell_faults(box, num_atoms, rcut)
-        far = np.abs(coord).max(axis=(1, 2), initial=0.0)
-        extent = (
-            np.ptp(coord, axis=1).max(axis=1, initial=0.0) if box is None and coord.shape[1] else np.zeros(len(far))
-        )
-    text = "the atoms of this open system are {:.3g} angstrom apart, expected less than {:g}. Is the file damaged?"
-    faults |= {k: text.format(extent[k], _MAX_EXTENT) for k in np.flatnonzero(~(extent <= _MAX_EXTENT)).tolist()}
-    text = "a position of {:.3g} angstrom, expected less than {:g}. Is the file damaged?"
-    return faults | {k: text.format(far[k], MAX_POSITION) for k in np.flatnonzero(~(far <= MAX_POSITION)).tolist()}
+        checks = []  # numbers of each frame, the most that is expected, and the message
+        if box is not None:
+            edges, volume = np.linalg.norm(box, axis=2), np.abs(np.linalg.det(box))
+            areas = np.linalg.norm(np.cross(np.roll(box, -1, axis=1), np.roll(box, -2, axis=1)), axis=2)
+            heights = volume[:, None] / areas
+            neighbors = num_atoms * (4 / 3 * math.pi * rcut**3) / volume
+            images = (2 * np.ceil(rcut / heights) + 1).prod(axis=1)
+            is_flat = ~((volume > _FLAT_CELL * edges.prod(axis=1)) & (volume > 0))
+            checks += [(neighbors, _MAX_NEIGHBORS, _TOO_DENSE), (images, _MAX_IMAGES, _TOO_THIN)]
+            checks += [(edges.max(axis=1), _MAX_EXTENT, _TOO_LONG), (is_flat, 0, _FLAT)]
+        elif coord.shape[1]:
+            checks.append((np.ptp(coord, axis=1).max(axis=1, initial=0.0), _MAX_EXTENT, _TOO_WIDE))
+        checks.append((np.abs(coord).max(axis=(1, 2), initial=0.0), MAX_POSITION, _TOO_FAR))
+        for values, most, text in checks:  # of several faults of a frame the last is reported
+            for k in np.flatnonzero(~(values <= most)).tolist():
+                words = {"value": values[k], "most": most, "rcut": rcut}
+                if box is not None:
+                    cell = " ".join(f"{v:g}" for v in box[k].ravel())
+                    words |= {"cell": cell, "volume": volume[k], "height": heights[k].min()}
+                faults[k] = text.format(**words)
+    return dict(sorted(faults.items()))
 
 
 def _refuse_faults(coord: Array, box: Array | None, rcut: float) -> None:
     faults = frame_faults(coord[None], None if box is None else box[None], np.array([len(coord)]), rcut)
     if faults:
         raise DataError(faults[0])
-
-
-def _cell_faults(box: Array, num_atoms: Array, rcut: float) -> dict[int, str]:
-    edges = np.linalg.norm(box, axis=2)
-    volume = np.abs(np.linalg.det(box))
-    areas = np.linalg.norm(np.cross(np.roll(box, -1, axis=1), np.roll(box, -2, axis=1)), axis=2)
-    heights = volume[:, None] / areas
-    images = (2 * np.ceil(rcut / heights) + 1).prod(axis=1)
-    neighbors = num_atoms * (4 / 3 * math.pi * rcut**3) / volume
-    sound = (volume > _FLAT_CELL * edges.prod(axis=1)) & (volume > 0)
-    sound &= (edges.max(axis=1) <= _MAX_EXTENT) & (images <= _MAX_IMAGES) & (neighbors <= _MAX_NEIGHBORS)
-    return {
-        k: _cell_fault(box[k], edges[k], volume[k], heights[k], images[k], neighbors[k], rcut)
-        for k in np.flatnonzero(~sound).tolist()
-    }
-
-
-def _cell_fault(
-    cell: Array, edges: Array, volume: float, heights: Array, images: float, neighbors: float, rcut: float
-) -> str:
-    shown = " ".join(f"{v:g}" for v in cell.ravel())
-    if not (volume > _FLAT_CELL * edges.prod() and volume > 0):
-        return f"the cell has no volume ({shown}). For open boundaries add an empty file nopbc to the system."
-    if not edges.max() <= _MAX_EXTENT:
-        return f"an edge of the cell is {edges.max():.3g} angstrom long ({shown}), expected at most {_MAX_EXTENT:g}."
-    if images > _MAX_IMAGES:
-        return (
-            f"the cell is {heights.min():.3g} angstrom thin ({shown}): {images:.2g} images of it lie within the cutoff "
-            f"of {rcut:g} angstrom, expected at most {_MAX_IMAGES:g}. Lengths are in angstrom; use a less skewed "
-            "cell of the same crystal, or a smaller cutoff."
-        )
-    return (
-        f"the cell of {volume:.3g} angstrom^3 ({shown}) is so small that an atom has {neighbors:.2g} neighbors within "
-        f"the cutoff of {rcut:g} angstrom, expected at most {_MAX_NEIGHBORS:g}. Lengths are in angstrom; are they "
-        "given in nm?"
-    )
 
 
 def neighbor_statistics(
@@ -274,8 +266,7 @@ def neighbor_statistics(
         num_types: T, the number of types.
         threads: how many; None for the cores this process may use, four at most.
     """
-    found = _statistics_without_pairs(num_types)
-    frame_min, frame_pair = [], []
+    whole, frame_min, frame_pair = _statistics_without_pairs(num_types), list[float](), list[Array]()
     # of the cores that this process may use, unknown on macOS
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     remaining = iter(frames)
@@ -285,11 +276,11 @@ def neighbor_statistics(
             parts = [chunk[k : k + _FRAMES_PER_THREAD] for k in range(0, len(chunk), _FRAMES_PER_THREAD)]
             of_parts = pool.map(lambda part: [_frame_statistics(frame, rcut, num_types) for frame in part], parts)
             for one in chain.from_iterable(of_parts):
-                found = replace(found.with_counts_of(one), nearest=np.minimum(found.nearest, one.nearest))
+                whole = replace(whole.with_counts_of(one), nearest=np.minimum(whole.nearest, one.nearest))
                 frame_min.append(one.frame_min[0])
                 frame_pair.append(one.frame_pair[0])
     pairs = np.array(frame_pair, np.int64).reshape(-1, 2)
-    return replace(found, frame_min=np.array(frame_min, np.float64), frame_pair=pairs)
+    return replace(whole, frame_min=np.array(frame_min, np.float64), frame_pair=pairs)
 
 
 def _sorted_pairs(i: Array, j: Array, shift: Array, distance: Array, natoms: int) -> Pairs:
@@ -323,32 +314,25 @@ def _frame_statistics(frame: FrameGeometry, rcut: float, num_types: int) -> Neig
     type_i, type_j = types[i], types[j]
     counts = np.bincount(i * num_types + type_j, minlength=natoms * num_types)
     counts += np.bincount(j * num_types + type_i, minlength=natoms * num_types)
-    counts = counts.reshape(natoms, num_types)
     nearest = np.full(num_types * num_types, np.inf)
     kind = type_i * num_types + type_j
     for one in np.flatnonzero(np.bincount(kind)):
         nearest[one] = distance[kind == one].min()
-    by_types = nearest.reshape(num_types, num_types)
-    shortest = int(distance.argmin())
+    by_types, shortest = nearest.reshape(num_types, num_types), int(distance.argmin())
+    # the distance of each atom to its first, second, ... neighbor, from pairs that occur once
+    near_first = np.argsort(distance)
+    atom = np.stack([i[near_first], j[near_first]], 1).ravel()
+    order = stable_argsort(atom, natoms)
+    rank, numbers = rank_in_group(atom[order], natoms)
+    ranked = np.full((natoms, numbers.max()), np.inf)
+    ranked[atom[order], rank] = np.repeat(distance[near_first], 2)[order]
     return NeighborStatistics(
-        max_neighbors=tuple(counts.max(axis=0).tolist()),
-        by_rank=_by_rank(i, j, distance, natoms),
+        max_neighbors=tuple(counts.reshape(natoms, num_types).max(axis=0).tolist()),
+        by_rank=ranked.min(0),
         nearest=np.minimum(by_types, by_types.T),
         frame_min=distance[[shortest]],
         frame_pair=pairs[[shortest]],
     )
-
-
-def _by_rank(i: Array, j: Array, distance: Array, natoms: int) -> Array:
-    """Return the shortest distance of any atom to its first, second, ... neighbor, from pairs that occur once."""
-    near_first = np.argsort(distance)
-    atom = np.stack([i[near_first], j[near_first]], 1).ravel()
-    order = stable_argsort(atom, natoms)
-    rank, counts = rank_in_group(atom[order], natoms)
-    table = np.full((natoms, counts.max()), np.inf)
-    table[atom[order], rank] = np.repeat(distance[near_first], 2)[order]
-    shortest: Array = table.min(0)
-    return shortest
 
 
 def _search(coord: Array, box: Array | None, rcut: float, quantities: str) -> tuple[Array, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.source import Frame, FrameSource
-from deepmd_ema.errors import DataError, collect_problems
+from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import NEAR_ORIGIN, Pairs, find_pairs, find_pairs_of_molecules
 from deepmd_ema.labels import APARAM, FPARAM, LABELS
 from deepmd_ema.sorting import Array, rank_in_group, small_int, stable_argsort
@@ -62,12 +62,6 @@ class PairedFrame:
     most: tuple[int, ...]
     nearest: float
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in use, approximately."""
-        arrays = (self.order, self.coord, self.neighbor, self.image, self.table, self.reverse)
-        return sum(a.nbytes for a in arrays) + _bytes_of(self.frame) + 1024
-
 
 def pair_frame(
     frame: Frame,
@@ -86,11 +80,11 @@ def pair_frame(
     Raises:
         DataError: if the pairs of the frame cannot be searched.
     """
-    problems: list[str] = []
-    with collect_problems(problems, "{} frame {}: ".format(*frame.source) if frame.source[0] else ""):
+    try:
         pairs = find(frame.coord, frame.box, layout.rcut)
-    if problems:
-        raise DataError(problems)
+    except DataError as error:
+        source = "{} frame {}: ".format(*frame.source) if frame.source[0] else ""
+        raise DataError([source + problem for problem in error.problems]) from None
     natoms = frame.num_atoms
     order = stable_argsort(frame.atom_type, layout.num_types)
     row_of_atom = np.empty(natoms, np.int64)
@@ -104,22 +98,35 @@ def pair_frame(
     image = np.zeros(natoms * total, small_int(len(table)))
     image[flat] = image_of_pair
     coord = np.ascontiguousarray(frame.coord[order])
-    inner: tuple[int, ...] = ()
-    if layout.inner:
+    inner, type_slots = [], tuple[int, ...]()
+    for rcut, limit in layout.inner:
         distance = np.linalg.norm(coord[column] - coord[row] + table[image_of_pair], axis=1)
-        inner = tuple(min(_inner_slots(distance, place, *one, round_to), total) for one in layout.inner)
+        # a neighbor at the cutoff itself may be inside of it in other arithmetic
+        used = place[distance < rcut + 1e-6].max(initial=-1) + 1
+        inner.append(min(*_rounded([used], [limit], round_to), total))
+    if layout.type_sel:
+        kind = row * layout.num_types + frame.atom_type[order][column]
+        counts = np.bincount(kind, minlength=natoms * layout.num_types).reshape(natoms, layout.num_types)
+        type_slots = _rounded(counts.max(axis=0), layout.type_sel, round_to)
+    # in the order of the slots: sums over reverse slots are then bitwise the same, however the pairs were found
+    by_slot = np.flatnonzero(image)
+    center = neighbor[by_slot].astype(np.int64)
+    sorter = stable_argsort(center, natoms)
+    rank, counts = rank_in_group(center[sorter], natoms)
+    reverse = np.full((natoms, -(-int(counts.max(initial=0)) // round_to) * round_to), natoms * total, np.int32)
+    reverse[center[sorter], rank] = by_slot[sorter]
     return PairedFrame(
         frame=frame,
         order=order,
         counts=np.bincount(frame.atom_type, minlength=layout.num_types),
         slots=slots,
-        type_slots=_type_slots(frame.atom_type[order], row, column, layout, round_to),
-        inner=inner,
+        type_slots=type_slots,
+        inner=tuple(inner),
         coord=coord,
         neighbor=neighbor.reshape(natoms, total),
         image=image.reshape(natoms, total),
         table=table,
-        reverse=_reverse_slots(flat, column, natoms, total, round_to),
+        reverse=reverse,
         most=most,
         nearest=pairs.nearest,
     )
@@ -146,33 +153,33 @@ class PairCache:
             memory = MAX_CACHE_BYTES * local_size
         self.max_bytes = min(MAX_CACHE_BYTES, memory // (4 * local_size)) if max_bytes is None else max_bytes
         self.num_bytes = 0
-        self._kept: dict[tuple[FrameSource, int, NeighborLayout | None], PairedFrame | Frame] = {}
+        self._frames: dict[tuple[FrameSource, int, NeighborLayout | None], PairedFrame | Frame] = {}
         self._lock = threading.Lock()
 
     def get(self, system: FrameSource, index: int, layout: NeighborLayout) -> PairedFrame | Frame:
         """Return frame ``index`` of ``system``, with its neighbors as ``layout`` wants them unless it is a molecule."""
-        for known in (layout, None):
-            if (kept := self._kept.get((system, index, known))) is not None:
-                return kept
+        for of_layout in (layout, None):
+            if (stored := self._frames.get((system, index, of_layout))) is not None:
+                return stored
         frame = system.frame(index)
-        if is_molecule(frame):
-            if system.is_slow:
-                self._keep((system, index, None), frame, _bytes_of(frame))
+        num_bytes = frame.coord.nbytes + sum(a.nbytes for a in frame.labels.values()) + 1024  # approximately
+        if not is_molecule(frame):
+            entry: PairedFrame | Frame = (paired := pair_frame(frame, layout))
+            arrays = (paired.order, paired.coord, paired.neighbor, paired.image, paired.table, paired.reverse)
+            num_bytes += sum(a.nbytes for a in arrays) + 1024
+        elif system.is_slow:
+            entry = frame
+        else:
             return frame
-        made = pair_frame(frame, layout)
-        self._keep((system, index, layout), made, made.nbytes)
-        return made
-
-    def _keep(
-        self, key: tuple[FrameSource, int, NeighborLayout | None], made: PairedFrame | Frame, num_bytes: int
-    ) -> None:
+        key = system, index, layout if isinstance(entry, PairedFrame) else None
         with self._lock:
-            if key not in self._kept and self.num_bytes + num_bytes <= self.max_bytes:
-                self._kept[key] = made
+            if key not in self._frames and self.num_bytes + num_bytes <= self.max_bytes:
+                self._frames[key] = entry
                 self.num_bytes += num_bytes
+        return entry
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._frames)
 
 
 def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, labels: Sequence[str] = ()) -> Batch:
@@ -187,21 +194,26 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, label
     raw = [f.frame if isinstance(f, PairedFrame) else f for f in frames]
     num_atoms = np.array([f.num_atoms for f in raw])
     if not any(isinstance(f, PairedFrame) for f in frames) and all(map(is_molecule, raw)):
-        paired = [_pair_molecules(raw, num_atoms, layout)]
+        # as if they were one frame, in which no pair is of two of them
+        joined = Frame(np.concatenate([f.coord for f in raw]), np.concatenate([f.atom_type for f in raw]))
+        paired = [pair_frame(joined, layout, lambda coord, box, rcut: find_pairs_of_molecules(coord, num_atoms, rcut))]
     else:
         paired = [f if isinstance(f, PairedFrame) else pair_frame(f, layout) for f in frames]
-    rows = _rows(paired)
+    # rows of the batch that the rows of each frame become: by type, then by frame
+    counts = np.stack([p.counts for p in paired])  # (F, T)
+    start = np.cumsum(counts.T.ravel()).reshape(counts.T.shape) - counts.T - (np.cumsum(counts, axis=1) - counts).T
+    rows = [np.arange(c.sum()) + np.repeat(start[:, k], c) for k, c in enumerate(counts)]
     slots = tuple(max(widths) for widths in zip(*(p.slots for p in paired)))
     neighbor, vector, reverse = _join_neighbors(paired, rows, slots, layout.rcut)
-    before = np.cumsum([p.frame.num_atoms for p in paired]) - [p.frame.num_atoms for p in paired]
+    before = np.cumsum(counts.sum(axis=1)) - counts.sum(axis=1)
     order = _by_row([p.order + b for p, b in zip(paired, before)], rows)
     label_values, has_label = _join_labels(raw, order, labels)
     return Batch(
-        type_counts=tuple(int(n) for n in np.sum([p.counts for p in paired], axis=0)),
+        type_counts=tuple(counts.sum(axis=0).tolist()),
         slots=slots,
         type_slots=tuple(max(widths) for widths in zip(*(p.type_slots for p in paired))),
         inner=tuple((*one, max(p.inner[k] for p in paired)) for k, one in enumerate(layout.inner)),
-        atom_type=_tensor(_in_order([f.atom_type for f in raw], order)),
+        atom_type=_tensor(np.take(np.concatenate([f.atom_type for f in raw]), order)),
         atom_frame=_tensor(np.repeat(np.arange(len(raw)), num_atoms)[order]),
         atom_order=_tensor(order),
         num_atoms=_tensor(num_atoms),
@@ -224,17 +236,6 @@ def is_molecule(frame: Frame) -> bool:
     if frame.box is not None or frame.num_atoms > MAX_ATOMS_TOGETHER:
         return False
     return bool(np.abs(frame.coord).max(initial=0.0) <= NEAR_ORIGIN)  # not so of nan, which pair_frame refuses
-
-
-def _pair_molecules(frames: Sequence[Frame], sizes: Array, layout: NeighborLayout) -> PairedFrame:
-    """Return molecules with their neighbors in slots as if they were one frame, which no pair of two of them has."""
-    joined = Frame(np.concatenate([f.coord for f in frames]), np.concatenate([f.atom_type for f in frames]))
-    return pair_frame(joined, layout, lambda coord, box, rcut: find_pairs_of_molecules(coord, sizes, rcut))
-
-
-def _bytes_of(frame: Frame) -> int:
-    """Return the memory of a frame, approximately."""
-    return frame.coord.nbytes + sum(a.nbytes for a in frame.labels.values()) + 1024
 
 
 def _place_pairs(
@@ -261,39 +262,14 @@ def _place_pairs(
     if not keep.all():
         key, i, j, sorter = key[keep], i[keep], j[keep], sorter[keep]
         rank, counts = rank_in_group(key, natoms * sections)
-    used = counts.reshape(natoms, sections).max(axis=0)
-    slots = _rounded(used, layout.sel, round_to)
+    slots = _rounded(counts.reshape(natoms, sections).max(axis=0), layout.sel, round_to)
     start = np.cumsum(slots) - slots
     place = rank + start[section[sorter]]
     return row_of_atom[i], row_of_atom[j], place, pairs.shift[sorter], slots, most
 
 
-def _type_slots(row_type: Array, row: Array, column: Array, layout: NeighborLayout, round_to: int) -> tuple[int, ...]:
-    """Return the slots per type that a view of the list by type needs, empty where the layout wants none.
-
-    Args:
-        row_type: (N,) type of each row.
-        row: rows of the pairs that are kept.
-        column: rows of their neighbors.
-        layout: how the model wants its neighbors.
-        round_to: slots are rounded up to a multiple of this.
-    """
-    if not layout.type_sel:
-        return ()
-    counts = np.bincount(row * layout.num_types + row_type[column], minlength=len(row_type) * layout.num_types)
-    used = counts.reshape(len(row_type), layout.num_types).max(axis=0)
-    return _rounded(used, layout.type_sel, round_to)
-
-
-def _rounded(used: Array, sel: tuple[int, ...], round_to: int) -> tuple[int, ...]:
-    return tuple(min(most, -(-int(n) // round_to) * round_to) for n, most in zip(used, sel))
-
-
-def _inner_slots(distance: Array, place: Array, rcut: float, most: int, round_to: int) -> int:
-    """Return the slots that neighbors nearer than ``rcut`` take up, rounded up, at most ``most``."""
-    # a neighbor at the cutoff itself may be inside of it in other arithmetic
-    used = int(place[distance < rcut + 1e-6].max(initial=-1)) + 1
-    return min(most, -(-used // round_to) * round_to)
+def _rounded(used: Iterable[int], limits: Iterable[int], round_to: int) -> tuple[int, ...]:
+    return tuple(min(limit, -(-int(n) // round_to) * round_to) for n, limit in zip(used, limits))
 
 
 def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]:
@@ -312,28 +288,6 @@ def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]
     codes = np.flatnonzero(present)
     images = np.stack(np.unravel_index(codes, span), axis=1) + low
     return np.concatenate([empty, images @ box]), np.cumsum(present)[code]
-
-
-def _reverse_slots(flat: Array, column: Array, natoms: int, total: int, round_to: int) -> Array:
-    # in the order of the slots: sums over reverse slots are then bitwise the same, however the pairs were found
-    by_slot = np.sort(flat)
-    neighbor = np.empty(natoms * total, np.int64)
-    neighbor[flat] = column
-    column = neighbor[by_slot]
-    sorter = stable_argsort(column, natoms)
-    rank, counts = rank_in_group(column[sorter], natoms)
-    width = -(-int(counts.max(initial=0)) // round_to) * round_to
-    reverse = np.full((natoms, width), natoms * total, np.int32)
-    reverse[column[sorter], rank] = by_slot[sorter]
-    return reverse
-
-
-def _rows(paired: Sequence[PairedFrame]) -> list[Array]:
-    """Return for each frame the rows of the batch that its own rows become: by type, then by frame."""
-    counts = np.stack([p.counts for p in paired])  # (F, T)
-    start = np.cumsum(counts.T.ravel()).reshape(counts.T.shape) - counts.T  # (T, F)
-    own = np.cumsum(counts, axis=1) - counts
-    return [np.arange(c.sum()) + np.repeat(start[:, k] - own[k], c) for k, c in enumerate(counts)]
 
 
 def _by_row(parts: Sequence[Array], rows: Sequence[Array]) -> Array:
@@ -378,11 +332,6 @@ def _vectors(one: PairedFrame) -> Array:
     return vector
 
 
-def _in_order(parts: Sequence[Array], order: Array) -> Array:
-    """Return values of atoms, given frame after frame in ``parts``, by row of the batch."""
-    return np.take(np.concatenate(parts), order, axis=0)
-
-
 def conditions_of(frames: Sequence[Frame], order: Array) -> dict[str, torch.Tensor]:
     """Return the frame and atom parameters of frames by name, those of atoms in the ``order`` of a batch."""
     out = {}
@@ -391,7 +340,7 @@ def conditions_of(frames: Sequence[Frame], order: Array) -> dict[str, torch.Tens
     for name, parts in ((FPARAM, per_frame), (APARAM, per_atom)):
         assert len(parts) in (0, len(frames)), f"frames with and without {name} in one batch"
         if parts:
-            out[name] = _tensor(np.stack(parts) if name == FPARAM else _in_order(parts, order))
+            out[name] = _tensor(np.stack(parts) if name == FPARAM else np.take(np.concatenate(parts), order, axis=0))
     return out
 
 
@@ -407,7 +356,7 @@ def _join_labels(
         label = LABELS[name]
         parts = [f.labels[name] if name in f.labels else np.zeros(label.shape_in_frame(f.num_atoms)) for f in frames]
         if label.per_atom:
-            labels[name] = _tensor(_in_order(parts, order))
+            labels[name] = _tensor(np.take(np.concatenate(parts), order, axis=0))
         else:  # pairs of atoms stay in the order of the files
             labels[name] = _tensor(np.concatenate(parts) if label.per_pair else np.stack(parts))
     return labels, has_label

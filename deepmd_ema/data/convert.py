@@ -22,7 +22,7 @@ from deepmd_ema.data.formats.foreign import stored_parts
 from deepmd_ema.data.formats.properties import StoredFrame, kind_of, labels_of
 from deepmd_ema.data.formats.system import TYPES
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
-from deepmd_ema.data.split import FrameTable, Split, split_frames
+from deepmd_ema.data.split import FrameTable, split_frames
 from deepmd_ema.errors import DataError, UserError, collect_problems, counted
 from deepmd_ema.files import atomic_write, writing
 from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
@@ -102,16 +102,32 @@ def convert_data(
     type_map = tuple(dict.fromkeys(symbol for frame in frames for symbol in frame.symbols))
     parts = [frames]
     if validation:
-        split = _split(frames, type_map, validation, seed)
+        table = FrameTable()
+        for _, of_file in groupby(frames, key=attrgetter("file")):
+            members = list(of_file)
+            table.add(_chunks(members, type_map), len(type_map), [frame.kind for frame in members])
+        try:
+            split = split_frames(table, validation, seed)
+        except DataError as error:
+            raise UserError(f"--validation {validation:g}: {error}") from error
         parts = [[frame for frame, own in zip(frames, split.mask) if own == kind] for kind in (False, True)]
         lines += [*split.lines, *(f"warning: {text}" for text in split.warnings)]
     if is_xyz(output):
         return lines + _write_files(dict(zip(paths, parts)))
     if not mixed and any(list(f.symbols) != sorted(f.symbols, key=type_map.index) for f in frames):
         lines.append(f"the atoms of a frame are sorted by element: {' '.join(type_map)}")
-    return lines + _write_folders(
-        out, dict(zip(("train", "validation") if validation else ("",), parts)), type_map, mixed
-    )
+    names = ("train", "validation") if validation else ("",)
+    with writing(out):  # the folder appears when it is complete
+        out.parent.mkdir(parents=True, exist_ok=True)
+        apart = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            for name, members in zip(names, parts):
+                lines.append(f"wrote {out / name}: {counted(len(members), 'frame')}")
+                lines += _write_part(apart / "whole" / name, members, type_map, mixed)
+            (apart / "whole").rename(out)
+        finally:
+            shutil.rmtree(apart, ignore_errors=True)
+    return lines
 
 
 def _read(
@@ -144,17 +160,6 @@ def _read(
     return frames, lines
 
 
-def _split(frames: Sequence[_Labelled], type_map: Sequence[str], share: float, seed: int) -> Split:
-    table = FrameTable()
-    for _, of_file in groupby(frames, key=attrgetter("file")):
-        members = list(of_file)
-        table.add(_chunks(members, type_map), len(type_map), [frame.kind for frame in members])
-    try:
-        return split_frames(table, share, seed)
-    except DataError as error:
-        raise UserError(f"--validation {share:g}: {error}") from error
-
-
 def _chunks(frames: Sequence[_Labelled], type_map: Sequence[str]) -> Iterator[Chunk]:
     """Yield frames of one size and with the same arrays that follow each other."""
     first = 0
@@ -179,26 +184,7 @@ def _write_files(parts: Mapping[Path, Sequence[_Labelled]]) -> list[str]:
                         file.write(frame_text(frame.symbols, frame.arrays, frame.kind))
                     if problems:
                         raise DataError(problems)
-            counts = Counter(name for frame in frames for name in frame.arrays if name not in (COORD, BOX))
-            lines.append(f"wrote {path}: {counted(len(frames), 'frame')}, {_describe_labels(counts, len(frames))}")
-    return lines
-
-
-def _write_folders(
-    folder: Path, parts: Mapping[str, Sequence[_Labelled]], type_map: Sequence[str], mixed: bool
-) -> list[str]:
-    """Write the frames of each part of ``folder`` and return lines about them; it appears when it is complete."""
-    lines = []
-    with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        apart = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            for part, members in parts.items():
-                lines.append(f"wrote {folder / part}: {counted(len(members), 'frame')}")
-                lines += _write_part(apart / "whole" / part, members, type_map, mixed)
-            (apart / "whole").rename(folder)
-        finally:
-            shutil.rmtree(apart, ignore_errors=True)
+            lines.append(f"wrote {path}: {counted(len(frames), 'frame')}, {_describe_labels(frames)}")
     return lines
 
 
@@ -214,18 +200,19 @@ def _write_part(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[st
         if place.lower() in used or len(place) > _MAX_FORMULA_CHARACTERS:
             place = f"system.{len(used):04d}"
         used.add(place.lower())
-        counts = _write_system(folder / place, members, type_map, mixed)
+        _write_system(folder / place, members, type_map, mixed)
         cell = "periodic" if periodic else "open"
-        lines.append(f"  {place}: {counted(len(members), 'frame')}, {cell}, {_describe_labels(counts, len(members))}")
+        lines.append(f"  {place}: {counted(len(members), 'frame')}, {cell}, {_describe_labels(members)}")
     return lines
 
 
-def _describe_labels(counts: Mapping[str, int], num_frames: int) -> str:
-    return ", ".join(n if c == num_frames else f"{n} ({counted(c, 'frame')})" for n, c in counts.items())
+def _describe_labels(frames: Sequence[_Labelled]) -> str:
+    counts = Counter(name for frame in frames for name in frame.arrays if name not in (COORD, BOX))
+    return ", ".join(n if c == len(frames) else f"{n} ({counted(c, 'frame')})" for n, c in counts.items())
 
 
-def _write_system(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[str], mixed: bool) -> dict[str, int]:
-    """Write frames of one number of atoms, a set for each kind of labels; return how many frames have each label."""
+def _write_system(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[str], mixed: bool) -> None:
+    """Write frames of one number of atoms, a set for each kind of labels."""
     folder.mkdir(parents=True)
     types = np.array([[type_map.index(symbol) for symbol in frame.symbols] for frame in frames])
     order = np.tile(np.arange(types.shape[1]), (len(types), 1)) if mixed else np.argsort(types, axis=1, kind="stable")
@@ -238,7 +225,6 @@ def _write_system(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[
     for number, frame in enumerate(frames):
         shapes = (f"{n}{a.shape[-1:] if n in (FPARAM, APARAM) else ''}" for n, a in frame.arrays.items())
         sets.setdefault(tuple(sorted(shapes)), []).append(number)
-    counts: Counter[str] = Counter()
     for place, numbers in enumerate(sets.values()):
         part = folder / f"set.{place:03d}"
         part.mkdir()
@@ -248,8 +234,5 @@ def _write_system(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[
             shape = (len(rows),) if rows[0].ndim == 0 else (len(rows), -1)
             file = LABELS[name].files[0] if name in LABELS else name
             np.save(part / f"{file}.npy", np.stack(rows).reshape(shape))
-            if name not in (COORD, BOX):
-                counts[name] += len(rows)
         if mixed:
             np.save(part / f"{TYPES}.npy", types[numbers].astype(np.int32))
-    return dict(counts)

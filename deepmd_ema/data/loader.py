@@ -45,6 +45,7 @@ class Loader:
         systems: as given.
         sampler: as given.
         cache: neighbor lists.
+        batch: returns batch ``n`` as it was collated, whatever comes next.
         position: number of the batch that ``next`` returns; a checkpoint needs nothing else of the loader.
         wait_s: seconds that ``next`` has waited for batches in all.
     """
@@ -66,15 +67,12 @@ class Loader:
         self.wait_s = 0.0
         self.cache = pairs = PairCache() if cache is None else cache
 
-        def make(n: int) -> Batch:
-            batch = collate([pairs.get(systems[system], k, layout) for system, k in sampler.batch(n)], layout, labels)
-            return batch.as_padding() if sampler.is_repeat(n) else batch
-
-        def prepare(n: int) -> Batch | PackedBatch:
-            return _prepared(make(n), pin, pad)
-
         # no methods: a thread that held this object would keep it from being forgotten
-        self._make, self._prepare = make, prepare
+        def batch(n: int) -> Batch:
+            frames = collate([pairs.get(systems[system], k, layout) for system, k in sampler.batch(n)], layout, labels)
+            return frames.as_padding() if sampler.is_repeat(n) else frames
+
+        self.batch, self._prepare = batch, lambda n: _prepared(batch(n), pin, pad)
         self._prefetch = prefetch
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch | PackedBatch]] = deque()
@@ -82,10 +80,6 @@ class Loader:
     def frames_at(self, n: int) -> tuple[tuple[str, int], ...]:
         """Return the origin of the frames of batch ``n``: (system, frame number)."""
         return tuple(self.systems[system].frame(k).source for system, k in self.sampler.batch(n))
-
-    def batch(self, n: int) -> Batch:
-        """Return batch ``n`` as it was collated, whatever comes next."""
-        return self._make(n)
 
     def __iter__(self) -> Iterator[Batch | PackedBatch]:
         return self
@@ -165,7 +159,14 @@ def prefetch(batches: Iterator[Batch], device: torch.device, pad: Pad | None = N
     """
     pin = device.type == "cuda"
     prepared = (_prepared(batch, pin, pad) for batch in batches)
-    return _one_ahead(prepared) if pin else prepared
+    if not pin:
+        yield from prepared
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="dp-ema-loader") as thread:
+        following = thread.submit(next, prepared, None)
+        while (batch := following.result()) is not None:
+            following = thread.submit(next, prepared, None)
+            yield batch
 
 
 def atoms_at_once(device: torch.device) -> int:
@@ -184,23 +185,14 @@ def _prepared(batch: Batch, pin: bool, pad: Pad | None) -> Batch | PackedBatch:
     return filled.pack(pin=True) if pin else filled
 
 
-def _one_ahead(batches: Iterator[Batch | PackedBatch]) -> Iterator[Batch | PackedBatch]:
-    with ThreadPoolExecutor(1, thread_name_prefix="dp-ema-loader") as thread:
-        following = thread.submit(next, batches, None)
-        while (batch := following.result()) is not None:
-            following = thread.submit(next, batches, None)
-            yield batch
-
-
 def _groups(
     systems: Sequence[FrameSource], frames: Sequence[Sequence[int]], max_atoms: int
 ) -> Iterator[list[tuple[FrameSource, int]]]:
-    group: list[tuple[FrameSource, int]] = []
-    atoms = 0
+    """Yield the frames of each batch."""
+    group, atoms = list[tuple[FrameSource, int]](), 0
     for system, chosen in zip(systems, frames, strict=True):
-        sizes = system.frame_sizes
         for index in chosen:
-            size = int(sizes[index])
+            size = int(system.frame_sizes[index])
             if group and atoms + size > max_atoms:
                 yield group
                 group, atoms = [], 0
