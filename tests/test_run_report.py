@@ -269,13 +269,12 @@ def test_a_run_without_rows_averages_record_and_validation_has_a_page(runs, caps
 
 
 def test_many_points_are_drawn_as_densities_in_a_small_picture(tmp_path):
-    from deepmd_ema.report.panels import draw_parities
-    from deepmd_ema.report.plots import MAX_DOTS
+    from deepmd_ema.report.plots import MAX_DOTS, parity_figures
 
     rng = np.random.default_rng(0)
     for number in (100, MAX_DOTS + 1, 300_000):
         label = rng.normal(size=number)
-        [figure] = draw_parities({"Force": (label, label + 0.1 * rng.normal(size=number), "eV/Å")}, tmp_path)
+        [figure] = parity_figures({"Force": (label, label + 0.1 * rng.normal(size=number), "eV/Å")}, tmp_path)
         assert figure.file.stat().st_size < 250_000
         assert ("density of points" in figure.words) is (number > MAX_DOTS)
 
@@ -345,7 +344,7 @@ def test_without_matplotlib_the_command_that_installs_it_is_named(runs, capsys, 
 
 
 def test_a_page_that_cannot_be_written_is_reported_before_the_work(runs, monkeypatch, capsys):
-    monkeypatch.setattr("deepmd_ema.run_report.errors.evaluate", lambda *_: pytest.fail("the work was begun"))
+    monkeypatch.setattr("deepmd_ema.report.page._evaluate", lambda *_: pytest.fail("the work was begun"))
     assert main(["report", "run", "-o", "gone/report.html"]) == 2
     assert "gone/report.html: cannot be written (No such file or directory)" in capsys.readouterr().err
 

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
     """Write the page."""
     keep_freed_memory()
     with loading():
-        from deepmd_ema.run_report import write_report
+        from deepmd_ema.report.page import write_report
 
-    report = write_report(args.folder, args.output, args.numb_test, args.device, args.average)
-    print("\n".join([f"wrote {report.path}", *report.remarks]))
+    remarks = write_report(args.folder, args.output, args.numb_test, args.device, args.average)
+    print("\n".join([f"wrote {args.output}", *remarks]))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from deepmd_ema.config import load_config
 from deepmd_ema.config.outputs import BEST, Outputs, weights_of_rows
-from deepmd_ema.errors import UserError
+from deepmd_ema.errors import UserError, collect_problems
 from deepmd_ema.files import append, atomic_write, sync, writing
 from deepmd_ema.labels import METRICS
 from deepmd_ema.report.table import KINDS, show_metric, significant
@@ -287,3 +287,21 @@ def read_curve(path: str | Path) -> Curve:
         best_steps=[int(match[2]) for match in best],
         task=task if kind == VALIDATION else "",
     )
+
+
+def read_curves(files: Sequence[str | Path]) -> list[Curve]:
+    """Return the curves of files, or of folders of runs, one for each task; files without rows are named in the log.
+
+    Raises:
+        NoRowsError: if none has rows.
+        UserError: if a file is not one of these.
+    """
+    curves, without_rows = list[Curve](), list[str]()
+    for file in (file for path in files for file in curve_files(path)):
+        with collect_problems(without_rows, kind=NoRowsError):
+            curves += read_curve(file).of_tasks()
+    if not curves:
+        raise NoRowsError(without_rows)
+    for problem in without_rows:
+        logger.warning("not drawn: %s", problem)
+    return curves

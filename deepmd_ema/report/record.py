@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
@@ -21,14 +21,22 @@ from typing import Any
 import numpy as np
 
 from deepmd_ema.config.outputs import RECORD
-from deepmd_ema.errors import Interrupted, WriteError
+from deepmd_ema.errors import Interrupted, WriteError, counted
 from deepmd_ema.files import atomic_write
+from deepmd_ema.report.table import Column, Table, duration
 from deepmd_ema.version import __version__
 
 logger = logging.getLogger(__name__)
 
 MIN_INTERVAL_S = 10.0  # between two writes of the record in a step; each costs milliseconds
 MAX_WARNINGS = 20  # the last ones are kept
+_IN_STEP = ("forward", "backward", "optimizer")  # parts of a step, which are subtracted from it
+_PARTS = {
+    "start": "start: data, statistics", "data": "waiting for data",
+    "forward": "step: forward pass", "backward": "step: backward pass", "optimizer": "step: clipping, optimizer",
+    "step": "step", "row": "rows of the learning curve", "validation": "full validations",
+    "checkpoint": "checkpoints", "snapshot": "snapshots of averages",
+}  # fmt: skip
 
 
 @dataclass
@@ -193,6 +201,21 @@ def read_record(folder: str | Path) -> list[Part]:
         parts = json.loads((Path(folder) / RECORD).read_text(encoding="utf-8"))
         return [Part(**{name: value for name, value in part.items() if name in names}) for part in parts]
     return []
+
+
+def table_of_times(parts: Sequence[Part]) -> Table:
+    """Return the times of the parts of a run and their shares; no rows where there is no record of them."""
+    spent = {name: sum(part.seconds.get(name, 0.0) for part in parts) for name in _PARTS}
+    elapsed = sum(part.elapsed for part in parts)
+    in_step = sum(spent[name] for name in _IN_STEP)
+    total = max(elapsed, sum(spent.values()) - in_step)
+    spent["step"] -= in_step
+    names = {**_PARTS, "step": "step: averages, the rest"} if in_step else _PARTS
+    times = {text: spent[name] for name, text in names.items() if spent[name] > 0}
+    times["end and everything else"] = total - sum(times.values())
+    rows = [(text, duration(seconds), f"{100 * seconds / total:.1f} %") for text, seconds in times.items() if total]
+    title = duration(elapsed) + f" in {counted(len(parts), 'part')}" * (len(parts) > 1)
+    return Table(title, (Column("part"), Column("time", "", "s"), Column("share", "", "s")), rows)
 
 
 @contextmanager
