@@ -16,8 +16,7 @@ from deepmd_ema.errors import DataError
 from deepmd_ema.families.dpa3.section import DPA3Config, RepflowConfig
 from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 from deepmd_ema.geometry import find_pairs
-from deepmd_ema.run_check.check import RunCheck
-from deepmd_ema.run_check.text import data_lines
+from deepmd_ema.report.check import RunCheck, data_lines
 
 ELEMENTS = ["O", "H"]
 LABELS = ("energy", "force", "virial")
@@ -72,7 +71,9 @@ def trajectory(path, frames=30, energy_unit=1.0, force_unit=1.0, step=0.02):
 
 def lines_of(report):
     """Return the sections about the data of `dp-ema check`."""
-    return list(data_lines(RunCheck(None, reports={"": report})))
+    check = RunCheck(None)
+    check.reports = {"": report}
+    return list(data_lines(check))
 
 
 def test_sound_data_have_neither_problems_nor_warnings(water_like, water_like_valid, mixed_like):

@@ -19,7 +19,6 @@ from deepmd_ema.data.loader import Loader, num_batches, sequential_batches
 from deepmd_ema.data.sampler import Sampler, batch_sizes
 from deepmd_ema.data.source import Frame, FrameSource, Place
 from deepmd_ema.families.se_e2_a.section import SeE2AConfig
-from deepmd_ema.run_check.text import element_table
 
 LAYOUT = NeighborLayout(4.0, (24, 24), 2)
 SIZES = (5, 12, 8, 12, 3, 9, 8, 5, 12, 7)
@@ -124,7 +123,7 @@ def test_files_and_memory_give_the_same_checks(tmp_path):
         check_systems([s], [], ["O", "H"], SeE2AConfig(rcut=4.0), ("energy", "force", "virial"))
         for s in (stored, Copy())
     )
-    assert element_table(one) == element_table(other)
+    np.testing.assert_array_equal(one.training[0].element_forces, other.training[0].element_forces)
     assert (one.problems, one.warnings) == (other.problems, other.warnings) == ([], [])
     np.testing.assert_array_equal(one.training[0].digests, other.training[0].digests)
     np.testing.assert_array_equal(one.neighbors.frame_min, other.neighbors.frame_min)

@@ -10,7 +10,7 @@ from helpers import tiny_input, write_system
 
 from deepmd_ema.cli.main import main
 from deepmd_ema.config import load_config
-from deepmd_ema.run_check.check import RunCheck
+from deepmd_ema.report.check import RunCheck
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 
@@ -179,5 +179,5 @@ def test_memory_grows_with_the_model_and_its_averages(write):
         write(**options)
         check = RunCheck(load_config("input.json"))
         check.read_data()
-        found.append(check.memory.tensors)
+        found.append(check.memory["tensors"])
     assert found[1] > 5 * found[0] > 5 * found[2]

@@ -31,29 +31,26 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         _print_document(args)
         return
-    from deepmd_ema.config import config_warnings, ignored_options
-    from deepmd_ema.run_check.text import closing_lines, cost_lines, data_lines, plan_lines
+    from deepmd_ema.report.check import RunCheck, closing_lines, cost_lines, data_lines, plan_lines
 
     config = _load(args)
     say(f"{args.input}: the options are good")
+    check = RunCheck(config)
     if args.config_only:
-        closing = closing_lines(config.notes, ignored_options(config), config_warnings(config))
-        say("\n".join([*plan_lines(config), *closing]))
+        say("\n".join([*plan_lines(check), *closing_lines(check)]))
         return
     with loading():
-        from deepmd_ema.run_check.check import RunCheck
-    check = RunCheck(config)
+        from deepmd_ema.training.estimate import measure_steps
     try:
         check.read_data()
-        say("\n".join([*data_lines(check), *plan_lines(check.config, check)]))
-        if args.time and not check.problems:
-            check.measure(args.device)
+        say("\n".join([*data_lines(check), *plan_lines(check)]))
+        if args.time and not check.problems and config.training.numb_steps != 0:
+            check.cost = measure_steps(check.config, args.device)
         say("\n".join(cost_lines(check)))
     except UserError:  # what is known is shown before it
-        known = [] if check.reports else plan_lines(config)
-        say("\n".join([*known, *closing_lines(config.notes, check.unused, check.warnings)]))
+        say("\n".join([*([] if check.reports else plan_lines(check)), *closing_lines(check)]))
         raise
-    say("\n".join(closing_lines(config.notes, check.unused, check.warnings)))
+    say("\n".join(closing_lines(check)))
     check.raise_problems()
     say(f"\nnext: {command('dp-ema', 'train', args.input)}")
 
@@ -66,23 +63,22 @@ def _print_document(args: argparse.Namespace) -> None:
     """
     import json
 
-    from deepmd_ema.run_check.document import document
+    from deepmd_ema.report.check import RunCheck, document
 
-    config, check = None, None
+    check = None
     try:
-        config = _load(args)
+        check = RunCheck(_load(args))
         if not args.config_only:
             with loading():
-                from deepmd_ema.run_check.check import RunCheck
-            check = RunCheck(config)
+                from deepmd_ema.training.estimate import measure_steps
             check.read_data()
             check.raise_problems()
-            if args.time:
-                check.measure(args.device)
+            if args.time and check.config.training.numb_steps != 0:
+                check.cost = measure_steps(check.config, args.device)
     except UserError as error:
-        print(json.dumps(document(args.input, config, check, error.problems), indent=2))
+        print(json.dumps(document(args.input, check, error.problems), indent=2))
         raise ReportedElsewhere from error
-    print(json.dumps(document(args.input, config, check, []), indent=2))
+    print(json.dumps(document(args.input, check, []), indent=2))
 
 
 def _load(args: argparse.Namespace) -> RunConfig:

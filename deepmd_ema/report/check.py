@@ -1,0 +1,483 @@
+"""The report of ``dp-ema check``: data, plan and cost of a run before it starts, as text and as JSON.
+
+The JSON document is described in doc/check.md; keys end with the unit of their numbers. Modules that load torch are
+imported where the data are read, so that an input is checked without.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deepmd_ema.allocator import peak_memory
+from deepmd_ema.config import config_summary, config_warnings, ignored_options, to_dict
+from deepmd_ema.config.messages import Message
+from deepmd_ema.config.schema.optim import LKFConfig
+from deepmd_ema.errors import DataError, UserError, counted
+from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
+from deepmd_ema.report.table import Cell, Column, Table, duration, facts, render
+from deepmd_ema.terminal import YELLOW, colored
+from deepmd_ema.version import __version__
+
+if TYPE_CHECKING:
+    from deepmd_ema.config import RunConfig
+    from deepmd_ema.data.check.report import DataReport
+    from deepmd_ema.data.check.scan import SystemScan
+    from deepmd_ema.data.run import RunLength, TaskData
+    from deepmd_ema.data.split import Split
+    from deepmd_ema.training.estimate import Cost
+
+FORMAT = 2  # rises when a key changes its meaning or goes
+MAX_ROWS = 12  # of a table; `--json` has all
+_MAX_NAME = 24  # letters of the name of a system in a table
+_PAIR, _ATOM = 6, 60  # bytes of a neighbor and of an atom in the cache
+# parts of `numbers_per_pair` that are held at once; measured with water: dpa3 0.8, se_e2_a 0.4 and 0.3
+_OF_STEP, _OF_VALIDATION = 0.8, 0.3
+_F_RMS, _F_MAX = "force_rms_eV_per_angstrom", "force_max_eV_per_angstrom"
+_UNITS = {ENERGY: "eV_per_atom", FORCE: "eV_per_angstrom", VIRIAL: "eV_per_atom"}
+_LABEL_COLUMNS = {  # of what is shown of a label: the range of energies, the size of the others
+    ENERGY: (Column("E min", "eV/atom", ".3f"), Column("E max", "eV/atom", ".3f")),
+    FORCE: (Column("F RMS", "eV/Å", ".3f"), Column("F max", "eV/Å", ".2f")),
+    VIRIAL: (Column("V RMS", "eV/atom", ".3f"), Column("V max", "eV/atom", ".2f")),
+}
+# by name of a check: its name in the table, which frame is named, and what the frames are
+_CHECKS = {
+    "duplicates": ("duplicates", "first", "training frames are copies of others"),
+    "in_training_and_validation": ("leaks", "first", "validation frames are also training frames"),
+    "near_training_frames": ("near copies", "first", "validation frames are near a training frame"),
+    "energy_outliers": ("outliers", "worst", "frames have energies far from the others"),
+    "net_forces": ("net forces", "worst", "frames have forces that do not add up to zero"),
+}
+
+
+class RunCheck:
+    """Facts about a run before it starts; they become known when the data are read.
+
+    Attributes:
+        config: of the run; with numbers of neighbors once the data are read.
+        splits: validation frames that are split off, by task.
+        reports: of the data, by task.
+        problems: of the data.
+        length: of the run; None while it is not known.
+        groups: of parameters with learning rates of their own, a line each.
+        parameters: number of trained parameters; None while it is not known.
+        memory: estimated for a CPU, bytes by part; empty while it is not known.
+        cost: measured; None unless it was requested.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.splits: Mapping[str, Split] = {}
+        self.reports: dict[str, DataReport] = {}
+        self.problems: list[str] = []
+        self.length: RunLength | None = None
+        self.groups: list[str] = []
+        self.parameters: int | None = None
+        self.memory: dict[str, float] = {}
+        self.cost: Cost | None = None
+
+    def read_data(self) -> None:
+        """Read and check the data; problems are kept, those that leave no data to check are raised.
+
+        Raises:
+            DataError: if data cannot be opened or split.
+        """
+        from deepmd_ema.data.check.report import NEAR_COPIES, SHARED
+        from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off
+        from deepmd_ema.data.split import find_near_copies
+
+        data = open_run(self.config)
+        self.splits = choose_validation(self.config, data, self.config.training.seed or 0)
+        data = split_off(self.config, data, self.splits)
+        self.reports = {name: check_task(task, data[name]) for name, task in self.config.tasks.items()}
+        for name, report in self.reports.items():
+            if data[name].valid and name not in self.splits and not report.problems:  # a split has no near copies
+                near = find_near_copies(*data[name], len(report.type_map))
+                report.suspects = {**report.suspects, NEAR_COPIES: near}
+                if near.num_frames > report.suspects[SHARED].num_frames:
+                    report.warnings.append(f"task {name}: " * bool(name) + near.warning)
+        self.problems = [problem for report in self.reports.values() for problem in report.problems]
+        if not self.problems:
+            try:
+                self._plan(data)
+            except UserError as error:
+                self.problems = list(error.problems)
+
+    def _plan(self, data: Mapping[str, TaskData]) -> None:
+        """Set the length of the run, its parameters and its memory."""
+        from deepmd_ema.data.collate import MAX_ATOMS_TOGETHER, MAX_CACHE_BYTES
+        from deepmd_ema.data.loader import MAX_ATOMS
+        from deepmd_ema.data.run import most_slots, run_length, with_neighbors
+        from deepmd_ema.model.build import build_models
+        from deepmd_ema.optim.build import build_optimizer
+        from deepmd_ema.optim.groups import describe_groups
+
+        self.length = run_length(self.config, data)
+        neighbors = {name: of.neighbors for name, of in self.reports.items() if of.neighbors is not None}
+        self.config = config = with_neighbors(self.config, neighbors)
+        models = build_models({name: task.model for name, task in config.tasks.items()}, config.links)
+        if groups := config.optimizer.groups:
+            named = dict(models.named_parameters())
+            self.groups = describe_groups(groups, models.first_names(), named, config.source)
+        trained = [parameter for parameter in models.parameters() if parameter.requires_grad]
+        self.parameters = sum(parameter.numel() for parameter in trained)
+        if isinstance(config.optimizer, LKFConfig):
+            from deepmd_ema.optim.lkf import block_sizes
+
+            sizes = block_sizes([parameter.numel() for parameter in trained], config.optimizer.kf_blocksize)
+            moments = 8 * sum(size**2 for size in sizes)
+        else:
+            states = build_optimizer(config.optimizer, models.named_parameters()).state.values()
+            moments = sum(tensor.nbytes for state in states for tensor in state.values())
+        held = sum(tensor.nbytes for tensor in models.state_dict().values()) + moments
+        held += 8 * self.parameters * len(config.training.averaging)
+        cached, batches = 0, []
+        for name, task in config.tasks.items():
+            report = self.reports[name]
+            # neighbor lists of all frames are kept, but of small open ones; most atoms have fewer than the most
+            for scan, source in zip([*report.training, *report.validation], [*data[name].train, *data[name].valid]):
+                sizes_of = source.frame_sizes
+                is_small = scan.open_frames == source.num_frames and sizes_of.max(initial=0) <= MAX_ATOMS_TOGETHER
+                if report.neighbors is not None and not is_small:
+                    cached += int(sizes_of.sum()) * (report.neighbors.max_total * _PAIR + _ATOM)
+            validated = sum(int(scan.type_counts.sum()) for scan in report.validation) * config.fully_validated
+            atoms = max(_OF_STEP * self.length.tasks[name].max_atoms, _OF_VALIDATION * min(MAX_ATOMS, validated))
+            width = (8 if "float64" in task.model.precisions else 4) * task.model.descriptor.numbers_per_pair
+            batches.append(int(atoms * most_slots(task, report) * width))
+        self.memory = {
+            "program": peak_memory(),
+            "tensors": 2 * held + sum(parameter.nbytes for parameter in trained),  # also copies in a checkpoint
+            "neighbor lists": min(cached, MAX_CACHE_BYTES),
+            "batch": max(batches),
+        }
+
+    def raise_problems(self) -> None:
+        """Raise the problems of the data.
+
+        Raises:
+            DataError: with all of them.
+        """
+        if self.problems:
+            raise DataError(self.problems)
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Return names and texts of the main settings."""
+        if self.length is None:
+            return config_summary(self.config)
+        return config_summary(self.config, self.length.num_steps, self.length.steps_per)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Everything that the user should look at."""
+        if self.length is None:
+            found = config_warnings(self.config)
+        else:
+            found = config_warnings(self.config, self.length.num_steps or None, self.length.steps_per)
+            found += [text for of in self.length.tasks.values() for text in of.warnings]
+        for name, split in self.splits.items():
+            found += [f"task {name}: {text}" if name else text for text in split.warnings]
+        return found + [text for report in self.reports.values() for text in report.warnings]
+
+
+def data_lines(check: RunCheck) -> Iterator[str]:
+    """Yield tables of systems and elements and the results of the checks, task by task."""
+    for task, report in check.reports.items():
+        of = f" of task {task}" * bool(task)
+        yield ""
+        for part, scans in (("Training", report.training), ("Validation", report.validation)):
+            if scans or part == "Training":
+                yield from _system_table(f"{part} data{of}", scans, report)
+        rows: list[list[Cell]] = []
+        for row in _elements(report):
+            nearest = row["nearest_angstrom"]
+            text = "-" if nearest is None else f"{nearest:.3f} ({row['nearest_element']})"
+            if row["training_atoms"] or row["validation_atoms"]:
+                atoms, forces = (row["training_atoms"], row["validation_atoms"]), (row[_F_RMS], row[_F_MAX])
+                rows.append([row["element"], *atoms, *forces, text, row["max_neighbors"]])
+        more = [f"  ... and {len(rows) - MAX_ROWS} more elements"] * (len(rows) > MAX_ROWS)
+        if more:
+            rows.sort(key=lambda row: -(row[4] if isinstance(row[4], float) else 0.0))
+        columns = [
+            Column("element"), Column("training", "atoms", ",d"), Column("validation", "atoms", ",d"),
+            Column("F RMS", "eV/Å", ".3f"), Column("F max", "eV/Å", ".2f"), Column("nearest", "Å"),
+            Column("neighbors", "at most", "d"),
+        ]  # fmt: skip
+        yield from (*render(Table("Elements", columns, rows[:MAX_ROWS]), "  "), *more)
+        yield from render(facts(f"Checks of the data{of}", _results(check, task, report)), "  ")
+
+
+def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -> Iterator[str]:
+    """Yield the table of systems; of many those with suspicious frames and the largest forces come first."""
+    from deepmd_ema.data.check.scan import Range
+
+    suspects = _suspicious_frames(report)
+    frames = sum(scan.system.num_frames for scan in scans)
+    atoms = sum(int(scan.type_counts.sum(dtype=np.int64)) for scan in scans)
+    size = f"{counted(len(scans), 'system')}, {counted(frames, 'frame')}, {counted(atoms, 'atom')}"
+    cells = {id(s): {0: "periodic", s.system.num_frames: "open"}.get(s.open_frames, "both") for s in scans}
+    has_several = len(set(cells.values())) > 1
+    size += f", {next(iter(cells.values()), '')}" * (not has_several)
+    shown = list(scans)
+    if len(shown) > MAX_ROWS:
+        shown.sort(key=lambda s: (suspects[id(s)], s.ranges[FORCE].size if FORCE in s.ranges else 0.0), reverse=True)
+        size += "; the most suspicious and those with the largest forces first"
+    conditions = [name for name in (FPARAM, APARAM) if any(name in scan.conditions for scan in scans)]
+    labels = [name for name in _LABEL_COLUMNS if any(name in scan.ranges for scan in scans)]
+
+    def label_cells(of: Sequence[SystemScan]) -> Iterator[Cell]:
+        for name in labels:
+            one = Range.of([scan.ranges[name] for scan in of if name in scan.ranges])
+            yield from ((one.low, one.high) if name == ENERGY else (one.rms, one.size)) if one.count else (None, None)
+
+    columns = [Column("system"), Column("frames", "", ",d"), Column("atoms", "", "s"), *[Column("cell")] * has_several]
+    columns += [column for name in labels for column in _LABEL_COLUMNS[name]]
+    columns += [Column(name) for name in conditions]
+    columns += [Column("suspicious", "frames", "d")] * any(suspects[id(scan)] for scan in scans)
+    rows = list[list[Cell]]()
+    for scan in shown[:MAX_ROWS]:
+        name, sizes = scan.system.name, scan.type_counts.sum(axis=1)
+        half = _MAX_NAME // 2 - 1
+        row: list[Cell] = [name if len(name) <= _MAX_NAME else f"{name[:half]}..{name[-half:]}", scan.system.num_frames]
+        row += [f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"]
+        row += [cells[id(scan)]] * has_several
+        row += label_cells([scan])
+        for name in conditions:
+            low, high, numbers = scan.conditions.get(name, (math.nan, math.nan, 0))
+            row.append(f"{low:.4g} to {high:.4g}" + f" ({numbers} numbers)" * (numbers > 1) if numbers else "-")
+        rows.append([*row, suspects[id(scan)]])
+    if len(scans) > MAX_ROWS:
+        rows.append([f"... and {len(scans) - MAX_ROWS} more", *[""] * (len(columns) - 1)])
+    if len(scans) > 1:
+        row = ["all", frames, "", *[""] * has_several, *label_cells(scans), *[""] * len(conditions)]
+        rows.append([*row, sum(suspects[id(scan)] for scan in scans)])
+    yield from render(Table(f"{title}: {size}", columns, [row[: len(columns)] for row in rows]), "  ")
+    for label in LABELS:  # others, and those that some frames lack
+        having = sum(scan.label_frames.get(label, 0) for scan in scans)
+        if having and (having < frames or label not in (ENERGY, FORCE, VIRIAL)):
+            yield f"  {label}: {having:,} of {counted(frames, 'frame')}"
+
+
+def _suspicious_frames(report: DataReport) -> dict[int, int]:
+    """Return the number of frames that the checks have found in each system, by the identity of its scan."""
+    from deepmd_ema.data.check.report import NEAR_COPIES, SHARED
+
+    found = {name: one.by_system for name, one in report.suspects.items() if one.by_system}
+    if NEAR_COPIES in found:  # frames that are in both parts are near copies as well
+        found[SHARED] = tuple(map(max, found[SHARED], found.pop(NEAR_COPIES)))
+    every = enumerate([*report.training, *report.validation])
+    return {id(scan): len(scan.bad_frames) + sum(of[k] for of in found.values()) for k, scan in every}
+
+
+def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[str, str]]:
+    """Yield the name and the result of each check."""
+    if task in check.splits:
+        yield "split", "; ".join(line.strip() for line in check.splits[task].lines)
+        if check.config.training.seed is None:
+            yield "", "training.seed is not given: a run draws one, and chooses other frames"
+    for key, (name, which, what) in _CHECKS.items():
+        found = report.suspects.get(key)
+        if found is not None and found.total:
+            result = f"{found.num_frames:,} of {found.total:,} {what}"
+            yield name, result + f" ({which}: {found.worst})" * bool(found.worst)
+    if report.units is not None:
+        for number, line in enumerate(report.units.lines()):
+            yield "" if number else "units, signs", line
+        if report.units.suspicious:
+            yield "", f"suspicious: {counted(len(report.units.suspicious), 'system')}, see the warnings"
+    near = report.neighbors
+    if near is not None and math.isfinite(near.min_distance):
+        usable = sum(s.system.num_frames - len(s.bad_frames) for s in [*report.training, *report.validation])
+        seen = f"in {report.num_searched:,} frames, evenly spaced: " * (report.num_searched < usable)
+        yield "distances", f"{seen}the nearest atoms are {near.min_distance:.3f} angstrom apart ({report.closest})"
+        yield "neighbors", f"{seen}at most {near.max_total} within {report.rcut:g} angstrom"
+    yield from (("note", note) for note in report.notes)
+
+
+def plan_lines(check: RunCheck) -> list[str]:
+    """Return the table of what will be trained, how, and for how long."""
+    pairs, tasks = check.summary(), check.length.tasks if check.length is not None else {}
+    for name, of in tasks.items():
+        part = f"{name}: {100 * of.share:.3g} % of the steps = {of.epochs:.1f} epochs, " * (len(tasks) > 1)
+        frames = f"{of.frames:.4g} {'frame' if of.frames == 1 else 'frames'} in a step"
+        atoms = f"at most {counted(of.max_atoms, 'atom')}" + " in a batch" * (check.config.training.accumulate > 1)
+        pairs.append(("batch", f"{part}{frames}, {atoms}, in one process"))
+    pairs += [("group", line) for line in check.groups]
+    if check.parameters is not None:
+        pairs.append(("parameters", f"{check.parameters:,} are trained"))
+    return ["", *render(facts("Plan", pairs), "  ")]
+
+
+def cost_lines(check: RunCheck) -> list[str]:
+    """Return time and memory, measured where steps were."""
+    cost, memory, title = check.cost, sum(check.memory.values()), "Cost"
+    if cost is not None:
+        title = f"Cost on this machine as it is now ({counted(cost.measured, 'step')} measured)"
+        end = datetime.now() + timedelta(seconds=cost.total)
+        step = f"{counted(cost.num_steps, 'step')} of {_seconds(cost.step)}"
+        if cost.new_step > 1.1 * cost.step:
+            step += f" ({_seconds(cost.new_step)} in the first epoch, when neighbors are searched)"
+        parts = [f"start {_seconds(cost.start)}", step, f"{counted(cost.rows, 'row')} of {_seconds(cost.row)}"]
+        if cost.validations:
+            parts.append(f"{counted(cost.validations, 'validation')} of {_seconds(cost.validation)}")
+        parts.append(f"{counted(cost.checkpoints, 'checkpoint')} of {_seconds(cost.checkpoint)}")
+        on_gpu = f", {_size(cost.gpu_memory)} of the GPU" if cost.gpu_memory else ""
+        pairs = [
+            ("time", f"{duration(cost.total)}; started now, it ends at {end:%Y-%m-%d %H:%M}"),
+            ("", ", ".join(parts)),
+            ("memory", f"{_size(cost.memory)} at most{on_gpu}"),
+        ]
+    elif check.memory:
+        parts = [f"{_size(value)} {name}" for name, value in check.memory.items() if value > 0.01 * memory]
+        pairs = [
+            ("memory", f"about {_size(memory)} on a CPU ({', '.join(parts)})"),
+            ("time", "not measured; --time measures some steps"),
+        ]
+    else:
+        return []
+    return ["", *render(facts(title, pairs), "  ")]
+
+
+def closing_lines(check: RunCheck) -> list[str]:
+    """Return notes on the input, options without effect, and warnings, which are numbered."""
+    notes, unused, warnings, lines = check.config.notes, ignored_options(check.config), check.warnings, list[str]()
+    number = colored(counted(len(warnings), "warning"), YELLOW, sys.stdout) if warnings else "No warnings"
+    without = f"{counted(len(unused), 'option')} without effect"
+    for title, texts in (("Notes on the input", notes), (without, unused), (number, warnings)):
+        if texts or texts is warnings:
+            lines += ["", title, *(f"{k:3d}. {text}" for k, text in enumerate(texts, 1))]
+    return lines
+
+
+def _seconds(value: float) -> str:
+    return duration(value) if value >= 10 else f"{value:.2g} s"
+
+
+def _size(num_bytes: float) -> str:
+    """Return bytes in the unit that gives 1 to 999 of it."""
+    power = min(3, int(math.log10(max(num_bytes, 1)) / 3 + 2e-4))
+    number, unit = num_bytes / 1000**power, ("B", "kB", "MB", "GB")[power]
+    return f"{number:.2g} {unit}" if number < 10 else f"{number:.0f} {unit}"
+
+
+def document(input_file: str, check: RunCheck | None, problems: Sequence[str]) -> dict[str, Any]:
+    """Return the report as JSON values; parts that are not known, because of problems, are null or empty.
+
+    Args:
+        input_file: as given.
+        check: what is known of the run; None if the input has problems.
+        problems: messages, those about the input with their places.
+    """
+    plan = cost = None
+    if check is not None:
+        tasks = check.length.tasks if check.length is not None else {}
+        plan = {
+            "num_steps": check.length.num_steps if check.length is not None else check.config.training.numb_steps,
+            "parameters": check.parameters,
+            "tasks": [
+                {
+                    "task": name,
+                    "share_of_steps": of.share,
+                    "epochs": of.epochs,
+                    "batches_per_epoch": of.batches,
+                    "frames_per_step": of.frames,
+                    "max_atoms_per_batch": of.max_atoms,
+                }
+                for name, of in tasks.items()
+            ],
+            "summary": [list(row) for row in check.summary()],
+            "input_with_defaults": to_dict(check.config),
+        }
+        cost = _cost(check) if check.reports or problems else None
+    places = [text if isinstance(text, Message) else None for text in problems]
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "input": input_file,
+        "problems": [
+            {"path": at.path if at else None, "line": at.line or None if at else None, "message": str(text)}
+            for at, text in zip(places, problems)
+        ],
+        "warnings": check.warnings if check is not None else [],
+        "without_effect": ignored_options(check.config) if check is not None else [],
+        "notes": list(check.config.notes) if check is not None else [],
+        "plan": plan,
+        "data": [_data(name, report) for name, report in check.reports.items()] if check is not None else [],
+        "cost": cost,
+    }
+
+
+def _data(task: str, report: DataReport) -> dict[str, Any]:
+    suspects, systems = _suspicious_frames(report), []
+    for part, scans in (("training", report.training), ("validation", report.validation)):
+        for scan in scans:
+            sizes, frames, labels = scan.type_counts.sum(axis=1), scan.system.num_frames, dict[str, Any]()
+            for name in (name for name in LABELS if scan.label_frames.get(name)):
+                labels[name] = {"frames": scan.label_frames[name]}
+                values = scan.ranges.get(name)
+                if name in _UNITS and values is not None and values.count:
+                    for key, value in (("min", values.low), ("max", values.high), ("rms", values.rms)):
+                        labels[name][f"{key}_{_UNITS[name]}"] = value
+                    labels[name]["largest_in_frame"] = int(scan.system.numbers[values.worst])
+            systems.append(
+                {
+                    "system": scan.system.name,
+                    "part": part,
+                    "frames": frames,
+                    "min_atoms": int(sizes.min()) if len(sizes) else 0,
+                    "max_atoms": int(sizes.max(initial=0)),
+                    "periodic_frames": frames - scan.open_frames,
+                    "suspicious_frames": suspects[id(scan)],
+                    "labels": labels,
+                }
+            )
+    units = report.units
+    return {
+        "task": task,
+        "systems": systems,
+        "elements": list(_elements(report)),
+        "checks": {
+            name: {"frames": found.num_frames, "of_frames": found.total, "example": found.worst or None}
+            for name, found in report.suspects.items()
+        },
+        "units": None if units is None else {
+            "systems": units.num_systems,
+            "verified": units.verified,
+            "not_verified": {name: list(names) for name, names in units.unverified.items() if names},
+        },
+        "nearest_atoms": report.closest or None,
+    }  # fmt: skip
+
+
+def _elements(report: DataReport) -> Iterator[dict[str, Any]]:
+    """Yield atoms, forces, nearest neighbors and numbers of neighbors of each element."""
+    every, near = [*report.training, *report.validation], report.neighbors
+    for k, name in enumerate(report.type_map):
+        training, both = (sum(int(s.type_counts[:, k].sum()) for s in scans) for scans in (report.training, every))
+        number, squares = (sum(float(scan.element_forces[k, column]) for scan in every) for column in (0, 1))
+        nearest = near.nearest[k] if near is not None and np.isfinite(near.nearest[k]).any() else None
+        yield {
+            "element": name,
+            "training_atoms": training,
+            "validation_atoms": both - training,
+            _F_RMS: math.sqrt(squares / number) if number else None,
+            _F_MAX: max(float(scan.element_forces[k, 2]) for scan in every) if number else None,
+            "nearest_angstrom": float(nearest.min()) if nearest is not None else None,
+            "nearest_element": report.type_map[int(nearest.argmin())] if nearest is not None else None,
+            "max_neighbors": int(near.max_neighbors[k]) if near is not None else None,
+        }
+
+
+def _cost(check: RunCheck) -> dict[str, Any]:
+    cost, measured = check.cost, None
+    if cost is not None:
+        of_times = ("total", "start", "step", "row", "first_validation", "validation", "checkpoint", "end")
+        measured = {f"{name}_s": getattr(cost, name) for name in of_times}
+        measured |= {name: getattr(cost, name) for name in ("rows", "validations", "checkpoints")}
+        measured |= {"steps": cost.num_steps, "step_of_first_epoch_s": cost.new_step, "steps_measured": cost.measured}
+        measured |= {"memory_bytes": cost.memory, "gpu_memory_bytes": cost.gpu_memory}
+    return {"estimated_memory_bytes": sum(check.memory.values()) if check.memory else None, "measured": measured}
