@@ -337,7 +337,7 @@ def _draw(groups: dict[str, list[Run]], picture: Path, draw) -> None:
 
     from deepmd_ema.report.plots import STYLE
 
-    with plt.rc_context(STYLE):
+    with plt.rc_context(fname=STYLE):
         size = (4.2 * len(groups), 7)
         figure, axes = plt.subplots(2, len(groups), figsize=size, squeeze=False, layout="constrained")
         for column, (title, group) in zip(axes.T, groups.items()):

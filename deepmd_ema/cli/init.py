@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     if without_effect := [option for option, value in idle.items() if value]:
         raise UserError(f"init {without_effect[0]}: {why}")
     with loading():
-        from deepmd_ema.proposal import Wishes, propose
+        from deepmd_ema.report.propose import Wishes, propose
     given = {wish.name: getattr(args, wish.name) for wish in fields(Wishes)}
     proposal = propose(Wishes(**{name: value for name, value in given.items() if value is not None}))
     with atomic_write(file) as part:

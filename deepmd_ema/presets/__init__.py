@@ -10,8 +10,8 @@ from deepmd_ema.config.text import read_config_file
 Kind: TypeAlias = Literal["liquid", "molecules", "solid"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SIZES = ("S", "M", "L")
-MODELS = "models"
-"""Preset of all models; each names the preset of its recipes."""
+MODELS, REASONS = "models", "reasons"
+"""Presets of all models, each of which names the preset of its recipes, and of the reasons beside options."""
 
 
 def read_preset(name: str) -> dict[str, Any]:

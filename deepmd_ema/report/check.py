@@ -145,7 +145,7 @@ class RunCheck:
                 is_small = scan.open_frames == source.num_frames and sizes_of.max(initial=0) <= MAX_ATOMS_TOGETHER
                 if report.neighbors is not None and not is_small:
                     cached += int(sizes_of.sum()) * (report.neighbors.max_total * _PAIR + _ATOM)
-            validated = sum(int(scan.type_counts.sum()) for scan in report.validation) * config.fully_validated
+            validated = sum(int(s.type_counts.sum()) for s in report.validation) if config.fully_validated else 0
             atoms = max(_OF_STEP * self.length.tasks[name].max_atoms, _OF_VALIDATION * min(MAX_ATOMS, validated))
             width = (8 if "float64" in task.model.precisions else 4) * task.model.descriptor.numbers_per_pair
             batches.append(int(atoms * most_slots(task, report) * width))
@@ -376,7 +376,7 @@ def document(input_file: str, check: RunCheck | None, problems: Sequence[str]) -
     if check is not None:
         tasks = check.length.tasks if check.length is not None else {}
         plan = {
-            "num_steps": check.length.num_steps if check.length is not None else check.config.training.numb_steps,
+            "num_steps": (check.length.num_steps if check.length else check.config.training.numb_steps) or None,
             "parameters": check.parameters,
             "tasks": [
                 {

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from deepmd_ema import checkpoint
@@ -40,16 +41,6 @@ KINDS = ("RMSE", "MAE")
 _DIGITS = 3
 _MAX_SHOWN = 2  # averages in the first table
 _MAX_GROUPS = 40  # rows of a table of systems or kinds of frames
-_DEFINITIONS = (
-    ("Energy", "(predicted − reference energy of a frame) / its number of atoms"),
-    ("Force", "each Cartesian component of the force on each atom"),
-    ("Virial", "each of the nine components of the virial of a frame / its number of atoms"),
-    ("Stress", "minus the virial / the volume of the cell; periodic frames only"),
-    ("MAE, RMSE", "mean of |error|, and root of the mean of error², over all frames or components that have the label"),
-    ("live, averaged", "live weights are those of the optimizer; an average is a mean of live weights over steps"),
-    ("mean age", "mean number of steps between the weights in an average and the newest ones"),
-    ("deviation", "‖average − live‖ / ‖live‖ over all trained numbers of a part of the model"),
-)
 
 
 @dataclass(frozen=True)
@@ -128,14 +119,10 @@ def write_report(
     page = _Page(folder, file, payload, config, status, data, tested, weights, chosen)
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as scratch:
         body = "\n".join(page.parts(title, remarks, Path(scratch)))
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    # its style is for screens of any width and for paper; pictures are dark on white in both modes: they are drawn once
+    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     with atomic_write(output) as part:
-        part.write_text(
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-            f'content="width=device-width, initial-scale=1"><title>{escape(title)}: report of a training run</title>'
-            f"<style>\n{style}</style></head>\n<body>\n{body}\n</body></html>\n",
-            encoding="utf-8",
-        )
+        part.write_text(template.substitute(title=escape(title), body=body), encoding="utf-8")
     if len(weights) > 2 and average is None:
         remarks.append(f"Details are of the average {chosen}; --average shows another: {', '.join(weights[2:])}.")
     return remarks
@@ -218,10 +205,10 @@ class _Page:
             ],
             "Programs and machine": [_list(self._programs(records))],
             "Last warnings": [_list(warnings) if warnings else _paragraph("None.")] if records else [],
-            "Definitions": [_list(_DEFINITIONS)],
         }
         shown = {title: (title.lower().replace(" ", "-"), body) for title, body in sections.items() if body}
-        yield f"<nav>{''.join(f'<a href=#{anchor}>{title}</a>' for title, (anchor, _) in shown.items())}</nav>"
+        yield f"<nav>{''.join(f'<a href=#{anchor}>{title}</a>' for title, (anchor, _) in shown.items())}"
+        yield "<a href=#definitions>Definitions</a></nav>"
         for title, (anchor, body) in shown.items():
             yield f'<section><h2 id="{anchor}">{title}</h2>'
             yield from body

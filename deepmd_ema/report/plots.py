@@ -32,14 +32,7 @@ KEPT = "kept as best"
 NORMAL, SMALL = 11.0, 9.5  # points; legends and the errors below a panel are small
 PANEL = (3.7, 2.9)  # inches; small, so that the type is still read where a figure is scaled to one column of a page
 INK = "#28323c"
-STYLE = {
-    "font.size": NORMAL, "axes.titlesize": NORMAL, "axes.labelsize": NORMAL, "legend.fontsize": SMALL,
-    "legend.handlelength": 2.8,
-    "axes.edgecolor": "#8a949e", "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
-    "axes.grid": True, "axes.grid.which": "major", "grid.color": "#e3e7eb", "grid.linewidth": 0.7,
-    "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
-    "axes.titleweight": "bold", "legend.frameon": False, "figure.dpi": 150.0, "lines.solid_capstyle": "round",
-}  # fmt: skip
+STYLE = Path(__file__).with_name("plots.mplstyle")
 
 
 class Panel(NamedTuple):
@@ -420,7 +413,7 @@ def _picture(
     width, height = PANEL[0] * columns, PANEL[1] * rows + 0.4 if heights is None else 1.3 * sum(heights)
     # over all panels, in as many lines as their width needs
     lines = textwrap.wrap(title, int(72 * width / (0.55 * NORMAL)))
-    with mpl.rc_context(STYLE):  # type: ignore[arg-type]
+    with mpl.rc_context(fname=STYLE):
         figure = Drawing(figsize=(width, height + len(lines) * 1.3 * NORMAL / 72), layout="constrained")
         axes = list(figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel())
         for axis in axes[panels:]:

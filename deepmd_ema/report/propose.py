@@ -1,0 +1,434 @@
+"""An input proposed for data, ``dp-ema init``; models, recipes and reasons are in files of the folder ``presets``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+import numpy as np
+
+from deepmd_ema.config import config_from_dict
+from deepmd_ema.config.fields import plain
+from deepmd_ema.config.text import JSON_SUFFIXES
+from deepmd_ema.data.check.physics import COVALENT_RADII
+from deepmd_ema.data.check.report import DataReport
+from deepmd_ema.data.check.scan import scan_system
+from deepmd_ema.data.formats.discover import open_systems
+from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off
+from deepmd_ema.data.source import Frame, ReadSpec, evenly_spaced
+from deepmd_ema.elements import SYMBOLS
+from deepmd_ema.errors import DataError, UserError, command, counted
+from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
+from deepmd_ema.infer.load import LoadedModel, load_model
+from deepmd_ema.interchange.pretrained import local_file
+from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
+from deepmd_ema.presets import MODELS, REASONS, Kind, read_preset
+from deepmd_ema.report.table import duration
+from deepmd_ema.training.estimate import Cost, measure_steps
+from deepmd_ema.version import __version__
+
+_BOND = 1.25  # sums of covalent radii within which two atoms are bonded
+_SAME_PLACE = 0.1  # angstrom; an image of an atom is farther away
+_ROOMY = 60.0  # angstrom^3 per atom above which a cell is mostly empty
+_SAMPLE = 30  # frames that are looked at
+_WIDER = 4 / 3  # a larger cutoff, whose number of neighbors is stated
+_FRACTION = 0.1  # of the frames, for validation
+_EVENTS = 10  # validations, and checkpoints, in a run
+_WINDOW = 40  # a run has so many lengths of its average
+_MIN_STEPS = 100
+_MAX_ELEMENTS = 4  # of se_e2_a, which has networks for each element
+_MAX_LINE = 110
+_REPLAYED = 0.3  # share of the steps that old data have
+_SLOWER = 0.1  # of the rate of a model that starts from its seed
+_LABELS = {"e": ENERGY, "f": FORCE, "v": VIRIAL}
+_NAMED = {"type_map": "elements", "descriptor": "descriptor", "fitting_net": "fitting"}  # parts that tasks share
+_OF_START = ("finetune_head", "finetune_bias")
+_OF_TASK = ("training_data", "validation_data", "validation_fraction")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Choices of the user; None where the data decide.
+
+    Attributes:
+        systems: training data, as ``training_data.systems``.
+        validation: validation data; empty to split frames off.
+        model: name of a preset.
+        size: S, M or L.
+        kind: of the data.
+        rcut: cutoff radius, angstrom.
+        type_map: elements.
+        steps: of the run.
+        hours: of the run on this machine.
+        device: on which the run is going to be.
+        finetune: file of the model that is trained further; model, size and rcut have no effect then.
+        head: which model of that file, if it holds several.
+        replay: data that this model was trained on, which it is to keep to.
+    """
+
+    systems: Sequence[str]
+    validation: Sequence[str] = ()
+    model: str | None = None
+    size: str = "M"
+    kind: Kind | None = None
+    rcut: float = 6.0
+    type_map: Sequence[str] | None = None
+    steps: int | None = None
+    hours: float | None = None
+    device: str | None = None
+    finetune: str | None = None
+    head: str | None = None
+    replay: Sequence[str] = ()
+
+    def data_section(self) -> dict[str, Any]:
+        """Return the part of the section ``training`` that names the data."""
+        section: dict[str, Any] = {"training_data": {"systems": list(self.systems)}}
+        if self.validation:
+            return {**section, "validation_data": {"systems": list(self.validation)}}
+        return {**section, "validation_fraction": _FRACTION}
+
+
+@dataclass
+class Proposal:
+    """An input with a reason for each choice.
+
+    Attributes:
+        values: of the input.
+        why: reasons, by dotted path.
+        head: lines about the data.
+        warnings: what the user should look at.
+    """
+
+    values: dict[str, Any]
+    why: dict[str, str]
+    head: list[str]
+    warnings: list[str]
+
+    def text(self, file: Path) -> str:
+        """Return the text of the input: YAML with comments, or JSON whose comments are keys that begin with ``_``."""
+        if file.suffix.lower() in JSON_SUFFIXES:
+            commented = {"_comment": self.head, **_with_comments(self.values, self.why)}
+            return json.dumps(commented, indent=2, ensure_ascii=False) + "\n"
+        return "\n".join([*(f"# {line}" for line in self.head), *_yaml(self.values, self.why)]) + "\n"
+
+
+def propose(wishes: Wishes) -> Proposal:
+    """Return an input for data.
+
+    Raises:
+        UserError: for data that cannot be trained on, or too little time.
+    """
+    if wishes.type_map:
+        elements = list(wishes.type_map)
+    else:  # of data that name them, by atomic number
+        paths, spec = (wishes.systems, wishes.validation, wishes.replay), ReadSpec(SYMBOLS, takes_numbers=False)
+        sources = [source for part in paths if part for source in open_systems(list(part), spec)]
+        scans = [scan_system(source, len(SYMBOLS), 1.0).type_counts.sum(axis=0, dtype=np.int64) for source in sources]
+        elements = [SYMBOLS[k] for k in np.flatnonzero(sum(scans))]
+    source = None
+    if wishes.finetune is not None:
+        source = load_model(local_file(wishes.finetune), head=wishes.head)
+        if source.config.type != "standard":
+            raise UserError(
+                f"--finetune {wishes.finetune}: is of model.type {source.config.type}, and init writes inputs of one "
+                f"descriptor. `{command('dp-ema', 'show', wishes.finetune, '--config')}` prints its section model. "
+                "Write the input yourself."
+            )
+        elements = list(dict.fromkeys([*source.config.type_map, *elements]))
+        wishes = replace(wishes, rcut=source.config.descriptor.cutoff, model=source.config.descriptor.type)
+    wishes = replace(wishes, type_map=elements)
+    try:
+        data = _read(wishes)
+        old = _read(replace(wishes, systems=wishes.replay, validation=())) if wishes.replay else None
+    except DataError as error:  # there is no input that has a type_map yet
+        raise DataError(problem.replace("model.type_map", "-t") for problem in error.problems) from None
+    proposal = _assemble(wishes, data, source, old)
+    if wishes.hours is not None:
+        cost = measure_steps(config_from_dict(proposal.values, "the proposed input"), wishes.device)
+        proposal = _assemble(replace(wishes, steps=_steps_in(3600 * wishes.hours, cost)), data, source, old)
+        proposal.why["training.numb_steps"] = (
+            f"{wishes.hours:g} h on this machine: {cost.step:.2g} s per step, in {counted(cost.measured, 'step')}"
+        )
+    return proposal
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The facts about data that the choices depend on.
+
+    Attributes:
+        kind: of most of the frames.
+        why_kind: how it is known.
+        labels: names of labels that training frames have.
+        report: of the checks.
+        is_split: whether validation frames are split off.
+        why_split: which, or why not.
+        wider: most neighbors within the cutoff and a larger one.
+    """
+
+    kind: Kind
+    why_kind: str
+    labels: frozenset[str]
+    report: DataReport
+    is_split: bool
+    why_split: str
+    wider: tuple[int, int]
+
+
+def _read(wishes: Wishes) -> _Data:
+    """Return the facts about the data.
+
+    Raises:
+        DataError: with every mistake that would end a run.
+    """
+    type_map = wishes.type_map or ()
+    descriptor = {"type": "se_e2_a", "rcut": wishes.rcut, "rcut_smth": min(0.5, wishes.rcut / 2)}
+    values = {  # nothing of the model is trained
+        "model": {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": {}},
+        "learning_rate": {"start_lr": 1e-3, "stop_lr": 1e-5},
+        "training": {**wishes.data_section(), "numb_steps": 1, "seed": 1},
+    }
+    config = config_from_dict(values, "init")
+    data = open_run(config)
+    is_split, why_split = not wishes.validation, ""
+    if is_split:
+        try:
+            split = choose_validation(config, data, 1)[""]
+        except DataError as error:
+            is_split, why_split = False, str(error).partition("validation_fraction: ")[2]
+        else:
+            data, why_split = split_off(config, data, {"": split}), split.lines[0].partition(": ")[2]
+    report = check_task(config.task(None), data[""])
+    labels = frozenset(name for scan in report.training for name, n in scan.label_frames.items() if n)
+    report.raise_problems()
+    frames = [source.frame(k) for source in evenly_spaced(data[""].train, _SAMPLE) for k in range(source.num_frames)]
+    votes = Counter(_kind_of(frame, type_map) for frame in frames)
+    kind = votes.most_common(1)[0][0]
+    reason = {
+        "molecules": "open boundaries, or cells with one molecule or much space",
+        "liquid": "cells with several molecules",
+        "solid": "bonds continue from cell to cell",
+    }[kind]
+    why_kind = f"{reason}, in {votes[kind]} of {len(frames)} frames looked at"
+    near = neighbor_statistics(((f.coord, f.box, f.atom_type) for f in frames), wishes.rcut * _WIDER, len(type_map))
+    wider = near.max_within(wishes.rcut), near.max_total
+    return _Data(kind, why_kind, labels, report, is_split, why_split, wider)
+
+
+def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:
+    """Return the kind of a frame, from the sets of atoms that bonds join."""
+    if frame.box is None:
+        return "molecules"
+    radii = np.array([COVALENT_RADII.get(type_map[k], 1.0) for k in frame.atom_type])
+    i, j, vector, distance = find_pairs_once(frame.coord, frame.box, _BOND * 2 * float(radii.max()))
+    bonded = distance < _BOND * (radii[i] + radii[j])
+    bonds = defaultdict(list)
+    for one, other, way in zip(i[bonded].tolist(), j[bonded].tolist(), vector[bonded]):
+        bonds[one].append((other, way))
+        bonds[other].append((one, -way))
+    places: dict[int, Any] = {}  # of atoms, with those that bonds join to them in the same image
+    number = 0
+    for first in range(len(radii)):
+        if first in places:
+            continue
+        number, places[first], left = number + 1, np.zeros(3), [first]
+        while left:
+            one = left.pop()
+            for other, way in bonds[one]:
+                place = places[one] + way
+                if other not in places:
+                    places[other] = place
+                    left.append(other)
+                elif np.abs(places[other] - place).max() > _SAME_PLACE:
+                    return "solid"  # bonds lead from an atom to an image of it
+    volume = abs(np.linalg.det(frame.box.reshape(3, 3)))
+    return "molecules" if number == 1 or volume / len(frame.atom_type) > _ROOMY else "liquid"
+
+
+def _assemble(wishes: Wishes, data: _Data, source: LoadedModel | None, old: _Data | None) -> Proposal:
+    """Return the input of a run, by default for the number of steps of the recipe, or that of fine-tuning a model."""
+    type_map, presets = wishes.type_map or (), read_preset(MODELS)
+    name = wishes.model or ("se_e2_a" if len(type_map) <= _MAX_ELEMENTS else "se_atten_v2")
+    preset = presets.get(name, presets["se_e2_a"])  # of a model that init does not make
+    recipes, kind, size = read_preset(preset["recipes"]), wishes.kind or data.kind, preset["sizes"][wishes.size]
+    recipe = {**recipes[kind], **preset.get("instead", {}).get(kind, {})}
+    common, steps = recipes["common"], wishes.steps or recipe["steps"]
+    window = max(10, steps // _WINDOW)
+    # type and rcut come first
+    descriptor = {"type": "", "rcut": wishes.rcut, **preset["descriptor"], **size["descriptor"]}
+    if "rcut_smth" in descriptor:
+        descriptor["rcut_smth"] = min(descriptor["rcut_smth"], wishes.rcut / 2)
+    fitting = {**preset["fitting_net"], **size["fitting_net"]}
+    weights = {letter: recipe["prefactors"][letter] if label in data.labels else 0 for letter, label in _LABELS.items()}
+    if VIRIAL not in data.labels:  # others that the data do not have are mentioned
+        del weights["v"]
+    prefactors = {f"{when}_pref_{letter}": value for letter, value in weights.items() for when in ("start", "limit")}
+    rate = common["learning_rate"]
+    section = wishes.data_section()
+    section["training_data"]["batch_size"] = "auto"
+    if not wishes.validation and not data.is_split:
+        del section["validation_fraction"]
+    values: dict[str, Any] = {
+        "model": {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": fitting},
+        "optimizer": {**common["optimizer"], "lr_adjust": recipe["lr_adjust"]},
+        "learning_rate": {
+            **rate,
+            "warmup_steps": min(rate["warmup_steps"], steps // 5),
+            "start_lr": recipe["start_lr"],
+            "stop_lr": recipe["start_lr"] / 100,
+        },
+        "loss": {"type": "ener", **prefactors},
+        "training": {
+            **section,
+            "numb_steps": steps,
+            "seed": 1,
+            "disp_freq": max(1, steps // (2 * _EVENTS)),
+            "save_freq": max(1, steps // _EVENTS),
+            "enable_ema": True,
+            "ema_decay": float(f"{1 - 1 / window:.6g}"),
+        },
+    }
+    # of forces, or of energies; none where validation frames have neither
+    metrics = [q for q in (FORCE, ENERGY) for scan in data.report.validation if scan.label_frames.get(q)]
+    if metrics:
+        values["validating"] = {
+            "full_validation": True,
+            "ema_full_validation": True,
+            "validation_freq": max(1, steps // _EVENTS),
+            "validation_metric": f"{metrics[0][0].upper()}:RMSE",
+            "full_val_start": 0.0,
+        }
+    reasons = read_preset(REASONS)
+    known = {
+        "size": wishes.size, "about": preset["about"], "most": data.wider[0], "more": data.wider[1],
+        "wider": f"{wishes.rcut * _WIDER:.3g}", "why": common["why"], "kind": kind, "about_kind": recipe["about"],
+        "why_split": data.why_split, "window": window, "events": _EVENTS,
+        "file": source.info.path if source is not None else "",
+    }  # fmt: skip
+    why = {path: text.format(**known) for path, text in reasons["of_all"].items()}
+    why |= {f"loss.start_pref_{q[0]}": "no such labels" for q in (ENERGY, FORCE) if q not in data.labels}
+    if wishes.steps is not None:
+        why["training.numb_steps"] = "as given"
+    labels = ", ".join(label for label in _LABELS.values() if label in data.labels)
+    why_kind = data.why_kind if wishes.kind is None else "as given"
+    warnings = list(data.report.warnings)
+    if data.why_split and not data.is_split:
+        warnings.append(f"no validation frames: {data.why_split}")
+    of_model = f"{descriptor['type']} {wishes.size}"
+    if source is not None:
+        of_model = f"{source.config.descriptor.type} of {wishes.finetune}"
+        _set_model(values, source, wishes.head)
+        why = {path: text for path, text in why.items() if not path.startswith("model.")}
+        why |= {path: text.format(**known) for path, text in reasons["of_fine_tuning"].items()}
+    rate = values["learning_rate"]["start_lr"]
+    if old is not None:
+        values, why = _with_replay(values, why, wishes.replay, old)
+        why |= reasons["of_replay"]
+        warnings += [f"old data: {line}" for line in old.report.warnings]
+    head = [
+        f"Written by dp-ema init {__version__}. Try others: dp-ema init --help; every option: dp-ema doc.",
+        f"Data: {kind} ({why_kind}); labels: {labels}.",
+        f"Model: {of_model}. {values['optimizer']['type']}, rate {rate:g}, {steps:,} steps.",
+    ]
+    return Proposal(values, why, head, warnings)
+
+
+def _set_model(values: dict[str, Any], source: LoadedModel, head: str | None) -> None:
+    """Put the model of a file into the input in place of its own, and lower the learning rate."""
+    config = source.config
+    parts = {"type_map": values["model"]["type_map"], "descriptor": _changed(config.descriptor)}
+    parts["fitting_net"] = _changed(config.fitting_net)
+    others = {n: v for n, v in _changed(config).items() if n not in (*parts, *_OF_START, "type")}
+    values["model"] = {**parts, **others, "finetune_head": head or "Default", "finetune_bias": "keep"}
+    for name in ("start_lr", "stop_lr"):
+        values["learning_rate"][name] = float(f"{values['learning_rate'][name] * _SLOWER:.6g}")
+
+
+def _changed(section: Any) -> dict[str, Any]:
+    """Return the options of a section that have no default or another value."""
+    defaults = {
+        f.name: plain(f.default_factory() if f.default_factory is not MISSING else f.default) for f in fields(section)
+    }
+    return {name: value for name, value in plain(section).items() if name not in defaults or value != defaults[name]}
+
+
+def _with_replay(
+    values: Mapping[str, Any], why: Mapping[str, str], systems: Sequence[str], old: _Data
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return an input of fine-tuning, and its reasons, with the tasks ``new`` and ``old``, which have one model."""
+    model, training = dict(values["model"]), dict(values["training"])
+    shared = {key: model.pop(name) for name, key in _NAMED.items()}
+    task = _NAMED | {name: model.pop(name) for name in _OF_START}
+    new = {name: training.pop(name) for name in _OF_TASK if name in training}
+    old_data: dict[str, Any] = {"training_data": {**new["training_data"], "systems": list(systems)}}
+    old_data |= {"validation_fraction": _FRACTION} if old.is_split else {}
+    result = {
+        "model": {"shared_dict": shared, "model_dict": {"new": task, "old": dict(task)}, **model},
+        **{name: values[name] for name in ("optimizer", "learning_rate")},
+        "loss_dict": {"new": values["loss"], "old": dict(values["loss"])},
+        "training": {
+            "data_dict": {"new": new, "old": old_data},
+            "model_prob": {"new": 1 - _REPLAYED, "old": _REPLAYED},
+            **training,
+        },
+    }
+    rest = {name: value for name, value in values.items() if name not in (*result, "loss")}
+    moved = {f"model.{name}": f"model.shared_dict.{key}" for name, key in _NAMED.items()}
+    moved |= {f"model.{name}": f"model.model_dict.new.{name}" for name in _OF_START}
+    moved |= {f"training.{name}": f"training.data_dict.new.{name}" for name in _OF_TASK} | {"loss": "loss_dict.new"}
+    reasons = {}
+    for path, text in why.items():
+        before = next((place for place in moved if f"{path}.".startswith(f"{place}.")), "")
+        reasons[moved.get(before, "") + path.removeprefix(before)] = text
+    return {**result, **rest}, reasons
+
+
+def _steps_in(seconds: float, cost: Cost) -> int:
+    """Return the number of steps of a run of this length, in two digits.
+
+    Raises:
+        UserError: if they are too few.
+    """
+    fixed = cost.start + cost.events + cost.end  # rows, validations and checkpoints are as many in a run of any length
+    left, in_first_epoch = seconds - fixed, cost.epoch_steps * (cost.new_step - cost.step)
+    steps = int(max((left - in_first_epoch) / cost.step, min(left / cost.new_step, cost.epoch_steps)))
+    if steps < _MIN_STEPS:
+        needed = fixed + _MIN_STEPS * cost.new_step
+        raise UserError(
+            f"--hours {seconds / 3600:g}: a step takes {cost.step:.2g} s here, and a run needs {duration(needed)} "
+            f"(--hours {math.ceil(needed / 36) / 100:g}) for {_MIN_STEPS} steps. Give more time, a smaller model "
+            "(--size S) or a shorter cutoff (--rcut)."
+        )
+    unit = 10 ** (len(str(steps)) - 2)
+    return steps // unit * unit
+
+
+def _yaml(values: Mapping[str, Any], why: Mapping[str, str], place: str = "") -> Iterator[str]:
+    """Yield lines of YAML, each option with its reason."""
+    indent = "  " * place.count(".")
+    for key, value in values.items():
+        reason, is_section = why.get(f"{place}{key}", ""), isinstance(value, Mapping)
+        line = f"{indent}{key}:" + f" {json.dumps(value, ensure_ascii=False)}" * (not is_section)
+        beside = f"{line}  # {reason}" if reason else line
+        if len(beside) > _MAX_LINE:
+            yield from (f"{indent}# {part}" for part in wrap(reason, _MAX_LINE - len(indent)))
+            beside = line
+        yield beside
+        if is_section:
+            yield from _yaml(value, why, f"{place}{key}.")
+
+
+def _with_comments(values: Mapping[str, Any], why: Mapping[str, str], place: str = "") -> dict[str, Any]:
+    """Return values with the reason of each option under its name with ``_`` before it."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if reason := why.get(f"{place}{key}"):
+            out[f"_{key}"] = reason
+        out[key] = _with_comments(value, why, f"{place}{key}.") if isinstance(value, Mapping) else value
+    return out
