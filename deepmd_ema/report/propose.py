@@ -26,7 +26,7 @@ from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, UserError, command, counted
 from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
 from deepmd_ema.infer.load import LoadedModel, load_model
-from deepmd_ema.interchange.pretrained import local_file
+from deepmd_ema.interop.pretrained import local_file
 from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.presets import MODELS, REASONS, Kind, read_preset
 from deepmd_ema.report.table import duration
