@@ -134,15 +134,21 @@ class Compiler:
         self._evaluate(model, _fill(batch, model.layout, up).batch)
 
     def _evaluate(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
-        (graphs, hits), began = _graphs_and_hits(), time.perf_counter()
+        (graphs, hits), began = _counts(), time.perf_counter()
         if self.options.mode in MODES_OF_CUDA_GRAPHS:
             torch.compiler.cudagraph_mark_step_begin()
         with _settings():
             prediction: dict[str, Tensor] = self._run(model, batch)  # with virials: tasks without them share the graph
-        graphs_now, hits_now = _graphs_and_hits()
+        graphs_now, hits_now = _counts()
         if graphs_now > graphs:
-            seconds, reason = time.perf_counter() - began, _reason() if self.graphs else ""
-            graph = Graph("training" if model.training else "validation", seconds, hits_now > hits, reason)
+            from torch._dynamo.utils import get_compilation_metrics
+
+            # why those before it do not fit, as far as torch says it
+            metrics = get_compilation_metrics() if self.graphs else []
+            reason = str(getattr(metrics[-1], "recompile_reason", None) or "") if metrics else ""
+            reason = " ".join(reason.split("  # ")[0].split())[:200]
+            purpose, seconds = "training" if model.training else "validation", time.perf_counter() - began
+            graph = Graph(purpose, seconds, hits_now > hits, reason)
             self.graphs.append(graph)
             logger.info(
                 "compiled graph %d for %s in %.1f s%s%s", len(self.graphs), graph.purpose, graph.seconds,
@@ -176,28 +182,14 @@ def _without_labels(batch: Batch) -> Batch:
     return replace(batch, labels={}, has_label={}, frames=(), padding=False, num_dummies=(0, 0))
 
 
-# what torch counts is private to it, and is used for log lines only: without it there are none
-
-
-def _graphs_and_hits() -> tuple[int, int]:
-    """Return the numbers of graphs that were made and of those whose code was found in a cache."""
-    try:
-        from torch._dynamo.utils import counters
+def _counts() -> tuple[int, int]:
+    """Return the number of graphs that were made, and of those whose code was found in a cache."""
+    try:  # private to torch, and used for log lines only: without it there are none
+        from torch._dynamo.utils import counters, get_compilation_metrics  # noqa: F401
     except ImportError:
         return 0, 0
     hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
     return counters["stats"]["unique_graphs"], hits
-
-
-def _reason() -> str:
-    """Return the reason why torch has compiled once more, as far as it gives one."""
-    try:
-        from torch._dynamo.utils import get_compilation_metrics
-    except ImportError:
-        return ""
-    found = get_compilation_metrics()
-    text = getattr(found[-1], "recompile_reason", None) if found else None
-    return " ".join(str(text or "").split("  # ")[0].split())[:200]
 
 
 @contextmanager
@@ -233,19 +225,17 @@ def explained(place: str, otherwise: str) -> Iterator[None]:
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
             chain.append(cause)
-        raise UserError(f"{place}: {_explanation(chain)} {otherwise}.") from error
+        from torch._inductor.exc import InvalidCxxCompiler
 
-
-def _explanation(chain: list[BaseException]) -> str:
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    if any(isinstance(error, InvalidCxxCompiler) for error in chain) or "InvalidCxxCompiler" in str(chain[0]):
-        return f"{without_compiler('compiled code is made with')}."
-    first = str(chain[0]).strip().splitlines()
-    return (
-        f"torch {torch.__version__} could not compile the model ({type(chain[-1]).__name__}: "
-        f"{first[0][:300] if first else 'no message'}). --debug shows all of it."
-    )
+        if any(isinstance(one, InvalidCxxCompiler) for one in chain) or "InvalidCxxCompiler" in str(error):
+            why = f"{without_compiler('compiled code is made with')}."
+        else:
+            first = str(error).strip().splitlines()
+            why = (
+                f"torch {torch.__version__} could not compile the model ({type(chain[-1]).__name__}: "
+                f"{first[0][:300] if first else 'no message'}). --debug shows all of it."
+            )
+        raise UserError(f"{place}: {why} {otherwise}.") from error
 
 
 def without_compiler(purpose: str) -> str:

@@ -27,13 +27,17 @@ def at_least_two(number: int) -> int:
 
 def to_half_octave(number: int) -> int:
     """Return the next of 2, 3, 4, 6, 8, 12, 16, 24 and so on: for graphs of one size each, of which there are few."""
-    power = 1 << (max(number, MIN_SIZE) - 1).bit_length()
-    return 3 * power // 4 if MIN_SIZE < number <= 3 * power // 4 else power
+    return _to_part(number, 4)
 
 
 def to_eighth(number: int) -> int:
     """Return the next of 2, 3, ..., 16, 18, ..., 32, 36, ...: at most an eighth more, for graphs that cost little."""
-    step = max(1, (1 << (max(number, MIN_SIZE) - 1).bit_length()) // 16)
+    return _to_part(number, 16)
+
+
+def _to_part(number: int, parts: int) -> int:
+    """Return the next multiple of a part of the next power of two."""
+    step = max(1, (1 << (max(number, MIN_SIZE) - 1).bit_length()) // parts)
     return max(MIN_SIZE, -(-number // step) * step)
 
 
@@ -95,13 +99,18 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
     device, num_atoms = batch.neighbor.device, len(batch.atom_type)
     more_frames = up(batch.num_frames + 1) - batch.num_frames
     # each added frame has one of the added atoms, and the last has all the others
-    counts = _type_counts(batch.type_counts, more_frames, up)
+    counts = [up(n) for n in batch.type_counts]
+    missing = more_frames - sum(counts) + num_atoms
+    if missing > 0:  # of the type of which fewest are then added
+        larger = [up(n + missing) for n in counts]
+        kind = min(range(len(counts)), key=lambda t: larger[t] - counts[t])
+        counts[kind] = larger[kind]
     inner = [min(most, up(n)) for _, most, n in batch.inner]
     # a view of some slots is of another kind than one of all
     used = [max(batch.slots[0], *(n + 1 for n in inner))] if inner else batch.slots
     slots = tuple(min(most, up(n)) for n, most in zip(used, layout.sel, strict=True))
     total = sum(slots)
-    rows = _places(batch.type_counts, counts, device)
+    rows = _places(batch.type_counts, tuple(counts), device)
     added = torch.ones(sum(counts), dtype=torch.bool, device=device).index_fill(0, rows, False)
     number = added.cumsum(0) - 1  # of each added atom among them
     types = torch.cat([batch.atom_type.new_full((n,), t) for t, n in enumerate(counts)])
@@ -115,13 +124,18 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
     labels = {name: value for name, value in batch.labels.items() if not LABELS[name].per_pair}
     sizes = batch.num_atoms.new_ones(more_frames)
     sizes[-1] += sum(counts) - num_atoms - more_frames
-    neighbor, vector, reverse = _joined(
-        batch, rows, _places(batch.slots, slots, device), (len(added), total), layout.rcut
-    )
-    width = up(reverse.shape[1])
+    # where each slot of an atom went; an empty one holds the atom itself, beyond the cutoff
+    shape, none, num_reverse = (len(added), total), len(added) * total, batch.reverse.shape[1]
+    place = (rows[:, None] * total + _places(batch.slots, slots, device)).flatten()
+    neighbor = torch.arange(len(added), device=device).repeat_interleave(total)
+    vector = batch.vector.new_zeros(none, 3)
+    vector[:, 0] = 2 * layout.rcut
+    reverse = torch.full((len(added), up(num_reverse)), none, device=device)
+    new_place = torch.cat([place, place.new_full((1,), none)])
+    reverse[:, :num_reverse].index_copy_(0, rows, new_place[batch.reverse])
     filled = replace(
         batch,
-        type_counts=counts,
+        type_counts=tuple(counts),
         slots=slots,
         type_slots=tuple(min(most, up(n)) for n, most in zip(batch.type_slots, layout.type_sel, strict=True)),
         inner=tuple((rcut, most, min(n, total)) for (rcut, most, _), n in zip(batch.inner, inner, strict=True)),
@@ -132,9 +146,9 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
         coord=per_atom(batch.coord),
         box=per_frame(batch.box),
         periodic=per_frame(batch.periodic),
-        neighbor=neighbor,
-        vector=vector,
-        reverse=torch.constant_pad_nd(reverse, (0, width - reverse.shape[1]), neighbor.numel()),
+        neighbor=neighbor.index_copy_(0, place, rows[batch.neighbor].flatten()).view(shape),
+        vector=vector.index_copy_(0, place, batch.vector.flatten(0, 1)).view(*shape, 3),
+        reverse=reverse,
         labels={name: per_atom(v) if LABELS[name].per_atom else per_frame(v) for name, v in labels.items()},
         has_label={name: per_frame(batch.has_label[name]) for name in labels},
         conditions={
@@ -144,43 +158,6 @@ def fill(batch: Batch, layout: NeighborLayout, up: Round = at_least_two) -> Fill
         num_dummies=(more_frames, len(added) - num_atoms),
     )
     return Filled(filled, rows, batch.num_frames)
-
-
-def _type_counts(used: tuple[int, ...], more: int, up: Round) -> tuple[int, ...]:
-    """Return the next numbers of atoms of each type, which are at least ``more`` in all than those ``used``."""
-    counts = [up(n) for n in used]
-    missing = more - sum(counts) + sum(used)
-    if missing > 0:  # of the type of which fewest are then added
-        larger = [up(n + missing) for n in counts]
-        kind = min(range(len(counts)), key=lambda t: larger[t] - counts[t])
-        counts[kind] = larger[kind]
-    return tuple(counts)
-
-
-def _joined(
-    batch: Batch, rows: Tensor, columns: Tensor, shape: tuple[int, int], rcut: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``neighbor``, ``vector`` and ``reverse`` of a batch whose slots are put at ``rows`` and ``columns``.
-
-    Args:
-        batch: whose slots they are.
-        rows: (A,) new place of each atom.
-        columns: (K,) new place of each slot of an atom.
-        shape: new numbers of atoms and slots.
-        rcut: cutoff of the list, angstrom.
-    """
-    none = shape[0] * shape[1]
-    place = (rows[:, None] * shape[1] + columns).flatten()  # of each slot among the new ones
-    own = torch.arange(shape[0], device=rows.device)
-    neighbor = own.repeat_interleave(shape[1])  # an empty slot holds the atom itself
-    vector = batch.vector.new_zeros(none, 3)
-    vector[:, 0] = 2 * rcut
-    reverse = torch.full((shape[0], batch.reverse.shape[1]), none, device=rows.device)
-    return (
-        neighbor.index_copy_(0, place, rows[batch.neighbor].flatten()).view(shape),
-        vector.index_copy_(0, place, batch.vector.flatten(0, 1)).view(*shape, 3),
-        reverse.index_copy_(0, rows, torch.cat([place, place.new_full((1,), none)])[batch.reverse]),
-    )
 
 
 def _places(used: tuple[int, ...], filled: tuple[int, ...], device: torch.device) -> Tensor:
