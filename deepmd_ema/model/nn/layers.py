@@ -141,6 +141,7 @@ class Network(nn.Module):
     Attributes:
         is_tanh: whether all layers are ``tanh(x W + b)`` plus a skip connection, the first one without one.
         is_scalar_tanh: whether these are layers of tanh, with step sizes or not, before a linear one with one output.
+        numbers_per_row: outputs of all layers.
     """
 
     def __init__(
@@ -166,11 +167,7 @@ class Network(nn.Module):
         tanhs = [one.activation.name == "tanh" and one.bias is not None for one in hidden]
         self.is_tanh = all(tanhs) and not hidden[0].copies and all(one.idt is None for one in hidden)
         self.is_scalar_tanh = num_out == 1 and bias and all(tanhs[:-1])
-
-    @property
-    def numbers_per_row(self) -> int:
-        """Number of outputs of all layers."""
-        return sum(layer.weight.shape[1] for layer in self.layers)
+        self.numbers_per_row = sum(layer.weight.shape[1] for layer in hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output (B, M)."""

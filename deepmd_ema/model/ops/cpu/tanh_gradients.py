@@ -14,7 +14,7 @@ T networks are evaluated together, as stacks of matrices (T, B, ...) in place of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,24 +37,24 @@ def stacked_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Seq
     """
     most = max(shares)
     rows = nn.utils.rnn.pad_sequence(list(x.split(list(shares))), batch_first=True)  # (T, B, N)
-    flat = [None if p[0] is None else _stack(p) for p in zip(*map(_parameters, nets))]
-    copies = tuple(layer.copies for layer in nets[0].layers[:-1])
+    flat: list[Tensor | None] = []
+    *hidden, last = zip(*(net.layers for net in nets))
+    for layers in hidden:
+        flat += [_stack([layer.weight for layer in layers]), _stack([layer.bias for layer in layers])]
+        flat.append(None if layers[0].idt is None else _stack([layer.idt for layer in layers]))
+    flat += [_stack([layer.weight for layer in last]), _stack([layer.bias for layer in last])]
+    copies = tuple(layers[0].copies for layers in hidden)
     values, grads = _ValuesAndGradients.apply(rows, copies, *flat)
-    if min(shares) == most:
-        return values.flatten(), grads.flatten(0, 1)
-    own = [slice(t * most, t * most + count) for t, count in enumerate(shares)]
     flat_values, flat_grads = values.flatten(), grads.flatten(0, 1)
+    if min(shares) == most:
+        return flat_values, flat_grads
+    own = [slice(t * most, t * most + count) for t, count in enumerate(shares)]
     return torch.cat([flat_values[at] for at in own]), torch.cat([flat_grads[at] for at in own])
 
 
-def _parameters(net: Network) -> list[Tensor | None]:
-    *hidden, last = net.layers
-    return [*(p for layer in hidden for p in (layer.weight, layer.bias, layer.idt)), last.weight, last.bias]
-
-
-def _stack(parameters: Sequence[Tensor]) -> Tensor:
+def _stack(parameters: Sequence[Tensor | None]) -> Tensor:
     """Return (T, N, M) of weights, (T, 1, M) of vectors."""
-    stacked = torch.stack(list(parameters))
+    stacked = torch.stack(cast("list[Tensor]", list(parameters)))
     return stacked if stacked.ndim > 2 else stacked[:, None]
 
 
@@ -80,94 +80,62 @@ class _Layer(NamedTuple):
         return out
 
 
-class _Values(NamedTuple):
-    """Values of a hidden layer."""
-
-    x: Tensor  # (T, B, N)
-    tanh: Tensor  # (T, B, M), t
-    slope: Tensor  # (T, B, M), d
-    by_z: Tensor  # (T, B, M), q
-    grad: Tensor  # (T, B, M), G
-
-
 class _ValuesAndGradients(torch.autograd.Function):
-    """Outputs and gradients, which can be differentiated once by the inputs and the parameters."""
+    """Outputs (T, B) and gradients (T, B, N), which can be differentiated once by the inputs and the parameters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: tuple[int, ...], *flat: Any) -> tuple[Tensor, Tensor]:
-        values, grads, kept = _evaluate(x, flat, copies)
+        layers, (last, bias) = _layers(flat, copies), flat[-2:]
+        inputs, tanhs = [x], []
+        for layer in layers:
+            tanhs.append(torch.bmm(x, layer.weight).add_(layer.bias).tanh_())
+            # a copy, because the skip connection is added in place and t is kept
+            y = tanhs[-1].clone() if layer.idt is None else tanhs[-1] * layer.idt
+            x = layer.add_skip(y, x)
+            inputs.append(x)
+        grad, kept = last.mT.expand(x.shape), [x]
+        for layer, before, tanh in zip(layers[::-1], inputs[-2::-1], tanhs[::-1]):
+            slope = torch.addcmul(tanh.new_ones(()), tanh, tanh, value=-1)
+            by_z = layer.times_idt_(grad * slope)
+            kept[1:1] = before, tanh, slope, by_z, grad  # x, t, d, q and G of each layer
+            grad = layer.below(by_z, grad)
         if any(ctx.needs_input_grad):
             ctx.copies, ctx.num_flat = copies, len(flat)
             ctx.save_for_backward(*flat, *kept)
             ctx.set_materialize_grads(False)  # a loss of energies alone has no gradient H, nor the work for it
-        return values, grads
+        return torch.bmm(x, last).add_(bias).squeeze(-1), grad
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_values: Tensor | None, grad_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        flat, kept = ctx.saved_tensors[: ctx.num_flat], ctx.saved_tensors[ctx.num_flat :]
-        if grad_values is None:
-            grad_values = flat[0].new_zeros(kept[0].shape[:-1])
-        below, of_flat = _differentiate(flat, kept, grad_values, grad_grads, ctx.copies, ctx.needs_input_grad[0])
-        return below if ctx.needs_input_grad[0] else None, None, *of_flat
-
-
-def _evaluate(x: Tensor, flat: Sequence[Any], copies: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the outputs (T, B), their gradients (T, B, N), and the values that the backward pass needs."""
-    layers, (last, bias) = _layers(flat, copies), flat[-2:]
-    inputs, tanhs, kept = [x], [], []
-    for layer in layers:
-        tanhs.append(torch.bmm(x, layer.weight).add_(layer.bias).tanh_())
-        # a copy, because the skip connection is added in place and t is kept
-        y = tanhs[-1].clone() if layer.idt is None else tanhs[-1] * layer.idt
-        x = layer.add_skip(y, x)
-        inputs.append(x)
-    grad = last.mT.expand(x.shape)
-    for layer, before, tanh in zip(layers[::-1], inputs[-2::-1], tanhs[::-1]):
-        slope = torch.addcmul(tanh.new_ones(()), tanh, tanh, value=-1)
-        by_z = layer.times_idt_(grad * slope)
-        kept.append(_Values(before, tanh, slope, by_z, grad))
-        grad = layer.below(by_z, grad)
-    return torch.bmm(x, last).add_(bias).squeeze(-1), grad, [x, *(part for values in kept[::-1] for part in values)]
-
-
-def _differentiate(
-    flat: Sequence[Any], kept: Sequence[Tensor], grad_value: Tensor, grad_grad: Tensor | None, copies: Sequence[int],
-    wants_x: bool,
-) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
-    """Return the gradient by the inputs (T, B, N), if wanted, and those by the parameters."""
-    layers, last = _layers(flat, copies), flat[-2]
-    grad_value = grad_value.unsqueeze(-1)
-    values = [_Values(*kept[start : start + 5]) for start in range(1, len(kept), 5)]
-    of_last = torch.bmm(kept[0].mT, grad_value)
-    past: list[tuple[Tensor, Tensor, Tensor]] = []  # gradients by W and by t, and that by idt for each row
-    if grad_grad is not None:
-        for layer, v in zip(layers, values):
-            change = torch.bmm(grad_grad, layer.weight)
-            of_slope = change * v.grad
-            of_weight, of_idt = torch.bmm(grad_grad.mT, v.by_z), of_slope * v.slope
-            past.append((of_weight, layer.times_idt_(of_slope.mul_(v.tanh).mul_(-2)), of_idt))
-            # in place: `change` is not read any more
-            grad_grad = layer.add_skip(layer.times_idt_(change.mul_(v.slope)), grad_grad)
-        of_last += grad_grad.sum(-2).unsqueeze(-1)
-    grad = grad_value * last.mT
-    found: list[Tensor | None] = [of_last, _sum_of_rows(grad_value, flat[-1])]
-    for k in reversed(range(len(layers))):
-        layer, v = layers[k], values[k]
-        by_tanh = grad if layer.idt is None else grad * layer.idt
-        by_z = by_tanh * v.slope if not past else (by_tanh + past[k][1]).mul_(v.slope)
-        of_weight = past[k][0].baddbmm_(v.x.mT, by_z) if past else torch.bmm(v.x.mT, by_z)
-        of_idt = torch.addcmul(past[k][2], grad, v.tanh) if past else grad * v.tanh
-        by_idt = None if layer.idt is None else _sum_of_rows(of_idt, layer.idt)
-        found = [of_weight, _sum_of_rows(by_z, layer.bias), by_idt, *found]
-        if k or wants_x:  # features of a descriptor that is not trained need no gradient
-            grad = layer.below(by_z, grad)
-    return grad, found
-
-
-def _sum_of_rows(values: Tensor, like: Tensor) -> Tensor:
-    """Return the sum over the rows (..., B, M) in the shape of the parameter ``like``."""
-    return values.sum(-2).view(like.shape)
+        flat, (top, *kept) = ctx.saved_tensors[: ctx.num_flat], ctx.saved_tensors[ctx.num_flat :]
+        layers, last, wants_x = _layers(flat, ctx.copies), flat[-2], ctx.needs_input_grad[0]
+        grad_value = (top.new_zeros(top.shape[:-1]) if grad_values is None else grad_values).unsqueeze(-1)
+        values = [kept[start : start + 5] for start in range(0, len(kept), 5)]
+        of_last = torch.bmm(top.mT, grad_value)
+        past: list[tuple[Tensor, Tensor, Tensor]] = []  # gradients by W and by t, and that by idt for each row
+        if grad_grads is not None:
+            for layer, (_, tanh, slope, by_z, grad) in zip(layers, values):
+                change = torch.bmm(grad_grads, layer.weight)
+                of_slope = change * grad
+                of_weight, of_idt = torch.bmm(grad_grads.mT, by_z), of_slope * slope
+                past.append((of_weight, layer.times_idt_(of_slope.mul_(tanh).mul_(-2)), of_idt))
+                # in place: `change` is not read any more
+                grad_grads = layer.add_skip(layer.times_idt_(change.mul_(slope)), grad_grads)
+            of_last += grad_grads.sum(-2).unsqueeze(-1)
+        grad = grad_value * last.mT
+        found: list[Tensor | None] = [of_last, grad_value.sum(-2).view(flat[-1].shape)]
+        for k in reversed(range(len(layers))):
+            layer, (x, tanh, slope, _, _) = layers[k], values[k]
+            by_tanh = grad if layer.idt is None else grad * layer.idt
+            by_z = by_tanh * slope if not past else (by_tanh + past[k][1]).mul_(slope)
+            of_weight = past[k][0].baddbmm_(x.mT, by_z) if past else torch.bmm(x.mT, by_z)
+            of_idt = torch.addcmul(past[k][2], grad, tanh) if past else grad * tanh
+            by_idt = None if layer.idt is None else of_idt.sum(-2).view(layer.idt.shape)
+            found = [of_weight, by_z.sum(-2).view(layer.bias.shape), by_idt, *found]
+            if k or wants_x:  # features of a descriptor that is not trained need no gradient
+                grad = layer.below(by_z, grad)
+        return grad if wants_x else None, None, *found
 
 
 def _layers(flat: Sequence[Any], copies: Sequence[int]) -> list[_Layer]:
