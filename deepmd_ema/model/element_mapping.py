@@ -70,20 +70,27 @@ def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) 
     have = {name: tensor for name, tensor in old.state_dict().items() if not name.startswith(left)}
     state = {name: tensor.clone() for name, tensor in new.state_dict().items()}
     targets = {name: tensor for name, tensor in state.items() if not name.startswith(left)}
-    _check_names(have, targets)
-    problems = _of_sections(old, new, places, have)
-    slots = {} if None in places else _slots(old, places)
+    problems: list[str] = []
+    # both must be made of the same parts, whatever their elements
+    names = [{_OF_NETWORK.sub(r"\g<nets>.*.\g<tensor>", name): name for name in tensors} for tensors in (have, targets)]
+    for title, one, other in (("missing there", names[1], names[0]), ("not of this model", names[0], names[1])):
+        if lacking := [one[part] for part in one if part not in other]:
+            problems.append(f"{title}: {first_few(lacking)}")
+    if problems:
+        raise ElementsError(problems)
+    orders = _orders_of_slots(old, new, places, have)
     of_states = {  # weights of type embeddings whose rows are electronic states, not elements
         part + _TYPE_EMBEDDING.removeprefix("type_embedding")
         for part, module in new.named_modules()
         if isinstance(module, TypeEmbedding) and module.electrons
     }
-    for name, target in targets.items() if not problems else ():
+    for name, target in targets.items():
         source = _source(name, places, have, targets)
         if source is not None:
-            of_slots = re.fullmatch(_STATISTICS, name) is not None
-            order = next((found for prefix, found in slots.items() if of_slots and name.startswith(prefix)), None)
-            values = have[source] if order is None else have[source][:, order]
+            values, is_statistics = have[source], re.fullmatch(_STATISTICS, name) is not None
+            for prefix, order in orders.items():
+                if is_statistics and name.startswith(prefix):
+                    values = values[:, order]
             axes = (axis for pattern, axis in _AXES if re.fullmatch(pattern, name) and name not in of_states)
             problems += _copy(name, values, target, places, next(axes, None))
     if problems:
@@ -112,37 +119,36 @@ def _has_networks_of_elements(names: Iterable[str]) -> bool:
     return any(match["nets"].startswith("descriptor.") for match in found if match is not None)
 
 
-def _of_sections(old: EnergyModel, new: EnergyModel, places: Places, have: dict[str, Tensor]) -> list[str]:
-    """Return the mistake where each element has a network and a section of slots of its own."""
-    if not _has_networks_of_elements(have):
-        return []
-    check_elements(old, new.type_map)
-    problems = []
-    for (prefix, there), here in zip(_layouts(old).items(), _layouts(new).values(), strict=True):
-        sel = [there.sel[place] for place in places if place is not None] if there.by_type else []
-        if sel and sel != list(here.sel):
+def _orders_of_slots(
+    old: EnergyModel, new: EnergyModel, places: Places, have: dict[str, Tensor]
+) -> dict[str, list[int]]:
+    """Return the old slots in the order of the new sections, by the prefix of the names of a part with sections.
+
+    Raises:
+        ElementsError: if elements have networks and sections of slots of their own, and other ones.
+    """
+    if has_networks := _has_networks_of_elements(have):
+        check_elements(old, new.type_map)
+    orders, problems = {}, []
+    parts: list[tuple[str, NeighborLayout, NeighborLayout]] = [("descriptor.", old.layout, new.layout)]
+    if isinstance(old.descriptor, Composite) and isinstance(new.descriptor, Composite):
+        both = zip(old.descriptor.descriptors, new.descriptor.descriptors, strict=True)
+        layouts = ((one.layout(frozenset()), two.layout(frozenset())) for one, two in both)
+        parts = [(f"descriptor.parts.{k}.", *pair) for k, pair in enumerate(layouts)]
+    for prefix, there, here in parts:
+        if not there.by_type:
+            continue
+        starts = list(accumulate(there.sel, initial=0))
+        shared = [place for place in places if place is not None]
+        if has_networks and [there.sel[place] for place in shared] != list(here.sel):
             part = re.sub(r"parts\.(\d+)", r"list[\1]", prefix.removeprefix("descriptor."))
+            sel = [there.sel[place] for place in shared]
             problems.append(f"{part}sel must be {sel} for {' '.join(new.type_map)}, as there")
-    return problems
-
-
-def _layouts(model: EnergyModel) -> dict[str, NeighborLayout]:
-    """Return the layout of neighbors of each part of the descriptor, by the prefix of the names of its tensors."""
-    whole = model.descriptor
-    if isinstance(whole, Composite):
-        return {f"descriptor.parts.{k}.": part.layout(frozenset()) for k, part in enumerate(whole.descriptors)}
-    return {"descriptor.": model.layout}
-
-
-def _slots(old: EnergyModel, places: Places) -> dict[str, list[int]]:
-    """Return for each part with a section of slots per element the old slots in the order of the new sections."""
-    slots = {}
-    for prefix, layout in _layouts(old).items():
-        if layout.by_type:
-            starts = list(accumulate(layout.sel, initial=0))
-            order = [range(starts[place], starts[place + 1]) for place in places if place is not None]
-            slots[prefix] = [slot for section in order for slot in section]
-    return slots
+        if None not in places:
+            orders[prefix] = [slot for place in shared for slot in range(starts[place], starts[place + 1])]
+    if problems:
+        raise ElementsError(problems)
+    return orders
 
 
 def _copy(name: str, source: Tensor, target: Tensor, places: Places, axis: int | None) -> list[str]:
@@ -156,23 +162,22 @@ def _copy(name: str, source: Tensor, target: Tensor, places: Places, axis: int |
     if axis is None:
         target.copy_(source)
         return []
-    if name.endswith(_TYPE_EMBEDDING):
-        source, skipped = source + _skipped(source), _skipped(target)
+    # the weight of a type embedding (T, E) with that of its skip connection, which it has if E is T or 2 T
+    skips = name.endswith(_TYPE_EMBEDDING)
     for new, old in enumerate(places):
         if old is not None:
-            target.select(axis, new).copy_(source.select(axis, old))
-            if name.endswith(_TYPE_EMBEDDING):
-                target[new] -= skipped[new]
+            row = source.select(axis, old)
+            if skips:
+                row = row + _skipped(source)[old] - _skipped(target)[new]
+            target.select(axis, new).copy_(row)
     return []
 
 
 def _skipped(weight: Tensor) -> Tensor:
-    """Return the part of the weight of a linear layer (T, E) from its skip connection, if E is T or 2 T."""
+    """Return the part of the weight of a linear layer (T, E) from its skip connection."""
     num_types, width = weight.shape
     eye = torch.eye(num_types, dtype=weight.dtype)
-    return (
-        torch.cat([eye] * (width // num_types), 1) if width in (num_types, 2 * num_types) else torch.zeros_like(weight)
-    )
+    return eye.repeat(1, width // num_types) if width in (num_types, 2 * num_types) else torch.zeros_like(weight)
 
 
 def _source(name: str, places: Places, have: dict[str, Tensor], targets: dict[str, Tensor]) -> str | None:
@@ -180,8 +185,11 @@ def _source(name: str, places: Places, have: dict[str, Tensor], targets: dict[st
     match = _OF_NETWORK.fullmatch(name)
     if match is None:
         return name
-    nets = match["nets"]
-    number, now, before = int(match["number"]), _count(nets, targets), _count(nets, have)
+    nets, number = match["nets"], int(match["number"])
+    now, before = (
+        len({other["number"] for other in map(_OF_NETWORK.fullmatch, tensors) if other and other["nets"] == nets})
+        for tensors in (targets, have)
+    )
     if now == 1 and before == 1:
         return name
     if now == len(places):
@@ -197,24 +205,3 @@ def _source(name: str, places: Places, have: dict[str, Tensor], targets: dict[st
     if neighbor is None or centre is None:
         return None
     return f"{nets}.{centre + neighbor * math.isqrt(before)}.{match['tensor']}"
-
-
-def _count(nets: str, tensors: dict[str, Tensor]) -> int:
-    found = (_OF_NETWORK.fullmatch(name) for name in tensors)
-    return 1 + max(int(match["number"]) for match in found if match is not None and match["nets"] == nets)
-
-
-def _check_names(have: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
-    """Check that both models are made of the same parts, whatever their elements.
-
-    Raises:
-        ElementsError: naming those that one of them does not have.
-    """
-    old, new = ({_OF_NETWORK.sub(r"\g<nets>.*.\g<tensor>", name): name for name in names} for names in (have, targets))
-    differences = {
-        "missing there": [new[part] for part in new if part not in old],
-        "not of this model": [old[part] for part in old if part not in new],
-    }
-    problems = [f"{title}: {first_few(names)}" for title, names in differences.items() if names]
-    if problems:
-        raise ElementsError(problems)

@@ -83,23 +83,18 @@ class FrameEnergies:
     @property
     def num_atoms(self) -> Array:
         """Atoms of each frame (F,)."""
-        return _joined(self._counts, len(self.config.type_map)).sum(1)
+        return np.concatenate(self._counts).sum(1)
 
     @property
     def counts(self) -> Array:
         """Atoms of each type that have an energy of their own (F, T)."""
-        counts = _joined(self._counts, len(self.config.type_map))
+        counts = np.concatenate(self._counts)
         counts[:, list(self.config.atom_exclude_types)] = 0
         return counts
 
-    @property
-    def labels(self) -> Array:
-        """Energies of the data (F,), eV."""
-        return _joined(self._labels)
-
     def residual(self, change: Array | None = None) -> Array:
         """Return label minus prediction (F,), eV, of the model with its bias moved by ``change`` (T,)."""
-        residual = self.labels - _joined(self._predicted)
+        residual = np.concatenate(self._labels) - np.concatenate(self._predicted)
         return residual if change is None else residual - self.counts @ change
 
     def describe_means(self, change: Array) -> str:
@@ -156,7 +151,7 @@ def set_bias(frames: FrameEnergies, atomic: Array | None = None) -> BiasFit:
     bias, known = _given_energies(frames.config, atomic)
     if not len(frames):
         return BiasFit(bias, np.ones(len(bias)))
-    target = frames.labels - frames.counts[:, known] @ bias[known]
+    target = np.concatenate(frames._labels) - frames.counts[:, known] @ bias[known]
     return _fit(frames, target, bias, ~known, np.ones(len(frames)))
 
 
@@ -171,13 +166,13 @@ def change_bias(frames: FrameEnergies, bias: Array) -> BiasFit:
         bias: (T,) eV, of the model now.
     """
     assert len(frames), "no frame has an energy"
-    fixed = np.array([name in fixed_elements(frames.config) for name in frames.config.type_map])
+    fixed = _given_energies(frames.config)[1]
     return _fit(frames, frames.residual(), np.array(bias, float), ~fixed, 1 / frames.num_atoms)
 
 
 def fixed_elements(config: ModelConfig) -> tuple[str, ...]:
     """Return the elements whose energy the config gives, which no fit changes."""
-    known = _given_energies(config, None)[1]
+    known = _given_energies(config)[1]
     return tuple(name for name, given in zip(config.type_map, known) if given)
 
 
@@ -198,20 +193,16 @@ def _fit(frames: FrameEnergies, target: Array, start: Array, free: Array, weight
     )
 
 
-def _given_energies(config: ModelConfig, atomic: Array | None) -> tuple[Array, Array]:
+def _given_energies(config: ModelConfig, atomic: Array | None = None) -> tuple[Array, Array]:
     """Return energies (T,) and which of them are known without a fit."""
     num_types = len(config.type_map)
     preset = (config.preset_out_bias or {}).get("energy") or [None] * num_types
     vacuum = list(config.fitting_net.atom_ener or []) + [None] * num_types
-    bias, known = np.zeros(num_types), np.zeros(num_types, bool)
-    for t in range(num_types):
-        given = preset[t] if preset[t] is not None else vacuum[t]
-        if given is not None:
-            bias[t], known[t] = float(np.ravel(given)[0]), True
-        elif atomic is not None and atomic[t, 0] > 0:
-            bias[t], known[t] = atomic[t, 1] / atomic[t, 0], True
+    energies = [one if one is not None else two for one, two in zip(preset, vacuum)]
+    known = np.array([one is not None for one in energies])
+    bias = np.array([0.0 if one is None else float(np.ravel(one)[0]) for one in energies])
+    if atomic is not None:
+        measured = ~known & (atomic[:, 0] > 0)
+        bias[measured] = atomic[measured, 1] / atomic[measured, 0]
+        known |= measured
     return bias, known
-
-
-def _joined(parts: list[Array], *shape: int) -> Array:
-    return np.concatenate([np.zeros((0, *shape)), *parts])

@@ -43,7 +43,11 @@ def write_stat_file(path: str | Path, config: ModelConfig, descriptor: Descripto
     if _is_hdf5(path):
         _write_hdf5(path, items)
     else:
-        _write_folder(path, items)
+        for name, value in items.items():
+            file = path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(file) as part, part.open("wb") as stream:
+                np.save(stream, value)
 
 
 def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor) -> Statistics | None:
@@ -60,7 +64,7 @@ def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor
     wanted = [BIAS, BIAS_STD, OBSERVED, *descriptor.sum_names, *conditions]
     root = " ".join(config.type_map)
     try:
-        found = (_read_hdf5 if _is_hdf5(path) else _read_folder)(path, root, [*wanted, SETTINGS])
+        found = _read(path, root, [*wanted, SETTINGS])
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path}: statistics that cannot be read ({error}). Remove it to make it anew.") from error
     settings = found.pop(SETTINGS, None)
@@ -96,27 +100,14 @@ def _is_hdf5(path: Path) -> bool:
     return path.suffix.lower() in (".h5", ".hdf5")
 
 
-def _write_folder(path: Path, items: Mapping[str, Array]) -> None:
-    for name, value in items.items():
-        file = path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(file) as part, part.open("wb") as stream:
-            np.save(stream, value)
-
-
-def _read_folder(path: Path, root: str, names: list[str]) -> dict[str, Array]:
-    files = {name: path / root / name for name in names}
-    return {name: np.load(file, allow_pickle=False) for name, file in files.items() if file.is_file()}
-
-
 def _write_hdf5(path: Path, items: Mapping[str, Array]) -> None:
     import h5py
 
     with atomic_write(path) as part:
-        there = path.exists()
-        if there:
+        is_old = path.exists()
+        if is_old:
             shutil.copyfile(path, part)
-        with h5py.File(part, "r+" if there else "w") as file:
+        with h5py.File(part, "r+" if is_old else "w") as file:
             if file.visit(lambda name: name if name.endswith("type.raw") else None) is not None:
                 raise DataError(
                     f"{path}: holds data, to which no statistics are added. Name another training.stat_file."
@@ -127,7 +118,10 @@ def _write_hdf5(path: Path, items: Mapping[str, Array]) -> None:
                 file.create_dataset(name, data=value)
 
 
-def _read_hdf5(path: Path, root: str, names: list[str]) -> dict[str, Array]:
+def _read(path: Path, root: str, names: list[str]) -> dict[str, Array]:
+    if not _is_hdf5(path):
+        files = {name: path / root / name for name in names}
+        return {name: np.load(file, allow_pickle=False) for name, file in files.items() if file.is_file()}
     import h5py
 
     with h5py.File(path, "r") as file:

@@ -14,8 +14,6 @@ from deepmd_ema.model.output_bias import FrameEnergies, set_bias
 from deepmd_ema.model.sums import sum_by_type
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from deepmd_ema.batch import Batch
     from deepmd_ema.config.schema.model import Link, ModelConfig
     from deepmd_ema.model.energy import EnergyModel
@@ -84,7 +82,9 @@ def collect_statistics(model: EnergyModel, config: ModelConfig, batches: Iterabl
         _accumulate(measured, model.descriptor.measure(batch))
         for name, number in ((FPARAM, fitting.numb_fparam), (APARAM, fitting.numb_aparam)):
             if number and name in batch.conditions:
-                _accumulate(conditions, {name: _moments(batch.conditions[name])})
+                values = batch.conditions[name].numpy()  # (M, N)
+                count = np.full(values.shape[1], float(len(values)))
+                _accumulate(conditions, {name: np.stack([count, values.sum(0), (values**2).sum(0)], 1)})
         if ATOM_ENERGY in batch.labels:
             has_label = batch.has_label[ATOM_ENERGY][batch.atom_frame]
             energy = batch.labels[ATOM_ENERGY].view(-1)
@@ -123,32 +123,17 @@ def shared_statistics(
     for group in groups.values():
         most = max(shares[link.task] for link in group)
         total: dict[str, Array] = {}
-        for link in group:
-            weight = shares[link.task] / most
-            prefix, sums = _prefix(link), _sums_of(found[link.task], link)
-            own = {name.removeprefix(prefix): of for name, of in sums.items() if name.startswith(prefix)}
-            _accumulate(total, {name: weight * of for name, of in own.items()})
-        for link in group:
-            _sums_of(together[link.task], link).update({_prefix(link) + name: of for name, of in total.items()})
+        # names of sums in a model with a hybrid descriptor have the number of the part before them
+        prefixes = [f"{link.place[-1]}_" if isinstance(link.place[-1], int) else "" for link in group]
+        kind = "conditions" if group[0].part == "fitting_net" else "measured"
+        for link, prefix in zip(group, prefixes):
+            sums, weight = getattr(found[link.task], kind), shares[link.task] / most
+            _accumulate(total, {n.removeprefix(prefix): weight * of for n, of in sums.items() if n.startswith(prefix)})
+        for link, prefix in zip(group, prefixes):
+            getattr(together[link.task], kind).update({prefix + name: of for name, of in total.items()})
     return together
-
-
-def _sums_of(found: Statistics, link: Link) -> dict[str, Array]:
-    """Return the sums of the statistics to which those of a part of a model belong."""
-    return found.conditions if link.part == "fitting_net" else found.measured
-
-
-def _prefix(link: Link) -> str:
-    """Return the prefix of the names of the sums of a part of a hybrid descriptor."""
-    return f"{link.place[-1]}_" if isinstance(link.place[-1], int) else ""
 
 
 def _accumulate(total: dict[str, Array], sums: Mapping[str, Array]) -> None:
     for name, values in sums.items():
         total[name] = total[name] + values if name in total else values
-
-
-def _moments(values: Tensor) -> Array:
-    """Return (N, 3) count, sum and sum of squares of the columns of (M, N)."""
-    table = values.numpy()
-    return np.stack([np.full(table.shape[1], float(len(table))), table.sum(0), (table**2).sum(0)], 1)

@@ -129,33 +129,18 @@ class PartFittings:
     Attributes:
         nets: of each part its section, or None for a table.
         weights: of each part.
+        numb_fparam: the number that the parts agree on which read any; the same holds for the others.
     """
 
     nets: Sequence[FittingNetConfig | None]
     weights: tuple[float, ...]
+    numb_fparam: int
+    numb_aparam: int
+    dim_case_embd: int
+    default_fparam: list[float] | None
     type: ClassVar[str] = "linear_ener"
     atom_ener: ClassVar[list[float | None]] = []
     rcond: ClassVar[float | None] = None
-
-    @property
-    def numb_fparam(self) -> int:
-        """Return the number that the parts agree on which read any."""
-        return max((net.numb_fparam for net in self.nets if net is not None), default=0)
-
-    @property
-    def numb_aparam(self) -> int:
-        """Return the number that the parts agree on which read any."""
-        return max((net.numb_aparam for net in self.nets if net is not None), default=0)
-
-    @property
-    def dim_case_embd(self) -> int:
-        """Return the number that the parts agree on."""
-        return max((net.dim_case_embd for net in self.nets if net is not None), default=0)
-
-    @property
-    def default_fparam(self) -> list[float] | None:
-        """Return the value on which the parts that read frame parameters agree."""
-        return next((net.default_fparam for net in self.nets if net is not None and net.numb_fparam), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +173,15 @@ class LinearConfig(ModelConfig):
     def fitting_net(self) -> PartFittings:
         """Return a section that represents the fitting networks of all parts."""
         nets = [part.fitting_net if isinstance(part, NetworkPartConfig) else None for part in self.models]
-        return PartFittings(nets, self.part_weights)
+        networks = [net for net in nets if net is not None]
+        return PartFittings(
+            nets,
+            self.part_weights,
+            numb_fparam=max((net.numb_fparam for net in networks), default=0),
+            numb_aparam=max((net.numb_aparam for net in networks), default=0),
+            dim_case_embd=max((net.dim_case_embd for net in networks), default=0),
+            default_fparam=next((net.default_fparam for net in networks if net.numb_fparam), None),
+        )
 
     @property
     def part_weights(self) -> tuple[float, ...]:
