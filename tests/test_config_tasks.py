@@ -9,7 +9,6 @@ from helpers import changed
 from test_config_errors import problems_of
 
 from deepmd_ema.config import config_from_dict, config_summary, config_warnings, ignored_options, load_config, to_dict
-from deepmd_ema.config.rules import RULES
 
 DPA = {"type": "se_atten", "sel": 40, "attn_layer": 0}
 NET = {"neuron": [8, 8]}
@@ -276,10 +275,6 @@ WRONG = {
         "expected 3 in every task",
     ),
 }
-
-
-def test_each_rule_of_several_tasks_has_a_message():
-    assert {rule.__name__ for rule in RULES["run of several tasks"]} <= set(WRONG)
 
 
 @pytest.mark.parametrize("name", list(WRONG))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import dotted, path_of, show
 from deepmd_ema.config.outputs import Schedule
-from deepmd_ema.config.rules import SUBJECTS
 from deepmd_ema.config.schema.averaging import EmaProfile
-from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, ExpScheduleConfig, InvSqrtScheduleConfig
+from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, ExpScheduleConfig, InvSqrtScheduleConfig, LKFConfig
 from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.errors import counted, every_steps
 
@@ -58,10 +57,11 @@ def config_warnings(
     found += [*_rate_that_falls(config), *_of_several_tasks(config), *_snapshots_that_do_not_combine(config)]
     if not steps:  # none, or not known
         return found
-    for path, entry in SUBJECTS["average"](config):
-        if isinstance(entry.average, EmaProfile):
-            found += _long_window(config, path, entry.average, steps, steps_per)
-        found += _late_or_few(config, dotted(config.source.path(path)), entry.average, steps, steps_per)
+    for number, average in enumerate(config.training.averaging):
+        path = f"training.averaging[{number}]"
+        if isinstance(average, EmaProfile):
+            found += _long_window(config, path, average, steps, steps_per)
+        found += _late_or_few(config, dotted(config.source.path(path)), average, steps, steps_per)
     return [*_decay_steps_against_run(config, steps), *found]
 
 
@@ -127,33 +127,53 @@ def rows_of_tasks(rows: Mapping[str, Sequence[tuple[str, str]]], links: Sequence
 # ---- options without effect
 
 
+class _AverageOfRun(NamedTuple):
+    average: Profile
+    run: RunConfig
+
+
 def _unused(config: RunConfig) -> Unused:
-    for about, options in _UNUSED.items():
-        for path, subject in SUBJECTS[about](config):
-            for name, is_unused, why in options:
-                if is_unused(subject):
-                    yield ".".join(filter(None, (path, name))), why.format(subject)
-    for path, model in SUBJECTS["model"](config):
-        yield from ((f"{path}.{name}", why) for name, why in model.idle_options())
+    """Yield options without effect, given or not, and why."""
+    averages = enumerate(config.training.averaging)
+    subjects: list[tuple[str, str, Any]] = [("", "run", config)]
+    subjects += [(section, section, getattr(config, section)) for section in ("learning_rate", "training")]
+    subjects += [(f"training.averaging[{n}]", "average", _AverageOfRun(average, config)) for n, average in averages]
+    for task in config.tasks.values():
+        subjects += [(task.place("model"), "model", task.model), (task.place("loss"), "loss", task.loss)]
+        subjects += [(task.place("training"), "task", task)]
+        yield from ((f"{task.place('model')}.{name}", why) for name, why in task.model.idle_options())
+    for place, about, subject in subjects:
+        for name, is_unused, why in _UNUSED[about]:
+            if is_unused(subject):
+                yield f"{place}.{name}".lstrip("."), why.format(subject)
     yield from _of_validating(config)
 
 
-def _inductor(run: RunConfig) -> bool:
-    return run.compiles and run.training.compile_options.backend == "inductor"
+def _of_validating(config: RunConfig) -> Unused:
+    v = config.validating
+    names: tuple[str, ...] = _FULL_VALIDATION
+    if not config.fully_validated:
+        why = "full_validation and ema_full_validation are false"
+        why += ", and no entry of training.averaging has it" * bool(config.training.averaging)
+    elif v.full_val_start == 1:
+        names, why = ("full_validation", *_FULL_VALIDATION[:-1]), "full_val_start = 1 means never"
+    else:
+        names, why = ("save_best_dir", "max_best_ckpt") if not v.save_best else (), "save_best is false"
+    yield from ((f"validating.{name}", why) for name in names)
 
 
-def _in_float32(run: RunConfig) -> bool:
-    return any("float32" in task.model.precisions for task in run.tasks.values())
+def _has_no_modes(run: RunConfig) -> bool:
+    return not (run.compiles and run.training.compile_options.backend == "inductor")
 
 
-def _in_bfloat16(run: RunConfig) -> bool:
-    return any(task.model.has_mixed_precision for task in run.tasks.values())
+def _has_no_float32(run: RunConfig) -> bool:
+    return all("float32" not in task.model.precisions for task in run.tasks.values())
 
 
 _OF_DECAY = ("stop_lr", "stop_lr_ratio", "decay_type")
 _OF_TABLE = ("smin_alpha", "sw_rmin", "sw_rmax")
 _OF_BRIDGING = ("bridging_r_inner", "bridging_r_outer")
-# what an option belongs to (a key of SUBJECTS) -> option, whether it does nothing, and why; {0} is what it belongs to
+# what an option belongs to -> option, whether it does nothing, and why; {0} is what it belongs to
 _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
     "model": (
         ("data_bias_nsample", lambda _: True, "the bias is fitted on data_stat_nbatch batches"),
@@ -176,18 +196,22 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
         ("warmup_start_factor", lambda lr: lr.warmup_steps == 0 and not lr.warmup_ratio, "there is no warm-up"),
         *((name, lambda lr: getattr(lr, "decay_phase_ratio", 1) == 0, "decay_phase_ratio is 0") for name in _OF_DECAY),
     ),
-    "run of LKF": (("learning_rate.start_lr", lambda _: True, "LKF has no learning rate"),),
     "run": (
+        ("learning_rate.start_lr", lambda run: isinstance(run.optimizer, LKFConfig), "LKF has no learning rate"),
         ("model.model_branch_alias", lambda run: "" in run.tasks, "there is one task, so no head is chosen by a name"),
         ("optimizer.lr_adjust_coeff", lambda run: getattr(run.optimizer, "lr_adjust", 0) > 0, "lr_adjust is above 0"),
         ("training.mixed_precision", lambda _: True, "the precision is that of descriptor and fitting_net"),
-        ("training.enable_tf32", lambda run: not _in_float32(run), "no product is in float32"),
-        ("validating.tf32_infer", lambda run: not _in_float32(run), "no product is in float32"),
-        ("validating.amp_infer", lambda run: not _in_bfloat16(run), "no descriptor has use_amp"),
+        ("training.enable_tf32", _has_no_float32, "no product is in float32"),
+        ("validating.tf32_infer", _has_no_float32, "no product is in float32"),
+        (
+            "validating.amp_infer",
+            lambda run: not any(task.model.has_mixed_precision for task in run.tasks.values()),
+            "no descriptor has use_amp",
+        ),
         ("optimizer.flash_muon", lambda _: True, "it names a kernel of DeePMD-kit for the same numbers"),
         ("training.compile_options", lambda run: not run.compiles, "enable_compile is false"),
-        ("training.compile_options.mode", lambda run: not _inductor(run), "only the backend inductor has modes"),
-        ("training.compile_options.cache_dir", lambda run: not _inductor(run), "only the backend inductor keeps code"),
+        ("training.compile_options.mode", _has_no_modes, "only the backend inductor has modes"),
+        ("training.compile_options.cache_dir", _has_no_modes, "only the backend inductor keeps code"),
         ("validating.compiled_infer", lambda run: not run.has_validation_data, "there are no validation data"),
     ),
     "average": (
@@ -209,20 +233,6 @@ _UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
         ("disp_file", lambda training: not training.disp_training, "disp_training is false"),
     ),
 }
-
-
-def _of_validating(config: RunConfig) -> Unused:
-    v = config.validating
-    if not config.fully_validated:
-        none = ", and no entry of training.averaging has it" if config.training.averaging else ""
-        for name in _FULL_VALIDATION:
-            yield f"validating.{name}", f"full_validation and ema_full_validation are false{none}"
-    elif v.full_val_start == 1:
-        for name in ("full_validation", *_FULL_VALIDATION[:-1]):
-            yield f"validating.{name}", "full_val_start = 1 means never"
-    elif not v.save_best:
-        yield "validating.save_best_dir", "save_best is false"
-        yield "validating.max_best_ckpt", "save_best is false"
 
 
 def _value_at(config: RunConfig, path: str) -> Any:

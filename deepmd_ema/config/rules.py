@@ -1,19 +1,19 @@
-"""Rules between options. Each is a function of one section, one task, or the run, and yields what is wrong."""
+"""Rules between options. Each is a function that yields places and messages of what does not fit together."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.messages import Problem, Source, dotted, render, show
 from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
-from deepmd_ema.config.schema.profile import NEEDS_DATA, Profile
+from deepmd_ema.config.schema.profile import NEEDS_DATA
 from deepmd_ema.config.schema.run import MultiTaskRun
 from deepmd_ema.config.sections import InvalidOptionError
 from deepmd_ema.errors import command
@@ -21,63 +21,52 @@ from deepmd_ema.errors import command
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig
     from deepmd_ema.config.schema.run import RunConfig, TaskConfig
-    from deepmd_ema.config.schema.training import TrainingOptions
 
 Violations = Iterator[tuple[str, str]]
-"""Dotted path of an option, as seen from what the rule is about, and the rest of the message."""
-
-
-@dataclass(frozen=True)
-class AverageEntry:
-    """One entry of ``training.averaging``, its place in the list, from 0, and the run around it."""
-
-    average: Profile
-    number: int
-    run: RunConfig
-
-
-# subject of a rule -> every such object of a run, with its dotted path; of a run of several
-# tasks each task has its own
-SUBJECTS: dict[str, Callable[[RunConfig], Iterable[tuple[str, Any]]]] = {
-    "model": lambda run: [(task.place("model"), task.model) for task in run.tasks.values()],
-    "loss": lambda run: [(task.place("loss"), task.loss) for task in run.tasks.values()],
-    "task": lambda run: [(task.place("training"), task) for task in run.tasks.values()],
-    "learning_rate": lambda run: [("learning_rate", run.learning_rate)],
-    "training": lambda run: [("training", run.training)],
-    "average": lambda run: [
-        (f"training.averaging[{n}]", AverageEntry(average, n, run)) for n, average in enumerate(run.training.averaging)
-    ],
-    "run": lambda run: [("", run)],
-    "run of several tasks": lambda run: [("", run)] if isinstance(run, MultiTaskRun) else [],
-    "run of LKF": lambda run: [("", run)] if isinstance(run.optimizer, LKFConfig) else [],
-}
-
-RULES: dict[str, list[Callable[[Any], Violations]]] = {about: [] for about in SUBJECTS}
-
-
-def rule(about: str) -> Callable[[Callable[[Any], Violations]], Callable[[Any], Violations]]:
-    """Enter a function into the registry; ``about`` says what it is called with: a key of ``SUBJECTS``."""
-
-    def register(check: Callable[[Any], Violations]) -> Callable[[Any], Violations]:
-        RULES[about].append(check)
-        return check
-
-    return register
+"""Dotted path of an option, as seen from the section that the rule is about, and the rest of the message."""
 
 
 def rule_problems(run: RunConfig) -> list[Problem]:
-    """Return the violations of the rules in a run; a rule is skipped if it reads an option that is wrong in itself."""
-    found = []
-    for about, subjects in SUBJECTS.items():
-        with suppress(InvalidOptionError):
-            for path, subject in subjects(run):
-                found += _violations(about, path, subject, run.source)
-    return found
+    """Return the violations of the rules in a run; a rule ends where it reads an option that is wrong in itself."""
+    problems: list[Problem] = []
+    with suppress(InvalidOptionError):
+        for place, rule in _rules(run):
+            problems += _problems(run.source, place, rule)
+    return problems
 
 
 def model_problems(model: ModelConfig) -> list[Problem]:
     """Return the violations of the rules in a section ``model`` without a run."""
-    return _violations("model", "model", model, Source())
+    rules = (model.problems(), model.problems_of_descriptor(), model.problems_of_fitting())
+    return [problem for rule in rules for problem in _problems(Source(), "model", rule)]
+
+
+def _problems(source: Source, place: str, rule: Violations) -> list[Problem]:
+    problems = []
+    with suppress(InvalidOptionError):
+        for name, text in rule:
+            problems.append(Problem(source.path(".".join(filter(None, (place, name)))), text))
+    return problems
+
+
+def _rules(run: RunConfig) -> Iterator[tuple[str, Violations]]:
+    """Yield the place that each rule is about, and the rule, which has not begun; parts that are wrong come last."""
+    for rule in (_learning_rate, _lkf, _gradients, _full_validation, _metrics, _files):
+        yield "", rule(run)
+    if isinstance(run, MultiTaskRun):
+        for of_tasks in (_names_of_tasks, _sections_of_tasks, _shares, _shared_parts, _case_embedding):
+            yield "", of_tasks(run)
+    yield "", _lengths(run)
+    with suppress(InvalidOptionError):
+        for number, average in enumerate(run.training.averaging):
+            yield f"training.averaging[{number}]", average.problems(run)
+            yield f"training.averaging[{number}]", _name_of_average(run, number)
+    for task in run.tasks.values():
+        yield task.place("model"), task.model.problems()
+        yield task.place("model"), task.model.problems_of_descriptor()
+        yield task.place("model"), task.model.problems_of_fitting()
+        yield task.place("loss"), _loss(task)
+        yield task.place("training"), _data(task)
 
 
 def launch_problems(run: RunConfig, world_size: int) -> list[str]:
@@ -117,105 +106,41 @@ def as_launched(run: RunConfig, launched: bool, restart: str | None = None) -> R
     return replace(run, training=replace(run.training, zero_stage=0), notes=(*run.notes, note))
 
 
-def _violations(about: str, path: str, subject: Any, source: Source) -> list[Problem]:
-    found = []
-    for check in RULES[about]:
-        with suppress(InvalidOptionError):
-            for name, text in check(subject):
-                found.append(Problem(source.path(".".join(filter(None, (path, name)))), text))
-    return found
-
-
-# ---- model
-
-
-@rule("model")
-def model_fits_together(model: ModelConfig) -> Violations:
-    """Elements, excluded types and preset biases fit together."""
-    yield from model.problems()
-
-
-@rule("model")
-def descriptor_fits_together(model: ModelConfig) -> Violations:
-    """The options of the descriptor, or of those of all parts, fit together and to the elements."""
-    yield from model.problems_of_descriptor()
-
-
-@rule("model")
-def fitting_net_fits_together(model: ModelConfig) -> Violations:
-    """The options of the fitting network, or of those of all parts, fit together and to the elements."""
-    yield from model.problems_of_fitting()
-
-
-# ---- learning_rate
-
-
-@rule("learning_rate")
-def one_end_of_learning_rate(lr: Any) -> Violations:
-    """``stop_lr`` and ``stop_lr_ratio`` exclude each other."""
+def _learning_rate(run: RunConfig) -> Violations:
+    lr: Any = run.learning_rate
     if lr.stop_lr is not None and lr.stop_lr_ratio is not None:
-        yield "stop_lr_ratio", f" = {lr.stop_lr_ratio:g}: stop_lr is given too. Remove one of the two."
-
-
-@rule("learning_rate")
-def learning_rate_goes_down(lr: Any) -> Violations:
-    """``stop_lr`` is not above ``start_lr``."""
-    if lr.stop_lr is not None and lr.stop_lr > lr.start_lr:
-        yield "stop_lr", f" = {lr.stop_lr:g}: expected at most start_lr = {lr.start_lr:g}."
-
-
-@rule("learning_rate")
-def inverse_decay_ends_above_zero(lr: Any) -> Violations:
-    """The inverse linear decay, which divides by the last rate, does not end at 0."""
-    is_used = getattr(lr, "decay_type", "") == "inverse_linear" and lr.decay_phase_ratio > 0
-    if is_used and lr.stop_lr == 0:
-        yield "stop_lr", " = 0: expected > 0 for decay_type inverse_linear. Or use decay_type linear."
-
-
-@rule("learning_rate")
-def one_length_of_warmup(lr: Any) -> Violations:
-    """``warmup_steps`` and ``warmup_ratio`` exclude each other."""
+        text = f" = {lr.stop_lr_ratio:g}: stop_lr is given too. Remove one of the two."
+        yield "learning_rate.stop_lr_ratio", text
     if lr.warmup_steps > 0 and lr.warmup_ratio is not None:
-        yield "warmup_ratio", f" = {lr.warmup_ratio:g}: warmup_steps is given too. Remove one of the two."
+        text = f" = {lr.warmup_ratio:g}: warmup_steps is given too. Remove one of the two."
+        yield "learning_rate.warmup_ratio", text
+    if lr.stop_lr is not None and lr.stop_lr > lr.start_lr:
+        yield "learning_rate.stop_lr", f" = {lr.stop_lr:g}: expected at most start_lr = {lr.start_lr:g}."
+    # the inverse linear decay divides by the last rate
+    if lr.stop_lr == 0 and getattr(lr, "decay_type", "") == "inverse_linear" and lr.decay_phase_ratio > 0:
+        text = " = 0: expected > 0 for decay_type inverse_linear. Or use decay_type linear."
+        yield "learning_rate.stop_lr", text
+    if run.training.numb_steps and lr.warmup_steps >= run.training.numb_steps:
+        text = f" = {lr.warmup_steps}: expected less than training.numb_steps = {run.training.numb_steps}."
+        yield "learning_rate.warmup_steps", text
 
 
-@rule("run")
-def warmup_ends_in_the_run(run: RunConfig) -> Violations:
-    """The warm-up is shorter than the run."""
-    steps, warmup = run.training.numb_steps, run.learning_rate.warmup_steps
-    if steps and warmup >= steps:
-        yield "learning_rate.warmup_steps", f" = {warmup}: expected less than training.numb_steps = {steps}."
-
-
-# ---- optimizer
-
-
-@rule("run of LKF")
-def lkf_shares_nothing_out(run: RunConfig) -> Violations:
-    """LKF trains in one process: a block of its covariance has weights of several layers."""
-    if (stage := run.training.zero_stage) > 0:
-        text = f" = {stage}: LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon."
-        yield "training.zero_stage", text
-
-
-@rule("run of LKF")
-def lkf_does_not_clip(run: RunConfig) -> Violations:
-    """The length of an update of LKF is the filter's, not the gradient's."""
-    if norm := run.training.gradient_max_norm:
-        yield "training.gradient_max_norm", f" = {norm:g}: not possible with optimizer.type LKF. Remove one of the two."
-
-
-@rule("run of LKF")
-def lkf_takes_one_batch(run: RunConfig) -> Violations:
-    """An update of LKF takes in the measurements of one batch; there is no gradient to add up."""
-    if (number := run.training.accumulate) > 1:
-        yield "training.accumulate", f" = {number}: LKF updates weights with each batch. Use 1, or another optimizer."
-
-
-@rule("run of LKF")
-def lkf_fits_energies_and_forces(run: RunConfig) -> Violations:
-    """Of the loss LKF takes only whether energies and forces are fitted; it knows no other term and no other error."""
-    for path, loss in SUBJECTS["loss"](run):
+def _lkf(run: RunConfig) -> Violations:
+    """LKF trains in one process, with one batch, and of the loss takes only whether energies and forces are fitted."""
+    if not isinstance(run.optimizer, LKFConfig):
+        return
+    training = run.training
+    if training.zero_stage > 0:  # a block of its covariance has weights of several layers
+        why = "LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon."
+        yield "training.zero_stage", f" = {training.zero_stage}: {why}"
+    if training.gradient_max_norm:  # the length of an update is the filter's, not the gradient's
+        text = f" = {training.gradient_max_norm:g}: not possible with optimizer.type LKF. Remove one of the two."
+        yield "training.gradient_max_norm", text
+    if training.accumulate > 1:  # there is no gradient to add up
+        text = f" = {training.accumulate}: LKF updates weights with each batch. Use 1, or another optimizer."
+        yield "training.accumulate", text
+    for task in run.tasks.values():
+        path, loss = task.place("loss"), task.loss
         for name in (f"{when}_pref_{term}" for term in ("v", "ae", "pf", "h") for when in ("start", "limit")):
             if getattr(loss, name):
                 yield f"{path}.{name}", f" = {getattr(loss, name):g}: LKF fits energies and forces only. Set it to 0."
@@ -225,123 +150,52 @@ def lkf_fits_energies_and_forces(run: RunConfig) -> Violations:
                 yield f"{path}.{name}", f" = {show(value)}: LKF does not know it. Set it to {show(default)}."
 
 
-# ---- loss
-
-
-@rule("loss")
-def force_norm_needs_mae_or_huber(loss: EnerLossConfig) -> Violations:
-    """``f_use_norm`` works with absolute or Huber errors only."""
-    if loss.f_use_norm and loss.error == "mse":
-        yield "f_use_norm", ' = true: needs "loss_func": "mae" or "use_huber": true. Add one, or remove it.'
-
-
-@rule("loss")
-def huber_has_no_weighted_forces(loss: EnerLossConfig) -> Violations:
-    """The Huber loss has no per-atom weights and no relative forces."""
-    huber = loss.error == "huber"
-    if huber and loss.relative_f is not None:
-        yield "relative_f", f" = {loss.relative_f:g}: not possible with use_huber. Remove one of the two."
-    if huber and (loss.start_pref_pf or loss.limit_pref_pf):
-        yield "start_pref_pf", f" = {loss.start_pref_pf:g}: not possible with use_huber. Remove one of the two."
-
-
-@rule("loss")
-def huber_has_no_hessian(loss: EnerLossConfig) -> Violations:
-    """The Huber loss has no term of second derivatives."""
-    for name in ("start_pref_h", "limit_pref_h"):
-        if loss.error == "huber" and getattr(loss, name):
-            yield name, f" = {getattr(loss, name):g}: not possible with use_huber. Remove one of the two."
-
-
-@rule("loss")
-def something_is_minimized(loss: EnerLossConfig) -> Violations:
-    """At least one weight of the loss is not zero."""
-    if not loss.weights:
-        yield "", ": every weight is 0, so nothing would be trained. Set start_pref_e, start_pref_f, ..."
-
-
-@rule("run")
-def hessian_needs_whole_parameters(run: RunConfig) -> Violations:
-    """A Hessian is made by a backward pass within the forward one, after which sharded parameters are given up."""
-    stage = run.training.zero_stage
-    if stage > 1 and any("h" in task.loss.weights for task in run.tasks.values()):
-        why = "second derivatives need all parameters on every rank"
-        text = f" = {stage}: {why}. Use 0 or 1, or remove loss.start_pref_h and loss.limit_pref_h."
-        yield "training.zero_stage", text
-
-
-# ---- training
-
-
-@rule("run")
-def graphs_of_the_compiler_do_not_accumulate(run: RunConfig) -> Violations:
-    """CUDA graphs that torch.compile makes overwrite the gradients of the batch before (pytorch issue 169545)."""
+def _gradients(run: RunConfig) -> Violations:
     training = run.training
+    # CUDA graphs that torch.compile makes overwrite the gradients of the batch before (pytorch issue 169545)
     if training.accumulate > 1 and training.enable_compile and training.compile_options.makes_cuda_graphs:
         text = f" = {training.accumulate}: not possible with CUDA graphs of torch.compile, which overwrite gradients."
         yield "training.accumulate", f"{text} Use 1, or backend inductor and mode default in training.compile_options."
+    # a Hessian is made by a backward pass within the forward one, after which sharded parameters are given up
+    if training.zero_stage > 1 and any("h" in task.loss.weights for task in run.tasks.values()):
+        text = f" = {training.zero_stage}: second derivatives need all parameters on every rank."
+        yield "training.zero_stage", f"{text} Use 0 or 1, or remove loss.start_pref_h and loss.limit_pref_h."
 
 
-@rule("training")
-def one_length_of_run(training: TrainingOptions) -> Violations:
+def _lengths(run: RunConfig) -> Violations:
     """Exactly one of ``numb_steps`` and ``numb_epoch`` is given, or, with several tasks, ``num_epoch_dict``."""
-    if getattr(training, "num_epoch_dict", None):
-        for name in ("numb_steps", "numb_epoch"):
-            if getattr(training, name) is not None:
-                yield name, f" = {getattr(training, name):g}: num_epoch_dict is given too. Remove one of the two."
-        return
-    steps, epochs = training.numb_steps, training.numb_epoch
-    if steps is not None and epochs is not None:
-        yield "numb_epoch", f" = {epochs:g}: numb_steps = {steps} is given too. Remove one."
-    if steps is None and epochs is None:
-        yield "", ': numb_steps or numb_epoch is required. Add one, e.g. "numb_steps": 100000.'
+    steps, epochs = run.training.numb_steps, run.training.numb_epoch
+    if run.task_epochs:
+        for name, value in (("numb_steps", steps), ("numb_epoch", epochs)):
+            if value is not None:
+                yield f"training.{name}", f" = {value:g}: num_epoch_dict is given too. Remove one of the two."
+    elif steps is not None and epochs is not None:
+        yield "training.numb_epoch", f" = {epochs:g}: numb_steps = {steps} is given too. Remove one."
+    elif steps is None and epochs is None:
+        yield "training", ': numb_steps or numb_epoch is required. Add one, e.g. "numb_steps": 100000.'
 
 
-@rule("task")
-def reading_statistics_needs_a_file(task: TaskConfig) -> Violations:
-    """``stat_file_mode`` read needs a ``stat_file``."""
-    if task.data.stat_file_mode == "read" and task.data.stat_file is None:
-        yield "stat_file_mode", ' = "read": needs stat_file beside it. Add it, or remove stat_file_mode.'
-
-
-@rule("task")
-def validation_frames_have_one_origin(task: TaskConfig) -> Violations:
-    """``validation_fraction`` and ``validation_data`` exclude each other."""
-    fraction = task.data.validation_fraction
-    if fraction is not None and task.validation_data is not None:
-        yield "validation_fraction", f" = {fraction:g}: validation_data is given too. Remove one of the two."
-
-
-@rule("average")
-def average_fits_to_the_run(entry: AverageEntry) -> Violations:
-    """The options of an average fit together, and to those of the run."""
-    yield from entry.average.problems(entry.run)
-
-
-@rule("average")
-def names_of_averages_are_unique(entry: AverageEntry) -> Violations:
+def _name_of_average(run: RunConfig, number: int) -> Violations:
     """No two averages have one name; upper and lower case are one on some disks."""
-    name, averages = entry.average.name, entry.run.training.averaging
-    same = next((n for n in range(entry.number) if averages[n].name.lower() == name.lower()), None)
+    name, averages = run.training.averaging[number].name, run.training.averaging
+    same = next((n for n in range(number) if averages[n].name.lower() == name.lower()), None)
     if same is not None:
         case = "" if averages[same].name == name else " but for upper and lower case, and so have its files"
-        first = dotted(entry.run.source.path(f"training.averaging[{same}]"))
+        first = dotted(run.source.path(f"training.averaging[{same}]"))
         yield "name", f" = {show(name)}: {first} has this name{case}. Choose another."
 
 
-# ---- validating
-
-
-@rule("run")
-def full_validation_needs_data(run: RunConfig) -> Violations:
-    """Full validation of the live weights needs ``validation_data``."""
+def _full_validation(run: RunConfig) -> Violations:
     if run.validating.full_validation and not run.has_validation_data:
         yield "validating.full_validation", NEEDS_DATA
+    stop, validated = run.validating.early_stop, run.fully_validated
+    if stop is not None and stop.weights is not None and validated and stop.weights not in validated:
+        text = f" = {show(stop.weights)}: these weights have no full validation. With it: {', '.join(validated)}."
+        yield "validating.early_stop.weights", text
 
 
-@rule("run")
-def metric_is_trained(run: RunConfig) -> Violations:
-    """The metrics that rank weights and end a run have weights in the loss of every task, at the start and the end."""
+def _metrics(run: RunConfig) -> Violations:
+    """Metrics that rank weights and end a run have weights in the loss of every task, at the start and the end."""
     metrics, early_stop = {"validation_metric": run.validating.validation_metric}, run.validating.early_stop
     if early_stop is not None and early_stop.metric is not None:
         metrics["early_stop.metric"] = early_stop.metric
@@ -355,17 +209,7 @@ def metric_is_trained(run: RunConfig) -> Violations:
                 yield f"validating.{name}", text
 
 
-@rule("run")
-def early_stop_watches_validated_weights(run: RunConfig) -> Violations:
-    """The weights that end a run have full validation."""
-    early_stop, there = run.validating.early_stop, run.fully_validated
-    if early_stop is not None and early_stop.weights is not None and there and early_stop.weights not in there:
-        text = f" = {show(early_stop.weights)}: these weights have no full validation. With it: {', '.join(there)}."
-        yield "validating.early_stop.weights", text
-
-
-@rule("run")
-def files_have_names_of_their_own(run: RunConfig) -> Violations:
+def _files(run: RunConfig) -> Violations:
     """No two of learning curves, logs of full validation and links to weights have one name."""
     files: dict[str, Output] = {}
     for output in Outputs(run):
@@ -376,26 +220,42 @@ def files_have_names_of_their_own(run: RunConfig) -> Violations:
             yield output.option, text
 
 
+def _loss(task: TaskConfig) -> Violations:
+    loss, is_huber = task.loss, task.loss.error == "huber"
+    if loss.f_use_norm and loss.error == "mse":
+        yield "f_use_norm", ' = true: needs "loss_func": "mae" or "use_huber": true. Add one, or remove it.'
+    # it has no per-atom weights, no relative forces, and no term of second derivatives
+    refused = {"relative_f": loss.relative_f is not None, "start_pref_pf": loss.start_pref_pf or loss.limit_pref_pf}
+    refused |= {name: getattr(loss, name) for name in ("start_pref_h", "limit_pref_h")}
+    for name in (name for name, is_given in refused.items() if is_given and is_huber):
+        yield name, f" = {getattr(loss, name):g}: not possible with use_huber. Remove one of the two."
+    if not loss.weights:
+        yield "", ": every weight is 0, so nothing would be trained. Set start_pref_e, start_pref_f, ..."
+
+
+def _data(task: TaskConfig) -> Violations:
+    data = task.data
+    if data.stat_file_mode == "read" and data.stat_file is None:
+        yield "stat_file_mode", ' = "read": needs stat_file beside it. Add it, or remove stat_file_mode.'
+    if data.validation_fraction is not None and data.validation_data is not None:
+        text = f" = {data.validation_fraction:g}: validation_data is given too. Remove one of the two."
+        yield "validation_fraction", text
+
+
 # ---- several tasks
 
 
-@rule("run of several tasks")
-def names_of_tasks_are_plain(run: MultiTaskRun) -> Violations:
-    """Names of tasks stand in names of files, tensors and columns."""
-    for name in run.model.model_dict:
+def _names_of_tasks(run: MultiTaskRun) -> Violations:
+    """Names of tasks, which stand in names of files, tensors and columns, are plain and distinct, as are aliases."""
+    models = run.model.model_dict
+    names = {name.lower(): name for name in reversed(models)}
+    taken: dict[str, str] = dict(names)
+    for name, model in models.items():
         if not re.fullmatch(r"[A-Za-z0-9][\w+-]*", name, re.ASCII):
             wants = "letters, digits, _, + and -, beginning with a letter or a digit"
             yield "model.model_dict", f": {show(name)} is no name of a task. Expected {wants}."
         elif name.upper() == "RANDOM":
             yield f"model.model_dict.{name}", ": --model-branch RANDOM means a fresh network. Choose another name."
-
-
-@rule("run of several tasks")
-def heads_are_distinct(run: MultiTaskRun) -> Violations:
-    """No name or alias of a model is that of another, in capitals or not, as ``--head`` reads them."""
-    names = {name.lower(): name for name in reversed(run.model.model_dict)}
-    taken: dict[str, str] = dict(names)
-    for name, model in run.model.model_dict.items():
         if (other := names[name.lower()]) != name:
             text = f": task {other} has this name but for upper and lower case, which --head does not distinguish."
             yield f"model.model_dict.{name}", f"{text} Choose another."
@@ -405,20 +265,18 @@ def heads_are_distinct(run: MultiTaskRun) -> Violations:
                 yield f"model.model_dict.{name}.model_branch_alias", text
 
 
-@rule("run of several tasks")
-def sections_name_the_tasks(run: MultiTaskRun) -> Violations:
+def _sections_of_tasks(run: MultiTaskRun) -> Violations:
     """Every task has a model and data; losses and shares are those of tasks."""
-    tasks = run.model.model_dict
-    sections: dict[str, tuple[Mapping[str, Any], bool]] = {
-        "training.data_dict": (run.training.data_dict, True),
-        "loss_dict": (run.loss_dict, False),
-        "training.model_prob": (run.training.model_prob, bool(run.training.model_prob)),
-        "training.num_epoch_dict": (run.training.num_epoch_dict, bool(run.training.num_epoch_dict)),
-    }
+    tasks, training = run.model.model_dict, run.training
     if not tasks:
         yield "model.model_dict", ": there is no task. Add the model of each, by its name."
         return
-    for place, (section, needs_all) in sections.items():
+    for place, section, needs_all in (
+        ("training.data_dict", training.data_dict, True),
+        ("loss_dict", run.loss_dict, False),
+        ("training.model_prob", training.model_prob, bool(training.model_prob)),
+        ("training.num_epoch_dict", training.num_epoch_dict, bool(training.num_epoch_dict)),
+    ):
         for name in section:
             if name not in tasks:
                 yield f"{place}.{name}", f": no task of model.model_dict. There: {', '.join(tasks)}."
@@ -427,16 +285,11 @@ def sections_name_the_tasks(run: MultiTaskRun) -> Violations:
                 yield place, f": task {name} of model.model_dict is missing. Add it."
 
 
-@rule("run of several tasks")
-def shares_follow_from_epochs(run: MultiTaskRun) -> Violations:
-    """``model_prob`` and ``num_epoch_dict`` exclude each other."""
-    if run.training.model_prob and run.training.num_epoch_dict:
-        yield "training.model_prob", ": num_epoch_dict is given too, from which shares follow. Remove one of the two."
-
-
-@rule("run of several tasks")
-def caches_of_statistics_differ(run: MultiTaskRun) -> Violations:
-    """No two tasks have one ``stat_file``."""
+def _shares(run: MultiTaskRun) -> Violations:
+    """``model_prob`` and ``num_epoch_dict`` exclude each other, and no two tasks have one ``stat_file``."""
+    if run.task_weights and run.task_epochs:
+        text = ": num_epoch_dict is given too, from which shares follow. Remove one of the two."
+        yield "training.model_prob", text
     first: dict[str, str] = {}
     for task in run.tasks.values():
         if task.data.stat_file is not None:
@@ -446,8 +299,7 @@ def caches_of_statistics_differ(run: MultiTaskRun) -> Violations:
                 yield f"{task.place('training')}.stat_file", text
 
 
-@rule("run of several tasks")
-def shared_parts_fit(run: MultiTaskRun) -> Violations:
+def _shared_parts(run: MultiTaskRun) -> Violations:
     """Models that share a part have the same elements; what says nothing of elements has no embedding to share."""
     first: dict[str, Link] = {}
     for link in run.links:
@@ -464,8 +316,7 @@ def shared_parts_fit(run: MultiTaskRun) -> Violations:
             yield place, f"{text} Use level 0, or none."
 
 
-@rule("run of several tasks")
-def case_embedding_is_one_number(run: MultiTaskRun) -> Violations:
+def _case_embedding(run: MultiTaskRun) -> Violations:
     """``dim_case_embd`` is one number for all tasks, with room for each."""
     sizes = {name: model.fitting_net.dim_case_embd for name, model in run.model.model_dict.items()}
     most, tasks = max(sizes.values(), default=0), len(sizes)

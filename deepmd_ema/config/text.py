@@ -1,22 +1,27 @@
-"""The text of a config file as plain values, with the line of every key, and messages about its syntax."""
+"""The text of a JSON or YAML file as plain values, with the line of every key, and messages about its syntax."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
 
 from deepmd_ema.config.messages import Place, dotted
 from deepmd_ema.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 JSON_SUFFIXES = (".json",)
 YAML_SUFFIXES = (".yaml", ".yml")
 _DEEPEST = 100  # sections within sections; an input has five, and what reads it recurses
 _MAX_BYTES = 50_000_000  # bytes; an input has a few thousand, a data file given by mistake has more
+_MAX_VALUES = 100_000  # values of an input in YAML
+_NEITHER = "nested too deeply to be an input"
+
+Marks = Iterator[tuple[Place, int, bool]]
+"""Place and line of each key and item of a text in its order, and whether it is a key."""
 
 
 def read_config_file(path: Path) -> tuple[dict[str, Any], dict[Place, int]]:
@@ -29,115 +34,13 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], dict[Place, int]]:
     if not text.strip():
         expected = "a JSON object {...} or YAML with the sections of a run"
         raise ConfigError(f"{path}: the file is empty. Expected {expected}.")
-    marks = Marks(str(path))
-    if path.suffix.lower() in YAML_SUFFIXES:
-        from deepmd_ema.config.text_yaml import parse_yaml
-
-        values = parse_yaml(text, marks)
-    else:
-        values = parse_json(text, marks)
-    marks.refuse_repeated()
+    is_yaml = path.suffix.lower() in YAML_SUFFIXES
+    values, lines = (_parse_yaml if is_yaml else _parse_json)(text, str(path))
     if not isinstance(values, dict):
+        names = {list: "a list [...]", str: "a text", bool: "true or false", type(None): "nothing"}
         expected = "an object {...} with the sections model, learning_rate, loss and training"
-        raise ConfigError(f"{path}:1: expected {expected}, found {_kind(values)}.")
-    _refuse_nul(values, marks)
-    return values, marks.lines
-
-
-def _refuse_nul(values: Any, marks: Marks, place: Place = ()) -> None:
-    """Raise a ``ConfigError`` if a text holds a NUL, which no name of a file can."""
-    if isinstance(values, str) and "\0" in values:
-        line = marks.lines.get(place, 1)
-        raise ConfigError(f"{marks.source}:{line}: {dotted(place)}: the text holds a NUL character. Remove it.")
-    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    for key, value in items:
-        _refuse_nul(value, marks, (*place, key))
-
-
-class Marks:
-    """Collects the line of every key and item of a text, JSON or YAML, which is walked through in its order."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.lines: dict[Place, int] = {}
-        self._twice: list[tuple[Place, int, int]] = []
-
-    def value(self, place: Place, line: int) -> None:
-        """Record the line of a value, unless that of its key was recorded.
-
-        Raises:
-            RecursionError: if it is nested too deeply.
-        """
-        if len(place) > _DEEPEST:
-            raise RecursionError
-        self.lines.setdefault(place, line)
-
-    def key(self, place: Place, line: int, *, may_repeat: bool = False) -> None:
-        """Record the line of a key, and whether its section has it already."""
-        if place in self.lines and not may_repeat:
-            self._twice.append((place, self.lines[place], line))
-        self.lines[place] = line
-
-    def refuse_repeated(self) -> None:
-        """Raise a ``ConfigError`` if a section has a key twice."""
-        if self._twice:
-            raise ConfigError(
-                f"{self.source}:{line}: {dotted(place)}: given twice, first on line {first}. Remove one of the two."
-                for place, first, line in self._twice
-            )
-
-
-def parse_json(text: str, marks: Marks) -> Any:
-    """Return the values of a JSON text, and mark their lines.
-
-    Raises:
-        ConfigError: with line and column of the first mistake, and what it looks like.
-    """
-
-    def refuse_constant(name: str) -> NoReturn:
-        line = next((n for n, t in enumerate(text.splitlines(), 1) if re.search(rf"(?<![\w\"]){name}", t)), 1)
-        raise ConfigError(f"{marks.source}:{line}: {name} is no JSON number. Write a finite number, or null.")
-
-    try:
-        values = json.loads(text, parse_constant=refuse_constant)
-        tokens = _tokens(text)
-        _mark_json(*next(tokens), tokens, (), marks)
-    except json.JSONDecodeError as error:
-        raise ConfigError(_json_message(text, error, marks.source)) from None
-    except ValueError as error:  # a number of thousands of digits
-        raise ConfigError(f"{marks.source}: {error}.") from None
-    except RecursionError:
-        raise ConfigError(f"{marks.source}: nested too deeply to be an input.") from None
-    return values
-
-
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[^\s,:{}\[\]"]+')
-
-
-def _tokens(text: str) -> Iterator[tuple[str, int]]:
-    """Yield texts, numbers, words and brackets of a text that is known to be JSON, each with its line."""
-    line, end = 1, 0
-    for found in _TOKEN.finditer(text):
-        line += text.count("\n", end, found.start())
-        end = found.end()
-        yield found[0], line
-
-
-def _mark_json(token: str, line: int, tokens: Iterator[tuple[str, int]], place: Place, marks: Marks) -> None:
-    """Mark the value that begins with ``token``, to its end."""
-    marks.value(place, line)
-    if token == "{":
-        for key, key_line in tokens:
-            if key == "}":
-                return
-            inside = (*place, json.loads(key))
-            marks.key(inside, key_line)
-            _mark_json(*next(tokens), tokens, inside, marks)
-    elif token == "[":
-        for number, (item, item_line) in enumerate(tokens):
-            if item == "]":
-                return
-            _mark_json(item, item_line, tokens, (*place, number), marks)
+        raise ConfigError(f"{path}:1: expected {expected}, found {names.get(type(values), 'a number')}.")
+    return values, lines
 
 
 def _read_text(path: Path) -> str:
@@ -166,11 +69,83 @@ def _inputs_near(folder: Path) -> str:
     return f" There is: {', '.join(names[:5])}." if names else ""
 
 
-def _json_message(text: str, error: json.JSONDecodeError, source: str) -> str:
-    where = f"{source}:{error.lineno}:{error.colno}"
-    line = text.splitlines()[error.lineno - 1].strip() if error.lineno <= len(text.splitlines()) else ""
-    shown = f"\n    {line[:100]}" if line else ""
-    return f"{where}: not JSON: {_json_hint(text, error)}{shown}"
+def _lines_of(marks: Marks, source: str, max_values: float = float("inf")) -> dict[Place, int]:
+    """Return the line of each key and item.
+
+    Raises:
+        RecursionError: if one is nested too deeply.
+        ConfigError: if a section has a key twice, or there are too many values.
+    """
+    lines: dict[Place, int] = {}
+    twice = []
+    for place, line, is_key in marks:
+        if len(place) > _DEEPEST:
+            raise RecursionError
+        if len(lines) > max_values:  # aliases of aliases multiply the values of a text
+            raise ConfigError(f"{source}: anchors that expand to more than {max_values:,} values: this is no input.")
+        if is_key and place in lines:
+            first = f"first on line {lines[place]}"
+            twice.append(f"{source}:{line}: {dotted(place)}: given twice, {first}. Remove one of the two.")
+        lines[place] = line
+    if twice:
+        raise ConfigError(twice)
+    return lines
+
+
+# ---- JSON
+
+
+def _parse_json(text: str, source: str) -> tuple[Any, dict[Place, int]]:
+    """Return the values of a JSON text and their lines.
+
+    Raises:
+        ConfigError: with line and column of the first mistake, and what it looks like.
+    """
+
+    def refuse_constant(name: str) -> NoReturn:
+        line = next((n for n, t in enumerate(text.splitlines(), 1) if re.search(rf"(?<![\w\"]){name}", t)), 1)
+        raise ConfigError(f"{source}:{line}: {name} is no JSON number. Write a finite number, or null.")
+
+    try:
+        values = json.loads(text, parse_constant=refuse_constant)
+        tokens = _json_tokens(text)
+        return values, _lines_of(_json_marks(*next(tokens), tokens, (), is_key=False), source)
+    except json.JSONDecodeError as error:
+        lines = [*text.splitlines(), ""]
+        shown = "".join(f"\n    {line[:100]}" for line in [lines[min(error.lineno, len(lines)) - 1].strip()] if line)
+        where = f"{source}:{error.lineno}:{error.colno}"
+        raise ConfigError(f"{where}: not JSON: {_json_hint(text, error)}{shown}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{source}: {error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: {_NEITHER}.") from None
+
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[^\s,:{}\[\]"]+')
+
+
+def _json_tokens(text: str) -> Iterator[tuple[str, int]]:
+    """Yield texts, numbers, words and brackets of a text that is known to be JSON, each with its line."""
+    line, end = 1, 0
+    for found in _TOKEN.finditer(text):
+        line += text.count("\n", end, found.start())
+        end = found.end()
+        yield found[0], line
+
+
+def _json_marks(token: str, line: int, tokens: Iterator[tuple[str, int]], place: Place, *, is_key: bool) -> Marks:
+    """Yield the marks of the value that begins with ``token``; the line of one in a section is that of its key."""
+    yield place, line, is_key
+    if token == "{":
+        for key, key_line in tokens:
+            if key == "}":
+                return
+            yield from _json_marks(next(tokens)[0], key_line, tokens, (*place, json.loads(key)), is_key=True)
+    elif token == "[":
+        for number, (item, item_line) in enumerate(tokens):
+            if item == "]":
+                return
+            yield from _json_marks(item, item_line, tokens, (*place, number), is_key=False)
 
 
 def _json_hint(text: str, error: json.JSONDecodeError) -> str:
@@ -198,6 +173,76 @@ def _json_hint(text: str, error: json.JSONDecodeError) -> str:
     return next((hint for applies, hint in hints if applies), f"{error.msg[0].lower()}{error.msg[1:]}.")
 
 
-def _kind(value: Any) -> str:
-    names = {list: "a list [...]", str: "a text", bool: "true or false", type(None): "nothing"}
-    return names.get(type(value), "a number")
+# ---- YAML
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which ``No`` is an element and ``1e-3`` is a number."""
+
+
+# PyYAML follows YAML 1.1, where yes, no, on and off are booleans, 1e-3 is a text and 1:30 is a number
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
+    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+     list("-+.0123456789")),
+    ("merge", r"<<", ["<"]),
+):  # fmt: skip
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node))  # decimal, also with a leading zero
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+
+
+def _parse_yaml(text: str, source: str) -> tuple[Any, dict[Place, int]]:
+    """Return the values of a YAML text, with numbers and booleans of YAML 1.2, as in JSON, and their lines.
+
+    Raises:
+        ConfigError: with line and column of the first mistake.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        lines = _lines_of(_yaml_marks(node, (), node.start_mark.line, is_key=False), source, _MAX_VALUES)
+        return loader.construct_document(node), lines
+    except yaml.YAMLError as error:
+        raise ConfigError(_yaml_message(text, error, source)) from None
+    except RecursionError:
+        raise ConfigError(f"{source}: an anchor that contains itself, or {_NEITHER}.") from None
+    except (ValueError, KeyError, AttributeError) as error:  # of constructors of tags: !!int x, !!bool x, !!timestamp x
+        raise ConfigError(f"{source}: not YAML: a tag (!!...) before a value that it does not fit: {error}.") from None
+
+
+def _yaml_marks(node: yaml.Node, place: Place, line: int, *, is_key: bool) -> Marks:
+    """Yield the marks of everything in ``node``; ``line``, from 0, is that of its key, if it has one."""
+    yield place, line + 1, is_key
+    for number, item in enumerate(node.value) if isinstance(node, yaml.SequenceNode) else ():
+        yield from _yaml_marks(item, (*place, number), item.start_mark.line, is_key=False)
+    for key, item in node.value if isinstance(node, yaml.MappingNode) else ():
+        is_merged = key.tag == "tag:yaml.org,2002:merge"
+        yield from _yaml_marks(item, (*place, str(key.value)), key.start_mark.line, is_key=not is_merged)
+
+
+def _yaml_message(text: str, error: yaml.YAMLError, source: str) -> str:
+    mark: Any = getattr(error, "problem_mark", None)
+    if mark is None:
+        return f"{source}: not YAML: {str(error).splitlines()[0]}."
+    lines = text.splitlines()
+    where = f"{source}:{mark.line + 1}:{mark.column + 1}"
+    tab = next((n for n, line in enumerate(lines, 1) if re.match(r" *\t", line)), None)
+    if tab is not None and "\\t" in str(error):
+        return f"{source}:{tab}: not YAML: a tab. Indent with spaces only."
+    shown = f"\n    {lines[mark.line].strip()[:100]}" if mark.line < len(lines) and lines[mark.line].strip() else ""
+    problem = getattr(error, "problem", None) or "cannot be read"
+    if "mapping values are not allowed" in problem:
+        problem = 'a colon where none can be; is the line above unfinished, or does a text with ": " need quotes?'
+    context = getattr(error, "context", None)
+    return f"{where}: not YAML: {problem}{f' ({context})' if context else ''}.{shown}"
