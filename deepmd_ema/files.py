@@ -75,8 +75,12 @@ def atomic_write(path: str | Path, advice: str = "") -> Iterator[Path]:
         with suppress(FileNotFoundError):
             os.lstat(final)  # a name that is too long is refused before the work
         if final.exists() and not final.is_file():
-            with _copied_to(final) as part:
+            with tempfile.TemporaryDirectory() as folder:
+                part = Path(folder) / f"part{final.suffix}"
+                part.touch()
                 yield part
+                with part.open("rb") as source, final.open("wb") as sink:
+                    shutil.copyfileobj(source, sink)
             return
         with _taking_the_place_of(final) as part:
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
@@ -314,13 +318,3 @@ def _taking_the_place_of(final: Path) -> Iterator[Path]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-
-
-@contextmanager
-def _copied_to(device: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        part = Path(folder) / f"part{device.suffix}"
-        part.touch()
-        yield part
-        with part.open("rb") as source, device.open("wb") as sink:
-            shutil.copyfileobj(source, sink)

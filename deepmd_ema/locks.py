@@ -10,12 +10,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from deepmd_ema.errors import UserError
 from deepmd_ema.files import is_running, this_machine, time_in, writing
@@ -35,16 +34,18 @@ class Holder:
     """The process that a lock file names.
 
     Attributes:
-        pid: its number on its machine.
+        machine: identifier of its machine since its start.
         host: name of the machine.
+        pid: its number there.
         since: local time at which it took the lock.
         is_alive: whether it seems to run.
     """
 
-    pid: int
+    machine: str
     host: str
+    pid: int
     since: str
-    is_alive: bool
+    is_alive: bool = True
 
 
 def read_holder(path: Path) -> Holder | None:
@@ -54,15 +55,13 @@ def read_holder(path: Path) -> Holder | None:
     except OSError:
         return None
     try:
-        found, silent = _holder(handle), time.time() - os.fstat(handle).st_mtime
+        holder, silent = _holder(handle), time.time() - os.fstat(handle).st_mtime
     finally:
         os.close(handle)
-    if not found:
+    if holder is None:
         return None
-    is_here = found["machine"] == this_machine()
-    return Holder(
-        found["pid"], found["host"], found["since"], is_running(found["pid"]) if is_here else silent < SILENT_S
-    )
+    is_here = holder.machine == this_machine()
+    return replace(holder, is_alive=is_running(holder.pid) if is_here else silent < SILENT_S)
 
 
 @contextmanager
@@ -78,7 +77,14 @@ def locked(paths: Iterable[Path]) -> Iterator[None]:
     """
     ended_runs: set[tuple[str, int]] = set()  # a run that held several locks is waited for once
     with ExitStack() as stack:
-        handles = [stack.enter_context(_held(path, ended_runs)) for path in paths]
+        handles = []
+        for path in paths:
+            handles.append(_take(path, ended_runs))
+            stack.callback(_release, path, handles[-1])
+            me = Holder(this_machine(), socket.gethostname(), os.getpid(), datetime.now().isoformat(" ", "seconds"))
+            with writing(path):
+                os.truncate(handles[-1], 0)
+                os.write(handles[-1], json.dumps(asdict(me)).encode())
         ended = threading.Event()
         beats = threading.Thread(target=_beat, args=(handles, ended), name="dp-ema-lock", daemon=True)
         beats.start()
@@ -89,32 +95,26 @@ def locked(paths: Iterable[Path]) -> Iterator[None]:
             beats.join()
 
 
-@contextmanager
-def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
-    handle = _take(path, ended_runs)
-    since = datetime.now().isoformat(" ", "seconds")
-    me = {"machine": this_machine(), "host": socket.gethostname(), "pid": os.getpid(), "since": since}
-    try:
-        with writing(path):
-            os.truncate(handle, 0)
-            os.write(handle, json.dumps(me).encode())
-        yield handle
-    finally:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)  # while it is held: who waits for it sees that the name is gone
-        os.close(handle)
-
-
 def _take(path: Path, ended_runs: set[tuple[str, int]]) -> int:
     """Return the open file of a lock that nobody else holds."""
     while True:
         with writing(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            is_sure = _lock(handle, path)
+            is_sure = True  # whether the system's lock decides for processes of this machine
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in _BUSY:
+                    raise _in_use(path, _holder(handle)) from None
+                if error.errno not in _NO_LOCKS:
+                    raise
+                is_sure = False
             with suppress(FileNotFoundError):
                 if os.fstat(handle).st_ino == os.stat(path).st_ino:
-                    _refuse_living(handle, path, is_sure, ended_runs)
+                    holder = _holder(handle)
+                    if holder is not None:
+                        _refuse_living(holder, handle, path, is_sure, ended_runs)
                     return handle
         except BaseException:
             os.close(handle)
@@ -122,39 +122,29 @@ def _take(path: Path, ended_runs: set[tuple[str, int]]) -> int:
         os.close(handle)  # its holder has removed it in between
 
 
-def _lock(handle: int, path: Path) -> bool:
-    """Take the system's lock; return whether it can be relied on for processes of this machine."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _BUSY:
-            raise _in_use(path, _holder(handle)) from None
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    return True
+def _release(path: Path, handle: int) -> None:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)  # while it is held: who waits for it sees that the name is gone
+    os.close(handle)
 
 
-def _refuse_living(handle: int, path: Path, is_sure: bool, ended_runs: set[tuple[str, int]]) -> None:
+def _refuse_living(holder: Holder, handle: int, path: Path, is_sure: bool, ended_runs: set[tuple[str, int]]) -> None:
     """Check that whoever the lock file names has ended, and note it in ``ended_runs``."""
-    holder = _holder(handle)
-    if not holder:
-        return
-    run = holder["machine"], holder["pid"]
-    if holder["machine"] == this_machine():
-        if not is_sure and holder["pid"] != os.getpid() and is_running(holder["pid"]):
+    run = holder.machine, holder.pid
+    if holder.machine == this_machine():
+        if not is_sure and holder.pid != os.getpid() and is_running(holder.pid):
             raise _in_use(path, holder)
     elif run not in ended_runs and (silent := time_in(path.parent) - os.fstat(handle).st_mtime) < GONE_S:
         logger.warning(
             "%s: process %s on %s held this lock, with a sign of life %.0f s ago, and can be checked only on its own "
             "machine. Waiting up to %.0f s for another sign; this run begins if there is none. If you know that it has "
             "ended, stop this run, remove the file and start again.",
-            path.absolute(), holder["pid"], holder["host"], max(0.0, silent), WATCH_S,
+            path.absolute(), holder.pid, holder.host, max(0.0, silent), WATCH_S,
         )  # fmt: skip
         if _shows_life(path):
             raise _in_use(path, holder)
     ended_runs.add(run)
-    logger.info("the lock of process %s on %s, which has ended, is taken over", holder["pid"], holder["host"])
+    logger.info("the lock of process %s on %s, which has ended, is taken over", holder.pid, holder.host)
 
 
 def _shows_life(path: Path) -> bool:
@@ -169,16 +159,17 @@ def _shows_life(path: Path) -> bool:
     return False
 
 
-def _holder(handle: int) -> Mapping[str, Any]:
-    """Return the holder that the lock file names; empty where it names none."""
+def _holder(handle: int) -> Holder | None:
+    """Return the holder that the lock file names; None where it names none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads(os.pread(handle, 4096, 0))
-        return {**{key: str(found[key]) for key in ("machine", "host", "since")}, "pid": int(found["pid"])}
-    return {}
+        facts = json.loads(os.pread(handle, 4096, 0))
+        machine, host, since = (str(facts[key]) for key in ("machine", "host", "since"))
+        return Holder(machine, host, int(facts["pid"]), since)
+    return None
 
 
-def _in_use(path: Path, holder: Mapping[str, Any]) -> UserError:
-    who = "process {pid} on {host}, since {since}".format(**holder) if holder else "it does not say which"
+def _in_use(path: Path, holder: Holder | None) -> UserError:
+    who = f"process {holder.pid} on {holder.host}, since {holder.since}" if holder else "it does not say which"
     return UserError(
         f"{path.absolute().parent}: another run writes here ({who}). Each would destroy files of the other: wait until "
         "it has ended, or start this run in another folder."

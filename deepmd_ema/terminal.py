@@ -24,14 +24,12 @@ def width_of(stream: TextIO) -> int | None:
         if not stream.isatty():
             return None
         given = os.environ.get("COLUMNS", "")
-        return int(given) if re.fullmatch(r"[1-9]\d{0,4}", given) else _reported_width(stream)
+        if re.fullmatch(r"[1-9]\d{0,4}", given):
+            return int(given)
+        with suppress(OSError, ValueError):
+            return os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
+        return DEFAULT_WIDTH
     return None
-
-
-def _reported_width(stream: TextIO) -> int:
-    with suppress(OSError, ValueError):
-        return os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
-    return DEFAULT_WIDTH
 
 
 def fitted(text: str, stream: TextIO) -> str:

@@ -13,7 +13,7 @@ from helpers import tiny_input
 from infer_models import write_run
 
 from deepmd_ema import checkpoint
-from deepmd_ema.checkpoint.schema import KINDS
+from deepmd_ema.checkpoint.content import KINDS
 from deepmd_ema.cli import main
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.errors import CheckpointError, UserError

@@ -97,7 +97,7 @@ def test_a_start_parses_and_checks_its_input_once_and_reads_its_file_once(option
     with (
         mock.patch.object(load, "read_config_file", wraps=load.read_config_file) as parse,
         mock.patch.object(load, "rule_problems", wraps=load.rule_problems) as check,
-        mock.patch.object(checkpoint, "read_archive", wraps=checkpoint.read_archive) as read,
+        mock.patch.object(checkpoint.file, "read_archive", wraps=checkpoint.file.read_archive) as read,
     ):
         assert train(input_of(["O", "H"], training__enable_ema=True), *next(iter(options.items()))) == 0
     assert (parse.call_count, check.call_count, read.call_count) == (1, 1, 1)

@@ -197,7 +197,7 @@ def test_a_run_starts_from_the_weights_of_a_checkpoint_of_deepmd_kit(name, tmp_p
     Path("input.json").write_text(json.dumps({**config, "model": loaded.info.config["model"]}))
     begin = load_weights(str(FILES / f"{name}.pt")).sources[""].loaded.model.state_dict()
     assert all(torch.equal(begin[key], value) for key, value in loaded.model.state_dict().items())
-    with mock.patch.object(checkpoint, "read_archive", wraps=checkpoint.read_archive) as read:
+    with mock.patch.object(checkpoint.file, "read_archive", wraps=checkpoint.file.read_archive) as read:
         assert cli.main(["train", "input.json", "--init-model", str(FILES / f"{name}.pt"), "--device", "cpu"]) == 0
     assert read.call_count == 1
     assert f"weights of {FILES / name}.pt (live, step 4)" in capsys.readouterr().err

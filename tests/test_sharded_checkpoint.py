@@ -18,9 +18,9 @@ from parallel_runs import run_ranks, train
 from torch.distributed.checkpoint import metadata
 
 from deepmd_ema import checkpoint
-from deepmd_ema.checkpoint import shards
-from deepmd_ema.checkpoint.folder import HEAD
+from deepmd_ema.checkpoint import sharded
 from deepmd_ema.cli.main import main
+from deepmd_ema.config.outputs import HEAD
 from deepmd_ema.dist import dtensor
 from deepmd_ema.dist.saved_tensors import OwnRows
 from deepmd_ema.dist.world import World
@@ -178,13 +178,13 @@ class _Attribute:
 def test_a_table_written_by_python_3_11_2_is_read():
     kind = metadata._MEM_FORMAT_ENCODING
     table = pickle.dumps(_Attribute(kind, "TORCH_PRESERVE_FORMAT"))
-    assert shards._TableUnpickler(io.BytesIO(table)).load() is kind.TORCH_PRESERVE_FORMAT
+    assert sharded._TableUnpickler(io.BytesIO(table)).load() is kind.TORCH_PRESERVE_FORMAT
 
 
 @pytest.mark.parametrize(("owner", "name"), [(metadata.Metadata, "__init__"), (metadata._MEM_FORMAT_ENCODING, "mro")])
 def test_a_table_cannot_take_other_attributes(owner, name):
     with pytest.raises(pickle.UnpicklingError, match=name):
-        shards._TableUnpickler(io.BytesIO(pickle.dumps(_Attribute(owner, name)))).load()
+        sharded._TableUnpickler(io.BytesIO(pickle.dumps(_Attribute(owner, name)))).load()
 
 
 def test_the_head_alone_is_refused(tmp_path):
@@ -203,7 +203,7 @@ def test_a_full_disk_keeps_the_older_folder(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_a_rank_cannot_see_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr("deepmd_ema.checkpoint.folder._make_part", lambda path: path.with_name("elsewhere"))
+    monkeypatch.setattr("deepmd_ema.checkpoint.sharded._make_part", lambda path: path.with_name("elsewhere"))
     with pytest.raises(CheckpointError, match=r"rank 0 does not see the folder.*a folder that all ranks share"):
         write(tmp_path / "model.ckpt-1.dcp")
 
@@ -301,7 +301,7 @@ def run(data):
 def restart_and_count(folder, start):
     """Restart as one rank; return how many stored elements it has read, and how many tensors it has gathered."""
     counts = Counter()
-    read, gather = shards._read_rows, dtensor.all_gather_rows
+    read, gather = sharded._read_rows, dtensor.all_gather_rows
 
     def read_and_count(*given):
         rows = read(*given)
@@ -314,7 +314,7 @@ def restart_and_count(folder, start):
 
     os.chdir(folder)
     with (
-        mock.patch.multiple(shards, _read_rows=read_and_count),
+        mock.patch.multiple(sharded, _read_rows=read_and_count),
         mock.patch.multiple(dtensor, all_gather_rows=gather_and_count),
     ):
         run_training("input.json", device="cpu", restart=start)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import assert_same, trains_in, write_system
 
-from deepmd_ema.checkpoint.archive import read_archive, write_archive
+from deepmd_ema.checkpoint.file import read_archive, write_archive
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.training.trainer import Callback
 

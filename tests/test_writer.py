@@ -210,10 +210,10 @@ class HeldUp(Callback):
 
         save = series.save
 
-        def late(path, *arguments):
+        def late(path, *arguments, **more):
             assert self.gate.wait(30)
             self.writes.append((path.name, self.step))
-            save(path, *arguments)
+            save(path, *arguments, **more)
 
         monkeypatch.setattr(series, "save", late)
         self.step = 0

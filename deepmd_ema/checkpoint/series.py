@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepmd_ema.checkpoint import names, save, save_sharded
+from deepmd_ema.checkpoint import names
+from deepmd_ema.checkpoint.file import save
 from deepmd_ema.config.outputs import GATHERED_SUFFIX, POINTER, SHARDED_SUFFIX, best_link, suffixed
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError, WriteError, reason_of
@@ -18,50 +18,33 @@ from deepmd_ema.files import atomic_write, link, move, remove, remove_link, spar
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Store:
-    """Writes gathered files, called on one rank; or sharded ones, called on every rank, in one thread and one order.
+class _Files:
+    """Files of a run that are written by one rank, or are sharded and written by every rank.
 
-    Attributes:
-        world: the processes that write sharded files together, from :meth:`World.for_writer`; None: files are gathered.
+    Args:
+        writers: the processes that write sharded files together, from :meth:`World.for_writer`, each in one thread and
+            in one order; None: files are gathered.
     """
 
-    world: World | None = None
+    def __init__(self, writers: World | None) -> None:
+        self._writers = writers
+        self.suffix = GATHERED_SUFFIX if writers is None else SHARDED_SUFFIX
 
-    @property
-    def suffix(self) -> str:
-        """End of the names of the files."""
-        return GATHERED_SUFFIX if self.world is None else SHARDED_SUFFIX
-
-    def save(self, path: Path, payload: Mapping[str, Any], fallback: Path | None = None) -> None:
-        """Write one file or folder whole, or leave what is there.
-
-        Args:
-            path: the file.
-            payload: its content.
-            fallback: an older checkpoint, named in the message when the writing fails.
-
-        Raises:
-            CheckpointError: if it cannot be written.
-        """
-        if self.world is None:
+    def _save(self, path: Path, payload: Mapping[str, Any], fallback: Path | None = None) -> None:
+        """Write one file or folder whole, or leave what is there; see :func:`deepmd_ema.checkpoint.file.save`."""
+        if self._writers is None:
             remove_link(path)
-            save(path, payload, fallback)
-        else:
-            save_sharded(path, payload, self.world, fallback)
+        save(path, payload, fallback, world=self._writers)
 
     def on_rank0(self, change: Callable[[], None]) -> None:
         """Have one rank change names of files, and end all that write together if it fails."""
-        world = self.world or World()
+        world = self._writers or World()
         with world.all_ranks_ok():
             if world.is_main:
                 change()
 
 
-GATHERED = Store()
-
-
-class CheckpointSeries:
+class CheckpointSeries(_Files):
     """The numbered files of one set of weights: ``<prefix><suffix>-<step>.pt``, and the link to the newest.
 
     Sharded ones are folders that end in ``.dcp``; a run may have both, if a restart has changed the format.
@@ -78,7 +61,7 @@ class CheckpointSeries:
         keep: how many files are kept; less than 1 keeps all.
         start: the step that this run starts from (0 anew, n at a restart from n); None leaves files of other runs
             with lower steps than the first save alone.
-        store: writes the files.
+        writers: see :class:`_Files`.
     """
 
     def __init__(
@@ -88,13 +71,13 @@ class CheckpointSeries:
         save_dir: str | Path | None = None,
         keep: int = 5,
         start: int | None = None,
-        store: Store = GATHERED,
+        writers: World | None = None,
     ) -> None:
+        super().__init__(writers)
         prefix = Path(prefix)
-        self.store = store
         self.name = suffixed(prefix, suffix).name
         self.folder = Path(save_dir) if save_dir is not None else prefix.parent
-        self.link = prefix.parent / f"{self.name}{store.suffix}"
+        self.link = prefix.parent / f"{self.name}{self.suffix}"
         self.keep = keep
         self._is_live = not suffix
         self._last = start
@@ -102,7 +85,15 @@ class CheckpointSeries:
 
     def file(self, step: int) -> Path:
         """Return the path of the file of ``step``."""
-        return self.folder / names.numbered_name(self.name, step, self.store.suffix)
+        return self.folder / names.numbered_name(self.name, step, self.suffix)
+
+    def save(self, step: int, payload: Mapping[str, Any], fallback: Path | None = None) -> None:
+        """Write the file of ``step``; ``fallback`` is an older one for the message when that fails.
+
+        Raises:
+            CheckpointError: if it cannot be written.
+        """
+        self._save(self.file(step), payload, fallback)
 
     def steps(self) -> list[int]:
         """Return the steps of all files that are there, ascending."""
@@ -140,7 +131,7 @@ class CheckpointSeries:
             )
 
 
-class BestFiles:
+class BestFiles(_Files):
     """Keeps the ``keep`` best files as ``<prefix>.ckpt-<step>.t-<rank>.pt``; lower values are better.
 
     ``<prefix>.ckpt.pt`` is a link to the best of them.
@@ -155,13 +146,15 @@ class BestFiles:
         keep: how many are kept.
         metric: what the values are, such as ``E:MAE``; records of another metric are not continued.
         writes: whether this process names and removes the files; others keep the records, no more.
-        store: writes the files.
+        writers: see :class:`_Files`.
     """
 
     def __init__(
-        self, prefix: str, folder: str | Path, keep: int, metric: str, writes: bool = True, store: Store = GATHERED
-    ) -> None:
-        self.writes, self.store = writes, store
+        self, prefix: str, folder: str | Path, keep: int, metric: str, writes: bool = True,
+        writers: World | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(writers)
+        self.writes = writes
         self.prefix, self.folder, self.keep, self.metric = prefix, Path(folder), keep, metric
         self.records: list[tuple[float, int]] = []  # (value, step), best first
         self._pushed_out: list[tuple[float, int]] = []  # by the last record
@@ -185,8 +178,8 @@ class BestFiles:
         The records must be those that :meth:`offer` has left.
         """
         path = self.path(step)
-        self.store.save(path, payload)
-        self.store.on_rank0(lambda: self._arrange([*self.records, *self._pushed_out]))
+        self._save(path, payload)
+        self.on_rank0(lambda: self._arrange([*self.records, *self._pushed_out]))
         return path
 
     def path(self, step: int) -> Path:
@@ -244,8 +237,8 @@ class BestFiles:
 
     def _file(self, step: int, rank: int) -> Path:
         """Return the name of a best file: of the format in which it is there, or will be written."""
-        there = {path.suffix for path in self._on_disk().get(step, ())} or {self.store.suffix}
-        suffix = self.store.suffix if self.store.suffix in there else there.pop()
+        there = {path.suffix for path in self._on_disk().get(step, ())} or {self.suffix}
+        suffix = self.suffix if self.suffix in there else there.pop()
         return self.folder / names.best_name(self.prefix, step, rank, suffix)
 
     def _on_disk(self) -> dict[int, list[Path]]:
@@ -282,8 +275,8 @@ def save_together(
     before = [s for s in live.steps() if s < step]
     fallback = live.file(before[-1]) if before else None
     for series, payload in files:
-        series.store.save(series.file(step), payload, fallback)
-    live.store.on_rank0(lambda: _move_on(step, [series for series, _ in files], bests))
+        series.save(step, payload, fallback)
+    live.on_rank0(lambda: _move_on(step, [series for series, _ in files], bests))
     return [series.file(step) for series, _ in files]
 
 

@@ -135,7 +135,11 @@ class Writer:
             raise error
 
     def _work(self) -> None:
-        _step_back()
+        # training goes first where all cores train; nothing is lost, because it waits for files at its next save
+        if sys.platform == "linux":  # which alone gives the threads of a process priorities of their own
+            with suppress(OSError):  # a container may forbid it
+                own = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + NICENESS)
         while (job := self._jobs.get()) is not None:
             began = time.perf_counter()
             if not self._has_given_up:
@@ -147,14 +151,3 @@ class Writer:
             self.times.written_s += time.perf_counter() - began
             self._jobs.task_done()
         self._jobs.task_done()
-
-
-def _step_back() -> None:
-    """Let training go first where all cores train; nothing is lost, because training waits for files at its next save.
-
-    Only Linux gives the threads of a process priorities of their own.
-    """
-    if sys.platform == "linux":
-        with suppress(OSError):  # a container may forbid it
-            own = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + NICENESS)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, Store, save_together
+from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
 from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.config import RunConfig, to_dict
 from deepmd_ema.config.outputs import Outputs, Schedule, suffix_of
@@ -147,7 +147,7 @@ class Saver:
         builder: makes the content of the files.
         bests: best files, which are pruned once a checkpoint knows of them.
         tables: their rows are on the disk before a checkpoint, so that a restart does not write them again.
-        store: writes the files.
+        writers: the processes that write sharded files together, or None.
         world: the processes of the run.
 
     Attributes:
@@ -159,10 +159,10 @@ class Saver:
 
     def __init__(
         self, config: RunConfig, schedule: Schedule, start: int, builder: StateBuilder, bests: Sequence[BestFiles],
-        tables: Sequence[RowTable], store: Store, world: World,
+        tables: Sequence[RowTable], writers: World | None, world: World,
     ) -> None:  # fmt: skip
         training, folder = config.training, Outputs(config).snapshot_folder
-        files_of = partial(CheckpointSeries, training.save_ckpt, start=start, store=store)
+        files_of = partial(CheckpointSeries, training.save_ckpt, start=start, writers=writers)
 
         def series(weights: str, max_keep: int | None) -> CheckpointSeries:
             return files_of(suffix_of(weights), training.save_dir, schedule.num_kept(max_keep))
@@ -243,5 +243,5 @@ class Saver:
 
 
 def _write_snapshot(series: CheckpointSeries, step: int, content: Mapping[str, Any], buffers: Iterable[str]) -> None:
-    series.store.save(series.file(step), narrowed(content, buffers))
-    series.store.on_rank0(lambda: series.rotate(step))
+    series.save(step, narrowed(content, buffers))
+    series.on_rank0(lambda: series.rotate(step))

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch, PackedBatch
-from deepmd_ema.checkpoint.series import Store
 from deepmd_ema.config.outputs import Schedule
 from deepmd_ema.config.schema.loggers import FAILED, FINISHED, INTERRUPTED
 from deepmd_ema.config.schema.optim import LKFConfig
@@ -127,11 +126,11 @@ class Trainer:
             due["validation"] = schedule.validation
         self.times = RunTimes(due, {"validation": validation_steps})
         self.reporter = Reporter(config, self.tasks, self.bank, prepared.length, run, world, self.times, in_validation)
-        store = Store(world.for_writer() if training.writes_shards else None)
-        self.validator = FullValidation(prepared, self.bank, num_steps, store, world, in_validation)
+        writers = world.for_writer() if training.writes_shards else None
+        self.validator = FullValidation(prepared, self.bank, num_steps, writers, world, in_validation)
         builder = StateBuilder.build(prepared, used, self.bank, run, num_steps, world)
         tables = [*filter(None, self.reporter.curves.values()), *self.validator.logs]
-        self.saver = Saver(config, schedule, start.step, builder, self.validator.bests, tables, store, world)
+        self.saver = Saver(config, schedule, start.step, builder, self.validator.bests, tables, writers, world)
 
         self.graphs: GraphedSteps | None = None
         if isinstance(config.optimizer, LKFConfig):

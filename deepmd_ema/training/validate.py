@@ -13,7 +13,7 @@ from typing import Any
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
-from deepmd_ema.checkpoint.series import BestFiles, Store
+from deepmd_ema.checkpoint.series import BestFiles
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.data.loader import num_batches, prefetch, sequential_batches, shared_atoms_at_once
 from deepmd_ema.dist.world import World
@@ -64,7 +64,7 @@ class FullValidation:
         prepared: models and data of the run.
         bank: averages, or None.
         num_steps: of the whole run.
-        store: writes the best files.
+        writers: the processes that write sharded files together, or None.
         world: the processes that share the batches.
         products: context of matrix products.
 
@@ -80,7 +80,7 @@ class FullValidation:
         prepared: PreparedRun,
         bank: AverageBank | None,
         num_steps: int,
-        store: Store,
+        writers: World | None,
         world: World,
         products: Products = nullcontext,
     ) -> None:
@@ -97,7 +97,7 @@ class FullValidation:
                 file = outputs.validation_log(weights, task)
                 log = ValidationLog(file, num_steps, self._metric) if world.is_main else None
                 prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
-                best = BestFiles(prefix, folder, keep, self._metric, writes=world.is_main, store=store)
+                best = BestFiles(prefix, folder, keep, self._metric, writes=world.is_main, writers=writers)
                 self.rows.append(Validated(weights, task, log, best if validating.save_best else None))
 
     def run(

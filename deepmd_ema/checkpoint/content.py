@@ -1,0 +1,162 @@
+"""Content of model files: their head, parts by kind, and the weights that a reader takes from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deepmd_ema.errors import CheckpointError, first_few
+from deepmd_ema.tensors import StoredTensor
+from deepmd_ema.version import __version__
+
+FORMAT = 1  # of the payload; this version reads it and all smaller ones
+
+# parts that a file must have, by their path, and their types; a digest covers what is inside of them
+_ALL: dict[str, Any] = {"version": str, "weights": str, "step": int, "config.model": dict, "model": dict}
+_TRAINING = {
+    "config.training": dict, "optimizer.type": str, "streams": dict, "display.sums": dict, "validation_pending": bool,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "training": _ALL | _TRAINING,
+    "average": _ALL | {"average": dict},
+    "best": _ALL,
+    "snapshot": _ALL | {"average.type": str, "average.updates": int, "averaged": list},
+    # a model of another program may not say of which step it is
+    "weights": _ALL | {"step": int | None},
+}
+_OPTIONAL: dict[str, Any] = {
+    # files of 0.1.0 have none of the first two
+    "run": str | None, "num_steps": int, "min_nbor_dist": int | float | dict | None,
+    "averages.steps": int, "averages.profiles": dict,
+    **dict.fromkeys(("average", "best", "early_stop", "interpolation", "refitted", "refitted_bias", "bias"), dict),
+}  # fmt: skip
+_MAX_COUNT = 1 << 62  # numpy and torch compute with 64 bits
+
+
+def payload_head(
+    kind: str, weights: str, step: int | None, config: Mapping[str, Any], min_nbor_dist: Any, **more: Any
+) -> dict[str, Any]:
+    """Return the first entries of a model file: its kind, the program that wrote it, run and step of its weights.
+
+    Args:
+        kind: ``training``, ``average``, ``best``, ``snapshot`` or ``weights``.
+        weights: ``live``, or the name of an average.
+        step: optimizer steps after which the weights were saved.
+        config: normalized config of the run.
+        min_nbor_dist: nearest pair in the training data, angstrom, or None when it is not known; by task if there are
+            several.
+        more: what this kind of file has beside, such as ``run``.
+    """
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "kind": kind,
+        "weights": weights,
+        "step": step,
+        "config": dict(config),
+        "min_nbor_dist": min_nbor_dist,
+        **more,
+    }
+
+
+def check_content(payload: Mapping[str, Any], path: str | Path) -> None:
+    """Check that ``payload``, read from ``path``, holds the parts of its kind.
+
+    Raises:
+        CheckpointError: naming parts that are missing or of another type.
+    """
+    kind = payload["kind"]
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise CheckpointError(f"{path}: a file of kind {kind!r}, expected one of {', '.join(KINDS)}. Update dp-ema.")
+    parts = {name: types for name, types in _OPTIONAL.items() if name.partition(".")[0] in payload} | KINDS[kind]
+    if problems := list(dict.fromkeys(_problems(payload, parts))):
+        raise CheckpointError(
+            f"{path}: not a file of kind {kind} as dp-ema writes it: {first_few(problems, 5)}. Another program has "
+            "changed it, or it was not made by a run: take another file."
+        )
+
+
+def _problems(payload: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield parts that are missing or of another type."""
+    for name, types in parts.items():
+        value: Any = payload
+        above = name.split(".")
+        for depth, key in enumerate(above, 1):
+            place, expected = ".".join(above[:depth]), types if depth == len(above) else dict
+            if key not in value:
+                yield f"{place} is missing"
+                break
+            value = value[key]
+            # Python counts bool among whole numbers
+            is_right = expected is bool if isinstance(value, bool) else isinstance(value, expected)
+            if not is_right or (type(value) is int and not 0 <= value < _MAX_COUNT):
+                yield f"{place} is {_describe(value)}, expected {getattr(expected, '__name__', expected)}"
+                break
+    weights = payload.get("model")
+    for name, tensor in weights.items() if isinstance(weights, Mapping) else ():
+        if not (isinstance(tensor, Tensor | StoredTensor) and tensor.is_floating_point()):
+            yield f"model.{name} is {_describe(tensor)}, expected a tensor of floating-point numbers"
+
+
+def _describe(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{kind} {str(value)[:30]!r}" if isinstance(value, str | int | float) else kind
+
+
+def weights_in(
+    payload: Mapping[str, Any], path: str | Path, profile: str | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the weights that a reader of a file uses, by name, and the facts of the average (empty for live weights).
+
+    A training checkpoint holds the live weights and every average; any other file holds one set of weights. The live
+    buffers complete an average. Tensors that were fitted after training (``refitted``) take the place of the raw ones,
+    which only a restart needs.
+
+    Args:
+        payload: content of a model file.
+        path: where it was read, for messages.
+        profile: an average by name (see :func:`choose_profile`), or None for the file's own weights.
+
+    Raises:
+        CheckpointError: if there is no average of that name.
+    """
+    own = payload["weights"]
+    weights, facts, name = dict(payload["model"]), dict(payload.get("average", {})), own
+    if profile is not None and payload["kind"] == "training":
+        name = choose_profile(payload, path, profile)
+        state = payload["averages"]["profiles"][name]
+        weights |= state["weights"]
+        plain = {key: value for key, value in state.items() if isinstance(value, str | int | float | None)}
+        facts = {"profile": name, **plain, "updates": max(0, state["updates"])}  # before its start it has no update
+    elif profile is not None and profile != own:
+        raise CheckpointError(f"{path}: holds the weights {own!r}, not the average {profile!r}.")
+    return weights | refitted(payload).get(name, {}), facts
+
+
+def refitted(payload: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors that were fitted after training, by name of the weights and by their names in the models."""
+    found = payload.get("refitted", payload.get("refitted_bias", {}))  # of 0.1.0, where one model had the bias itself
+    return {name: dict(own) if isinstance(own, Mapping) else {"out_bias": own} for name, own in found.items()}
+
+
+def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | None = None) -> str:
+    """Return the name of an average that a training checkpoint holds: ``profile``, or the only one there is.
+
+    Raises:
+        CheckpointError: if there is none, or none of that name, or several and no name.
+    """
+    profiles = payload.get("averages", {}).get("profiles", {})
+    if not profiles:
+        raise CheckpointError(
+            f"{path}: no averaged weights in this checkpoint: training.enable_ema was false and training.averaging "
+            'empty. Train with "enable_ema": true, or leave out --use-ema to take the live weights.'
+        )
+    if profile is None and len(profiles) == 1:
+        return str(next(iter(profiles)))
+    if profile is None or profile not in profiles:
+        wanted = "which average?" if profile is None else f"no average is called {profile!r}."
+        raise CheckpointError(f"{path}: {wanted} Give --average one of: {', '.join(profiles)}.")
+    return profile

@@ -1,0 +1,423 @@
+"""Model files: written atomically, with a digest, and found, read and checked again.
+
+Files of kind ``training`` hold everything that a restart needs; the others hold weights only. Each way in which a file
+can be wrong has a message. ``content`` has what a file must hold, ``series`` the names of the files that a run keeps.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepmd_ema.checkpoint.content import FORMAT, check_content
+from deepmd_ema.checkpoint.names import SUFFIXES, numbered, series_and_step, training_series
+from deepmd_ema.config.outputs import POINTER, is_sharded, read_pointer
+from deepmd_ema.dist.world import World
+from deepmd_ema.errors import CheckpointError, WriteError, command, first_few, is_disk_full, reason_of, refusal_of
+from deepmd_ema.files import atomic_write, spare_of, writing
+from deepmd_ema.tensors import content_digest, on_cpu, whole
+from deepmd_ema.weight_names import LIVE
+
+DIGEST = "digest"  # of all else in the file; files of 0.1.0 have none
+SHARDS = "shards"  # in the head of a sharded one: its files, and the tensors that are there under another name
+# files that a run has written and no command can make again: what they are, and what would be lost
+_NOT_REPLACED = {
+    "training": ("the training checkpoint itself", "no restart could continue"),
+    "snapshot": ("a snapshot of the run", "`dp-ema posthoc` would leave it out"),
+    "average": ("the average that the run has saved", "it would be gone"),
+    "best": ("one of the best files of the run", "it would be gone"),
+}
+_RENAMED = {"owes_validation": "validation_pending"}  # key of an earlier version: key of this one
+
+
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+_PLAIN_FLAGS = 0x808  # of an entry of an archive: its name is UTF-8, its sizes stand behind it
+
+
+class DamagedError(Exception):
+    """The bytes are not what was written."""
+
+
+class DeepmdCheckpointError(CheckpointError):
+    """The file is whole, but a checkpoint of DeePMD-kit.
+
+    Attributes:
+        content: of the file.
+    """
+
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        convert = command("dp-ema", "convert", path, "model.dp")
+        super().__init__(
+            f"{path}: a checkpoint of DeePMD-kit, which holds its state of a run in another form. --init-model and "
+            f"--finetune start a run from its weights, and `{convert}` makes a model file of it."
+        )
+        self.content = content
+
+
+def save(
+    path: str | Path,
+    payload: Mapping[str, Any],
+    fallback: Path | None = None,
+    check: Callable[[Path], None] | None = None,
+    option: str = "training.save_dir",
+    world: World | None = None,
+) -> None:
+    """Write ``payload`` to ``path`` in one move, with a digest of it; nothing may change its tensors meanwhile.
+
+    Args:
+        path: the file; its folder is made if it is missing.
+        payload: primitive containers, numbers, strings and tensors.
+        fallback: an older checkpoint, named in the message when the writing fails.
+        check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
+        option: what names the place, for the message.
+        world: the processes that write a folder together, with a group that nobody else uses meanwhile; then every rank
+            must call this, and ``payload`` has :class:`~deepmd_ema.tensors.RowShard` in place of tensors that are
+            distributed. None: a file.
+
+    Raises:
+        CheckpointError: if the disk is full or the folder cannot be written; an older file of that name is kept. Where
+            another rank has failed: :class:`RankLostError`.
+    """
+    path = Path(path)
+    with _writing(path, fallback, option):
+        if world is not None:
+            _sharded().write_folder(path, payload, world)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as part:
+            write_archive(part, payload)
+            if check is not None:
+                check(part)
+
+
+def write_archive(path: Path, payload: Mapping[str, Any]) -> None:
+    """Write ``payload`` with its digest to ``path``, which nobody else reads yet."""
+    with path.open("wb") as file:
+        content = _interned(on_cpu(payload))
+        torch.save({**content, DIGEST: content_digest(content)}, file)
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Return the content of a checkpoint, on the CPU; ``path`` may be anything that :func:`resolve` takes.
+
+    A sharded checkpoint is read whole, and has the content of a gathered one.
+
+    Raises:
+        CheckpointError: if it is missing, damaged (the newest intact one before it is named), lacks a part, was written
+            by a newer version, or is no checkpoint at all.
+        DeepmdCheckpointError: if DeePMD-kit has written it.
+    """
+    found: dict[str, Any] = whole(load_shards(path))
+    return found
+
+
+def load_shards(path: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+    """Return the payload as :func:`load` does, with tensors of a sharded checkpoint left on the disk.
+
+    Args:
+        path: as for :func:`load`.
+        share: number k and n of the processes that read it together, each of which checks the bytes of its n-th of the
+            shards.
+    """
+    path = resolve(path)
+    try:
+        return _read(path, share)
+    except DamagedError as error:
+        advice, real = "There is no older intact checkpoint beside it.", path.resolve()
+        series, last = series_and_step(real.name) or ("", 0)
+        older = numbered(real.parent, series)
+        for step in sorted((step for step in older if step < last), reverse=True):
+            with suppress(DamagedError, CheckpointError):  # this one is not intact either
+                _read(older[step])
+                advice = f"The newest intact checkpoint before it is {older[step]}: continue from that one."
+                break
+        raise CheckpointError(f"{path}: damaged, {error}. {advice}") from error
+
+
+def load_facts(path: str | Path) -> dict[str, Any]:
+    """Return the content of one checkpoint with its tensors left on the disk: to look through many of them.
+
+    Names, shapes and facts are those of :func:`load`, which reads the rest and checks every byte.
+
+    Raises:
+        CheckpointError: as :func:`load` does.
+    """
+    try:
+        if is_sharded(Path(path)):
+            return _checked(Path(path), _sharded().read_folder(Path(path), share=None))
+        payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # whatever it is: the other way of reading has a message for it
+        return load(path)
+    return _checked(Path(path), payload)
+
+
+def resolve(path: str | Path) -> Path:
+    """Return the checkpoint that ``path`` means: itself, its name without ``.pt`` or ``.dcp``, or the folder of a run.
+
+    Raises:
+        CheckpointError: if there is no such file; the checkpoints in that folder are listed.
+    """
+    path = Path(path)
+    if path.is_dir() and not is_sharded(path):
+        pointer = path / POINTER
+        if not pointer.is_file():
+            raise CheckpointError(
+                f"{path}: no file {POINTER!r} here that names the newest checkpoint. {_nearby(pointer)}"
+            )
+        return _follow(pointer)
+    if path.name == POINTER and path.is_file():
+        return _follow(path)
+    for candidate in (path, *(path.with_name(path.name + suffix) for suffix in SUFFIXES)):
+        if candidate.is_file() or is_sharded(candidate):
+            return candidate
+        if is_sharded(spare_of(candidate)):  # a kill has hit the moment at which a newer folder took its place
+            return spare_of(candidate)
+        if candidate.is_symlink():
+            raise CheckpointError(f"{candidate}: links to {os.readlink(candidate)}, which is missing. {_nearby(path)}")
+    raise CheckpointError(f"{path}: no such file. {_nearby(path)}")
+
+
+def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+    """Read and check one checkpoint; :class:`DamagedError` if its bytes were lost or changed."""
+    if path.is_dir():
+        return _checked(path, _sharded().read_folder(path, share))
+    payload = read_archive(path)
+    if isinstance(payload, dict) and SHARDS in payload:
+        raise CheckpointError(f"{path}: a part of a sharded checkpoint. Give its folder, {path.parent}.")
+    return _checked(path, payload)
+
+
+def _sharded() -> Any:
+    # half a second to import, and no other checkpoint needs it
+    from deepmd_ema.checkpoint import sharded
+
+    return sharded
+
+
+def read_archive(path: Path) -> Any:
+    """Return the content of a file without its digest, on the CPU.
+
+    Raises:
+        CheckpointError: if it cannot be read, or is a file of another kind.
+        DamagedError: if its bytes were lost or changed.
+    """
+    try:
+        _check_archive(path)
+        payload = torch.load(path, map_location="cpu", weights_only=True)
+        expected = payload.pop(DIGEST, None) if isinstance(payload, dict) else None
+        if expected is not None and expected != content_digest(payload):
+            raise DamagedError("its content is not what was written (another digest)")
+    except (CheckpointError, DamagedError):
+        raise
+    except pickle.UnpicklingError as error:
+        freeze = command("dp", "--pt", "freeze", "-c", path, "-o", "model.pth")
+        raise CheckpointError(
+            f"{path}: holds objects other than tensors and numbers, which are not loaded: they could run any program. "
+            f"dp-ema did not write it. If DeePMD-kit did, `{freeze}` and `dp convert-backend model.pth model.dp` make "
+            "a model.dp of it, which dp-ema reads."
+        ) from error
+    except Exception as error:  # bytes that were changed can make the readers of archives and pickles fail in any way
+        if (reason := refusal_of(error)) is not None:
+            raise CheckpointError(f"{path}: cannot be read {reason}") from error
+        raise DamagedError(f"{str(error).splitlines()[0][:200] if str(error) else type(error).__name__}") from error
+    return payload
+
+
+def _check_archive(path: Path) -> None:
+    """Check every byte against the archive's checksums, which ``torch.load`` does not do."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    if not head:
+        raise DamagedError("the file is empty")
+    if head == _HDF5:
+        raise CheckpointError(
+            f"{path}: a frozen model (.dp, HDF5), not a checkpoint. Give it a name that ends in .dp; all commands but "
+            "--restart read it then."
+        )
+    if head[:2] != b"PK":
+        raise CheckpointError(f"{path}: not a checkpoint; dp-ema writes them as model.ckpt-<step>.pt.")
+    if not zipfile.is_zipfile(path):
+        raise DamagedError(f"cut off after {path.stat().st_size} bytes")
+    with zipfile.ZipFile(path) as archive:
+        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            convert = command("dp", "convert-backend", path, path.with_suffix(".dp"))
+            raise CheckpointError(
+                f"{path}: a TorchScript archive (.pth), not a checkpoint of a run. `{convert}` with DeePMD-kit "
+                "makes a .dp of it, which dp-ema reads."
+            )
+        # torch has a reader of its own, which takes a compressed entry or one with the attributes of a folder for
+        # something else than Python's does: then the checksum is right and the weights are wrong
+        names = Counter(entry.filename for entry in archive.infolist())
+        for entry in archive.infolist():
+            plain = entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
+            if not plain or entry.external_attr or entry.flag_bits & ~_PLAIN_FLAGS or names[entry.filename] > 1:
+                raise DamagedError(f"the entry {entry.filename} of the archive is not as it was written")
+        bad = archive.testzip()
+    if bad is not None:
+        raise DamagedError(f"the checksum of {bad} is wrong")
+
+
+def _checked(path: Path, payload: Any) -> dict[str, Any]:
+    """Return ``payload`` under the keys of this version, without its digest, once a run is known to have written it."""
+    if isinstance(payload, dict) and "format" in payload and "kind" in payload:
+        found = payload["format"]
+        if not isinstance(found, int) or not 1 <= found <= FORMAT:
+            raise CheckpointError(
+                f"{path}: written by dp-ema {payload.get('version', 'of another version')} in format "
+                f"{' '.join(str(found).split())[:40]}; this version reads formats from 1 to {FORMAT}. Update dp-ema."
+            )
+        payload = {_RENAMED.get(name, name): part for name, part in payload.items() if name != DIGEST}
+        check_content(payload, path)
+        return payload
+    weights = payload.get("model", payload) if isinstance(payload, Mapping) else {}
+    if isinstance(weights, Mapping) and "_extra_state" in weights:  # where DeePMD-kit keeps the input of a model
+        raise DeepmdCheckpointError(path, payload)
+    raise CheckpointError(f"{path}: a torch file, but not a checkpoint of dp-ema.")
+
+
+def _follow(pointer: Path) -> Path:
+    try:
+        named = read_pointer(pointer)
+        there = named.is_file() or is_sharded(named) or is_sharded(spare_of(named))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{pointer}: not the path of a checkpoint, which a run writes there ({reason_of(error)}). Give the "
+            f"checkpoint itself. {_nearby(pointer)}"
+        ) from error
+    if not there:
+        raise CheckpointError(
+            f"{pointer}: names {'nothing' if named == pointer.parent else named}, which is missing. {_nearby(named)}"
+        )
+    return resolve(named)
+
+
+def _nearby(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path()
+    files = [(series_and_step(p.name) or (p.name, 0), p.name) for p in folder.iterdir() if p.suffix in SUFFIXES]
+    if not files:
+        return f"There is no checkpoint in {folder.resolve()}."
+    files.sort(key=lambda file: (file[0][0], -file[0][1]))  # the newest of a series first
+    return f"Available in {folder}: {first_few([name for _, name in files])}."
+
+
+def _interned(tree: Any) -> Any:
+    """Return nested containers in which equal texts are one object.
+
+    Pickle writes an object once, so that the bytes of a file would depend on where its texts come from, for example on
+    whether a run was restarted.
+    """
+    if isinstance(tree, dict):
+        return {_interned(key): _interned(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(_interned, tree))
+    return sys.intern(tree) if type(tree) is str else tree
+
+
+@contextmanager
+def _writing(path: Path, fallback: Path | None, option: str = "training.save_dir") -> Iterator[None]:
+    """Turn what the system refuses in the body into a message that names ``fallback``, which is still usable."""
+    try:
+        with writing(path):
+            yield
+    except WriteError as error:
+        folder = next(f for f in path.absolute().parents if f.is_dir())
+        free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free in {folder}"
+        if is_disk_full(error.cause):
+            advice = f"The disk is full ({free}). Make room there, or choose another {option}."
+        else:
+            advice = f"Reason: {reason_of(error.cause)} ({free})."
+        usable = f" {fallback} is whole and still usable." if fallback is not None else ""
+        raise CheckpointError(f"{path}: the checkpoint could not be written. {advice}{usable}") from error
+
+
+def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
+    """Check that a restart can continue from ``payload``, read from ``path``.
+
+    Raises:
+        CheckpointError: if it holds weights only; the message names the file to use instead.
+    """
+    kind = payload["kind"]
+    if kind == "training":
+        return
+    what = f"the average {payload['weights']!r}" if payload["weights"] != LIVE else "the live weights"
+    what = what if payload["weights"] else "weights"  # of a file that does not say which
+    if kind == "best":
+        what = "the best weights" if payload["weights"] == LIVE else f"the best weights of {what}"
+    path = Path(path)
+    real = path.resolve()
+    use = "Use a training checkpoint (model.ckpt-*.pt)"
+    files = numbered(real.parent, training_series(real.name, payload["weights"]))
+    if files:
+        partner = files.get(payload["step"], files[max(files)])  # of the same step, or the newest one there is
+        if not path.is_absolute():
+            partner = path.parent / os.path.relpath(partner, path.parent.resolve())
+        use = f"Use --restart {partner}"
+    raise CheckpointError(
+        f"{path}: holds {what} of step {payload['step']} and not the state of a run (raw weights, moments, streams), "
+        f"so a restart cannot continue from it. {use}, or start anew from these weights with --init-model {path}."
+    )
+
+
+def ensure_writable(folder: str | Path, option: str = "") -> None:
+    """Make ``folder`` if need be, and check that a file can be written into it.
+
+    Args:
+        folder: where files will be written.
+        option: what names the folder, for the message.
+
+    Raises:
+        CheckpointError: if not.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:  # without a name: a kill here leaves nothing
+            probe.write(b"x")
+    except OSError as error:
+        place, more = (f"{option}: ", f", or let {option} name another folder") if option else ("", "")
+        reason = "a file of that name is in the way" if folder.is_file() else reason_of(error)
+        remedy = "Make room on the disk" if is_disk_full(error) else "Use a folder that you may write to"
+        raise CheckpointError(f"{place}{folder.absolute()}: cannot write here ({reason}). {remedy}{more}.") from error
+
+
+def refuse_to_replace(path: str | Path, option: str) -> None:
+    """Check that a file of weights may be written to ``path``: not over what only a run can write.
+
+    Args:
+        path: the file; need not exist.
+        option: what names it, for the message.
+
+    Raises:
+        CheckpointError: if the name does not end in .pt, or a file of a run is there, or one that is no model file.
+    """
+    path = Path(path)
+    if path.suffix.lower() != ".pt":
+        raise CheckpointError(f"{option} {path}: expected a name that ends in .pt. `dp-ema freeze` makes a .dp of it.")
+    try:
+        kind = load_facts(path)["kind"] if path.is_file() and path.stat().st_size else ""
+    except DeepmdCheckpointError as error:
+        if "dp_ema" in error.content:  # `dp-ema convert --to deepmd` has written it
+            return
+        raise CheckpointError(
+            f"{option} {path}: a checkpoint of DeePMD-kit is there. Choose another {option}."
+        ) from error
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{option} {path}: a file is there that dp-ema cannot read. Choose another {option}, or move the file away."
+        ) from error
+    if kind in _NOT_REPLACED:
+        what, loss = _NOT_REPLACED[kind]
+        raise CheckpointError(
+            f"{option} {path}: {what}. The file written holds weights only, so that {loss}. Choose another {option}."
+        )
