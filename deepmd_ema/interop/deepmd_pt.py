@@ -104,7 +104,11 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
         if use_average:
             averaged, facts = _average(payload, path, "" if name == _ONLY else f"{name}.")
             own |= averaged
-        config = _config(section, path)
+        options = {name: value for name, value in section.items() if name not in _OF_TRAINING}
+        try:
+            config = model_config_from_dict(_as_built(options, path), str(path))
+        except ConfigError as error:
+            raise CheckpointError(error.problems) from error
         model = build_model(config)
         tree = model_tree(model, config)
         _put(tree, own, path, config)
@@ -133,7 +137,24 @@ def write_deepmd_pt(
         CheckpointError: if that backend does not have such a model.
         WriteError: if the file cannot be written.
     """
-    payload = _payload(path, models)
+    sections: dict[str, Tree] = {}
+    state: dict[str, Any] = {_EXTRA: {}}
+    for task, own in models.items():
+        lacking = _not_in_pt(task, own.config)
+        if lacking:
+            raise CheckpointError(
+                f"{path}: DeePMD-kit's backend pt does not have {lacking}. Without --to deepmd the file is for dp-ema."
+            )
+        sections[task] = deepmd_section(own.config)
+        state |= {f"model.{task or _ONLY}.{name}": tensor for name, tensor in _tensors(own)}
+    first = next(iter(models.values()))
+    # the number of the last step, counted from 0
+    train_infos = {"lr": 0.0, "step": max(0, (first.facts.get("step") or 0) - 1)}
+    params = sections.get("") or {"model_dict": sections}
+    state[_EXTRA] = {"model_params": params, "train_infos": train_infos}
+    facts = {task: dict(own.facts) for task, own in models.items()}
+    # DeePMD-kit starts no run from a checkpoint without the entry `optimizer`, and makes a new one of None
+    payload = {"model": state, "optimizer": None, EXTRA: facts}
     with atomic_write(path, "Choose another OUT, or make room.") as part:
         # no digest: DeePMD-kit changes tensors of a file and keeps what it does not know
         torch.save(on_cpu(payload), part)
@@ -156,14 +177,6 @@ def _extra_of(payload: Any, path: Path) -> Mapping[str, Any]:
             + _CONVERT.format(path=command(path))
         )
     return extra
-
-
-def _config(section: Mapping[str, Any], path: Path) -> ModelConfig:
-    options = {name: value for name, value in section.items() if name not in _OF_TRAINING}
-    try:
-        return model_config_from_dict(_as_built(options, path), str(path))
-    except ConfigError as error:
-        raise CheckpointError(error.problems) from error
 
 
 def _as_built(section: Any, path: Path) -> Any:
@@ -195,28 +208,6 @@ def _average(payload: Mapping[str, Any], path: Path, prefix: str) -> tuple[dict[
         )
     found = {name.removeprefix(prefix): value for name, value in average["model"].items() if name.startswith(prefix)}
     return found, {"type": "ema", "decay": float(average.get("decay", 0.0))}
-
-
-def _payload(path: Path, models: Mapping[str, WrittenModel]) -> dict[str, Any]:
-    """Return the content of a checkpoint; tensors that models share are the same object."""
-    sections: dict[str, Tree] = {}
-    state: dict[str, Any] = {_EXTRA: {}}
-    for task, own in models.items():
-        lacking = _not_in_pt(task, own.config)
-        if lacking:
-            raise CheckpointError(
-                f"{path}: DeePMD-kit's backend pt does not have {lacking}. Without --to deepmd the file is for dp-ema."
-            )
-        sections[task] = deepmd_section(own.config)
-        state |= {f"model.{task or _ONLY}.{name}": tensor for name, tensor in _tensors(own)}
-    first = next(iter(models.values()))
-    # the number of the last step, counted from 0
-    train_infos = {"lr": 0.0, "step": max(0, (first.facts.get("step") or 0) - 1)}
-    params = sections.get("") or {"model_dict": sections}
-    state[_EXTRA] = {"model_params": params, "train_infos": train_infos}
-    facts = {task: dict(own.facts) for task, own in models.items()}
-    # DeePMD-kit starts no run from a checkpoint without the entry `optimizer`, and makes a new one of None
-    return {"model": state, "optimizer": None, EXTRA: facts}
 
 
 def deepmd_section(config: ModelConfig) -> Tree:

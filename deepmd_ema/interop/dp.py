@@ -313,14 +313,9 @@ class StandardTree:
         table, switch = model.short_range.table, model.short_range.switch
         pairs = part_tree(whole, "pairtab", table_entries(table, sum(model.layout.sel)))
         return {
-            **whole,
-            "type": "zbl",
-            "models": [part_tree(whole, "standard", networks), pairs],
-            "weights": "mean",
-            "sw_rmin": switch.inner,
-            "sw_rmax": switch.outer,
-            "smin_alpha": switch.alpha,
-        }
+            **whole, "type": "zbl", "models": [part_tree(whole, "standard", networks), pairs],
+            "weights": "mean", "sw_rmin": switch.inner, "sw_rmax": switch.outer, "smin_alpha": switch.alpha,
+        }  # fmt: skip
 
     def normalized(self, tree: Tree) -> Tree:
         """Return a tree with options in place of tables, and networks where those of a model without tables are.
@@ -381,14 +376,10 @@ def part_tree(whole: Mapping[str, Any], kind: str, entries: Tree) -> Tree:
     """
     num_types = len(whole["type_map"])
     return {
-        **whole,
-        "atom_exclude_types": [],
-        "pair_exclude_types": [],
-        "preset_out_bias": None,
+        **whole, "atom_exclude_types": [], "pair_exclude_types": [], "preset_out_bias": None,
         VARIABLES: {"out_bias": np.zeros((1, num_types, 1)), "out_std": np.ones((1, num_types, 1))},
-        "type": kind,
-        **entries,
-    }
+        "type": kind, **entries,
+    }  # fmt: skip
 
 
 def refuse_own_exclusions(part: Mapping[str, Any]) -> None:

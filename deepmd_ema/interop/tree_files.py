@@ -178,30 +178,22 @@ def _read_yaml(path: Path) -> Any:
     import yaml
 
     text = path.read_text(encoding="utf-8")
-    if _depth_bound(text) > _DEEPEST:
-        raise CheckpointError(f"{path}: nested too deeply to be a model file.")
-    tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    if _is_larger(tree, len(text) + 1):
-        raise CheckpointError(f"{path}: its anchors stand for more values than a model file of this length has.")
-    return _replaced(tree, _as_array)
-
-
-def _depth_bound(text: str) -> int:
-    """Return at least as many levels as a YAML text has: by indentation and dashes, or by brackets."""
+    # at least as many levels as the text has: by indentation and dashes, or by brackets
     indented = max(map(len, re.findall(r"^[ ?:-]*", text, re.MULTILINE)))
     steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", text))
-    return indented + max(accumulate(steps), default=0)
-
-
-def _is_larger(tree: Any, most: int) -> bool:
-    """Whether there are more than ``most`` values in ``tree``, in which one may stand in several places."""
-    waiting = [tree]
+    if indented + max(accumulate(steps), default=0) > _DEEPEST:
+        raise CheckpointError(f"{path}: nested too deeply to be a model file.")
+    tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    # with anchors, one value may stand in several places
+    waiting, most = [tree], len(text) + 1
     while waiting and most >= 0:
         value = waiting.pop()
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         most -= 1 + len(inside)
         waiting.extend(inside)
-    return most < 0
+    if most < 0:
+        raise CheckpointError(f"{path}: its anchors stand for more values than a model file of this length has.")
+    return _replaced(tree, _as_array)
 
 
 _READERS = {".pt2": (_read_packaged, "a compiled"), ".yaml": (_read_yaml, "a YAML"), ".yml": (_read_yaml, "a YAML")}

@@ -52,13 +52,9 @@ class DPA2Tree(parts.PartTree):
         options, types, former = plain(section), config.type_map, part.repformer
         repformer_args = {**options["repformer"], "ln_eps": eps_of(options["repformer"]["ln_eps"])}
         tree: Tree = {
-            **parts.node("Descriptor", 3),
-            "type": "dpa2",
-            "ntypes": len(types),
-            "repinit_args": parts.options_tree(section.repinit),
-            "repformer_args": repformer_args,
-            **parts.options_tree(section, "repinit", "repformer"),
-            "precision": parts.precision_of(part.dtype),
+            **parts.node("Descriptor", 3), "type": "dpa2", "ntypes": len(types),
+            "repinit_args": parts.options_tree(section.repinit), "repformer_args": repformer_args,
+            **parts.options_tree(section, "repinit", "repformer"), "precision": parts.precision_of(part.dtype),
             "type_map": list(types),
             "type_embedding": parts.type_embedding_tree(part.type_embedding, types, options["trainable"]),
             "g1_shape_tranform": {"@class": "Identity", "@version": 1},
@@ -69,7 +65,7 @@ class DPA2Tree(parts.PartTree):
                 "env_mat": parts.env_mat_tree(former.rcut, former.rcut_smth, former.protection),
                 VARIABLES: parts.statistics_tree(former),
             },
-        }
+        }  # fmt: skip
         dense = {"g1_shape_tranform": "to_repformer", "tebd_transform": "add_element"}
         tree |= {name: parts.layer_tree(layer) for name, layer in parts.parts_of(part, dense)}
         if part.angles is not None:
@@ -98,30 +94,22 @@ def _layer_tree(layer: RepformerLayer, part: DPA2Descriptor, args: Mapping[str, 
     tree: Tree = {
         **parts.node("RepformerLayer", 2),
         **{name: value for name, value in args.items() if name not in OF_ALL_LAYERS},
-        "sel": [part.repformer.sel],
-        "ntypes": part.num_types,
-        "update_chnnl_2": not layer.last,
+        "sel": [part.repformer.sel], "ntypes": part.num_types, "update_chnnl_2": not layer.last,
         **{name: args[name] and not layer.last for name in PAIR_OPTIONS},
-        "smooth": part.repformer.smooth,
-        "precision": precision,
-        "ln_eps": args["ln_eps"],
-    }
+        "smooth": part.repformer.smooth, "precision": precision, "ln_eps": args["ln_eps"],
+    }  # fmt: skip
     softmax = {"smooth": part.repformer.smooth, "attnw_shift": LOGIT_SHIFT}
     of_node = {"input_dim": args["g1_dim"], "hidden_dim": args["attn1_hidden"], "head_num": args["attn1_nhead"]}
     of_pair = {"input_dim": args["g2_dim"], "head_num": args["attn2_nhead"]}
     heads: Tree = {
         "loc_attn": {"@class": "LocalAtten", **common, **of_node, **softmax},
         "attn2g_map": {
-            "@class": "Atten2Map",
-            **common,
-            **of_pair,
-            "hidden_dim": args["attn2_hidden"],
-            "has_gate": args["attn2_has_gate"],
-            **softmax,
+            "@class": "Atten2Map", **common, **of_pair, "hidden_dim": args["attn2_hidden"],
+            "has_gate": args["attn2_has_gate"], **softmax,
         },
         "attn2_mh_apply": {"@class": "Atten2MultiHeadApply", **common, **of_pair},
         "attn2_ev_apply": {"@class": "Atten2EquiVarApply", **common, **of_pair},
-    }
+    }  # fmt: skip
     for place, dense in parts.parts_of(layer, DENSE):
         head, _, name = place.rpartition(".")
         owner: Any = tree.setdefault(head, heads[head]) if head else tree

@@ -76,14 +76,10 @@ class DPA3Tree(parts.PartTree):
 def _layer_tree(layer: RepflowLayer, part: DPA3Descriptor, options: Mapping[str, Any]) -> Tree:
     args = {name: value for name, value in options["repflow"].items() if name not in OF_ALL_LAYERS}
     tree = {
-        **parts.node("RepFlowLayer", 2),
-        **args,
-        "e_sel": [part.sel],
-        "ntypes": part.num_types,
-        "activation_function": options["activation_function"],
-        "precision": parts.precision_of(part.dtype),
+        **parts.node("RepFlowLayer", 2), **args, "e_sel": [part.sel], "ntypes": part.num_types,
+        "activation_function": options["activation_function"], "precision": parts.precision_of(part.dtype),
         **{key: parts.layer_tree(linear) for key, linear in parts.parts_of(layer, LINEAR)},
-    }
+    }  # fmt: skip
     if args["update_style"] == "res_residual":
         tree |= parts.residuals_tree(layer, RESIDUALS)
     return tree

@@ -20,18 +20,11 @@ class DPA4EnerTree(EnerTree):
     }
 
     def _networks(self, part: Any, section: Any, common: Tree) -> tuple[Tree, list[Tree]]:
-        """Return what depends on the type of the fitting network, and the trees of its networks."""
+        """Return entries that depend on the type of the fitting network, and the trees of its networks."""
         widths, film = section.widths(part.num_inputs), {"case_film_embd": section.case_film_embd}
         shape = {
-            **node("GLUFittingNet", 1),
-            "in_dim": part.num_inputs,
-            "out_dim": 1,
-            **common,
-            "neuron": widths,
-            "bias_out": False,
-            "descriptor_dim": part.dim_in,
-            "dim_case_embd": section.dim_case_embd,
-            **film,
-        }
+            **node("GLUFittingNet", 1), "in_dim": part.num_inputs, "out_dim": 1, **common, "neuron": widths,
+            "bias_out": False, "descriptor_dim": part.dim_in, "dim_case_embd": section.dim_case_embd, **film,
+        }  # fmt: skip
         states = [{name: array(tensor) for name, tensor in net.state_dict().items()} for net in part.nets]
         return {"type": "sezm_ener", "neuron": widths, **film}, [{**shape, VARIABLES: state} for state in states]

@@ -44,33 +44,22 @@ class EnerTree(PartTree):
         trained = section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
         more, networks = self._networks(part, section, common)
         return {
-            **node("Fitting", 4),
-            "var_name": "energy",
-            "ntypes": ntypes,
-            "dim_descrpt": part.dim_in,
-            **common,
+            **node("Fitting", 4), "var_name": "energy", "ntypes": ntypes, "dim_descrpt": part.dim_in, **common,
             **chosen(options, ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam", "rcond")),
-            "mixed_types": part.mixed_types,
-            "exclude_types": list(config.atom_exclude_types),
+            "mixed_types": part.mixed_types, "exclude_types": list(config.atom_exclude_types),
             VARIABLES: {
-                "bias_atom_e": array(part.bias_atom_e),
-                "case_embd": array(part.case_embd),
+                "bias_atom_e": array(part.bias_atom_e), "case_embd": array(part.case_embd),
                 **{name: array(getattr(part, name, None)) for name in STATISTICS},
             },
-            "type_map": list(config.type_map),
-            "tot_ener_zero": False,
-            "layer_name": options["layer_name"],
-            "use_aparam_as_mask": False,
-            "spin": None,
-            "dim_out": 1,
-            "atom_ener": options["atom_ener"],
+            "type_map": list(config.type_map), "tot_ener_zero": False, "layer_name": options["layer_name"],
+            "use_aparam_as_mask": False, "spin": None, "dim_out": 1, "atom_ener": options["atom_ener"],
             "trainable": [trained] * (len(section.neuron) + 1),
             "nets": collection_tree(self.networks, networks, 0 if part.mixed_types else 1, ntypes),
             **more,
-        }
+        }  # fmt: skip
 
     def _networks(self, part: Any, section: Any, common: Tree) -> tuple[Tree, list[Tree]]:
-        """Return what depends on the type of the fitting network, and the trees of its networks.
+        """Return entries that depend on the type of the fitting network, and the trees of its networks.
 
         Args:
             part: the fitting network.

@@ -33,9 +33,8 @@ class SeAttenTree(parts.PartTree):
             "type": "dpa1" if section.type == "se_atten" else section.type,
             "ln_eps": eps_of(options["ln_eps"]),
             **one_block_tree(part, config, "sel", "lmax", "ln_eps", "stripped_type_embedding"),
-            "attention_layers": attention_tree(part.block, options),
-            "spin": None,
-        }
+            "attention_layers": attention_tree(part.block, options), "spin": None,
+        }  # fmt: skip
 
     def section(self, tree: Mapping[str, Any]) -> Tree:
         """Return the options of its section that the tree gives."""
@@ -47,15 +46,11 @@ def one_block_tree(part: OneBlockDescriptor, config: StandardConfig, *left_out: 
     """Return the entries of a descriptor of one block; options that are ``left_out`` are not in its tree."""
     options, ntypes = plain(config.descriptor), len(config.type_map)
     return {
-        "@class": "Descriptor",
-        **parts.options_tree(config.descriptor, *left_out),
-        "sel": [part.sel],
-        "ntypes": ntypes,
-        "type_map": list(config.type_map),
-        "precision": parts.precision_of(part.dtype),
+        "@class": "Descriptor", **parts.options_tree(config.descriptor, *left_out), "sel": [part.sel],
+        "ntypes": ntypes, "type_map": list(config.type_map), "precision": parts.precision_of(part.dtype),
         **block_tree(part.block, options, ntypes),
         "type_embedding": parts.type_embedding_tree(part.type_embedding, config.type_map, options["trainable"]),
-    }
+    }  # fmt: skip
 
 
 def block_tree(block: SeAttenBlock | SeTTebdBlock, options: Mapping[str, Any], ntypes: int) -> Tree:
@@ -71,14 +66,11 @@ def block_tree(block: SeAttenBlock | SeTTebdBlock, options: Mapping[str, Any], n
 def attention_tree(block: SeAttenBlock, options: Mapping[str, Any]) -> Tree:
     """Return the tree of the attention layers of a block."""
     shape = {
-        "nnei": block.sel,
-        "embed_dim": block.num_channels,
-        "hidden_dim": options["attn"],
-        "dotr": options["attn_dotr"],
-        "do_mask": False,
+        "nnei": block.sel, "embed_dim": block.num_channels, "hidden_dim": options["attn"],
+        "dotr": options["attn_dotr"], "do_mask": False,
         **parts.chosen(options, ("scaling_factor", "normalize", "temperature")),
         "precision": parts.precision_of(block.dtype),
-    }
+    }  # fmt: skip
     norms = {"trainable_ln": options["trainable_ln"], "ln_eps": eps_of(options["ln_eps"])}
 
     layers = [
@@ -98,9 +90,6 @@ def attention_tree(block: SeAttenBlock, options: Mapping[str, Any]) -> Tree:
         for layer in block.layers
     ]
     return {
-        **parts.node("NeighborGatedAttention", 1),
-        "layer_num": len(layers),
-        **shape,
-        **norms,
+        **parts.node("NeighborGatedAttention", 1), "layer_num": len(layers), **shape, **norms,
         "attention_layers": layers,
-    }
+    }  # fmt: skip

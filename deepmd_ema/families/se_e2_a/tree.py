@@ -33,18 +33,12 @@ class SeE2ATree(parts.PartTree):
         """Return the tree of a descriptor."""
         nets, ndim = self._networks(part)
         return {
-            "@class": "Descriptor",
-            "type": self.type,
-            "@version": 2,
-            **parts.options_tree(config.descriptor),
-            "sel": list(part.sel),
-            "precision": parts.precision_of(part.dtype),
+            "@class": "Descriptor", "type": self.type, "@version": 2, **parts.options_tree(config.descriptor),
+            "sel": list(part.sel), "precision": parts.precision_of(part.dtype),
             "embeddings": parts.embeddings_tree(nets, plain(config.descriptor), ndim, len(config.type_map)),
             "env_mat": parts.env_mat_tree(part.rcut, part.rcut_smth, part.protection),
-            VARIABLES: parts.statistics_tree(part),
-            "type_map": list(config.type_map),
-            "spin": None,
-        }
+            VARIABLES: parts.statistics_tree(part), "type_map": list(config.type_map), "spin": None,
+        }  # fmt: skip
 
     def _networks(self, part: ByTypeDescriptor) -> tuple[Sequence[Network], int]:
         """Return the networks, and the number of types that each depends on."""
