@@ -68,7 +68,7 @@ def test_no_file_of_a_run_is_written_through_a_link(here):
     best.offer(1.0, 2)
     best.write(2, payload(2, "best"))
     snapshots = CheckpointSeries("model.ckpt", save_dir="snapshots")
-    snapshots.store.save(snapshots.file(2), payload(2))
+    snapshots.save(2, payload(2))
     save_together(2, [(CheckpointSeries("model.ckpt", start=0), payload(2))], [best])
     assert {path.read_text() for path in (here / "theirs").iterdir()} == {"my notes"}
     for path in (".", "best.ckpt-2.t-1.pt", "snapshots/model.ckpt-2.pt"):
