@@ -67,7 +67,7 @@ def payload(step=1, rows=6):
 
 
 def write(path, step=1, rows=6):
-    checkpoint.save_sharded(Path(path), payload(step, rows)[0], World())
+    checkpoint.save(Path(path), payload(step, rows)[0], world=World())
     return Path(path)
 
 
@@ -198,7 +198,7 @@ def test_a_full_disk_keeps_the_older_folder(tmp_path, monkeypatch):
     save = torch.save
     monkeypatch.setattr(torch, "save", lambda content, file: save(content, FullDisk(file)))
     with pytest.raises(CheckpointError, match=r"could not be written. The disk is full.* is whole and still usable"):
-        checkpoint.save_sharded(tmp_path / "model.ckpt-2.dcp", payload(2)[0], World(), older)
+        checkpoint.save(tmp_path / "model.ckpt-2.dcp", payload(2)[0], older, world=World())
     assert [path.name for path in tmp_path.iterdir()] == [older.name]
 
 

@@ -7,6 +7,7 @@ from deepmd_ema.checkpoint.content import refitted as refitted
 from deepmd_ema.checkpoint.content import weights_in as weights_in
 from deepmd_ema.checkpoint.file import DeepmdCheckpointError as DeepmdCheckpointError
 from deepmd_ema.checkpoint.file import ensure_writable as ensure_writable
+from deepmd_ema.checkpoint.file import is_sharded as is_sharded
 from deepmd_ema.checkpoint.file import load as load
 from deepmd_ema.checkpoint.file import load_facts as load_facts
 from deepmd_ema.checkpoint.file import load_shards as load_shards
