@@ -13,8 +13,8 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +90,25 @@ def save(
             another rank has failed: :class:`RankLostError`.
     """
     path = Path(path)
-    with _writing(path, fallback, option):
-        if world is not None:
-            _sharded().write_folder(path, payload, world)
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as part:
-            write_archive(part, payload)
-            if check is not None:
-                check(part)
+    try:
+        with writing(path):
+            if world is not None:
+                _sharded().write_folder(path, payload, world)
+                return
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as part:
+                write_archive(part, payload)
+                if check is not None:
+                    check(part)
+    except WriteError as error:
+        folder = next(f for f in path.absolute().parents if f.is_dir())
+        free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free in {folder}"
+        if is_disk_full(error.cause):
+            advice = f"The disk is full ({free}). Make room there, or choose another {option}."
+        else:
+            advice = f"Reason: {reason_of(error.cause)} ({free})."
+        usable = f" {fallback} is whole and still usable." if fallback is not None else ""
+        raise CheckpointError(f"{path}: the checkpoint could not be written. {advice}{usable}") from error
 
 
 def write_archive(path: Path, payload: Mapping[str, Any]) -> None:
@@ -322,23 +332,6 @@ def _interned(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(map(_interned, tree))
     return sys.intern(tree) if type(tree) is str else tree
-
-
-@contextmanager
-def _writing(path: Path, fallback: Path | None, option: str = "training.save_dir") -> Iterator[None]:
-    """Turn what the system refuses in the body into a message that names ``fallback``, which is still usable."""
-    try:
-        with writing(path):
-            yield
-    except WriteError as error:
-        folder = next(f for f in path.absolute().parents if f.is_dir())
-        free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free in {folder}"
-        if is_disk_full(error.cause):
-            advice = f"The disk is full ({free}). Make room there, or choose another {option}."
-        else:
-            advice = f"Reason: {reason_of(error.cause)} ({free})."
-        usable = f" {fallback} is whole and still usable." if fallback is not None else ""
-        raise CheckpointError(f"{path}: the checkpoint could not be written. {advice}{usable}") from error
 
 
 def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
