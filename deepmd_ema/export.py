@@ -17,7 +17,7 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.dist.device import select_device
+from deepmd_ema.dist.world import select_device
 from deepmd_ema.errors import CheckpointError, UserError, command, counted
 from deepmd_ema.files import MODEL_FILE, check_output, refuse_inputs
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, ModelFile, load_model, load_models

@@ -50,16 +50,21 @@ class EnergyLoss:
         self._huber = config.use_huber and not self._mae
         delta = config.huber_delta
         self._delta = tuple(delta) if isinstance(delta, (list, tuple)) else (delta, delta, delta)
-        compute = {
-            ENERGY: self._energy,
+        compute: dict[str, Callable[[Mapping[str, Tensor], Batch], _Sums]] = {
+            ENERGY: partial(self._per_frame, ENERGY, self._delta[0]),
             FORCE: self._force,
-            VIRIAL: self._virial,
+            VIRIAL: partial(self._per_frame, VIRIAL, self._delta[2]),
             ATOM_ENERGY: self._atom_energy,
             ATOM_PREF: self._weighted_force,
             HESSIAN: self._hessian,
         }
-        terms = [_term(config, LABELS[name].symbol, function) for name, function in compute.items()]
-        self.terms = tuple(term for term in terms if term.start or term.limit)
+        terms = []
+        for name, function in compute.items():
+            symbol = LABELS[name].symbol
+            start, limit = (getattr(config, f"{when}_pref_{symbol}") for when in ("start", "limit"))
+            if start or limit:
+                terms.append(_Term(symbol, start, limit, function))
+        self.terms = tuple(terms)
         # on the device from the start: a step makes no tensor of host numbers
         vector = partial(torch.tensor, dtype=torch.float64, device=world.device)
         self._limits = vector([term.limit for term in self.terms])
@@ -128,14 +133,9 @@ class EnergyLoss:
         """Return the arguments of the model for quantities of ``batch`` beside energies and forces."""
         return {"need_virial": self.need_virial, "need_hessian": HESSIAN in self.labels and HESSIAN in batch.labels}
 
-    def _energy(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
-        return self._per_frame(prediction[ENERGY], *_label(batch, ENERGY), batch, self._delta[0])
-
-    def _virial(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
-        return self._per_frame(prediction[VIRIAL], *_label(batch, VIRIAL), batch, self._delta[2])
-
-    def _per_frame(self, found: Tensor, label: Tensor, has_label: Tensor, batch: Batch, delta: float) -> _Sums:
+    def _per_frame(self, name: str, delta: float, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
         """Return the sums of a quantity (F, ...) that grows with the number of atoms."""
+        found, (label, has_label) = prediction[name], _label(batch, name)
         once, rows, error = has_label / batch.num_atoms, has_label.sum(), _of_rows(self._size(found, label))
         if self._mae:
             value = torch.dot(once, error)
@@ -237,12 +237,6 @@ class LossOverBatches:
         return self._loss.displayed(torch.dot(self._coefficients, values), errors, counts)
 
 
-def constant_prediction(batch: Batch, bias: Tensor) -> dict[str, Tensor]:
-    """Return the prediction without forces in which each atom of type t has the energy ``bias[t]`` (T,), in eV."""
-    nothing = {name: torch.zeros_like(_label(batch, name)[0]) for name in LABELS if name != HESSIAN}
-    return {**nothing, ENERGY: nothing[ENERGY].index_add(0, batch.atom_frame, bias[batch.atom_type])}
-
-
 def huber(found: Tensor, label: Tensor, delta: float) -> Tensor:
     """Return ``error**2 / 2`` where ``|error| <= delta`` and ``delta * (|error| - delta / 2)`` elsewhere."""
     return huber_loss(found, label, reduction="none", delta=delta)
@@ -276,11 +270,6 @@ class _Term:
     start: float
     limit: float
     compute: Callable[[Mapping[str, Tensor], Batch], _Sums]
-
-
-def _term(config: EnerLossConfig, symbol: str, compute: Callable[[Mapping[str, Tensor], Batch], _Sums]) -> _Term:
-    start, limit = (getattr(config, f"{when}_pref_{symbol}") for when in ("start", "limit"))
-    return _Term(symbol, start, limit, compute)
 
 
 def _label(batch: Batch, name: str) -> tuple[Tensor, Tensor]:

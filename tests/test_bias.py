@@ -26,8 +26,7 @@ from deepmd_ema.infer.potential import Potential
 from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.output_bias import change_bias, energies_of, set_bias
 from deepmd_ema.model.statistics import collect_statistics
-from deepmd_ema.training.prepare import prepare
-from deepmd_ema.training.refit import chosen_frames, refit_bias
+from deepmd_ema.training.prepare import chosen_frames, prepare, refit_bias
 from deepmd_ema.training.weights import Start
 
 SHIFT = 3.0  # eV, of each atom of the first element: the labels are those of another energy zero
@@ -359,7 +358,7 @@ def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, 
     assert all(frames == sorted(set(frames)) and set(frames) <= set(range(6)) for frames in chosen)
     assert chosen == chosen_frames(run.tasks[""].config, prepared().tasks[""].train, run.seed, 10)
     assert chosen != chosen_frames(run.tasks[""].config, run.tasks[""].train, 11, 10)
-    monkeypatch.setattr("deepmd_ema.training.refit.MAX_FRAMES", 10)
+    monkeypatch.setattr("deepmd_ema.training.prepare.MAX_FRAMES", 10)
     with caplog.at_level(logging.INFO):
         refit_bias(run, None)
     assert "with the weights live on 10 frames: mean residual" in caplog.text

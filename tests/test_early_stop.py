@@ -19,8 +19,8 @@ from deepmd_ema.labels import QUANTITIES
 from deepmd_ema.metrics import Errors
 from deepmd_ema.report.record import read_record
 from deepmd_ema.report.status import read_status
-from deepmd_ema.training.early_stop import EarlyStop
 from deepmd_ema.training.run import run_training
+from deepmd_ema.training.validate import EarlyStop
 
 STEPS, EVERY = 24, 2
 # the first full validation of a row is an improvement; none after it lowers the error by as much as 1 eV/angstrom

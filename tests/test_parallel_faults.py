@@ -16,7 +16,7 @@ from parallel_runs import free_port, launcher_environment
 from rank_faults import AT_STEP, HELD_UP_S, LAST, SAVE_EVERY, last_words, make_run, start_rank, wait_for
 
 from deepmd_ema.cli import main
-from deepmd_ema.dist import peer_watch, rendezvous
+from deepmd_ema.dist import rendezvous
 from deepmd_ema.dist.launch import find_launch
 from deepmd_ema.errors import UserError
 from deepmd_ema.locks import locked
@@ -277,7 +277,7 @@ def test_ranks_that_are_held_up_are_waited_for(tmp_path):
 
 
 def test_a_rank_that_is_stopped_is_named_while_the_others_wait_for_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(peer_watch, "BEAT_INTERVAL_S", 0.5)
+    monkeypatch.setattr(rendezvous, "BEAT_INTERVAL_S", 0.5)
     folder = make_run(tmp_path / "run")
     pids, log, began = start(folder, ["", "be_stopped"]), folder / "reported.txt", time.monotonic()
     while "waiting for rank 1" not in log.read_text() and time.monotonic() < began + LIMIT_S:

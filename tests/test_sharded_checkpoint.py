@@ -22,7 +22,7 @@ from deepmd_ema.checkpoint import sharded
 from deepmd_ema.cli.main import main
 from deepmd_ema.config.outputs import HEAD
 from deepmd_ema.dist import dtensor
-from deepmd_ema.dist.saved_tensors import OwnRows
+from deepmd_ema.dist.dtensor import OwnRows
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.files import file_digest

@@ -11,7 +11,7 @@ from test_optim_lkf import GOLDEN, PEER, numbered
 from torch import nn
 
 from deepmd_ema.config.schema.optim import EnerLossConfig, ExpScheduleConfig, LKFConfig
-from deepmd_ema.dist.saved_tensors import WholeTensors
+from deepmd_ema.dist.dtensor import WholeTensors
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError
 from deepmd_ema.labels import ENERGY, FORCE

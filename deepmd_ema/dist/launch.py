@@ -85,8 +85,15 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     else:
         return Launch()
     found = {name: environ.get(name, default) for name, default in zip(names, ("0", "1", "0"))}
-    if wrong := _not_numbers({**found, PORT: environ.get(PORT, "1")}):
-        raise UserError(wrong)
+    port, problems = environ.get(PORT, "1"), []
+    for name, value in {**found, PORT: port}.items():
+        # isdecimal() is true for the digits of every alphabet, and int() refuses thousands of them
+        if not re.fullmatch(r"[0-9]{1,9}", value):
+            problems.append(f"{name} = {show_text(value)}: expected a whole number.")
+        elif name == PORT and not 1 <= int(port) <= LAST_PORT:
+            problems.append(f"{PORT} = {port}: expected the number of a port, 1 to {LAST_PORT}.")
+    if problems:
+        raise UserError(problems)
     rank, size, local_rank = map(int, found.values())
     if size == 0:
         raise UserError(f"{names[1]} = 0: expected the number of processes, 1 or more. Use torchrun.")
@@ -97,16 +104,6 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     # SLURM writes 4(x2),3 for two machines with 4 tasks and one with 3: the first number will do
     together = re.match(r"[1-9][0-9]{0,8}", environ.get("LOCAL_WORLD_SIZE", environ.get("SLURM_TASKS_PER_NODE", "")))
     return Launch(rank, size, local_rank, int(together[0]) if together else size, launched=True)
-
-
-def _not_numbers(values: Mapping[str, str]) -> list[str]:
-    """Return a message for each value that is no whole number, or one that nothing can count to."""
-    # isdecimal() is true for the digits of every alphabet, and int() refuses thousands of them
-    wrong = {name: value for name, value in values.items() if not re.fullmatch(r"[0-9]{1,9}", value)}
-    found = [f"{name} = {show_text(value)}: expected a whole number." for name, value in wrong.items()]
-    if PORT not in wrong and not 1 <= int(values[PORT]) <= LAST_PORT:
-        found.append(f"{PORT} = {values[PORT]}: expected the number of a port, 1 to {LAST_PORT}.")
-    return found
 
 
 @contextlib.contextmanager

@@ -1,20 +1,24 @@
-"""Rendezvous of the ranks of a run at its start, and the choice of the rank that reports why it ended."""
+"""Rendezvous of the ranks of a run, the watch on others while it lasts, and the choice of the rank that reports its end."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from deepmd_ema.dist.launch import ADDRESS, END_SIGNALS, Launch, write_error_file
 from deepmd_ema.errors import Interrupted, RankLostError, ReportedElsewhere, Terminated, UserError, first_few
+
+logger = logging.getLogger(__name__)
 
 JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
 PEER_ERROR_S = 3.0  # for a rank that has not been heard of since another one has failed: it may be dead
@@ -24,6 +28,11 @@ MAX_POLL_INTERVAL_S = 0.5
 # in errors of NCCL, which writes "socket" and "system error" for faults of its own too
 LOST_PEER = ("remote process", "remoteerror", "connection closed", "connection reset", "aborted", "timeout", "timed out")
 REACT_S = 2.0  # for a rank to come back from torch after a signal
+BEAT_INTERVAL_S = 30.0
+MAX_MISSED_BEATS = 4  # that is 2 min: a machine that is busy with other things does not take so long
+WATCH_TIMEOUT = timedelta(days=365)  # of the message that comes when a rank ends as it should
+NOTICE_S = 3.0  # for the main thread to notice a loss by itself
+EXIT_LOST = 1
 
 
 class Rendezvous:
@@ -84,7 +93,7 @@ class Rendezvous:
             UserError: naming the ranks that are missing.
             RankLostError: if another rank has ended.
         """
-        self._announce("ready")
+        self.store.set(f"ready {self._launch.rank}", "")
         self._wait_for_all("ready")
 
     def _wait_for_all(self, key: str) -> None:
@@ -112,13 +121,13 @@ class Rendezvous:
         patience = LINGER_S if isinstance(error, RankLostError) else PEER_ERROR_S  # our own: it knows of the other
         try:
             if self._is_up():  # checked first, because the store would wait minutes for a machine that is gone
-                self._announce("ending")
+                self.store.set(f"ending {rank}", "")
                 if lost:  # a rank that knows why comes first, if there is one
                     _wait_for(lambda: self.store.check(["error"]) or not self._missing("ending"), patience)
                 is_first = self.store.add("error", 1) == 1
                 if lost and is_first:
                     error = self._lost_error(error)
-                self._announce("left")  # the last word to the store, because its host ends when all have left
+                self.store.set(f"left {rank}", "")  # the last word to the store, because its host ends when all have left
                 if lost and not is_first:
                     time.sleep(HEAD_START_S)
                 if self._is_host:
@@ -153,9 +162,6 @@ class Rendezvous:
         except OSError:
             return False
         return True
-
-    def _announce(self, key: str) -> None:
-        self.store.set(f"{key} {self._launch.rank}", "")
 
     def _missing(self, key: str) -> list[int]:
         """Return the ranks that have not set ``key``."""
@@ -220,6 +226,73 @@ def ends_at_once(rank: int) -> Iterator[None]:
         writer.close()
         thread.join()
         reader.close()
+
+
+@contextmanager
+def watched_peers(rendezvous: Rendezvous, launch: Launch) -> Iterator[None]:
+    """Watch the next rank in a thread while the body runs. A collective at both ends.
+
+    The connections of gloo close when a process ends, however that happens. The thread of rank k waits for a message of
+    rank k + 1, which that rank sends at its end; if the connection closes instead, the main thread may wait for ever in
+    a collective of NCCL, so the thread reports the loss and ends the process. The rank before then notices that in
+    turn.
+    """
+    group = dist.new_group(backend="gloo", timeout=WATCH_TIMEOUT)
+    has_left = threading.Event()
+
+    def watch() -> None:
+        try:
+            dist.recv(torch.zeros(1), src=(launch.rank + 1) % launch.size, group=group)
+        except RuntimeError as error:
+            if has_left.wait(NOTICE_S):
+                return  # the main thread reports it, or another error
+            report = rendezvous.report_of(dist.DistNetworkError(str(error)))
+            if report is not None:
+                message = f"dp-ema (rank {launch.rank}): {report}"
+                os.write(2, f"{message}\n".encode())
+                write_error_file(message)
+            os._exit(EXIT_LOST)
+
+    thread = threading.Thread(target=watch, name="dp-ema-peer-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+        dist.send(torch.zeros(1), dst=(launch.rank - 1) % launch.size, group=group)
+    finally:
+        has_left.set()
+    thread.join()
+
+
+@contextmanager
+def heard_peers(rendezvous: Rendezvous, launch: Launch) -> Iterator[None]:
+    """Have rank 0 log a line about each rank that does not answer while the body runs: it is stopped, or cut off.
+
+    A thread of each rank counts in the store. The others wait for a rank that is stopped until a timeout of half an hour.
+    """
+    has_left, ranks = threading.Event(), range(1, launch.size)
+    store = rendezvous.store
+
+    def watch() -> None:
+        beats, missed = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
+        with suppress(RuntimeError):  # the host of the store has ended
+            while not has_left.wait(BEAT_INTERVAL_S):
+                if not launch.is_main:
+                    store.add(f"beat {launch.rank}", 1)
+                for k in ranks if launch.is_main else ():
+                    before, beats[k] = beats[k], store.add(f"beat {k}", 0)
+                    missed[k] = missed[k] + 1 if beats[k] == before else 0
+                    if missed[k] and missed[k] % MAX_MISSED_BEATS == 0:
+                        place, minutes = store.get(f"joined {k}").decode(), missed[k] * BEAT_INTERVAL_S / 60
+                        text = "waiting for rank %d (%s) for %.2g min: it is stopped, or cannot be reached"
+                        logger.warning(text, k, place, minutes)
+
+    thread = threading.Thread(target=watch, name="dp-ema-peer-beats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_left.set()
+        thread.join(NOTICE_S)  # the store does not answer where its host is stopped
 
 
 def is_peer_lost(error: BaseException) -> bool:

@@ -14,17 +14,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from deepmd_ema.dist.device import select_device
 from deepmd_ema.dist.launch import ADDRESS, Launch
-from deepmd_ema.dist.peer_watch import heard_peers, watched_peers
-from deepmd_ema.dist.rendezvous import cause_of, ends_at_once, is_peer_lost, join_ranks
+from deepmd_ema.dist.rendezvous import cause_of, ends_at_once, heard_peers, is_peer_lost, join_ranks, watched_peers
 from deepmd_ema.errors import RankLostError, UserError
 from deepmd_ema.allocator import keep_freed_memory
 
 T = TypeVar("T")
 
 # With gloo a rank that ends is noticed at once, because its connections close; the limits are for one that hangs or
-# whose machine is gone. NCCL does not notice an end: there a thread does (dist.peer_watch).
+# whose machine is gone. NCCL does not notice an end: there a thread does (dist.rendezvous).
 STEP_TIMEOUT = timedelta(minutes=30)  # of a collective, and of what one rank does alone during training: writing files
 PREPARATION_TIMEOUT = timedelta(hours=24)  # of what rank 0 does alone before training: reading all data
 _ANNOUNCED = "all_ranks_know"  # attribute of an error that all_ranks_ok has raised
@@ -198,3 +196,36 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
         # first, and the last reference is a Python one, whose deletion releases the lock.
         gc.collect()
         del default_group
+
+
+def select_device(name: str | None = None, local_rank: int = 0) -> torch.device:
+    """Return the device called ``name``; without one CUDA where there is a GPU, else the CPU.
+
+    Args:
+        name: ``cpu``, ``cuda`` or ``cuda:N``.
+        local_rank: of this process on its machine: which GPU ``cuda`` without a number is; where a launcher shows each
+            process a GPU of its own, that one.
+
+    Raises:
+        UserError: if the device is unknown or absent on this machine, or there are fewer GPUs than local ranks.
+    """
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name is None:
+        name = "cuda" if visible else "cpu"
+    if name == "cuda" and visible > 1 and local_rank >= visible:
+        raise UserError(
+            f"--device cuda: there is no GPU for local rank {local_rank}, this machine shows {visible} GPUs. Start "
+            f"{visible} processes per machine, or fewer, or show each process one GPU (srun --gpus-per-task=1)."
+        )
+    try:
+        chosen = torch.device(f"cuda:{0 if visible == 1 else local_rank}" if name == "cuda" else name)
+    except RuntimeError as error:
+        raise UserError(f"--device {name}: unknown device. Use cpu, cuda or cuda:0.") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {name}: no CUDA device is visible to torch {torch.__version__}. Use --device cpu.")
+    try:
+        torch.zeros((), dtype=torch.float64, device=chosen).item()
+    except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
+        raise UserError(f"--device {name}: is not usable here ({reason}). Use cpu, cuda or cuda:0.") from error
+    return chosen

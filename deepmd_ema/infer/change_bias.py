@@ -15,7 +15,7 @@ from deepmd_ema.checkpoint.names import name_of_weights
 from deepmd_ema.config import choose_head
 from deepmd_ema.config.outputs import GATHERED_SUFFIX
 from deepmd_ema.data.loader import atoms_at_once, sequential_batches
-from deepmd_ema.dist.device import select_device
+from deepmd_ema.dist.world import select_device
 from deepmd_ema.errors import CheckpointError, UserError, counted, first_few
 from deepmd_ema.files import MODEL_FILE, check_output, refuse_inputs
 from deepmd_ema.infer.evaluate import first_frames, open_labelled

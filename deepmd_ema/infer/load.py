@@ -13,7 +13,7 @@ from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.config import ModelConfig, choose_head, saved_models, to_dict
 from deepmd_ema.config.messages import show
-from deepmd_ema.dist.device import select_device
+from deepmd_ema.dist.world import select_device
 from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.infer.guards import without_modes

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.schema.common import MAX_SIZE
-from deepmd_ema.dist.device import select_device
+from deepmd_ema.dist.world import select_device
 from deepmd_ema.errors import CheckpointError, NotCompiledError, UserError
 from deepmd_ema.files import atomic_write
 from deepmd_ema.interop.tree_files import PACKAGED_TREE, Tree, opened_package, packaged_text

@@ -22,7 +22,7 @@ from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.run import TaskData, open_split
 from deepmd_ema.data.source import FrameSource
-from deepmd_ema.dist.device import select_device
+from deepmd_ema.dist.world import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems, command, counted, did_you_mean
 from deepmd_ema.files import CSV, PICTURE, refuse_to_lose
 from deepmd_ema.infer.evaluate import open_labelled

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config.schema import optim as sections
-from deepmd_ema.dist.saved_tensors import Take
+from deepmd_ema.dist.dtensor import Take
 from deepmd_ema.labels import ENERGY, FORCE
 from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import build_schedule

@@ -53,17 +53,13 @@ def why_no_graphs(config: RunConfig, world: World) -> str:
     return ""
 
 
-def launches_graphs(config: RunConfig, world: World) -> bool:
-    """Whether steps are launched as CUDA graphs."""
-    return config.training.cuda_graphs and not why_no_graphs(config, world)
-
-
 def pads(config: RunConfig, world: World, layout: NeighborLayout) -> tuple[Pad | None, Pad | None]:
     """Return the functions that fill up batches of training and displayed ones of validation; None: they stay."""
     in_training, in_validation = compiled_modes(config)
     compiled = CompileOptions(**plain(config.training.compile_options)).pad(layout)
-    few_shapes = partial(pad, layout=layout, up=to_eighth)
-    of_training = few_shapes if launches_graphs(config, world) else compiled if in_training else None
+    of_training = compiled if in_training else None
+    if config.training.cuda_graphs and not why_no_graphs(config, world):  # few shapes
+        of_training = partial(pad, layout=layout, up=to_eighth)
     return of_training, compiled if in_validation else None
 
 

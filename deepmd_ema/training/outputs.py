@@ -27,7 +27,7 @@ from deepmd_ema.config.outputs import (
     suffixed,
 )
 from deepmd_ema.errors import CheckpointError, UserError, collect_problems
-from deepmd_ema.files import JSON, RECORD_FILE, TABLE, atomic_write, link, move, refuse_to_lose, size_of, sync, writing
+from deepmd_ema.files import JSON, RECORD_FILE, TABLE, atomic_write, link, move, refuse_to_lose, sync, writing
 from deepmd_ema.locks import locked
 from deepmd_ema.training.request import TrainRequest
 from deepmd_ema.weight_names import LIVE
@@ -47,9 +47,12 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
     Raises:
         CheckpointError: naming every place that cannot be written, or where there is something else.
     """
-    weights, output = request.weights, request.output
+    weights, output = request.init_model or request.finetune, request.output
     inputs = (request.file, request.restart, request.init_model, request.finetune)
-    if weights is not None and (real := _real_model_file(weights)) in {p.resolve() for p in _in_the_way(config)}:
+    real = Path(weights or "")
+    if weights is not None:
+        real = (real if real.is_file() else checkpoint.resolve(real)).resolve()
+    if weights is not None and real in {path.resolve() for path in _in_the_way(config)}:
         copy = "`cp -r {} start.dcp`" if is_sharded(real) else "`cp {} start.pt`"
         raise CheckpointError(
             f"{weights}: the file to start from belongs to an earlier run, in whose place this one writes files of the "
@@ -119,8 +122,8 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
         folders = _set_aside(files)
         logger.warning(
             "there were files of an earlier run%s: moved to %s. To continue that run instead, stop this one, move "
-            "them back and use --restart.%s",
-            f", up to step {max(steps)}" if steps else "", ", ".join(map(str, folders)), _pile(folders[0].parent),
+            "them back and use --restart.",
+            f", up to step {max(steps)}" if steps else "", ", ".join(map(str, folders)),
         )  # fmt: skip
     with atomic_write(output, "Choose another -o.") as part:
         part.write_text(text, encoding="utf-8")
@@ -138,33 +141,12 @@ def _is_normalized(path: Path) -> bool:
         return False
 
 
-def _pile(folder: Path) -> str:
-    """Return the remark where several earlier runs have been set aside."""
-    kept = [path for path in folder.glob(f"{EARLIER}-*") if path.is_dir()]
-    if len(kept) < 2:
-        return ""
-    size = sum(map(size_of, kept))
-    where = f"{folder.absolute()}/{EARLIER}-*"
-    return f" {len(kept)} such folders are kept, {size / 1e6:,.1f} MB: {where}. Remove those that you do not need."
-
-
-def _names(config: RunConfig) -> list[str]:
-    """Return the live weights and every average."""
-    return [LIVE, *(average.name for average in config.training.averaging)]
-
-
-def _real_model_file(given: str) -> Path:
-    """Return the file or folder that a name of a model file leads to."""
-    path = Path(given)
-    return (path if path.is_file() else checkpoint.resolve(path)).resolve()
-
-
 def _in_the_way(config: RunConfig) -> Iterator[Path]:
     """Yield the files that a run from step 0 would replace or remove."""
     outputs = Outputs(config)
     yield from (o.path for o in outputs if o.has_rows or o.is_link)
     yield from (Path(POINTER), Path(RECORD), Path(LOGGED))
-    for name in _names(config):
+    for name in (LIVE, *(average.name for average in config.training.averaging)):
         series = suffixed(config.training.save_ckpt, suffix_of(name)).name
         for folder in (outputs.checkpoint_folder, outputs.snapshot_folder):
             for paths in files_by_step(folder, numbered_pattern(series)).values():
@@ -181,7 +163,11 @@ def _set_aside(files: Iterable[Path]) -> list[Path]:
     It has the folders of the run below it; files from elsewhere have one beside them. Links between the files are laid
     anew.
     """
-    places = {path: _place_below(path) for path in files}
+    here, places = Path.cwd(), dict[Path, tuple[Path, Path]]()  # folder of the run, and path below it
+    for path in files:
+        folder = path.parent.resolve()
+        is_inside = folder.is_relative_to(here)
+        places[path] = (Path(), folder.relative_to(here) / path.name) if is_inside else (path.parent, Path(path.name))
     number = 1
     while any((root / f"{EARLIER}-{number}").exists() for root, _ in places.values()):
         number += 1
@@ -209,11 +195,3 @@ def _set_aside(files: Iterable[Path]) -> list[Path]:
     for folder in roots | {path.parent for path in moved}:
         sync(folder)
     return sorted(root / f"{EARLIER}-{number}" for root in roots)
-
-
-def _place_below(path: Path) -> tuple[Path, Path]:
-    """Return the folder of the run and the path of a file below it; for a file from elsewhere its own folder."""
-    folder, here = path.parent.resolve(), Path.cwd()
-    if folder.is_relative_to(here):
-        return Path(), folder.relative_to(here) / path.name
-    return path.parent, Path(path.name)

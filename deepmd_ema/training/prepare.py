@@ -1,4 +1,4 @@
-"""From a config to checked systems, statistics, and models with their first weights."""
+"""From a config to checked systems, statistics, models with their first weights, and fits of the output bias."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.data.check.scan import is_isolated
 from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.epochs import permutation
+from deepmd_ema.data.loader import atoms_at_once, sequential_batches
 from deepmd_ema.data.run import (
     RunLength,
     TaskData,
@@ -37,7 +39,7 @@ from deepmd_ema.data.sampler import batch_sizes, frames_taken
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.data.split import Split
 from deepmd_ema.dist.world import World
-from deepmd_ema.errors import DataError, UserError
+from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.files import writing
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
@@ -47,11 +49,14 @@ from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.optim.groups import split_by_pattern
 from deepmd_ema.seeds import seed_for, stream_of
+from deepmd_ema.tensors import prefix_of
 from deepmd_ema.training.restart import reads_shards
 from deepmd_ema.training.weights import Start
+from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
 
+MAX_FRAMES = 10_000  # of a fit after training: few numbers are fitted, more frames would only take longer
 MAX_ATOMS_OF_FIT = 512  # in a batch whose energies are evaluated: dpa4 takes 3 MB for each
 
 
@@ -288,3 +293,60 @@ def _isolated_atoms(system: FrameSource, frames: Iterable[int], rcut: float) -> 
     single = [k for k in frames if system.frame_sizes[k] == 1][:100]
     boxes = [system.frame(k).box for k in single]
     return [k for k, box in zip(single, boxes) if is_isolated(np.ones(1), None if box is None else box[None], rcut)[0]]
+
+
+def refit_bias(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dict[str, Tensor]]:
+    """Return the output biases (1, T, 1) in eV that fit the data, by weights and by their names in the models.
+
+    The weights are ``live`` and every average. With its bias the mean residual per atom over the training frames of a
+    task is zero for the weights that it was fitted with. All frames take part up to 10,000, of more a sample in which
+    every system has its share; it depends on the seed of the run only. Nothing in the models or the bank changes. A
+    task without energies is left out, with a warning. Readers of the last files use these biases, in place of those
+    that a restart continues from.
+
+    Args:
+        prepared: data and models of the run; it computes where the models are.
+        bank: averages, or None.
+    """
+    fitted: dict[str, dict[str, Tensor]] = {}
+    for weights in (LIVE, *(bank.names if bank is not None else ())):
+        with bank.swapped_in(weights) if bank is not None and weights != LIVE else nullcontext():
+            for name, task in prepared.tasks.items():
+                model = prepared.models.of(name)
+                chosen = chosen_frames(task.config, task.train, prepared.seed, MAX_FRAMES)
+                most = atoms_at_once(model.out_bias.device)
+                batches = sequential_batches(task.train, task.model.layout, task.cache, most, frames=chosen)
+                before = model.out_bias.view(-1).cpu().numpy()
+                frames = energies_of(model, task.config.model, batches)
+                if len(frames):
+                    bias = change_bias(frames, before).bias
+                    logger.info(
+                        "output bias fitted again with the weights %s on %s: %s",
+                        f"{name} {weights}" if name else weights,
+                        counted(len(frames), "frame"),
+                        frames.describe_means(bias - before),
+                    )
+                    tensor = torch.from_numpy(bias).view(1, -1, 1)
+                    fitted.setdefault(weights, {})[f"{prefix_of(name)}out_bias"] = tensor
+                elif weights == LIVE:
+                    logger.warning(
+                        "training.change_bias_after_training: no training frame%s has an energy, so there is nothing "
+                        "to fit the bias to: it stays as it is",
+                        f" of task {name}" if name else "",
+                    )
+    return fitted
+
+
+def chosen_frames(task: TaskConfig, train: Sequence[FrameSource], seed: int, most: int) -> list[Sequence[int]]:
+    """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
+    # frames that `filter:N` leaves out were not trained on
+    frames = frames_taken(task.training_data.batch_size, [system.frame_sizes for system in train])
+    counts = [len(own) for own in frames]
+    total = sum(counts)
+    if total <= most:
+        return [own.tolist() for own in frames]
+    # rounded so that they add up: the shares are the differences of rounded edges
+    edges = np.cumsum([0, *counts]) * most // total
+    stream = stream_of("bias", task.name)
+    orders = [permutation(count, seed_for(stream, seed, number)) for number, count in enumerate(counts)]
+    return [np.sort(own[order[:share]]).tolist() for own, order, share in zip(frames, orders, np.diff(edges))]

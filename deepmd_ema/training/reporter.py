@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +18,7 @@ from deepmd_ema.config import RunConfig
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.data.run import RunLength
 from deepmd_ema.dist.world import World
-from deepmd_ema.errors import counted
-from deepmd_ema.loss import LossOverBatches, constant_prediction
+from deepmd_ema.loss import LossOverBatches
 from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.curves import LcurveFile
@@ -34,10 +30,6 @@ from deepmd_ema.training.tasks import Task, TaskMixture
 from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
-Predict = Callable[[Batch], Mapping[str, Tensor]]
-
-COMPARED_ROWS = 20  # whose training errors are compared with those of a constant
-SHORT_RUN = 1000  # steps; a run of fewer may need more of them to learn anything
 
 
 class Reporter:
@@ -93,9 +85,6 @@ class Reporter:
         self.validated_step = 0
         self.validated: Mapping[str, Errors] = {}
         self.before: Mapping[str, Errors] = {}
-        # by task, of the last rows in the second half of the run: an error of the training batches, and a constant's
-        self._compared = {task.name: deque[tuple[float, float]](maxlen=COMPARED_ROWS) for task in tasks}
-        self._num_steps, self._warned = length.num_steps, set[str]()
 
     def start(self, step: int) -> None:
         """Start the loggers of a run that has done ``step`` steps."""
@@ -129,16 +118,21 @@ class Reporter:
             rate: learning rate of the step.
             values: of the step, for the learning curve.
         """
-        train = {t.name: self._train_values(t.name) for t in self._tasks}
+        if self._shows_means:
+            train = {name: mean.values() for name, mean in self._means.items()}
+        else:  # nothing of a task that has had no step
+            train = {t.name: {name: float(v) for name, v in self._last.get(t.name, {}).items()} for t in self._tasks}
         with self.times.of("row"), self._products():
-            display = {t.name: t.next_display_batches() for t in self._tasks}
+            display = {
+                t.name: [next(t.display_loader) for _ in range(t.display_batches)] if t.display_loader else []
+                for t in self._tasks
+            }
             valid = self._mean_values(display, rate)
             rows = {LIVE: (train, valid)}
             for name in (name for name in self.curves if name != LIVE):
                 assert self._bank is not None
                 with self._bank.swapped_in(name):
-                    predict: Predict = partial(_prediction, task)
-                    rows[name] = self._values_of_step(task, batches, rate, predict), self._mean_values(display, rate)
+                    rows[name] = self._values_of_step(task, batches, rate), self._mean_values(display, rate)
         for name, (of_train, of_valid) in rows.items():
             if (file := self.curves.get(name)) is not None:
                 file.write(step, rate, of_train, of_valid)
@@ -150,32 +144,6 @@ class Reporter:
         self._progress.show(step, rate, train, valid, seconds, self.times.split())
         self._shown_step, self._shown_at = step, now
         self._means = {name: _Mean() for name in self._means}
-        if 2 * step > self._num_steps and (judged := _judged(task)):
-            predict = partial(constant_prediction, bias=task.models.of(task.name).out_bias.view(-1))
-            constant = self._values_of_step(task, batches, rate, predict)[task.name][judged]
-            self._compared[task.name].append((float(values[judged]), constant))
-
-    def warn_if_nothing_is_learned(self, step: int, remedy: str, at_least: int = 1) -> None:
-        """Warn once of each task whose training errors are those of a constant.
-
-        Args:
-            step: optimizer steps so far.
-            remedy: what the user can do.
-            at_least: fewest rows for a warning.
-        """
-        for task in self._tasks:
-            rows = [pair for pair in self._compared[task.name] if not any(map(math.isnan, pair))]
-            if task.name in self._warned or len(rows) < at_least or not rows:
-                continue
-            found, constant = (math.sqrt(sum(value**2 for value in values) / len(rows)) for values in zip(*rows))
-            if found >= constant > 0:
-                self._warned.add(task.name)
-                logger.warning(
-                    "%sstep %d: %s of the training batches of the last %s is %.4g, no better than %.4g with energies "
-                    "of the elements alone and no forces: nothing is learned. To mend it: %s.",
-                    f"task {task.name}: " * bool(task.name), step, _judged(task), counted(len(rows), "row"), found,
-                    constant, f"{'train longer, or ' * (step < SHORT_RUN)}{remedy.removeprefix('or ')}",
-                )  # fmt: skip
 
     def show_before(self, errors: Mapping[str, Errors]) -> None:
         """Log the errors by task of the weights that the run starts with."""
@@ -202,12 +170,6 @@ class Reporter:
         if weights == LIVE:
             self._loggers.log(step, {"lr": rate, **errors}, lambda logger: logger.freq is None)
         self._loggers.log(step, named("batch", weights, validation) | (errors if weights != LIVE else {}))
-
-    def _train_values(self, task: str) -> dict[str, float]:
-        """Return the values of a row for the training batches of a task; nothing if it has had no step."""
-        if self._shows_means:
-            return self._means[task].values()
-        return {name: float(value) for name, value in self._last.get(task, {}).items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the current interval, and the last values of tasks that the next step may not draw."""
@@ -245,13 +207,13 @@ class Reporter:
             self._loggers.finish(status)
 
     def _values_of_step(
-        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float, predict: Predict
+        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float
     ) -> dict[str, dict[str, float]]:
         """Return each displayed value by task over all frames of a step, of one task; empty for the others."""
         whole = LossOverBatches(task.loss, batches, rate)
         with _evaluated(task.models):
             for batch in (b.to(self._world.device) for b in batches):
-                whole.add(predict(batch), batch)
+                whole.add(task.models(task.name, batch, **task.loss.needs(batch)), batch)
         values = {name: float(value) for name, value in whole.displayed().items()}
         return {t.name: values if t is task else {} for t in self._tasks}
 
@@ -264,22 +226,13 @@ class Reporter:
             mean = _Mean()
             with _evaluated(task.models):
                 for batch in (b.to(self._world.device) for b in batches[task.name]):
-                    _, values = task.loss(_prediction(task, batch), batch, rate)
+                    prediction = task.models(task.name, batch, **task.loss.needs(batch))
+                    _, values = task.loss(prediction, batch, rate)
                     atoms = 0 if batch.padding else batch.num_real[1]
                     own = torch.tensor(atoms, dtype=torch.float64, device=self._world.device)
                     mean.add(values, self._world.all_reduce_sum(own))
             means[task.name] = mean.values()
         return means
-
-
-def _prediction(task: Task, batch: Batch) -> Mapping[str, Tensor]:
-    found: Mapping[str, Tensor] = task.models(task.name, batch, **task.loss.needs(batch))
-    return found
-
-
-def _judged(task: Task) -> str:
-    """Return the displayed error that says whether a task learns: of forces, else of energies, else empty."""
-    return next((name for name in reversed(task.loss.display_names) if name.endswith(("_f", "_e"))), "")
 
 
 @contextmanager

@@ -76,16 +76,6 @@ class TrainRequest:
             return None
         return self.input_file or DEFAULT_INPUT
 
-    @property
-    def name(self) -> str:
-        """The file of the input, or the normalized one where there is none."""
-        return self.file or self.output
-
-    @property
-    def weights(self) -> str | None:
-        """The file whose weights a new run starts from."""
-        return self.init_model or self.finetune
-
     def heads(self) -> dict[str, str | None]:
         """Return by task the name of a model in the start file, from the command line or the input.
 
@@ -93,9 +83,9 @@ class TrainRequest:
             UserError: if both name one, or no model can be chosen.
         """
         given = self.model_branch
-        if given is not None and (self.restart is not None or self.weights is None):
+        if given is not None and (self.restart is not None or not (self.init_model or self.finetune)):
             raise UserError("--model-branch: chooses a model of the file of --finetune or --init-model. Leave it out.")
-        if self.weights is None:  # no file whose models could be chosen
+        if not (self.init_model or self.finetune):  # no file whose models could be chosen
             return {}
         heads = self.input.heads
         if given is None:

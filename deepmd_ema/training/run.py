@@ -78,22 +78,35 @@ def run_training(
             if request.finetune is not None and (source := local_file(request.finetune)) != request.finetune:
                 request = replace(request, finetune=source)
             start = load_start(request, (world.rank, world.size))
-            config = _config(request, start, launch, world.size)
-        seed = world.broadcast_from_rank0(partial(_seed, config, request, held))
+            config = read_config(request, start, launch, world.size)
+
+        def take_outputs() -> int:
+            loggers_of(config)
+            check_outputs(config, request)
+            held.enter_context(lock_outputs(config))
+            return secrets.randbelow(2**31) if config.training.seed is None else config.training.seed
+
+        seed = world.broadcast_from_rank0(take_outputs)
         config = replace(config, training=replace(config.training, seed=seed))
         # the config of a checkpoint has every default: what has no effect was listed when it was an input
         unused = () if request.takes_saved_config else ignored_options(config)
         for line in (*config.notes, *unused):
             logger.warning("%s", line)
-        _warn_idle_heads(config, request)
+        for name, task in config.tasks.items() if request.restart is None and request.finetune is None else ():
+            head, place = task.model.finetune_head, task.place("model")
+            if head and (name or request.init_model is None):
+                also = " or --init-model" * (not name)
+                logger.warning('%s.finetune_head = "%s": no effect without --finetune%s', place, head, also)
+            if task.model.finetune_bias == "keep":
+                logger.warning('%s.finetune_bias = "keep": no effect without --finetune', place)
         prepared = prepare(config, start, world, request.skip_neighbor_stat)
         world.broadcast_from_rank0(partial(write_config, prepared.config, request.output, is_new=start.step == 0))
-        file, device = Path(RECORD) if world.is_main else None, describe_device(world.device)
-        record = RunRecord(file, warnings, device, world.size, began, continues=start.step > 0)
+        written, device = Path(RECORD) if world.is_main else None, describe_device(world.device)
+        record = RunRecord(written, warnings, device, world.size, began, continues=start.step > 0)
         with record.ending():
             with world.all_ranks_ok():
-                deadline = began + request.max_time
-                trainer = Trainer(prepared, start, world, should_update, request.name, callback, record, deadline)
+                deadline, file = began + request.max_time, request.file or request.output
+                trainer = Trainer(prepared, start, world, should_update, file, callback, record, deadline)
             remarks = config_warnings(prepared.config, trainer.num_steps, prepared.length.steps_per)
             for line in render(start_table(trainer)):
                 logger.info("%s", line)
@@ -125,7 +138,7 @@ def train(request: TrainRequest | str | Mapping[str, Any] | None = None, **optio
     return run_training(request, **options)
 
 
-def _config(request: TrainRequest, start: Start, launch: Launch, num_ranks: int) -> RunConfig:
+def read_config(request: TrainRequest, start: Start, launch: Launch, num_ranks: int) -> RunConfig:
     """Return the checked config, with what it leaves open as it is in the start file."""
     if request.takes_saved_config:  # its notes are logged when it is compared with the checkpoint
         given = replace(saved_config(start.config, str(start.path), whole=True), notes=())
@@ -140,22 +153,3 @@ def _config(request: TrainRequest, start: Start, launch: Launch, num_ranks: int)
         if request.takes_saved_config:
             warn_of_other_input(start, config)
     return config
-
-
-def _seed(config: RunConfig, request: TrainRequest, held: ExitStack) -> int:
-    """Return the seed of the run, once its outputs are checked and locked until ``held`` is closed."""
-    loggers_of(config)
-    check_outputs(config, request)
-    held.enter_context(lock_outputs(config))
-    return secrets.randbelow(2**31) if config.training.seed is None else config.training.seed
-
-
-def _warn_idle_heads(config: RunConfig, request: TrainRequest) -> None:
-    """Warn of heads and biases that have no effect with this start."""
-    for name, task in config.tasks.items():
-        head, place = task.model.finetune_head, task.place("model")
-        if head and request.restart is None and request.finetune is None and (name or request.init_model is None):
-            also = " or --init-model" * (not name)
-            logger.warning('%s.finetune_head = "%s": no effect without --finetune%s', place, head, also)
-        if task.model.finetune_bias == "keep" and request.restart is None and request.finetune is None:
-            logger.warning('%s.finetune_bias = "keep": no effect without --finetune', place)

@@ -16,14 +16,12 @@ from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
 from deepmd_ema.checkpoint.writer import Writer
-from deepmd_ema.config import RunConfig, to_dict
+from deepmd_ema.config import RunConfig
 from deepmd_ema.config.outputs import Outputs, Schedule, suffix_of
-from deepmd_ema.dist.saved_tensors import OwnRows, Take, WholeTensors
+from deepmd_ema.dist.dtensor import Take, WholeTensors
 from deepmd_ema.dist.world import World
-from deepmd_ema.model.model_set import unnested
 from deepmd_ema.report.curves import RowTable
 from deepmd_ema.tensors import HostCopies
-from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
@@ -66,16 +64,6 @@ class StateBuilder:
 
     def __post_init__(self) -> None:
         self.forget()
-
-    @classmethod
-    def build(
-        cls, prepared: PreparedRun, used: RunConfig, bank: AverageBank | None, run: str, num_steps: int, world: World
-    ) -> StateBuilder:
-        """Return the builder of model files that hold the config ``used``."""
-        own_rows, whole = partial(OwnRows, world.rank, world.size), partial(WholeTensors, keep=world.is_main)
-        distances = unnested({name: model.min_nbor_dist for name, model in prepared.models.by_task.items()})
-        take_from = own_rows if prepared.config.training.writes_shards else whole
-        return cls(prepared.models, bank, to_dict(used), distances, run, num_steps, take_from)
 
     def training(self, step: int, state: MakeState) -> dict[str, Any]:
         """Return the content of ``model.ckpt-<step>.pt``: raw weights, averages and everything that a restart needs."""
@@ -163,14 +151,13 @@ class Saver:
     ) -> None:  # fmt: skip
         training, folder = config.training, Outputs(config).snapshot_folder
         files_of = partial(CheckpointSeries, training.save_ckpt, start=start, writers=writers)
-
-        def series(weights: str, max_keep: int | None) -> CheckpointSeries:
-            return files_of(suffix_of(weights), training.save_dir, schedule.num_kept(max_keep))
-
         self.builder, self._bests, self._tables = builder, bests, tables
         self.writer = Writer(world, everywhere=training.writes_shards)
-        self.live = series(LIVE, None)
-        self.averages = {a.name: series(a.name, a.ckpt_keep) for a in training.averaging}
+        self.live = files_of(suffix_of(LIVE), training.save_dir, schedule.num_kept())
+        self.averages = {
+            a.name: files_of(suffix_of(a.name), training.save_dir, schedule.num_kept(a.ckpt_keep))
+            for a in training.averaging
+        }
         # copies of averages for `dp-ema posthoc`: all of them stay
         self._snapshots = {name: files_of(suffix_of(name), folder, 0) for name in schedule.snapshots}
 

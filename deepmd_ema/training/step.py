@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.schema.optim import LKFConfig
-from deepmd_ema.dist.saved_tensors import Take
+from deepmd_ema.dist.dtensor import Take
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError, RankLostError, first_few
 from deepmd_ema.loss import LossOverBatches

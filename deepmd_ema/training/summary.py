@@ -13,12 +13,11 @@ from deepmd_ema.allocator import peak_memory
 from deepmd_ema.checkpoint.writer import WriterTimes
 from deepmd_ema.config import config_summary
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
-from deepmd_ema.errors import command, counted
+from deepmd_ema.errors import command, counted, every_steps
 from deepmd_ema.labels import METRICS
 from deepmd_ema.metrics import Errors
 from deepmd_ema.optim.groups import describe_groups
 from deepmd_ema.report.table import Table, describe_errors, duration, facts, show_metric
-from deepmd_ema.training.averages import snapshot_lines
 from deepmd_ema.training.trainer import Trainer, restart_command
 from deepmd_ema.version import __version__
 
@@ -63,7 +62,16 @@ def start_table(trainer: Trainer) -> Table:
     trained_names = {n for n, p in parameters.items() if p.requires_grad}
     state = prepared.models.state_dict()
     num_bytes = sum(t.numel() * (4 if name in trained_names else t.element_size()) for name, t in state.items())
-    pairs += [("snapshots", line) for line in snapshot_lines(trainer.schedule, averages, num_bytes)]
+    total = 0
+    for average in averages:
+        if (due := trainer.schedule.snapshots.get(average.name)) is not None:
+            files = due.count(average.start_step)
+            total += files * num_bytes
+            size = f"{counted(files, 'file')} of {num_bytes / 1e6:.2f} MB"
+            pairs.append(("snapshots", f"{average.name} {every_steps(due.steps.step)}: {size}"))
+    if total:
+        text = "MB of disk in all, in float32; `dp-ema posthoc` finds the best length from them"
+        pairs.append(("snapshots", f"{total / 1e6:,.2f} {text}"))
     pairs.append(("units", "rows of single batches in eV and angstrom, as in lcurve.out; full validation in meV"))
     program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     return facts(f"{program}, on {describe_device(world.device)}", pairs)
@@ -153,7 +161,10 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
         pairs.append(("compiled", f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
     pairs.append(("saving", _describe_saving(saver.writer.times)))
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
-    pairs.append(("memory", _describe_memory(trainer.world.device)))
+    device, parts = trainer.world.device, [f"{peak_memory() / 1e9:.2g} GB at most"] * (peak_memory() > 0)
+    if device.type == "cuda":
+        parts.append(f"{torch.cuda.max_memory_reserved(device) / 1e9:.2g} GB of the GPU")
+    pairs.append(("memory", ", ".join(parts)))
     pairs.append(("waiting", f"for data {100 * trainer.times.waiting_share():.1f} % of the time of training"))
     pairs.append(("continue", restart_command(trainer) if trainer.is_out_of_time else ""))
     # the averaged point of a schedule-free optimizer is the model that it trains
@@ -168,13 +179,6 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     pairs.append(("next", "dp-ema report" + "  (errors and parity of the frames that were split off)" * split))
     pairs.append(("next", command("dp-ema", "freeze", "-c", model, *(["--head", heads[0]] if heads else []))))
     return facts(f"trained model: {saver.link}", pairs)
-
-
-def _describe_memory(device: torch.device) -> str:
-    parts = [f"{peak_memory() / 1e9:.2g} GB at most"] * (peak_memory() > 0)
-    if device.type == "cuda":
-        parts.append(f"{torch.cuda.max_memory_reserved(device) / 1e9:.2g} GB of the GPU")
-    return ", ".join(parts)
 
 
 def _describe_saving(times: WriterTimes) -> str:

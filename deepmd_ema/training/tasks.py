@@ -49,11 +49,6 @@ class Task:
     display_batches: int = 1
     split: str = ""
 
-    @property
-    def frames_per_step(self) -> float:
-        """Mean number of frames in a step of this task, of all ranks together."""
-        return self.accumulate * self.train_loader.sampler.frames_per_step
-
     def next_batches(self) -> list[Batch | PackedBatch]:
         """Return the training batches of the next step, in host memory."""
         return [next(self.train_loader) for _ in range(self.accumulate)]
@@ -63,19 +58,14 @@ class Task:
         first = self.train_loader.position - back * self.accumulate
         return [frame for n in range(first, first + self.accumulate) for frame in self.train_loader.frames_at(n)]
 
-    def next_display_batches(self) -> list[Batch | PackedBatch]:
-        """Return the next validation batches of a row, in host memory; none without validation data."""
-        if self.display_loader is None:
-            return []
-        return [next(self.display_loader) for _ in range(self.display_batches)]
-
     def state_dict(self) -> dict[str, Any]:
         """Return the number of batches that were consumed; their order is a function of the seed and of the data."""
         sampler = self.train_loader.sampler
         consumed: dict[str, Any] = {
             "frames": self.train_loader.position,
             "num_frames": sum(sampler.num_frames),
-            "frames_per_step": self.frames_per_step,
+            # mean number, of all ranks together
+            "frames_per_step": self.accumulate * sampler.frames_per_step,
         }
         if self.display_loader is not None:
             consumed["display_frames"] = self.display_loader.position
@@ -93,21 +83,19 @@ class Task:
                 f"task {self.name}: " * bool(self.name),
             )
         of_task = f" of task {self.name}" * bool(self.name)
-        now = sum(self.train_loader.sampler.num_frames)
-        before = state.get("num_frames", now)
-        if before != now:
+        now = self.state_dict()
+        before = {**now, **state}
+        if before["num_frames"] != now["num_frames"]:
             logger.warning(
                 "the training data%s have %d frames now and had %d when the checkpoint was written: they come in "
                 "another order from here on",
-                of_task, now, before,
+                of_task, now["num_frames"], before["num_frames"],
             )  # fmt: skip
-        size = self.frames_per_step
-        size_before = state.get("frames_per_step", size)
-        if size_before != size:
+        if before["frames_per_step"] != now["frames_per_step"]:
             logger.warning(
                 "a step%s has %.4g frames on average now, over all ranks together, and had %.4g when the checkpoint "
                 "was written",
-                of_task, size, size_before,
+                of_task, now["frames_per_step"], before["frames_per_step"],
             )  # fmt: skip
         self.train_loader.seek(int(state["frames"]))
         if self.display_loader is not None:

@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from types import FrameType
@@ -15,24 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
+from deepmd_ema.config import to_dict
 from deepmd_ema.config.outputs import Schedule
 from deepmd_ema.config.schema.loggers import FAILED, FINISHED, INTERRUPTED
 from deepmd_ema.config.schema.optim import LKFConfig
+from deepmd_ema.dist.dtensor import OwnRows, Take, WholeTensors
 from deepmd_ema.dist.launch import END_SIGNALS, handling
-from deepmd_ema.dist.saved_tensors import Take
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import Interrupted, UserError, command
+from deepmd_ema.model.model_set import unnested
 from deepmd_ema.report.log import RunTimes
 from deepmd_ema.report.record import RunRecord
-from deepmd_ema.tensors import map_tensors
-from deepmd_ema.training.averages import Hook, build_bank, describe_averages
+from deepmd_ema.tensors import HostCopies, map_tensors
+from deepmd_ema.training.averages import Hook, tracked_averages
 from deepmd_ema.training.cuda_graphs import GraphedSteps
 from deepmd_ema.training.interpolation import InterpolationControl
-from deepmd_ema.training.modes import compile_models, launches_graphs, remarks_on_mixed_precision, why_no_graphs
-from deepmd_ema.training.prepare import PreparedRun
-from deepmd_ema.training.refit import refit_bias
-from deepmd_ema.training.reporter import COMPARED_ROWS, Reporter
+from deepmd_ema.training.modes import compile_models, remarks_on_mixed_precision, why_no_graphs
+from deepmd_ema.training.prepare import PreparedRun, refit_bias
+from deepmd_ema.training.reporter import Reporter
 from deepmd_ema.training.restart import read_shards, reads_shards, state_of_tasks
 from deepmd_ema.training.saver import Saver, StateBuilder
 from deepmd_ema.training.sharding import check_replicas, parallelize
@@ -117,7 +119,8 @@ class Trainer:
         if reads_shards(start, config):
             read_shards(start, models)
 
-        self.bank = build_bank(config, models, prepared.length.steps_per, should_update, num_steps)
+        profiles = tracked_averages(config, prepared.length.steps_per, should_update, num_steps)
+        self.bank = AverageBank(models.by_task, profiles, around=models) if profiles else None
         # until the first validation was measured its time is that of some steps
         frames = sum(system.num_frames for task in prepared.tasks.values() for system in task.valid)
         validation_steps = FORWARD_SHARE * len(config.fully_validated) * frames / prepared.length.frames_per_step
@@ -128,9 +131,15 @@ class Trainer:
         self.reporter = Reporter(config, self.tasks, self.bank, prepared.length, run, world, self.times, in_validation)
         writers = world.for_writer() if training.writes_shards else None
         self.validator = FullValidation(prepared, self.bank, num_steps, writers, world, in_validation)
-        builder = StateBuilder.build(prepared, used, self.bank, run, num_steps, world)
-        tables = [*filter(None, self.reporter.curves.values()), *self.validator.logs]
-        self.saver = Saver(config, schedule, start.step, builder, self.validator.bests, tables, writers, world)
+        bests = [row.best for row in self.validator.rows if row.best is not None]
+        logs = [row.log for row in self.validator.rows if row.log is not None]
+        tables = [*filter(None, self.reporter.curves.values()), *logs]
+        take_from: Callable[[HostCopies], Take] = partial(WholeTensors, keep=world.is_main)
+        if training.writes_shards:
+            take_from = partial(OwnRows, world.rank, world.size)
+        distances = unnested({name: model.min_nbor_dist for name, model in models.by_task.items()})
+        builder = StateBuilder(models, self.bank, to_dict(used), distances, run, num_steps, take_from)
+        self.saver = Saver(config, schedule, start.step, builder, bests, tables, writers, world)
 
         self.graphs: GraphedSteps | None = None
         if isinstance(config.optimizer, LKFConfig):
@@ -139,7 +148,7 @@ class Trainer:
             self.take_step: Step = KalmanStep(prepared, num_steps)
         else:
             self.take_step = gradient_step = GradientStep(prepared, module, num_steps, world)
-            if launches_graphs(config, world):
+            if training.cuda_graphs and not why_no_graphs(config, world):
                 self.graphs = GraphedSteps(gradient_step, self.bank, world.device, self.products)
         if training.cuda_graphs and self.graphs is None:
             logger.warning("training.cuda_graphs has no effect: %s.", why_no_graphs(config, world))
@@ -187,7 +196,6 @@ class Trainer:
                             break
                 except ValidationAborted:
                     self._leave()
-                self.reporter.warn_if_nothing_is_learned(self.step, self.take_step.remedy)
                 self.saver.writer.finish()
             except BaseException as error:
                 was_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
@@ -281,7 +289,6 @@ class Trainer:
             results = self.validator.run(self.step, self.saver, self._is_stopped, entered)
         self._validation_pending = False
         self.reporter.show_validation(self.step, results)
-        self.reporter.warn_if_nothing_is_learned(self.step, self.take_step.remedy, COMPARED_ROWS)
         if (why := self.validator.stopped_early) and self.step < self.num_steps:
             logger.info("early stop after step %d of %d: %s", self.step, self.num_steps, why)
             self.record.early_end, self.num_steps = why, self.step
@@ -305,7 +312,13 @@ class Trainer:
         check_replicas(self.validator.models, self.world, self.step)
         words = ""
         if self.bank is not None:
-            words = describe_averages(self.bank)
+            facts = ((name, self.bank.info(name)) for name in self.bank.names)  # may wait for the device
+            words = "; ".join(
+                f"{name}: decay {info['effective_decay']:.6g}, looks back {info['mean_age']:,.1f} steps on average"
+                if info["updates"]
+                else f"{name}: no update yet"
+                for name, info in facts
+            )
             # the windows of most averages stay the same once their warm-up is over
             words, self._windows = words * (words != self._windows), words
             words = f"averages of step {self.step:,}: {words}" if words else ""
@@ -374,9 +387,12 @@ class Trainer:
         self.reporter.load_state_dict(state["display"], step)
         self._validation_pending = bool(state["validation_pending"] and self.validator.rows)
         self.validator.load_state_dict(state.get("best", {}))
-        self.validator.truncate(step - 1 if self._validation_pending else step)
+        for row in self.validator.rows:
+            if row.log is not None:  # a validation that was broken off is made again
+                row.log.cut_after(step - 1 if self._validation_pending else step)
         if self.validator.early_stop is not None and "early_stop" in state:
-            self.validator.early_stop.load_state_dict(state["early_stop"], self.validator.row_names)
+            rows = [(row.weights, row.task) for row in self.validator.rows]
+            self.validator.early_stop.load_state_dict(state["early_stop"], rows)
         if (why := self.validator.stopped_early) and step < self.num_steps:
             self.record.early_end, self.num_steps = why, step
             logger.warning(

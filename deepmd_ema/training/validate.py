@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.checkpoint.series import BestFiles
 from deepmd_ema.config.outputs import Outputs
+from deepmd_ema.config.schema.text_options import Metric
+from deepmd_ema.config.schema.training import EarlyStopConfig
 from deepmd_ema.data.loader import num_batches, prefetch, sequential_batches, shared_atoms_at_once
 from deepmd_ema.dist.world import World
+from deepmd_ema.errors import counted
 from deepmd_ema.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.model.tabulated import tables_in
-from deepmd_ema.report.curves import RowTable, ValidationLog
-from deepmd_ema.training.early_stop import EarlyStop
+from deepmd_ema.report.curves import ValidationLog
+from deepmd_ema.report.table import show_metric
 from deepmd_ema.training.modes import Products
 from deepmd_ema.training.prepare import PreparedRun, PreparedTask
 from deepmd_ema.training.saver import Saver
 from deepmd_ema.weight_names import LIVE
+
+logger = logging.getLogger(__name__)
 
 
 class ValidationAborted(Exception):  # noqa: N818 - a request, not a fault
@@ -168,30 +175,10 @@ class FullValidation:
             batch = following if following is not None else (batch or next(batches())).as_padding()
             yield batch
 
-    def truncate(self, step: int) -> None:
-        """Cut the rows after ``step`` from every log: a restart writes them again."""
-        for log in self.logs:
-            log.cut_after(step)
-
-    @property
-    def bests(self) -> list[BestFiles]:
-        """The best files of all rows that have some."""
-        return [row.best for row in self.rows if row.best is not None]
-
-    @property
-    def logs(self) -> list[RowTable]:
-        """The files of rows that this process writes."""
-        return [row.log for row in self.rows if row.log is not None]
-
     @property
     def stopped_early(self) -> str:
         """Why the errors so far end the run before its last step; empty if they do not."""
         return self.early_stop.describe() if self.early_stop is not None and self.early_stop.is_met else ""
-
-    @property
-    def row_names(self) -> list[tuple[str, str]]:
-        """Weights and task of each row."""
-        return [(row.weights, row.task) for row in self.rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best records by set of weights, and by task if there are several."""
@@ -208,3 +195,78 @@ class FullValidation:
             if row.best is not None and records:
                 # rank 0 checks which files are there
                 row.best.records = self._world.broadcast_from_rank0(partial(row.best.load_state_dict, records))
+
+
+Row: TypeAlias = tuple[str, str]
+"""Name of the weights, and of the task, which is empty in a run of one."""
+
+
+class EarlyStop:
+    """Counts the full validations since the last improvement of any watched error.
+
+    An error is an improvement if it is the first of its weights and task, or lower than at their last improvement by
+    more than ``min_delta``. Errors that are not finite are none. All ranks have the same errors, and so decide alike.
+
+    Args:
+        config: patience, metric, ``min_delta`` and weights.
+        metric: taken if the config names none.
+
+    Attributes:
+        waited: full validations since the last improvement.
+        improvements: error and step of the last one, by weights and task.
+    """
+
+    def __init__(self, config: EarlyStopConfig, metric: Metric) -> None:
+        self._config, self._metric = config, config.metric or metric
+        self.waited = 0
+        self.improvements: dict[Row, tuple[float, int]] = {}
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the run ends."""
+        return self.waited >= self._config.patience
+
+    def add(self, step: int, errors: Mapping[Row, Errors]) -> None:
+        """Take the errors of the full validation after ``step``."""
+        self.waited += 1
+        for row, found in errors.items():
+            if self._config.weights not in (None, row[0]):
+                continue
+            value, (before, _) = found.metric(self._metric), self.improvements.get(row, (math.inf, 0))
+            if math.isfinite(value) and value < before - self._config.min_delta:
+                self.improvements[row] = (value, step)
+                self.waited = 0
+
+    def describe(self) -> str:
+        """Return the reason for the end, with the last improvements."""
+        delta = self._config.min_delta
+        by = f" by more than {show_metric(self._metric, delta)}" * (delta > 0)
+        rows = [
+            f"{' '.join(filter(None, reversed(row)))} {show_metric(self._metric, value)} after step {step:,}"
+            for row, (value, step) in self.improvements.items()
+        ]
+        since = f"{self._metric} has not fallen{by} in the last {counted(self.waited, 'full validation')}"
+        return f"{since}; last improvements: {', '.join(rows) or 'none'}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return metric, count and last improvements."""
+        found: dict[str, dict[str, list[float]]] = {}
+        for (weights, task), record in self.improvements.items():
+            found.setdefault(weights, {})[task] = list(record)
+        return {
+            "metric": str(self._metric),
+            "waited": self.waited,
+            "improvements": {weights: unnested(of_task) for weights, of_task in found.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], rows: Iterable[Row]) -> None:
+        """Continue from ``state``; another metric starts anew, as do rows that it does not name."""
+        if state["metric"] != self._metric:
+            text = "validating.early_stop: %s counts now, %s before: its full validations are counted anew"
+            logger.warning(text, self._metric, state["metric"])
+            return
+        self.waited = state["waited"]
+        for weights, task in rows:
+            record = nested(state["improvements"].get(weights, {}), (task,)).get(task)
+            if record:
+                self.improvements[weights, task] = (float(record[0]), int(record[1]))

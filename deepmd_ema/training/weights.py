@@ -108,8 +108,8 @@ class Start:
         text = json.dumps([__version__, self.config if self.payload else to_dict(config), origin], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def model_section(self, given: Any) -> Any:
-        """Return the section ``model`` of the file, in place of ``given``, that of the input, which may be wrong.
+    def model_section(self, values: Any) -> Any:
+        """Return the section ``model`` of the file, in place of ``values``, that of the input, which may be wrong.
 
         For fine-tuning it has descriptors and fitting networks of the file, trainable as given. A part that tasks share
         is that of the first of them that takes it from the file.
@@ -131,34 +131,34 @@ class Start:
                 )
             return self.config["model"]
         if "" in self.sources:
-            return self._tuned_section("", given, {}, {})
-        models = given.get("model_dict") if isinstance(given, Mapping) else None
+            return self._tuned_section("", values, {}, {})
+        models = values.get("model_dict") if isinstance(values, Mapping) else None
         if not isinstance(models, Mapping):
-            return given
-        before = given.get("shared_dict")
+            return values
+        before = values.get("shared_dict")
         before = before if isinstance(before, Mapping) else {}
         shared: dict[str, Any] = {}
         sections = {
             name: self._tuned_section(name, section, before, shared) if name in self.sources else section
             for name, section in models.items()
         }
-        return {**given, "model_dict": sections, **({"shared_dict": {**before, **shared}} if before else {})}
+        return {**values, "model_dict": sections, **({"shared_dict": {**before, **shared}} if before else {})}
 
-    def _tuned_section(self, task: str, given: Any, before: Mapping[str, Any], shared: dict[str, Any]) -> Any:
+    def _tuned_section(self, task: str, values: Any, before: Mapping[str, Any], shared: dict[str, Any]) -> Any:
         """Return the section of one task that is fine-tuned.
 
         Args:
             task: its name.
-            given: its section in the input.
+            values: its section in the input.
             before: the parts that tasks share in the input.
             shared: takes those of the file instead.
         """
         source, saved = self.sources[task], self.saved[task]
         section = to_dict(saved)
-        if not isinstance(given, Mapping):
+        if not isinstance(values, Mapping):
             return section
         taken = ("descriptor",) if source.fresh_fitting else ("descriptor", "fitting_net")
-        type_map = given.get("type_map", section["type_map"])
+        type_map = values.get("type_map", section["type_map"])
         elements = before.get(type_map) if isinstance(type_map, str) else type_map
         by_number = f"the parts of {self.path} are for" * (saved.type == "linear_ener")
         if not by_number:
@@ -172,9 +172,9 @@ class Start:
                 "the section model into the input (`dp-ema show --config` prints it)."
             )
         if saved.type == "linear_ener":
-            return {**given, "type_map": type_map, **{name: section[name] for name in ("type", "models", "weights")}}
-        parts = {name: _part(given.get(name), section[name], before, shared) for name in taken}
-        return {**given, "type_map": type_map, **parts}
+            return {**values, "type_map": type_map, **{name: section[name] for name in ("type", "models", "weights")}}
+        parts = {name: _part(values.get(name), section[name], before, shared) for name in taken}
+        return {**values, "type_map": type_map, **parts}
 
     def adopt_from_checkpoint(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with what it leaves open as in the file: ``sel`` where it fits, and the seed of a restart.
@@ -431,13 +431,13 @@ def report_differences(saved: ModelConfig, model: ModelConfig, place: str) -> No
             logger.warning("%s.%s is not that of the file, which acts where atoms come close", place, name)
 
 
-def _part(given: Any, section: Any, before: Mapping[str, Any], shared: dict[str, Any]) -> Any:
+def _part(values: Any, section: Any, before: Mapping[str, Any], shared: dict[str, Any]) -> Any:
     """Return a section of the file in place of that of the input, which may be the name of a shared one."""
-    if isinstance(given, str):
-        key = given.partition(":")[0]
+    if isinstance(values, str):
+        key = values.partition(":")[0]
         shared.setdefault(key, _part(before.get(key), section, {}, {}))
-        return given
-    of_input = given if isinstance(given, Mapping) else {}
+        return values
+    of_input = values if isinstance(values, Mapping) else {}
     part = {**copy.deepcopy(section), **({"trainable": of_input["trainable"]} if "trainable" in of_input else {})}
     parts, names = part.get("list"), of_input.get("list")
     if isinstance(parts, list) and isinstance(names, list) and len(parts) == len(names):
