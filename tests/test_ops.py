@@ -8,23 +8,21 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
-from toy_models import REPFORMER, TRICLINIC, toy_atoms
+from toy_models import TRICLINIC, toy_atoms
 
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.families.dpa2.repformer import Repformer
-from deepmd_ema.families.dpa2.repformer_attention import Surroundings
-from deepmd_ema.families.dpa2.section import RepformerConfig
 from deepmd_ema.model.interpolation import series
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.attention import Attended, AttentionOptions
 from deepmd_ema.model.ops.cpu import silu
 from deepmd_ema.model.ops.cpu.operations import CPU, GPU, CPUOperations
 from deepmd_ema.model.ops.environment import exponential_switch, switch, switch_and_derivative
 from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
-from deepmd_ema.model.ops.reference import REFERENCE, Attended, AttentionOptions, occupied_slots
+from deepmd_ema.model.ops.reference import REFERENCE
 
 RCUT = 4.0
 LAYOUT = NeighborLayout(RCUT, (60,), 3, by_type=False)
@@ -57,15 +55,13 @@ def arguments(name):
         "silut": (draw(num_atoms, 8), activation("silut:10")),
         "triple_sums": triples_arguments(),
         "attended_moments": attention_arguments(ATTENTION),
-        "repformer_layers": repformer_arguments(neighborhood),
     }[name]  # fmt: skip
 
 
 # the version for a CPU and the reference
 OPERATIONS = {
-    **{name: (getattr(CPU, name), getattr(REFERENCE, name)) for name in (
-        "moments", "triple_sums", "attended_moments", "repformer_layers"
-    )},
+    **{name: (getattr(CPU, name), getattr(REFERENCE, name)) for name in ("moments", "attended_moments")},
+    "triple_sums": [lambda *args, ops=ops: ops.triple_sums_and_vjp(*args)[0] for ops in (CPU, REFERENCE)],
     **dict.fromkeys(("silu", "silut"), (CPU.activated, REFERENCE.activated)),
     "series_sum": (lambda *args: series._sum_in_place(*args)[0], lambda *args: series._plain_sum(*args)[0]),
 }  # fmt: skip
@@ -102,27 +98,11 @@ def attention_arguments(options, slots=7, num_slots=10, width=6, hidden=5, atoms
     direction = (draw(atoms, slots, 3, seed=2).detach() * mask[..., None]).requires_grad_()
     sizes = (width, 3 * hidden), (3 * hidden,), (hidden, width), (width,), (width,), (width,)
     layers = [Weights(*(draw(*size, seed=10 * n + k) for k, size in enumerate(sizes))) for n in range(2)]
-    counts = occupied_slots(mask)
+    counts = ((torch.arange(slots) + 1) * mask).amax(1) if slots else torch.zeros(atoms, dtype=torch.int64)
     rows = draw(atoms, slots, 4, seed=3).detach() * (torch.arange(slots) < counts[:, None])[..., None]
     pairs = draw(atoms, slots, width)
     given = Attended(rows.requires_grad_(), torch.tanh, [pairs], counts, mask, switch, direction, num_slots)
     return given, layers, options
-
-
-SUMS_ONLY = {f"update_{what}": False for what in ("g1_has_attn", "g2_has_attn", "g2_has_g1g1", "h2")}
-
-
-def repformer_arguments(neighborhood, smooth=True, **changed):
-    """Return a repformer with the options of the kernel, features, rows and the neighbors with weights."""
-    options = RepformerConfig(**REPFORMER | SUMS_ONLY | changed)
-    stack = Repformer(options, 3, smooth=smooth, protection=0.0, dtype=torch.float64, seed=1)
-    weight = (draw(*neighborhood.neighbor.shape, seed=2).detach().abs() * neighborhood.mask).requires_grad_()
-    count = 3.0 if smooth else 1 + neighborhood.mask.sum(1, keepdim=True).double()
-    per_moment = count if smooth else count[..., None]
-    around = Surroundings(
-        neighborhood.neighbor, neighborhood.reverse, neighborhood.mask, weight, smooth, 40, 1 / count, 1 / per_moment
-    )
-    return stack, draw(len(weight), options.g1_dim), draw(*weight.shape, 4, seed=1), around
 
 
 def tensors_of(found):
@@ -132,7 +112,7 @@ def tensors_of(found):
 
 
 def leaves_of(args):
-    args = [[*vars(a).values()] if isinstance(a, Surroundings | Attended) else a for a in args]
+    args = [[*vars(a).values()] if isinstance(a, Attended) else a for a in args]
     flat = [leaf for a in args for leaf in (a.parameters() if isinstance(a, torch.nn.Module) else tree_leaves(a))]
     return [leaf for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
@@ -228,15 +208,11 @@ def test_forces_through_triples_have_the_parameter_gradients_of_the_reference(sl
     _, types, _, table, net = triples_arguments(slots, act)
     mask = torch.arange(slots) < 2 * torch.arange(4)[:, None]
     mask[1, 1:2] = False  # an excluded pair leaves an empty slot before others
-    results = []
-
-    def sums(call, vector):
-        rows = torch.tanh(vector) * mask[..., None]
-        return call(torch.bmm(rows, rows.transpose(1, 2)), types, mask, table, net)
-
-    for call in OPERATIONS["triple_sums"]:
-        out, vjp = torch.func.vjp(lambda vector, call=call: sums(call, vector), draw(4, slots, 3, seed=5).detach())
+    rows, results = torch.tanh(draw(4, slots, 3, seed=5).detach()) * mask[..., None], []
+    for ops in (CPU, REFERENCE):
+        out, vjp = ops.triple_sums_and_vjp(torch.bmm(rows, rows.transpose(1, 2)), types, mask, table, net)
         (force,) = vjp(torch.tanh(out))  # as of a fitting net
+        force = force * (mask[:, :, None] & mask[:, None])  # no row depends on others
         loss = (force * draw(*force.shape, seed=6).detach()).sum() + (out * draw(*out.shape, seed=7).detach()).sum()
         results.append([out, force, *torch.autograd.grad(loss, [table, *net.parameters()])])
     for cpu, reference in zip(*results, strict=True):
@@ -321,60 +297,6 @@ def test_attention_on_a_cpu_refuses_derivatives_that_it_does_not_have():
     (grad,) = torch.autograd.grad(loss, pairs, create_graph=True)
     with pytest.raises(NotImplementedError, match="by positions: use the reference"):
         torch.autograd.grad(grad.square().sum(), given.direction)
-
-
-def repformer_forces(ops, stack, node, rows, around):
-    """Return features of a repformer, their gradient by vectors, and what both depend on."""
-    mixer, vector = draw(4, 5, seed=3), rows[..., 1:].detach()
-    pre, weight = rows[..., :1].detach(), around.weight.detach()
-
-    def features(vector):
-        moved = torch.cat([torch.tanh(pre * vector.sum(-1, keepdim=True)), vector.sin()], -1)
-        rough = weight if not around.smooth else weight * vector.square().sum(-1)
-        summed = node + (torch.tanh(moved @ mixer).sum(-1) * weight).sum(1, keepdim=True)
-        return ops.repformer_layers(stack, summed, moved, replace(around, weight=rough))
-
-    out, vjp = torch.func.vjp(features, vector)
-    return out, vjp, [mixer, node, *stack.parameters()]
-
-
-@pytest.mark.parametrize("changed", [
-    {}, {"smooth": False}, {"nlayers": 1}, {"update_style": "res_avg"}, {"update_style": "res_incr"},
-    {"nlayers": 2, "axis_neuron": 1},
-])  # fmt: skip
-def test_forces_through_the_repformer_have_the_parameter_gradients_of_the_reference(changed):
-    """Also of two vector-Jacobian products of one evaluation in one loss, and after one that was requested and left."""
-    args, results = repformer_arguments(batch_by_distance("triclinic", "open").within(3.0), **changed), []
-    for ops in (CPU, REFERENCE):
-        out, vjp, leaves = repformer_forces(ops, *args)
-        given = draw(*out.shape, seed=8)
-        (force,), (again,) = vjp(torch.tanh(out)), vjp(given)  # as of a fitting net
-        losses = force.square().sum(), out.sin().sum(), again.sin().sum()
-        torch.autograd.grad(losses[2], [given], retain_graph=True)
-        gradients = [torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (losses[0], sum(losses[:2]))]
-        gradients.append(torch.autograd.grad(sum(losses), [given, *leaves]))
-        results.append([out, force, *tree_leaves(gradients)])
-    for cpu, reference in zip(*results, strict=True):
-        torch.testing.assert_close(cpu, reference, rtol=1e-10, atol=1e-12)
-
-
-def test_the_repformer_of_no_atoms_or_no_neighbors_is_that_of_the_reference():
-    stack, node, rows, around = repformer_arguments(batch_by_distance("open", natoms=3).within(3.0))
-    none = torch.full((3, 0), 3)
-    alone = replace(around, neighbor=none, reverse=torch.full((3, 1), 0), weight=around.weight[:, :0], mask=none > 3)
-    absent = replace(around, neighbor=none[:0], reverse=none[:0], weight=around.weight[:0, :0], mask=none[:0] > 3)
-    for args in ((stack, node, rows[:, :0], alone), (stack, node[:0], rows[:0, :0], absent)):
-        close(CPU.repformer_layers(*args), REFERENCE.repformer_layers(*args))
-
-
-def test_the_repformer_on_a_cpu_refuses_derivatives_that_it_does_not_have():
-    stack, node, rows, around = repformer_arguments(batch_by_distance("open", natoms=3).within(3.0))
-    with pytest.raises(NotImplementedError, match="by parameters: use the reference"):
-        torch.autograd.grad(CPU.repformer_layers(stack, node, rows, around).sum(), rows, create_graph=True)
-    loss = CPU.repformer_layers(stack.requires_grad_(False), node, rows, around).square().sum()
-    (grad,) = torch.autograd.grad(loss, rows, create_graph=True)
-    with pytest.raises(NotImplementedError, match="by positions: use the reference"):
-        torch.autograd.grad(grad.square().sum(), rows)
 
 
 @pytest.mark.parametrize(("count", "node"), [(MIN_NUMBERS - 1, "SiluBackward0"), (MIN_NUMBERS, "_SiluBackward")])

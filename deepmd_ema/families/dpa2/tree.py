@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import StandardConfig
+from deepmd_ema.families.dpa2.layers import RepformerLayer
 from deepmd_ema.families.dpa2.module import DPA2Descriptor
-from deepmd_ema.families.dpa2.repformer_layer import RepformerLayer
 from deepmd_ema.families.se_atten.tree import block_tree
 from deepmd_ema.interop import parts
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.nn.norm import eps_of
-from deepmd_ema.model.ops.reference import LOGIT_SHIFT
+from deepmd_ema.model.ops.attention import LOGIT_SHIFT
 
 # options of all layers together
 OF_ALL_LAYERS = (

@@ -16,11 +16,12 @@ from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import freeze, linear, module_list
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.model.ops.environment import environment_rows, exponential_switch, switch
-from deepmd_ema.model.ops.reference import UsesOperations
+from deepmd_ema.model.ops.reference import UsesOperations, with_vjp
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.families.dpa3.section import DPA3Config
+    from deepmd_ema.model.interface import Vjp
 
 # A atoms, K edges of an atom, J edges with angles, T types, N numbers of a node, E of an edge, G of an angle
 
@@ -68,6 +69,9 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
         self.rcut, self.rcut_smth, self.protection = flow.e_rcut, flow.e_rcut_smth, config.env_protection
         measured = EnvironmentStatistics(self, config.exclude_types, zero_mean=True)
         self.environments = [] if flow.fix_stat_std else [measured]
+
+    def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
+        return with_vjp(lambda vector: self._features(vector, table, batch), batch.vector)
 
     def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:
         # as far as the list reaches: in a hybrid an exponential switch is small, but not zero, beyond the cutoff

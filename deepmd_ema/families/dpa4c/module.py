@@ -20,7 +20,7 @@ from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.sums import DirectSum
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
-from deepmd_ema.model.ops.reference import UsesOperations
+from deepmd_ema.model.ops.reference import UsesOperations, vjp_of
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
@@ -155,7 +155,7 @@ class DPA4CDescriptor(UsesOperations):
         def features(rows: Tensor, distance: Tensor, masses: Tensor) -> Tensor:
             return self._of_pairs(rows, distance, masses, batch)
 
-        found, of_pairs = cast("Any", torch.func.vjp(features, *geometry))
+        found, of_pairs = vjp_of(features, *geometry)
         return found, lambda grad_features: back(*of_pairs(grad_features))
 
     def _of_pairs(self, rows: Tensor, distance: Tensor, masses: Tensor, batch: Batch) -> Tensor:
@@ -194,7 +194,7 @@ class DPA4CDescriptor(UsesOperations):
             return self._of_sums(value, plain, masses, batch, species)
 
         plain = torch.bmm(rows, of_type.transpose(1, 2))
-        found, of_sums = cast("Any", torch.func.vjp(products, sums.value, plain, masses))
+        found, of_sums = vjp_of(products, sums.value, plain, masses)
 
         def vjp(grad_features: Tensor) -> Tensor:
             by_value, by_plain, by_masses = of_sums(grad_features)

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import StandardConfig
-from deepmd_ema.families.se_atten.layers import SeAttenBlock
-from deepmd_ema.families.se_atten.module import DPA1Descriptor
-from deepmd_ema.families.se_e3_tebd.layers import SeTTebdBlock
+from deepmd_ema.families.se_atten.module import DPA1Descriptor, SeAttenBlock
+from deepmd_ema.families.se_e3_tebd.module import SeTTebdBlock
 from deepmd_ema.interop import parts
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.descriptor.type_embedded import OneBlockDescriptor

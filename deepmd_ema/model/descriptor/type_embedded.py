@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from deepmd_ema.batch import Batch, Neighborhood, NeighborLayout
+from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.nn.layers import Network, embedding_network
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding, pick
-from deepmd_ema.model.ops.reference import UsesOperations, with_vjp
+from deepmd_ema.model.ops.reference import UsesOperations
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
@@ -89,26 +89,13 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         return torch.cat([features, pick(table, batch.atom_type)], 1), lambda grad: vjp(grad[:, :width])
 
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
-        """Return the features of the neighbors (A, num_features) and their vector-Jacobian product."""
-        return with_vjp(lambda vector: self._features(vector, table, batch), batch.vector)
-
-    def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:
-        """Return the features of the neighbors (A, num_features), which can be differentiated by ``vector``.
+        """Return the features of the neighbors (A, num_features) and their vector-Jacobian product.
 
         Args:
-            vector: (A, K, 3) those of ``batch``.
             table: (T, E) type embeddings.
             batch: frames with their neighbors.
         """
         raise NotImplementedError
-
-    def _in_part(
-        self, part: nn.Module, neighborhood: Neighborhood, vector: Tensor, features: Tensor, batch: Batch
-    ) -> Tensor:
-        """Return the output of a part for ``features``, with the vectors of its own neighbors."""
-        inside = vector[:, : neighborhood.neighbor.shape[1]]
-        out: Tensor = part(inside, neighborhood, features, batch, self.excluded(batch, neighborhood))
-        return out
 
 
 class ElementBlock(UsesOperations):
@@ -168,12 +155,7 @@ class OneBlockDescriptor(TypeEmbeddedDescriptor):
         self.environments = [EnvironmentStatistics(self.block, config.exclude_types, config.set_davg_zero)]
 
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
-        if not self.block.is_written_out(batch):
-            return super()._features_and_vjp(table, batch)
-        neighborhood = batch.within()
-        features, vjp = self.block.features_and_vjp(neighborhood, table, batch, self.excluded(batch, neighborhood))
-        return features, cast("Vjp", vjp)
-
-    def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:
         # as far as the list reaches: beyond the cutoff, rows are those of empty slots
-        return self._in_part(self.block, batch.within(), vector, table, batch)
+        neighborhood = batch.within()
+        features, vjp = self.block.features_and_vjp(table, neighborhood, batch, self.excluded(batch, neighborhood))
+        return features, cast("Vjp", vjp)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,29 @@ def switch_and_derivative(distance: Tensor, rcut: float, rcut_smth: float) -> tu
     """Return w(r) and dw/dr (1/angstrom)."""
     u = ((distance - rcut_smth) / (rcut - rcut_smth)).clamp(0, 1)
     return u**3 * (-6 * u * u + 15 * u - 10) + 1, (u * (1 - u)).square() * (-30 / (rcut - rcut_smth))
+
+
+def switch_and_vjp(
+    vector: Tensor, mask: Tensor, rcut: float, rcut_smth: float
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return w (A, K) of vectors (A, K, 3), 0 outside of ``mask`` (A, K), and its vector-Jacobian product."""
+    distance = torch.linalg.vector_norm(vector, dim=-1)
+    value, slope = switch_and_derivative(distance, rcut, rcut_smth)
+    along = torch.where(mask, slope / distance, 0)[..., None] * vector
+    return torch.where(mask, value, 0), lambda grad: grad.double()[..., None] * along
+
+
+def directions_and_vjp(vector: Tensor, mask: Tensor, rcut: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return unit vectors (A, K, 3), 0 outside of ``mask`` (A, K) and of ``rcut``, and the vjp of them."""
+    distance = torch.linalg.vector_norm(vector, dim=-1)
+    inverse = torch.where(mask & (distance < rcut), 1 / distance, 0)[..., None]
+    unit = vector * inverse
+
+    def vjp(grad: Tensor) -> Tensor:
+        given = grad.double()
+        return torch.addcmul(given, unit, (unit * given).sum(-1, keepdim=True), value=-1) * inverse
+
+    return unit, vjp
 
 
 def environment_rows(

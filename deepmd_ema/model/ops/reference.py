@@ -7,7 +7,7 @@ or twice. :mod:`deepmd_ema.model.ops.cpu` replaces what is faster in eager mode 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
@@ -16,61 +16,15 @@ from torch import Tensor, nn
 from deepmd_ema.model.nn.activation import Activation
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.nn.norm import normalised
 from deepmd_ema.model.nn.type_embedding import pick
+from deepmd_ema.model.ops.attention import Attended, AttentionOptions, attended_moments
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Vjp
 
 # A atoms, K neighbor slots, M channels of a pair, X axis channels, N inputs and C columns
 
-LOGIT_SHIFT = 20.0  # a neighbor at the cutoff has the logit of an empty slot, -20, in smooth attention; as DeePMD-kit
-EPS = 1e-12  # shorter rows are divided by this number; as torch.nn.functional.normalize
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """Options of the layers of attention.
-
-    Attributes:
-        gated: whether weights are multiplied by the cosines of the angles between neighbors.
-        unit: whether queries, keys and values have the length 1.
-        scaling: factor of the product of query and key.
-        shift: added to logits before they are multiplied by the switch; None where they are not, which is not smooth.
-        eps: of the layer norm.
-    """
-
-    gated: bool
-    unit: bool
-    scaling: float
-    shift: float | None
-    eps: float
-
-
-@dataclass(frozen=True)
-class Attended:
-    """Inputs of layers of attention among the neighbors of each atom.
-
-    Attributes:
-        rows: (A, K, C), with which the channels of the pairs are summed at the end.
-        embed: a function of ``inputs`` that returns the channels of the pairs (A, K, M).
-        inputs: (A, K, ...) or (A, 1, ...).
-        counts: (A,) slots of each atom that are computed, beyond which its rows are 0; None: all.
-        mask: (A, K) bool, where there is a neighbor.
-        switch: (A, K).
-        direction: (A, K, 3) unit vectors.
-        num_slots: slots of an atom with those that are not here.
-    """
-
-    rows: Tensor
-    embed: Callable[..., Tensor]
-    inputs: Sequence[Tensor]
-    counts: Tensor | None
-    mask: Tensor
-    switch: Tensor
-    direction: Tensor
-    num_slots: int
 
 
 @dataclass(frozen=True)
@@ -101,9 +55,11 @@ class Operations:
         is_for_cpu: whether operations work in place, in portions, and may read numbers, for which a GPU would wait.
             Those of the reference can be traced, and differentiated any number of times by anything; those of other
             sets need eager mode, and their gradients can be differentiated by the parameters alone.
+        numbers_in_cache: of a portion, for each thread; 0: all at once.
     """
 
     is_for_cpu: ClassVar[bool] = False
+    numbers_in_cache: int = 0
 
     def activated(self, z: Tensor, function: Activation) -> Tensor:
         """Return ``function(z)``."""
@@ -129,8 +85,14 @@ class Operations:
         values, grads = zip(*found, strict=True)
         return torch.cat(values), torch.cat(grads)
 
-    def triple_sums(self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network) -> Tensor:
-        """Return ``sum_jk c_jk G(c_jk, E_j, E_k)`` (A, M).
+    def attended_moments(self, given: Attended, layers: Sequence[Weights], options: AttentionOptions) -> Tensor:
+        """Return ``rows^T Y`` (A, C, M), Y the channels of the pairs after all layers of attention."""
+        return attended_moments(given, layers, options)
+
+    def triple_sums_and_vjp(
+        self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
+        """Return ``sum_jk c_jk G(c_jk, E_j, E_k)`` (A, M), and a function from its gradient to that by ``products``.
 
         Args:
             products: (A, K, K), the c; 0 where there is no neighbor.
@@ -141,42 +103,20 @@ class Operations:
         """
         embedded, width = pick(table, types), products.shape[1]
         first, second = embedded[:, :, None].expand(-1, -1, width, -1), embedded[:, None].expand(-1, width, -1, -1)
-        values = net(torch.cat([products[..., None], first, second], -1))
-        return torch.bmm(products.flatten(1)[:, None], values.flatten(1, 2)).squeeze(1)
 
-    def attended_moments(self, given: Attended, layers: Sequence[Weights], options: AttentionOptions) -> Tensor:
-        """Return ``rows^T Y`` (A, C, M), Y the channels of the pairs after all layers of attention."""
-        pairs = given.embed(*given.inputs)
-        for weights in layers:
-            pairs = _attention_layer(pairs, given, weights, options)
-        return torch.bmm(given.rows.transpose(1, 2), pairs)
+        def sums(products: Tensor) -> Tensor:
+            values = net(torch.cat([products[..., None], first, second], -1))
+            return torch.bmm(products.flatten(1)[:, None], values.flatten(1, 2)).squeeze(1)
 
-    def repformer_layers(self, stack: Any, node: Tensor, rows: Tensor, around: Any) -> Tensor:
-        """Return the features of atoms (A, C) after all layers of a repformer.
+        return cast("Any", vjp_of(sums, products))
 
-        Args:
-            stack: the module with the layers.
-            node: (A, C) features.
-            rows: (A, K, 4), radial number and vector of each pair.
-            around: the neighbors.
-        """
-        return cast("Tensor", stack.evaluate(node, rows, around))
-
-    def triple_sums_and_vjp(
-        self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
-    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the sums and a function from their gradient to that by ``products``."""
-        return with_vjp(lambda c: self.triple_sums(c, types, mask, table, net), products)
-
-    def repformer_layers_and_vjp(
-        self, stack: Any, node: Tensor, rows: Tensor, around: Any
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
-        """Return the features and a function from their gradient to those by node, rows and weight."""
-
-        def features(node: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-            return self.repformer_layers(stack, node, rows, replace(around, weight=weight))
-
-        return cast("Any", torch.func.vjp(features, node, rows, around.weight))
+    def portions(self, count: int, numbers: int) -> list[slice]:
+        """Return slices of ``count`` rows that stay in the cache, with ``numbers`` of each row."""
+        if not numbers:
+            return []
+        # torch gives each thread a part of a portion
+        step = max(1, self.numbers_in_cache * torch.get_num_threads() // numbers) if self.numbers_in_cache else count
+        return [slice(start, start + step) for start in range(0, count, max(1, step))]
 
 
 REFERENCE = Operations()
@@ -216,15 +156,20 @@ def with_operations(module: ModuleT, operations: Operations) -> ModuleT:
     return found
 
 
-def with_vjp(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Vjp]:
-    """Return ``function(x)`` and its vector-Jacobian product, an ordinary function of the parameters.
+def vjp_of(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
+    """Return ``function(*inputs)`` and its vector-Jacobian product, an ordinary function of the parameters.
 
     Args:
-        function: as from the vectors of a batch to features, of operations that ``torch.func`` knows.
-        x: any tensor, ``batch.vector`` for example.
+        function: of operations that ``torch.func`` knows.
+        inputs: any tensors.
     """
-    value, vjp = torch.func.vjp(function, x)  # type: ignore[misc]  # three values with has_aux only
-    return value, lambda grad_features: cast("Tensor", vjp(grad_features)[0])
+    return cast("Any", torch.func.vjp(function, *inputs))
+
+
+def with_vjp(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Vjp]:
+    """Return ``function(x)`` and its vector-Jacobian product, as from the vectors of a batch to features."""
+    value, vjp = vjp_of(function, x)
+    return value, lambda grad_features: vjp(grad_features)[0]
 
 
 def axis_features(moments: Tensor, axis: int) -> Tensor:
@@ -238,44 +183,3 @@ def axis_features_vjp(grad: Tensor, moments: Tensor, axis: int) -> Tensor:
     whole = torch.bmm(moments[..., :axis], grad.transpose(1, 2))
     first = whole[..., :axis] + torch.bmm(moments, grad)
     return torch.cat([first, whole[..., axis:]], -1)
-
-
-def softmax_with_absent(logits: Tensor, num_slots: int) -> Tensor:
-    """Return the softmax of ``logits`` (..., K) among ``num_slots`` of which those beyond K are empty, at -20."""
-    absent = torch.full_like(logits[..., :1], num_slots - logits.shape[-1]).log() - LOGIT_SHIFT
-    return torch.cat([logits, absent], -1).softmax(-1)[..., :-1]
-
-
-def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
-    """Return the softmax of ``logits`` (..., K) where ``mask`` is true; equal numbers where it is nowhere true."""
-    # finite, so that a row of empty slots has no nan
-    return logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1)
-
-
-def occupied_slots(mask: Tensor) -> Tensor:
-    """Return the number of slots (A,) up to the last one that is true in ``mask`` (A, K)."""
-    places = torch.arange(mask.shape[1], device=mask.device) + 1
-    return nn.functional.pad(mask * places, (0, 1)).amax(1)
-
-
-def _attention_layer(pairs: Tensor, given: Attended, weights: Weights, options: AttentionOptions) -> Tensor:
-    """Return the channels of the pairs (A, K, M) after a layer."""
-    flat = torch.addmm(weights.in_bias, pairs.flatten(0, -2), weights.in_weight)
-    projected = flat.view(*pairs.shape[:-1], len(weights.in_bias)).unflatten(-1, (3, -1))
-    if options.unit:
-        # as torch.nn.functional.normalize, but of rows about as short as EPS, in fewer operations
-        projected = projected * (projected.square().sum(-1, keepdim=True) + EPS**2).rsqrt()
-    query, key, value = projected.unbind(-2)
-    logits = torch.bmm(query * options.scaling, key.transpose(1, 2))
-    both = given.switch[:, :, None] * given.switch[:, None, :]
-    if options.shift is not None:
-        logits = (logits + options.shift) * both - options.shift
-        attention, factor = softmax_with_absent(logits, given.num_slots), both  # 0 where there is no neighbor
-    else:
-        attention = masked_softmax(logits, given.mask[:, None, :])
-        factor = given.mask[:, :, None].to(logits.dtype)
-    if options.gated:
-        factor = factor * torch.bmm(given.direction, given.direction.transpose(1, 2))
-    attended = torch.bmm(attention * factor, value)
-    flat = torch.addmm(weights.out_bias, attended.flatten(0, -2), weights.out_weight)
-    return normalised(pairs + flat.view(pairs.shape), weights.norm_weight, weights.norm_bias, options.eps)

@@ -13,34 +13,42 @@ layer the moments are ``R^T Y`` with rows R (K, C).
 
 Portions of atoms go through all layers while they stay in a cache, sorted by their numbers of slots, so that few empty
 ones are computed.
+
+``S`` are the queries, keys and values of a pair times the factors ``f = (scaling w, w, 1)``: ``S = f Z / |Z|`` with
+``Z = X W_in + b_in`` if rows have the length 1, else ``S = f Z``. ``L = q' k'^T + 20 w w^T`` are the logits,
+``G = h h^T`` and ``U = P G`` the weights, ``O = U v`` the sums and ``R = X + O W_out + b_out`` what is normalised. All
+pairs of atoms and N slots are rows of one matrix, but the three parts of S stand one after the other, as torch
+multiplies batches of matrices faster if each of them is without gaps. A cotangent has the prefix ``by_``, a change
+(tangent) the prefix ``d_``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepmd_ema.model.nn.attention import Weights
-from deepmd_ema.model.ops.cpu.attention_layer import Past, Surroundings, Values, by_surroundings, evaluate, pull, push
-from deepmd_ema.model.ops.cpu.engine import Evaluation, portions, value_and_vjp
-from deepmd_ema.model.ops.reference import Attended, AttentionOptions
+from deepmd_ema.model.ops.attention import EPS, Attended, AttentionOptions
+from deepmd_ema.model.ops.cpu.engine import Evaluation, value_and_vjp
+from deepmd_ema.model.ops.reference import Operations
 
-# A atoms, K neighbor slots, M channels of a pair, H hidden width, C columns of rows
+# A atoms, K neighbor slots, N of them in a portion, M channels of a pair, H hidden width, C columns of rows or of h
+
+MAX_EXPONENT = 60.0  # whose exponential is finite in float32
 
 
-def attended_moments(
-    given: Attended, layers: Sequence[Weights], options: AttentionOptions, numbers_in_cache: int
-) -> Tensor:
+def attended_moments(given: Attended, layers: Sequence[Weights], options: AttentionOptions, ops: Operations) -> Tensor:
     """Return ``rows^T Y`` (A, C, M), Y the channels of the pairs after all layers.
 
     Args:
         given: inputs of the layers, with at least one atom and slot.
         layers: parameters.
         options: of the layers.
-        numbers_in_cache: of queries, keys and values of a portion of atoms, for each thread.
+        ops: which say how many queries, keys and values a portion of atoms has.
     """
     smooth, rows, mask, switch, counts = options.shift is not None, given.rows, given.mask, given.switch, given.counts
     if not smooth:
@@ -55,7 +63,7 @@ def attended_moments(
     # atoms with equally many neighbors next to each other: a portion is as wide as its widest atom
     counts, order = counts.sort(stable=True)
     most = max(1, int(counts[-1]))
-    parts = portions(len(counts), most * len(layers[0].in_bias), numbers_in_cache)
+    parts = ops.portions(len(counts), most * len(layers[0].in_bias))
     sized = [(part, max(1, int(counts[part][-1]))) for part in parts]
     mask, rows, switch, sides, *inputs = (t.index_select(0, order) for t in (mask, rows, switch, sides, *given.inputs))
     evaluation = _Attention(options, sized, None if smooth else mask, given.num_slots)
@@ -167,3 +175,295 @@ class _Attention(Evaluation):
 def _by_layer(weights: Sequence[Tensor]) -> list[Weights]:
     size = len(Weights._fields)
     return [Weights(*weights[start : start + size]) for start in range(0, len(weights), size)]
+
+
+class Surroundings(NamedTuple):
+    """Inputs of a layer beside the channels of the neighbors.
+
+    Attributes:
+        switch: (A, N), w; ones if the layer is not smooth.
+        sides: (A, N, C), h: directions, switch or both; those without a neighbor have 0.
+        mask: (A, N) bool, where there is a neighbor, or None if the switch says it.
+        absent: number of slots that are not here, which count in a smooth softmax.
+    """
+
+    switch: Tensor
+    sides: Tensor
+    mask: Tensor | None
+    absent: int
+
+
+@dataclass
+class Values:
+    """Values of a layer that its derivatives need."""
+
+    around: Surroundings
+    pairs: Tensor  # (A N, M), X
+    scale: Tensor  # (3, A, N, 1), f
+    share: Tensor  # (3, A, N, 1), 1 / f, 0 beyond the cutoff, where it is not used
+    inverse: Tensor  # (3, A, N, 1), 1 / |Z|, or 1
+    rows: Tensor  # (3, A, N, H), S
+    attention: Tensor  # (A, N, N), P
+    absent: Tensor | float  # (A, N, 1), what P gives to slots that are not here
+    weights: Tensor  # (A, N, N), U
+    attended: Tensor  # (A N, H), O
+    summed: Tensor  # (A N, M), R
+    mean: Tensor  # (A N, 1), of R
+    spread: Tensor  # (A N, 1), 1 / sqrt(variance + eps) of R
+
+
+@dataclass
+class Cotangents:
+    """Intermediate values of the gradient ``J^T g``."""
+
+    given: Tensor  # (A N, M), g
+    summed: Tensor  # (A N, M), by R
+    attended: Tensor  # (A, N, H), by O
+    weights: Tensor  # (A, N, N), by U
+    total: Tensor  # (A, N, 1), sum of by_U U
+    logits: Tensor  # (A, N, N), by L
+    rows: Tensor  # (3, A, N, H), by S
+    along: Tensor  # (3, A, N, 1), S . by_S
+    projected: Tensor  # (A N, 3 H), by Z
+
+
+@dataclass
+class Changes:
+    """Intermediate values of the change ``J t``."""
+
+    pairs: Tensor  # (A N, M), of X
+    scale: Tensor  # (3, A, N, 1), of f
+    rows: Tensor  # (3, A, N, H), of S
+    along: Tensor  # (3, A, N, 1), S . d_Z
+    attention: Tensor  # (A, N, N), of P
+    mean: Tensor  # (A, N, 1), sum of P d_L
+    weights: Tensor  # (A, N, N), of U
+    attended: Tensor  # (A N, H), of O
+    summed: Tensor  # (A N, M), of R
+    spread: Tensor  # (A N, M), of the layer norm without its weight
+
+
+Past = tuple[Cotangents, Changes]
+
+
+def evaluate(pairs: Tensor, around: Surroundings, weights: Weights, options: AttentionOptions) -> tuple[Tensor, Values]:
+    """Return the output (A N, M) and the values that led there.
+
+    Args:
+        pairs: (A N, M).
+        around: of the slots.
+        weights: of the layer.
+        options: of the layer.
+    """
+    projected = _in_three(torch.addmm(weights.in_bias, pairs, weights.in_weight), around.switch)
+    of_switch = around.switch.unsqueeze(-1)
+    scale = torch.stack([of_switch * options.scaling, of_switch, torch.ones_like(of_switch)])
+    inverse = torch.ones_like(scale)
+    if options.unit:
+        inverse = torch.linalg.vector_norm(projected, dim=-1, keepdim=True).clamp_(min=EPS).reciprocal_()
+    # into memory of its own: `projected` is a view with gaps, of which bmm would make copies
+    rows = torch.mul(projected, scale * inverse, out=pairs.new_empty(projected.shape))
+    query, key, value = rows.unbind(0)
+    attention, absent = _attention(query, key, around, options)
+    mixed = torch.bmm(around.sides, around.sides.transpose(1, 2)).mul_(attention)
+    attended = torch.bmm(mixed, value).flatten(0, 1)
+    summed = torch.addmm(pairs, attended, weights.out_weight).add_(weights.out_bias)
+    out, mean, spread = torch.native_layer_norm(
+        summed, summed.shape[-1:], weights.norm_weight, weights.norm_bias, options.eps
+    )
+    # S . by_S / f is the gradient by f; a neighbor with f = 0 has S = 0, and the switch is flat there
+    share = torch.where(scale == 0, 0, scale.reciprocal())
+    values = Values(
+        around, pairs, scale, share, inverse, rows, attention, absent, mixed, attended, summed, mean, spread
+    )
+    return out, values
+
+
+def _in_three(projected: Tensor, switch: Tensor) -> Tensor:
+    """Return queries, keys and values (3, A, N, H), a view of (A N, 3 H)."""
+    return projected.view(*switch.shape, 3, -1).permute(2, 0, 1, 3)
+
+
+def _attention(
+    query: Tensor, key: Tensor, around: Surroundings, options: AttentionOptions
+) -> tuple[Tensor, Tensor | float]:
+    """Return P (A, N, N) and what it gives to slots that are not here (A, N, 1)."""
+    if options.shift is None:
+        assert around.mask is not None
+        logits = torch.bmm(query, key.transpose(1, 2))
+        # finite, so that a row of empty slots has no nan
+        return logits.masked_fill_(~around.mask[:, None], torch.finfo(logits.dtype).min).softmax(-1), 0.0
+    switch = around.switch
+    logits = (switch * options.shift).unsqueeze(2) * switch.unsqueeze(1)
+    logits.baddbmm_(query, key.transpose(1, 2))
+    others: Tensor | float = float(around.absent)  # exp(0) each: the logits are those of the formula plus 20
+    # rows of length 1 have logits of at most this sum, whose exponential is finite: no pass for the largest one
+    if not options.unit or abs(options.scaling) + options.shift > MAX_EXPONENT:
+        largest = logits.amax(-1, keepdim=True).clamp_(min=0)
+        logits.sub_(largest)
+        others = largest.neg_().exp_().mul_(others)
+    share = logits.exp_().sum(-1, keepdim=True).add_(others).reciprocal_()
+    return logits.mul_(share), share * others
+
+
+def pull(
+    v: Values, given: Tensor, weights: Weights, sums: Weights | None, past: Past | None, options: AttentionOptions
+) -> tuple[Tensor, Cotangents]:
+    """Return the gradient by the pairs (A N, M) and the values that led there.
+
+    Args:
+        v: of the layer.
+        given: (A N, M) gradient by the output.
+        weights: of the layer.
+        sums: gradients by the parameters, which are added to, or None.
+        past: a gradient ``J^T g`` and a change ``J t``; the gradient of ``g . J t`` is added. Or None.
+        options: of the layer.
+    """
+    query, key, value = v.rows.unbind(0)
+    summed = _pull_norm(v, given, weights, sums, past)
+    attended = torch.mm(summed, weights.out_weight.T).view(query.shape)
+    by_weights = torch.bmm(attended, value.transpose(1, 2))
+    rows = torch.empty_like(v.rows)
+    by_query, by_key, by_value = rows.unbind(0)
+    torch.bmm(v.weights.transpose(1, 2), attended, out=by_value)
+    if past is not None:
+        cot, change = past
+        by_weights.baddbmm_(cot.attended, change.rows[2].transpose(1, 2))
+        by_value.baddbmm_(change.weights.transpose(1, 2), cot.attended)
+    # U = P G and G = sides sides^T: by_P * P is by_U * U, so that G is not needed
+    logits = by_weights * v.weights
+    if past is not None:
+        logits.addcmul_(cot.weights, change.weights).addcmul_(change.attention, cot.total, value=-1)
+    total = logits.sum(-1, keepdim=True)
+    logits.addcmul_(v.attention, total if past is None else total + cot.total * change.mean * v.absent, value=-1)
+    torch.bmm(logits, key, out=by_query)
+    torch.bmm(logits.transpose(1, 2), query, out=by_key)
+    if past is not None:
+        by_query.baddbmm_(cot.logits, change.rows[1])
+        by_key.baddbmm_(cot.logits.transpose(1, 2), change.rows[0])
+    along = (v.rows * rows).sum(-1, keepdim=True)
+    projected = _pull_rows(v, rows, along, past, options)
+    found = Cotangents(given, summed, attended, by_weights, total, logits, rows, along, projected)
+    if sums is not None:
+        _add_up(sums, v, found, past)
+    return torch.addmm(summed, projected, weights.in_weight.T), found
+
+
+def _pull_norm(v: Values, given: Tensor, weights: Weights, sums: Weights | None, past: Past | None) -> Tensor:
+    """Return the gradient by what is normalised (A N, M)."""
+    wanted = [True, sums is not None, sums is not None]
+    summed: Tensor
+    summed, by_weight, by_bias = torch.ops.aten.native_layer_norm_backward(
+        given, v.summed, given.shape[-1:], v.mean, v.spread, weights.norm_weight, weights.norm_bias, wanted
+    )
+    if sums is not None:
+        sums.norm_weight.add_(by_weight)
+        sums.norm_bias.add_(by_bias)
+    if past is None:
+        return summed
+    cot, change = past
+    # the derivative of the gradient of a layer norm: three terms, each along x, the gradient or the change
+    x = (v.summed - v.mean).mul_(v.spread)
+    pushed = change.spread
+    first, second = _mean_product(cot.given * weights.norm_weight, x), _mean_product(x, change.summed)
+    both = _mean_product(cot.summed, change.summed)
+    summed.addcmul_(x.mul_(both).addcmul_(cot.summed, second).addcmul_(pushed, first), v.spread, value=-1)
+    if sums is not None:
+        sums.norm_weight.add_((pushed * cot.given).sum(0))
+    return summed
+
+
+def _mean_product(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).mean(-1, keepdim=True)
+
+
+def _pull_rows(v: Values, rows: Tensor, along: Tensor, past: Past | None, options: AttentionOptions) -> Tensor:
+    """Return the gradient by ``Z`` (A N, 3 H) from that by the rows."""
+    flat = rows.new_empty(v.pairs.shape[0], 3 * rows.shape[-1])
+    out, factor = _in_three(flat, v.around.switch), v.inverse * v.scale  # a view: the caller multiplies `flat` at once
+    if not options.unit:
+        torch.mul(rows, factor, out=out)
+        if past is not None:
+            out.addcmul_(past[0].rows, past[1].scale)
+    elif past is None:
+        torch.addcmul(rows * factor, v.rows, along * v.inverse * v.share, value=-1, out=out)
+    else:
+        cot, change = past
+        turned = (change.rows * cot.rows).sum(-1, keepdim=True).add_(along)
+        past_along = v.inverse * cot.along * v.share
+        both = v.inverse * change.along
+        found = (rows * factor).addcmul_(cot.rows, v.inverse * (change.scale - both))
+        found.addcmul_(v.rows, (change.scale + both) * past_along * v.share - v.inverse * v.share * turned)
+        torch.addcmul(found, change.rows, past_along, value=-1, out=out)
+    return flat
+
+
+def _add_up(sums: Weights, v: Values, by: Cotangents, past: Past | None) -> None:
+    """Add the gradients by the parameters of the linear maps."""
+    sums.in_weight.addmm_(v.pairs.T, by.projected)
+    sums.in_bias.add_(by.projected.sum(0))
+    sums.out_weight.addmm_(v.attended.T, by.summed)
+    sums.out_bias.add_(by.summed.sum(0))
+    if past is not None:
+        cot, change = past
+        sums.in_weight.addmm_(change.pairs.T, cot.projected)
+        sums.out_weight.addmm_(change.attended.T, cot.summed)
+
+
+def by_surroundings(v: Values, by: Cotangents, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    """Return the gradients by the switch (A, N) and by the factors h (A, N, C)."""
+    of_products, (switch, sides, *_) = by.weights * v.attention, v.around
+    by_sides = torch.bmm(of_products, sides).baddbmm_(of_products.transpose(1, 2), sides)
+    if options.shift is None:
+        return torch.zeros_like(switch), by_sides
+    # of queries and keys; both of their factors are a constant times w
+    by_switch = (by.along[:2] * v.share[1]).sum(0)
+    column = (switch * options.shift).unsqueeze(-1)
+    by_switch.baddbmm_(by.logits, column).baddbmm_(by.logits.transpose(1, 2), column)
+    return by_switch.squeeze(-1), by_sides
+
+
+def push(
+    v: Values, d_pairs: Tensor, d_switch: Tensor, d_sides: Tensor, weights: Weights, options: AttentionOptions
+) -> tuple[Tensor, Changes]:
+    """Return the change of the output (A N, M) and the changes that led there.
+
+    Args:
+        v: of the layer.
+        d_pairs: (A N, M) change of the pairs.
+        d_switch: (A, N) change of the switch.
+        d_sides: (A, N, C) change of the factors h.
+        weights: of the layer.
+        options: of the layer.
+    """
+    switch, sides, *_ = v.around
+    projected = _in_three(torch.mm(d_pairs, weights.in_weight), switch)
+    of_switch = d_switch.unsqueeze(-1)
+    scale = torch.stack([of_switch * options.scaling, of_switch, torch.zeros_like(of_switch)])
+    along, of_rows = scale, scale * v.share
+    if options.unit:
+        along = (v.rows * projected).sum(-1, keepdim=True)
+        of_rows.addcmul_(along, v.inverse * v.share, value=-1)
+    rows = torch.mul(projected, v.inverse * v.scale, out=torch.empty_like(v.rows)).addcmul_(v.rows, of_rows)
+    query, key, value = v.rows.unbind(0)
+    d_query, d_key, d_value = rows.unbind(0)
+    logits = torch.bmm(d_query, key.transpose(1, 2)).baddbmm_(query, d_key.transpose(1, 2))
+    if options.shift is not None:
+        # the change of w w^T as one product of (N, 2) and (2, N)
+        both = torch.stack([d_switch, switch], 2)
+        logits.baddbmm_(both, both.flip(2).transpose(1, 2), alpha=options.shift)
+    attention = logits * v.attention
+    mean = attention.sum(-1, keepdim=True)
+    attention.addcmul_(v.attention, mean, value=-1)
+    mixed = torch.bmm(sides, sides.transpose(1, 2)).mul_(attention)
+    # the change of h h^T, likewise
+    left, right = torch.cat([d_sides, sides], -1), torch.cat([sides, d_sides], -1)
+    mixed.addcmul_(torch.bmm(left, right.transpose(1, 2), out=logits), v.attention)
+    attended = torch.bmm(mixed, value).baddbmm_(v.weights, d_value).flatten(0, 1)
+    summed = torch.addmm(d_pairs, attended, weights.out_weight)
+    # the matrix of the layer norm without its weight is symmetric
+    spread: Tensor = torch.ops.aten.native_layer_norm_backward(
+        summed, v.summed, summed.shape[-1:], v.mean, v.spread, None, None, [True, False, False]
+    )[0]
+    changes = Changes(d_pairs, scale, rows, along, attention, mean, mixed, attended, summed, spread)
+    return spread * weights.norm_weight, changes

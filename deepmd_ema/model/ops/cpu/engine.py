@@ -1,4 +1,4 @@
-"""Functions whose gradient, and the gradient of that gradient, are written out; portions that stay in the cache.
+"""Functions whose gradient, and the gradient of that gradient, are written out.
 
 A function D of inputs x and weights W is evaluated by an object that keeps the values which its derivatives need.
 Forces are made of the gradient ``J^T g``, of which a loss needs the gradient by g, by W and by some of the x. With the
@@ -146,16 +146,3 @@ class _Gradient(torch.autograd.Function):
 def backward_pass() -> int:
     """Return a number of the backward pass that is under way."""
     return int(torch._C._current_graph_task_id())
-
-
-def portions(count: int, numbers: int, in_cache: int) -> list[slice]:
-    """Return slices of ``count`` rows.
-
-    Args:
-        count: rows.
-        numbers: that an evaluation has for each row.
-        in_cache: numbers of a portion, for each thread.
-    """
-    # torch gives each thread a part of a portion
-    step = max(1, in_cache * torch.get_num_threads() // max(1, numbers))
-    return [slice(start, start + step) for start in range(0, count, step)] if numbers else []

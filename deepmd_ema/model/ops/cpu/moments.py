@@ -9,26 +9,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.cpu.engine import portions
-from deepmd_ema.model.ops.reference import Moments
+from deepmd_ema.model.ops.reference import Moments, Operations
 
 # A atoms, K neighbor slots, M channels of the embedding, N inputs of a layer
 # a "jet" (A, 2, K, M) holds values in [:, 0] and derivatives with respect to s in [:, 1]
 
 
-def tanh_moments(rows: Tensor, net: Network, numbers_in_cache: int) -> Moments:
+def tanh_moments(rows: Tensor, net: Network, ops: Operations) -> Moments:
     """Return the moments of a net of tanh layers.
 
     Args:
         rows: (A, K, 4).
         net: G.
-        numbers_in_cache: of a portion.
+        ops: which say how large a portion is.
     """
     flat = [p for layer in net.layers for p in (layer.weight, layer.bias)]
     copies = tuple(layer.copies for layer in net.layers)
     # values and derivatives of the widest layer, which are read and written again for each operation
     width = 2 * rows.shape[1] * max(layer.weight.shape[1] for layer in net.layers)
-    parts = portions(len(rows), width, numbers_in_cache)
+    parts = ops.portions(len(rows), width)
     if torch.is_grad_enabled():
         return Moments(rows, *_TanhMoments.apply(rows, parts, copies, *flat))
     jet = _tanh_jets(rows[..., 0], parts, copies, flat, keep=False)[-1]

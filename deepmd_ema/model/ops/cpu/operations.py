@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,17 +12,10 @@ from torch import Tensor
 from deepmd_ema.model.nn.activation import Activation
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.cpu import (
-    attention,
-    moments,
-    repformer,
-    silu,
-    tanh_gradients,
-    triples,
-)
-from deepmd_ema.model.ops.reference import REFERENCE, Attended, AttentionOptions, Moments, Operations
+from deepmd_ema.model.ops.attention import Attended, AttentionOptions
+from deepmd_ema.model.ops.cpu import attention, moments, silu, tanh_gradients, triples
+from deepmd_ema.model.ops.reference import REFERENCE, Moments, Operations
 
-NO_PORTIONS = 1 << 20  # numbers in the cache for each number of the rows: more than any net has
 # inputs of fitting networks with those of rows that fill up: more are bound by arithmetic, and fewer by launches
 MAX_STACKED = 1 << 22
 
@@ -48,41 +41,20 @@ class CPUOperations(Operations):
         """Return the moments of a net of one number; ``rows`` are (A, K, 4)."""
         if not net.is_tanh:
             return super().moments(rows, net)
-        return moments.tanh_moments(rows, net, self.numbers_in_cache)
-
-    def triple_sums(self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network) -> Tensor:
-        """Return ``sum_jk c_jk G(c_jk, E_j, E_k)`` (A, M)."""
-        if not net.is_tanh:
-            return super().triple_sums(products, types, mask, table, net)
-        return triples.triple_sums_and_vjp(products, types, mask, table, net)[0]
+        return moments.tanh_moments(rows, net, self)
 
     def attended_moments(self, given: Attended, layers: Sequence[Weights], options: AttentionOptions) -> Tensor:
         """Return ``rows^T Y`` (A, C, M), Y the channels of the pairs after all layers of attention."""
         if not given.mask.numel():
             return super().attended_moments(given, layers, options)
-        return attention.attended_moments(given, layers, options, self.numbers_in_cache)
-
-    def repformer_layers(self, stack: Any, node: Tensor, rows: Tensor, around: Any) -> Tensor:
-        """Return the features of atoms (A, C) after all layers of a repformer."""
-        if not stack.is_fused:
-            return super().repformer_layers(stack, node, rows, around)
-        return repformer.repformer_layers_and_vjp(stack, node, rows, around)[0]
+        return attention.attended_moments(given, layers, options, self)
 
     def triple_sums_and_vjp(
         self, products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
-    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
         """Return the sums and a function from their gradient to that by ``products``."""
-        if not net.is_tanh:
-            return super().triple_sums_and_vjp(products, types, mask, table, net)
-        return triples.triple_sums_and_vjp(products, types, mask, table, net)
-
-    def repformer_layers_and_vjp(
-        self, stack: Any, node: Tensor, rows: Tensor, around: Any
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
-        """Return the features and a function from their gradient to those by node, rows and weight."""
-        if not stack.is_fused:
-            return super().repformer_layers_and_vjp(stack, node, rows, around)
-        return repformer.repformer_layers_and_vjp(stack, node, rows, around)
+        of = triples.triple_sums_and_vjp if net.is_tanh else super().triple_sums_and_vjp
+        return of(products, types, mask, table, net)
 
 
 @dataclass(frozen=True)
@@ -93,7 +65,7 @@ class GPUOperations(Operations):
         """Return the moments of a net of one number; ``rows`` are (A, K, 4)."""
         if not net.is_tanh or not rows.numel():
             return super().moments(rows, net)
-        return moments.tanh_moments(rows, net, numbers_in_cache=rows.numel() * NO_PORTIONS)
+        return moments.tanh_moments(rows, net, self)
 
     def values_and_gradients(self, x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the outputs (A,) of networks of one output and their gradients by the inputs (A, N)."""
