@@ -9,7 +9,7 @@ from dataclasses import MISSING, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option
-from deepmd_ema.config.messages import show
+from deepmd_ema.config.messages import NOT_AVAILABLE, show
 from deepmd_ema.config.schema.text_options import ActivationName, is_readable
 from deepmd_ema.elements import SYMBOLS
 
@@ -149,6 +149,19 @@ def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Iterator[tuple[str, st
     if axis_neuron > neuron[-1]:
         most = f"{neuron[-1]}, the last number of neuron = {show(neuron)}"
         yield "axis_neuron", f" = {axis_neuron}: expected at most {most}."
+
+
+def unavailable_option(value: Any, feature: str) -> Any:
+    """Declare an option that is refused unless it has the value that turns a feature off.
+
+    Args:
+        value: that turns it off, the default.
+        feature: with its verb: ``attention over layers is``.
+    """
+    check = Check(lambda v: v == value, f"{show(value)}: {feature} {NOT_AVAILABLE}")
+    return option(
+        value, check=check, doc=f"{feature[0].upper()}{feature[1:].rpartition(' ')[0]}. Only {show(value)} here."
+    )
 
 
 def activation_option(doc: str, default: str = "tanh") -> Any:

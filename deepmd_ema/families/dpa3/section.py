@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int, redefined
-from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import common
-from deepmd_ema.config.schema.descriptor_bases import TypeEmbeddedOptions
+from deepmd_ema.config.schema.descriptor_bases import ChargeSpinOptions, TypeEmbeddedOptions
 from deepmd_ema.config.schema.text_options import ActivationName
 from deepmd_ema.families.dpa2.section import RepformerConfig
 
@@ -138,18 +137,22 @@ class RepflowConfig:
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
         """Yield the options without effect, and why."""
-        yield "optim_update", "both values are the same function"
-        if not self.update_angle:
-            yield "smooth_edge_update", "update_angle is false"
-            yield "a_compress_rate", "update_angle is false"
-        if not (self.update_angle and self.a_compress_rate):
-            yield "a_compress_e_rate", "a_compress_rate is 0 or update_angle is false"
-            yield "a_compress_use_split", "a_compress_rate is 0 or update_angle is false"
-        if not self.use_dynamic_sel:
-            yield "sel_reduce_factor", "use_dynamic_sel is false"
-        if self.update_style != "res_residual":
-            yield "update_residual", f"update_style is {self.update_style}"
-            yield "update_residual_init", f"update_style is {self.update_style}"
+        for is_idle, names, why in (
+            (True, ("optim_update",), "both values are the same function"),
+            (not self.update_angle, ("smooth_edge_update", "a_compress_rate"), "update_angle is false"),
+            (
+                not (self.update_angle and self.a_compress_rate),
+                ("a_compress_e_rate", "a_compress_use_split"),
+                "a_compress_rate is 0 or update_angle is false",
+            ),
+            (not self.use_dynamic_sel, ("sel_reduce_factor",), "use_dynamic_sel is false"),
+            (
+                self.update_style != "res_residual",
+                ("update_residual", "update_residual_init"),
+                f"update_style is {self.update_style}",
+            ),
+        ):
+            yield from ((name, why) for name in names if is_idle)
 
     def _width_problems(self) -> Iterator[tuple[str, str]]:
         narrow = min(self.n_dim, self.e_dim)
@@ -167,7 +170,7 @@ class RepflowConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPA3Config(TypeEmbeddedOptions):
+class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions):
     """Descriptor of messages between atoms, pairs and angles (DPA-3)."""
 
     type: ClassVar[str] = "dpa3"
@@ -175,16 +178,6 @@ class DPA3Config(TypeEmbeddedOptions):
 
     repflow: RepflowConfig = option(doc="Layers of the descriptor.")
     concat_output_tebd: bool = redefined(TypeEmbeddedOptions, "concat_output_tebd", False)
-    add_chg_spin_ebd: bool = option(
-        False,
-        check=Check(lambda v: not v, f"false: charge and spin as an input are {NOT_AVAILABLE}"),
-        doc="Whether charge and spin of a frame are embedded. Only false here.",
-    )
-    default_chg_spin: list[float] | None = option(
-        None,
-        check=Check(lambda v: False, f"null: charge and spin as an input are {NOT_AVAILABLE}"),
-        doc="Charge and spin of frames that do not give them. Only null here.",
-    )
     activation_function: ActivationName = common.activation_option("Activation function of all layers.", "silu")
     use_loc_mapping: bool = option(
         True, doc="Has no effect: it says how DeePMD-kit numbers images of atoms, and here there are none."

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative_int, option, positive, positive_int, redefined
-from deepmd_ema.config.messages import NOT_AVAILABLE, show
+from deepmd_ema.config.fields import Check, not_negative_int, option, positive, positive_int
+from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.bridging import Window
-from deepmd_ema.config.schema.descriptor_bases import DescriptorOptions, NeighborList
+from deepmd_ema.config.schema.descriptor_bases import AllNeighborsSection
 from deepmd_ema.config.schema.text_options import ActivationName
 
 if TYPE_CHECKING:
-    from deepmd_ema.geometry import NeighborStatistics
+    pass
 
 MAX_DEGREE = 6
 
@@ -39,13 +39,8 @@ _branches = Check(
 )
 
 
-def _only(value: Any, feature: str) -> dict[str, Any]:
-    """Return the check of an option that is refused unless it has the value that turns a feature off."""
-    return {"check": Check(lambda v: v == value, f"{show(value)}: {feature} {NOT_AVAILABLE}")}
-
-
 @dataclass(frozen=True, kw_only=True)
-class DPA4Config(NeighborList):
+class DPA4Config(AllNeighborsSection):
     """Descriptor of messages of spherical harmonics (DPA-4, SeZM).
 
     Attributes:
@@ -54,11 +49,9 @@ class DPA4Config(NeighborList):
 
     type: ClassVar[str] = "dpa4"
     aliases: ClassVar[tuple[str, ...]] = ("DPA4", "SeZM", "sezm")
-    has_type_embedding: ClassVar[bool] = True
     first_options: ClassVar[tuple[str, ...]] = ("rcut", "channels", "lmax", "mmax", "n_blocks", "mixing_layers")
 
     sel: int | list[int] | str = option(256, doc="Has no effect: all neighbors inside the cutoff count.")
-    rcut: float = common.cutoff_option("Cutoff radius.", 6.0)
     env_exp: list[int] = option(
         [7, 5],
         check=_exponents,
@@ -66,8 +59,6 @@ class DPA4Config(NeighborList):
         "envelope falls from 1.",
     )
     channels: int = option(64, check=positive_int, doc="Channels of each coefficient of an atom.")
-    basis_type: str = option("bessel", choices=("bessel", "gaussian"), doc="Functions of the distance.")
-    n_radial: int = option(16, check=positive_int, doc="Number of functions of the distance.")
     radial_mlp: list[int] = option(
         [0], check=_widths, doc="Widths of the hidden layers behind the functions of the distance; 0 is `channels`."
     )
@@ -84,12 +75,8 @@ class DPA4Config(NeighborList):
         doc="Has no effect: in DeePMD-kit, whether each pair is rotated about its axis by a random angle in training, "
         "on which results do not depend.",
     )
-    edge_cartesian: bool = option(
-        False, doc="Messages of Cartesian tensors. Only false here.", **_only(False, "Cartesian messages are")
-    )
-    node_cartesian: str | int = option(
-        "none", doc="Products of Cartesian tensors. Only none here.", **_only("none", "Cartesian products are")
-    )
+    edge_cartesian: bool = common.unavailable_option(False, "Cartesian messages are")
+    node_cartesian: str | int = common.unavailable_option("none", "Cartesian products are")
     lmax: int = option(3, check=_degree, doc=f"Largest degree of the spherical harmonics, at most {MAX_DEGREE}.")
     l_schedule: list[int] | None = option(
         None, check=_some_degrees, doc="Largest degree in each block, not increasing; replaces `lmax` and `n_blocks`."
@@ -111,9 +98,7 @@ class DPA4Config(NeighborList):
     mixing_layers: int = option(
         4, alias=("so2_layers",), check=not_negative_int, doc="Number of linear layers in the frames of pairs."
     )
-    so2_attn_res: str = option(
-        "none", doc="Attention over layers. Only none here.", **_only("none", "attention over layers is")
-    )
+    so2_attn_res: str = common.unavailable_option("none", "attention over layers of a frame is")
     radial_so2_mode: str = option(
         "degree_channel",
         choices=("none", "degree", "degree_channel"),
@@ -154,12 +139,8 @@ class DPA4Config(NeighborList):
     )
     mlp_bias: bool = option(False, doc="Whether layers have biases.")
     layer_scale: bool = option(False, doc="Whether each layer is added with trained factors, small at the start.")
-    full_attn_res: str = option(
-        "none", doc="Attention over layers. Only none here.", **_only("none", "attention over layers is")
-    )
-    block_attn_res: str = option(
-        "none", doc="Attention over blocks. Only none here.", **_only("none", "attention over blocks is")
-    )
+    full_attn_res: str = common.unavailable_option("none", "attention over layers is")
+    block_attn_res: str = common.unavailable_option("none", "attention over blocks is")
     s2_activation: list[bool] = option(
         [False, True],
         check=_flags(2),
@@ -190,18 +171,6 @@ class DPA4Config(NeighborList):
     use_amp: bool = option(
         True, doc="Whether blocks are computed in bfloat16 in training on a GPU. No effect on a CPU."
     )
-    add_chg_spin_ebd: bool = option(
-        False, doc="Embedding of charge and spin. Only false here.", **_only(False, "charge and spin as an input are")
-    )
-    default_chg_spin: list[float] | None = option(
-        None,
-        check=Check(lambda v: False, f"null: charge and spin as an input are {NOT_AVAILABLE}"),
-        doc="Charge and spin of frames that do not give them. Only null here.",
-    )
-    precision: str = redefined(DescriptorOptions, "precision", "float32")
-    trainable: bool = redefined(DescriptorOptions, "trainable")
-    seed: int | None = redefined(DescriptorOptions, "seed")
-    exclude_types: list[list[int]] = redefined(DescriptorOptions, "exclude_types")
     eps: float = option(1e-7, check=positive, doc="Added to numbers before they are divided by.")
     window: Window | None = None
 
@@ -240,22 +209,13 @@ class DPA4Config(NeighborList):
         wide = 8 * self.channels / 3 if gated else 4 * self.channels
         return self.ffn_neurons or 32 * math.ceil(wide / 32)
 
-    @property
-    def neighbors(self) -> tuple[int, ...] | None:
-        """Return a number that no atom reaches: all neighbors count."""
-        return (common.MAX_SIZE,)
-
-    def with_neighbors(self, found: NeighborStatistics) -> DPA4Config:
-        """Return the section as it is."""
-        return self
-
     def bridged(self, window: Window) -> DPA4Config:
         """Return the section of a descriptor whose atoms fade out in a window of distances."""
         return replace(self, window=window)
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other."""
-        yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
+        yield from super().problems(type_map)
         if any(first < second for first, second in pairwise(self.degrees)):
             yield "l_schedule", f" = {show(self.l_schedule)}: expected numbers that do not increase."
         if len(self.orders) != len(self.degrees):
@@ -310,8 +270,3 @@ class DPA4Config(NeighborList):
         ]
         kept = sum(5 * (self.mixing_layers + 1) * number * width for number in rows)
         return kept + 4 * (self.largest_degree + 1) ** 2 * self.channels
-
-    @property
-    def vacuum_needs(self) -> str:
-        """Return the setting that makes the features of an isolated atom zero: another type of descriptor."""
-        return 'type = "se_e2_a"'
