@@ -159,11 +159,10 @@ class EnvironmentSeed(nn.Module):
         self.axis = min(4 if width < 64 else 8, max(1, width - 1))
         of_radial = max(32, width - 2 * of_type)
         hidden = min(256, max(2 * width, of_radial + 2 * of_type))
-        self.parts = [of_radial, of_type, of_type]
         self.rbf_proj_layer1 = Dense(config.n_radial, of_radial, source.part("radial", 1), act, bias)
         self.rbf_proj_layer2 = Dense(of_radial, of_radial, source.part("radial", 2), bias=bias)
         self.env_type_embed = TypeTable(num_types, of_type, source.part("elements"))
-        self.g_layer1 = Dense(sum(self.parts), hidden, source.part("pairs", 1), act, bias)
+        self.g_layer1 = Dense(of_radial + 2 * of_type, hidden, source.part("pairs", 1), act, bias)
         self.g_layer2 = Dense(hidden, width, source.part("pairs", 2), bias=bias)
         self.output_proj = Dense(width * self.axis, 2 * channels, source.part("out"), zero=True)
 
@@ -179,16 +178,11 @@ class EnvironmentSeed(nn.Module):
         """
         strength = (pairs.envelope * gate / pairs.distance * scale[:, None])[..., None]
         rows = torch.cat([strength, strength * pairs.direction], -1).transpose(1, 2)  # A, 4, S
-        of_radial, of_neighbor, of_own = self.g_layer1.matrix.split(self.parts)
         table = self.env_type_embed()
-        own, neighbor = pick(table @ of_own, batch.atom_type), pick(table @ of_neighbor, batch.neighbor_type)
-        # linear maps one after the other are one, and those of pairs before a sum are those of the sum
-        hidden = self.rbf_proj_layer1(basis) @ (self.rbf_proj_layer2.matrix @ of_radial)
-        if self.rbf_proj_layer2.bias is not None:
-            hidden = hidden + self.rbf_proj_layer2.bias @ of_radial
-        embedded = self.g_layer1.of_products(hidden + neighbor + own[:, None])
-        moments = torch.bmm(rows, embedded) @ self.g_layer2.matrix
-        if self.g_layer2.bias is not None:
-            moments = moments + rows.sum(-1, keepdim=True) * self.g_layer2.bias
+        neighbor = pick(table, batch.neighbor_type)
+        own = pick(table, batch.atom_type)[:, None].expand_as(neighbor)
+        radial = self.rbf_proj_layer2(self.rbf_proj_layer1(basis))
+        embedded = self.g_layer2(self.g_layer1(torch.cat([radial, neighbor, own], -1)))
+        moments = torch.bmm(rows, embedded)
         out: Tensor = self.output_proj(axis_features(moments, self.axis))
         return out

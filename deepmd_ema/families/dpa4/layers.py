@@ -101,10 +101,7 @@ class Dense(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., O) from (..., I)."""
-        return self.of_products(x @ self.matrix)
-
-    def of_products(self, products: Tensor) -> Tensor:
-        """Return the outputs from ``x W``."""
+        products = x @ self.matrix
         return self.activation.value(products if self.bias is None else products + self.bias)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, Neighborhood, NeighborLayout
 from deepmd_ema.families.dpa4.block import Block, FeedForward
-from deepmd_ema.families.dpa4.frames import Edges, Radial, places
+from deepmd_ema.families.dpa4.frames import Edges, Radial
 from deepmd_ema.families.dpa4.grids import GridOptions
 from deepmd_ema.families.dpa4.initial import EnvironmentSeed, Pairs, RadialBasis, RadialNetwork
 from deepmd_ema.families.dpa4.layers import ScalarNorm, Source, TypeTable
@@ -173,10 +173,14 @@ class DPA4Descriptor(nn.Module):
             x = torch.cat([x, *(moments[n**2 - 1 : (n + 1) ** 2 - 1] @ maps[n] for n in range(1, len(maps)))])
         else:
             x = nn.functional.pad(x, (0, 0, 0, 0, 0, rotation.shape[-1] - 1))
+        neighbor, reverse = neighborhood.neighbor, neighborhood.reverse
+        # where each slot is in `reverse`; the last entry, written by what is none, is thrown away
+        place = torch.full((neighbor.numel() + 1,), reverse.numel(), device=reverse.device)
+        place = place.index_put((reverse.flatten(),), torch.arange(reverse.numel(), device=reverse.device))
         edges = Edges(
-            neighbor=neighborhood.neighbor,
-            reverse=neighborhood.reverse,
-            place=places(neighborhood.neighbor, neighborhood.reverse),
+            neighbor=neighbor,
+            reverse=reverse,
+            place=place[:-1].view(neighbor.shape),
             envelope=pairs.envelope,
             weight=pairs.envelope * gate,
             scale=scale,

@@ -16,8 +16,6 @@ from numpy.polynomial import Legendre
 from numpy.polynomial.legendre import leggauss
 from torch import Tensor, nn
 
-from deepmd_ema.model.nn.layers import module_list
-
 # E pairs, D coefficients of all degrees, K orders -M..M in the sequence 0, -1, 1, -2, 2, ...; G rotations of a grid,
 # P monomials of degree 2 lmax of a quaternion
 
@@ -72,20 +70,20 @@ class FrameRotations(nn.Module):
 
     def __init__(self, lmax: int, mmax: int, dtype: torch.dtype) -> None:
         super().__init__()
-        table = _rotation_polynomials(lmax)
-        rows = np.zeros((len(table), 2 * mmax + 1, num_coefficients(lmax)))
+        table, self._degree = _rotation_polynomials(lmax), 2 * lmax
+        rows = np.zeros((2 * mmax + 1, num_coefficients(lmax), len(table)))
         for column, degree in enumerate(degrees(lmax)):
             for k, order in enumerate(orders(mmax)):
                 if abs(order) <= degree:
-                    rows[:, k, column] = table[:, degree * (degree + 1) + order, column]
-        self._shape, self._degree = rows.shape[1:], 2 * lmax
-        self._entries = np.abs(rows).max(0).ravel().nonzero()[0].tolist()
+                    rows[k, column] = table[:, degree * (degree + 1) + order, column]
+        self._shape = rows.shape[:2]
         self._table: Tensor
-        kept = rows.reshape(len(table), -1)[:, self._entries]
-        self.register_buffer("_table", torch.tensor(kept.T, dtype=dtype).contiguous(), persistent=False)
-        self._steps = module_list(_MonomialProduct(degree, dtype) for degree in _doubling(2 * lmax))
-        self._place: Tensor
-        self.register_buffer("_place", torch.tensor(self._entries), persistent=False)
+        self.register_buffer("_table", torch.tensor(rows, dtype=dtype).flatten(0, 1), persistent=False)
+        # of each variable, which power of it a monomial has
+        exponents = torch.tensor(monomials(self._degree)).T
+        self._powers: Tensor  # (4, P, 2 lmax + 1)
+        powers = nn.functional.one_hot(exponents, self._degree + 1).to(dtype)
+        self.register_buffer("_powers", powers, persistent=False)
 
     def forward(self, quaternion: Tensor) -> Tensor:
         """Return (E, K, D): the element of the Wigner matrix in row (l, order) and column (l, m), 0 without that row.
@@ -93,37 +91,13 @@ class FrameRotations(nn.Module):
         Args:
             quaternion: (E, 4) unit quaternions.
         """
-        count = quaternion.shape[0]  # a symbol of a graph, which len would make a number
-        known = {0: quaternion.new_ones(1, count), 1: quaternion.T}
-        for step in self._steps:
-            known[step.degree] = step(known[step.halves[0]], known[step.halves[1]])
-        values = self._table @ known[self._degree]
-        rows = values.new_zeros(math.prod(self._shape), count).index_copy(0, self._place, values)
-        return rows.T.reshape(-1, *self._shape)
-
-
-class _MonomialProduct(nn.Module):
-    """Monomials of one degree of four variables from those of half the degree, each a product of two."""
-
-    def __init__(self, degree: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.degree, self.halves = degree, (degree // 2, degree - degree // 2)
-        numbers: list[dict[tuple[int, ...], int]] = [
-            {exponents: k for k, exponents in enumerate(monomials(half))} for half in self.halves
-        ]
-        picks = [np.zeros((len(monomials(degree)), len(number))) for number in numbers]
-        for row, exponents in enumerate(monomials(degree)):
-            first = _take(exponents, self.halves[0])
-            second = tuple(whole - part for whole, part in zip(exponents, first))
-            picks[0][row, numbers[0][first]] = picks[1][row, numbers[1][second]] = 1
-        self._first: Tensor
-        self._second: Tensor
-        self.register_buffer("_first", torch.tensor(picks[0], dtype=dtype), persistent=False)
-        self.register_buffer("_second", torch.tensor(picks[1], dtype=dtype), persistent=False)
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return (P, E) from those of both halves, picked by products: their derivatives add in a fixed order."""
-        return (self._first @ first) * (self._second @ second)
+        variables = quaternion.T
+        powers = [torch.ones_like(variables)]
+        for _ in range(self._degree):
+            powers.append(powers[-1] * variables)
+        # picked by products: their derivatives add in a fixed order
+        w, x, y, z = torch.bmm(self._powers, torch.stack(powers, 1))
+        return (self._table @ (w * x * (y * z))).T.reshape(-1, *self._shape)
 
 
 def rotation_grid(lmax: int, kmax: int) -> tuple[np.ndarray, np.ndarray]:
@@ -201,27 +175,6 @@ def monomials(degree: int) -> list[tuple[int, int, int, int]]:
     """Return the exponents of all monomials of one degree of four variables; of degree 1, the variables in turn."""
     return [(a, b, c, degree - a - b - c) for a in range(degree, -1, -1) for b in range(degree - a, -1, -1)
             for c in range(degree - a - b, -1, -1)]  # fmt: skip
-
-
-def _take(exponents: tuple[int, ...], number: int) -> tuple[int, ...]:
-    """Return the exponents of ``number`` factors of a monomial, the first ones."""
-    taken = []
-    for exponent in exponents:
-        taken.append(min(exponent, number))
-        number -= taken[-1]
-    return tuple(taken)
-
-
-def _doubling(degree: int) -> list[int]:
-    """Return the degrees from 2 to ``degree`` of which each is a sum of two before it, at most one apart."""
-    needed: set[int] = set()
-    ahead = [degree]
-    while ahead:
-        one = ahead.pop()
-        if one > 1 and one not in needed:
-            needed.add(one)
-            ahead += [one // 2, one - one // 2]
-    return sorted(needed)
 
 
 @cache

@@ -11,9 +11,8 @@ import numpy as np
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import NetworkConfig
-from deepmd_ema.families.dpa4.frames import RadialMixer
+from deepmd_ema.families.dpa4.frames import OrderLinear, RadialMixer
 from deepmd_ema.families.dpa4.layers import DegreeGate, DegreeLinear, DegreeNorm, OrderedNorm
-from deepmd_ema.families.dpa4.mixing import OrderLinear
 from deepmd_ema.interop.parts import BACKENDS, PartTree, array, chosen, env_mat_tree, precision_of
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 
