@@ -8,8 +8,7 @@ from typing import Any
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import StandardConfig
-from deepmd_ema.families.dpa3.layers import RepflowLayer
-from deepmd_ema.families.dpa3.module import DPA3Descriptor
+from deepmd_ema.families.dpa3.module import DPA3Descriptor, RepflowLayer
 from deepmd_ema.families.dpa3.section import RepflowConfig
 from deepmd_ema.interop import parts
 from deepmd_ema.interop.tree_files import VARIABLES, Tree

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.families.dpa4.layers import Source, TypeTable
-from deepmd_ema.families.dpa4c.geometry import PairGeometry
+from deepmd_ema.families.dpa4c.moments import InvariantReadout, PairGeometry
 from deepmd_ema.families.dpa4c.radial import PairNetwork, PairTables, RadialNetwork, gated_width
-from deepmd_ema.families.dpa4c.readout import InvariantReadout
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.sums import DirectSum

@@ -8,10 +8,9 @@ from typing import Any, ClassVar, cast
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.families.dpa4.layers import Dense
-from deepmd_ema.families.dpa4c.geometry import EXPONENT
 from deepmd_ema.families.dpa4c.module import DPA4CDescriptor
+from deepmd_ema.families.dpa4c.moments import EXPONENT, InvariantReadout
 from deepmd_ema.families.dpa4c.radial import PAIR_SCALE, GatedNetwork
-from deepmd_ema.families.dpa4c.readout import InvariantReadout
 from deepmd_ema.interop import parts
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 
