@@ -289,8 +289,8 @@ def _with_tables(loaded: LoadedModel, device: torch.device, compress: bool | Non
         raise UserError(f"--compress: tables are for CPUs, and this is compiled for {device}. Leave it out.")
     model = deepcopy(loaded.model)
     tabulate(model, always=bool(compress))
-    found = make_tables(model, _made_up_frames(model, loaded.config, 0.0))
-    if not found:
+    tables = make_tables(model, _made_up_frames(model, loaded.config, 0.0))
+    if not tables:
         if compress:
             raise UserError(
                 f"--compress: the descriptor {loaded.config.descriptor.type} has no network of one distance alone, "
@@ -298,10 +298,10 @@ def _with_tables(loaded: LoadedModel, device: torch.device, compress: bool | Non
                 "Leave it out."
             )
         return loaded.model, ""
-    sizes = sorted({series.terms for series in found})
+    sizes = sorted({series.terms for series in tables})
     return model, (
-        f"embedding networks as {counted(len(found), 'table')} of {sizes[0]} to {sizes[-1]} terms, derivatives "
-        f"within {max(series.error for series in found):.0e} of the largest; pairs nearer than "
+        f"embedding networks as {counted(len(tables), 'table')} of {sizes[0]} to {sizes[-1]} terms, derivatives "
+        f"within {max(series.error for series in tables):.0e} of the largest; pairs nearer than "
         f"{min_table_distance(model):.2f} angstrom by the networks"
     )
 

@@ -123,23 +123,24 @@ def weights_in(
     Raises:
         CheckpointError: if there is no average of that name.
     """
-    own = payload["weights"]
-    weights, facts, name = dict(payload["model"]), dict(payload.get("average", {})), own
+    saved = payload["weights"]
+    weights, facts, name = dict(payload["model"]), dict(payload.get("average", {})), saved
     if profile is not None and payload["kind"] == "training":
         name = choose_profile(payload, path, profile)
         state = payload["averages"]["profiles"][name]
         weights |= state["weights"]
         plain = {key: value for key, value in state.items() if isinstance(value, str | int | float | None)}
         facts = {"profile": name, **plain, "updates": max(0, state["updates"])}  # before its start it has no update
-    elif profile is not None and profile != own:
-        raise CheckpointError(f"{path}: holds the weights {own!r}, not the average {profile!r}.")
+    elif profile is not None and profile != saved:
+        raise CheckpointError(f"{path}: holds the weights {saved!r}, not the average {profile!r}.")
     return weights | refitted(payload).get(name, {}), facts
 
 
 def refitted(payload: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
     """Return the tensors that were fitted after training, by name of the weights and by their names in the models."""
-    found = payload.get("refitted", payload.get("refitted_bias", {}))  # of 0.1.0, where one model had the bias itself
-    return {name: dict(own) if isinstance(own, Mapping) else {"out_bias": own} for name, own in found.items()}
+    # files of 0.1.0 have the bias of their one model itself
+    by_weights = payload.get("refitted", payload.get("refitted_bias", {}))
+    return {name: dict(one) if isinstance(one, Mapping) else {"out_bias": one} for name, one in by_weights.items()}
 
 
 def choose_profile(payload: Mapping[str, Any], path: str | Path, profile: str | None = None) -> str:

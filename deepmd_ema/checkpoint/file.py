@@ -128,8 +128,8 @@ def load(path: str | Path) -> dict[str, Any]:
             by a newer version, or is no checkpoint at all.
         DeepmdCheckpointError: if DeePMD-kit has written it.
     """
-    found: dict[str, Any] = whole(load_shards(path))
-    return found
+    payload: dict[str, Any] = whole(load_shards(path))
+    return payload
 
 
 def load_shards(path: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
@@ -281,11 +281,11 @@ def _check_archive(path: Path) -> None:
 def _checked(path: Path, payload: Any) -> dict[str, Any]:
     """Return ``payload`` under the keys of this version, without its digest, once a run is known to have written it."""
     if isinstance(payload, dict) and "format" in payload and "kind" in payload:
-        found = payload["format"]
-        if not isinstance(found, int) or not 1 <= found <= FORMAT:
+        number = payload["format"]
+        if not isinstance(number, int) or not 1 <= number <= FORMAT:
             raise CheckpointError(
                 f"{path}: written by dp-ema {payload.get('version', 'of another version')} in format "
-                f"{' '.join(str(found).split())[:40]}; this version reads formats from 1 to {FORMAT}. Update dp-ema."
+                f"{' '.join(str(number).split())[:40]}; this version reads formats from 1 to {FORMAT}. Update dp-ema."
             )
         payload = {_RENAMED.get(name, name): part for name, part in payload.items() if name != DIGEST}
         check_content(payload, path)
@@ -299,13 +299,13 @@ def _checked(path: Path, payload: Any) -> dict[str, Any]:
 def _follow(pointer: Path) -> Path:
     try:
         named = read_pointer(pointer)
-        there = named.is_file() or is_sharded(named) or is_sharded(spare_of(named))
+        exists = named.is_file() or is_sharded(named) or is_sharded(spare_of(named))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{pointer}: not the path of a checkpoint, which a run writes there ({reason_of(error)}). Give the "
             f"checkpoint itself. {_nearby(pointer)}"
         ) from error
-    if not there:
+    if not exists:
         raise CheckpointError(
             f"{pointer}: names {'nothing' if named == pointer.parent else named}, which is missing. {_nearby(named)}"
         )

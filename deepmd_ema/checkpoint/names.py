@@ -42,9 +42,9 @@ def series_and_step(file: str) -> tuple[str, int] | None:
 def name_of_weights(file: str, weights: str, step: int | None) -> str:
     """Return the name of ``file`` with the weights that are not its own and the step that it does not name yet."""
     stem = Path(file).stem
-    found = series_and_step(file)
-    if found is not None:
-        stem = numbered_name(suffixed(found[0], suffix_of(weights)).name, found[1]).removesuffix(GATHERED_SUFFIX)
+    numbers = series_and_step(file)
+    if numbers is not None:
+        stem = numbered_name(suffixed(numbers[0], suffix_of(weights)).name, numbers[1]).removesuffix(GATHERED_SUFFIX)
     elif weights != LIVE:
         stem = f"{stem}{suffix_of(weights)}"
     if step is not None and re.search(rf"-{step}(?!\d)", stem) is None:
@@ -56,18 +56,18 @@ def training_series(file: str, weights: str) -> str:
     """Return the series of training checkpoints of the run that wrote ``file``, a file of the weights ``weights``."""
     if best := re.fullmatch(rf"best(?:_[^.]+)?\.([^-]+)(?:-.*)?{_SUFFIX}", file):  # best_ema, best_ice, best_ice_ema
         return f"model.{best[1]}"
-    found = series_and_step(file)
-    return (found[0] if found is not None else file).replace(f"_{weights}.", ".", 1)
+    numbers = series_and_step(file)
+    return (numbers[0] if numbers is not None else file).replace(f"_{weights}.", ".", 1)
 
 
 def files_by_step(folder: Path, pattern: str) -> dict[int, list[Path]]:
     """Return the files in ``folder`` whose whole name matches ``pattern``, by its first group."""
-    found: dict[int, list[Path]] = {}
+    files: dict[int, list[Path]] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = re.fullmatch(pattern, path.name)
         if match is not None:
-            found.setdefault(int(match[1]), []).append(path)
-    return found
+            files.setdefault(int(match[1]), []).append(path)
+    return files
 
 
 def numbered(folder: Path, series: str) -> dict[int, Path]:

@@ -113,8 +113,8 @@ class CheckpointSeries(_Files):
         last = step if self._last is None else self._last
         # of an earlier run or another branch: this run would have written its own file at such a step
         overtaken = [s for s in steps if last < s < step]
-        own = [s for s in steps if s <= step and s not in overtaken]
-        old = own[: -self.keep] if self.keep >= 1 else []
+        current = [s for s in steps if s <= step and s not in overtaken]
+        old = current[: -self.keep] if self.keep >= 1 else []
         for s in [*overtaken, *old]:
             for suffix in names.SUFFIXES:
                 file = self.folder / names.numbered_name(self.name, s, suffix)
@@ -210,9 +210,9 @@ class BestFiles(_Files):
                 "best files are chosen by %s now, by %s before: starts without records", self.metric, state["metric"]
             )
             return []
-        records, there = [], self._on_disk()
+        records, files = [], self._on_disk()
         for value, step in state["records"]:
-            if step in there:
+            if step in files:
                 records.append((float(value), int(step)))
             else:
                 text = "%s of step %d (%s %.5g) is gone and no longer counts as best"
@@ -237,8 +237,8 @@ class BestFiles(_Files):
 
     def _file(self, step: int, rank: int) -> Path:
         """Return the name of a best file: of the format in which it is there, or will be written."""
-        there = {path.suffix for path in self._on_disk().get(step, ())} or {self.suffix}
-        suffix = self.suffix if self.suffix in there else there.pop()
+        suffixes = {path.suffix for path in self._on_disk().get(step, ())} or {self.suffix}
+        suffix = self.suffix if self.suffix in suffixes else suffixes.pop()
         return self.folder / names.best_name(self.prefix, step, rank, suffix)
 
     def _on_disk(self) -> dict[int, list[Path]]:

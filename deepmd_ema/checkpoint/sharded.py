@@ -92,8 +92,8 @@ def read_folder(path: Path, share: tuple[int, int] | None = (0, 1)) -> dict[str,
         raise DamagedError(f"{HEAD}: {error}") from error
     if not isinstance(content, dict) or SHARDS not in content:
         raise DamagedError(f"{HEAD} is not the head of a sharded checkpoint")
-    found = content.pop(SHARDS)
-    files = found["files"]
+    table = content.pop(SHARDS)
+    files = table["files"]
     if missing := [name for name in sorted(files) if not (path / name).is_file()]:
         raise DamagedError(
             f"incomplete: {first_few(missing, 8)} missing, of {len(files)} files with shards. Copy the whole folder"
@@ -103,7 +103,7 @@ def read_folder(path: Path, share: tuple[int, int] | None = (0, 1)) -> dict[str,
         if file_digest(path / name) != files[name]:
             raise DamagedError(f"{name} is not what was written (another digest)")
     tensors = _stored_tensors(path)
-    names = {name: name for name in tensors} | found["aliases"]
+    names = {name: name for name in tensors} | table["aliases"]
     for name, stored in names.items():
         if stored not in tensors:
             raise DamagedError(f"the rows of {stored} are missing")

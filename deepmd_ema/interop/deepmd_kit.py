@@ -51,14 +51,14 @@ class DeepmdKit:
             WriteError: if the file cannot be written.
         """
         with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / f"model{path.suffix}"
-            command = [self.command, *(word.format(made) for word in words)]
+            file = Path(folder) / f"model{path.suffix}"
+            command = [self.command, *(word.format(file) for word in words)]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
-            if done.returncode or not made.is_file():
+            if done.returncode or not file.is_file():
                 shown = " ".join([PROGRAM, *(word.format(path) for word in words)])
                 raise UserError(f"{path}: `{shown}` of {self} failed: {_last_lines(done.stderr or done.stdout)}")
             with atomic_write(path, "Choose another -o, or make room.") as part:
-                shutil.copyfile(made, part)
+                shutil.copyfile(file, part)
 
 
 def find_deepmd_kit(path: Path, program: str | None = None) -> DeepmdKit:
@@ -101,9 +101,9 @@ def as_dp(path: Path, program: str | None = None) -> Iterator[Path]:
     """
     kit = find_deepmd_kit(path, program)
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "model.dp"
-        kit.write(["convert-backend", str(path.absolute()), "{}"], made)
-        yield made
+        file = Path(folder) / "model.dp"
+        kit.write(["convert-backend", str(path.absolute()), "{}"], file)
+        yield file
 
 
 def _last_lines(text: str) -> str:

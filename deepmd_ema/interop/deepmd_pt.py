@@ -99,11 +99,11 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
         name, section = head or _ONLY, extra["model_params"]
         section = section if head is None else section["model_dict"][head]
         state, prefix = payload.get("model", payload), f"model.{name}."
-        own = {str(key).removeprefix(prefix): value for key, value in state.items() if str(key).startswith(prefix)}
+        tensors = {str(key).removeprefix(prefix): value for key, value in state.items() if str(key).startswith(prefix)}
         facts: dict[str, Any] = {}
         if use_average:
             averaged, facts = _average(payload, path, "" if name == _ONLY else f"{name}.")
-            own |= averaged
+            tensors |= averaged
         options = {name: value for name, value in section.items() if name not in _OF_TRAINING}
         try:
             config = model_config_from_dict(_as_built(options, path), str(path))
@@ -111,15 +111,15 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
             raise CheckpointError(error.problems) from error
         model = build_model(config)
         tree = model_tree(model, config)
-        _put(tree, own, path, config)
+        _put(tree, tensors, path, config)
         fill_model(model, config, normalized(tree))
-        distance = float(own.get("min_nbor_dist", own.get("_min_nbor_dist", -1.0)))
+        distance = float(tensors.get("min_nbor_dist", tensors.get("_min_nbor_dist", -1.0)))
         model.min_nbor_dist = distance if distance > 0 else None  # -1 where it is not known
         written = (payload.get(EXTRA) or {}).get(head or "", {})
         weights = EMA if use_average else LIVE if "optimizer" in payload else ""
         step = (extra.get("train_infos") or {}).get("step")
         # pt counts from 0 and saves the number of the last step; pt_expt saves how many there were
-        step = step + ("min_nbor_dist" in own) if isinstance(step, int) else None
+        step = step + ("min_nbor_dist" in tensors) if isinstance(step, int) else None
         return DeepmdCheckpoint(config, model.eval(), weights, step, facts, written)
 
 
@@ -139,20 +139,20 @@ def write_deepmd_pt(
     """
     sections: dict[str, Tree] = {}
     state: dict[str, Any] = {_EXTRA: {}}
-    for task, own in models.items():
-        lacking = _not_in_pt(task, own.config)
+    for task, written in models.items():
+        lacking = _not_in_pt(task, written.config)
         if lacking:
             raise CheckpointError(
                 f"{path}: DeePMD-kit's backend pt does not have {lacking}. Without --to deepmd the file is for dp-ema."
             )
-        sections[task] = deepmd_section(own.config)
-        state |= {f"model.{task or _ONLY}.{name}": tensor for name, tensor in _tensors(own)}
+        sections[task] = deepmd_section(written.config)
+        state |= {f"model.{task or _ONLY}.{name}": tensor for name, tensor in _tensors(written)}
     first = next(iter(models.values()))
     # the number of the last step, counted from 0
     train_infos = {"lr": 0.0, "step": max(0, (first.facts.get("step") or 0) - 1)}
     params = sections.get("") or {"model_dict": sections}
     state[_EXTRA] = {"model_params": params, "train_infos": train_infos}
-    facts = {task: dict(own.facts) for task, own in models.items()}
+    facts = {task: dict(written.facts) for task, written in models.items()}
     # DeePMD-kit starts no run from a checkpoint without the entry `optimizer`, and makes a new one of None
     payload = {"model": state, "optimizer": None, EXTRA: facts}
     with atomic_write(path, "Choose another OUT, or make room.") as part:
@@ -206,8 +206,8 @@ def _average(payload: Mapping[str, Any], path: Path, prefix: str) -> tuple[dict[
             f"{path}: a checkpoint of DeePMD-kit without averaged weights (training.enable_ema was false, or these are "
             "the averaged ones already). Leave out --use-ema."
         )
-    found = {name.removeprefix(prefix): value for name, value in average["model"].items() if name.startswith(prefix)}
-    return found, {"type": "ema", "decay": float(average.get("decay", 0.0))}
+    weights = {name.removeprefix(prefix): value for name, value in average["model"].items() if name.startswith(prefix)}
+    return weights, {"type": "ema", "decay": float(average.get("decay", 0.0))}
 
 
 def deepmd_section(config: ModelConfig) -> Tree:
@@ -243,17 +243,17 @@ def _parts(config: ModelConfig) -> Sequence[Any]:
     return parts
 
 
-def _tensors(own: WrittenModel) -> Iterator[tuple[str, Tensor]]:
+def _tensors(written: WrittenModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a model by the names of a checkpoint."""
-    distance = -1.0 if own.model.min_nbor_dist is None else own.model.min_nbor_dist
+    distance = -1.0 if written.model.min_nbor_dist is None else written.model.min_nbor_dist
     yield "min_nbor_dist", torch.tensor(distance, dtype=torch.float64)
-    if own.config.bridging is not None:
-        charges = [SYMBOLS.index(name) + 1 for name in own.config.type_map]
+    if written.config.bridging is not None:
+        charges = [SYMBOLS.index(name) + 1 for name in written.config.type_map]
         yield "inter_potential.atomic_numbers", torch.tensor(charges, dtype=torch.float64)
-    tree = model_tree(own.model, own.config)
-    table = {"tab_data": (len(own.config.type_map), len(own.config.type_map), -1, 4)}
+    tree = model_tree(written.model, written.config)
+    table = {"tab_data": (len(written.config.type_map), len(written.config.type_map), -1, 4)}
     for place, array in [*((place, node[key]) for place, node, key in _arrays(tree)), *_added(tree)]:
-        name, reader, _ = _name_of(place, own.config, "pt")
+        name, reader, _ = _name_of(place, written.config, "pt")
         if name is None:
             continue
         tensor = torch.from_numpy(np.asarray(array))
@@ -270,11 +270,11 @@ def _added(node: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
     """
     if not isinstance(node, dict | list):
         return
-    found = node.get("embeddings") if isinstance(node, dict) else None
-    if found is not None:
-        names = [f"{name}.{k}" for name in ("compress_info", "compress_data") for k in range(len(found["networks"]))]
-        names += ["type_embd_data"] * (found["ndim"] == 0)
-        precision = found["networks"][0]["precision"]
+    nets = node.get("embeddings") if isinstance(node, dict) else None
+    if nets is not None:
+        names = [f"{name}.{k}" for name in ("compress_info", "compress_data") for k in range(len(nets["networks"]))]
+        names += ["type_embd_data"] * (nets["ndim"] == 0)
+        precision = nets["networks"][0]["precision"]
         yield from ((f"{place}{name}", np.zeros(0, dtype=precision)) for name in names)
     if isinstance(node, dict) and node.get("default_fparam") is not None:
         yield f"{place}default_fparam_tensor", np.array(node["default_fparam"], dtype=node["precision"])
@@ -288,21 +288,21 @@ def _put(tree: Tree, state: Mapping[str, Any], path: Path, config: ModelConfig) 
     Raises:
         CheckpointError: naming tensors without a place, and places without a tensor.
     """
-    found = {name: tensor for name, tensor in state.items() if _is_weight(name, tensor)}
-    backend = "pt" if any(name.endswith(".matrix") for name in found) else "pt_expt"
+    tensors = {name: tensor for name, tensor in state.items() if _is_weight(name, tensor)}
+    backend = "pt" if any(name.endswith(".matrix") for name in tensors) else "pt_expt"
     missing = []
     for place, node, key in list(_arrays(tree)):
         name, reader, inner = _name_of(place, config, backend)
-        if name in found:
-            node[key] = found.pop(name).detach().cpu().numpy()
+        if name in tensors:
+            node[key] = tensors.pop(name).detach().cpu().numpy()
         elif reader is not None and inner in reader.defaults:
             node[key] = np.full_like(node[key], reader.defaults[inner])
         elif name is not None and _is_read(node[key]):
             missing.append(place)
-    if missing or found:
+    if missing or tensors:
         lines = [f"{path}: the tensors of this checkpoint of DeePMD-kit are not those of its model."]
         lines += [f"  missing: {first_few(sorted(missing))}"] * bool(missing)
-        lines += [f"  not of this model: {first_few(list(found))}"] * bool(found)
+        lines += [f"  not of this model: {first_few(list(tensors))}"] * bool(tensors)
         lines.append(f"  {_CONVERT.format(path=command(path))}")
         raise CheckpointError("\n".join(lines))
 
@@ -352,8 +352,8 @@ def _arrays(node: Any, place: str = "", is_variable: bool = False) -> Iterator[t
     """Yield the arrays of a tree: their places, and where they are."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         inside = is_variable or key == VARIABLES
-        there = place if key == VARIABLES else f"{place}.{key}" if place else str(key)
+        path = place if key == VARIABLES else f"{place}.{key}" if place else str(key)
         if isinstance(value, dict | list):
-            yield from _arrays(value, there, inside)
+            yield from _arrays(value, path, inside)
         elif is_variable and value is not None:
-            yield there, node, key
+            yield path, node, key

@@ -230,10 +230,10 @@ def fill_model(model: EnergyModel, config: ModelConfig, tree: Tree) -> None:
     Raises:
         ValueError: if a shape or the number of networks or layers differs.
     """
-    own = model_tree(model, config)
-    own = _reader_of(own).normalized(own)
-    there = {"out_bias", *(name for name, value in tree[VARIABLES].items() if value is not None)}  # no out_std in some
-    fill({**own, VARIABLES: {name: value for name, value in own[VARIABLES].items() if name in there}}, tree)
+    target = model_tree(model, config)
+    target = _reader_of(target).normalized(target)
+    names = {"out_bias", *(name for name, value in tree[VARIABLES].items() if value is not None)}  # no out_std in some
+    fill({**target, VARIABLES: {name: value for name, value in target[VARIABLES].items() if name in names}}, tree)
 
 
 def normalized(tree: Tree) -> Tree:

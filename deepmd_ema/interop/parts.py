@@ -256,49 +256,51 @@ def chosen(tree: Mapping[str, Any], names: Sequence[str]) -> Tree:
 # ---- what was read
 
 
-def fill(own: Any, given: Any, name: str = "") -> None:
+def fill(target: Any, source: Any, name: str = "") -> None:
     """Write the arrays of a tree that was read into those of a tree that was written: the tensors of its model change.
 
-    Entries of ``own`` without arrays are not compared, but for activation functions and whether types are mixed.
+    Entries of ``target`` without arrays are not compared, but for activation functions and whether types are mixed.
 
     Args:
-        own: the tree of a model on the CPU, or a part of it.
-        given: the tree that was read; what it has beside the entries of ``own`` is left out.
+        target: the tree of a model on the CPU, or a part of it.
+        source: the tree that was read; what it has beside the entries of ``target`` is left out.
         name: of the part, for messages.
 
     Raises:
         ValueError: if a shape, an activation function or a number of networks, layers or arrays differs, or if an array
             is there in one of the trees only.
     """
-    if isinstance(own, list):
-        given = [] if given is None else given
-        if len(given) != len(own):
-            kind = "arrays" if not isinstance(own[0], Mapping) else "networks" if "layers" in own[0] else "layers"
-            raise ValueError(f"{name}: {len(given)} {kind}, expected {len(own)}")
-        for index, one in enumerate(own):
-            fill(one, given[index], f"{name}[{index}]")
-    elif isinstance(own, Mapping):
-        if own.get("@class") == "Layer":
-            kind, expected = (str(tree["activation_function"]).lower() for tree in (given, own))  # None in old files
+    if isinstance(target, list):
+        source = [] if source is None else source
+        if len(source) != len(target):
+            kind = "arrays" if not isinstance(target[0], Mapping) else "networks" if "layers" in target[0] else "layers"
+            raise ValueError(f"{name}: {len(source)} {kind}, expected {len(target)}")
+        for index, one in enumerate(target):
+            fill(one, source[index], f"{name}[{index}]")
+    elif isinstance(target, Mapping):
+        if target.get("@class") == "Layer":
+            kind, expected = (
+                str(tree["activation_function"]).lower() for tree in (source, target)
+            )  # None in old files
             if kind != expected and {kind, expected} - _NO_ACTIVATION:
                 raise ValueError(f"{name}: activation_function {kind!r}, expected {expected!r}")
-        if "mixed_types" in own and own["mixed_types"] != bool(given.get("mixed_types")):
-            mixed = given.get("mixed_types")
+        if "mixed_types" in target and target["mixed_types"] != bool(source.get("mixed_types")):
+            mixed = source.get("mixed_types")
             raise ValueError(f"mixed_types of the {name} is {mixed}, which its descriptor is not made for")
-        for key, value in own.items():
+        for key, value in target.items():
             if key == VARIABLES:
-                for place, target in value.items():
-                    fill(target, given[VARIABLES].get(place), f"{name}: {place}" if name else place)
+                for place, tensor in value.items():
+                    fill(tensor, source[VARIABLES].get(place), f"{name}: {place}" if name else place)
             elif _has_arrays(value):
-                fill(value, given[key], name if key == "networks" else f"{name}.{key}" if name else key)
-    elif own is None or given is None:
-        if own is not None or given is not None:
-            raise ValueError(f"{name} is {'given' if own is None else 'missing'}")
-    elif own.dtype.kind == "f":  # places follow from the options
-        values = np.asarray(given)
-        if values.shape != own.shape:
-            raise ValueError(f"{name}: shape {values.shape}, expected {own.shape}")
-        np.copyto(own, values, casting="same_kind")
+                fill(value, source[key], name if key == "networks" else f"{name}.{key}" if name else key)
+    elif target is None or source is None:
+        if target is not None or source is not None:
+            raise ValueError(f"{name} is {'given' if target is None else 'missing'}")
+    elif target.dtype.kind == "f":  # places follow from the options
+        values = np.asarray(source)
+        if values.shape != target.shape:
+            raise ValueError(f"{name}: shape {values.shape}, expected {target.shape}")
+        np.copyto(target, values, casting="same_kind")
 
 
 def refuse_angular_means(tree: Mapping[str, Any], name: str = "") -> None:

@@ -129,10 +129,10 @@ def check_digest(path: Path) -> str:
     model = next((one for one in PUBLISHED if path.name in (one.file, one.urls[0].rsplit("/", 1)[1])), None)
     if model is None or not path.is_file():
         return ""
-    found = file_digest(path)
-    if found != model.sha256:
+    digest = file_digest(path)
+    if digest != model.sha256:
         raise CheckpointError(
-            f"{path}: has the name of the published model {model.name} and another sha256: {found}, expected "
+            f"{path}: has the name of the published model {model.name} and another sha256: {digest}, expected "
             f"{model.sha256}. Remove it and run `{command('dp-ema', 'pretrained', model.name)}`; a file of your own "
             "needs another name."
         )

@@ -93,18 +93,18 @@ def write_pt2(
     """
     facts = {**metadata(model, config), _DEVICE: device.type}
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "model.pt2"  # the name is that of the folder in the package
+        file = Path(folder) / "model.pt2"  # the name is that of the folder in the package
         logger.info("compiling %s, which takes about a minute", path)
         with _failures_as_messages(path, config), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch about its own calls
             exported = _exported(model, config, device)
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(made), inductor_configs=_OPTIONS)
-        with zipfile.ZipFile(made, "a") as package:
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(file), inductor_configs=_OPTIONS)
+        with zipfile.ZipFile(file, "a") as package:
             package.writestr(_FACTS, json.dumps(facts))
             package.writestr(_SCRIPT, json.dumps(tree["model_def_script"]))
             package.writestr(PACKAGED_TREE, packaged_text(tree))
         with atomic_write(path, "Choose another -o, or make room.") as part:
-            shutil.copyfile(made, part)
+            shutil.copyfile(file, part)
             if check is not None:
                 check(part)
 
@@ -201,8 +201,8 @@ def _with_conditions(model: EnergyModel, config: ModelConfig) -> Callable[..., d
     def run(coord: Tensor, atype: Tensor, nlist: Tensor, mapping: Tensor, *conditions: Tensor) -> dict[str, Tensor]:
         fparam = conditions[0] if has_frame else None
         aparam = conditions[-1] if len(conditions) > has_frame else None
-        found: dict[str, Tensor] = extended(coord, atype, nlist, mapping, fparam, aparam)
-        return found
+        out: dict[str, Tensor] = extended(coord, atype, nlist, mapping, fparam, aparam)
+        return out
 
     return run
 
