@@ -14,9 +14,8 @@ from deepmd_ema.averaging import gamma_of
 from deepmd_ema.errors import UserError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.posthoc.combination import TOLERANCE, Track, _products, find_combinations
-from deepmd_ema.posthoc.profiles import SHAPES, Decay
-from deepmd_ema.posthoc.run import find_requested, run_posthoc
-from deepmd_ema.posthoc.shapes import DEFAULT_PARTS, DecayRequest, parse_shapes, place_decays
+from deepmd_ema.posthoc.profiles import SHAPES, Decay, place_decays
+from deepmd_ema.posthoc.run import DEFAULT_PARTS, find_requested, parse_shapes, run_posthoc
 from deepmd_ema.posthoc.snapshots import find_snapshots
 
 EXACT = 1e-12
@@ -69,7 +68,7 @@ def test_width_and_mean_age_of_a_decay_are_those_of_its_shares(shape):
 @pytest.mark.parametrize(("start", "every"), [(0, 1), (4, 3)])
 def test_products_with_decays_are_those_of_the_weights_written_out(start, every):
     tracks = [*snapshots(start + 60 * every, 6, start, every), Track(2.0, 30, start, every)]
-    decays, _ = place_decays([DecayRequest("1-sqrt", 0.7), DecayRequest("linear", 0.3)], tracks, start + 60 * every)
+    decays, _ = place_decays([("1-sqrt", 0.7), ("linear", 0.3)], tracks, start + 60 * every)
     profiles = [*tracks, *decays]
     written = np.array([np.pad(shares_of(p), (0, 60 - p.updates)) for p in profiles])
     assert _products(profiles) == pytest.approx(written @ written.T, abs=EXACT)
@@ -90,8 +89,8 @@ def test_two_profiles_resolve_the_decays_that_begin_at_a_snapshot(count):
 
 
 def test_a_decay_begins_at_the_nearest_snapshot_and_needs_some_to_have_a_shape():
-    requests = [DecayRequest("linear", 0.12), DecayRequest("cosine", 0.32), DecayRequest("1-sqrt", 0.5)]
-    decays, left_out = place_decays([*requests, DecayRequest("linear", 0.04)], snapshots(1000, 10), 1000)
+    requests = [("linear", 0.12), ("cosine", 0.32), ("1-sqrt", 0.5)]
+    decays, left_out = place_decays([*requests, ("linear", 0.04)], snapshots(1000, 10), 1000)
     assert [(decay.shape, decay.nodes) for decay in decays] == [
         ("linear", (900, 1000)), ("1-sqrt", (500, 600, 700, 800, 900, 1000))
     ]  # fmt: skip
@@ -112,7 +111,7 @@ def test_a_decay_begins_at_the_nearest_snapshot_and_needs_some_to_have_a_shape()
     ],
 )
 def test_shapes_are_names_with_or_without_a_part(words, found):
-    assert [(request.shape, request.part) for request in parse_shapes(words)] == found
+    assert parse_shapes(words) == found
 
 
 def test_every_shape_that_is_not_understood_is_named():
@@ -131,7 +130,7 @@ def test_what_is_requested_decides_what_is_made(run):
         found = find_requested(kept, sigma_rels, requests)[0].combinations
         return sum(isinstance(one.target, Track) for one in found), sum(isinstance(one.target, Decay) for one in found)
 
-    one = [DecayRequest("linear", 0.2)]
+    one = [("linear", 0.2)]
     assert made([], None) == (9, 8)
     assert made([], []) == (9, 0)
     assert made([0.06], None) == (1, 0)

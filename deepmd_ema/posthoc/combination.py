@@ -19,7 +19,6 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deepmd_ema.config.schema.averaging import gamma_of
 from deepmd_ema.errors import UserError
@@ -48,6 +47,16 @@ class Combination:
     coefficients: Array
     residual: float
     amplification: float
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the snapshots resolve the target."""
+        return self.residual <= TOLERANCE
+
+    def describe_missing(self) -> str:
+        """Return why it is not used."""
+        missing = f"{100 * self.residual:.2g} % of its profile would be missing"
+        return f"{self.target.describe()}: {missing}, more than {100 * TOLERANCE:g} %"
 
 
 @dataclass(frozen=True)
@@ -128,8 +137,7 @@ def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int)
     Raises:
         UserError: naming each that they do not, the range that they do, and how to widen it.
     """
-    widths = [combination for combination in found.combinations if isinstance(combination.target, Track)]
-    bad = [combination for combination in widths if combination.residual > TOLERANCE]
+    bad = [one for one in found.combinations if isinstance(one.target, Track) and not one.is_resolved]
     if not bad:
         return
     ends = resolvable_range(tracks, step)
@@ -140,37 +148,8 @@ def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int)
         f"{about} resolve {resolved}. For more, keep snapshots of two profiles, one on either side of the widths in "
         "question (type power, sigma_rel 0.05 and 0.10), and more often (a smaller snapshot_freq)."
     )
-    *others, last = [describe_missing(one) for one in bad]
+    *others, last = [f"{one.describe_missing()}." for one in bad]
     raise UserError([*others, f"{last} {advice}"])
-
-
-def describe_missing(one: Combination) -> str:
-    """Return why a combination is not used."""
-    missing = f"{100 * one.residual:.2g} % of its profile would be missing"
-    return f"{one.target.describe()}: {missing}, more than {100 * TOLERANCE:g} %."
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """Steps of the updates of all averages: place m is step ``origin + m * stride``, m = 1, 2, ..."""
-
-    origin: int
-    stride: int
-
-    @classmethod
-    def of(cls, tracks: Sequence[Track | Decay]) -> _Axis:
-        """Return one place per update when all are updated at the same steps, else one per step."""
-        grids = {(track.start, track.every) for track in tracks}
-        return cls(*grids.pop()) if len(grids) == 1 else cls(min(start for start, _ in grids), 1)
-
-    def place(self, track: Track | Decay) -> int:
-        """Return the place of the last update."""
-        return (track.end - self.origin) // self.stride
-
-    def update(self, grid: tuple[int, int], place: Any) -> Any:
-        """Return the number of the update that ``place`` (a number or array) belongs to; below 1 before the first."""
-        start, every = grid
-        return -((start - self.origin - place * self.stride) // every)
 
 
 def _products(tracks: Sequence[Track | Decay]) -> Array:
@@ -180,15 +159,35 @@ def _products(tracks: Sequence[Track | Decay]) -> Array:
     the axis gives all products as running sums, in memory that does not grow with the run. An average that is updated
     every k steps counts as spread evenly over those, when others are updated at other steps.
     """
-    axis = _Axis.of(tracks)
-    place = {profile: c for c, profile in enumerate(dict.fromkeys(t.endless for t in tracks))}
-    classes, kind = list(place), np.array([place[t.endless] for t in tracks])
+    # place m of the axis is step origin + m * stride, m = 1, 2, ...: one per update when all are updated at the same
+    # steps, else one per step
+    grids = {(track.start, track.every) for track in tracks}
+    origin, stride = grids.pop() if len(grids) == 1 else (min(track.start for track in tracks), 1)
+    classes = list(dict.fromkeys(track.endless for track in tracks))
+    kind = np.array([classes.index(track.endless) for track in tracks])
     power = np.array([profile.power for profile in classes])
-    grids = [(profile.start, profile.every) for profile in classes]
-    ends = np.array([axis.place(t) for t in tracks])
+    ends = np.array([(track.end - origin) // stride for track in tracks])
     stops = np.unique(ends)
-    sums = _running_sums(axis, classes, power, stops)
-    number = np.array([[max(1, axis.update(grid, int(stop))) for grid in grids] for stop in stops], dtype=np.float64)
+
+    def update(profile: Track | Decay, place: Any) -> Any:  # its number at a place; below 1 before the first
+        return -((profile.start - origin - place * stride) // profile.every)
+
+    # products of the classes up to each stop, each scaled as if it ended there
+    sums, now = np.empty((len(stops), len(classes), len(classes))), np.zeros((len(classes), len(classes)))
+    number, latest = np.empty((len(stops), len(classes))), np.ones(len(classes))
+    low = 0
+    for k, stop in enumerate(stops.tolist()):
+        while low < stop:
+            high, before = min(low + CHUNK, stop), latest
+            latest = np.array([max(1, update(profile, high)) for profile in classes], dtype=np.float64)
+            part, places = np.zeros((len(classes), high - low)), np.arange(low + 1, high + 1)
+            for c, profile in enumerate(classes):
+                each = update(profile, places).astype(np.float64)
+                begun = each >= 1
+                part[c, begun] = profile.shares_at(each[begun], latest[c]) / (profile.every / stride)
+            shrink = (before / latest) ** power
+            now, low = now * np.outer(shrink, shrink) + part @ part.T, high
+        sums[k], number[k] = now, [max(1, update(profile, stop)) for profile in classes]
     which, updates = np.searchsorted(stops, ends), np.array([t.updates for t in tracks], dtype=np.float64)
     gram = np.empty((len(tracks), len(tracks)))
     for i in range(len(tracks)):
@@ -196,32 +195,3 @@ def _products(tracks: Sequence[Track | Decay]) -> Array:
         scale = (number[which[i]][kind] / updates) ** power[kind]
         gram[i] = np.where(which >= which[i], sums[which[i], kind[i], kind] * scale, 0.0)
     return np.where(which[:, None] <= which[None, :], gram, gram.T)
-
-
-def _running_sums(axis: _Axis, classes: Sequence[Track | Decay], power: Array, stops: NDArray[np.int64]) -> Array:
-    """Return (stops, C, C): products of the classes up to each stop, each scaled as if it ended there."""
-    grids = [(profile.start, profile.every) for profile in classes]
-    sums, now = np.empty((len(stops), len(power), len(power))), np.zeros((len(power), len(power)))
-    before = np.ones(len(power))  # number of the last update so far, which the sums are scaled by
-    low = 0
-    for k, stop in enumerate(stops.tolist()):
-        while low < stop:
-            high = min(low + CHUNK, stop)
-            latest = np.array([max(1, axis.update(grid, high)) for grid in grids], dtype=np.float64)
-            shrink = (before / latest) ** power
-            part = _profiles(axis, classes, np.arange(low + 1, high + 1), latest)
-            now = now * np.outer(shrink, shrink) + part @ part.T
-            before, low = latest, high
-        sums[k] = now
-    return sums
-
-
-def _profiles(axis: _Axis, classes: Sequence[Track | Decay], places: NDArray[np.int64], latest: Array) -> Array:
-    """Return the shares of each class at ``places``, scaled as if it ended with update ``latest``, (C, places)."""
-    out = np.zeros((len(classes), len(places)))
-    for c, profile in enumerate(classes):
-        update = axis.update((profile.start, profile.every), places).astype(np.float64)
-        begun = update >= 1
-        spread = profile.every / axis.stride
-        out[c, begun] = profile.shares_at(update[begun], latest[c]) / spread
-    return out

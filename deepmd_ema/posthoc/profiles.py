@@ -1,4 +1,4 @@
-"""Profiles: how much of the weights after each step is in an average, tracked in the run or made after it."""
+"""Profiles: the share of the weights after each step in an average, tracked in the run or made after it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepmd_ema.config.schema.averaging import sigma_rel_of
+from deepmd_ema.errors import counted
 
 Array = NDArray[np.float64]
 
+MIN_INTERVALS = 4  # between snapshots, in a decay that is not linear: with fewer it equals a linear one
 CHUNK = 1 << 14  # places of the axis at a time: with 50 classes the work fits into a processor's cache
 
 SHAPES: dict[str, Callable[[float], float]] = {  # learning rate over its first value, after a part 0 to 1 of the decay
@@ -178,3 +180,30 @@ def percent(part: float) -> str:
 def first_grid(tracks: Sequence[Track]) -> tuple[int, int]:
     """Return the start of the earliest of ``tracks``, and the fewest steps between two updates of any."""
     return min(track.start for track in tracks), min(track.every for track in tracks)
+
+
+def place_decays(
+    requests: Sequence[tuple[str, float]], tracks: Sequence[Track], step: int
+) -> tuple[list[Decay], dict[str, list[str]]]:
+    """Return the decays with their nodes at snapshots, and by reason the ones that there are too few snapshots for.
+
+    Args:
+        requests: shapes and parts; a decay begins at the snapshot that is nearest to where its part does.
+        tracks: of the snapshots, none of them later than ``step``.
+        step: the end of the decays.
+    """
+    start, every = first_grid(tracks)
+    last = (step - start) // every
+    marks = sorted({0, last, *(min(last, max(0, (track.end - start) // every)) for track in tracks)})
+    decays: dict[Decay, None] = {}
+    refused: dict[str, list[str]] = {}
+    for shape, part in requests:
+        begin = min(marks, key=lambda mark: abs(mark - (1 - part) * last))
+        nodes = tuple(mark for mark in marks if mark >= begin)
+        fewest = 1 if shape == "linear" else MIN_INTERVALS
+        if len(nodes) > fewest:
+            decays[Decay(shape, nodes, start, every)] = None
+        else:
+            reason = f"less than {counted(fewest, 'interval')} between snapshots"
+            refused.setdefault(reason, []).append(f"{shape} {percent(part)}")
+    return list(decays), refused

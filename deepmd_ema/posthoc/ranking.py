@@ -114,9 +114,14 @@ class PosthocReport:
 
     def text(self) -> str:
         """Return the table with what it was made of, and what it says."""
-        run = self.run
+        run, found, ends, scores = self.run, self.found, self.resolvable, self.scores()
+        names = dict.fromkeys((s.profile, f"{s.track.sigma_rel:.4g}") for s in run.snapshots)
+        profiles = ", ".join(f"{name} (sigma_rel {width})" for name, width in names)
+        dropped = f", {found.dropped} directions below rounding dropped" if found.dropped else ""
+        widths = "those that were tracked" if ends is None else f"{ends[0]:.3g} to {ends[1]:.3g}"
         lines = [
-            f"{run.folder}: step {run.step:,}, {self._snapshots()}",
+            f"{run.folder}: step {run.step:,}, {counted(len(run.snapshots), 'snapshot')} of {profiles}",
+            f"combined: condition {found.condition:.2g}{dropped}; sigma_rel that the snapshots can give: {widths}",
             *(f"left out, {reason}: {', '.join(names)}" for reason, names in self.left_out.items()),
             f"errors on {counted(self.num_frames, 'frame')} of {counted(self.num_systems, 'system')}",
             "",
@@ -125,8 +130,17 @@ class PosthocReport:
             "",
             f"chosen by {self.metric}: {self.chosen.describe()}",
         ]
-        scores = self.scores()
-        lines += self._best_of_each(scores)
+        best: dict[str, int] = {}  # length, and decay of each shape
+        for k, row in enumerate(self.rows):
+            kind = row.decay.shape if row.decay else row.kind
+            if row.combination is not None and scores[k] < scores[best.setdefault(kind, k)]:
+                best[kind] = k
+        if best.keys() & SHAPES.keys():
+            words = [
+                f"{row.name if row.decay else f'sigma_rel {row.sigma_rel:.4g}'} ({score / scores[0]:.4g} of live)"
+                for score, row in sorted(((scores[k], self.rows[k]) for k in best.values()), key=lambda pair: pair[0])
+            ]
+            lines.append(f"best length, and best decay of each shape: {', '.join(words)}")
         winner = min(range(len(scores)), key=lambda k: scores[k] if not math.isnan(scores[k]) else math.inf)
         if winner != self.best:
             better = 1 - scores[winner] / scores[self.best]
@@ -134,39 +148,9 @@ class PosthocReport:
         made = [row for row in self.rows if row.kind == POSTHOC]
         if len(made) > 2 and self.chosen.sigma_rel in (made[0].sigma_rel, made[-1].sigma_rel):
             lines.append("the chosen one is at an end of the range: a sigma_rel beyond it may be better still")
-            if self.resolvable and any(math.isclose(self.chosen.sigma_rel or 0, end) for end in self.resolvable):
+            if ends and any(math.isclose(self.chosen.sigma_rel or 0, end) for end in ends):
                 lines.append("more frequent snapshots (a smaller snapshot_freq) widen the resolvable range")
         return "\n".join(lines)
-
-    def _snapshots(self) -> str:
-        """Return the snapshots that averages were made of, and the widths that these can give."""
-        run, found = self.run, self.found
-        names = dict.fromkeys((s.profile, f"{s.track.sigma_rel:.4g}") for s in run.snapshots)
-        profiles = ", ".join(f"{name} (sigma_rel {width})" for name, width in names)
-        dropped = f", {found.dropped} directions below rounding dropped" if found.dropped else ""
-        ends = self.resolvable
-        widths = "those that were tracked" if ends is None else f"{ends[0]:.3g} to {ends[1]:.3g}"
-        return (
-            f"{counted(len(run.snapshots), 'snapshot')} of {profiles}\n"
-            f"combined: condition {found.condition:.2g}{dropped}; sigma_rel that the snapshots can give: {widths}"
-        )
-
-    def _best_of_each(self, scores: Sequence[float]) -> list[str]:
-        """Return a line on the best length and the best decay of each shape, if there are decays."""
-        groups: dict[str, list[int]] = {}
-        for k, row in enumerate(self.rows):
-            if row.combination is not None:
-                groups.setdefault(row.decay.shape if row.decay else POSTHOC, []).append(k)
-        if not SHAPES.keys() & groups.keys():
-            return []
-        best = [min(group, key=lambda k: scores[k]) for group in groups.values()]
-        live = scores[0]
-        words = []
-        for k in sorted(best, key=lambda k: scores[k]):
-            row = self.rows[k]
-            name = row.name if row.decay else f"sigma_rel {row.sigma_rel:.4g}"
-            words.append(f"{name} ({scores[k] / live:.4g} of live)")
-        return [f"best length, and best decay of each shape: {', '.join(words)}"]
 
     def table(self) -> Table:
         """Return one row per set of weights, with a star at the best of each column of errors."""
@@ -224,10 +208,10 @@ class PosthocReport:
             for row in self.rows
         ]
         curves: dict[str, list[tuple[float, Mapping[str, float]]]] = {}
-        for k, row in enumerate(self.rows):
+        for row, errors in zip(self.rows, values):
             if row.combination is not None:
                 label = f"{row.decay.shape} decay" if row.decay else "made of snapshots"
-                curves.setdefault(label, []).append((row.sigma_rel or 0.0, values[k]))
+                curves.setdefault(label, []).append((row.sigma_rel or 0.0, errors))
         return plot_sigma_rels(
             curves,
             {row.name: (row.sigma_rel, values[k]) for k, row in enumerate(self.rows) if row.combination is None},

@@ -91,8 +91,16 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
     payload = checkpoint.load(newest)
     place = newest.parent / SNAPSHOTS
     found, notes = _read_all(place, payload, newest)
-    step = _choose_step(found, step, place)
-    kept = [(k, facts) for k, facts in found if k.step <= step]
+    steps = sorted({snapshot.step for snapshot, _ in found})
+    if step is None:
+        step = steps[-1]
+    if step not in steps:
+        near = sorted(sorted(steps, key=lambda s: abs(s - step))[:5])
+        raise CheckpointError(
+            f"--step {step}: no snapshot of this step in {place}. There are snapshots of "
+            f"{counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}; the nearest: {', '.join(map(str, near))}."
+        )
+    kept = [(snapshot, facts) for snapshot, facts in found if snapshot.step <= step]
     later = len(found) - len(kept)
     notes += [f"left out: {counted(later, 'snapshot')} after step {step:,}"] if later else []
     if len(kept) < 2:
@@ -127,9 +135,7 @@ def combine(
     size = sum(model[name].numel() for name in run.averaged)
     group = max(1, most_bytes // (8 * max(1, size)))
     for low in range(0, len(combinations), group):
-        coefficients = torch.from_numpy(
-            np.stack([combination.coefficients for combination in combinations[low : low + group]])
-        )
+        coefficients = torch.from_numpy(np.stack([one.coefficients for one in combinations[low : low + group]]))
         sums = torch.zeros(len(coefficients), size, dtype=torch.float64)
         last: dict[str, Tensor] = {}
         for k, snapshot in enumerate(run.snapshots):
@@ -137,11 +143,10 @@ def combine(
             flat = torch.cat([last[name].to(torch.float64).ravel() for name in run.averaged])
             sums.addr_(coefficients[:, k], flat)
         for row in sums:
-            parts = row.split([model[name].numel() for name in run.averaged])
-            averaged = {
-                name: part.view(model[name].shape).to(torch.promote_types(model[name].dtype, torch.float32))
-                for name, part in zip(run.averaged, parts)
-            }
+            averaged = {}
+            for name, part in zip(run.averaged, row.split([model[name].numel() for name in run.averaged])):
+                dtype = torch.promote_types(model[name].dtype, torch.float32)
+                averaged[name] = part.view(model[name].shape).to(dtype)
             yield {name: averaged.get(name, last[name]) for name in model}
 
 
@@ -149,7 +154,8 @@ def _read_all(
     place: Path, payload: Mapping[str, Any], newest: Path
 ) -> tuple[list[tuple[Snapshot, Mapping[str, Any]]], list[str]]:
     """Return the snapshots of the run of ``payload`` with their facts, the oldest first, and notes on others."""
-    found, others, beyond, changed = [], [], [], []
+    found: list[tuple[Snapshot, Mapping[str, Any]]] = []
+    left_out: dict[str, list[str]] = {}  # files by reason
     problems: list[str] = []
     for path in sorted(path for suffix in SUFFIXES for path in place.glob(f"*{suffix}")):
         with collect_problems(problems):
@@ -157,9 +163,9 @@ def _read_all(
             facts["model"] = {name: tuple(tensor.shape) for name, tensor in facts["model"].items()}
             average, step = facts.get("average", {}), facts["step"]
             if facts["kind"] != KIND or facts.get("run") != payload.get("run"):
-                others.append(path.name)
+                left_out.setdefault("of another run", []).append(path.name)
             elif step > payload["step"]:
-                beyond.append(path.name)
+                left_out.setdefault(f"beyond {newest.name}", []).append(path.name)
             elif (hook := average.get("should_update")) is not None:
                 problems.append(f"{path}: was updated when {hook} decided, and not at known steps.")
             elif average["updates"] > 0:
@@ -169,33 +175,14 @@ def _read_all(
                 if math.isclose(average["mean_age"], mean_age, rel_tol=1e-6, abs_tol=1e-3):
                     found.append((Snapshot(path, step, facts["weights"], track), facts))
                 else:
-                    changed.append(path.name)
+                    left_out.setdefault("of averages whose settings were changed at a restart", []).append(path.name)
     if problems:
         raise CheckpointError(problems)
-    left_out = {
-        "of another run": others,
-        f"beyond {newest.name}": beyond,
-        "of averages whose settings were changed at a restart": changed,
-    }
-    notes = [f"{what}, left out: {first_few(files, 5)}" for what, files in left_out.items() if files]
+    notes = [f"{what}, left out: {first_few(files, 5)}" for what, files in left_out.items()]
     if not found:
         why = f"({'; '.join(notes)}) " if notes else ""
         raise CheckpointError(f"{place}: no snapshots of the run of {newest}. {why}{HOW_TO_KEEP}")
     return sorted(found, key=lambda pair: (pair[0].step, pair[0].profile)), notes
-
-
-def _choose_step(found: Sequence[tuple[Snapshot, Any]], step: int | None, place: Path) -> int:
-    steps = sorted({snapshot.step for snapshot, _ in found})
-    if step is None:
-        return steps[-1]
-    if step not in steps:
-        near = sorted(steps, key=lambda s: abs(s - step))[:5]
-        raise CheckpointError(
-            f"--step {step}: no snapshot of this step in {place}. There are snapshots of "
-            f"{counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}; the nearest: "
-            f"{', '.join(map(str, sorted(near)))}."
-        )
-    return step
 
 
 def _check_alike(kept: Sequence[tuple[Snapshot, Mapping[str, Any]]], payload: Mapping[str, Any]) -> list[str]:
@@ -210,11 +197,12 @@ def _check_alike(kept: Sequence[tuple[Snapshot, Mapping[str, Any]]], payload: Ma
             if set(averaged) != set(facts["averaged"]):
                 others.setdefault((one.profile, *facts["averaged"]), []).append(one.path)
     for (_, *names), paths in others.items():
+        more = f" and {len(paths) - 1} more of this average" if len(paths) > 1 else ""
         different = first_few(sorted(set(averaged) ^ set(names)), 5)
         problems.append(
-            f"{paths[0]}{f' and {len(paths) - 1} more of this average' if len(paths) > 1 else ''}: of {len(names)} "
-            f"averaged tensors, {kept[-1][0].path} of {len(averaged)}; different: {different}. Only averages of the "
-            "same tensors combine (`buffers` of training.averaging): move the others to another folder."
+            f"{paths[0]}{more}: of {len(names)} averaged tensors, {kept[-1][0].path} of {len(averaged)}; different: "
+            f"{different}. Only averages of the same tensors combine (`buffers` of training.averaging): move the "
+            "others to another folder."
         )
     if problems:
         raise CheckpointError(problems)
