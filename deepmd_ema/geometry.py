@@ -266,7 +266,8 @@ def neighbor_statistics(
         num_types: T, the number of types.
         threads: how many; None for the cores this process may use, four at most.
     """
-    whole, frame_min, frame_pair = _statistics_without_pairs(num_types), list[float](), list[Array]()
+    whole: NeighborStatistics | None = None
+    frame_min, frame_pair = list[float](), list[Array]()
     # of the cores that this process may use, unknown on macOS
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     remaining = iter(frames)
@@ -276,10 +277,13 @@ def neighbor_statistics(
             parts = [chunk[k : k + _FRAMES_PER_THREAD] for k in range(0, len(chunk), _FRAMES_PER_THREAD)]
             of_parts = pool.map(lambda part: [_frame_statistics(frame, rcut, num_types) for frame in part], parts)
             for one in chain.from_iterable(of_parts):
-                whole = replace(whole.with_counts_of(one), nearest=np.minimum(whole.nearest, one.nearest))
+                if whole is not None:
+                    one = replace(one.with_counts_of(whole), nearest=np.minimum(whole.nearest, one.nearest))
+                whole = one
                 frame_min.append(one.frame_min[0])
                 frame_pair.append(one.frame_pair[0])
     pairs = np.array(frame_pair, np.int64).reshape(-1, 2)
+    whole = whole or _statistics_without_pairs(num_types)
     return replace(whole, frame_min=np.array(frame_min, np.float64), frame_pair=pairs)
 
 

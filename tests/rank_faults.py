@@ -202,24 +202,24 @@ def run_out_of_time():
 
 def lose_folder_at_start():
     """Have no such system on this machine."""
-    from deepmd_ema.data.formats import npy
+    from deepmd_ema.data.formats import stores
 
     def refuse(store, file):
         _note()
-        raise npy.DataError(f"{store.name}/{file}: cannot be read: Permission denied.")
+        raise stores.DataError(f"{store.name}/{file}: cannot be read: Permission denied.")
 
-    npy.NpyStore.array = refuse
+    stores.NpyStore.array = refuse
 
 
 def lose_file():
     """Find that the data cannot be read any more on this machine."""
-    from deepmd_ema.data.formats import npy
+    from deepmd_ema.data.formats import stores
 
     def lose():
         def refuse(*_arguments, **_options):
             raise PermissionError(13, "Permission denied")
 
-        npy.os.preadv = refuse
+        stores.os.preadv = refuse
 
     _without_cache()
     _after_step(lose)

@@ -16,7 +16,7 @@ from deepmd_ema.config import load_config
 from deepmd_ema.data import check_cache
 from deepmd_ema.data.check_cache import recall
 from deepmd_ema.data.formats.discover import open_systems
-from deepmd_ema.data.formats.npy import StoredArray
+from deepmd_ema.data.formats.stores import StoredArray
 from deepmd_ema.data.formats.system import DeepmdSystem
 from deepmd_ema.data.run import check_task, open_run
 from deepmd_ema.data.source import ReadSpec

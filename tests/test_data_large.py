@@ -15,7 +15,7 @@ from deepmd_ema.data import source
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
-from deepmd_ema.data.formats.npy import StoredArray
+from deepmd_ema.data.formats.stores import StoredArray
 from deepmd_ema.data.loader import Loader
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.families.se_e2_a.section import SeE2AConfig

@@ -80,7 +80,7 @@ def test_copies_of_data_are_equal_and_a_changed_label_is_found(tmp_path, monkeyp
         found.append(content_of(open_run(config_from_dict(tiny_input([name])))))
     assert difference(found[1], found[0]) == ""
     assert re.fullmatch(rf"{name}\S*: \S*{files}: other content", difference(found[2], found[0]))
-    assert difference([], found[0]).endswith("frames: none here, 4 on rank 0")
+    assert difference({}, found[0]).endswith("frames: none here, 4 on rank 0")
 
 
 def test_a_file_that_is_too_large_to_be_read_whole_is_compared_in_parts(tmp_path, monkeypatch):

@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from deepmd_ema.data.epochs import permutation
-from deepmd_ema.data.sampler import Sampler, batch_sizes
+from deepmd_ema.data.sampler import Sampler, batch_sizes, permutation
 from deepmd_ema.errors import ConfigError, DataError
 
 FRAMES, ATOMS = (17, 5, 8), (10, 20, 3)

@@ -335,9 +335,8 @@ def _vectors(one: PairedFrame) -> Array:
 def conditions_of(frames: Sequence[Frame], order: Array) -> dict[str, torch.Tensor]:
     """Return the frame and atom parameters of frames by name, those of atoms in the ``order`` of a batch."""
     out = {}
-    per_frame = [f.fparam for f in frames if f.fparam is not None]
-    per_atom = [f.aparam for f in frames if f.aparam is not None]
-    for name, parts in ((FPARAM, per_frame), (APARAM, per_atom)):
+    for name in (FPARAM, APARAM):
+        parts = [getattr(f, name) for f in frames if getattr(f, name) is not None]
         assert len(parts) in (0, len(frames)), f"frames with and without {name} in one batch"
         if parts:
             out[name] = _tensor(np.stack(parts) if name == FPARAM else np.take(np.concatenate(parts), order, axis=0))

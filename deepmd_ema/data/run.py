@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial, reduce
@@ -29,6 +29,7 @@ from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig, TaskConfig
+    from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ def choose_validation(
         if fraction is None:
             continue
         of_task = seed_for(f"split of {name}", seed) if name else seed
+        files = [file for source in train for file in source.files()]
         about = {
             "task": name,
             "systems": [[source.name, source.num_frames] for source in train],
@@ -101,7 +103,8 @@ def choose_validation(
         }
         split = partial(_split, train, len(task.model.type_map), fraction, of_task)
         with collect_problems(problems, f"{task.place('training')}.validation_fraction: "):
-            stored = recall_or_find(results[name] if results is not None else None, _files_of(train), about, split)
+            folder = results[name] if results is not None else None
+            stored = recall_or_find(folder, files, about, split)
             splits[name] = Split(*(stored[part] for part in Split._fields))
     if problems:
         raise DataError(problems)
@@ -200,29 +203,24 @@ def _refuse_to_lose(
     return lost
 
 
-def _files_of(sources: Iterable[FrameSource]) -> Iterable[Path]:
-    return itertools.chain.from_iterable(source.files() for source in sources)
-
-
-def content_of(data: Mapping[str, TaskData]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the content of each source, which all ranks must share: its name, frames, and a digest of each file."""
+def content_of(data: Mapping[str, TaskData]) -> dict[str, Any]:
+    """Return the content of each source, which all ranks must share: its frames, and a digest of each file."""
     digest = cache(partial(content_digest, most=_COMPARED_BYTES))  # many systems may be in one file
-    contents = []
+    contents: dict[str, Any] = {}
     for source in itertools.chain.from_iterable(itertools.chain(*data.values())):
         sizes = hashlib.sha256(np.asarray(source.frame_sizes, np.int64).tobytes()).hexdigest()
+        contents |= {f"{source.name}: frames": source.num_frames, f"{source.name}: sizes of frames": sizes}
         # without the folders: each machine may have its own copy
-        files = {"/".join(path.parts[-2:]): digest(path) for path in source.files()}
-        contents.append((source.name, {"frames": source.num_frames, "sizes of frames": sizes, **files}))
+        contents |= {f"{source.name}: {'/'.join(path.parts[-2:])}": digest(path) for path in source.files()}
     return contents
 
 
-def difference(here: Iterable[tuple[str, dict[str, Any]]], there: Iterable[tuple[str, dict[str, Any]]]) -> str:
+def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
     """Return the first difference of :func:`content_of` of this rank from that of rank 0; empty without any."""
-    for (name, mine), (other_name, other) in itertools.zip_longest(here, there, fillvalue=("", dict[str, Any]())):
-        for what in other | mine:
-            if mine.get(what) != other.get(what):
-                values = f"{mine.get(what, 'none')} here, {other.get(what, 'none')} on rank 0"
-                return f"{name or other_name}: {what}: {values if what == 'frames' else 'other content'}"
+    for what in {**there, **here}:
+        if here.get(what) != there.get(what):
+            values = f"{here.get(what, 'none')} here, {there.get(what, 'none')} on rank 0"
+            return f"{what}: {values if what.endswith(': frames') else 'other content'}"
     return ""
 
 
@@ -270,7 +268,7 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
             "min_pair_dist": least,
             "bridging": bridging and [bridging.inner, chosen],
         }
-        stored = recall_or_find(results, _files_of(sources), about, check)
+        stored = recall_or_find(results, [file for source in sources for file in source.files()], about, check)
         report = report or DataReport.from_dict(stored, model.type_map, descriptor.cutoff)
     assert report is not None, "checked or stored"
     problems = list[str]()  # of options that do not fit the number and sizes of the systems
@@ -278,10 +276,17 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
     for (section, options), systems in zip(sections.items(), data):
         if options is not None:
             with collect_problems(problems, f"{task.place('training')}.{section}."):
-                frames, natoms = [s.num_frames for s in systems], [s.frame_sizes for s in systems]
-                Sampler(frames, natoms, options.batch_size, options.auto_prob, options.sys_probs)
+                _sampler(options, systems)
     report.problems[:0] = problems
     return report
+
+
+def _sampler(
+    options: TrainingDataConfig | ValidationDataConfig, systems: Sequence[FrameSource], num_ranks: int = 1
+) -> Sampler:
+    frames, natoms = [system.num_frames for system in systems], [system.frame_sizes for system in systems]
+    rules = options.batch_size, options.auto_prob, options.sys_probs
+    return Sampler(frames, natoms, *rules, world_size=num_ranks)
 
 
 class TaskLength(NamedTuple):
@@ -338,14 +343,7 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
     Raises:
         UserError: if options do not fit the systems.
     """
-    samplers = {}
-    for name, of_task in data.items():
-        given = config.tasks[name].training_data
-        frames = [source.num_frames for source in of_task.train]
-        natoms = [source.frame_sizes for source in of_task.train]
-        samplers[name] = Sampler(
-            frames, natoms, given.batch_size, given.auto_prob, given.sys_probs, world_size=num_ranks
-        )
+    samplers = {name: _sampler(config.tasks[name].training_data, of.train, num_ranks) for name, of in data.items()}
     # a task has the share of the steps that is given, or that of its epochs, or of its systems
     weights = dict(config.task_weights) or {name: float(len(of.train)) for name, of in data.items()}
     for name, epochs in config.task_epochs.items():

@@ -5,15 +5,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import count, pairwise
+from itertools import accumulate, count, pairwise
 from typing import TypeAlias
 
 import numpy as np
 
 from deepmd_ema.config.schema.text_options import BatchSizeRule, SystemProbability
-from deepmd_ema.data.epochs import BATCHES, FRAMES, SYSTEMS, EpochShares, permutation
 from deepmd_ema.errors import ConfigError, DataError, counted
 from deepmd_ema.sorting import Array, stable_argsort
 
@@ -22,6 +22,10 @@ Sizes: TypeAlias = "int | Array"  # atoms of each frame of a system, or one numb
 Frames: TypeAlias = Sequence[tuple[int, int]]
 """System and number of each frame."""
 
+_GRID = 1 << 40  # probabilities are multiples of 1 / _GRID per epoch
+_GOLDEN = 679_535_556_991  # odd, next to _GRID / golden ratio: its multiples fill the grid most evenly
+# streams of the seed: order of batches in an epoch, of frames in a system, of systems among the frames of an epoch
+_BATCHES, _FRAMES, _SYSTEMS = 1, 2, 3
 _TRIAL_SEED = 0  # of the orders in which batches are counted: their number must not depend on the seed of a run
 _MAX_TRIES = 100  # orders of an epoch that are tried before a batch may have more atoms than it should
 
@@ -126,6 +130,7 @@ class Sampler:
         return math.ceil(Fraction(num_epochs) * drawn * Fraction(self.batches_per_epoch, sum(self._units)))
 
 
+@dataclass
 class _BatchesOfOneSystem:
     """Batches that hold frames of one system each; see :class:`Sampler`.
 
@@ -138,23 +143,21 @@ class _BatchesOfOneSystem:
         world_size: number of ranks.
     """
 
-    def __init__(
-        self,
-        frames: Sequence[Array],
-        batch_size: Sequence[int],
-        num_batches: Sequence[int],
-        probabilities: Sequence[Fraction],
-        seed: int,
-        world_size: int,
-    ) -> None:
-        self.per_epoch = sum(num_batches)
-        self._frames, self._num_batches = frames, num_batches
-        self._sizes = [size * world_size for size in batch_size]
-        self._in_epoch = EpochShares(self.per_epoch, probabilities).in_epoch
-        self._seed, self._world_size = seed, world_size
+    frames: Sequence[Array]
+    batch_size: Sequence[int]
+    num_batches: Sequence[int]
+    probabilities: Sequence[Fraction]
+    seed: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        self.per_epoch = sum(self.num_batches)
+        self._in_epoch = _EpochShares(self.per_epoch, self.probabilities).in_epoch
         self._epoch_order = lru_cache(maxsize=2)(self._make_epoch_order)
-        self._frame_order = lru_cache(maxsize=2 * len(frames) + 2)(
-            lambda system, number: frames[system][permutation(len(frames[system]), seed, FRAMES, system, number)]
+        self._frame_order = lru_cache(maxsize=2 * len(self.frames) + 2)(
+            lambda system, number: self.frames[system][
+                permutation(len(self.frames[system]), self.seed, _FRAMES, system, number)
+            ]
         )
 
     def step(self, n: int) -> list[Frames]:
@@ -162,16 +165,16 @@ class _BatchesOfOneSystem:
         epoch, place = divmod(n, self.per_epoch)
         systems, numbers = self._epoch_order(epoch)
         system = int(systems[place])
-        round_number, k = divmod(int(numbers[place]), self._num_batches[system])
-        size = self._sizes[system]
+        round_number, k = divmod(int(numbers[place]), self.num_batches[system])
+        size = self.batch_size[system] * self.world_size
         together = self._frame_order(system, round_number)[k * size : (k + 1) * size].tolist()
-        ranks = range(min(self._world_size, len(together)))
-        return [[(system, frame) for frame in together[rank :: self._world_size]] for rank in ranks]
+        ranks = range(min(self.world_size, len(together)))
+        return [[(system, frame) for frame in together[rank :: self.world_size]] for rank in ranks]
 
     def _make_epoch_order(self, epoch: int) -> tuple[Array, Array]:
         """Return for each place of an epoch the system and the number of the batch in the system's own sequence."""
         first, counts = self._in_epoch(epoch)
-        order = permutation(self.per_epoch, self._seed, BATCHES, epoch)
+        order = permutation(self.per_epoch, self.seed, _BATCHES, epoch)
         systems = np.repeat(np.arange(len(counts)), counts)[order]
         by_system = np.argsort(systems, kind="stable")  # batches of one system come in the order of its own sequence
         numbers = np.empty(len(systems), np.int64)
@@ -180,6 +183,7 @@ class _BatchesOfOneSystem:
         return systems, numbers
 
 
+@dataclass
 class _MixedBatches:
     """Batches whose frames are drawn from all systems.
 
@@ -206,52 +210,48 @@ class _MixedBatches:
         per_epoch: steps of an epoch.
     """
 
-    def __init__(
-        self,
-        frames: Sequence[Array],
-        natoms: Sequence[Array],
-        probabilities: Sequence[Fraction],
-        num_frames: int | None,
-        num_atoms: int,
-        seed: int,
-        world_size: int,
-    ) -> None:
-        self._frames, self._natoms = frames, natoms
-        self._total = sum(map(len, frames))
-        self._in_epoch = EpochShares(self._total, probabilities).in_epoch
-        self._num_frames, self._num_atoms = num_frames, num_atoms
-        self._seed, self._world_size = seed, world_size
-        if num_frames is not None:
-            self.per_epoch = -(-self._total // (num_frames * world_size))
+    frames: Sequence[Array]
+    natoms: Sequence[Array]
+    probabilities: Sequence[Fraction]
+    num_frames: int | None
+    num_atoms: int
+    seed: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        self._total = sum(map(len, self.frames))
+        self._in_epoch = _EpochShares(self._total, self.probabilities).in_epoch
+        if self.num_frames is not None:
+            self.per_epoch = -(-self._total // (self.num_frames * self.world_size))
         else:
             trials = max(4, min(64, (1 << 20) // self._total))  # the time is that of at least a million frames
-            most = max(len(_fill(self._order(epoch, _TRIAL_SEED)[2], num_atoms)) for epoch in range(trials))
-            self.per_epoch = -(-most // world_size)
+            most = max(len(_fill(self._order(epoch, _TRIAL_SEED)[2], self.num_atoms)) for epoch in range(trials))
+            self.per_epoch = -(-most // self.world_size)
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
     def step(self, n: int) -> list[Frames]:
         """Return the frames of each rank in step ``n``; the last ranks may be left out."""
         epoch, place = divmod(n, self.per_epoch)
         order, starts = self._epoch(epoch)
-        if self._num_frames is not None:
+        if self.num_frames is not None:
             together = list(zip(*order[:, starts[place] : starts[place + 1]].tolist()))
-            return [together[rank :: self._world_size] for rank in range(min(self._world_size, len(together)))]
-        edges = starts[place * self._world_size : (place + 1) * self._world_size + 1]
+            return [together[rank :: self.world_size] for rank in range(min(self.world_size, len(together)))]
+        edges = starts[place * self.world_size : (place + 1) * self.world_size + 1]
         return [list(zip(*order[:, first:last].tolist())) for first, last in pairwise(edges)]
 
     def _make_epoch(self, epoch: int) -> tuple[Array, list[int]]:
         """Return systems and numbers (2, draws) of an epoch, the first draw of each batch, and the end of the last."""
-        order = self._order(epoch, self._seed)
-        if self._num_frames is not None:
-            starts = list(range(0, self._total, self._num_frames * self._world_size))
+        order = self._order(epoch, self.seed)
+        if self.num_frames is not None:
+            starts = list(range(0, self._total, self.num_frames * self.world_size))
         else:
             # an order that has no more batches than an epoch
-            wanted, limit, plain = self.per_epoch * self._world_size, self._num_atoms, order
+            wanted, limit, plain = self.per_epoch * self.world_size, self.num_atoms, order
             for attempt in count(1):
                 starts = _fill(order[2], limit)
                 if len(starts) <= wanted:
                     break
-                order = plain[:, permutation(self._total, self._seed, SYSTEMS, epoch, attempt)]
+                order = plain[:, permutation(self._total, self.seed, _SYSTEMS, epoch, attempt)]
                 if attempt > _MAX_TRIES:  # few frames of very different sizes, drawn with probabilities of their own
                     limit += limit // 50 + 1
             starts = _halve_largest(starts, order[2], wanted)
@@ -264,15 +264,15 @@ class _MixedBatches:
         """
         first, counts = self._in_epoch(epoch)
         order = np.empty((3, self._total), np.int64)
-        order[0] = np.repeat(np.arange(len(counts)), counts)[permutation(self._total, seed, SYSTEMS, epoch)]
+        order[0] = np.repeat(np.arange(len(counts)), counts)[permutation(self._total, seed, _SYSTEMS, epoch)]
         drawn = [np.zeros((2, 0), np.int64)]
         for system, (start, number) in enumerate(zip(first, counts)):
-            size = len(self._frames[system])
+            size = len(self.frames[system])
             if number:  # the draws start, start + 1, ... of a system
                 rounds = range(start // size, (start + number - 1) // size + 1)
-                places = np.concatenate([permutation(size, seed, FRAMES, system, one) for one in rounds])
+                places = np.concatenate([permutation(size, seed, _FRAMES, system, one) for one in rounds])
                 places = places[start % size : start % size + number]
-                drawn.append(np.stack([self._frames[system][places], self._natoms[system][places]]))
+                drawn.append(np.stack([self.frames[system][places], self.natoms[system][places]]))
         order[1:, stable_argsort(order[0], len(counts))] = np.concatenate(drawn, axis=1)
         return order
 
@@ -401,3 +401,51 @@ def system_probabilities(
     if not total:
         raise ConfigError("sys_probs, auto_prob: all are 0. Give at least one system a chance.")
     return [weight / total for weight in weights]
+
+
+class _EpochShares:
+    """Numbers of units of each system, batches or frames, in an epoch.
+
+    A number differs by at most one between epochs and follows the probability of the system in the long run.
+
+    Args:
+        num_units: of an epoch.
+        probabilities: of the systems; they add up to 1.
+    """
+
+    def __init__(self, num_units: int, probabilities: Sequence[Fraction]) -> None:
+        # place of each system's upper edge when the units of an epoch are laid out side by side, in grid steps
+        self._edges = [0, *(math.floor(e * num_units * _GRID) for e in accumulate(probabilities))]
+
+    def in_epoch(self, epoch: int) -> tuple[list[int], list[int]]:
+        """Return for each system how many units come before ``epoch``, and how many are in it.
+
+        In epoch e the edges move by u(e) = (e * GOLDEN mod GRID) / GRID and are rounded down; what lies between two
+        edges is the share of a system, so that the shares add up to the units of the epoch.
+        """
+        before = []
+        for end in (epoch, epoch + 1):
+            # below each edge, sums over e < end of floor((edge + e * GOLDEN mod GRID) / GRID)
+            parts = [divmod(edge, _GRID) for edge in self._edges]
+            moved = _floor_sum(end, _GRID, _GOLDEN, 0)
+            below = [end * whole + _floor_sum(end, _GRID, _GOLDEN, part) - moved for whole, part in parts]
+            before.append([b - a for a, b in pairwise(below)])
+        return before[0], [b - a for a, b in zip(*before)]
+
+
+def permutation(size: int, *numbers: int) -> Array:
+    """Return a permutation of ``size`` things that depends on ``numbers`` only, the same with every numpy."""
+    # raw output of a bit generator is stable by numpy's promise, Generator.permutation is not
+    bits = np.random.PCG64(np.random.SeedSequence(numbers)).random_raw(size)
+    return np.argsort(bits, kind="stable")
+
+
+def _floor_sum(n: int, m: int, a: int, b: int) -> int:
+    """Return the sum over i < n of floor((a * i + b) / m), in steps like Euclid's algorithm."""
+    total = 0
+    while n > 0:
+        total += (n - 1) * n // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        n, b = divmod(a * n + b, m)
+        a, m = m, a
+    return total

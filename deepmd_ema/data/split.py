@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from deepmd_ema.data.check.plausibility import Suspects, name_of
-from deepmd_ema.data.epochs import permutation
+from deepmd_ema.data.check.report import Suspects, name_of
 from deepmd_ema.data.formats.properties import KIND_NAMES
+from deepmd_ema.data.sampler import permutation
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.labels import FORCE

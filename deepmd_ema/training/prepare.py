@@ -21,7 +21,6 @@ from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.data.check.scan import is_isolated
 from deepmd_ema.data.collate import PairCache, collate
-from deepmd_ema.data.epochs import permutation
 from deepmd_ema.data.loader import atoms_at_once, sequential_batches
 from deepmd_ema.data.run import (
     RunLength,
@@ -35,7 +34,7 @@ from deepmd_ema.data.run import (
     split_off,
     with_neighbors,
 )
-from deepmd_ema.data.sampler import batch_sizes, frames_taken
+from deepmd_ema.data.sampler import batch_sizes, frames_taken, permutation
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.data.split import Split
 from deepmd_ema.dist.world import World
@@ -127,7 +126,7 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     # of rank 0: all ranks have the same frames in each part
     splits = world.broadcast_from_rank0(partial(_choose_validation, config, systems, seed, results))
     with world.all_ranks_ok():
-        systems = split_off(config, systems, splits)
+        systems = split_off(config, systems, splits) if splits else systems
     config, nearest, dates = world.broadcast_from_rank0(
         partial(_check_data, config, systems, results, start, skip_neighbor_stat)
     )

@@ -143,7 +143,7 @@ def judge(frames: Sequence[Frame], type_map: Sequence[str]) -> Evidence:
             stretch = 1.0 if stretch <= LONG_BONDS else 1 / BOHR
     fit = _Fit(types, len(type_map))
     looked: list[Frame] = []
-    bonds: list[_BondForces] = []
+    bonds: list[tuple[Array, Array, Array, Array]] = []
     for frame in frames:  # the pairs of one frame at a time are in memory
         pairs = _search(frame, used, stretch)
         if pairs is not None:
@@ -155,7 +155,7 @@ def judge(frames: Sequence[Frame], type_map: Sequence[str]) -> Evidence:
     weights, explained = fit.solve()
     is_explained = explained > _MIN_EXPLAINED  # else forces are zero by symmetry, or noise of a relaxation
     boxes = [frame.box for frame in looked if frame.box is not None]
-    nearest = np.concatenate([one.nearest for one in bonds])
+    kind, length, pull, nearest = (np.concatenate(parts) for parts in zip(*bonds))
     nearest = nearest[np.isfinite(nearest)]
     same, volume = _undetermined(looked, np.array(fit.histograms))
     energies = np.array([[float(frame.labels.get(ENERGY, math.nan))] for frame in looked])
@@ -164,7 +164,7 @@ def judge(frames: Sequence[Frame], type_map: Sequence[str]) -> Evidence:
     return Evidence(
         len(looked),
         float(np.quantile(nearest, 0.1)) if known and len(nearest) >= _MIN_FREE_FRAMES else None,
-        _stiffness(bonds) if is_explained and len(looked) >= _MIN_FRAMES else None,
+        _stiffness(kind, length, pull) if is_explained and len(looked) >= _MIN_FRAMES else None,
         _ratio(energies, fitted_energies, np.concatenate([same, volume], axis=1)) if is_explained else None,
         _ratio(traceless(virials), traceless(fitted_virials), same) if is_explained and boxes else None,
         float(np.mean(volume)) if boxes else None,
@@ -181,15 +181,6 @@ class _Bonds(NamedTuple):
     distance: Array  # angstrom
     scaled: Array  # in sums of covalent radii, after the unit of length is mended
     nearest: Array  # (N,) least scaled distance of each atom, in units of the file
-
-
-class _BondForces(NamedTuple):
-    """Bonds of a frame: their pairs of elements, lengths, and forces along them; nearest neighbors of its atoms."""
-
-    kind: Array
-    length: Array
-    pull: Array  # eV/angstrom, positive if it makes the bond longer
-    nearest: Array  # in sums of covalent radii
 
 
 def _search(frame: Frame, radii: Array, stretch: float) -> _Bonds | None:
@@ -322,7 +313,11 @@ def _ratio(values: Array, fitted: Array, known: Array) -> Ratio | None:
     return Ratio(math.copysign(math.sqrt(size_a / size_b), common), correlation, num_free)
 
 
-def _bond_forces(frame: Frame, bonds: _Bonds, noble: Array) -> _BondForces:
+def _bond_forces(frame: Frame, bonds: _Bonds, noble: Array) -> tuple[Array, Array, Array, Array]:
+    """Return pairs of elements, lengths, and forces along the bonds of a frame; nearest neighbors of its atoms.
+
+    Forces are positive if they make the bond longer; nearest neighbors are in sums of covalent radii.
+    """
     nearest = np.full(frame.num_atoms, np.inf)
     for atoms in (bonds.i, bonds.j):
         np.minimum.at(nearest, atoms, bonds.scaled)
@@ -333,12 +328,11 @@ def _bond_forces(frame: Frame, bonds: _Bonds, noble: Array) -> _BondForces:
     force = frame.labels[FORCE].reshape(-1, 3)
     low, high = np.sort(np.stack([frame.atom_type[i], frame.atom_type[j]]), axis=0)
     pull = 0.5 * ((force[j] - force[i]) * bonds.unit[close]).sum(axis=1)
-    return _BondForces(low + high * (high + 1) // 2, bonds.distance[close], pull, bonds.nearest[~is_noble])
+    return low + high * (high + 1) // 2, bonds.distance[close], pull, bonds.nearest[~is_noble]
 
 
-def _stiffness(bonds: Sequence[_BondForces]) -> float | None:
+def _stiffness(kind: Array, length: Array, pull: Array) -> float | None:
     """Return the slope of the force along the nearest bonds over their length, within each pair of elements."""
-    kind, length, pull = (np.concatenate(parts) for parts in list(zip(*bonds))[:3])
     if len(kind) < _MIN_BONDS:
         return None
     counts = np.maximum(np.bincount(kind), 1)

@@ -104,7 +104,7 @@ class Range:
         """Take in the values (F, numbers) of frames, of which the first has the number ``first``."""
         finite = np.isfinite(values)
         sizes = np.where(finite, np.abs(values), -math.inf).max(axis=1)
-        if sizes.max() > self.size:
+        if sizes.max() > max(-self.low, self.high):
             self.worst = first + int(sizes.argmax())
         known = values[finite]
         self.low, self.high = min(self.low, known.min(initial=math.inf)), max(self.high, known.max(initial=-math.inf))

@@ -189,18 +189,16 @@ class _Findings:
 
     def _judge_signs(self) -> tuple[float, float]:
         """Say which sign is wrong, and return those of energies and forces."""
-        ratio, stiffness = self._ratio, self._stiffness
-        if ratio is not None and ratio < 0:
-            if stiffness is not None and stiffness > 0:
-                self.texts.append(f"the energies have the wrong sign: {self._reason(ratio)}")
-                return -1.0, 1.0
-            self.texts.append(f"the forces have the wrong sign (gradients instead of forces): {self._reason(ratio)}")
-            return 1.0, -1.0
-        if ratio is None and stiffness is not None and stiffness < 0:
-            reason = "they push atoms apart that are far from each other, and together those that are near"
-            self.texts.append(f"the forces have the wrong sign (gradients instead of forces): {reason}")
-            return 1.0, -1.0
-        return 1.0, 1.0
+        ratio, stiffness = self._ratio, self._stiffness or 0.0
+        if (stiffness if ratio is None else ratio) >= 0:
+            return 1.0, 1.0
+        if ratio is not None and stiffness > 0:
+            self.texts.append(f"the energies have the wrong sign: {self._reason(ratio)}")
+            return -1.0, 1.0
+        reason = "they push atoms apart that are far from each other, and together those that are near"
+        reason = reason if ratio is None else self._reason(ratio)
+        self.texts.append(f"the forces have the wrong sign (gradients instead of forces): {reason}")
+        return 1.0, -1.0
 
     def _judge_units(self) -> tuple[float, float]:
         """Say which units energies and forces look like, and return how many of them 1 eV and 1 eV/angstrom are."""

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, find_extxyz, is_extxyz
-from deepmd_ema.data.formats.hdf5 import hdf5_stores, is_hdf5
 from deepmd_ema.data.formats.lmdb import find_lmdb, is_lmdb
-from deepmd_ema.data.formats.npy import NpyStore, is_there
+from deepmd_ema.data.formats.stores import NpyStore, hdf5_stores, is_hdf5, is_there
 from deepmd_ema.data.formats.system import ArrayStore, open_system, read_type_map
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, collect_problems, command, first_few
@@ -43,10 +42,7 @@ FORMATS = [
 
 
 def open_systems(
-    paths: Sequence[str] | str,
-    spec: ReadSpec,
-    rglob_patterns: Sequence[str] | None = None,
-    where: str = "systems",
+    paths: Sequence[str] | str, spec: ReadSpec, rglob_patterns: Sequence[str] | None = None, where: str = "systems"
 ) -> list[FrameSource]:
     """Return the sources at ``paths``, sorted within each path, after checking names and shapes of all their arrays.
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from deepmd_ema.data.formats.npy import is_there, readable
 from deepmd_ema.data.formats.properties import (
     KIND_NAMES,
     Inventory,
@@ -21,6 +20,7 @@ from deepmd_ema.data.formats.properties import (
     numbers,
     parse_choice,
 )
+from deepmd_ema.data.formats.stores import is_there, readable
 from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, rows_per
 from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, collect_problems, show_text

@@ -14,10 +14,9 @@ import numpy as np
 
 from deepmd_ema.data.formats.discover import find_stores, is_cp2k_trajectory, split_address
 from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
-from deepmd_ema.data.formats.hdf5 import is_hdf5
 from deepmd_ema.data.formats.lmdb import is_lmdb, lmdb_frames
-from deepmd_ema.data.formats.npy import is_there
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, parse_choice
+from deepmd_ema.data.formats.stores import is_hdf5, is_there
 from deepmd_ema.data.formats.system import system_frames
 from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError

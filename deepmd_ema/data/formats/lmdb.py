@@ -16,8 +16,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from deepmd_ema.data.check_cache import recall_or_find
-from deepmd_ema.data.formats.npy import is_there
 from deepmd_ema.data.formats.properties import StoredFrame, make_frame
+from deepmd_ema.data.formats.stores import is_there
 from deepmd_ema.data.formats.system import type_table
 from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, of_atoms, rows_per
 from deepmd_ema.elements import SYMBOLS

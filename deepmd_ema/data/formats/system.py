@@ -13,9 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from deepmd_ema.data.formats.hdf5 import Hdf5Store
-from deepmd_ema.data.formats.npy import NpyStore, StoredArray
 from deepmd_ema.data.formats.properties import StoredFrame
+from deepmd_ema.data.formats.stores import Hdf5Store, NpyStore, StoredArray
 from deepmd_ema.data.source import (
     BOX,
     COORD,

@@ -12,7 +12,7 @@ import msgpack  # noqa: TID253
 import numpy as np
 
 from bad_inputs.case import ACCEPTED, CHECK, EITHER, Case
-from deepmd_ema.data.formats.npy import NpyStore
+from deepmd_ema.data.formats.stores import NpyStore
 from deepmd_ema.data.formats.system import open_system
 from deepmd_ema.data.source import ReadSpec
 
