@@ -8,8 +8,7 @@ from toy_models import TABLE
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.model.build import build_model
-from deepmd_ema.training.modes import remarks_on_mixed_precision
-from deepmd_ema.training.step import context_of_validation
+from deepmd_ema.training.modes import contexts_of_products, remarks_on_mixed_precision
 
 SMALL = {"channels": 8, "n_blocks": 1, "lmax": 1, "mixing_layers": 1, "rcut": 4.0}
 
@@ -134,7 +133,7 @@ def test_validations_are_in_bfloat16_on_a_gpu_if_requested(device):
         values = spoiled({"model": section(), "validating.amp_infer": amp_infer})
         config = config_from_dict(values)
         model = build_model(config.model)
-        with context_of_validation(config, model, torch.device(device))():
+        with contexts_of_products(config, model, torch.device(device))[1]():
             assert model.descriptor.infers_in_bfloat16 == (amp_infer and device == "cuda")
         assert not model.descriptor.infers_in_bfloat16
 

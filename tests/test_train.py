@@ -20,8 +20,8 @@ from deepmd_ema import cli
 from deepmd_ema.config import config_summary, load_config
 from deepmd_ema.errors import CheckpointError, ConfigError, DivergedError, Interrupted, UserError
 from deepmd_ema.report import curves
+from deepmd_ema.training.modes import products_in
 from deepmd_ema.training.run import run_training
-from deepmd_ema.training.step import tf32_products
 from deepmd_ema.training.trainer import Callback
 
 pytestmark = pytest.mark.timeout(120)
@@ -130,7 +130,7 @@ def test_a_run_of_no_steps_writes_its_starting_point_and_can_be_checked(tmp_path
 
 
 def test_tf32_is_for_the_products_of_steps_on_a_gpu(start, caplog):
-    with tf32_products():
+    with products_in(tf32=True):
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == "highest"
     options = {"model__descriptor__precision": "float32", "training__enable_tf32": True, "validating__tf32_infer": True}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
 import torch
+from torch import nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config import RunConfig
@@ -22,12 +23,45 @@ from deepmd_ema.dist.world import World
 from deepmd_ema.labels import HESSIAN
 from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
 from deepmd_ema.model.dummy_atoms import pad, to_eighth
+from deepmd_ema.model.interface import HasBlocksInBfloat16
 from deepmd_ema.model.model_set import ModelSet
 
 logger = logging.getLogger(__name__)
 
 Products: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Returns the context of matrix products in a step or a validation."""
+
+
+@contextmanager
+def products_in(tf32: bool, bfloat16: Iterable[HasBlocksInBfloat16] = ()) -> Iterator[None]:
+    """Multiply float32 matrices in TF32, and blocks of these parts of models in bfloat16, within this context."""
+    before = torch.get_float32_matmul_precision()
+    if tf32:
+        torch.set_float32_matmul_precision("high")
+    for part in bfloat16:
+        part.infers_in_bfloat16 = True
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        for part in bfloat16:
+            part.infers_in_bfloat16 = False
+
+
+def contexts_of_products(config: RunConfig, models: nn.Module, device: torch.device) -> tuple[Products, Products]:
+    """Return the contexts in which steps and validations multiply matrices of ``models`` on a device."""
+    in_training, in_validation = config.training.enable_tf32, config.validating.tf32_infer
+    if device.type != "cuda":
+        for option, is_on in (("training.enable_tf32", in_training), ("validating.tf32_infer", in_validation)):
+            if is_on:
+                logger.warning("%s has no effect on a CPU: products of float32 matrices are in float32.", option)
+        return nullcontext, nullcontext
+    parts = [part for part in models.modules() if isinstance(part, HasBlocksInBfloat16)]
+    parts = parts if config.validating.amp_infer else []
+    return (
+        partial(products_in, tf32=True) if in_training else nullcontext,
+        partial(products_in, in_validation, parts) if in_validation or parts else nullcontext,
+    )
 
 
 def compiled_modes(config: RunConfig) -> tuple[bool, bool]:

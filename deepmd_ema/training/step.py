@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, PackedBatch
-from deepmd_ema.config import RunConfig
 from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.dist.dtensor import Take
 from deepmd_ema.dist.world import World
 from deepmd_ema.errors import DivergedError, RankLostError, first_few
 from deepmd_ema.loss import LossOverBatches
-from deepmd_ema.model.interface import HasBlocksInBfloat16
 from deepmd_ema.optim.build import (
     build_optimizer,
     clip_gradients,
@@ -28,65 +26,11 @@ from deepmd_ema.optim.build import (
 )
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.report.log import Laps
-from deepmd_ema.training.modes import Products
 from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.training.sharding import LAST_REPLICATED_STAGE
 from deepmd_ema.training.tasks import Task, TaskMixture
 
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def tf32_products() -> Iterator[None]:
-    """Multiply float32 matrices in TF32 within this context, on GPUs that can."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def context_of_products(option: str, in_tf32: bool, device: torch.device) -> Products:
-    """Return the context in which steps or validations multiply matrices.
-
-    Args:
-        option: of the input that chooses, for a warning.
-        in_tf32: its value.
-        device: on which they run.
-    """
-    if in_tf32 and device.type == "cuda":
-        return tf32_products
-    if in_tf32:
-        logger.warning("%s has no effect on a CPU: products of float32 matrices are in float32.", option)
-    return nullcontext
-
-
-def context_of_validation(config: RunConfig, models: nn.Module, device: torch.device) -> Products:
-    """Return the context in which validations multiply matrices, also those of blocks in bfloat16.
-
-    Args:
-        config: of the run.
-        models: of the run.
-        device: on which they are.
-    """
-    products = context_of_products("validating.tf32_infer", config.validating.tf32_infer, device)
-    parts = [part for part in models.modules() if isinstance(part, HasBlocksInBfloat16)]
-    if not (config.validating.amp_infer and parts and device.type == "cuda"):
-        return products
-
-    @contextmanager
-    def in_bfloat16() -> Iterator[None]:
-        for part in parts:
-            part.infers_in_bfloat16 = True
-        try:
-            with products():
-                yield
-        finally:
-            for part in parts:
-                part.infers_in_bfloat16 = False
-
-    return in_bfloat16
 
 
 class Updated(NamedTuple):

@@ -32,13 +32,13 @@ from deepmd_ema.tensors import HostCopies, map_tensors
 from deepmd_ema.training.averages import Hook, tracked_averages
 from deepmd_ema.training.cuda_graphs import GraphedSteps
 from deepmd_ema.training.interpolation import InterpolationControl
-from deepmd_ema.training.modes import compile_models, remarks_on_mixed_precision, why_no_graphs
+from deepmd_ema.training.modes import compile_models, contexts_of_products, remarks_on_mixed_precision, why_no_graphs
 from deepmd_ema.training.prepare import PreparedRun, refit_bias
 from deepmd_ema.training.reporter import Reporter
 from deepmd_ema.training.restart import read_shards, reads_shards, state_of_tasks
 from deepmd_ema.training.saver import Saver, StateBuilder
 from deepmd_ema.training.sharding import check_replicas, parallelize
-from deepmd_ema.training.step import GradientStep, Step, context_of_products, context_of_validation
+from deepmd_ema.training.step import GradientStep, Step
 from deepmd_ema.training.tasks import Task, TaskMixture
 from deepmd_ema.training.validate import FullValidation, ValidationAborted
 from deepmd_ema.training.weights import Start
@@ -110,8 +110,7 @@ class Trainer:
         self.interpolation.begin(batches, saved.get("interpolation", saved.get("splines")))  # as it was called in 0.1.0
 
         # before the models are sharded: one rank may then compile while others wait for its code
-        self.products = context_of_products("training.enable_tf32", training.enable_tf32, world.device)
-        in_validation = context_of_validation(config, models, world.device)
+        self.products, in_validation = contexts_of_products(config, models, world.device)
         for line in remarks_on_mixed_precision(config, world.device):
             logger.info("%s", line)
         used = compile_models(config, models, batches, world, (self.products, in_validation))

@@ -62,7 +62,7 @@ class Validated:
 
 
 class FullValidation:
-    """Validates when it is due, writes one row per set of weights and task, and keeps the best files.
+    """Writes one row per set of weights and task at a validation, and keeps the best files.
 
     The live weights and every average with full validation are evaluated on the data of each task that has some. Every
     rank takes its share of the batches, and all get the errors over all of them.
