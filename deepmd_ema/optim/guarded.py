@@ -46,8 +46,8 @@ class GuardedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def is_matrix(self, p: Tensor, group: dict[str, Any]) -> bool:
-        """Whether a parameter is updated as a matrix; the others are updated by Adam."""
-        raise NotImplementedError
+        """Whether a parameter is updated as a matrix; by default none is."""
+        return False
 
     def kind(self, p: Tensor, group: dict[str, Any]) -> Hashable:
         """Return a key that parameters must share to be updated together."""
@@ -55,7 +55,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
         """Return parameters of one kind as a vector."""
-        raise NotImplementedError
+        return ParameterVector(parameters, self.state)
 
     def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
         """Return new weights and states of parameters of one kind that have gradients, or all have none.

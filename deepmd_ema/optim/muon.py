@@ -60,12 +60,15 @@ class AdaMuon(GuardedOptimizer):
     def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
         """Return parameters of one kind, as matrices where they are."""
         if not self.is_matrix(parameters[0], group):
-            return ParameterVector(parameters, self.state)
+            return super().vector(parameters, group)
 
         def scale(rows: int, columns: int) -> float:
             return RMS * math.sqrt(rows * columns) * matrix_scale(group, rows, columns)
 
-        return MatrixVector(parameters, self.state, [one_matrix(p) for p in parameters], lambda *_: POLYNOMIAL, scale)
+        shapes = [
+            (1, len(p), p.numel() // max(1, len(p))) for p in parameters
+        ]  # one matrix, whose rows are the first dim
+        return MatrixVector(parameters, self.state, shapes, lambda *_: POLYNOMIAL, scale)
 
     def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
         """Return new weights and states by the formulas of the class."""
@@ -129,7 +132,7 @@ class HybridMuon(GuardedOptimizer):
     def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
         """Return parameters of one group, as matrices where they are."""
         if not self.is_matrix(parameters[0], group):
-            return ParameterVector(parameters, self.state)
+            return super().vector(parameters, group)
 
         def kind(rows: int, columns: int) -> str:
             return GRAM if group["enable_gram"] and rows != columns else POLYNOMIAL
@@ -160,7 +163,10 @@ class HybridMuon(GuardedOptimizer):
             directions = [d * damping[chosen].to(d.dtype)[:, None, None] for d, chosen in pairs]
         direction = vector.own(stacks.flatten([d.to(dtype) for d in directions]))
         weights = decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
-        new[WEIGHT] = moved(weights, direction, lr, out[WEIGHT])
+        if weights.is_cpu and not isinstance(lr, Tensor):
+            new[WEIGHT] = torch.add(weights, direction, alpha=-lr, out=out[WEIGHT])  # one pass over memory
+        else:  # the same bits for a rate of the host and of the device
+            new[WEIGHT] = torch.sub(weights, direction * lr, out=out[WEIGHT])
         return new
 
 
@@ -200,11 +206,6 @@ class MatrixVector(ParameterVector):
             self.scales_in_stacks.append(scales[:, None, None])
 
 
-def one_matrix(p: Tensor) -> tuple[int, int, int]:
-    """Return the shape of a parameter as one matrix, whose rows are its first dim: 1, R, C."""
-    return 1, p.shape[0], p.numel() // max(1, p.shape[0])
-
-
 def matrix_scale(group: dict[str, Any], rows: int, columns: int) -> float:
     """Return the factor by which the update of a matrix of this shape is multiplied."""
     if group["lr_adjust"] > 0:
@@ -240,13 +241,6 @@ def view_shape(shape: tuple[int, ...], mode: str) -> tuple[int, int, int]:
     if mode == "flat":
         return 1, math.prod(sizes[:-1]), sizes[-1]
     return math.prod(sizes[:-2]), sizes[-2], sizes[-1]
-
-
-def moved(weights: Tensor, direction: Tensor, lr: float | Tensor, out: Tensor | None) -> Tensor:
-    """Return ``weights - lr * direction``, in ``out`` if given."""
-    if weights.is_cpu and not isinstance(lr, Tensor):
-        return torch.add(weights, direction, alpha=-lr, out=out)  # one pass over memory
-    return torch.sub(weights, direction * lr, out=out)  # the same bits for a rate of the host and of the device
 
 
 def cosines_of(means: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:

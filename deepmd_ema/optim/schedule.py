@@ -36,55 +36,39 @@ def build_schedule(config: ScheduleConfig, num_steps: int) -> Schedule:
             f"learning_rate.warmup_steps = {warmup}: the run has only {counted(num_steps, 'step')}. Make the warm-up "
             "shorter or training.numb_steps larger."
         )
-    decay = DECAYS[config.type](config, max(1, num_steps - warmup), num_steps)
-    first = config.warmup_start_factor * start
+    length, stop = max(1, num_steps - warmup), config.end_lr
+    every, factor = 1, 1.0
+    if isinstance(config, ExpScheduleConfig):
+        every, of_input = config.used_decay_steps(num_steps), config.decay_rate
+        whole = math.log(max(stop, MIN_STOP_LR) / start)
+        factor = math.exp(whole / (length / every)) if of_input is None else of_input
 
-    def rate(step: int) -> float:
-        return first + (start - first) * step / warmup if step < warmup else decay(step - warmup)
+    def before(step: int) -> float:  # the last part of the run
+        if isinstance(config, ExpScheduleConfig):
+            return max(start * factor ** (step / every if config.smooth else step // every), stop)
+        if isinstance(config, InvSqrtScheduleConfig):
+            return start * math.sqrt(config.a / (config.a + step))
+        return start
 
-    return rate
-
-
-def _exp(config: ExpScheduleConfig, length: int, num_steps: int) -> Schedule:
-    start, stop, every, rate = config.start_lr, config.end_lr, config.used_decay_steps(num_steps), config.decay_rate
-    if rate is None:
-        rate = math.exp(math.log(max(stop, MIN_STOP_LR) / start) / (length / every))
-    smooth, factor = config.smooth, rate
-    return lambda step: max(start * factor ** (step / every if smooth else step // every), stop)
-
-
-def _cosine(config: CosineScheduleConfig, length: int, _: int) -> Schedule:
-    start, stop = config.start_lr, config.end_lr
-    return lambda step: _fall("cosine", step / length, start, stop) if step < length else stop
-
-
-def _wsd(config: WsdScheduleConfig, length: int, num_steps: int) -> Schedule:
-    return _with_fall(lambda step: config.start_lr, config, length, num_steps)
-
-
-def _invsqrt(config: InvSqrtScheduleConfig, length: int, num_steps: int) -> Schedule:
-    start, a = config.start_lr, config.a
-    return _with_fall(lambda step: start * math.sqrt(a / (a + step)), config, length, num_steps)
-
-
-def _with_fall(before: Schedule, config: WsdScheduleConfig, length: int, num_steps: int) -> Schedule:
-    """Return ``before``, and in the last part of the run the way from where it is down to the last rate."""
-    if config.decay_phase_ratio == 0:
-        return before
-    stop, kind = config.end_lr, config.decay_type
-    if kind == "inverse_linear" and stop == 0:
+    # in the last part of the run the rate goes from where it is down to the last one
+    kind, falling = "cosine", length if isinstance(config, CosineScheduleConfig) else 0
+    if isinstance(config, WsdScheduleConfig) and config.decay_phase_ratio > 0:
+        kind, falling = config.decay_type, max(1, min(int(config.decay_phase_ratio * num_steps), length))
+    if falling and kind == "inverse_linear" and stop == 0:
         raise ConfigError(
             "learning_rate.stop_lr = 0: decay_type inverse_linear never reaches 0. Use a stop_lr above 0, or linear."
         )
-    falling = max(1, min(int(config.decay_phase_ratio * num_steps), length))
     stable = length - falling
     highest = before(stable)
-    stop = min(stop, highest)
+    lowest, first = min(stop, highest), config.warmup_start_factor * start
 
     def rate(step: int) -> float:
-        if step < stable:
+        if step < warmup:
+            return first + (start - first) * step / warmup
+        step -= warmup
+        if not falling or step < stable:
             return before(step)
-        return _fall(kind, (step - stable) / falling, highest, stop) if step < length else stop
+        return _fall(kind, (step - stable) / falling, highest, lowest) if step < length else lowest
 
     return rate
 
@@ -96,6 +80,3 @@ def _fall(kind: str, part: float, start: float, stop: float) -> float:
     if kind == "cosine":
         return stop + (start - stop) * (0.5 * (1 + math.cos(math.pi * part)))
     return start + (stop - start) * part
-
-
-DECAYS: dict[str, Callable[..., Schedule]] = {"exp": _exp, "cosine": _cosine, "wsd": _wsd, "invsqrt": _invsqrt}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -39,14 +38,6 @@ class AdamWScheduleFree(GuardedOptimizer):
         """Return z at the weights, and zero moments; ``step`` counts gradients, ``averaged`` points in x."""
         counts = {name: torch.zeros((), dtype=torch.float32, device=p.device) for name in ("step", "averaged")}
         return {**counts, "z": p.detach().clone(), "exp_avg_sq": torch.zeros_like(p)}
-
-    def is_matrix(self, p: Tensor, group: dict[str, Any]) -> bool:
-        """Whether a parameter is updated as a matrix: none is."""
-        return False
-
-    def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
-        """Return parameters as a vector."""
-        return ParameterVector(parameters, self.state)
 
     def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
         """Return new weights and states by the formulas of the class."""

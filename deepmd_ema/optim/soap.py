@@ -60,10 +60,6 @@ class SOAP(GuardedOptimizer):
         """Return the shape of a matrix: those of one shape are one array."""
         return matrix_shape(p) if self.is_matrix(p, group) else None
 
-    def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
-        """Return parameters of one kind as a vector."""
-        return ParameterVector(parameters, self.state)
-
     def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
         """Return new weights and states by the formulas of the class."""
         if not self.is_matrix(vector.parameters[0], group):
