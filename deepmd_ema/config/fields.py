@@ -31,6 +31,8 @@ class Option:
         named: whether the value is a mapping of such sections, by names that the user chooses.
         nullable: whether null is a value.
         default: default value, or ``dataclasses.MISSING`` for a required option.
+        required: whether the key must be in the file.
+        keys: the canonical key and its other spellings.
         alias: other spellings of the key.
         unit: unit of the value, or an empty string.
         doc: manual text.
@@ -52,6 +54,8 @@ class Option:
     named: bool
     nullable: bool
     default: Any
+    required: bool
+    keys: tuple[str, ...]
     alias: tuple[str, ...] = ()
     unit: str = ""
     doc: str = ""
@@ -71,19 +75,9 @@ class Option:
         return self.classes if self.registry is None else self.registry.sections(self.left_out)
 
     @property
-    def required(self) -> bool:
-        """Whether the key must be in the file."""
-        return self.default is dataclasses.MISSING
-
-    @property
     def by_type(self) -> bool:
         """Whether the nested section is one of several, distinguished by the key ``type``."""
         return bool(self.sections) and hasattr(self.sections[0], "type")
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The canonical key and its other spellings."""
-        return (self.name, *self.alias)
 
     def section_of(self, value: Any) -> type | None:
         """Return the section that a value chooses by its key ``type``, or None if it has an unknown one."""
@@ -194,6 +188,8 @@ def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
         named=several and container is dict,
         nullable=type(None) in parts,
         default=default,
+        required=default is dataclasses.MISSING,
+        keys=(field.name, *about.get("alias", ())),
         **about,
     )
 

@@ -13,7 +13,7 @@ from deepmd_ema.config.messages import Place, Source, render
 from deepmd_ema.config.rules import model_problems, rule_problems
 from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.config.schema.model import Link, ModelConfig
-from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, SingleTaskRun, to_dict
+from deepmd_ema.config.schema.run import RunConfig, SingleTaskRun, to_dict
 from deepmd_ema.config.sections import INVALID, build
 from deepmd_ema.config.text import read_config_file
 from deepmd_ema.config.unsupported import without_removed
@@ -172,9 +172,8 @@ def _load(values: Any, name: str, lines: Mapping[Place, int]) -> RunConfig:
     source = Source(name, reading.lines, reading.paths, frozenset(reading.given))
     problems = reading.problems
     if sections is not INVALID:
-        more: dict[str, Any] = {"links": links} if reading.root is MultiTaskRun else {}
         notes, unused = tuple(reading.notes), tuple(reading.unused)
-        config: RunConfig = build(reading.root, sections, source=source, notes=notes, unused=unused, **more)
+        config: RunConfig = build(reading.root, sections, source=source, notes=notes, unused=unused, links=links)
         problems += rule_problems(config)
     if problems:
         raise ConfigError(render(problems, source))

@@ -16,7 +16,7 @@ from deepmd_ema.errors import counted, every_steps
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import Link
-    from deepmd_ema.config.schema.run import RunConfig, TaskConfig
+    from deepmd_ema.config.schema.run import RunConfig
 
 Unused = Iterator[tuple[str, str]]
 """Dotted path of an option and the reason why it does nothing."""
@@ -52,17 +52,9 @@ def config_warnings(
         steps_per: steps of one of ``frames`` and ``epochs``, for averages that count in them; without it there are no
             warnings about these.
     """
-    steps, steps_per = config.training.numb_steps or num_steps, {"steps": 1.0, **(steps_per or {})}
-    found = [text for task in config.tasks.values() for text in _warnings_of(task)]
-    found += [*_rate_that_falls(config), *_of_several_tasks(config), *_snapshots_that_do_not_combine(config)]
-    if not steps:  # none, or not known
-        return found
-    for number, average in enumerate(config.training.averaging):
-        path = f"training.averaging[{number}]"
-        if isinstance(average, EmaProfile):
-            found += _long_window(config, path, average, steps, steps_per)
-        found += _late_or_few(config, dotted(config.source.path(path)), average, steps, steps_per)
-    return [*_decay_steps_against_run(config, steps), *found]
+    steps = config.training.numb_steps or num_steps
+    of_length = _warnings_of_length(config, steps, {"steps": 1.0, **(steps_per or {})}) if steps else ()
+    return [*of_length, *_warnings_of_any_length(config)]
 
 
 def config_summary(
@@ -245,15 +237,14 @@ def _value_at(config: RunConfig, path: str) -> Any:
 # ---- allowed, but likely not meant
 
 
-def _decay_steps_against_run(config: RunConfig, num_steps: int) -> Iterator[str]:
-    lr = config.learning_rate
-    if isinstance(lr, ExpScheduleConfig) and (used := lr.used_decay_steps(num_steps)) != lr.decay_steps:
-        steps = counted(num_steps - lr.num_warmup_steps(num_steps), "step")
-        found = f"learning_rate.decay_steps = {lr.decay_steps}: not less than the {steps} of the decay"
-        yield f"{found}; {used} is used instead, as DeePMD-kit does."
-
-
-def _rate_that_falls(config: RunConfig) -> Iterator[str]:
+def _warnings_of_any_length(config: RunConfig) -> Iterator[str]:
+    for name, task in config.tasks.items():
+        of = f"task {name}: " * bool(name)
+        yield from (f"{of}{text}" for text in task.model.warnings())
+        valid = task.validation_data.systems if task.validation_data is not None else []
+        if both := set(task.training_data.systems) & set(valid):
+            place = f"{task.place('training')}.validation_data.systems"
+            yield f"{place}: {', '.join(sorted(both))} is training data too; it validates nothing."
     lr = config.learning_rate
     falls = isinstance(lr, InvSqrtScheduleConfig) or lr.end_lr < lr.start_lr
     if isinstance(config.optimizer, AdamWScheduleFreeConfig) and falls:
@@ -261,32 +252,62 @@ def _rate_that_falls(config: RunConfig) -> Iterator[str]:
             f"learning_rate: the rate falls ({lr.summary()}). AdamWScheduleFree averages in place of a schedule and is "
             f'made for a constant rate: "stop_lr": {lr.start_lr:g}, with type exp, cosine or wsd.'
         )
-
-
-def _warnings_of(task: TaskConfig) -> Iterator[str]:
-    of = f"task {task.name}: " * bool(task.name)
-    yield from (f"{of}{text}" for text in task.model.warnings())
-    valid = task.validation_data.systems if task.validation_data is not None else []
-    if both := set(task.training_data.systems) & set(valid):
-        place = f"{task.place('training')}.validation_data.systems"
-        yield f"{place}: {', '.join(sorted(both))} is training data too; it validates nothing."
-
-
-def _of_several_tasks(config: RunConfig) -> Iterator[str]:
-    """Yield that a task has no steps, or that its model is that of another but for the energies of the elements."""
+    # tasks without steps, and tasks whose models differ in the energies of the elements only
     for option, numbers in (("model_prob", config.task_weights), ("num_epoch_dict", config.task_epochs)):
-        for task in (task for task, number in numbers.items() if not number):
-            yield f"training.{option}.{task} = 0: no step trains this task, only what it shares with others is trained."
+        for name in (name for name, number in numbers.items() if not number):
+            yield f"training.{option}.{name} = 0: no step trains this task, only what it shares with others is trained."
     fittings = [link for link in config.links if link.part == "fitting_net"]
     for key in dict.fromkeys(link.key for link in fittings):
         tasks = [link.task for link in fittings if link.key == key]
-        models = [config.tasks[task].model for task in tasks]
+        models = [config.tasks[name].model for name in tasks]
         # tasks that keep the energies of a file are declared to have labels of one method
         one_method = all(model.finetune_bias == "keep" for model in models)
         if len(tasks) > 1 and not models[0].fitting_net.dim_case_embd and not one_method:
             text = f"the tasks {', '.join(tasks)} share this network and differ only in the energies of the elements"
             instead = f'For labels of different methods give it "dim_case_embd": {len(config.tasks)}'
             yield f"model.shared_dict.{key}: {text}. {instead}."
+    # snapshots that do not combine
+    stored = [average for average in config.training.averaging if average.snapshots]
+    if len({a.length for a in stored}) == 1:
+        yield (
+            f"training.averaging: all snapshots are of averages of one length ({stored[0].name}). `dp-ema posthoc` "
+            "finds other lengths best from two: add a power average of another sigma_rel with snapshots."
+        )
+    if len({a.buffers for a in stored}) > 1:
+        names = ", ".join(f"{a.name} {a.buffers}" for a in stored)
+        yield (
+            f"training.averaging: snapshots are of averages with different buffers ({names}). `dp-ema posthoc` takes "
+            "averages of the same tensors only: give them the same."
+        )
+
+
+def _warnings_of_length(config: RunConfig, num_steps: int, steps_per: Mapping[str, float]) -> Iterator[str]:
+    lr = config.learning_rate
+    if isinstance(lr, ExpScheduleConfig) and (used := lr.used_decay_steps(num_steps)) != lr.decay_steps:
+        steps = counted(num_steps - lr.num_warmup_steps(num_steps), "step")
+        found = f"learning_rate.decay_steps = {lr.decay_steps}: not less than the {steps} of the decay"
+        yield f"{found}; {used} is used instead, as DeePMD-kit does."
+    schedule = Schedule(config, num_steps)
+    for number, average in enumerate(config.training.averaging):
+        path = f"training.averaging[{number}]"
+        if isinstance(average, EmaProfile):
+            yield from _long_window(config, path, average, num_steps, steps_per)
+        path = dotted(config.source.path(path))
+        # a start after the run, or few snapshots in it
+        late, start = "start_step", float(average.start_step)
+        if average.start_epoch is not None:
+            late, start = "start_epoch", average.start_epoch * steps_per.get("epochs", 0.0)
+        due = schedule.snapshots.get(average.name)
+        if start >= num_steps:
+            why = f"the run ends at step {num_steps:,}, so that nothing is averaged"
+            found = f"{path}.{late} = {getattr(average, late):g}: {why} and {average.name} is the live weights"
+            yield f"{found}. Choose an earlier start."
+        elif due is not None and (files := due.count(math.ceil(start))) < _MIN_SNAPSHOTS:
+            often = "save_freq" if average.snapshot_freq is None else "snapshot_freq"
+            better = max(1, int(num_steps - start) // (2 * _MIN_SNAPSHOTS))
+            found = f"{counted(files, 'snapshot')} in the run of {counted(num_steps, 'step')}"
+            found += f" ({often} = {due.steps.step}), too few for `dp-ema posthoc`"
+            yield f'{path}.snapshots: {found}. Try "snapshot_freq": {better}.'
 
 
 def _long_window(
@@ -304,42 +325,6 @@ def _long_window(
         found = f"{dotted(config.source.path(f'{path}.{name}'))} = {value:g}{unit}: the average is over about"
         why = f"more than a fifth of the run of {num_steps:,}, so it may lag behind the live weights"
         yield f"{found} {window:,.0f} steps, {why}. Try {better:.3g}."
-
-
-def _late_or_few(
-    config: RunConfig, path: str, average: Profile, num_steps: int, steps_per: Mapping[str, float]
-) -> Iterator[str]:
-    """Yield that an average starts after the run, or has few snapshots in it."""
-    late, start = "start_step", float(average.start_step)
-    if average.start_epoch is not None:
-        late, start = "start_epoch", average.start_epoch * steps_per.get("epochs", 0.0)
-    often = "save_freq" if average.snapshot_freq is None else "snapshot_freq"
-    if start >= num_steps:
-        why = f"the run ends at step {num_steps:,}, so that nothing is averaged and {average.name} is the live weights"
-        yield f"{path}.{late} = {getattr(average, late):g}: {why}. Choose an earlier start."
-    elif (due := Schedule(config, num_steps).snapshots.get(average.name)) is not None:
-        files = due.count(math.ceil(start))
-        if files < _MIN_SNAPSHOTS:
-            better = max(1, int(num_steps - start) // (2 * _MIN_SNAPSHOTS))
-            found = (
-                f"{counted(files, 'snapshot')} in the run of {counted(num_steps, 'step')} ({often} = {due.steps.step})"
-            )
-            yield f'{path}.snapshots: {found}, too few for `dp-ema posthoc`. Try "snapshot_freq": {better}.'
-
-
-def _snapshots_that_do_not_combine(config: RunConfig) -> Iterator[str]:
-    stored = [average for average in config.training.averaging if average.snapshots]
-    if len({a.length for a in stored}) == 1:
-        yield (
-            f"training.averaging: all snapshots are of averages of one length ({stored[0].name}). `dp-ema posthoc` "
-            "finds other lengths best from two: add a power average of another sigma_rel with snapshots."
-        )
-    if len({a.buffers for a in stored}) > 1:
-        names = ", ".join(f"{a.name} {a.buffers}" for a in stored)
-        yield (
-            f"training.averaging: snapshots are of averages with different buffers ({names}). `dp-ema posthoc` takes "
-            "averages of the same tensors only: give them the same."
-        )
 
 
 # ---- words of the summary

@@ -37,8 +37,11 @@ def rule_problems(run: RunConfig) -> list[Problem]:
 
 def model_problems(model: ModelConfig) -> list[Problem]:
     """Return the violations of the rules in a section ``model`` without a run."""
-    rules = (model.problems(), model.problems_of_descriptor(), model.problems_of_fitting())
-    return [problem for rule in rules for problem in _problems(Source(), "model", rule)]
+    problems: list[Problem] = []
+    with suppress(InvalidOptionError):
+        for place, rule in _model("model", model):
+            problems += _problems(Source(), place, rule)
+    return problems
 
 
 def _problems(source: Source, place: str, rule: Violations) -> list[Problem]:
@@ -62,11 +65,15 @@ def _rules(run: RunConfig) -> Iterator[tuple[str, Violations]]:
             yield f"training.averaging[{number}]", average.problems(run)
             yield f"training.averaging[{number}]", _name_of_average(run, number)
     for task in run.tasks.values():
-        yield task.place("model"), task.model.problems()
-        yield task.place("model"), task.model.problems_of_descriptor()
-        yield task.place("model"), task.model.problems_of_fitting()
         yield task.place("loss"), _loss(task)
         yield task.place("training"), _data(task)
+        yield from _model(task.place("model"), task.model)
+
+
+def _model(place: str, model: ModelConfig) -> Iterator[tuple[str, Violations]]:
+    yield place, model.problems()
+    for name, part in model.parts():
+        yield f"{place}.{name}", part.problems(model.type_map)
 
 
 def launch_problems(run: RunConfig, world_size: int) -> list[str]:

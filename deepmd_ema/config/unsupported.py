@@ -135,21 +135,17 @@ def without_removed(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
                 for key in own.keys() & known.keys()
                 if not known[key].is_no_op(own[key])
             ]
-    validating = kept.get("validating")
-    if isinstance(validating, Mapping):
-        kept["validating"] = _with_errors(validating, ("validation_metric",), notes)
-        if isinstance(stop := validating.get("early_stop"), Mapping):
-            kept["validating"]["early_stop"] = _with_errors(stop, ("early_stop", "metric"), notes)
+    # an error in place of a removed metric
+    for *outer, key in (("validating", "validation_metric"), ("validating", "early_stop", "metric")):
+        owner: Any = kept
+        for name in outer:
+            if isinstance(section := owner.get(name), Mapping):
+                owner[name] = owner = dict(section)
+        if (metric := owner.get(key)) in REMOVED_METRICS:
+            place = dotted((*outer, key))
+            notes.append(f"{place} = {show(metric)} in the checkpoint: was removed, {_METRIC_INSTEAD} is taken")
+            owner[key] = _METRIC_INSTEAD
     return kept, notes
-
-
-def _with_errors(section: Mapping[str, Any], place: tuple[str, ...], notes: list[str]) -> dict[str, Any]:
-    """Return a section with an error in place of a removed metric, which is noted."""
-    if (metric := section.get(place[-1])) not in REMOVED_METRICS:
-        return dict(section)
-    path = dotted(("validating", *place))
-    notes.append(f"{path} = {show(metric)} in the checkpoint: was removed, {_METRIC_INSTEAD} is taken")
-    return {**section, place[-1]: _METRIC_INSTEAD}
 
 
 def unavailable_type(section: Place, name: Any) -> str | None:

@@ -20,7 +20,7 @@ from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
-    from deepmd_ema.config.schema.model import FittingNetConfig, Link, ModelConfig
+    from deepmd_ema.config.schema.model import Link, ModelConfig
     from deepmd_ema.model.interface import Descriptor, Fitting, ShortRange
 
     Parts = tuple[Descriptor, Fitting, ShortRange | None]
@@ -111,7 +111,7 @@ def network_parts(config: NetworkConfig, seed: int) -> Parts:
 
 
 def build_networks(
-    config: ModelConfig, section: DescriptorConfig, fitting: FittingNetConfig, seed: int
+    config: ModelConfig, section: DescriptorConfig, fitting: Any, seed: int
 ) -> tuple[Descriptor, Fitting]:
     """Return a descriptor and the fitting network behind it, for the elements of ``config``."""
     num_types, excluded_types = len(config.type_map), tuple(config.atom_exclude_types)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option
+from deepmd_ema.config.fields import Check, not_negative, option
 from deepmd_ema.config.messages import NOT_AVAILABLE, show
 from deepmd_ema.config.schema.text_options import ActivationName, is_readable
 from deepmd_ema.elements import SYMBOLS
@@ -78,16 +78,6 @@ def sel_option(doc: str, numbers: str, is_right: Callable[[Any], bool], default:
         ),
         doc=f"{doc} `auto` counts the neighbors in the training data and takes 1.1 times the largest number, rounded "
         "up to a multiple of 4; `auto:1.2` takes 1.2 times.",
-    )
-
-
-def total_sel_option() -> Any:
-    """Declare an option ``sel`` of a descriptor that keeps its neighbors in one list for all elements."""
-    return sel_option(
-        "Most neighbors kept, of all elements together, the nearest first; a list is added up.",
-        f"a whole number > 0 (or a list of them, which are added up), at most {MAX_SIZE:,}",
-        are_counts,
-        "auto",
     )
 
 
@@ -170,12 +160,6 @@ def activation_option(doc: str, default: str = "tanh") -> Any:
     return option(ActivationName(default), convert=ActivationName, doc=doc, **about)
 
 
-def precision_option() -> Any:
-    """Declare an option ``precision``."""
-    doc = "Precision of the parameters; `default` is float64."
-    return option("default", choices=("default", "float64", "float32"), unavailable=r"b?float16\Z", doc=doc)
-
-
 _OLD_VALUES = {"spline": "always", "direct": "never"}  # of `embedding_eval`, as `interpolate` was called
 
 
@@ -195,12 +179,6 @@ def interpolate_option(
     older = Check(lambda v: isinstance(v, bool) or v in _OLD_VALUES, "auto, always, never, true or false")
     about: dict[str, Any] = {"choices": ("auto", "always", "never"), "check": older, "convert": interpolate_choice}
     return option("auto", also=(bool,), alias=("embedding_eval",), own=True, doc=doc, **about)
-
-
-def seed_option() -> Any:
-    """Declare an option ``seed`` of a part of the model."""
-    doc = "Seed of the initial parameters; null takes it from `training.seed`."
-    return option(None, check=not_negative_int, doc=doc)
 
 
 def not_one_per_element(name: str, values: Sequence[Any], type_map: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from deepmd_ema.config.fields import not_negative, option, positive_int, redefined
+from deepmd_ema.config.fields import not_negative, not_negative_int, option, positive_int, redefined
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.text_options import ActivationName
 
@@ -24,9 +24,16 @@ class DescriptorOptions:
 
     aliases: ClassVar[tuple[str, ...]] = ()
 
-    precision: str = common.precision_option()
+    precision: str = option(
+        "default",
+        choices=("default", "float64", "float32"),
+        unavailable=r"b?float16\Z",
+        doc="Precision of the parameters; `default` is float64.",
+    )
     trainable: bool = option(True, doc="Whether the parameters are trained.")
-    seed: int | None = common.seed_option()
+    seed: int | None = option(
+        None, check=not_negative_int, doc="Seed of the initial parameters; null takes it from `training.seed`."
+    )
     exclude_types: list[list[int]] = option(
         [],
         check=common.type_pairs,
@@ -244,5 +251,10 @@ class OneListSection(TypeEmbeddedOptions, TotalNeighborList, ListSection):
         def smooth(self) -> bool:
             """Return whether the gate of ``strip`` vanishes smoothly at the cutoff."""
 
-    sel: int | list[int] | str = common.total_sel_option()
+    sel: int | list[int] | str = common.sel_option(
+        "Most neighbors kept, of all elements together, the nearest first; a list is added up.",
+        f"a whole number > 0 (or a list of them, which are added up), at most {common.MAX_SIZE:,}",
+        common.are_counts,
+        "auto",
+    )
     tebd_dim: int = option(8, check=positive_int, doc="Numbers of the embedding of an element.")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepmd_ema.checks import is_number
 from deepmd_ema.config.fields import Check, not_negative, option, plain, positive, positive_int
@@ -28,56 +28,6 @@ _types = Check(lambda v: all(t >= 0 for t in v), "a list of type numbers, e.g. [
 _type_map = Check(
     lambda v: len(v) > 0 and all(name.strip() == name != "" for name in v), 'a list of element names, e.g. ["O", "H"]'
 )
-
-
-class FittingConfig(Protocol):
-    """Protocol of the section of a fitting network, or of those of all parts of a model together.
-
-    Attributes:
-        type: its name.
-        numb_fparam: P, frame parameters that it reads.
-        numb_aparam: Q, atom parameters that it reads.
-        default_fparam: frame parameters where the data have none.
-        atom_ener: energies of isolated atoms, eV; null is fitted.
-        rcond: of the fit of the energies of the elements.
-        dim_case_embd: length of the vector that distinguishes the tasks of a run.
-    """
-
-    type: ClassVar[str]
-
-    @property
-    def dim_case_embd(self) -> int:
-        """Return the length of the case embedding, which distinguishes tasks."""
-
-    @property
-    def numb_fparam(self) -> int:
-        """Return P."""
-
-    @property
-    def numb_aparam(self) -> int:
-        """Return Q."""
-
-    @property
-    def default_fparam(self) -> list[float] | None:
-        """Return P numbers, or None."""
-
-    @property
-    def atom_ener(self) -> list[float | None]:
-        """Return the energies of isolated atoms, eV; may be empty."""
-
-    @property
-    def rcond(self) -> float | None:
-        """Return the relative size below which singular values are zero."""
-
-
-class FittingNetConfig(FittingConfig, Protocol):
-    """A section ``model.fitting_net``: a frozen dataclass of options that answers these questions as well."""
-
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield the option and the rest of the message of what does not fit together."""
-
-    def summary(self) -> str:
-        """Return the main options as text."""
 
 
 FITTINGS = Registry({"ener": "deepmd_ema.families.ener:FAMILY", "dpa4_ener": "deepmd_ema.families.dpa4_ener:FAMILY"})
@@ -146,7 +96,7 @@ class ModelConfig:
             """Return the section of the descriptor, or one that represents those of all parts."""
 
         @property
-        def fitting_net(self) -> FittingConfig:
+        def fitting_net(self) -> Any:
             """Return the section of the fitting network, or one that represents those of all parts."""
 
     @property
@@ -185,17 +135,16 @@ class ModelConfig:
         if set(excluded) >= set(range(len(names))):
             yield "atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
 
-    def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
-        """Yield the same of what describes the surroundings of an atom."""
-        raise NotImplementedError
-
-    def problems_of_fitting(self) -> Iterator[tuple[str, str]]:
-        """Yield the same of what gives energies."""
-        raise NotImplementedError
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        """Yield place and section of the parts that have problems and idle options of their own."""
+        yield "descriptor", self.descriptor
+        yield "fitting_net", self.fitting_net
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
         """Yield options of the sections in it that have no effect beside others, and why: the end of a sentence."""
-        raise NotImplementedError
+        for place, part in self.parts():
+            if isinstance(part, HasIdleOptions):
+                yield from ((f"{place}.{name}", why) for name, why in part.idle_options())
 
     def warnings(self) -> Iterator[str]:
         """Yield settings that are allowed but likely mistakes."""
@@ -207,9 +156,7 @@ class NetworkConfig(ModelConfig):
     """A model of one descriptor and one fitting network."""
 
     descriptor: DescriptorConfig = option(registry=DESCRIPTORS, doc="How the surroundings of an atom are described.")
-    fitting_net: FittingNetConfig = option(
-        registry=FITTINGS, default_type="ener", doc="How the energy follows from the descriptor."
-    )
+    fitting_net: Any = option(registry=FITTINGS, default_type="ener", doc="How the energy follows from the descriptor.")
     bridging_method: str | None = option(
         None,
         check=bridging_method,
@@ -258,20 +205,6 @@ class NetworkConfig(ModelConfig):
         if not isinstance(self.descriptor, HasBridging):
             text = f" = {show(self.bridging_method)}: the descriptor {self.descriptor.type} does not have it"
             yield "bridging_method", f"{text}, nor in DeePMD-kit. Use the descriptor dpa4, or use_srtab, a table."
-
-    def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
-        """Yield options of the descriptor that contradict each other."""
-        yield from ((f"descriptor.{option}", text) for option, text in self.descriptor.problems(self.type_map))
-
-    def problems_of_fitting(self) -> Iterator[tuple[str, str]]:
-        """Yield options of the fitting network that contradict each other."""
-        yield from ((f"fitting_net.{option}", text) for option, text in self.fitting_net.problems(self.type_map))
-
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield those of the descriptor, and names of layers."""
-        if isinstance(self.descriptor, HasIdleOptions):
-            yield from ((f"descriptor.{name}", why) for name, why in self.descriptor.idle_options())
-        yield "fitting_net.layer_name", "layers are not shared by name"
 
     def warnings(self) -> Iterator[str]:
         """Yield energies of isolated atoms that an isolated atom will not have."""

@@ -80,6 +80,7 @@ class RunConfig:
         source: the file, and the place of each option in it; not compared.
         notes: what was accepted from an older input and taken differently, for the log; not compared.
         unused: options of a short form that have no effect in this run, for the log; not compared.
+        links: parts of models that stand in ``model.shared_dict``; only with several tasks.
     """
 
     first_options: ClassVar[tuple[str, ...]] = ("model", "learning_rate", "optimizer", "loss", "loss_dict")
@@ -92,16 +93,12 @@ class RunConfig:
     source: Source = field(default_factory=Source, compare=False, repr=False)
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
     unused: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    links: tuple[Link, ...] = ()
 
     @property
     def tasks(self) -> dict[str, TaskConfig]:
         """The tasks of the run by name; the only task of a single-task input is called ``""``."""
         raise NotImplementedError
-
-    @property
-    def links(self) -> tuple[Link, ...]:
-        """Parts of models that stand in ``model.shared_dict``."""
-        return ()
 
     def task(self, name: str | None) -> TaskConfig:
         """Return the task of a name, as :func:`choose_head` does.
@@ -138,12 +135,12 @@ class RunConfig:
     @property
     def task_weights(self) -> Mapping[str, float]:
         """Relative frequency of each task in training, by its name; empty if it is not given."""
-        return {}
+        return getattr(self.training, "model_prob", {})
 
     @property
     def task_epochs(self) -> Mapping[str, float]:
         """Number of epochs of each task, by its name; empty if it is not given."""
-        return {}
+        return getattr(self.training, "num_epoch_dict", {})
 
     def with_models(self, models: Mapping[str, ModelConfig]) -> RunConfig:
         """Return the run with the sections ``model`` of some tasks, by name of the task, replaced."""
@@ -209,18 +206,13 @@ class ModelsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MultiTaskRun(RunConfig):
-    """All sections of an input of several tasks.
-
-    Attributes:
-        links: parts of models that stand in ``model.shared_dict``.
-    """
+    """All sections of an input of several tasks."""
 
     model: ModelsConfig = option(doc="The model that is trained.")
     loss_dict: dict[str, EnerLossConfig] = option(
         {}, default_type="ener", doc="What is minimized, by task; a task that is not there has all defaults."
     )
     training: MultiTaskTrainingConfig = option(doc="How long, on which data, and what is written when.")
-    links: tuple[Link, ...] = ()
 
     @property
     def tasks(self) -> dict[str, TaskConfig]:
@@ -231,16 +223,6 @@ class MultiTaskRun(RunConfig):
             for name, model in self.model.model_dict.items()
             if name in data
         }
-
-    @property
-    def task_weights(self) -> Mapping[str, float]:
-        """The option ``model_prob``."""
-        return self.training.model_prob
-
-    @property
-    def task_epochs(self) -> Mapping[str, float]:
-        """The option ``num_epoch_dict``."""
-        return self.training.num_epoch_dict
 
     def with_models(self, models: Mapping[str, ModelConfig]) -> MultiTaskRun:
         """Return the run with the models of some tasks replaced."""

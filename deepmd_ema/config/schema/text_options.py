@@ -1,37 +1,20 @@
-"""Text options of several parts, such as ``max:64`` and ``F:RMSE``: read once, here, and handed on with their parts."""
+"""Text options of several parts, such as ``max:64`` and ``F:RMSE``: read once, here, and handed on with their parts.
+
+They compare, print and are written to files as the text.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from deepmd_ema.errors import ConfigError, did_you_mean
 from deepmd_ema.labels import METRICS
 
-T = TypeVar("T", bound="TextOption")
 
-
-class TextOption(str):
-    """A text with its parts as attributes. It compares, prints and is written to files as the text."""
-
-    def __new__(cls: type[T], text: str) -> T:
-        """Return the option; a text that is one already is read again."""
-        made = super().__new__(cls, text)
-        made._read()
-        return made
-
-    def _read(self) -> None:
-        """Set the parts.
-
-        Raises:
-            ConfigError: if the text cannot be understood.
-        """
-        raise NotImplementedError
-
-
-class BatchSizeRule(TextOption):
+class BatchSizeRule(str):
     """Frames of a batch.
 
     Attributes:
@@ -44,7 +27,13 @@ class BatchSizeRule(TextOption):
     kind: str
     number: int
 
-    def _read(self) -> None:
+    def __new__(cls, text: str) -> BatchSizeRule:
+        """Read a text.
+
+        Raises:
+            ConfigError: if it cannot be understood.
+        """
+        self = super().__new__(cls, text)
         found = re.fullmatch(r"(auto|max|filter|mixed|mix):([0-9]{1,18})|auto", self)
         if found is None or (found[2] is not None and int(found[2]) < 1):
             raise ConfigError(
@@ -52,6 +41,7 @@ class BatchSizeRule(TextOption):
                 "mix:N."
             )
         self.kind, self.number = found[1] or "auto", int(found[2] or 32)
+        return self
 
     @property
     def is_mixed(self) -> bool:
@@ -59,7 +49,7 @@ class BatchSizeRule(TextOption):
         return self.kind in ("mixed", "mix")
 
 
-class SystemProbability(TextOption):
+class SystemProbability(str):
     """Probability of a system: ``auto_prob``.
 
     Attributes:
@@ -70,7 +60,13 @@ class SystemProbability(TextOption):
     kind: str
     blocks: tuple[tuple[int, int, Fraction], ...]
 
-    def _read(self) -> None:
+    def __new__(cls, text: str) -> SystemProbability:
+        """Read a text.
+
+        Raises:
+            ConfigError: if it cannot be understood.
+        """
+        self = super().__new__(cls, text)
         self.kind, *texts = (part.strip() for part in self.split(";"))
         if self.kind not in ("prob_uniform", "prob_sys_size") or (texts and self.kind == "prob_uniform"):
             raise ConfigError(
@@ -86,9 +82,10 @@ class SystemProbability(TextOption):
         if any(start >= stop for start, stop, _ in blocks) or (texts and not sum(weight for *_, weight in blocks)):
             raise ConfigError(f'auto_prob = "{self}": expected start < stop, and a weight above 0.')
         self.blocks = tuple(blocks)
+        return self
 
 
-class ActivationName(TextOption):
+class ActivationName(str):
     """An activation function.
 
     Attributes:
@@ -103,17 +100,24 @@ class ActivationName(TextOption):
     kind: str
     bend: float
 
-    def _read(self) -> None:
+    def __new__(cls, text: str) -> ActivationName:
+        """Read a text.
+
+        Raises:
+            ConfigError: if it cannot be understood.
+        """
+        self = super().__new__(cls, text)
         found = re.fullmatch(r"silut:(\d+(?:\.\d*)?)", self.lower())
         if found is None and self.lower() not in self.known:
             raise ConfigError(f'activation_function "{self}" is unknown. {did_you_mean(self, self.known)}')
         self.kind, self.bend = self.partition(":")[0].lower(), float(found[1]) if found else 3.0
+        return self
 
 
 METRIC_WORDS = "E, F, V or S (energy, force, virial, stress), a colon, and MAE or RMSE: e.g. E:MAE"
 
 
-class Metric(TextOption):
+class Metric(str):
     """The error that ranks weights.
 
     Attributes:
@@ -125,16 +129,19 @@ class Metric(TextOption):
     error: str
 
     def __new__(cls, text: str) -> Metric:
-        """Return the metric, in capital letters."""
-        return super().__new__(cls, text.upper())
+        """Read a text.
 
-    def _read(self) -> None:
+        Raises:
+            ConfigError: if it cannot be understood.
+        """
+        self = super().__new__(cls, text.upper())
         self.quantity, _, self.error = self.partition(":")
         if self.quantity not in METRICS or self.error not in ("MAE", "RMSE"):
             raise ConfigError(f'"{self}" is no metric. Known: {METRIC_WORDS}.')
+        return self
 
 
-def is_readable(kind: Callable[[str], TextOption], text: str) -> bool:
+def is_readable(kind: Callable[[str], str], text: str) -> bool:
     """Whether a text can be read as that kind of option."""
     try:
         kind(text)

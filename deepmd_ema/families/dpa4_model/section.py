@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from deepmd_ema.config.fields import option
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema.descriptor import DescriptorConfig
-from deepmd_ema.config.schema.model import FittingNetConfig, NetworkConfig
+from deepmd_ema.config.schema.model import NetworkConfig
 from deepmd_ema.registry import Registry
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class DPA4ModelConfig(NetworkConfig):
     descriptor: DescriptorConfig = option(
         registry=_DESCRIPTORS, default_type="dpa4", doc="How the surroundings of an atom are described."
     )
-    fitting_net: FittingNetConfig = option(
+    fitting_net: Any = option(
         registry=_FITTINGS, default_type="dpa4_ener", doc="How the energy follows from the descriptor."
     )
 
@@ -40,9 +40,9 @@ class DPA4ModelConfig(NetworkConfig):
             pairs = [list(pair) for pair in cast("DPA4Config", self.descriptor).exclude_types]
             object.__setattr__(self, "pair_exclude_types", pairs)
 
-    def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
-        """Yield options of the descriptor that contradict each other or the model."""
-        yield from super().problems_of_descriptor()
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield options that contradict each other, also those of the descriptor and of the model."""
+        yield from super().problems()
         own = cast("DPA4Config", self.descriptor).exclude_types
         if own and sorted(map(sorted, own)) != sorted(map(sorted, self.pair_exclude_types)):
             text = f"model.pair_exclude_types = {show(self.pair_exclude_types)} is another choice. Give one of the two."

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative, option
+from deepmd_ema.config.fields import Check, not_negative, option, redefined
 from deepmd_ema.config.messages import NOT_AVAILABLE, show
 from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.descriptor_bases import DescriptorOptions
 from deepmd_ema.config.schema.text_options import ActivationName
 
 
@@ -40,7 +41,7 @@ class EnerFittingConfig:
     activation_function: ActivationName = common.activation_option(
         "Activation function of the hidden layers; the same names as in the descriptor."
     )
-    precision: str = common.precision_option()
+    precision: str = redefined(DescriptorOptions, "precision")
     resnet_dt: bool = option(True, doc="Whether skip connections have a trained step size.")
     trainable: bool | list[bool] = option(
         True, doc="Whether the parameters are trained; a list (one per layer) trains them only if all are true."
@@ -51,7 +52,7 @@ class EnerFittingConfig:
         doc="Singular values below this fraction of the largest count as zero in the least-squares fit of the energy "
         "bias of each element; null is machine precision times the size of the problem.",
     )
-    seed: int | None = common.seed_option()
+    seed: int | None = redefined(DescriptorOptions, "seed")
     atom_ener: list[float | None] = option(
         [], unit="eV", doc="Energy of each isolated atom, one per element; null is fitted. Needs `set_davg_zero`."
     )
@@ -74,6 +75,10 @@ class EnerFittingConfig:
         if isinstance(self.trainable, list) and len(self.trainable) != len(self.neuron) + 1:
             expected = f"{len(self.neuron) + 1}: one for each layer of neuron and one for the output"
             yield "trainable", f" = {show(self.trainable)}: has length {len(self.trainable)}, expected {expected}."
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the option without effect, and why."""
+        yield "layer_name", "layers are not shared by name"
 
     def summary(self) -> str:
         """Return the main options as text."""

@@ -11,8 +11,8 @@ from deepmd_ema.config.fields import Check, option, redefined
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor import DescriptorConfig
-from deepmd_ema.config.schema.descriptor_bases import TotalNeighborList
-from deepmd_ema.config.schema.model import FittingNetConfig, ModelConfig, StandardConfig
+from deepmd_ema.config.schema.descriptor_bases import OneListSection, TotalNeighborList
+from deepmd_ema.config.schema.model import ModelConfig, StandardConfig
 from deepmd_ema.config.schema.pair_table import Table, pair_table, read_table, table_problems
 from deepmd_ema.families.hybrid.section import HybridConfig
 
@@ -38,21 +38,7 @@ class NetworkPartConfig:
         None, doc="Names of the elements of this part; null takes those of the whole model."
     )
     descriptor: DescriptorConfig = redefined(StandardConfig, "descriptor")
-    fitting_net: FittingNetConfig = redefined(StandardConfig, "fitting_net")
-
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield the option and the rest of the message of what does not fit together but for the fitting network."""
-        if self.type_map is not None and self.type_map != list(type_map):
-            expected = f"that of the model, {show(list(type_map))}"
-            yield "type_map", f" = {show(self.type_map)}: expected {expected}. Remove it."
-        yield from ((f"descriptor.{name}", text) for name, text in self.descriptor.problems(type_map))
-
-    def problems_of_fitting(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield the same of the fitting network."""
-        yield from ((f"fitting_net.{name}", text) for name, text in self.fitting_net.problems(type_map))
-        if self.fitting_net.atom_ener:
-            text = f" = {show(self.fitting_net.atom_ener)}: {_OF_WHOLE}. Remove it, or give model.preset_out_bias."
-            yield "fitting_net.atom_ener", text
+    fitting_net: Any = redefined(StandardConfig, "fitting_net")
 
     def summary(self) -> str:
         """Return the main options as text."""
@@ -82,7 +68,7 @@ class PairTableConfig(TotalNeighborList):
     rcut: float = common.cutoff_option(
         "Distance from which the energies are 0. They are cut off there, so the table should end in zeros."
     )
-    sel: int | list[int] | str = common.total_sel_option()
+    sel: int | list[int] | str = redefined(OneListSection, "sel")
 
     def rows_for(self, type_map: Sequence[str]) -> Table:
         """Return the table with the energies of the pairs of ``type_map``, which is a choice of its own elements."""
@@ -132,7 +118,7 @@ class PartFittings:
         numb_fparam: the number that the parts agree on which read any; the same holds for the others.
     """
 
-    nets: Sequence[FittingNetConfig | None]
+    nets: Sequence[Any]
     weights: tuple[float, ...]
     numb_fparam: int
     numb_aparam: int
@@ -220,6 +206,13 @@ class LinearConfig(ModelConfig):
         if not isinstance(self.weights, str) and len(self.weights) != len(self.models):
             expected = f"{len(self.models)}, one for each of models"
             yield "weights", f" = {show(self.weights)}: has length {len(self.weights)}, expected {expected}."
+        for k, part in enumerate(self.models):
+            if isinstance(part, NetworkPartConfig) and part.type_map not in (None, self.type_map):
+                expected = f"that of the model, {show(self.type_map)}"
+                yield f"models[{k}].type_map", f" = {show(part.type_map)}: expected {expected}. Remove it."
+            if isinstance(part, NetworkPartConfig) and part.fitting_net.atom_ener:
+                text = f" = {show(part.fitting_net.atom_ener)}: {_OF_WHOLE}. Remove it, or give model.preset_out_bias."
+                yield f"models[{k}].fitting_net.atom_ener", text
         nets = [part.fitting_net for part in self.models if isinstance(part, NetworkPartConfig)]
         for name in ("numb_fparam", "numb_aparam", "default_fparam", "dim_case_embd"):
             count = "numb_fparam" if name == "default_fparam" else name
@@ -227,24 +220,19 @@ class LinearConfig(ModelConfig):
             if any(value != found[0] for value in found):
                 yield "models", f": {name} of the fitting networks is {show(found)}, expected one value, or 0 for none."
 
-    def problems_of_descriptor(self) -> Iterator[tuple[str, str]]:
-        """Yield options of the parts that contradict each other, except those of fitting networks."""
-        for k, part in enumerate(self.models):
-            yield from ((f"models[{k}].{name}", text) for name, text in part.problems(self.type_map))
-
-    def problems_of_fitting(self) -> Iterator[tuple[str, str]]:
-        """Yield options of the fitting networks of the parts that contradict each other."""
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        """Yield place and section of descriptors, fitting networks and tables."""
         for k, part in enumerate(self.models):
             if isinstance(part, NetworkPartConfig):
-                yield from ((f"models[{k}].{name}", text) for name, text in part.problems_of_fitting(self.type_map))
+                yield f"models[{k}].descriptor", part.descriptor
+                yield f"models[{k}].fitting_net", part.fitting_net
+            else:
+                yield f"models[{k}]", part
 
     def idle_options(self) -> Iterator[tuple[str, str]]:
         """Yield those of the parts."""
-        for k, part in enumerate(self.models):
-            if isinstance(part, NetworkPartConfig):
-                options = self.standard(part).idle_options()
-                yield from ((f"models[{k}].{name}", why) for name, why in options)
-                yield f"models[{k}].fitting_net.rcond", _OF_WHOLE
+        yield from super().idle_options()
+        yield from ((f"{place}.rcond", _OF_WHOLE) for place, _ in self.parts() if place.endswith("fitting_net"))
 
 
 def _column(first: int, second: int, num_types: int) -> int:
