@@ -261,7 +261,7 @@ def test_a_run_that_returns_before_its_last_step_counts_as_interrupted():
     for step, how in ((10, "ended"), (4, "interrupted before its last step")):
         record = RunRecord()
         with record.ending():
-            record.start(0, 10)
+            record.write(num_steps=10)
             record.note(step, {}, None)
         assert record.part.ended == how
 

@@ -42,7 +42,9 @@ class Loggers:
 
     def __init__(self, config: RunConfig, run_id: str) -> None:
         self._config, self._run_id = config, run_id
-        self._active: dict[str, _Active] = {}
+        self._active: dict[
+            str, tuple[Logger, dict[str, int], dict[str, int]]
+        ] = {}  # and last steps, before and of the run
         self._logged: dict[str, dict[str, Any]] = {}  # id and last steps of each logger that a restart can continue
 
     def start(self, step: int) -> None:
@@ -62,20 +64,20 @@ class Loggers:
             with self._reported(place, to):
                 run = to.start(LoggedRun(to_dict(self._config), step, Path.cwd(), earlier["id"]))
                 last = dict(earlier["last"]) if run is not None and run == earlier["id"] else {}
-                self._active[place] = _Active(to, dict(last), last)
+                self._active[place] = to, dict(last), last
                 if run is not None:
                     self._logged[key] = {"id": run, "last": last}
         self._write()
 
     def log(self, step: int, values: Mapping[str, float], to: Callable[[Logger], bool] = lambda _: True) -> None:
         """Log the values that are finite, of steps that were not logged before a restart, to some of the loggers."""
-        for place, active in list(self._active.items()):
-            if to(active.to):
-                new = {n: v for n, v in values.items() if math.isfinite(v) and step > active.earlier.get(n, -1)}
-                with self._reported(place, active.to):
+        for place, (one, earlier, last) in list(self._active.items()):
+            if to(one):
+                new = {n: v for n, v in values.items() if math.isfinite(v) and step > earlier.get(n, -1)}
+                with self._reported(place, one):
                     if new:
-                        active.to.log(step, new)
-                        active.last |= dict.fromkeys(new, step)
+                        one.log(step, new)
+                        last |= dict.fromkeys(new, step)
         self._write()
 
     def takes_training_errors(self, step: int) -> Callable[[Logger], bool] | None:
@@ -84,13 +86,13 @@ class Loggers:
         def is_due(to: Logger) -> bool:
             return to.freq is not None and (step == 1 or step % to.freq == 0)
 
-        return is_due if any(is_due(active.to) for active in self._active.values()) else None
+        return is_due if any(is_due(one) for one, _, _ in self._active.values()) else None
 
     def finish(self, status: str) -> None:
         """Finish all loggers."""
-        for place, active in list(self._active.items()):
-            with self._reported(place, active.to):
-                active.to.finish(status)
+        for place, (one, _, _) in list(self._active.items()):
+            with self._reported(place, one):
+                one.finish(status)
         self._active.clear()
 
     @contextmanager
@@ -110,21 +112,6 @@ class Loggers:
                 # not flushed to the disk, which takes milliseconds: after a power cut some values are logged twice
                 part.write_text(json.dumps({"run": self._run_id, "loggers": self._logged}), encoding="utf-8")
                 os.replace(part, LOGGED)
-
-
-@dataclass
-class _Active:
-    """A logger that has started.
-
-    Attributes:
-        to: the logger.
-        earlier: last step of each value that was logged before the restart.
-        last: last step of each value that was logged.
-    """
-
-    to: Logger
-    earlier: Mapping[str, int]
-    last: dict[str, int]
 
 
 def loggers_of(config: RunConfig) -> dict[str, Logger]:

@@ -188,9 +188,7 @@ class _Page:
         records = self.status.parts if self.status is not None else ()
         warnings = [(time[:19], text) for part in records for time, text in part.warnings]
         times = table_of_times(records)
-        options = (
-            f"<details><summary>all options</summary><pre>{escape(as_text(self.payload['config']))}</pre></details>"
-        )
+        options = escape(as_text(self.payload["config"]))
         sections = {
             "Learning curves": list(self._curves(scratch)),
             "Parity": list(self._parity(scratch)),

@@ -127,11 +127,22 @@ class RunRecord:
             began=began_at.astimezone().isoformat(" ", "seconds"),
         )
 
-    def start(self, step: int, num_steps: int) -> None:
-        """Note that data and models are ready, and the next step is the one after ``step``."""
-        self.part.first_step, self.part.step, self.part.num_steps = step, step, num_steps
-        self.part.seconds["start"] = time.monotonic() - self._began
-        self._write()
+    def write(self, **changes: Any) -> None:
+        """Set attributes of the part and write the file; the first time, data and models are ready."""
+        now = time.monotonic()
+        vars(self.part).update(changes)
+        self.part.seconds.setdefault("start", now - self._began)
+        if self._path is None:
+            return
+        self.part.updated, self.part.elapsed = datetime.now().astimezone().isoformat(" ", "seconds"), now - self._began
+        self.part.warnings, self._written = [list(entry) for entry in self._warnings], now
+        text = json.dumps([asdict(part) for part in (*self._earlier, self.part)], indent=1, default=str)
+        try:
+            with atomic_write(self._path) as file:
+                file.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        except WriteError as error:
+            self._path = None
+            logger.warning("%s The run continues without it.", error)
 
     def note(
         self,
@@ -151,9 +162,9 @@ class RunRecord:
         self.part.step, self.part.left = step, left
         self.part.seconds |= seconds
         if averages is not None:
-            self.part.averages = {name: dict(facts) for name, facts in averages.items()}
-        if averages is not None or time.monotonic() - self._written > MIN_INTERVAL_S:
-            self._write()
+            self.write(averages={name: dict(facts) for name, facts in averages.items()})
+        elif time.monotonic() - self._written > MIN_INTERVAL_S:
+            self.write()
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -175,23 +186,7 @@ class RunRecord:
             how = f"failed: {' '.join(str(error).split()) or type(error).__name__}"
             raise
         finally:
-            self.part.ended, self.part.left = how, None
-            self._write()
-
-    def _write(self) -> None:
-        if self._path is None:
-            return
-        self.part.updated = datetime.now().astimezone().isoformat(" ", "seconds")
-        self._written = time.monotonic()
-        self.part.elapsed = self._written - self._began
-        self.part.warnings = [list(entry) for entry in self._warnings]
-        text = json.dumps([asdict(part) for part in (*self._earlier, self.part)], indent=1, default=str)
-        try:
-            with atomic_write(self._path) as file:
-                file.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-        except WriteError as error:
-            self._path = None
-            logger.warning("%s The run continues without it.", error)
+            self.write(ended=how, left=None)
 
 
 def read_record(folder: str | Path) -> list[Part]:

@@ -175,7 +175,7 @@ class Trainer:
         poll_every = STOP_POLL_INTERVAL if self.world.size > 1 and self.world.device.type != "cpu" else 1
         with handling((*END_SIGNALS, signal.SIGINT), self.stop.request):
             try:
-                self.record.start(self.step, self.num_steps)
+                self.record.write(first_step=self.step, step=self.step, num_steps=self.num_steps)
                 self.reporter.start(self.step)
                 self.callback.on_start(self)
                 check_replicas(self.validator.models, self.world, self.step)
