@@ -164,7 +164,7 @@ class _Data:
 
     Attributes:
         kind: of most of the frames.
-        why_kind: how it is known.
+        frames: how many of the frames that were looked at are of this kind.
         labels: names of labels that training frames have.
         report: of the checks.
         is_split: whether validation frames are split off.
@@ -173,7 +173,7 @@ class _Data:
     """
 
     kind: Kind
-    why_kind: str
+    frames: str
     labels: frozenset[str]
     report: DataReport
     is_split: bool
@@ -209,16 +209,10 @@ def _read(wishes: Wishes) -> _Data:
     report.raise_problems()
     frames = [source.frame(k) for source in evenly_spaced(data[""].train, _SAMPLE) for k in range(source.num_frames)]
     votes = Counter(_kind_of(frame, type_map) for frame in frames)
-    kind = votes.most_common(1)[0][0]
-    reason = {
-        "molecules": "open boundaries, or cells with one molecule or much space",
-        "liquid": "cells with several molecules",
-        "solid": "bonds continue from cell to cell",
-    }[kind]
-    why_kind = f"{reason}, in {votes[kind]} of {len(frames)} frames looked at"
+    kind, number = votes.most_common(1)[0]
     near = neighbor_statistics(((f.coord, f.box, f.atom_type) for f in frames), wishes.rcut * _WIDER, len(type_map))
     wider = near.max_within(wishes.rcut), near.max_total
-    return _Data(kind, why_kind, labels, report, is_split, why_split, wider)
+    return _Data(kind, f"{number} of {len(frames)}", labels, report, is_split, why_split, wider)
 
 
 def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:
@@ -316,7 +310,8 @@ def _assemble(wishes: Wishes, data: _Data, source: LoadedModel | None, old: _Dat
     if wishes.steps is not None:
         why["training.numb_steps"] = "as given"
     labels = ", ".join(label for label in _LABELS.values() if label in data.labels)
-    why_kind = data.why_kind if wishes.kind is None else "as given"
+    about = recipe["about"].partition(";")[0]
+    why_kind = f"{about}, in {data.frames} frames looked at" if wishes.kind is None else "as given"
     warnings = list(data.report.warnings)
     if data.why_split and not data.is_split:
         warnings.append(f"no validation frames: {data.why_split}")
