@@ -247,7 +247,7 @@ def test_rows_are_on_the_disk_before_a_checkpoint_that_follows_them(start, monke
         fsync(handle)
 
     def note_row(table, line):
-        events.append(("row", table._path.name))
+        events.append(("row", table.path.name))
         add(table, line)
 
     def note_move(old, new):
