@@ -218,7 +218,7 @@ def test_a_step_number_on_the_device_gives_the_bits_of_one_on_the_host_and_memor
                 for p, value in zip(named.values(), network().values()):
                     p.copy_(value)
         tensors = [t for average in map(banks[1].__getitem__, banks[1].names) for t in average.tensors]
-        counters = [banks[1][name].counter.on_device for name in banks[1].names]
+        counters = [banks[1][name].on_device for name in banks[1].names]
         where.append([t.data_ptr() for t in [*tensors, *counters]])
     assert len({tuple(addresses) for addresses in where}) == 1
     for name in banks[0].names:
