@@ -310,11 +310,11 @@ class StandardTree:
         if not isinstance(model.short_range, TabulatedShortRange):
             return {**whole, "type": "standard", **networks}
         networks["fitting"]["exclude_types"] = []  # the model excludes them, not its network
-        table, switch = model.short_range.table, model.short_range.switch
-        pairs = part_tree(whole, "pairtab", table_entries(table, sum(model.layout.sel)))
+        short = model.short_range
+        pairs = part_tree(whole, "pairtab", table_entries(short.table, sum(model.layout.sel)))
         return {
             **whole, "type": "zbl", "models": [part_tree(whole, "standard", networks), pairs],
-            "weights": "mean", "sw_rmin": switch.inner, "sw_rmax": switch.outer, "smin_alpha": switch.alpha,
+            "weights": "mean", "sw_rmin": short.inner, "sw_rmax": short.outer, "smin_alpha": short.alpha,
         }  # fmt: skip
 
     def normalized(self, tree: Tree) -> Tree:

@@ -15,7 +15,7 @@ from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 from deepmd_ema.model.pair_table import PairTable
-from deepmd_ema.model.short_range import Switch, TabulatedShortRange
+from deepmd_ema.model.short_range import TabulatedShortRange
 from deepmd_ema.seeds import seed_for
 
 if TYPE_CHECKING:
@@ -104,9 +104,9 @@ def network_parts(config: NetworkConfig, seed: int) -> Parts:
     if isinstance(config, StandardConfig) and config.use_srtab is not None:
         assert config.sw_rmin is not None
         assert config.sw_rmax is not None
-        switch = Switch(config.smin_alpha, config.sw_rmin, config.sw_rmax)
         table = PairTable.of_rows(config.use_srtab, section.cutoff)
-        short_range = TabulatedShortRange(table, switch, num_types, excluded_types)
+        radii = config.sw_rmin, config.sw_rmax
+        short_range = TabulatedShortRange(table, config.smin_alpha, *radii, num_types, excluded_types)
     return *build_networks(config, section, config.fitting_net, seed), short_range
 
 

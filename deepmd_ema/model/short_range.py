@@ -7,7 +7,6 @@ neighbors, ``sigma = sum_k r_k exp(-r_k / alpha) / sum_k exp(-r_k / alpha)``, go
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,21 +23,6 @@ if TYPE_CHECKING:
 # A atoms, K neighbor slots, T types
 
 
-@dataclass(frozen=True)
-class Switch:
-    """Range of distances in which the table takes over.
-
-    Attributes:
-        alpha: decay length of the soft minimum, angstrom.
-        inner: the table alone counts below, angstrom.
-        outer: the network alone counts beyond, angstrom.
-    """
-
-    alpha: float
-    inner: float
-    outer: float
-
-
 class TabulatedShortRange(nn.Module):
     """Energies of a table, blended with those of a network; without parameters.
 
@@ -46,16 +30,20 @@ class TabulatedShortRange(nn.Module):
 
     Args:
         table: pair energies.
-        switch: where they take over.
+        alpha: decay length of the soft minimum, angstrom.
+        inner: the table alone counts below, angstrom.
+        outer: the network alone counts beyond, angstrom.
         num_types: T.
-        excluded_types: types whose atoms have no energy of their own.
+        excluded: types whose atoms have no energy of their own.
     """
 
-    def __init__(self, table: PairTable, switch: Switch, num_types: int, excluded_types: tuple[int, ...]) -> None:
+    def __init__(
+        self, table: PairTable, alpha: float, inner: float, outer: float, num_types: int, excluded: tuple[int, ...]
+    ) -> None:
         super().__init__()
-        self.table, self.switch = table, switch
+        self.table, self.alpha, self.inner, self.outer = table, alpha, inner, outer
         self._pairs, self._rcut = PairEnergies(table), table.rcut
-        counted = torch.tensor([t not in excluded_types for t in range(num_types)], dtype=torch.float64)
+        counted = torch.tensor([t not in excluded for t in range(num_types)], dtype=torch.float64)
         self._counted: Tensor
         self.register_buffer("_counted", counted, persistent=False)
 
@@ -82,14 +70,13 @@ class TabulatedShortRange(nn.Module):
 
     def _weight(self, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weight (A,) of the table and its derivatives (A, K) with respect to the distances."""
-        alpha, outer = self.switch.alpha, self.switch.outer
         # measured from the nearest neighbor, so that the sums do not vanish where it is far away
         limit = distance.new_full((distance.shape[0], 1), self._rcut)  # there may be no slot at all
         nearest = torch.cat([torch.where(near, distance, torch.inf), limit], 1).amin(1, keepdim=True)
-        share = torch.where(near, torch.exp((nearest - distance) / alpha), 0.0)
+        share = torch.where(near, torch.exp((nearest - distance) / self.alpha), 0.0)
         share = share / share.sum(1, keepdim=True).clamp(min=1)
         soft = (share * distance).sum(1)
-        weight, derivative = switch_and_derivative(soft, outer, self.switch.inner)
+        weight, derivative = switch_and_derivative(soft, self.outer, self.inner)
         alone = ~near.any(1)
         weight, derivative = weight.masked_fill(alone, 0), derivative.masked_fill(alone, 0)
-        return weight, derivative[:, None] * share * (1 + (soft[:, None] - distance) / alpha)
+        return weight, derivative[:, None] * share * (1 + (soft[:, None] - distance) / self.alpha)
