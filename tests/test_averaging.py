@@ -18,7 +18,7 @@ from deepmd_ema.averaging import AverageBank, EmaProfile, SwaProfile
 from deepmd_ema.errors import CheckpointError, ConfigError
 
 # what nobody should have to import for an average of weights
-HEAVY = {"h5py", "vesin", "dargs", "tqdm", "ase", "matplotlib", "yaml"}
+HEAVY = {"h5py", "vesin", "dargs", "tqdm", "ase", "matplotlib"}
 PACKAGES = {"averaging", "checks", "config", "dist", "elements", "errors", "labels", "registry", "tensors", "version",
             "weight_names"}  # fmt: skip
 
