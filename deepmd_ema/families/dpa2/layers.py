@@ -74,33 +74,78 @@ class RepformerLayer(nn.Module):
 
     def __init__(self, options: RepformerConfig, *, last: bool, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        self.options, self.last, self._dtype, self._seed = options, last, dtype, seed
+        self.options, self.last = options, last
         self.act = activation(options.activation_function).value
-        width, pair_width = options.g1_dim, options.g2_dim
-        conv_outside = options.update_g1_has_conv and options.g1_out_conv
-        self.linear_node = self._linear(self._num_terms, width, "linear_node")
-        self.node_mlp = self._linear(width, width, "node_mlp") if options.g1_out_mlp else None
-        self.conv: Layer | None = None
-        if options.update_g1_has_conv:
-            widths = (pair_width, width) if options.g1_out_conv else (width, pair_width)
-            self.conv = self._linear(*widths, "conv", bias=False)
-        self.attention = None
-        if options.update_g1_has_attn:
-            self.attention = AtomAttention(options, dtype, seed_for("attention", seed))
-        self.node_update = self._update(1 + options.g1_out_mlp + conv_outside + options.update_g1_has_attn, width)
-        self._gathers = options.update_g1_has_conv or options.update_g1_has_drrd
-        if not last:
-            self._add_pairs(options)
+        width, pair_width, conv_outside = options.g1_dim, options.g2_dim, options.g1_out_conv
+        has_conv, has_attn, attends = (
+            options.update_g1_has_conv, options.update_g1_has_attn, options.update_g2_has_attn
+        )  # fmt: skip
+
+        def dense(num_in: int, num_out: int, name: str, bias: bool = True) -> Layer:
+            return linear(num_in, num_out, dtype, seed_for(name, seed), bias)
+
+        def update(num_changes: int, width: int, name: str) -> Update:
+            return Update(width, num_changes, options, dtype=dtype, seed=seed_for(name, seed))
+
+        num_terms = options.axis_neuron * (pair_width * options.update_g1_has_grrg + width * options.update_g1_has_drrd)
+        num_terms += width * (not options.g1_out_mlp) + pair_width * (has_conv and not conv_outside)
+        self.linear_node = dense(num_terms, width, "linear_node")
+        self.node_mlp = dense(width, width, "node_mlp") if options.g1_out_mlp else None
+        widths = (pair_width, width) if conv_outside else (width, pair_width)
+        self.conv = dense(*widths, "conv", bias=False) if has_conv else None
+        self.attention = AtomAttention(options, dtype, seed_for("attention", seed)) if has_attn else None
+        self.node_update = update(1 + options.g1_out_mlp + (has_conv and conv_outside) + has_attn, width, "node")
+        if last:
+            return
+        self.linear_pair = dense(pair_width, pair_width, "linear_pair")
+        self.product = dense(width, pair_width, "product", bias=False) if options.update_g2_has_g1g1 else None
+        self.pair_attention: PairAttention | None = None
+        if attends or options.update_h2:
+            self.pair_attention = PairAttention(options, dtype, seed_for("pair_attention", seed))
+        self.norm: LayerNorm | None = None
+        if attends:
+            eps = eps_of(options.ln_eps)
+            self.norm = LayerNorm(pair_width, eps=eps, trainable=options.trainable_ln, dtype=dtype)
+        self.pair_update = update(1 + options.update_g2_has_g1g1 + attends, pair_width, "pair")
+        self.vector_update = update(1, 1, "vector") if options.update_h2 else None
 
     def forward(self, node: Tensor, pair: Tensor, vectors: Tensor, around: Surroundings) -> tuple[Tensor, ...]:
         """Return the features of atoms (A, C), the channels (A, K, G) and the vectors (A, K, 3) of pairs, changed."""
-        weight = around.weight[..., None]
-        needed = self._gathers or (not self.last and self.options.update_g2_has_g1g1)
+        options, weight = self.options, around.weight[..., None]
+        gathers = options.update_g1_has_conv or options.update_g1_has_drrd
+        needed = gathers or (not self.last and options.update_g2_has_g1g1)
         messages = around.gather(node) * weight if needed else node.new_zeros(0)
-        new_node = self._change_node(node, messages, pair, vectors, around)
+        changes, terms = [], [] if options.g1_out_mlp else [node]
+        if self.node_mlp is not None:
+            changes.append(self.act(self.node_mlp(node)))
+        if self.conv is not None:
+            if options.g1_out_conv:  # summed over neighbors before the map, which then sees one row for an atom
+                outer = torch.bmm(pair.transpose(1, 2), messages)
+                changes.append((outer * self.conv.weight).sum(1) * around.per_neighbor)
+            else:
+                terms.append((pair * self.conv(messages)).sum(1) * around.per_neighbor)
+        if options.update_g1_has_grrg or options.update_g1_has_drrd:
+            scaled = vectors * (around.per_moment * 3**-0.5)
+            if options.update_g1_has_grrg:
+                terms.append(symmetrized(pair * weight, scaled, options.axis_neuron))
+            if options.update_g1_has_drrd:
+                terms.append(symmetrized(messages, scaled, options.axis_neuron))
+        changes.append(self.act(self.linear_node(torch.cat(terms, -1))))
+        if self.attention is not None:
+            changes.append(self.attention(node, around))
+        new_node = self.node_update(node, changes)
         if self.last:
             return new_node, pair, vectors
-        return new_node, *self._change_pairs(node, messages, pair, vectors, around)
+        changes = [self.act(self.linear_pair(pair))]
+        if self.product is not None:
+            changes.append(self.product(node[:, None] * messages))
+        if self.pair_attention is not None:
+            weights = self.pair_attention.weights(pair, vectors, around)
+            if self.norm is not None:
+                changes.append(self.norm(self.pair_attention.change_of_channels(weights, pair)))
+            if self.vector_update is not None:
+                vectors = self.vector_update(vectors, [self.pair_attention.change_of_vectors(weights, vectors)])
+        return new_node, self.pair_update(pair, changes), vectors
 
     @property
     def is_written_out(self) -> bool:
@@ -185,78 +230,6 @@ class RepformerLayer(nn.Module):
             return found_node, found_pair, (by_weighted * pair).sum(-1, keepdim=True), by_sides
 
         return _times(out, scale), changed, vjp
-
-    def _change_node(
-        self, node: Tensor, messages: Tensor, pair: Tensor, vectors: Tensor, around: Surroundings
-    ) -> Tensor:
-        options, changes = self.options, []
-        terms = [] if options.g1_out_mlp else [node]
-        if self.node_mlp is not None:
-            changes.append(self.act(self.node_mlp(node)))
-        if self.conv is not None:
-            if options.g1_out_conv:  # summed over neighbors before the map, which then sees one row for an atom
-                outer = torch.bmm(pair.transpose(1, 2), messages)
-                changes.append((outer * self.conv.weight).sum(1) * around.per_neighbor)
-            else:
-                terms.append((pair * self.conv(messages)).sum(1) * around.per_neighbor)
-        if options.update_g1_has_grrg or options.update_g1_has_drrd:
-            vectors = vectors * (around.per_moment * 3**-0.5)
-        if options.update_g1_has_grrg:
-            weighted = pair * around.weight[..., None]
-            terms.append(symmetrized(weighted, vectors, options.axis_neuron))
-        if options.update_g1_has_drrd:
-            terms.append(symmetrized(messages, vectors, options.axis_neuron))
-        changes.append(self.act(self.linear_node(torch.cat(terms, -1))))
-        if self.attention is not None:
-            changes.append(self.attention(node, around))
-        changed: Tensor = self.node_update(node, changes)
-        return changed
-
-    def _change_pairs(
-        self, node: Tensor, messages: Tensor, pair: Tensor, vectors: Tensor, around: Surroundings
-    ) -> tuple[Tensor, Tensor]:
-        changes = [self.act(self.linear_pair(pair))]
-        if self.product is not None:
-            changes.append(self.product(node[:, None] * messages))
-        if self.pair_attention is not None:
-            weights = self.pair_attention.weights(pair, vectors, around)
-            if self.norm is not None:
-                changes.append(self.norm(self.pair_attention.change_of_channels(weights, pair)))
-            if self.vector_update is not None:
-                vectors = self.vector_update(vectors, [self.pair_attention.change_of_vectors(weights, vectors)])
-        return self.pair_update(pair, changes), vectors
-
-    def _add_pairs(self, options: RepformerConfig) -> None:
-        """Add the modules that change pairs."""
-        width, pair_width = options.g1_dim, options.g2_dim
-        attends = options.update_g2_has_attn
-        self.linear_pair = self._linear(pair_width, pair_width, "linear_pair")
-        self.product: Layer | None = None
-        if options.update_g2_has_g1g1:
-            self.product = self._linear(width, pair_width, "product", bias=False)
-        self.pair_attention: PairAttention | None = None
-        if attends or options.update_h2:
-            self.pair_attention = PairAttention(options, self._dtype, seed_for("pair_attention", self._seed))
-        self.norm: LayerNorm | None = None
-        if attends:
-            eps = eps_of(options.ln_eps)
-            self.norm = LayerNorm(pair_width, eps=eps, trainable=options.trainable_ln, dtype=self._dtype)
-        self.pair_update = self._update(1 + options.update_g2_has_g1g1 + attends, pair_width, "pair")
-        self.vector_update = self._update(1, 1, "vector") if options.update_h2 else None
-
-    @property
-    def _num_terms(self) -> int:
-        """Number of inputs of the layer of all terms."""
-        options = self.options
-        conv_inside = options.update_g1_has_conv and not options.g1_out_conv
-        moments = options.g2_dim * options.update_g1_has_grrg + options.g1_dim * options.update_g1_has_drrd
-        return options.g1_dim * (not options.g1_out_mlp) + options.axis_neuron * moments + options.g2_dim * conv_inside
-
-    def _linear(self, num_in: int, num_out: int, name: str, bias: bool = True) -> Layer:
-        return linear(num_in, num_out, self._dtype, seed_for(name, self._seed), bias)
-
-    def _update(self, num_changes: int, width: int, name: str = "node") -> Update:
-        return Update(width, num_changes, self.options, dtype=self._dtype, seed=seed_for(name, self._seed))
 
 
 def _by_moments(moments: Tensor, columns: Tensor, by_products: Tensor) -> Tensor:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.families.dpa4.layers import Source, TypeTable
-from deepmd_ema.families.dpa4c.moments import InvariantReadout, PairGeometry
+from deepmd_ema.families.dpa4c.moments import InvariantReadout, pair_numbers
 from deepmd_ema.families.dpa4c.radial import PairNetwork, PairTables, RadialNetwork, gated_width
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.sums import DirectSum
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
-from deepmd_ema.model.ops.reference import UsesOperations, vjp_of
+from deepmd_ema.model.ops.reference import UsesOperations, vjp_of, with_vjp
 from deepmd_ema.seeds import seed_for
 from deepmd_ema.tensors import precision
 
@@ -59,7 +59,6 @@ class DPA4CDescriptor(UsesOperations):
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         source = Source(seed_for("dpa4c", seed if config.seed is None else config.seed), self.dtype)
         self.type_embedding = TypeTable(num_types, config.channels, source.part("elements"))
-        self.geometry = PairGeometry(config.rcut, config.lmax, self.dtype)
         self.radial = RadialNetwork(config, source.part("radial"))
         self.pair_film = PairNetwork(config, source.part("pairs"))
         self.readout = InvariantReadout(config, source.part("readout"))
@@ -149,13 +148,12 @@ class DPA4CDescriptor(UsesOperations):
 
         Amplitudes are computed for each pair of atoms.
         """
-        geometry, back = self.geometry(batch.vector, _dropped(self.excluded, batch))
+        return with_vjp(lambda vector: self._of_pairs(*self._numbers(vector, batch), batch), batch.vector)
 
-        def features(rows: Tensor, distance: Tensor, masses: Tensor) -> Tensor:
-            return self._of_pairs(rows, distance, masses, batch)
-
-        found, of_pairs = vjp_of(features, *geometry)
-        return found, lambda grad_features: back(*of_pairs(grad_features))
+    def _numbers(self, vector: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows, distances and sums of envelopes of the pairs of vectors (A, K, 3)."""
+        dropped = self.excluded(batch, batch.within()) if self.excluded.any else None
+        return pair_numbers(vector, dropped, self.section.rcut, self.section.lmax, self.dtype)
 
     def _of_pairs(self, rows: Tensor, distance: Tensor, masses: Tensor, batch: Batch) -> Tensor:
         """Return the features (A, G) from the numbers of pairs."""
@@ -180,7 +178,8 @@ class DPA4CDescriptor(UsesOperations):
 
         The network of the distance then has one output for all pairs of elements.
         """
-        (rows, distance, masses), back = self.geometry(batch.vector, _dropped(self.excluded, batch))
+        numbers = torch.func.vjp(lambda vector: self._numbers(vector, batch), batch.vector)
+        (rows, distance, masses), back = cast("Any", numbers)
         kinds = torch.tensor(species, device=rows.device)[:, None]
         of_type = (batch.neighbor_type[:, None] == kinds).to(rows)  # A, S, K
         left = (rows[:, :, None] * of_type[:, None]).flatten(1, 2).transpose(1, 2)  # A, K, Q S
@@ -202,7 +201,7 @@ class DPA4CDescriptor(UsesOperations):
             parts = by_left.transpose(1, 2).unflatten(1, (-1, len(species))).unbind(2)
             for part, mask in zip(parts, of_type.unbind(1)):
                 by_rows = torch.addcmul(by_rows, part, mask[:, None])
-            return cast("Tensor", back(by_rows, by_distance, by_masses))
+            return cast("Tensor", back((by_rows, by_distance, by_masses))[0])
 
         return found, vjp
 
@@ -250,11 +249,6 @@ class DPA4CDescriptor(UsesOperations):
         parts = higher.split([2 * degree + 1 for degree in range(1, len(widths))], 1)
         moments = [part[..., :width] for part, width in zip(parts, widths[1:])]
         return torch.cat([self.readout(scalar / divisors[:, :1], moments), divisors], 1)
-
-
-def _dropped(excluded: ExcludedPairs, batch: Batch) -> Tensor | None:
-    """Return the pairs (A, K) that do not see each other, or None."""
-    return excluded(batch, batch.within()) if excluded.any else None
 
 
 def _species(batch: Batch, num_types: int) -> list[int]:
