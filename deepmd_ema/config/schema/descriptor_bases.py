@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from deepmd_ema.config.fields import not_negative, not_negative_int, option, positive_int, redefined
+from deepmd_ema.config.fields import not_negative, not_negative_int, option, positive_int
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.text_options import ActivationName
 
@@ -92,43 +92,6 @@ class ChargeSpinOptions:
 
     add_chg_spin_ebd: bool = common.unavailable_option(False, "charge and spin as an input are")
     default_chg_spin: list[float] | None = common.unavailable_option(None, "charge and spin of frames without them are")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllNeighborsSection(ChargeSpinOptions, NeighborList):
-    """Options of descriptors of spherical harmonics, which see all neighbors inside the cutoff."""
-
-    has_type_embedding: ClassVar[bool] = True
-
-    rcut: float = common.cutoff_option("Cutoff radius.", 6.0)
-    basis_type: str = option("bessel", choices=("bessel", "gaussian"), doc="Functions of the distance.")
-    n_radial: int = option(16, check=positive_int, doc="Number of functions of the distance.")
-    precision: str = redefined(DescriptorOptions, "precision", "float32")
-    trainable: bool = redefined(DescriptorOptions, "trainable")
-    seed: int | None = redefined(DescriptorOptions, "seed")
-    exclude_types: list[list[int]] = redefined(DescriptorOptions, "exclude_types")
-
-    @property
-    def neighbors(self) -> tuple[int, ...] | None:
-        """Return a number that no atom reaches: all neighbors count."""
-        return (common.MAX_SIZE,)
-
-    def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
-        """Return the section as it is."""
-        return self
-
-    def with_neighbors_of(self: Section, saved: DescriptorConfig) -> Section:
-        """Return the section as it is."""
-        return self
-
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other."""
-        yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
-
-    @property
-    def vacuum_needs(self) -> str:
-        """Return the setting that makes the features of an isolated atom zero: another type of descriptor."""
-        return 'type = "se_e2_a"'
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative_int, option, positive, positive_int
+from deepmd_ema.config.fields import Check, not_negative_int, option, positive, positive_int, redefined
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.bridging import Window
-from deepmd_ema.config.schema.descriptor_bases import AllNeighborsSection
+from deepmd_ema.config.schema.descriptor_bases import ChargeSpinOptions, DescriptorOptions, NeighborList
 from deepmd_ema.config.schema.text_options import ActivationName
 
 if TYPE_CHECKING:
+    from typing_extensions import Self  # of typing since Python 3.11
+
+    from deepmd_ema.config.schema.descriptor import DescriptorConfig
+    from deepmd_ema.geometry import NeighborStatistics
+
     pass
 
 MAX_DEGREE = 6
@@ -37,6 +42,43 @@ _branches = Check(
     lambda v: min(v) >= 0 and len(v) == 3 if isinstance(v, list) else v >= 0,
     "a whole number >= 0, or a list of three of them",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllNeighborsSection(ChargeSpinOptions, NeighborList):
+    """Options of descriptors of spherical harmonics, which see all neighbors inside the cutoff."""
+
+    has_type_embedding: ClassVar[bool] = True
+
+    rcut: float = common.cutoff_option("Cutoff radius.", 6.0)
+    basis_type: str = option("bessel", choices=("bessel", "gaussian"), doc="Functions of the distance.")
+    n_radial: int = option(16, check=positive_int, doc="Number of functions of the distance.")
+    precision: str = redefined(DescriptorOptions, "precision", "float32")
+    trainable: bool = redefined(DescriptorOptions, "trainable")
+    seed: int | None = redefined(DescriptorOptions, "seed")
+    exclude_types: list[list[int]] = redefined(DescriptorOptions, "exclude_types")
+
+    @property
+    def neighbors(self) -> tuple[int, ...] | None:
+        """Return a number that no atom reaches: all neighbors count."""
+        return (common.MAX_SIZE,)
+
+    def with_neighbors(self, found: NeighborStatistics) -> Self:
+        """Return the section as it is."""
+        return self
+
+    def with_neighbors_of(self, saved: DescriptorConfig) -> Self:
+        """Return the section as it is."""
+        return self
+
+    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield options that contradict each other."""
+        yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
+
+    @property
+    def vacuum_needs(self) -> str:
+        """Return the setting that makes the features of an isolated atom zero: another type of descriptor."""
+        return 'type = "se_e2_a"'
 
 
 @dataclass(frozen=True, kw_only=True)

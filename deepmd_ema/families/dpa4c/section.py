@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from deepmd_ema.config.fields import Check, not_negative_int, option
 from deepmd_ema.config.schema import common
-from deepmd_ema.config.schema.descriptor_bases import AllNeighborsSection
+from deepmd_ema.families.dpa4.section import AllNeighborsSection
 
 if TYPE_CHECKING:
     pass
