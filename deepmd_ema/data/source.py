@@ -246,7 +246,7 @@ def evenly_spaced(sources: Sequence[FrameSource], most: int) -> list[FrameSource
 
 
 def rows_per(name: str) -> str:
-    """Return what an array of a chunk has a row for: ``frame``, ``atom``, or ``pair`` of coordinates of a frame."""
+    """Return the owner of a row of an array of a chunk: ``frame``, ``atom``, or ``pair`` of coordinates of a frame."""
     if name not in LABELS:
         return "atom" if name in (COORD, APARAM) else "frame"
     return "atom" if LABELS[name].per_atom else "pair" if LABELS[name].per_pair else "frame"

@@ -116,7 +116,7 @@ def split_address(path: str) -> tuple[Path, str]:
 
 
 def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
-    """Return what opens each source at a path; DataError if there is none."""
+    """Return the openers of the sources at a path; DataError if there is none."""
     file, group = split_address(path)
     find = next((one.find for one in FORMATS if one.claims(file)), None)
     if find is None and not file.exists():
