@@ -62,6 +62,12 @@ class PairedFrame:
     most: tuple[int, ...]
     nearest: float
 
+    @property
+    def nbytes(self) -> int:
+        """Memory in use, approximately."""
+        arrays = (self.order, self.coord, self.neighbor, self.image, self.table, self.reverse, self.frame.coord)
+        return sum(a.nbytes for a in (*arrays, *self.frame.labels.values())) + 2048
+
 
 def pair_frame(
     frame: Frame,
@@ -162,13 +168,12 @@ class PairCache:
             if (stored := self._frames.get((system, index, of_layout))) is not None:
                 return stored
         frame = system.frame(index)
-        num_bytes = frame.coord.nbytes + sum(a.nbytes for a in frame.labels.values()) + 1024  # approximately
+        entry: PairedFrame | Frame = frame
         if not is_molecule(frame):
-            entry: PairedFrame | Frame = (paired := pair_frame(frame, layout))
-            arrays = (paired.order, paired.coord, paired.neighbor, paired.image, paired.table, paired.reverse)
-            num_bytes += sum(a.nbytes for a in arrays) + 1024
+            entry = paired = pair_frame(frame, layout)
+            num_bytes = paired.nbytes
         elif system.is_slow:
-            entry = frame
+            num_bytes = frame.coord.nbytes + sum(a.nbytes for a in frame.labels.values()) + 1024
         else:
             return frame
         key = system, index, layout if isinstance(entry, PairedFrame) else None
