@@ -197,6 +197,12 @@ class EnergyLoss:
         return (found - label).abs() if self._mae else mse_loss(found, label, reduction="none")
 
 
+def constant_prediction(batch: Batch, bias: Tensor) -> dict[str, Tensor]:
+    """Return the prediction without forces in which each atom of type t has the energy ``bias[t]`` (T,), in eV."""
+    nothing = {name: torch.zeros_like(_label(batch, name)[0]) for name in LABELS if name != HESSIAN}
+    return {**nothing, ENERGY: nothing[ENERGY].index_add(0, batch.atom_frame, bias[batch.atom_type])}
+
+
 class LossOverBatches:
     """The loss of all frames of several batches together, and its gradient, from one batch after the other.
 

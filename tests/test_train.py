@@ -88,6 +88,24 @@ def test_atoms_without_neighbors_are_trained_with_a_number_of_neighbors_that_is_
     assert json.loads((folder / "out.json").read_text())["model"]["descriptor"]["sel"] in (4, [4, 4])
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "rate", "disp_freq", "rows"), [(60, 0.01, 1, 0), (60, 30.0, 1, 20), (9, 30.0, 4, 1), (3, 30.0, 9, 0)]
+)
+def test_a_run_that_learns_nothing_is_warned_about_once_with_both_errors(
+    start, caplog, num_steps, rate, disp_freq, rows
+):
+    options = {"learning_rate__start_lr": rate, "learning_rate__stop_lr": rate, "training__disp_freq": disp_freq}
+    start("run", num_steps, options)
+    said = [text for text in caplog.messages if "nothing is learned" in text]
+    assert len(said) == bool(rows)
+    for text in said:
+        found = re.search(
+            rf"rmse_f of the training batches of the last {rows} rows? is (\S+), no better than (\S+) with", text
+        )
+        assert float(found[1]) >= float(found[2]) > 0
+        assert "lower learning_rate.start_lr" in text
+
+
 def test_a_new_run_writes_through_no_link_that_is_in_its_folder(start, tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "run").mkdir()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +20,8 @@ from deepmd_ema.config import RunConfig
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.data.run import RunLength
 from deepmd_ema.dist.world import World
-from deepmd_ema.loss import LossOverBatches
+from deepmd_ema.errors import counted
+from deepmd_ema.loss import LossOverBatches, constant_prediction
 from deepmd_ema.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.curves import LcurveFile
@@ -30,6 +33,9 @@ from deepmd_ema.training.tasks import Task, TaskMixture
 from deepmd_ema.weight_names import LIVE
 
 logger = logging.getLogger(__name__)
+
+COMPARED_ROWS = 20  # whose training errors are compared with those of a constant
+SHORT_RUN = 1000  # steps; a run of fewer may need more of them to learn anything
 
 
 class Reporter:
@@ -82,6 +88,9 @@ class Reporter:
         # by task: values of its last step, and their mean over its steps in the current interval
         self._last: dict[str, Mapping[str, Tensor]] = {}
         self._means = {task.name: _Mean() for task in tasks}
+        # by task, of the last rows in the second half of the run: an error of the training batches, and a constant's
+        self._compared = {task.name: deque[tuple[float, float]](maxlen=COMPARED_ROWS) for task in tasks}
+        self._num_steps, self._warned = length.num_steps, set[str]()
         self.validated_step = 0
         self.validated: Mapping[str, Errors] = {}
         self.before: Mapping[str, Errors] = {}
@@ -133,6 +142,10 @@ class Reporter:
                 assert self._bank is not None
                 with self._bank.swapped_in(name):
                     rows[name] = self._values_of_step(task, batches, rate), self._mean_values(display, rate)
+            judged = _judged(task)
+            if 2 * step > self._num_steps and judged:
+                constant = self._values_of_step(task, batches, rate, is_constant=True)[task.name][judged]
+                self._compared[task.name].append((float(values[judged]), constant))
         for name, (of_train, of_valid) in rows.items():
             if (file := self.curves.get(name)) is not None:
                 file.write(step, rate, of_train, of_valid)
@@ -144,6 +157,22 @@ class Reporter:
         self._progress.show(step, rate, train, valid, seconds, self.times.split())
         self._shown_step, self._shown_at = step, now
         self._means = {name: _Mean() for name in self._means}
+
+    def warn_if_nothing_is_learned(self, step: int, remedy: str, at_least: int = 1) -> None:
+        """Warn once of each task whose training errors are those of a constant, over ``at_least`` rows or more."""
+        for task in self._tasks:
+            rows = [pair for pair in self._compared[task.name] if not any(map(math.isnan, pair))]
+            if task.name in self._warned or len(rows) < max(1, at_least):
+                continue
+            error, constant = (math.sqrt(sum(value**2 for value in values) / len(rows)) for values in zip(*rows))
+            if error >= constant > 0:
+                self._warned.add(task.name)
+                logger.warning(
+                    "%sstep %d: %s of the training batches of the last %s is %.4g, no better than %.4g with energies "
+                    "of the elements alone and no forces: nothing is learned. Try to %s.",
+                    f"task {task.name}: " * bool(task.name), step, _judged(task), counted(len(rows), "row"), error,
+                    constant, f"{'train longer, or ' * (step < SHORT_RUN)}{remedy.removeprefix('or ')}",
+                )  # fmt: skip
 
     def show_before(self, errors: Mapping[str, Errors]) -> None:
         """Log the errors by task of the weights that the run starts with."""
@@ -207,13 +236,19 @@ class Reporter:
             self._loggers.finish(status)
 
     def _values_of_step(
-        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float
+        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float, is_constant: bool = False
     ) -> dict[str, dict[str, float]]:
-        """Return each displayed value by task over all frames of a step, of one task; empty for the others."""
+        """Return each displayed value by task over all frames of a step, of one task; empty for the others.
+
+        They are those of the model, or of the energies of its elements alone.
+        """
         whole = LossOverBatches(task.loss, batches, rate)
         with _evaluated(task.models):
             for batch in (b.to(self._world.device) for b in batches):
-                whole.add(task.models(task.name, batch, **task.loss.needs(batch)), batch)
+                if is_constant:
+                    whole.add(constant_prediction(batch, task.models.of(task.name).out_bias.view(-1)), batch)
+                else:
+                    whole.add(task.models(task.name, batch, **task.loss.needs(batch)), batch)
         values = {name: float(value) for name, value in whole.displayed().items()}
         return {t.name: values if t is task else {} for t in self._tasks}
 
@@ -233,6 +268,11 @@ class Reporter:
                     mean.add(values, self._world.all_reduce_sum(own))
             means[task.name] = mean.values()
         return means
+
+
+def _judged(task: Task) -> str:
+    """Return the displayed error that says whether a task learns: of forces, else of energies, else empty."""
+    return next((name for name in reversed(task.loss.display_names) if name.endswith(("_f", "_e"))), "")
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from deepmd_ema.training.cuda_graphs import GraphedSteps
 from deepmd_ema.training.interpolation import InterpolationControl
 from deepmd_ema.training.modes import compile_models, contexts_of_products, remarks_on_mixed_precision, why_no_graphs
 from deepmd_ema.training.prepare import PreparedRun, refit_bias
-from deepmd_ema.training.reporter import Reporter
+from deepmd_ema.training.reporter import COMPARED_ROWS, Reporter
 from deepmd_ema.training.restart import read_shards, reads_shards, state_of_tasks
 from deepmd_ema.training.saver import Saver, StateBuilder
 from deepmd_ema.training.sharding import check_replicas, parallelize
@@ -195,6 +195,7 @@ class Trainer:
                             break
                 except ValidationAborted:
                     self._leave()
+                self.reporter.warn_if_nothing_is_learned(self.step, self.take_step.remedy)
                 self.saver.writer.finish()
             except BaseException as error:
                 was_stopped = isinstance(error, Interrupted | KeyboardInterrupt)
@@ -288,6 +289,7 @@ class Trainer:
             results = self.validator.run(self.step, self.saver, self._is_stopped, entered)
         self._validation_pending = False
         self.reporter.show_validation(self.step, results)
+        self.reporter.warn_if_nothing_is_learned(self.step, self.take_step.remedy, COMPARED_ROWS)
         if (why := self.validator.stopped_early) and self.step < self.num_steps:
             logger.info("early stop after step %d of %d: %s", self.step, self.num_steps, why)
             self.record.early_end, self.num_steps = why, self.step
