@@ -133,8 +133,8 @@ def _launch(args: argparse.Namespace, config: dict, stage: int, number: int, nam
 
 def _be_a_rank(args: argparse.Namespace) -> None:
     from deepmd_ema.config import load_config
-    from deepmd_ema.dist.launch import find_launch
-    from deepmd_ema.dist.world import open_world
+    from deepmd_ema.distributed.launch import find_launch
+    from deepmd_ema.distributed.world import open_world
     from deepmd_ema.training.prepare import prepare
     from deepmd_ema.training.trainer import Trainer
     from deepmd_ema.training.weights import Start

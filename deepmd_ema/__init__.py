@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.version import __version__
+from deepmd_ema.utils import __version__
 
 if TYPE_CHECKING:
     from deepmd_ema.infer.potential import Potential

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepmd_ema.allocator import keep_freed_memory
+from deepmd_ema.config.labels import FPARAM
 from deepmd_ema.errors import UserError, counted, did_you_mean
 from deepmd_ema.geometry import KeptPairs
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.labels import FPARAM
+from deepmd_ema.utils import keep_freed_memory
 
 try:
     # the class below is a subclass of ASE's: there is no later moment to import it
@@ -38,7 +38,7 @@ class DP(Calculator):
     A model that takes frame or atomic parameters gets those of ``calc.set(fparam=..., aparam=...)``, else those in
     ``atoms.info["fparam"]`` and ``atoms.info["aparam"]``.
 
-    The process keeps up to 512 MB that are freed for the next step: see ``deepmd_ema.allocator.keep_freed_memory``.
+    The process keeps up to 512 MB that are freed for the next step: see ``deepmd_ema.utils.keep_freed_memory``.
 
     Args:
         model: a ``.pt`` checkpoint, the folder of a run, a frozen ``.dp``, ``.yaml`` or ``.pt2``, or a ``Potential``. A

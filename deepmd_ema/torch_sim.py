@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema.elements import SYMBOLS
+from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.errors import UserError
 from deepmd_ema.geometry import KeptPairs
 from deepmd_ema.infer.potential import Potential

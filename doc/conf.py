@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "site")]
 
-from deepmd_ema.version import __version__  # noqa: E402
+from deepmd_ema.utils import __version__  # noqa: E402
 
 project = "dp-ema"
 release = version = __version__

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.labels import LABELS
+from deepmd_ema.config.labels import LABELS
 
 
 def flat_batch(frames, num_types=2, names=tuple(LABELS)):

@@ -283,7 +283,7 @@ def fill_disk():
 
 def be_quick():
     """Wait seconds, not minutes, for ranks that do not come."""
-    from deepmd_ema.dist import rendezvous
+    from deepmd_ema.distributed import rendezvous
 
     rendezvous.JOIN_S = 2.0
 
@@ -300,7 +300,7 @@ def meet_late():
 
 def speak_late():
     """Be held up before it says why it ends."""
-    _hold_up("deepmd_ema.dist.rendezvous", "Rendezvous.report_of")
+    _hold_up("deepmd_ema.distributed.rendezvous", "Rendezvous.report_of")
 
 
 def leave_late():
@@ -310,7 +310,7 @@ def leave_late():
 
 def lack_device():
     """Have no such device on this machine."""
-    from deepmd_ema.dist import world
+    from deepmd_ema.distributed import world
 
     def refuse(name, _local_rank):
         raise world.UserError(f"--device {name}: is not usable here.")
@@ -320,7 +320,7 @@ def lack_device():
 
 def be_terminated_while_joining():
     """Be sent SIGTERM while it waits for the others."""
-    from deepmd_ema.dist.rendezvous import Rendezvous
+    from deepmd_ema.distributed.rendezvous import Rendezvous
 
     missing = Rendezvous._missing
 
@@ -369,7 +369,7 @@ def _without_cache():
 
 
 def _at_start(action):
-    from deepmd_ema.dist.world import World
+    from deepmd_ema.distributed.world import World
 
     def act(*_arguments):
         _note()

@@ -16,9 +16,9 @@ from test_train_tasks import joined
 
 from deepmd_ema import cli
 from deepmd_ema.config.schema.optim import EnerLossConfig as Config
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import ConfigError, DivergedError, Interrupted
-from deepmd_ema.loss import EnergyLoss, LossOverBatches
+from deepmd_ema.training.loss import EnergyLoss, LossOverBatches
 from deepmd_ema.training.run import run_training
 
 SAME_MATH = 1e-12

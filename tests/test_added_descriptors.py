@@ -18,7 +18,7 @@ from deepmd_ema import cli
 
 HERE = Path(__file__).parent
 FAKE = {"type": "fake", "rcut": 4.0, "width": 6}
-RECORD = "from deepmd_ema.registry import Family\nfrom fake_descriptor.section import FakeConfig\n"
+RECORD = "from deepmd_ema.config.registry import Family\nfrom fake_descriptor.section import FakeConfig\n"
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_package_in_a_folder_is_documented_trained_frozen_and_tested(tmp_path,
 BROKEN = {
     "raises": ("raise OSError('no library')", "cannot be imported (OSError: no library). Repair or uninstall"),
     "missing": ("", "broken:FAMILY cannot be imported (AttributeError: "),
-    "no_record": ("FAMILY = 3", "broken:FAMILY is of type int, expected deepmd_ema.registry.Family."),
+    "no_record": ("FAMILY = 3", "broken:FAMILY is of type int, expected deepmd_ema.config.registry.Family."),
     "no_class": (f"{RECORD}FAMILY = Family('FakeConfig', '')", "has section 'FakeConfig', expected a dataclass."),
     "other_type": (f"{RECORD}FAMILY = Family(FakeConfig, '')", "has a section of type 'fake', expected 'broken'."),
     "alias": (
@@ -74,12 +74,12 @@ BROKEN = {
     ),
     "annotation": (
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "from deepmd_ema.registry import Family\n"
+        "from deepmd_ema.config.registry import Family\n"
         "@dataclass\nclass Section:\n    width: Number = 3\nFAMILY = Family(Section, '')",
         "has a section with an annotation that cannot be read (NameError: name 'Number' is not defined).",
     ),
     "members": (
-        "from dataclasses import dataclass\nfrom deepmd_ema.registry import Family\n"
+        "from dataclasses import dataclass\nfrom deepmd_ema.config.registry import Family\n"
         "@dataclass\nclass Section:\n    type = 'broken'\n    cutoff: float = 4.0\nFAMILY = Family(Section, '')",
         "has a section without aliases, has_type_embedding, neighbors, ",
     ),

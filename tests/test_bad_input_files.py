@@ -17,7 +17,7 @@ from bad_inputs import GOOD, USER, Desk, sit_down, write_systems
 from helpers import FullDisk
 
 from deepmd_ema import checkpoint, cli
-from deepmd_ema.locks import locked
+from deepmd_ema.distributed.locks import locked
 from deepmd_ema.training.outputs import LOCK
 
 LAST = 4
@@ -361,7 +361,7 @@ def test_two_runs_in_one_folder_are_refused_with_process_and_machine(desk):
 
 
 def test_a_wait_for_a_run_on_another_machine_is_reported_before_it(desk, monkeypatch):
-    monkeypatch.setattr("deepmd_ema.locks.WATCH_S", 0.2)
+    monkeypatch.setattr("deepmd_ema.distributed.locks.WATCH_S", 0.2)
     holder = {"machine": "ffffffff", "host": "node12", "pid": 7, "since": "2026-01-02 03:04:05"}
     Path(LOCK).write_text(json.dumps(holder))
     reported = desk.train("--restart", "model.ckpt.pt")

@@ -15,15 +15,15 @@ from infer_models import random_model, tiny_config
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile
+from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import DataError
-from deepmd_ema.export import freeze
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.labels import ENERGY
+from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.model.output_bias import change_bias, energies_of, set_bias
 from deepmd_ema.model.statistics import collect_statistics
 from deepmd_ema.training.prepare import chosen_frames, prepare, refit_bias

@@ -26,13 +26,13 @@ from toy_models import (
 )
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
+from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, VIRIAL
 from deepmd_ema.config.schema.bridging import Window
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.run import check_task, open_run
 from deepmd_ema.errors import CheckpointError, ConfigError, Interrupted
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interop.dp import write_dp
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY, VIRIAL
 from deepmd_ema.model.bridging import ZblEnergies, clamped_distance, pair_switch, source_gate
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import run

@@ -15,14 +15,14 @@ from helpers import assert_same, toy_frame, write_system
 from infer_models import write_run
 
 from deepmd_ema import checkpoint, cli
+from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.errors import CheckpointError, WriteError
-from deepmd_ema.export import freeze
 from deepmd_ema.infer.change_bias import CHANGE, BiasRequest, write_changed
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
+from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.interop.tree_files import VARIABLES, read_tree, write_tree
-from deepmd_ema.labels import ENERGY
 
 PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
 GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md

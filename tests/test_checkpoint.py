@@ -15,9 +15,9 @@ from helpers import FullDisk, config_parts, training_parts
 
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.series import CheckpointSeries, save_together
+from deepmd_ema.distributed.tensors import check_weights, cpu_copy
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.interop.tree_files import read_tree
-from deepmd_ema.tensors import check_weights, cpu_copy
 
 
 def payload(step=3, kind="training", weights="live", **more):

@@ -13,8 +13,8 @@ from helpers import config_parts, training_parts
 
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
+from deepmd_ema.distributed.files import this_machine
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.files import this_machine
 
 
 def payload(step, kind="training", weights="live", value=0.0):

@@ -17,10 +17,10 @@ from deepmd_ema.checkpoint.content import KINDS
 from deepmd_ema.cli import main
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.errors import CheckpointError, UserError
-from deepmd_ema.export import freeze
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.show import KINDS as SHOWN
 from deepmd_ema.infer.show import describe
+from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.interop.tree_files import read_tree, write_tree
 from deepmd_ema.training.restart import check_resumable
 from deepmd_ema.training.weights import load_restart, load_weights

@@ -13,7 +13,7 @@ import types
 import pytest
 from helpers import tiny_input
 
-from deepmd_ema import __version__, allocator, cli
+from deepmd_ema import __version__, cli, utils
 from deepmd_ema.cli import loading
 from deepmd_ema.errors import (
     ConfigError,
@@ -352,7 +352,7 @@ def test_freed_memory_is_kept_unless_the_user_says_what_to_do_with_it():
     code = """
 import resource, sys
 import torch
-from deepmd_ema.allocator import keep_freed_memory
+from deepmd_ema.utils import keep_freed_memory
 kept = keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -372,8 +372,8 @@ def test_of_freed_memory_no_more_is_kept_than_requested(monkeypatch):
         monkeypatch.delenv(name)
     set_to = {}
     library = types.SimpleNamespace(mallopt=lambda option, value: set_to.update({option: value}) or 1)
-    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: library)
-    assert allocator.keep_freed_memory(512 << 20)
+    monkeypatch.setattr(utils.ctypes, "CDLL", lambda _: library)
+    assert utils.keep_freed_memory(512 << 20)
     assert set_to == {-1: 512 << 20, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
-    assert not allocator.keep_freed_memory(512 << 20)
+    assert not utils.keep_freed_memory(512 << 20)

@@ -65,27 +65,20 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
 
 # lines of code, without blank lines, comments and docstrings; a number may only fall, and falls with the code
 MAX_LINES = {
-    "all": 35474,
-    "averaging": 847,
-    "checkpoint": 1077,
-    "cli": 1224,
-    "config": 4064,
-    "data": 4427,
-    "dist": 602,
-    "families": 5661,
-    "infer": 1432,
-    "interop": 1278,
-    "model": 4132,
-    "modules": 2333,
-    "optim": 942,
-    "physics": 399,
-    "posthoc": 902,
-    "presets": 11,
-    "proposal": 416,
-    "report": 1544,
-    "run_check": 525,
-    "run_report": 563,
-    "training": 3236,
+    "all": 32020,
+    "averaging": 1426,
+    "checkpoint": 890,
+    "cli": 1196,
+    "config": 4252,
+    "data": 4032,
+    "distributed": 1056,
+    "infer": 1723,
+    "interop": 2096,
+    "model": 7991,
+    "modules": 892,
+    "optim": 916,
+    "report": 2441,
+    "training": 3109,
 }
 SKIPPED = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 
@@ -112,7 +105,7 @@ def test_no_package_has_more_lines_than_its_budget():
 
 
 # of examples/water without validation and averages, by tests/first_step.py; they may only fall
-MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 792, 140, 12
+MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 591, 107, 8
 
 
 @pytest.mark.slow

@@ -18,10 +18,9 @@ from deepmd_ema import cli
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import UserError
 from deepmd_ema.infer import evaluate as evaluating
-from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model import compiler as compiling
 from deepmd_ema.model.build import share_parts
 from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
@@ -29,6 +28,7 @@ from deepmd_ema.model.dummy_atoms import fill, pad
 from deepmd_ema.model.energy import run
 from deepmd_ema.model.interpolation.series import MIN_TERMS
 from deepmd_ema.model.tabulated import interpolations_of
+from deepmd_ema.training.loss import EnergyLoss
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]  # dynamo's own; compiling takes time
 

@@ -23,7 +23,7 @@ from deepmd_ema.config import (
 )
 from deepmd_ema.config.schema.optim import AdaMuonConfig, AdamWConfig, EnerLossConfig
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.families.se_e2_a.section import SeE2AConfig
+from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
 ROOT = Path(__file__).parents[1]
 READY = sorted(f for f in (ROOT / "configs").iterdir() if f.suffix in (".json", ".yaml"))

@@ -17,10 +17,10 @@ from deepmd_ema.config import (
     load_config,
     model_config_from_dict,
 )
+from deepmd_ema.config.registry import Family
 from deepmd_ema.config.schema.model import FITTINGS
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.families.ener.section import EnerFittingConfig
-from deepmd_ema.registry import Family
+from deepmd_ema.model.families.ener.section import EnerFittingConfig
 
 NOT_YET = "known to DeePMD-kit, not available in dp-ema "
 

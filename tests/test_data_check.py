@@ -13,9 +13,9 @@ from helpers import open_data, toy_frame, toy_labels, write_system
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.source import FrameSubset
 from deepmd_ema.errors import DataError
-from deepmd_ema.families.dpa3.section import DPA3Config, RepflowConfig
-from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 from deepmd_ema.geometry import find_pairs
+from deepmd_ema.model.families.dpa3.section import DPA3Config, RepflowConfig
+from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 from deepmd_ema.report.check import RunCheck, data_lines
 
 ELEMENTS = ["O", "H"]

@@ -16,8 +16,8 @@ from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.collate import pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError
-from deepmd_ema.families.se_e2_a.section import SeE2AConfig
 from deepmd_ema.geometry import find_pairs, neighbor_statistics
+from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
 LABELS = ("energy", "force", "virial")
 

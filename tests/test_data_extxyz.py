@@ -16,7 +16,7 @@ from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.formats import extxyz
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.errors import DataError
-from deepmd_ema.families.se_e2_a.section import SeE2AConfig
+from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
 LABELS = ("energy", "force", "virial")
 ELEMENTS = np.array(["O", "H", "C"])

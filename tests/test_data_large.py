@@ -18,7 +18,7 @@ from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats.stores import StoredArray
 from deepmd_ema.data.loader import Loader
 from deepmd_ema.data.sampler import Sampler
-from deepmd_ema.families.se_e2_a.section import SeE2AConfig
+from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
 FRAMES, ATOMS = 20_000, 12
 ARRAYS_MB = FRAMES * 2 * 3 * ATOMS * 8 / 1e6  # coordinates and forces: 11.5

@@ -18,7 +18,7 @@ from deepmd_ema.data.formats import discover
 from deepmd_ema.data.loader import Loader, num_batches, sequential_batches
 from deepmd_ema.data.sampler import Sampler, batch_sizes
 from deepmd_ema.data.source import Frame, FrameSource, Place
-from deepmd_ema.families.se_e2_a.section import SeE2AConfig
+from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
 LAYOUT = NeighborLayout(4.0, (24, 24), 2)
 SIZES = (5, 12, 8, 12, 3, 9, 8, 5, 12, 7)

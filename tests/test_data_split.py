@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from helpers import toy_frame
 
+from deepmd_ema.config.labels import FORCE
 from deepmd_ema.data.source import BOX, COORD, Chunk
 from deepmd_ema.data.split import FrameTable, describe_frames, split_frames
 from deepmd_ema.errors import DataError
-from deepmd_ema.labels import FORCE
 
 
 def chunk_of(coords, types, box=None, force=None):

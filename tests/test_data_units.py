@@ -12,7 +12,7 @@ from deepmd_ema.data.check import units
 from deepmd_ema.data.check.physics import Evidence, PathRatios, Ratio, judge, path_ratios
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.source import Frame
-from deepmd_ema.families.se_e2_a.section import SeE2AConfig
+from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
 pytestmark = pytest.mark.usefixtures("real_radii")
 

@@ -87,7 +87,7 @@ def test_what_pt_does_not_have_is_named(name, tmp_path):
 
 
 def test_a_descriptor_of_another_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("deepmd_ema.families.se_e2_a.tree.SeE2ATree.modules", {})
+    monkeypatch.setattr("deepmd_ema.interop.trees.se_e2_a.SeE2ATree.modules", {})
     for name in ("se_e2_a", "hybrid_by_type"):
         with pytest.raises(CheckpointError, match="does not have the type se_e2_a"):
             write_one(tmp_path / "model.pt", *toy_model(name))
@@ -240,7 +240,7 @@ def test_what_cannot_be_written_is_a_message(words, message, tmp_path, monkeypat
 
 def test_a_file_that_is_not_the_same_model_is_not_kept(tmp_path, monkeypatch, capsys):
     run, _ = write_run(tmp_path / "run")
-    monkeypatch.setattr("deepmd_ema.families.se_e2_a.tree.SeE2ATree.modules", {"pt": ((r"^", "sea."),)})
+    monkeypatch.setattr("deepmd_ema.interop.trees.se_e2_a.SeE2ATree.modules", {"pt": ((r"^", "sea."),)})
     monkeypatch.setattr("deepmd_ema.interop.deepmd_pt._is_weight", lambda name, _: "filter_layers" in name)
     assert convert(run, tmp_path / "x.pt") == 2
     assert "missing: " in capsys.readouterr().err

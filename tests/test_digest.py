@@ -12,11 +12,11 @@ import torch
 from infer_models import write_run
 
 from deepmd_ema import checkpoint
+from deepmd_ema.distributed.tensors import content_digest
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.export import freeze
 from deepmd_ema.infer.load import load_model
+from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.interop.tree_files import read_tree, write_tree
-from deepmd_ema.tensors import content_digest
 
 OLD = Path(__file__).parent / "golden" / "checkpoints" / "0.1.0"
 FOLDER_BIT, ATTRIBUTES = 0x10, 38  # of MS-DOS; place of the external attributes in an entry of the directory

@@ -15,9 +15,9 @@ from infer_models import write_run
 from deepmd_ema import cli
 from deepmd_ema.cli.unsupported import OPTIONS
 from deepmd_ema.config import config_from_dict, ignored_options
+from deepmd_ema.config.labels import QUANTITIES
 from deepmd_ema.config.manual import manual
 from deepmd_ema.config.unsupported import REMOVED
-from deepmd_ema.labels import QUANTITIES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(

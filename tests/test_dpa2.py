@@ -16,8 +16,8 @@ from deepmd_ema.config.remarks import ignored_options
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.families.dpa2.layers import RepformerLayer
 from deepmd_ema.interop.dp import config_from_tree, model_from_tree, model_tree
+from deepmd_ema.model.families.dpa2.layers import RepformerLayer
 from deepmd_ema.model.ops.reference import REFERENCE, with_operations
 
 ROUGH, ROUGH_ATTENTION = {"smooth": False}, {"smooth_type_embedding": False, "tebd_input_mode": "strip"}

@@ -10,8 +10,9 @@ from golden.make_dpa4 import CASES, atoms, drawn, options_of, projections, weigh
 from toy_models import TRICLINIC, batch_of, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict
-from deepmd_ema.families.dpa4 import module as dpa4_module
-from deepmd_ema.families.dpa4.rotations import (
+from deepmd_ema.model.build import build_model
+from deepmd_ema.model.families.dpa4 import module as dpa4_module
+from deepmd_ema.model.families.dpa4.rotations import (
     FrameRotations,
     degrees,
     num_coefficients,
@@ -21,7 +22,6 @@ from deepmd_ema.families.dpa4.rotations import (
     rotation_grid,
     sphere_grid,
 )
-from deepmd_ema.model.build import build_model
 from deepmd_ema.model.ops.reference import REFERENCE, use_operations
 
 PEER = json.loads((Path(__file__).parent / "golden" / "dpa4.json").read_text())  # made_by: see golden/README.md

@@ -12,13 +12,13 @@ from toy_models import batch_of, evaluate
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.families.dpa4.section import DPA4Config
-from deepmd_ema.families.dpa4.tree import DPA4Tree
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interop.deepmd_pt import WrittenModel, write_deepmd_pt
 from deepmd_ema.interop.dp import read_dp, rewrite_bias, write_dp
 from deepmd_ema.interop.tree_files import read_tree, write_tree
+from deepmd_ema.interop.trees.dpa4 import DPA4Tree
 from deepmd_ema.model.build import build_model
+from deepmd_ema.model.families.dpa4.section import DPA4Config
 
 GOLDEN = Path(__file__).parent / "golden" / "dpa4_files"
 NUMBERS = json.loads((GOLDEN / "numbers.json").read_text())

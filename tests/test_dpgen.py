@@ -126,7 +126,8 @@ def test_the_lines_of_dpgen2_train_restart_and_start_from_a_model(task):
 )
 def test_the_lines_for_a_pt2_arrive_at_the_compiler(line, tmp_path, monkeypatch):
     """Compiling takes a minute, and other tests do it."""
-    from deepmd_ema import cli, export
+    from deepmd_ema import cli
+    from deepmd_ema.interop import freeze as export
 
     write_run(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from parallel_runs import run_ranks
 
-from deepmd_ema.dist.dtensor import from_local, full_tensor, is_sharded, local_shard, shard_like
+from deepmd_ema.distributed.dtensor import from_local, full_tensor, is_sharded, local_shard, shard_like
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -19,8 +19,8 @@ WHOLE = torch.arange(21.0).reshape(7, 3)  # 7 rows on 2 ranks: 4 and 3
 @contextmanager
 def two_ranks():
     """Yield the sharded reference version of ``WHOLE`` inside a process group."""
-    from deepmd_ema.dist.launch import find_launch
-    from deepmd_ema.dist.world import open_world
+    from deepmd_ema.distributed.launch import find_launch
+    from deepmd_ema.distributed.world import open_world
 
     with open_world("cpu", find_launch()):
         from torch.distributed.tensor import Shard, distribute_tensor

@@ -13,10 +13,10 @@ from test_train_tasks import input_of_two_tasks, write_data
 
 from deepmd_ema import checkpoint
 from deepmd_ema.config import config_from_dict
+from deepmd_ema.config.labels import QUANTITIES
 from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.config.schema.training import EarlyStopConfig
-from deepmd_ema.labels import QUANTITIES
-from deepmd_ema.metrics import Errors
+from deepmd_ema.model.metrics import Errors
 from deepmd_ema.report.record import read_record
 from deepmd_ema.report.status import read_status
 from deepmd_ema.training.run import run_training

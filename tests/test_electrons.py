@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from deepmd_ema.config import model_config_from_dict
-from deepmd_ema.elements import NUM_STATES, SYMBOLS, electrons_of_shells, occupied_states
+from deepmd_ema.config.elements import NUM_STATES, SYMBOLS, electrons_of_shells, occupied_states
 from deepmd_ema.errors import ConfigError
 
 # made_by: the table electronic_configuration_embedding of deepmd.utils.econf_embd of DeePMD-kit 3.2.0,

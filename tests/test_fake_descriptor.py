@@ -222,7 +222,7 @@ def test_a_model_loads_its_own_families_only():
     code = """
 import sys
 from toy_models import toy_model
-import deepmd_ema.export, deepmd_ema.training.run
+import deepmd_ema.interop.freeze, deepmd_ema.training.run
 toy_model("se_e2_r")
 print(*(name for name in sys.modules if name.startswith("deepmd_ema.")))
 """
@@ -230,6 +230,6 @@ print(*(name for name in sys.modules if name.startswith("deepmd_ema.")))
     env = {**os.environ, "PYTHONPATH": path}
     found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
     modules = [name for name in found.split() if re.search(r"families\.\w+\.(module|layers|tree)", name)]
-    assert modules == ["deepmd_ema.families.se_e2_r.module", "deepmd_ema.families.ener.module"]
+    assert modules == ["deepmd_ema.model.families.se_e2_r.module", "deepmd_ema.model.families.ener.module"]
     assert not {"deepmd_ema.interop.pt2", "deepmd_ema.model.extended_model", "deepmd_ema.infer.images",
                 "deepmd_ema.optim.lkf", "deepmd_ema.training.kalman"} & {*found.split()}  # fmt: skip

@@ -9,14 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from deepmd_ema import files
+from deepmd_ema.distributed import files
+from deepmd_ema.distributed.files import (
+    CSV,
+    JSON,
+    PICTURE,
+    append,
+    atomic_write,
+    check_output,
+    link,
+    move,
+    refuse_to_lose,
+    sync,
+)
 from deepmd_ema.errors import UserError, WriteError, os_error_message
-from deepmd_ema.files import CSV, JSON, PICTURE, append, atomic_write, check_output, link, move, refuse_to_lose, sync
-from deepmd_ema.seeds import seed_for
+from deepmd_ema.utils import seed_for
 
 BLOCKS = """
 import resource, sys, torch
-from deepmd_ema.allocator import keep_freed_memory
+from deepmd_ema.utils import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 def faults(millions):

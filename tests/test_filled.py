@@ -10,12 +10,12 @@ import torch
 from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, toy_atoms, toy_model
 
 from deepmd_ema.batch import PackedLayout
+from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.schema.optim import EnerLossConfig
-from deepmd_ema.dist.world import World
-from deepmd_ema.labels import LABELS
-from deepmd_ema.loss import EnergyLoss
-from deepmd_ema.metrics import Errors
+from deepmd_ema.distributed.world import World
 from deepmd_ema.model.dummy_atoms import at_least_two, fill, pad, to_eighth, to_half_octave, to_prime
+from deepmd_ema.model.metrics import Errors
+from deepmd_ema.training.loss import EnergyLoss
 
 ROUNDS = {
     "an eighth": lambda: to_eighth,

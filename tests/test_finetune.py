@@ -15,17 +15,17 @@ from toy_models import TYPES, toy_model
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import config_from_dict, load
+from deepmd_ema.distributed.tensors import content_digest
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interop.dp import write_dp
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.element_mapping import carried_over
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.seeds import seed_for
-from deepmd_ema.tensors import content_digest
 from deepmd_ema.training.request import TrainRequest
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.weights import load_pretrained
+from deepmd_ema.utils import seed_for
 
 PEER_FILES = Path(__file__).parent / "golden" / "peer_checkpoints"
 ATTENTION = {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 4,

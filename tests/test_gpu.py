@@ -13,7 +13,7 @@ from test_train import WITH_AVERAGES, StopAfter, load
 
 from deepmd_ema.data.loader import ATOMS_AT_ONCE
 from deepmd_ema.errors import DivergedError, Interrupted
-from deepmd_ema.metrics import evaluate
+from deepmd_ema.model.metrics import evaluate
 from deepmd_ema.training import validate
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
@@ -160,7 +160,7 @@ def test_batches_of_all_loaders_share_one_traced_graph_for_training_and_one_for_
 
 
 def test_copies_of_a_step_hold_that_step_while_the_device_continues():
-    from deepmd_ema.tensors import HostCopies
+    from deepmd_ema.distributed.tensors import HostCopies
 
     weights = torch.arange(1 << 20, device="cuda", dtype=torch.float64)
     expected, copies = weights.cpu(), HostCopies()

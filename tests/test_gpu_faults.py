@@ -13,8 +13,8 @@ import torch.distributed as dist
 from parallel_runs import free_port, launcher_environment
 from rank_faults import SAVE_EVERY, last_words, make_run
 
-from deepmd_ema.dist.rendezvous import cause_of, is_peer_lost
-from deepmd_ema.dist.world import select_device
+from deepmd_ema.distributed.rendezvous import cause_of, is_peer_lost
+from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import RankLostError, UserError
 
 LIMIT_S = 100

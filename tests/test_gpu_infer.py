@@ -11,6 +11,7 @@ from kept_runs import write_kept_run
 from toy_models import SECTIONS, TRICLINIC, batch_of, toy_atoms, toy_model
 
 from deepmd_ema import cli
+from deepmd_ema.averaging.posthoc.run import run_posthoc
 from deepmd_ema.data import loader
 from deepmd_ema.infer.change_bias import BiasRequest, write_changed
 from deepmd_ema.infer.compiled import CompiledModel
@@ -18,7 +19,6 @@ from deepmd_ema.infer.deviation import DeviationOptions, measure_deviation
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.posthoc.run import run_posthoc
 
 pytestmark = pytest.mark.gpu
 

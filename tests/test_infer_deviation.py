@@ -14,10 +14,10 @@ from helpers import write_system
 from infer_models import write_run
 
 from deepmd_ema import cli
-from deepmd_ema.export import freeze
 from deepmd_ema.infer.deviation import COLUMNS, DeviationOptions, frame_deviation, measure_deviation
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
+from deepmd_ema.interop.freeze import freeze
 
 PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
 SAME_MATH = 1e-10

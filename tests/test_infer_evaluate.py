@@ -15,13 +15,13 @@ from kept_runs import write_kept_run
 
 from deepmd_ema import cli
 from deepmd_ema.cli.options import chosen_systems
+from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
-from deepmd_ema.metrics import evaluate
+from deepmd_ema.model.metrics import evaluate
 
 SAME_MATH = 1e-10
 

@@ -12,9 +12,9 @@ from kept_runs import write_kept_run
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.export import freeze
 from deepmd_ema.infer.load import Provenance, load_model
 from deepmd_ema.infer.show import describe
+from deepmd_ema.interop.freeze import freeze
 
 
 @pytest.fixture(scope="module")

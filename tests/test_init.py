@@ -13,8 +13,8 @@ from helpers import toy_frame, write_system
 from deepmd_ema.cli import init
 from deepmd_ema.cli.main import main
 from deepmd_ema.config import load_config, to_dict
+from deepmd_ema.config.presets import KINDS, MODELS, SIZES, read_preset
 from deepmd_ema.data.run import open_run
-from deepmd_ema.presets import KINDS, MODELS, SIZES, read_preset
 from deepmd_ema.report import propose as proposal
 from deepmd_ema.report.propose import Wishes, propose
 from deepmd_ema.training.estimate import Cost

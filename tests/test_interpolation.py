@@ -15,7 +15,7 @@ from test_train import load, start  # noqa: F401  (a fixture)
 from toy_models import batch_of, model_section, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.model.compiler import CompileOptions, Compiler

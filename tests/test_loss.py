@@ -8,10 +8,10 @@ import pytest
 import torch
 from flat_batches import flat_batch, predicted, random_frame
 
+from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.schema.optim import EnerLossConfig as Config
-from deepmd_ema.dist.world import World
-from deepmd_ema.labels import LABELS
-from deepmd_ema.loss import EnergyLoss
+from deepmd_ema.distributed.world import World
+from deepmd_ema.training.loss import EnergyLoss
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "loss.json").read_text())
 SAME_MATH = 1e-12

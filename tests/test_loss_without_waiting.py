@@ -8,12 +8,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepmd_ema.config.labels import QUANTITIES
 from deepmd_ema.config.schema.optim import EnerLossConfig
-from deepmd_ema.dist.world import World
-from deepmd_ema.labels import QUANTITIES
-from deepmd_ema.loss import EnergyLoss
-from deepmd_ema.metrics import Errors
+from deepmd_ema.distributed.world import World
+from deepmd_ema.model.metrics import Errors
 from deepmd_ema.optim.build import clip_gradients
+from deepmd_ema.training.loss import EnergyLoss
 
 PREFS = {"start_pref_v": 1, "limit_pref_v": 1, "start_pref_ae": 1, "limit_pref_ae": 1}
 MAX_OPERATIONS = 40  # of energies, forces and virials with their gradients: each is a kernel on a GPU

@@ -7,7 +7,7 @@ import pytest
 import torch
 from flat_batches import flat_batch, predicted, random_frame
 
-from deepmd_ema.metrics import Errors, evaluate, force_errors_by_type, group_frames, worst_frames
+from deepmd_ema.model.metrics import Errors, evaluate, force_errors_by_type, group_frames, worst_frames
 
 BOX = np.array([[4.0, 0, 0], [0.6, 4.3, 0], [-0.4, 0.8, 4.2]])
 SIZES = (3, 6, 4)

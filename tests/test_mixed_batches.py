@@ -15,12 +15,12 @@ from test_train_tasks import joined
 from toy_models import toy_model
 
 from deepmd_ema.cli import main
+from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.data.collate import collate
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import Interrupted
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
-from deepmd_ema.loss import EnergyLoss
+from deepmd_ema.training.loss import EnergyLoss
 
 pytestmark = pytest.mark.timeout(300)
 

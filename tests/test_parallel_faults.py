@@ -16,10 +16,10 @@ from parallel_runs import free_port, launcher_environment
 from rank_faults import AT_STEP, HELD_UP_S, LAST, SAVE_EVERY, last_words, make_run, start_rank, wait_for
 
 from deepmd_ema.cli import main
-from deepmd_ema.dist import rendezvous
-from deepmd_ema.dist.launch import find_launch
+from deepmd_ema.distributed import rendezvous
+from deepmd_ema.distributed.launch import find_launch
+from deepmd_ema.distributed.locks import locked
 from deepmd_ema.errors import UserError
-from deepmd_ema.locks import locked
 from deepmd_ema.training.outputs import LOCK
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"), pytest.mark.timeout(240)]

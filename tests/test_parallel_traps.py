@@ -16,8 +16,8 @@ from helpers import tiny_input
 from parallel_runs import run_ranks, train, train_here
 
 from deepmd_ema.data.sampler import Sampler
-from deepmd_ema.dist.launch import find_launch
-from deepmd_ema.dist.world import open_world
+from deepmd_ema.distributed.launch import find_launch
+from deepmd_ema.distributed.world import open_world
 from deepmd_ema.errors import UserError
 from deepmd_ema.training.trainer import Callback
 
@@ -68,7 +68,7 @@ def test_gathered_weights_do_not_hide_the_average_in_a_validation(tmp_path, wate
 
 def most_memory(folder):
     """Train as a rank; return by what happened how much memory (bytes) it took for a while, on top of what it holds."""
-    from deepmd_ema.dist import world
+    from deepmd_ema.distributed import world
     from deepmd_ema.training.trainer import Callback
 
     growth = {}
@@ -121,7 +121,7 @@ def train_and_part(folder):
         collect()
         left.append(sum(isinstance(thing, DistributedDataParallel) for thing in gc.get_objects()))
 
-    with mock.patch("deepmd_ema.dist.world.gc.collect", collect_and_count):
+    with mock.patch("deepmd_ema.distributed.world.gc.collect", collect_and_count):
         train_here(folder, {})
     return left
 
@@ -197,7 +197,7 @@ def test_the_union_of_the_ranks_in_an_epoch_is_every_frame_once_from_any_place_o
 
 def threads_when_memory_is_set_up(folder):
     """Return the number of threads of the process, and whether gloo runs, at the call of ``keep_freed_memory``."""
-    from deepmd_ema.dist import world
+    from deepmd_ema.distributed import world
 
     seen = []
 

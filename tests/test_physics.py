@@ -9,8 +9,8 @@ from helpers import write_system
 from infer_models import write_run
 
 from deepmd_ema.cli import main
+from deepmd_ema.config.elements import MASSES
 from deepmd_ema.data.source import Frame
-from deepmd_ema.elements import MASSES
 from deepmd_ema.errors import UserError
 from deepmd_ema.geometry import find_pairs_once
 from deepmd_ema.infer.physics import (

@@ -15,11 +15,11 @@ from helpers import assert_same, tiny_input
 from kept_runs import AVERAGING, KEPT, write_kept_run
 
 from deepmd_ema import checkpoint, cli
+from deepmd_ema.averaging.posthoc.combination import find_combinations
+from deepmd_ema.averaging.posthoc.run import parse_sigma_rels, run_posthoc
+from deepmd_ema.averaging.posthoc.snapshots import combine, find_snapshots
 from deepmd_ema.errors import CheckpointError, ConfigError, DataError, UserError
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.posthoc.combination import find_combinations
-from deepmd_ema.posthoc.run import parse_sigma_rels, run_posthoc
-from deepmd_ema.posthoc.snapshots import combine, find_snapshots
 
 FLOAT32 = 1e-6  # relative, of weights whose snapshots are float32
 

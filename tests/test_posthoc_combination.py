@@ -12,8 +12,7 @@ from kept_runs import shares_of
 from torch import nn
 
 from deepmd_ema.averaging import AverageBank, PowerProfile, SwaProfile, gamma_of
-from deepmd_ema.errors import UserError
-from deepmd_ema.posthoc.combination import (
+from deepmd_ema.averaging.posthoc.combination import (
     MAX_SIGMA_REL,
     MIN_SIGMA_REL,
     TOLERANCE,
@@ -24,6 +23,7 @@ from deepmd_ema.posthoc.combination import (
     resolvable_range,
     target_track,
 )
+from deepmd_ema.errors import UserError
 
 EXACT = 1e-14  # relative, of sums of some hundred terms in float64
 SAME_MATH = 1e-10
@@ -76,7 +76,7 @@ def test_the_shares_of_a_long_run_keep_their_digits():
 def test_the_running_sums_do_not_depend_on_how_the_axis_is_cut(monkeypatch):
     tracks = [*every_tenth(2000, 0.05, 0.10), *every_tenth(1000, 0.2, start=100, every=3)]
     whole = _products(tracks)
-    monkeypatch.setattr("deepmd_ema.posthoc.combination.CHUNK", 17)
+    monkeypatch.setattr("deepmd_ema.averaging.posthoc.combination.CHUNK", 17)
     assert _products(tracks) == pytest.approx(whole, rel=SAME_MATH, abs=0)
 
 

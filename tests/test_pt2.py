@@ -19,9 +19,10 @@ from torch._inductor import config as inductor_options
 from torch._inductor.exc import CppCompileError
 from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, disturb, toy_atoms, toy_model
 
-from deepmd_ema import cli, export
+from deepmd_ema import cli
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError, UserError
@@ -30,8 +31,8 @@ from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.infer.images import Images
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import Potential
+from deepmd_ema.interop import freeze as export
 from deepmd_ema.interop import pt2
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.extended_model import ExtendedModel

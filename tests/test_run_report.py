@@ -16,7 +16,7 @@ from helpers import tiny_input, write_system
 from deepmd_ema import checkpoint
 from deepmd_ema.cli.main import main
 from deepmd_ema.config.outputs import LOCK, RECORD
-from deepmd_ema.files import this_machine
+from deepmd_ema.distributed.files import this_machine
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.report.table import significant
 from deepmd_ema.training.run import run_training

@@ -21,13 +21,13 @@ from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint import sharded
 from deepmd_ema.cli.main import main
 from deepmd_ema.config.outputs import HEAD
-from deepmd_ema.dist import dtensor
-from deepmd_ema.dist.dtensor import OwnRows
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed import dtensor
+from deepmd_ema.distributed.dtensor import OwnRows
+from deepmd_ema.distributed.files import file_digest
+from deepmd_ema.distributed.tensors import HostCopies, RowShard, StoredTensor
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.files import file_digest
 from deepmd_ema.infer.load import load_models
-from deepmd_ema.tensors import HostCopies, RowShard, StoredTensor
 from deepmd_ema.training.run import run_training
 
 pytestmark = pytest.mark.timeout(240)

@@ -18,12 +18,12 @@ from toy_models import (
 )
 
 from deepmd_ema.config import model_config_from_dict, to_dict
+from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.export import freeze
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interop.dp import read_dp, write_dp
+from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.interop.tree_files import read_tree
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import run
 from deepmd_ema.model.pair_table import PairTable

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from deepmd_ema.sorting import rank_in_group, small_int, stable_argsort
+from deepmd_ema.geometry import rank_in_group, small_int, stable_argsort
 
 
 @pytest.mark.parametrize("bound", [7, 1 << 16, 1 << 17])

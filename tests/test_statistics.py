@@ -12,10 +12,10 @@ import torch
 from helpers import write_system
 
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import collect_statistics

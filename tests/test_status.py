@@ -14,8 +14,8 @@ from helpers import tiny_input, write_system
 
 from deepmd_ema.cli.main import main
 from deepmd_ema.config.outputs import LOCK, RECORD
+from deepmd_ema.distributed.files import this_machine
 from deepmd_ema.errors import CheckpointError, Interrupted
-from deepmd_ema.files import this_machine
 from deepmd_ema.report.record import MAX_WARNINGS, RunRecord, read_record
 from deepmd_ema.report.status import read_status
 from deepmd_ema.training.run import run_training

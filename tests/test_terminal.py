@@ -8,8 +8,8 @@ import pty
 import pytest
 
 from deepmd_ema.cli.main import main
+from deepmd_ema.errors import RED, colored, fitted, width_of, wrapped
 from deepmd_ema.report.log import set_up_logging
-from deepmd_ema.terminal import RED, colored, fitted, width_of, wrapped
 
 
 class Terminal(io.StringIO):

@@ -10,14 +10,14 @@ from helpers import assert_same, tiny_input
 from test_optim_lkf import GOLDEN, PEER, numbered
 from torch import nn
 
+from deepmd_ema.config.labels import ENERGY, FORCE
 from deepmd_ema.config.schema.optim import EnerLossConfig, ExpScheduleConfig, LKFConfig
-from deepmd_ema.dist.dtensor import WholeTensors
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.dtensor import WholeTensors
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import DivergedError
-from deepmd_ema.labels import ENERGY, FORCE
-from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.training import kalman
 from deepmd_ema.training.kalman import KalmanStep, measure_energy, measure_force
+from deepmd_ema.training.loss import EnergyLoss
 from deepmd_ema.training.run import run_training
 
 KINDS = {

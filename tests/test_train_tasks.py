@@ -16,8 +16,8 @@ from test_train import StopAfter, load
 
 from deepmd_ema.averaging import AverageBank, EmaProfile
 from deepmd_ema.config import config_from_dict
-from deepmd_ema.dist.launch import find_launch
-from deepmd_ema.dist.world import World, open_world
+from deepmd_ema.distributed.launch import find_launch
+from deepmd_ema.distributed.world import World, open_world
 from deepmd_ema.errors import CheckpointError, DataError, Interrupted
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.model_set import ModelSet

@@ -14,9 +14,9 @@ from helpers import FullDisk, assert_same, tiny_input
 from test_train import StopAfter, load
 
 from deepmd_ema.checkpoint.writer import NICENESS, Writer
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.tensors import HostCopies, on_cpu
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError, Interrupted
-from deepmd_ema.tensors import HostCopies, on_cpu
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 

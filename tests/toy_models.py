@@ -8,13 +8,13 @@ import torch
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.config.fields import keys_of, options
+from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.interop.dp import read_dp, write_dp
 from deepmd_ema.interop.tree_files import read_tree, write_tree
-from deepmd_ema.labels import LABELS
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from deepmd_ema.distributed.tensors import StoredTensor
 from deepmd_ema.errors import CheckpointError, first_few
-from deepmd_ema.tensors import StoredTensor
-from deepmd_ema.version import __version__
+from deepmd_ema.utils import __version__
 
 FORMAT = 1  # of the payload; this version reads it and all smaller ones
 

@@ -23,11 +23,11 @@ import torch
 from deepmd_ema.checkpoint.content import FORMAT, check_content
 from deepmd_ema.checkpoint.names import SUFFIXES, numbered, series_and_step, training_series
 from deepmd_ema.config.outputs import POINTER, is_sharded, read_pointer
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.files import atomic_write, spare_of, writing
+from deepmd_ema.distributed.tensors import content_digest, on_cpu, whole
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError, WriteError, command, first_few, is_disk_full, reason_of, refusal_of
-from deepmd_ema.files import atomic_write, spare_of, writing
-from deepmd_ema.tensors import content_digest, on_cpu, whole
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 DIGEST = "digest"  # of all else in the file; files of 0.1.0 have none
 SHARDS = "shards"  # in the head of a sharded one: its files, and the tensors that are there under another name
@@ -82,8 +82,8 @@ def save(
         check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
         option: what names the place, for the message.
         world: the processes that write a folder together, with a group that nobody else uses meanwhile; then every rank
-            must call this, and ``payload`` has :class:`~deepmd_ema.tensors.RowShard` in place of tensors that are
-            distributed. None: a file.
+            must call this, and ``payload`` has :class:`~deepmd_ema.distributed.tensors.RowShard` in place of tensors
+            that are distributed. None: a file.
 
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written; an older file of that name is kept. Where

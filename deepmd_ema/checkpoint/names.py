@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from deepmd_ema.config.outputs import GATHERED_SUFFIX, SHARDED_SUFFIX, suffix_of, suffixed
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 SUFFIXES = (GATHERED_SUFFIX, SHARDED_SUFFIX)
 _SUFFIX = f"(?:{'|'.join(map(re.escape, SUFFIXES))})"

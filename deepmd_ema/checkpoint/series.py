@@ -11,9 +11,9 @@ from typing import Any
 from deepmd_ema.checkpoint import names
 from deepmd_ema.checkpoint.file import save
 from deepmd_ema.config.outputs import GATHERED_SUFFIX, POINTER, SHARDED_SUFFIX, best_link, suffixed
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.files import atomic_write, link, move, remove, remove_link, spare_of
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError, WriteError, reason_of
-from deepmd_ema.files import atomic_write, link, move, remove, remove_link, spare_of
 
 logger = logging.getLogger(__name__)
 

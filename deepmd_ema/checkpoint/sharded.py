@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from deepmd_ema.checkpoint.file import SHARDS, DamagedError, read_archive, write_archive
 from deepmd_ema.config.outputs import HEAD
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.files import file_digest, part_of, remove, replace_folder, sweep
+from deepmd_ema.distributed.tensors import RowShard, StoredTensor
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError, first_few
-from deepmd_ema.files import file_digest, part_of, remove, replace_folder, sweep
-from deepmd_ema.tensors import RowShard, StoredTensor
 
 _BETWEEN = "/"  # names of a path in the tree; none of them contains it
 TABLE = ".metadata"  # where the rows of each tensor are, a pickle of torch
@@ -41,8 +41,9 @@ def write_folder(path: Path, payload: Mapping[str, Any], world: World) -> None:
 
     Args:
         path: the folder; what is there is replaced.
-        payload: as for :func:`deepmd_ema.checkpoint.file.save`, with :class:`~deepmd_ema.tensors.RowShard` in place of
-            tensors that are distributed over the ranks; everything else is that of rank 0.
+        payload: as for :func:`deepmd_ema.checkpoint.file.save`, with
+            :class:`~deepmd_ema.distributed.tensors.RowShard` in place of tensors that are distributed over the ranks;
+            everything else is that of rank 0.
         world: the processes of the run, with a group that nobody else uses meanwhile.
 
     Raises:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import Queue
 
-from deepmd_ema.dist.world import World, clear_announced
+from deepmd_ema.distributed.world import World, clear_announced
 from deepmd_ema.errors import RankLostError
 
 NICENESS = 10  # a tenth of a core where other threads want all of them; measured: the stall of a save is halved

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, add_input
 from deepmd_ema.cli.streams import say
-from deepmd_ema.dist.launch import find_launch
+from deepmd_ema.distributed.launch import find_launch
 from deepmd_ema.errors import ReportedElsewhere, UserError, command
 
 if TYPE_CHECKING:

@@ -38,6 +38,6 @@ def run(args: argparse.Namespace) -> None:
     if not source.is_file():
         raise UserError(f"-i {source}: is not there. Freeze a model first: {command('dp-ema', 'freeze', '-o', source)}")
     with loading():
-        from deepmd_ema.export import compress
+        from deepmd_ema.interop.freeze import compress
 
     say(compress(source, target, args.device, args.dp))

@@ -13,7 +13,7 @@ from deepmd_ema.errors import UserError
 if TYPE_CHECKING:
     from deepmd_ema.data.convert import Predictor
     from deepmd_ema.data.formats.properties import StoredFrame
-    from deepmd_ema.sorting import Array
+    from deepmd_ema.geometry import Array
 
 _OF_MODELS = ("to", "head", "use_ema", "average", "dp")
 _OF_DATA = ("labels_of", "validation", "mixed", "format", "seed")
@@ -79,9 +79,9 @@ def run(args: argparse.Namespace) -> None:
 def _predictor(args: argparse.Namespace) -> Predictor:
     """Return the function that evaluates the model of ``--labels-of`` for one frame."""
     with loading():
+        from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
         from deepmd_ema.infer.load import load_model
         from deepmd_ema.infer.potential import Potential
-        from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
     loaded = load_model(args.labels_of, args.use_ema, args.average, args.head)
     potential = Potential(loaded)
@@ -99,8 +99,8 @@ def _convert_model(args: argparse.Namespace) -> None:
     """Write the file and print its source, its size, and the largest difference between the two."""
     with loading():
         from deepmd_ema.config import choose_head
-        from deepmd_ema.export import WEIGHTS, convert, convert_to_deepmd
         from deepmd_ema.infer.load import load_models
+        from deepmd_ema.interop.freeze import WEIGHTS, convert, convert_to_deepmd
 
     is_weights = args.output.lower().endswith(WEIGHTS)
     if args.to is not None and not is_weights:

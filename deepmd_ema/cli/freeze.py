@@ -30,8 +30,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Write the file and print what it holds."""
     with loading():
-        from deepmd_ema.export import freeze
         from deepmd_ema.infer.load import load_model
+        from deepmd_ema.interop.freeze import freeze
 
     output = with_suffix_of_backend(args.output, args.backend)
     if args.lower_kind == "graph":

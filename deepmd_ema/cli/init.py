@@ -10,9 +10,9 @@ from pathlib import Path
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, add_head, file_to_write, num_run_steps, path, positive
 from deepmd_ema.cli.streams import say
+from deepmd_ema.config.presets import KINDS, SIZES
+from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.errors import UserError, command
-from deepmd_ema.files import atomic_write
-from deepmd_ema.presets import KINDS, SIZES
 
 MODEL_NAMES = ("se_e2_a", "se_atten_v2", "dpa4c")  # of presets/models.yaml, which takes time to read
 SUFFIXES = (".yaml", ".yml", ".json")

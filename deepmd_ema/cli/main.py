@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from deepmd_ema.cli import unsupported
 from deepmd_ema.cli.options import BACKENDS, backend, file_to_write
 from deepmd_ema.cli.streams import flush_results, prepare_streams, say_error, settle_streams
-from deepmd_ema.dist.launch import Launch, find_launch, write_error_file
+from deepmd_ema.distributed.launch import Launch, find_launch, write_error_file
 from deepmd_ema.errors import (
     ConfigError,
     DataError,
@@ -29,7 +29,7 @@ from deepmd_ema.errors import (
     is_out_of_memory,
     os_error_message,
 )
-from deepmd_ema.version import __version__
+from deepmd_ema.utils import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,14 +85,7 @@ WITHOUT_LOG = ("init", "check", "neighbor-stat", "pretrained", "show", "plot", "
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 2 for the user's mistakes, 1 for ours, 128 + n for signal n."""
     prepare_streams()
-    try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
-    finally:
-        settle_streams()
-
-
-def _run(words: list[str]) -> int:
-    launch = Launch()
+    words, launch = list(sys.argv[1:] if argv is None else argv), Launch()
     try:
         args = _parse(words)
         args.launch, args.words = (launch := find_launch()), words
@@ -122,6 +115,8 @@ def _run(words: list[str]) -> int:
         if torch is not None and torch.distributed.is_initialized():
             os._exit(code)  # other ranks are gone, and closing what joins this one to them would wait for them
         return code
+    finally:
+        settle_streams()
     return 0
 
 

@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the errors over the length, and write the best average, the table and the picture."""
     with loading():
-        from deepmd_ema.posthoc.run import run_posthoc
+        from deepmd_ema.averaging.posthoc.run import run_posthoc
 
     systems, patterns = chosen_systems(args, [])
     run_posthoc(

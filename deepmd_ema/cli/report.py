@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from deepmd_ema.allocator import keep_freed_memory
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import add_device, file_to_write, num_frames, path
+from deepmd_ema.utils import keep_freed_memory
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

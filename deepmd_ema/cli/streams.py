@@ -10,8 +10,7 @@ import unicodedata
 from contextlib import suppress
 from typing import TextIO
 
-from deepmd_ema.errors import WriteError
-from deepmd_ema.terminal import RED, colored, fitted
+from deepmd_ema.errors import RED, WriteError, colored, fitted
 
 
 def prepare_streams() -> None:

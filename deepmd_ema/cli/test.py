@@ -8,7 +8,6 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.allocator import keep_freed_memory
 from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.options import (
     EVALUATED,
@@ -23,11 +22,12 @@ from deepmd_ema.cli.options import (
     positive,
 )
 from deepmd_ema.errors import UserError
+from deepmd_ema.utils import keep_freed_memory
 
 if TYPE_CHECKING:
     from deepmd_ema.infer.evaluate import ErrorReport
     from deepmd_ema.infer.physics import PhysicsReport
-    from deepmd_ema.metrics import Errors
+    from deepmd_ema.model.metrics import Errors
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

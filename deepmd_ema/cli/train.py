@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from deepmd_ema.allocator import keep_freed_memory
 from deepmd_ema.cli.loading import libraries_of_torch, loading
 from deepmd_ema.cli.options import add_device, add_input, file_to_write, path
-from deepmd_ema.dist.launch import TURN_S, launch_ranks, raise_on_end
+from deepmd_ema.distributed.launch import TURN_S, launch_ranks, raise_on_end
 from deepmd_ema.errors import ReportedElsewhere, Terminated, show_text
+from deepmd_ema.utils import keep_freed_memory
 
 if TYPE_CHECKING:
     from deepmd_ema.training.request import TrainRequest

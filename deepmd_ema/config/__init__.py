@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from deepmd_ema.checks import Check as Check
-from deepmd_ema.checks import positive as positive
-from deepmd_ema.checks import positive_int as positive_int
 from deepmd_ema.config.fields import option as option
 from deepmd_ema.config.load import InputFile as InputFile
 from deepmd_ema.config.load import config_from_dict as config_from_dict
@@ -28,3 +25,6 @@ from deepmd_ema.config.schema.run import RunConfig as RunConfig
 from deepmd_ema.config.schema.run import TaskConfig as TaskConfig
 from deepmd_ema.config.schema.run import choose_head as choose_head
 from deepmd_ema.config.schema.run import to_dict as to_dict
+from deepmd_ema.utils import Check as Check
+from deepmd_ema.utils import positive as positive
+from deepmd_ema.utils import positive_int as positive_int

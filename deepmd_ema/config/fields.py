@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from deepmd_ema.checks import Check as Check
-from deepmd_ema.checks import fraction as fraction
-from deepmd_ema.checks import not_negative as not_negative
-from deepmd_ema.checks import not_negative_int as not_negative_int
-from deepmd_ema.checks import positive as positive
-from deepmd_ema.checks import positive_int as positive_int
-from deepmd_ema.registry import Registry, aliases_of
+from deepmd_ema.config.registry import Registry, aliases_of
+from deepmd_ema.utils import Check as Check
+from deepmd_ema.utils import fraction as fraction
+from deepmd_ema.utils import not_negative as not_negative
+from deepmd_ema.utils import not_negative_int as not_negative_int
+from deepmd_ema.utils import positive as positive
+from deepmd_ema.utils import positive_int as positive_int
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from deepmd_ema.version import __version__
+from deepmd_ema.utils import __version__
 
 Place = tuple[str | int, ...]
 """Place in a config, e.g. ``("training", "training_data", "systems", 0)``."""

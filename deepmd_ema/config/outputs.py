@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.run import RunConfig

@@ -18,9 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from deepmd_ema.distributed.files import atomic_write, writing
 from deepmd_ema.errors import WriteError
-from deepmd_ema.files import atomic_write, writing
-from deepmd_ema.version import __version__
+from deepmd_ema.utils import __version__
 
 logger = logging.getLogger(__name__)
 

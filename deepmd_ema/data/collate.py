@@ -11,11 +11,19 @@ import numpy as np
 import torch
 
 from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.config.labels import APARAM, FPARAM, LABELS
 from deepmd_ema.data.source import Frame, FrameSource
 from deepmd_ema.errors import DataError
-from deepmd_ema.geometry import NEAR_ORIGIN, Pairs, find_pairs, find_pairs_of_molecules
-from deepmd_ema.labels import APARAM, FPARAM, LABELS
-from deepmd_ema.sorting import Array, rank_in_group, small_int, stable_argsort
+from deepmd_ema.geometry import (
+    NEAR_ORIGIN,
+    Array,
+    Pairs,
+    find_pairs,
+    find_pairs_of_molecules,
+    rank_in_group,
+    small_int,
+    stable_argsort,
+)
 
 # N atoms of a frame, K slots of a frame, M reverse slots, T types, S images; A, F, K of a batch as in batch.py
 

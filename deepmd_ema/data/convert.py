@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
 from deepmd_ema.data.formats.discover import split_address
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.foreign import stored_parts
@@ -23,10 +24,9 @@ from deepmd_ema.data.formats.properties import StoredFrame, kind_of, labels_of
 from deepmd_ema.data.formats.system import TYPES
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
 from deepmd_ema.data.split import FrameTable, split_frames
+from deepmd_ema.distributed.files import atomic_write, writing
 from deepmd_ema.errors import DataError, UserError, collect_problems, counted
-from deepmd_ema.files import atomic_write, writing
-from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
-from deepmd_ema.sorting import Array
+from deepmd_ema.geometry import Array
 
 _MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo", ".savedmodel", ".jax")
 Predictor: TypeAlias = Callable[[StoredFrame, "Array | None", "Array | None"], Mapping[str, Array]]

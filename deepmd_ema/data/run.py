@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.check_cache import content_digest, recall_or_find
@@ -24,8 +25,7 @@ from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpe
 from deepmd_ema.data.split import FrameTable, Split, split_frames
 from deepmd_ema.errors import DataError, collect_problems, counted, first_few
 from deepmd_ema.geometry import NeighborStatistics, find_pairs_once
-from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
-from deepmd_ema.seeds import seed_for
+from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig, TaskConfig

@@ -15,7 +15,7 @@ import numpy as np
 
 from deepmd_ema.config.schema.text_options import BatchSizeRule, SystemProbability
 from deepmd_ema.errors import ConfigError, DataError, counted
-from deepmd_ema.sorting import Array, stable_argsort
+from deepmd_ema.geometry import Array, stable_argsort
 
 BatchRule: TypeAlias = "int | str | Sequence[int]"
 Sizes: TypeAlias = "int | Array"  # atoms of each frame of a system, or one number if all have as many

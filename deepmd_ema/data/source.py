@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from deepmd_ema.labels import APARAM, FPARAM, LABELS
-from deepmd_ema.sorting import Array
+from deepmd_ema.config.labels import APARAM, FPARAM, LABELS
+from deepmd_ema.geometry import Array
 
 if TYPE_CHECKING:
     from deepmd_ema.config import ModelConfig

@@ -16,14 +16,14 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from deepmd_ema.config.labels import FORCE
 from deepmd_ema.data.check.report import Suspects, name_of
 from deepmd_ema.data.formats.properties import KIND_NAMES
 from deepmd_ema.data.sampler import permutation
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
-from deepmd_ema.labels import FORCE
-from deepmd_ema.seeds import seed_for
-from deepmd_ema.sorting import Array
+from deepmd_ema.geometry import Array
+from deepmd_ema.utils import seed_for
 
 _COPY = 1e-4  # angstrom; frames nearer than this are copies of each other
 _NEAR = 0.05  # of the distance of two frames drawn at random: nearer ones are near copies, wherever they are

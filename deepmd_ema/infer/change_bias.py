@@ -13,20 +13,20 @@ import torch
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.names import name_of_weights
 from deepmd_ema.config import choose_head
+from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.outputs import GATHERED_SUFFIX
 from deepmd_ema.data.loader import atoms_at_once, sequential_batches
-from deepmd_ema.dist.world import select_device
+from deepmd_ema.distributed.files import MODEL_FILE, check_output, refuse_inputs
+from deepmd_ema.distributed.tensors import prefix_of
+from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import CheckpointError, UserError, counted, first_few
-from deepmd_ema.files import MODEL_FILE, check_output, refuse_inputs
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, ModelFile, load_models
 from deepmd_ema.interop import dp
-from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.model_set import ModelSet, unnested
 from deepmd_ema.model.output_bias import BiasFit, FrameEnergies, change_bias, energies_of, fixed_elements, set_bias
 from deepmd_ema.report.table import Column, Table, render
-from deepmd_ema.tensors import prefix_of
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 Array: TypeAlias = np.ndarray
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
+from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
 from deepmd_ema.model.energy import EnergyModel
 
 # N atoms of a frame, E atoms and images, K slots, P pairs, A atoms of a batch, T types

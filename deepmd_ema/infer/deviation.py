@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.source import ReadSpec
+from deepmd_ema.distributed.files import TABLE, atomic_write, check_output
 from deepmd_ema.errors import UserError
-from deepmd_ema.files import TABLE, atomic_write, check_output
 from deepmd_ema.infer.evaluate import first_frames, open_labelled, predict
 from deepmd_ema.infer.load import LoadedModel, load_model
-from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
-from deepmd_ema.metrics import FrameResult
+from deepmd_ema.model.metrics import FrameResult
 from deepmd_ema.report.table import Column, Table, render
 
 # M models, F frames, N atoms

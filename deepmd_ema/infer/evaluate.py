@@ -15,6 +15,18 @@ from torch import nn
 from tqdm import tqdm
 
 from deepmd_ema.config import ModelConfig
+from deepmd_ema.config.labels import (
+    ATOM_ENERGY,
+    ENERGY,
+    FORCE,
+    HESSIAN,
+    LABELS,
+    METRICS,
+    QUANTITIES,
+    VIRIAL,
+    Label,
+    Quantity,
+)
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
@@ -22,14 +34,13 @@ from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.formats.properties import KIND_NAMES
 from deepmd_ema.data.loader import Pad, atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
+from deepmd_ema.distributed.files import TABLE, atomic_write, check_output
 from deepmd_ema.errors import DataError, UserError, counted
-from deepmd_ema.files import TABLE, atomic_write, check_output
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.short_pairs import SAME_PLACE, describe_short_pair
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, LABELS, METRICS, QUANTITIES, VIRIAL, Label, Quantity
-from deepmd_ema.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
 from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.tabulated import tabulate
 from deepmd_ema.report.table import Column, Table, render

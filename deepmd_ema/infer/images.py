@@ -9,8 +9,7 @@ from torch import Tensor
 
 from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.source import Frame
-from deepmd_ema.geometry import Pairs
-from deepmd_ema.sorting import rank_in_group
+from deepmd_ema.geometry import Pairs, rank_in_group
 
 # N atoms, E atoms and images, P pairs, L slots
 

@@ -12,8 +12,7 @@ import torch
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.data.collate import ROUND_TO, collate, conditions_of, pair_frame
 from deepmd_ema.data.source import Frame
-from deepmd_ema.geometry import Pairs
-from deepmd_ema.sorting import rank_in_group, stable_argsort
+from deepmd_ema.geometry import Pairs, rank_in_group, stable_argsort
 
 # N atoms, P pairs, K slots, S sections
 

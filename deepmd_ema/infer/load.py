@@ -13,7 +13,8 @@ from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.config import ModelConfig, choose_head, saved_models, to_dict
 from deepmd_ema.config.messages import show
-from deepmd_ema.dist.world import select_device
+from deepmd_ema.distributed.tensors import check_weights
+from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.infer.guards import without_modes
@@ -21,8 +22,7 @@ from deepmd_ema.interop import deepmd_kit, deepmd_pt, dp
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import nested
-from deepmd_ema.tensors import check_weights
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 Choose: TypeAlias = Callable[[Mapping[str, Sequence[str]]], Iterable[str]]
 """Which models of a file are meant, of all their names with aliases."""

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepmd_ema.config.elements import MASSES
 from deepmd_ema.data.source import Frame
-from deepmd_ema.elements import MASSES
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.geometry import KeptPairs, find_pairs_once
 from deepmd_ema.infer.evaluate import first_frames, open_labelled

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
 from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
 from deepmd_ema.data.loader import atoms_at_once
 from deepmd_ema.data.source import Frame
@@ -27,7 +28,6 @@ from deepmd_ema.infer.guards import refrain_from_lost_threads, without_modes
 from deepmd_ema.infer.kept_slots import MovingFrame, Placed
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.infer.short_pairs import describe_short_pair
-from deepmd_ema.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
 from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.tabulated import tabulate

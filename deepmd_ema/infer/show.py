@@ -12,15 +12,15 @@ from torch import Tensor
 
 from deepmd_ema import checkpoint
 from deepmd_ema.config import config_summary, rows_of_tasks, saved_config, saved_models
+from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.messages import as_text
+from deepmd_ema.distributed.files import size_of
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.files import size_of
 from deepmd_ema.infer.change_bias import describe_record
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, describe_average, load_models
-from deepmd_ema.labels import METRICS
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.report.table import facts, render
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 KINDS = {
     "training": "training checkpoint",

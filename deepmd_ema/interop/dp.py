@@ -12,6 +12,7 @@ import torch
 
 from deepmd_ema.config import ModelConfig, model_config_from_dict, to_dict
 from deepmd_ema.config.fields import plain
+from deepmd_ema.config.registry import Registry
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.model import FITTINGS, MODELS, StandardConfig
 from deepmd_ema.errors import CheckpointError, ConfigError
@@ -21,8 +22,7 @@ from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interface import Descriptor, Fitting
 from deepmd_ema.model.short_range import TabulatedShortRange
-from deepmd_ema.registry import Registry
-from deepmd_ema.version import __version__
+from deepmd_ema.utils import __version__
 
 if TYPE_CHECKING:
     from deepmd_ema.model.pair_table import PairTable

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from deepmd_ema.config.fields import options, plain, type_names
+from deepmd_ema.config.registry import Registry
 from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.nn.layers import Layer, Network
 from deepmd_ema.model.nn.norm import LayerNorm
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
-from deepmd_ema.registry import Registry
 
 Names: TypeAlias = Mapping[str, tuple[tuple[str, str], ...]]
 

@@ -11,8 +11,8 @@ from urllib.request import urlopen
 
 from tqdm import tqdm
 
+from deepmd_ema.distributed.files import atomic_write, file_digest
 from deepmd_ema.errors import CheckpointError, UserError, command, did_you_mean, is_disk_full
-from deepmd_ema.files import atomic_write, file_digest
 
 logger = logging.getLogger(__name__)
 

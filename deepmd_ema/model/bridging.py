@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.elements import SYMBOLS
+from deepmd_ema.config.elements import SYMBOLS
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.bridging import Window

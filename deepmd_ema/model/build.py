@@ -16,7 +16,7 @@ from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 from deepmd_ema.model.pair_table import PairTable
 from deepmd_ema.model.short_range import TabulatedShortRange
-from deepmd_ema.seeds import seed_for
+from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.schema.training import MODES_OF_CUDA_GRAPHS
+from deepmd_ema.distributed.files import writing
 from deepmd_ema.errors import UserError, counted
-from deepmd_ema.files import writing
-from deepmd_ema.labels import ENERGY
 from deepmd_ema.model.dummy_atoms import Filled, Round, at_least_two, fill, pad, to_half_octave, to_prime
 from deepmd_ema.model.energy import EnergyModel, run
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.labels import APARAM, LABELS
+from deepmd_ema.config.labels import APARAM, LABELS
 
 # F frames, A atoms, K neighbor slots, M reverse slots of the batch; with a dash, of the filled one
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, VIRIAL
+from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.model.hessian import hessian
 from deepmd_ema.model.ops.cpu.operations import operations_for
 from deepmd_ema.model.ops.gather import sum_over_reverse

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.config.labels import APARAM, FPARAM
 from deepmd_ema.config.schema.common import MAX_SIZE
-from deepmd_ema.labels import APARAM, FPARAM
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel

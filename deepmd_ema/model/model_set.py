@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
-from deepmd_ema.tensors import prefix_of
+from deepmd_ema.distributed.tensors import prefix_of
 
 if TYPE_CHECKING:
     from deepmd_ema.batch import Batch

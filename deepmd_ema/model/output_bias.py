@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
+from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.errors import DataError
-from deepmd_ema.labels import ENERGY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.errors import DataError
-from deepmd_ema.files import atomic_write
 from deepmd_ema.model.statistics import Statistics
 
 if TYPE_CHECKING:

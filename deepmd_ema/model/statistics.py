@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from deepmd_ema.labels import APARAM, ATOM_ENERGY, FPARAM
+from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, FPARAM
 from deepmd_ema.model.output_bias import FrameEnergies, set_bias
 from deepmd_ema.model.sums import sum_by_type
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from deepmd_ema.distributed.tensors import cpu_copy, whole
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.optim.build import OF_CHECKPOINT, check_state_type
-from deepmd_ema.tensors import cpu_copy, whole
 
 T = TypeVar("T")
 MEMORY = 0.98  # RLEKF: the first memory factor lambda

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepmd_ema.distributed.tensors import on_device
 from deepmd_ema.optim.guarded import GuardedOptimizer, Out, Values, adam_state, adam_updated, decayed
 from deepmd_ema.optim.orthogonal import CONVERGED, gram_newton_schulz, newton_schulz
 from deepmd_ema.optim.stacks import Shape, Stacks
 from deepmd_ema.optim.vector import WEIGHT, ParameterVector
-from deepmd_ema.tensors import on_device
 
 RMS = 0.2  # AdaMuon, algorithm 1: the root mean square of an update of Adam
 EPS = 1e-8  # AdaMuon, algorithm 1: keeps both denominators from zero

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepmd_ema.distributed.tensors import on_device
 from deepmd_ema.optim.vector import joined
-from deepmd_ema.tensors import on_device
 
 Shape = tuple[int, int, int]
 """Number, rows and columns of the matrices of a parameter."""

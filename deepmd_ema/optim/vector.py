@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 import torch
 from torch import Tensor
 
-from deepmd_ema.dist.dtensor import from_local, full_tensor, is_sharded, local_shard, shard_like
-from deepmd_ema.tensors import on_device
+from deepmd_ema.distributed.dtensor import from_local, full_tensor, is_sharded, local_shard, shard_like
+from deepmd_ema.distributed.tensors import on_device
 
 # that are updated together, if not of a single parameter. On a CPU they stay in the cache of a core; on a GPU more
 # would take memory and no less time

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deepmd_ema.allocator import peak_memory
 from deepmd_ema.config import config_summary, config_warnings, ignored_options, to_dict
+from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
 from deepmd_ema.config.messages import Message
 from deepmd_ema.config.schema.optim import LKFConfig
-from deepmd_ema.errors import DataError, UserError, counted
-from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
+from deepmd_ema.errors import YELLOW, DataError, UserError, colored, counted
 from deepmd_ema.report.table import Cell, Column, Table, duration, facts, render
-from deepmd_ema.terminal import YELLOW, colored
-from deepmd_ema.version import __version__
+from deepmd_ema.utils import __version__, peak_memory
 
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig

@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepmd_ema.config import load_config
+from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.outputs import BEST, Outputs, weights_of_rows
+from deepmd_ema.distributed.files import append, atomic_write, sync, writing
 from deepmd_ema.errors import UserError, collect_problems
-from deepmd_ema.files import append, atomic_write, sync, writing
-from deepmd_ema.labels import METRICS
 from deepmd_ema.report.table import KINDS, show_metric, significant
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 if TYPE_CHECKING:
-    from deepmd_ema.metrics import Errors
+    from deepmd_ema.model.metrics import Errors
     from deepmd_ema.report.log import ValuesByTask
 
 logger = logging.getLogger(__name__)

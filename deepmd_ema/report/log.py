@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tqdm import tqdm
 
-from deepmd_ema.errors import reason_of
-from deepmd_ema.files import LOG, refuse_to_lose, writing
-from deepmd_ema.labels import METRICS
+from deepmd_ema.config.labels import METRICS
+from deepmd_ema.distributed.files import LOG, refuse_to_lose, writing
+from deepmd_ema.errors import RED, YELLOW, colored, fitted, reason_of
 from deepmd_ema.report.table import describe_errors, significant
-from deepmd_ema.terminal import RED, YELLOW, colored, fitted
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 if TYPE_CHECKING:
     from deepmd_ema.config.outputs import Due
-    from deepmd_ema.metrics import Errors
+    from deepmd_ema.model.metrics import Errors
 
 ValuesByTask: TypeAlias = Mapping[str, Mapping[str, float]]
 """Errors of a displayed step by name of the task, which is empty in a run of one, and by column of lcurve.out."""

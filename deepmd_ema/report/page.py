@@ -17,24 +17,24 @@ from typing import Any
 
 from deepmd_ema import checkpoint
 from deepmd_ema.config import RunConfig, config_summary, saved_config
+from deepmd_ema.config.labels import ENERGY, FORCE, METRICS, VIRIAL
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.paths import with_absolute_paths
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.run import TaskData, open_split
 from deepmd_ema.data.source import FrameSource, evenly_spaced
+from deepmd_ema.distributed.files import HTML, atomic_write, check_output
 from deepmd_ema.errors import UserError, command, counted
-from deepmd_ema.files import HTML, atomic_write, check_output
 from deepmd_ema.infer.evaluate import WORST, ErrorReport, describe_composition, predict
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.labels import ENERGY, FORCE, METRICS, VIRIAL
-from deepmd_ema.metrics import Errors, FrameResult, force_errors_by_type, group_frames, worst_frames
+from deepmd_ema.model.metrics import Errors, FrameResult, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.model.model_set import nested
 from deepmd_ema.report.curves import read_curves
 from deepmd_ema.report.plots import Figure, Key, curve_figures, parity_figures
 from deepmd_ema.report.record import Part, table_of_times
 from deepmd_ema.report.status import ENDED, RunStatus, describe_row, read_status, run_folder
 from deepmd_ema.report.table import Cell, Column, Table, duration, significant
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 VALIDATION, TRAINING = "validation", "training"
 KINDS = ("RMSE", "MAE")

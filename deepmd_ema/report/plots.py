@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from deepmd_ema.config.labels import METRICS
+from deepmd_ema.distributed.files import PICTURE, atomic_write, check_output
 from deepmd_ema.errors import UserError
-from deepmd_ema.files import PICTURE, atomic_write, check_output
-from deepmd_ema.labels import METRICS
+from deepmd_ema.geometry import Array
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, read_curves
 from deepmd_ema.report.table import significant
-from deepmd_ema.sorting import Array
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 # blue for the live weights and orange for averaged ones, everywhere; the palette of Okabe and Ito
 LIVE_COLOR, AVERAGE_COLOR, TRAIN_COLOR = "#0072B2", "#E69F00", "#9aa5b1"

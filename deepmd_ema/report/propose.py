@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 
 from deepmd_ema.config import config_from_dict
+from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.fields import plain
+from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
+from deepmd_ema.config.presets import MODELS, REASONS, Kind, read_preset
 from deepmd_ema.config.text import JSON_SUFFIXES
 from deepmd_ema.data.check.physics import COVALENT_RADII
 from deepmd_ema.data.check.report import DataReport
@@ -22,16 +25,13 @@ from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off
 from deepmd_ema.data.source import Frame, ReadSpec, evenly_spaced
-from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, UserError, command, counted
 from deepmd_ema.geometry import find_pairs_once, neighbor_statistics
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.interop.pretrained import local_file
-from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
-from deepmd_ema.presets import MODELS, REASONS, Kind, read_preset
 from deepmd_ema.report.table import duration
 from deepmd_ema.training.estimate import Cost, measure_steps
-from deepmd_ema.version import __version__
+from deepmd_ema.utils import __version__
 
 _BOND = 1.25  # sums of covalent radii within which two atoms are bonded
 _SAME_PLACE = 0.1  # angstrom; an image of an atom is farther away

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from deepmd_ema.labels import METRICS
+from deepmd_ema.config.labels import METRICS
 
 if TYPE_CHECKING:
-    from deepmd_ema.metrics import Errors
+    from deepmd_ema.model.metrics import Errors
 
 Cell: TypeAlias = "str | float | None"  # None: there is no value
 METRICS_IN_ORDER = "EFSV"

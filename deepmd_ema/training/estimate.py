@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from deepmd_ema.allocator import peak_memory
 from deepmd_ema.config import RunConfig, to_dict
 from deepmd_ema.config.outputs import Schedule
 from deepmd_ema.config.paths import with_absolute_paths
-from deepmd_ema.dist.launch import TURN_S
+from deepmd_ema.distributed.launch import TURN_S
 from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.training.run import TrainRequest, run_training
 from deepmd_ema.training.trainer import Callback, Trainer
+from deepmd_ema.utils import peak_memory
 
 _FIRST = 2  # steps that prepare memory and caches, not counted
 _NEW = 14  # steps whose frames are new; as many follow with the same frames, whose neighbors are in the cache

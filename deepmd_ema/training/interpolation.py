@@ -10,12 +10,12 @@ from typing import Any
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config.schema.common import interpolate_choice
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.tensors import prefix_of
+from deepmd_ema.distributed.world import World
 from deepmd_ema.model.interpolation.interpolation import ALWAYS, AUTO, NEVER, Interpolation
 from deepmd_ema.model.interpolation.series import FIRST_TERMS, MAX_TERMS, MULTIPLE
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.tabulated import interpolations_of
-from deepmd_ema.tensors import prefix_of
 
 logger = logging.getLogger(__name__)
 

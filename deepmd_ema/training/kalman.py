@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch, PackedBatch
+from deepmd_ema.config.labels import ENERGY, FORCE
 from deepmd_ema.config.schema import optim as sections
-from deepmd_ema.dist.dtensor import Take
-from deepmd_ema.labels import ENERGY, FORCE
+from deepmd_ema.distributed.dtensor import Take
+from deepmd_ema.distributed.tensors import on_device
 from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import build_schedule
-from deepmd_ema.seeds import seed_for
-from deepmd_ema.tensors import on_device
 from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.training.step import Step, Updated
 from deepmd_ema.training.tasks import Task
+from deepmd_ema.utils import seed_for
 
 GROUPS = 4  # updates with forces in a step
 GROUP_ATOMS = 6  # atoms of each frame in one of them; both as in DeePMD-kit

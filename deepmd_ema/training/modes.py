@@ -15,12 +15,12 @@ from torch import nn
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.fields import plain
+from deepmd_ema.config.labels import HESSIAN
 from deepmd_ema.config.messages import dotted, path_of
 from deepmd_ema.config.schema.descriptor import HasMixedPrecision
 from deepmd_ema.config.schema.optim import LKFConfig, SOAPConfig
 from deepmd_ema.data.loader import Pad
-from deepmd_ema.dist.world import World
-from deepmd_ema.labels import HESSIAN
+from deepmd_ema.distributed.world import World
 from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
 from deepmd_ema.model.dummy_atoms import pad, to_eighth
 from deepmd_ema.model.interface import HasBlocksInBfloat16

@@ -26,11 +26,21 @@ from deepmd_ema.config.outputs import (
     suffix_of,
     suffixed,
 )
+from deepmd_ema.distributed.files import (
+    JSON,
+    RECORD_FILE,
+    TABLE,
+    atomic_write,
+    link,
+    move,
+    refuse_to_lose,
+    sync,
+    writing,
+)
+from deepmd_ema.distributed.locks import locked
 from deepmd_ema.errors import CheckpointError, UserError, collect_problems
-from deepmd_ema.files import JSON, RECORD_FILE, TABLE, atomic_write, link, move, refuse_to_lose, sync, writing
-from deepmd_ema.locks import locked
 from deepmd_ema.training.request import TrainRequest
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 logger = logging.getLogger(__name__)
 

@@ -37,9 +37,10 @@ from deepmd_ema.data.run import (
 from deepmd_ema.data.sampler import batch_sizes, frames_taken, permutation
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.data.split import Split
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.files import writing
+from deepmd_ema.distributed.tensors import prefix_of
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import DataError, UserError, counted
-from deepmd_ema.files import writing
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
@@ -47,11 +48,9 @@ from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.optim.groups import split_by_pattern
-from deepmd_ema.seeds import seed_for, stream_of
-from deepmd_ema.tensors import prefix_of
 from deepmd_ema.training.restart import reads_shards
 from deepmd_ema.training.weights import Start
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE, seed_for, stream_of
 
 logger = logging.getLogger(__name__)
 

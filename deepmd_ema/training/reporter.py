@@ -19,18 +19,18 @@ from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.data.run import RunLength
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import counted
-from deepmd_ema.loss import LossOverBatches, constant_prediction
-from deepmd_ema.metrics import Errors
+from deepmd_ema.model.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.curves import LcurveFile
 from deepmd_ema.report.log import Progress, RunTimes, ValuesByTask
 from deepmd_ema.report.loggers import Loggers, named
 from deepmd_ema.report.table import render, table_of_errors
+from deepmd_ema.training.loss import LossOverBatches, constant_prediction
 from deepmd_ema.training.modes import Products
 from deepmd_ema.training.tasks import Task, TaskMixture
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 logger = logging.getLogger(__name__)
 

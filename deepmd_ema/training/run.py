@@ -14,8 +14,8 @@ from typing import Any
 
 from deepmd_ema.config import RunConfig, as_launched, config_warnings, ignored_options, launch_problems, saved_config
 from deepmd_ema.config.outputs import RECORD
-from deepmd_ema.dist.launch import Launch, find_launch
-from deepmd_ema.dist.world import open_world
+from deepmd_ema.distributed.launch import Launch, find_launch
+from deepmd_ema.distributed.world import open_world
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.interop.pretrained import local_file
 from deepmd_ema.report.log import set_up_logging

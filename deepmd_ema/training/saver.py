@@ -18,11 +18,11 @@ from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_toget
 from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.outputs import Outputs, Schedule, suffix_of
-from deepmd_ema.dist.dtensor import Take, WholeTensors
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.dtensor import Take, WholeTensors
+from deepmd_ema.distributed.tensors import HostCopies
+from deepmd_ema.distributed.world import World
 from deepmd_ema.report.curves import RowTable
-from deepmd_ema.tensors import HostCopies
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config.schema.optim import LKFConfig
-from deepmd_ema.dist.dtensor import Take
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.dtensor import Take
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import DivergedError, RankLostError, first_few
-from deepmd_ema.loss import LossOverBatches
 from deepmd_ema.optim.build import (
     build_optimizer,
     clip_gradients,
@@ -26,6 +25,7 @@ from deepmd_ema.optim.build import (
 )
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.report.log import Laps
+from deepmd_ema.training.loss import LossOverBatches
 from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.training.sharding import LAST_REPLICATED_STAGE
 from deepmd_ema.training.tasks import Task, TaskMixture

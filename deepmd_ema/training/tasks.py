@@ -14,13 +14,13 @@ from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.data.loader import PREFETCH, Loader, Pad
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import FrameSource
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.loss import EnergyLoss
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.seeds import seed_for, stream_of
+from deepmd_ema.training.loss import EnergyLoss
 from deepmd_ema.training.modes import pads
 from deepmd_ema.training.prepare import PreparedRun, PreparedTask
+from deepmd_ema.utils import seed_for, stream_of
 
 logger = logging.getLogger(__name__)
 

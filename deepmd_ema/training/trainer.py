@@ -21,14 +21,14 @@ from deepmd_ema.config import to_dict
 from deepmd_ema.config.outputs import Schedule
 from deepmd_ema.config.schema.loggers import FAILED, FINISHED, INTERRUPTED
 from deepmd_ema.config.schema.optim import LKFConfig
-from deepmd_ema.dist.dtensor import OwnRows, Take, WholeTensors
-from deepmd_ema.dist.launch import END_SIGNALS, handling
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.dtensor import OwnRows, Take, WholeTensors
+from deepmd_ema.distributed.launch import END_SIGNALS, handling
+from deepmd_ema.distributed.tensors import HostCopies, map_tensors
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import Interrupted, UserError, command
 from deepmd_ema.model.model_set import unnested
 from deepmd_ema.report.log import RunTimes
 from deepmd_ema.report.record import RunRecord
-from deepmd_ema.tensors import HostCopies, map_tensors
 from deepmd_ema.training.averages import Hook, tracked_averages
 from deepmd_ema.training.cuda_graphs import GraphedSteps
 from deepmd_ema.training.interpolation import InterpolationControl

@@ -20,9 +20,9 @@ from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.config.schema.training import EarlyStopConfig
 from deepmd_ema.data.loader import num_batches, prefetch, sequential_batches, shared_atoms_at_once
-from deepmd_ema.dist.world import World
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import counted
-from deepmd_ema.metrics import Errors, evaluate
+from deepmd_ema.model.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.model.tabulated import tables_in
 from deepmd_ema.report.curves import ValidationLog
@@ -30,7 +30,7 @@ from deepmd_ema.report.table import show_metric
 from deepmd_ema.training.modes import Products
 from deepmd_ema.training.prepare import PreparedRun, PreparedTask
 from deepmd_ema.training.saver import Saver
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 logger = logging.getLogger(__name__)
 

@@ -17,15 +17,15 @@ from deepmd_ema import checkpoint
 from deepmd_ema.config import ModelConfig, RunConfig, choose_head, saved_models, to_dict
 from deepmd_ema.config.differences import differences_of, shortened
 from deepmd_ema.config.fields import plain
+from deepmd_ema.distributed.tensors import check_weights, prefix_of, whole
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_models
 from deepmd_ema.interop.pretrained import check_digest
 from deepmd_ema.model.element_mapping import ElementsError, carried_over, check_elements
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet, nested
-from deepmd_ema.tensors import check_weights, prefix_of, whole
 from deepmd_ema.training.request import TrainRequest
-from deepmd_ema.version import __version__
+from deepmd_ema.utils import __version__
 
 logger = logging.getLogger(__name__)
 

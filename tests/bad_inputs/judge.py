@@ -265,13 +265,13 @@ def _load_everything() -> None:
     import torch
     import yaml  # noqa: F401
 
+    import deepmd_ema.averaging.posthoc.run
     import deepmd_ema.cli
     import deepmd_ema.config.manual
-    import deepmd_ema.export
     import deepmd_ema.infer.change_bias
     import deepmd_ema.infer.evaluate
     import deepmd_ema.infer.show
-    import deepmd_ema.posthoc.run
+    import deepmd_ema.interop.freeze
     import deepmd_ema.report.plots
     import deepmd_ema.training.run  # noqa: F401
 

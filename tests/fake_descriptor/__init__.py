@@ -4,7 +4,7 @@ It has neither ``sel`` nor ``neuron``: what it needs beside its section, its mod
 se_e2_a in a wrong package.
 """
 
-from deepmd_ema.registry import Family
+from deepmd_ema.config.registry import Family
 from fake_descriptor.section import FakeConfig
 
 FAMILY = Family(

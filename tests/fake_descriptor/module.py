@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.distributed.tensors import precision
 from deepmd_ema.model.bridging import source_gate
-from deepmd_ema.seeds import seed_for
-from deepmd_ema.tensors import precision
+from deepmd_ema.utils import seed_for
 
 
 class FakeDescriptor(nn.Module):

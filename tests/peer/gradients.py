@@ -155,8 +155,8 @@ def _conditions(numb_fparam: int, numb_aparam: int, frames: int, atoms: int) -> 
 
 def frames_of(config: ModelConfig, data: dict[str, Any]) -> list[Frame]:
     """Return the frames of a system with labels and parameters, as a model reads them."""
+    from deepmd_ema.config.labels import LABELS
     from deepmd_ema.data.source import Frame
-    from deepmd_ema.labels import LABELS
 
     fitting = config.fitting_net
     more = _conditions(fitting.numb_fparam, fitting.numb_aparam, *data["coord"].shape[:2])
@@ -173,9 +173,9 @@ def our_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return loss and gradients as a training step computes them."""
     from deepmd_ema.config.schema.optim import EnerLossConfig
     from deepmd_ema.data.collate import collate
-    from deepmd_ema.dist.world import World
+    from deepmd_ema.distributed.world import World
     from deepmd_ema.interop.dp import model_tree, read_dp
-    from deepmd_ema.loss import EnergyLoss
+    from deepmd_ema.training.loss import EnergyLoss
 
     config, model, _ = read_dp(GOLDEN / f"{name}.dp")
     batch = collate(frames_of(config, data), model.layout)

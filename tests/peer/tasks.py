@@ -282,7 +282,7 @@ def our_side(folder: Path) -> dict[str, np.ndarray]:
 def _our_trainer(folder: Path, start_file: str | None = "start.pt") -> tuple[Any, Any]:
     """Return the trainer of ``input.json`` in a folder, from the weights of a file or new, and the config."""
     from deepmd_ema.config import load_config
-    from deepmd_ema.dist.world import World
+    from deepmd_ema.distributed.world import World
     from deepmd_ema.training.prepare import prepare
     from deepmd_ema.training.trainer import Trainer
     from deepmd_ema.training.weights import Start, load_weights

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from deepmd_ema.checks import Check, fraction, is_number, not_negative, positive_int
 from deepmd_ema.config.fields import option, options, plain
 from deepmd_ema.config.messages import show
+from deepmd_ema.config.registry import Registry
 from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.registry import Registry
+from deepmd_ema.utils import Check, fraction, is_number, not_negative, positive_int
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.run import RunConfig

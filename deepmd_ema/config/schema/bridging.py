@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.fields import Check
 from deepmd_ema.config.messages import show
-from deepmd_ema.elements import SYMBOLS
 
 METHODS = ("zbl",)
 DEFAULT_INNER, DEFAULT_OUTER = 0.5, 0.8  # angstrom, as in DeePMD-kit

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.fields import Check, not_negative, option
 from deepmd_ema.config.messages import NOT_AVAILABLE, show
 from deepmd_ema.config.schema.text_options import ActivationName, is_readable
-from deepmd_ema.elements import SYMBOLS
 
 if TYPE_CHECKING:
     from deepmd_ema.geometry import NeighborStatistics

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
-from deepmd_ema.registry import Registry
+from deepmd_ema.config.registry import Registry
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.bridging import Window
@@ -103,17 +103,17 @@ class HasMixedPrecision(Protocol):
 
 DESCRIPTORS = Registry(
     {
-        "se_e2_a": "deepmd_ema.families.se_e2_a:FAMILY",
-        "se_e2_r": "deepmd_ema.families.se_e2_r:FAMILY",
-        "se_atten": "deepmd_ema.families.se_atten:FAMILY",
-        "se_atten_v2": "deepmd_ema.families.se_atten:FAMILY_V2",
-        "se_e3": "deepmd_ema.families.se_e3:FAMILY",
-        "se_e3_tebd": "deepmd_ema.families.se_e3_tebd:FAMILY",
-        "dpa2": "deepmd_ema.families.dpa2:FAMILY",
-        "dpa3": "deepmd_ema.families.dpa3:FAMILY",
-        "dpa4": "deepmd_ema.families.dpa4:FAMILY",
-        "dpa4c": "deepmd_ema.families.dpa4c:FAMILY",
-        "hybrid": "deepmd_ema.families.hybrid:FAMILY",
+        "se_e2_a": "deepmd_ema.model.families.se_e2_a:FAMILY",
+        "se_e2_r": "deepmd_ema.model.families.se_e2_r:FAMILY",
+        "se_atten": "deepmd_ema.model.families.se_atten:FAMILY",
+        "se_atten_v2": "deepmd_ema.model.families.se_atten:FAMILY_V2",
+        "se_e3": "deepmd_ema.model.families.se_e3:FAMILY",
+        "se_e3_tebd": "deepmd_ema.model.families.se_e3_tebd:FAMILY",
+        "dpa2": "deepmd_ema.model.families.dpa2:FAMILY",
+        "dpa3": "deepmd_ema.model.families.dpa3:FAMILY",
+        "dpa4": "deepmd_ema.model.families.dpa4:FAMILY",
+        "dpa4c": "deepmd_ema.model.families.dpa4c:FAMILY",
+        "hybrid": "deepmd_ema.model.families.hybrid:FAMILY",
     },
     group="deepmd_ema.descriptors",
     protocol=DescriptorConfig,

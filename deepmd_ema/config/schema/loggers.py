@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import option, positive_int
-from deepmd_ema.registry import Registry
+from deepmd_ema.config.registry import Registry
 
 FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"
 

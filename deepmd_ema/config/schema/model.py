@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from deepmd_ema.checks import is_number
 from deepmd_ema.config.fields import Check, not_negative, option, plain, positive, positive_int
 from deepmd_ema.config.messages import Place, path_of, show
+from deepmd_ema.config.registry import Family, Registry
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.bridging import (
     DEFAULT_INNER,
@@ -22,7 +22,7 @@ from deepmd_ema.config.schema.bridging import (
 )
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasBridging, HasIdleOptions
 from deepmd_ema.config.schema.pair_table import pair_table, read_table, switch_problems, table_problems
-from deepmd_ema.registry import Family, Registry
+from deepmd_ema.utils import is_number
 
 _types = Check(lambda v: all(t >= 0 for t in v), "a list of type numbers, e.g. [0]")
 _type_map = Check(
@@ -30,7 +30,9 @@ _type_map = Check(
 )
 
 
-FITTINGS = Registry({"ener": "deepmd_ema.families.ener:FAMILY", "dpa4_ener": "deepmd_ema.families.dpa4_ener:FAMILY"})
+FITTINGS = Registry(
+    {"ener": "deepmd_ema.model.families.ener:FAMILY", "dpa4_ener": "deepmd_ema.model.families.dpa4_ener:FAMILY"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,8 +306,8 @@ STANDARD = Family(
 MODELS = Registry(
     {
         "standard": "deepmd_ema.config.schema.model:STANDARD",
-        "dpa4": "deepmd_ema.families.dpa4_model:FAMILY",
-        "linear_ener": "deepmd_ema.families.linear_ener:FAMILY",
+        "dpa4": "deepmd_ema.model.families.dpa4_model:FAMILY",
+        "linear_ener": "deepmd_ema.model.families.linear_ener:FAMILY",
     }
 )
 

@@ -15,8 +15,8 @@ from deepmd_ema.config.fields import (
     positive_int,
     redefined,
 )
+from deepmd_ema.config.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.errors import every_steps
-from deepmd_ema.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, HESSIAN, VIRIAL
 
 DEFAULT_STOP_LR = 5e-8
 

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from deepmd_ema.checks import Check, not_negative, not_negative_int, positive_int
 from deepmd_ema.config.fields import option, options
 from deepmd_ema.errors import ConfigError, every_steps
-from deepmd_ema.weight_names import LIVE, POSTHOC
+from deepmd_ema.utils import LIVE, POSTHOC, Check, not_negative, not_negative_int, positive_int
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.run import RunConfig

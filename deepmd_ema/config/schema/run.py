@@ -20,7 +20,7 @@ from deepmd_ema.config.schema.training import (
     ValidationDataConfig,
 )
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.weight_names import LIVE
+from deepmd_ema.utils import LIVE
 
 
 @dataclass(frozen=True)

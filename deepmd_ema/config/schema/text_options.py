@@ -10,8 +10,8 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import ClassVar
 
+from deepmd_ema.config.labels import METRICS
 from deepmd_ema.errors import ConfigError, did_you_mean
-from deepmd_ema.labels import METRICS
 
 
 class BatchSizeRule(str):

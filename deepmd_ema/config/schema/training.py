@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from deepmd_ema.checks import is_number
 from deepmd_ema.config.fields import Check, file_name, not_negative, not_negative_int, option, positive, positive_int
 from deepmd_ema.config.schema.averaging import AVERAGES, EmaShorthand, EmaValidationShorthand
 from deepmd_ema.config.schema.loggers import LOGGERS, Logger
@@ -20,6 +19,7 @@ from deepmd_ema.config.schema.text_options import (
     is_readable,
 )
 from deepmd_ema.config.unsupported import REMOVED_METRICS
+from deepmd_ema.utils import is_number
 
 _MAX_PAIR_DISTANCE = 5.0  # angstrom, longer than any bond
 MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # of torch.compile

@@ -16,12 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.data.check.scan import traceless
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError
-from deepmd_ema.geometry import find_pairs_once
-from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
-from deepmd_ema.sorting import Array
+from deepmd_ema.geometry import Array, find_pairs_once
 
 BOHR = 0.52917721  # angstrom
 _COULOMB = 14.39964  # eV angstrom, square of the elementary charge over 4 pi epsilon_0

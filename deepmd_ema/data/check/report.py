@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from deepmd_ema.config.labels import APARAM, FORCE, FPARAM, LABELS, VIRIAL
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.scan import Range, SystemScan, scan_system
 from deepmd_ema.data.check.units import UnitReport, judge_units
 from deepmd_ema.data.source import BOX, COORD, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
-from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
-from deepmd_ema.labels import APARAM, FORCE, FPARAM, LABELS, VIRIAL
-from deepmd_ema.sorting import Array
+from deepmd_ema.geometry import Array, FrameGeometry, NeighborStatistics, neighbor_statistics
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig

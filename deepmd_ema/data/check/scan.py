@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place, rows_per
-from deepmd_ema.geometry import frame_faults
-from deepmd_ema.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
-from deepmd_ema.sorting import Array
+from deepmd_ema.geometry import Array, frame_faults
 
 _MAX_NUMBER = 1e30  # of any number; its square still fits
 _SMALL_STEP = 0.25  # angstrom, most that an atom may move between two frames for their work to be counted

@@ -9,10 +9,10 @@ from itertools import product
 
 import numpy as np
 
+from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.data.check.physics import BOHR, LONG_BONDS, NO_BONDS, Evidence, judge
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.errors import counted, first_few
-from deepmd_ema.labels import ENERGY, FORCE, VIRIAL
 
 _HARTREE = 27.211386  # eV
 _KCAL, _KJ = 23.060548, 96.485332  # kcal/mol and kJ/mol of 1 eV

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from deepmd_ema.config.elements import SYMBOLS
+from deepmd_ema.config.labels import ATOM_ENERGY, FORCE, VIRIAL
 from deepmd_ema.data.formats.properties import (
     KIND_NAMES,
     Inventory,
@@ -22,10 +24,8 @@ from deepmd_ema.data.formats.properties import (
 )
 from deepmd_ema.data.formats.stores import is_there, readable
 from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, rows_per
-from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, collect_problems, show_text
-from deepmd_ema.labels import ATOM_ENERGY, FORCE, VIRIAL
-from deepmd_ema.sorting import Array
+from deepmd_ema.geometry import Array
 
 XYZ_SUFFIXES = (".xyz", ".extxyz")
 _MAX_PROBLEMS = 5  # of one file

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from deepmd_ema.config.elements import SYMBOLS
+from deepmd_ema.config.labels import HESSIAN
 from deepmd_ema.data.formats.discover import find_stores, is_cp2k_trajectory, split_address
 from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
 from deepmd_ema.data.formats.lmdb import is_lmdb, lmdb_frames
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, parse_choice
 from deepmd_ema.data.formats.stores import is_hdf5, is_there
 from deepmd_ema.data.formats.system import system_frames
-from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError
-from deepmd_ema.labels import HESSIAN
 
 if TYPE_CHECKING:
     from ase import Atoms

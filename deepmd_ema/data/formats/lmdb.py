@@ -15,15 +15,15 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from deepmd_ema.config.elements import SYMBOLS
+from deepmd_ema.config.labels import APARAM, FPARAM, HESSIAN, LABELS
 from deepmd_ema.data.check_cache import recall_or_find
 from deepmd_ema.data.formats.properties import StoredFrame, make_frame
 from deepmd_ema.data.formats.stores import is_there
 from deepmd_ema.data.formats.system import type_table
 from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, of_atoms, rows_per
-from deepmd_ema.elements import SYMBOLS
 from deepmd_ema.errors import DataError, collect_problems, counted, first_few, show_text
-from deepmd_ema.labels import APARAM, FPARAM, HESSIAN, LABELS
-from deepmd_ema.sorting import Array
+from deepmd_ema.geometry import Array
 
 _ATYPE, _META = "atype", "__metadata__"
 _PLURALS = {"coords": COORD, "cells": BOX, "energies": "energy", "forces": "force", "virials": "virial"}

@@ -1,4 +1,4 @@
-"""Names under which other programs keep labels, and how their arrays become the ones of :mod:`deepmd_ema.labels`."""
+"""Names under which other programs keep labels, and how their arrays become those of ``config.labels``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, FPARAM, HESSIAN, VIRIAL
 from deepmd_ema.data.source import Frame, ReadSpec, rows_per
 from deepmd_ema.errors import DataError, counted, did_you_mean, first_few, show_text
-from deepmd_ema.labels import APARAM, ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, FPARAM, HESSIAN, VIRIAL
-from deepmd_ema.sorting import Array
+from deepmd_ema.geometry import Array
 
 STRESS = "stress"  # (3, 3) or Voigt's six, eV/angstrom^3, positive under tension: minus the virial over the volume
 # usual names in small letters, without what says where the numbers are from

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from deepmd_ema.errors import DataError, first_few
-from deepmd_ema.sorting import Array
+from deepmd_ema.geometry import Array
 
 _MAX_ROWS = 2**48  # of any array that a computer can hold
 _MAX_REASON_CHARACTERS = 200  # letters of HDF5's own words

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from deepmd_ema.config.labels import APARAM, FPARAM, LABELS
 from deepmd_ema.data.formats.properties import StoredFrame
 from deepmd_ema.data.formats.stores import Hdf5Store, NpyStore, StoredArray
 from deepmd_ema.data.source import (
@@ -28,8 +29,7 @@ from deepmd_ema.data.source import (
     rows_per,
 )
 from deepmd_ema.errors import DataError, collect_problems, did_you_mean
-from deepmd_ema.labels import APARAM, FPARAM, LABELS
-from deepmd_ema.sorting import Array
+from deepmd_ema.geometry import Array
 
 TYPES = "real_atom_types"
 _MAX_TYPE_DIGITS = 9  # of a type

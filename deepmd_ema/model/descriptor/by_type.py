@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.distributed.tensors import precision
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.nn.layers import embedding_network, freeze, module_list
 from deepmd_ema.model.ops.reference import UsesOperations
-from deepmd_ema.seeds import seed_for
-from deepmd_ema.tensors import precision
+from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor_bases import PerElementSection

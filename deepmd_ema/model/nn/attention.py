@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.model.nn.layers import linear
 from deepmd_ema.model.nn.norm import LayerNorm
-from deepmd_ema.seeds import seed_for
+from deepmd_ema.utils import seed_for
 
 # A atoms, K neighbor slots, M channels of a pair, H hidden width
 

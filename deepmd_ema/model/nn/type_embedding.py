@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.elements import NUM_STATES, occupied_states
+from deepmd_ema.config.elements import NUM_STATES, occupied_states
 from deepmd_ema.model.nn.layers import Network, freeze
 
 

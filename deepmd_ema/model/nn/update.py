@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.seeds import seed_for
+from deepmd_ema.utils import seed_for
 
 
 class Update(nn.Module):

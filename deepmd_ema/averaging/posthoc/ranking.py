@@ -1,0 +1,230 @@
+"""Errors of averages of several widths and decays: the table, its file, the figure."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deepmd_ema.averaging.posthoc.combination import Combination, Combinations
+from deepmd_ema.averaging.posthoc.profiles import SHAPES, Decay, percent
+from deepmd_ema.averaging.posthoc.snapshots import SnapshotRun
+from deepmd_ema.config.labels import METRICS
+from deepmd_ema.distributed.files import atomic_write
+from deepmd_ema.errors import counted
+from deepmd_ema.model.metrics import Errors
+from deepmd_ema.report.table import Column, Table, render
+from deepmd_ema.utils import POSTHOC
+
+RANKED = ("E", "F", "V")  # quantities of the table and of `overall`
+# kinds of rows, beside those of live weights and of lengths made of snapshots
+TRACKED, SHAPE = "tracked", "shape"
+OVERALL = "overall"  # mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
+
+
+@dataclass(frozen=True)
+class Row:
+    """One set of weights and its errors.
+
+    Attributes:
+        kind: ``live``, ``tracked``, or made of snapshots (``posthoc`` a length, ``shape`` a decay).
+        name: of the weights.
+        sigma_rel: width of the profile, or None.
+        gamma: exponent of a power profile, or None.
+        mean_age: mean number of steps between the weights in it and its last update.
+        combination: how it was made of snapshots, or None.
+        errors: on the validation frames.
+    """
+
+    kind: str
+    name: str
+    sigma_rel: float | None = None
+    gamma: float | None = None
+    mean_age: float = 0.0
+    combination: Combination | None = None
+    errors: Errors = field(default_factory=Errors)
+
+    @classmethod
+    def of(cls, made: Combination) -> Row:
+        """Return the row of an average that was made of snapshots, still without errors."""
+        to = made.target
+        if isinstance(to, Decay):
+            return cls(SHAPE, to.describe(), to.sigma_rel, None, to.mean_age(), made)
+        return cls(POSTHOC, POSTHOC, to.sigma_rel, to.gamma, to.mean_age(), made)
+
+    @property
+    def decay(self) -> Decay | None:
+        """The decay that it replaces, if it does."""
+        target = None if self.combination is None else self.combination.target
+        return target if isinstance(target, Decay) else None
+
+    def score(self, metric: str, live: Errors) -> float:
+        """Return the value of ``metric``: ``overall`` (relative to ``live``), or one such as ``F:RMSE``."""
+        if metric != OVERALL:
+            return self.errors.metric(metric)
+        pairs = [(self.errors.metric(f"{name}:RMSE"), live.metric(f"{name}:RMSE")) for name in RANKED]
+        parts = [own / other if other else math.inf for own, other in pairs if not math.isnan(other)]
+        return sum(parts) / len(parts)
+
+    def describe(self) -> str:
+        """Return one line about weights that were made of snapshots."""
+        back = f"looks back {self.mean_age:,.0f} steps on average"
+        if self.decay is None:
+            return f"sigma_rel {self.sigma_rel:.4g}, gamma {self.gamma:.4g}, {back}"
+        length = f"the last {percent(self.decay.part)} ({counted(self.decay.steps, 'step')})"
+        return f"{self.decay.shape} decay over {length}, {back}"
+
+
+@dataclass(frozen=True)
+class PosthocReport:
+    """Errors of the live weights, of tracked averages and of those made of snapshots.
+
+    Attributes:
+        run: whose snapshots.
+        found: how the averages were combined.
+        resolvable: smallest and largest sigma_rel that the snapshots resolve, or None.
+        rows: the live weights first.
+        metric: what best means.
+        best: index of the chosen row.
+        num_frames: of the validation data.
+        num_systems: of the validation data.
+        left_out: decays that the snapshots do not resolve, by reason.
+    """
+
+    run: SnapshotRun
+    found: Combinations
+    resolvable: tuple[float, float] | None
+    rows: Sequence[Row]
+    metric: str
+    best: int
+    num_frames: int
+    num_systems: int
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def chosen(self) -> Row:
+        """The best of the weights that were made of snapshots."""
+        return self.rows[self.best]
+
+    def scores(self) -> list[float]:
+        """Return the value of the metric for each row."""
+        return [row.score(self.metric, self.rows[0].errors) for row in self.rows]
+
+    def text(self) -> str:
+        """Return the table with what it was made of, and what it says."""
+        run, found, ends, scores = self.run, self.found, self.resolvable, self.scores()
+        names = dict.fromkeys((s.profile, f"{s.track.sigma_rel:.4g}") for s in run.snapshots)
+        profiles = ", ".join(f"{name} (sigma_rel {width})" for name, width in names)
+        dropped = f", {found.dropped} directions below rounding dropped" if found.dropped else ""
+        widths = "those that were tracked" if ends is None else f"{ends[0]:.3g} to {ends[1]:.3g}"
+        lines = [
+            f"{run.folder}: step {run.step:,}, {counted(len(run.snapshots), 'snapshot')} of {profiles}",
+            f"combined: condition {found.condition:.2g}{dropped}; sigma_rel that the snapshots can give: {widths}",
+            *(f"left out, {reason}: {', '.join(names)}" for reason, names in self.left_out.items()),
+            f"errors on {counted(self.num_frames, 'frame')} of {counted(self.num_systems, 'system')}",
+            "",
+            *render(self.table()),
+            "* the best of its column",
+            "",
+            f"chosen by {self.metric}: {self.chosen.describe()}",
+        ]
+        best: dict[str, int] = {}  # length, and decay of each shape
+        for k, row in enumerate(self.rows):
+            kind = row.decay.shape if row.decay else row.kind
+            if row.combination is not None and scores[k] < scores[best.setdefault(kind, k)]:
+                best[kind] = k
+        if best.keys() & SHAPES.keys():
+            words = [
+                f"{row.name if row.decay else f'sigma_rel {row.sigma_rel:.4g}'} ({score / scores[0]:.4g} of live)"
+                for score, row in sorted(((scores[k], self.rows[k]) for k in best.values()), key=lambda pair: pair[0])
+            ]
+            lines.append(f"best length, and best decay of each shape: {', '.join(words)}")
+        winner = min(range(len(scores)), key=lambda k: scores[k] if not math.isnan(scores[k]) else math.inf)
+        if winner != self.best:
+            better = 1 - scores[winner] / scores[self.best]
+            lines.append(f"{self.rows[winner].name} is better still, by {100 * better:.2g} %")
+        made = [row for row in self.rows if row.kind == POSTHOC]
+        if len(made) > 2 and self.chosen.sigma_rel in (made[0].sigma_rel, made[-1].sigma_rel):
+            lines.append("the chosen one is at an end of the range: a sigma_rel beyond it may be better still")
+            if ends and any(math.isclose(self.chosen.sigma_rel or 0, end) for end in ends):
+                lines.append("more frequent snapshots (a smaller snapshot_freq) widen the resolvable range")
+        return "\n".join(lines)
+
+    def table(self) -> Table:
+        """Return one row per set of weights, with a star at the best of each column of errors."""
+        quantities = [METRICS[name] for name in RANKED]
+        errors = [[q.display_factor * row.errors.metric(f"{q.metric}:RMSE") for row in self.rows] for q in quantities]
+        scores, unit = self.scores(), "of live"
+        if self.metric != OVERALL:
+            quantity = METRICS[self.metric[0]]
+            scores, unit = [quantity.display_factor * score for score in scores], quantity.display_unit
+        rows = []
+        for k, row in enumerate(self.rows):
+            made, starred = row.combination, [_starred(column, k) for column in (*errors, scores)]
+            solved = (f"{100 * made.residual:.2g} %", made.amplification) if made else (None, None)
+            mark = "<- chosen" if k == self.best else ""
+            rows.append((row.name, row.sigma_rel, row.gamma, row.mean_age, *starred, *solved, mark))
+        heads = [
+            Column("weights"),
+            Column("sigma_rel", "", ".4f"),
+            Column("gamma", "", ".4g"),
+            Column("looks back", "steps", ",.0f"),
+            *(Column(f"{q.metric} RMSE", q.display_unit, ".4g") for q in quantities),
+            Column(self.metric, unit, ".4g"),
+            Column("residual", "", ".2g"),
+            Column("rounding", "x", ".2g"),
+            Column(),
+        ]
+        return Table("", heads, rows)
+
+    def write_table(self, path: str | Path) -> Path:
+        """Write every number as comma-separated values and return the file."""
+        errors = [(q, kind) for q in METRICS.values() for kind in ("RMSE", "MAE")]
+        columns = ["weights", "kind", "sigma_rel", "gamma", "mean_age_steps"]
+        columns += [f"{kind.lower()}_{q.metric.lower()}_m{q.unit.replace('angstrom', 'A')}" for q, kind in errors]
+        columns += [f"score_{self.metric}", "residual", "amplification", "condition", "chosen", "shape", "part"]
+        path = Path(path)
+        advice = "Choose another --table."
+        with atomic_write(path, advice) as part, part.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            for k, (row, score) in enumerate(zip(self.rows, self.scores())):
+                values = [1000 * row.errors.metric(f"{q.metric}:{kind}") for q, kind in errors]
+                made = row.combination
+                solved = [made.residual, made.amplification, self.found.condition] if made else [None] * 3
+                shape = [row.decay.shape, row.decay.part] if row.decay else [None] * 2
+                writer.writerow([row.name, row.kind, row.sigma_rel, row.gamma, row.mean_age, *values, score, *solved,
+                                 int(k == self.best), *shape])  # fmt: skip
+        return path
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the errors over sigma_rel and return the path of the figure."""
+        from deepmd_ema.report.plots import plot_sigma_rels
+
+        values = [
+            {name: METRICS[name].display_factor * row.errors.metric(f"{name}:RMSE") for name in RANKED}
+            for row in self.rows
+        ]
+        curves: dict[str, list[tuple[float, Mapping[str, float]]]] = {}
+        for row, errors in zip(self.rows, values):
+            if row.combination is not None:
+                label = f"{row.decay.shape} decay" if row.decay else "made of snapshots"
+                curves.setdefault(label, []).append((row.sigma_rel or 0.0, errors))
+        return plot_sigma_rels(
+            curves,
+            {row.name: (row.sigma_rel, values[k]) for k, row in enumerate(self.rows) if row.combination is None},
+            (self.chosen.sigma_rel or 0.0, values[self.best]),
+            path,
+            f"{self.run.folder.resolve().name}, step {self.run.step:,}: averages of {len(self.run.snapshots)} "
+            f"snapshots; {self.num_frames} validation frames",
+        )
+
+
+def _starred(column: Sequence[float], k: int) -> str | None:
+    """Return entry ``k`` of a column of errors, with a star if no other is smaller."""
+    if math.isnan(column[k]):
+        return None
+    best = min(value for value in column if not math.isnan(value))
+    return f"{column[k]:.4g}{'*' if column[k] == best else ' '}"

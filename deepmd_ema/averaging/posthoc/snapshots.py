@@ -1,0 +1,209 @@
+"""The snapshots of averages that a run has written (files of kind snapshot): found, checked and combined."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepmd_ema import checkpoint
+from deepmd_ema.averaging.posthoc.combination import Combination, Track
+from deepmd_ema.checkpoint.names import SUFFIXES, numbered_name, series_and_step
+from deepmd_ema.config.outputs import SNAPSHOTS
+from deepmd_ema.distributed.tensors import check_weights
+from deepmd_ema.errors import CheckpointError, collect_problems, counted, first_few
+
+KIND = "snapshot"
+HOW_TO_KEEP = (
+    'Train with these in the section training, beside enable_ema where it is: "averaging": [{"name": "p05", "type": '
+    '"power", "sigma_rel": 0.05, "snapshots": true}, {"name": "p10", "type": "power", "sigma_rel": 0.10, "snapshots": '
+    "true}]; snapshot_freq says how often (default: save_freq)."
+)
+MAX_BYTES = 2 << 30  # of sums held at once; more widths than fit take another pass over the files
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One snapshot.
+
+    Attributes:
+        path: the file.
+        step: optimizer steps of the weights.
+        profile: name of the average.
+        track: how much of the weights after each step is in it.
+    """
+
+    path: Path
+    step: int
+    profile: str
+    track: Track
+
+
+@dataclass(frozen=True)
+class SnapshotRun:
+    """The snapshots of one run.
+
+    Attributes:
+        folder: the folder.
+        reference: training checkpoint of ``step``, or the newest one when that is gone.
+        payload: its content.
+        step: the last step that is averaged over.
+        snapshots: those up to ``step``, the oldest first; the last is of ``step``. May be none.
+        averaged: names of the tensors that are averaged; empty without snapshots.
+        notes: files that were left out, and why.
+    """
+
+    folder: Path
+    reference: Path
+    payload: Mapping[str, Any]
+    step: int
+    snapshots: Sequence[Snapshot]
+    averaged: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def tracks(self) -> list[Track]:
+        """The tracks of the snapshots, in their order."""
+        return [snapshot.track for snapshot in self.snapshots]
+
+
+def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
+    """Return the snapshots of the run in ``folder``, checked to be of one trajectory of one model.
+
+    Args:
+        folder: where the run was started, with its file ``checkpoint``.
+        step: the last step to average over, one that has a snapshot; the newest by default.
+
+    Raises:
+        CheckpointError: if there are no checkpoints or too few snapshots, or some cannot be read or combined.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        what = "is a file" if folder.is_file() else "no such folder"
+        raise CheckpointError(f"{folder}: {what}. Give the folder in which the run was started.")
+    newest = checkpoint.resolve(folder)
+    payload = checkpoint.load(newest)
+    place = newest.parent / SNAPSHOTS
+    found, notes = _read_all(place, payload, newest)
+    steps = sorted({snapshot.step for snapshot, _ in found})
+    if step is None:
+        step = steps[-1]
+    if step not in steps:
+        near = sorted(sorted(steps, key=lambda s: abs(s - step))[:5])
+        raise CheckpointError(
+            f"--step {step}: no snapshot of this step in {place}. There are snapshots of "
+            f"{counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}; the nearest: {', '.join(map(str, near))}."
+        )
+    kept = [(snapshot, facts) for snapshot, facts in found if snapshot.step <= step]
+    later = len(found) - len(kept)
+    notes += [f"left out: {counted(later, 'snapshot')} after step {step:,}"] if later else []
+    if len(kept) < 2:
+        raise CheckpointError(
+            f"{place}: 1 snapshot up to step {step}; at least 2 are needed to make averages of other widths. Keep "
+            "them more often (a smaller snapshot_freq)."
+        )
+    averaged = _check_alike(kept, payload)
+    written = series_and_step(newest.name)
+    reference = newest.with_name(numbered_name(written[0], step, newest.suffix)) if written is not None else newest
+    if reference != newest and reference.exists():
+        other = checkpoint.load(reference)
+        if other.get("run") == payload["run"]:
+            newest, payload = reference, other
+    return SnapshotRun(folder, newest, payload, step, [k for k, _ in kept], averaged, notes)
+
+
+def combine(
+    run: SnapshotRun, combinations: Sequence[Combination], most_bytes: int = MAX_BYTES
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the weights of each combination in turn: averaged tensors combined, all others as in the last snapshot.
+
+    One snapshot at a time is in memory. Sums are in float64; the results have the precision of an average that was
+    tracked, float32 or wider.
+
+    Args:
+        run: whose snapshots.
+        combinations: coefficients over ``run.snapshots``.
+        most_bytes: of sums held at once.
+    """
+    model = run.payload["model"]
+    size = sum(model[name].numel() for name in run.averaged)
+    group = max(1, most_bytes // (8 * max(1, size)))
+    for low in range(0, len(combinations), group):
+        coefficients = torch.from_numpy(np.stack([one.coefficients for one in combinations[low : low + group]]))
+        sums = torch.zeros(len(coefficients), size, dtype=torch.float64)
+        last: dict[str, Tensor] = {}
+        for k, snapshot in enumerate(run.snapshots):
+            last = checkpoint.load(snapshot.path)["model"]
+            flat = torch.cat([last[name].to(torch.float64).ravel() for name in run.averaged])
+            sums.addr_(coefficients[:, k], flat)
+        for row in sums:
+            averaged = {}
+            for name, part in zip(run.averaged, row.split([model[name].numel() for name in run.averaged])):
+                dtype = torch.promote_types(model[name].dtype, torch.float32)
+                averaged[name] = part.view(model[name].shape).to(dtype)
+            yield {name: averaged.get(name, last[name]) for name in model}
+
+
+def _read_all(
+    place: Path, payload: Mapping[str, Any], newest: Path
+) -> tuple[list[tuple[Snapshot, Mapping[str, Any]]], list[str]]:
+    """Return the snapshots of the run of ``payload`` with their facts, the oldest first, and notes on others."""
+    found: list[tuple[Snapshot, Mapping[str, Any]]] = []
+    left_out: dict[str, list[str]] = {}  # files by reason
+    problems: list[str] = []
+    for path in sorted(path for suffix in SUFFIXES for path in place.glob(f"*{suffix}")):
+        with collect_problems(problems):
+            facts = checkpoint.load_facts(path)
+            facts["model"] = {name: tuple(tensor.shape) for name, tensor in facts["model"].items()}
+            average, step = facts.get("average", {}), facts["step"]
+            if facts["kind"] != KIND or facts.get("run") != payload.get("run"):
+                left_out.setdefault("of another run", []).append(path.name)
+            elif step > payload["step"]:
+                left_out.setdefault(f"beyond {newest.name}", []).append(path.name)
+            elif (hook := average.get("should_update")) is not None:
+                problems.append(f"{path}: was updated when {hook} decided, and not at known steps.")
+            elif average["updates"] > 0:
+                track = Track.of(average, step)
+                # counted while it was averaged: differs if the settings were others in some part of the run
+                mean_age = track.mean_age() + step - track.end
+                if math.isclose(average["mean_age"], mean_age, rel_tol=1e-6, abs_tol=1e-3):
+                    found.append((Snapshot(path, step, facts["weights"], track), facts))
+                else:
+                    left_out.setdefault("of averages whose settings were changed at a restart", []).append(path.name)
+    if problems:
+        raise CheckpointError(problems)
+    notes = [f"{what}, left out: {first_few(files, 5)}" for what, files in left_out.items()]
+    if not found:
+        why = f"({'; '.join(notes)}) " if notes else ""
+        raise CheckpointError(f"{place}: no snapshots of the run of {newest}. {why}{HOW_TO_KEEP}")
+    return sorted(found, key=lambda pair: (pair[0].step, pair[0].profile)), notes
+
+
+def _check_alike(kept: Sequence[tuple[Snapshot, Mapping[str, Any]]], payload: Mapping[str, Any]) -> list[str]:
+    """Return the names of the averaged tensors after checking that all snapshots have the same, of the same shapes."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in payload["model"].items()}
+    averaged = list(kept[-1][1]["averaged"])
+    problems: list[str] = []
+    others: dict[tuple[str, ...], list[Path]] = {}  # one message for all files of an average
+    for one, facts in kept:
+        with collect_problems(problems):
+            check_weights(shapes, facts["model"], one.path)
+            if set(averaged) != set(facts["averaged"]):
+                others.setdefault((one.profile, *facts["averaged"]), []).append(one.path)
+    for (_, *names), paths in others.items():
+        more = f" and {len(paths) - 1} more of this average" if len(paths) > 1 else ""
+        different = first_few(sorted(set(averaged) ^ set(names)), 5)
+        problems.append(
+            f"{paths[0]}{more}: of {len(names)} averaged tensors, {kept[-1][0].path} of {len(averaged)}; different: "
+            f"{different}. Only averages of the same tensors combine (`buffers` of training.averaging): move the "
+            "others to another folder."
+        )
+    if problems:
+        raise CheckpointError(problems)
+    return averaged

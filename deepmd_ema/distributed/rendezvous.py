@@ -1,0 +1,333 @@
+"""Rendezvous of the ranks of a run, the watch on others while it lasts, and the rank that reports its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from deepmd_ema.distributed.launch import ADDRESS, END_SIGNALS, Launch, write_error_file
+from deepmd_ema.errors import Interrupted, RankLostError, ReportedElsewhere, Terminated, UserError, first_few
+
+logger = logging.getLogger(__name__)
+
+JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
+PEER_ERROR_S = 3.0  # for a rank that has not been heard of since another one has failed: it may be dead
+LINGER_S = 10.0  # for a rank that is known to end, or to know why: a loaded machine takes seconds
+HEAD_START_S = 0.3  # for the rank that knows why to end first: torchrun names the first that ended as the root cause
+MAX_POLL_INTERVAL_S = 0.5
+# in errors of NCCL, which writes "socket" and "system error" for faults of its own too
+LOST_PEER = (
+    "remote process",
+    "remoteerror",
+    "connection closed",
+    "connection reset",
+    "aborted",
+    "timeout",
+    "timed out",
+)
+REACT_S = 2.0  # for a rank to come back from torch after a signal
+BEAT_INTERVAL_S = 30.0
+MAX_MISSED_BEATS = 4  # that is 2 min: a machine that is busy with other things does not take so long
+WATCH_TIMEOUT = timedelta(days=365)  # of the message that comes when a rank ends as it should
+NOTICE_S = 3.0  # for the main thread to notice a loss by itself
+EXIT_LOST = 1
+
+
+class Rendezvous:
+    """The key-value store of a run. torchrun's agent hosts it; without an agent rank 0 does, until it ends.
+
+    Keys: ``joined K`` of rank K (its process and machine), ``ready K``, ``ending K``, ``left K`` (it will not ask the
+    store any more), and ``error``, the number of ranks that wanted to report one. Methods raise a RuntimeError of torch
+    where the host of the store has ended.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        me = f"rank {launch.rank} of {launch.size}"
+        missing = [name for name in ADDRESS if name not in os.environ]
+        if missing:
+            raise UserError(
+                f"started as {me}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so the "
+                "ranks cannot meet. Launch with torchrun, or set MASTER_ADDR to the first machine and MASTER_PORT to a "
+                "free port of it."
+            )
+        host, number = (os.environ[name] for name in ADDRESS)
+        self._address = host, port = host, int(number)
+        self._is_host = launch.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if self._is_host and self._is_up():
+            raise UserError(f"MASTER_PORT = {port}: in use on {host}. Choose another port; every run needs its own.")
+        if not self._is_host and not _wait_for(self._is_up, JOIN_S):
+            raise UserError(
+                f"{me}: nobody has answered at {host}:{port} within {JOIN_S:.0f} s. MASTER_ADDR and MASTER_PORT must "
+                "be those of the machine of rank 0, and rank 0 must be running."
+            )
+        try:
+            limit = timedelta(seconds=JOIN_S)
+            store = dist.TCPStore(host, port, launch.size, self._is_host, timeout=limit, wait_for_workers=False)
+        except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+            raise UserError(f"{me}: cannot meet at {host}:{port} ({str(error).splitlines()[0]}).") from error
+        # an agent that starts the ranks again keeps its store, with the keys of the first attempt
+        self.store = dist.PrefixStore(f"dp-ema/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+    def join(self) -> None:
+        """Wait until all ranks are here.
+
+        Raises:
+            UserError: naming the ranks that are missing, or joined twice.
+        """
+        rank = self._launch.rank
+        me = f"process {os.getpid()} on {socket.gethostname()}"
+        if self.store.compare_set(f"joined {rank}", "", me).decode() != me:
+            raise UserError(
+                f"another process has come as rank {rank} already: RANK is the same twice, or two runs have the same "
+                f"MASTER_PORT = {self._address[1]}. Give every process its own RANK and every run its own port."
+            )
+        self._wait_for_all("joined")
+
+    def be_ready(self) -> None:
+        """Wait until all ranks are about to exchange tensors: connecting to one that has ended takes until a timeout.
+
+        Raises:
+            UserError: naming the ranks that are missing.
+            RankLostError: if another rank has ended.
+        """
+        self.store.set(f"ready {self._launch.rank}", "")
+        self._wait_for_all("ready")
+
+    def _wait_for_all(self, key: str) -> None:
+        rank, size = self._launch.rank, self._launch.size
+        answered = _wait_for(lambda: not self._missing(key) or self.store.check(["error"]), JOIN_S)
+        missing = self._missing(key)
+        if not missing:
+            return
+        if answered:
+            raise RankLostError("ended because another rank could not continue; its message gives the reason")
+        names = f"rank{'s' if len(missing) > 1 else ''} {first_few([str(k) for k in missing], 8)}"
+        if rank > min(set(range(size)) - set(missing)):
+            raise RankLostError("the ranks did not find each other")  # the first that is here reports it
+        raise UserError(
+            f"started as rank {rank} of {size}, but {names} did not come within {JOIN_S:.0f} s. "
+            "WORLD_SIZE must be the number of processes that are started; look for messages of those that are missing."
+        )
+
+    def report_of(self, error: BaseException) -> BaseException | None:
+        """Return the error that this rank reports for ``error``, or None where another rank reports the reason."""
+        rank = self._launch.rank
+        if isinstance(error, Interrupted):  # all ranks have it
+            return error if rank == 0 else None
+        lost = is_peer_lost(error)
+        patience = LINGER_S if isinstance(error, RankLostError) else PEER_ERROR_S  # our own: it knows of the other
+        try:
+            if self._is_up():  # checked first, because the store would wait minutes for a machine that is gone
+                self.store.set(f"ending {rank}", "")
+                if lost:  # a rank that knows why comes first, if there is one
+                    _wait_for(lambda: self.store.check(["error"]) or not self._missing("ending"), patience)
+                is_first = self.store.add("error", 1) == 1
+                if lost and is_first:
+                    error = self._lost_error(error)
+                self.store.set(
+                    f"left {rank}", ""
+                )  # the last word to the store, because its host ends when all have left
+                if lost and not is_first:
+                    time.sleep(HEAD_START_S)
+                if self._is_host:
+                    _wait_for(lambda: not self._missing("left"), PEER_ERROR_S)
+                    _wait_for(lambda: set(self._missing("left")) <= set(self._missing("ending")), LINGER_S)
+                return error if is_first else None
+        except RuntimeError:  # it was closed in between
+            pass
+        # Rank 0 held the store and has ended: nobody can report more, but one message is enough.
+        if lost:
+            return RankLostError("rank 0 has ended; if it left no message, it was killed.") if rank == 1 else None
+        return error
+
+    def _lost_error(self, error: BaseException) -> BaseException:
+        """Return the report of a rank that lost others, which have ended without a message."""
+        came = (k for k in self._missing("ending") if self.store.check([f"joined {k}"]))  # get() waits for the others
+        names = [f"rank {k} ({self.store.get(f'joined {k}').decode()})" for k in came]
+        places = first_few(names, 4) or "another rank"
+        if isinstance(error, Terminated):
+            # sent by a user to all ranks, or by a launcher to those that are left
+            silent = f" {places} did not answer: if it was killed, the launcher has ended the others." if names else ""
+            return Terminated(f"{error}.{silent}", error.signal_number)
+        return RankLostError(
+            f"{places} ended without a message or does not answer: killed by a user, by the system for lack of memory, "
+            "or its machine is gone. Checkpoints on the disk are whole."
+        )
+
+    def _is_up(self) -> bool:
+        """Whether somebody listens at the address of the store; unlike the store itself, answers within 5 s."""
+        try:
+            socket.create_connection(self._address, timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    def _missing(self, key: str) -> list[int]:
+        """Return the ranks that have not set ``key``."""
+        ranks = range(self._launch.size)
+        if self.store.check([f"{key} {k}" for k in ranks]):  # one question for all, where there are many
+            return []
+        return [k for k in ranks if not self.store.check([f"{key} {k}"])]
+
+
+@contextmanager
+def join_ranks(launch: Launch) -> Iterator[Rendezvous]:
+    """Find the other ranks and yield where they meet; of what ends the body, one rank reports it.
+
+    Raises:
+        UserError: if the environment does not say where the ranks meet, or they do not.
+        RankLostError: where this rank is to report that another one has ended without a message.
+        ReportedElsewhere: from the error of the body, where another rank reports why the run ends.
+    """
+    rendezvous = Rendezvous(launch)
+    try:
+        rendezvous.join()
+        yield rendezvous
+    except (Exception, KeyboardInterrupt) as error:
+        if threading.current_thread() is threading.main_thread():
+            for number in END_SIGNALS:  # a launcher that ends the others would cut the report off
+                signal.signal(number, signal.SIG_IGN)
+        report = rendezvous.report_of(error)
+        if report is error:
+            raise
+        raise (report or ReportedElsewhere()) from error
+
+
+@contextmanager
+def ends_at_once(rank: int) -> Iterator[None]:
+    """Let a signal that ends a process end it in the body, which waits inside torch, where Python runs no handler."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    left = threading.Event()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        while number := reader.recv(1):
+            # else the main thread has come back to Python, and reports it
+            if number[0] in (*END_SIGNALS, signal.SIGINT) and not left.wait(REACT_S):
+                error = Terminated(signal_number=signal.Signals(number[0]))
+                message = f"dp-ema (rank {rank}): {error}. Another rank does not answer: it may have been killed."
+                if rank <= 1:  # rank 0 may be the one that was killed
+                    os.write(2, f"{message}\n".encode())
+                    write_error_file(message)
+                os._exit(128 + error.signal_number)
+
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        signal.set_wakeup_fd(before)
+        writer.close()
+        thread.join()
+        reader.close()
+
+
+@contextmanager
+def watched_peers(rendezvous: Rendezvous, launch: Launch) -> Iterator[None]:
+    """Watch the next rank in a thread while the body runs. A collective at both ends.
+
+    The connections of gloo close when a process ends, however that happens. The thread of rank k waits for a message of
+    rank k + 1, which that rank sends at its end; if the connection closes instead, the main thread may wait for ever in
+    a collective of NCCL, so the thread reports the loss and ends the process. The rank before then notices that in
+    turn.
+    """
+    group = dist.new_group(backend="gloo", timeout=WATCH_TIMEOUT)
+    has_left = threading.Event()
+
+    def watch() -> None:
+        try:
+            dist.recv(torch.zeros(1), src=(launch.rank + 1) % launch.size, group=group)
+        except RuntimeError as error:
+            if has_left.wait(NOTICE_S):
+                return  # the main thread reports it, or another error
+            report = rendezvous.report_of(dist.DistNetworkError(str(error)))
+            if report is not None:
+                message = f"dp-ema (rank {launch.rank}): {report}"
+                os.write(2, f"{message}\n".encode())
+                write_error_file(message)
+            os._exit(EXIT_LOST)
+
+    thread = threading.Thread(target=watch, name="dp-ema-peer-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+        dist.send(torch.zeros(1), dst=(launch.rank - 1) % launch.size, group=group)
+    finally:
+        has_left.set()
+    thread.join()
+
+
+@contextmanager
+def heard_peers(rendezvous: Rendezvous, launch: Launch) -> Iterator[None]:
+    """Have rank 0 log a line about each rank that does not answer while the body runs: it is stopped, or cut off.
+
+    A thread of each rank counts in the store. The others wait for a rank that is stopped until a timeout of half an
+    hour.
+    """
+    has_left, ranks = threading.Event(), range(1, launch.size)
+    store = rendezvous.store
+
+    def watch() -> None:
+        beats, missed = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
+        with suppress(RuntimeError):  # the host of the store has ended
+            while not has_left.wait(BEAT_INTERVAL_S):
+                if not launch.is_main:
+                    store.add(f"beat {launch.rank}", 1)
+                for k in ranks if launch.is_main else ():
+                    before, beats[k] = beats[k], store.add(f"beat {k}", 0)
+                    missed[k] = missed[k] + 1 if beats[k] == before else 0
+                    if missed[k] and missed[k] % MAX_MISSED_BEATS == 0:
+                        place, minutes = store.get(f"joined {k}").decode(), missed[k] * BEAT_INTERVAL_S / 60
+                        text = "waiting for rank %d (%s) for %.2g min: it is stopped, or cannot be reached"
+                        logger.warning(text, k, place, minutes)
+
+    thread = threading.Thread(target=watch, name="dp-ema-peer-beats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_left.set()
+        thread.join(NOTICE_S)  # the store does not answer where its host is stopped
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether ``error`` is the news that another rank has ended."""
+    if isinstance(error, dist.DistBackendError):  # NCCL raises it for its own faults too, such as a wrong driver
+        return any(word in str(error).lower() for word in LOST_PEER)
+    if isinstance(error, RankLostError | Terminated | dist.DistError):
+        return True
+    # gloo raises a bare RuntimeError that begins with the path of its source file; "enforce fail" is a wrong setting
+    return isinstance(error, RuntimeError) and "gloo" in str(error) and "enforce fail" not in str(error)
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the line of an error of torch that names its cause."""
+    first, _, last = str(error).partition("Last error:")  # what NCCL says itself
+    return (last.strip() or first.strip() or type(error).__name__).splitlines()[0]
+
+
+def _wait_for(question: Callable[[], bool], seconds: float) -> bool:
+    """Ask until the answer is yes or the time is over; unlike a wait inside torch, Ctrl-C ends it."""
+    began = time.monotonic()
+    while not question():
+        waited = time.monotonic() - began
+        if waited > seconds:
+            return False
+        time.sleep(min(MAX_POLL_INTERVAL_S, 0.02 + waited / 10))
+    return True

@@ -1,0 +1,238 @@
+"""The processes of a run: the rank and device of this one, what they exchange, and how they end together."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from deepmd_ema.distributed.launch import ADDRESS, Launch
+from deepmd_ema.distributed.rendezvous import (
+    cause_of,
+    ends_at_once,
+    heard_peers,
+    is_peer_lost,
+    join_ranks,
+    watched_peers,
+)
+from deepmd_ema.errors import RankLostError, UserError
+from deepmd_ema.utils import keep_freed_memory
+
+T = TypeVar("T")
+
+# With gloo a rank that ends is noticed at once, because its connections close; the limits are for one that hangs or
+# whose machine is gone. NCCL does not notice an end: there a thread does (dist.rendezvous).
+STEP_TIMEOUT = timedelta(minutes=30)  # of a collective, and of what one rank does alone during training: writing files
+PREPARATION_TIMEOUT = timedelta(hours=24)  # of what rank 0 does alone before training: reading all data
+_ANNOUNCED = "all_ranks_know"  # attribute of an error that all_ranks_ok has raised
+
+
+@dataclass(frozen=True)
+class World(Launch):
+    """The processes that train together. With one process every method returns immediately.
+
+    Made once, by :func:`open_world`, and handed down; nothing else reads the environment. Methods are collectives:
+    every rank must call each of them in the same order. They raise an error of torch if another rank has ended.
+
+    Attributes:
+        device: of this rank; tensors that are exchanged are moved there.
+        cpu_group: gloo group for control messages; None means the default group, which is gloo itself on CPUs.
+        long_timeout_group: gloo group for waiting until rank 0 has prepared the run.
+    """
+
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    cpu_group: dist.ProcessGroup | None = None
+    long_timeout_group: dist.ProcessGroup | None = None
+
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``values`` over the ranks, detached, without waiting for the device."""
+        if self.size == 1:
+            return values
+        total = values.detach().to(self.device, copy=True)
+        dist.all_reduce(total)
+        return total.to(values.device)
+
+    def all_reduce_max(self, number: int, group: dist.ProcessGroup | None = None) -> int:
+        """Return the largest ``number`` of all ranks; waits for them, but not for the device."""
+        return self.all_reduce_max_each([number], group)[0]
+
+    def all_reduce_max_each(self, numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+        """Return the largest over the ranks of each of as many numbers."""
+        if self.size == 1 or not numbers:
+            return list(numbers)
+        largest = torch.tensor(numbers)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group or self.cpu_group)
+        return largest.tolist()
+
+    def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
+        """Return the value of ``make()`` of rank 0; other ranks do not call it.
+
+        Raises:
+            UserError: what ``make`` raised on rank 0; on other ranks :class:`RankLostError`.
+        """
+        if self.size == 1:
+            return make()
+        box: list[Any] = [None]
+        with self.all_ranks_ok(self.long_timeout_group):
+            if self.is_main:
+                box[0] = make()
+        dist.broadcast_object_list(box, src=0, group=self.cpu_group)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks on rank 0, in their order, and nothing on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size if self.is_main else []
+        dist.gather_object(value, values if self.is_main else None, group=self.cpu_group)
+        return values
+
+    def scatter(self, values: Sequence[T]) -> T:
+        """Return the value for this rank of those that rank 0 has for all; what others give is not looked at."""
+        if self.size == 1:
+            return values[0]
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, list(values) if self.is_main else None, group=self.cpu_group)
+        found: T = box[0]
+        return found
+
+    def for_writer(self) -> World:
+        """Return the same processes with a group of their own, for the thread that writes files. A collective."""
+        if self.size == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT)
+        return replace(self, cpu_group=group, long_timeout_group=group)
+
+    @contextmanager
+    def all_ranks_ok(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """Run the body on every rank, and end all ranks if it fails on one.
+
+        Args:
+            group: whose timeout is the longest that a rank waits for others; that of a step by default.
+
+        Raises:
+            RankLostError: where the body succeeded, if it failed on another rank, which raises its own error.
+        """
+        own_error: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1 or is_peer_lost(error) or getattr(error, _ANNOUNCED, False):
+                raise  # there are no other ranks, or a body inside this one has informed them
+            own_error = error
+        failed = 0
+        try:
+            failed = self.all_reduce_max(0 if own_error is None else self.rank + 1, group)
+        except RuntimeError:
+            if own_error is None:
+                raise
+        if own_error is not None:
+            setattr(own_error, _ANNOUNCED, True)
+            raise own_error
+        if failed:
+            raise RankLostError(f"ended because rank {failed - 1} could not continue; its message gives the reason")
+
+
+def clear_announced(error: BaseException) -> BaseException:
+    """Return ``error`` as one not yet announced to other ranks, to be raised once more, in another thread."""
+    if hasattr(error, _ANNOUNCED):
+        delattr(error, _ANNOUNCED)
+    return error
+
+
+@contextmanager
+def open_world(device: str | None, launch: Launch) -> Iterator[World]:
+    """Join the processes that were launched together, and leave them at the end; NCCL on GPUs, gloo on CPUs.
+
+    An error on one rank ends all, and one of them reports it: see :func:`deepmd_ema.distributed.rendezvous.join_ranks`.
+
+    Args:
+        device: name of the device of this rank, or None to choose.
+        launch: rank of this process and number of ranks.
+    """
+    if str(device).startswith("cpu") or not torch.cuda.is_available():
+        # before the store and gloo start threads: glibc documents mallopt as unsafe beside others
+        keep_freed_memory()
+    if not launch.launched or (launch.size == 1 and any(name not in os.environ for name in ADDRESS)):
+        yield World(**vars(launch), device=select_device(device, launch.local_rank))
+        return
+    with join_ranks(launch) as rendezvous:
+        chosen = select_device(device, launch.local_rank)
+        cuda = chosen.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(chosen)
+        rendezvous.be_ready()
+        try:
+            backend = "nccl" if cuda else "gloo"
+            with ends_at_once(launch.rank):
+                dist.init_process_group(
+                    backend,
+                    timeout=STEP_TIMEOUT,
+                    rank=launch.rank,
+                    world_size=launch.size,
+                    store=rendezvous.store,
+                    device_id=chosen if cuda else None,  # NCCL then connects here and not within the first step
+                )
+                cpu_group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if cuda else None
+                long_timeout_group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
+        except (RuntimeError, ValueError) as error:
+            if is_peer_lost(error):
+                raise
+            raise UserError(
+                f"rank {launch.rank} of {launch.size}: the ranks cannot exchange tensors "
+                f"({cause_of(error)}). On several machines set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the "
+                "network interface between them; every rank needs a GPU of its own."
+            ) from error
+        world = World(**vars(launch), device=chosen, cpu_group=cpu_group, long_timeout_group=long_timeout_group)
+        default_group = dist.group.WORLD
+        watched = watched_peers(rendezvous, launch) if cuda and launch.size > 1 else nullcontext()
+        with heard_peers(rendezvous, launch), watched:
+            yield world
+        # Not after an error: other ranks may have ended, and this would wait for them.
+        dist.destroy_process_group()
+        # The destructor of a group joins its threads, which may need the interpreter lock. A DDP module that outlives
+        # the group would run it while holding the lock, and hang now and then (pytorch issue 56297). So modules go
+        # first, and the last reference is a Python one, whose deletion releases the lock.
+        gc.collect()
+        del default_group
+
+
+def select_device(name: str | None = None, local_rank: int = 0) -> torch.device:
+    """Return the device called ``name``; without one CUDA where there is a GPU, else the CPU.
+
+    Args:
+        name: ``cpu``, ``cuda`` or ``cuda:N``.
+        local_rank: of this process on its machine: which GPU ``cuda`` without a number is; where a launcher shows each
+            process a GPU of its own, that one.
+
+    Raises:
+        UserError: if the device is unknown or absent on this machine, or there are fewer GPUs than local ranks.
+    """
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name is None:
+        name = "cuda" if visible else "cpu"
+    if name == "cuda" and visible > 1 and local_rank >= visible:
+        raise UserError(
+            f"--device cuda: there is no GPU for local rank {local_rank}, this machine shows {visible} GPUs. Start "
+            f"{visible} processes per machine, or fewer, or show each process one GPU (srun --gpus-per-task=1)."
+        )
+    try:
+        chosen = torch.device(f"cuda:{0 if visible == 1 else local_rank}" if name == "cuda" else name)
+    except RuntimeError as error:
+        raise UserError(f"--device {name}: unknown device. Use cpu, cuda or cuda:0.") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {name}: no CUDA device is visible to torch {torch.__version__}. Use --device cpu.")
+    try:
+        torch.zeros((), dtype=torch.float64, device=chosen).item()
+    except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
+        raise UserError(f"--device {name}: is not usable here ({reason}). Use cpu, cuda or cuda:0.") from error
+    return chosen

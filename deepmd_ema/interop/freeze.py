@@ -1,0 +1,391 @@
+"""Freezing and conversion: writes weights as another model file, which is compared before it takes its name."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from deepmd_ema import checkpoint
+from deepmd_ema.batch import Batch
+from deepmd_ema.config import ModelConfig
+from deepmd_ema.data.collate import collate
+from deepmd_ema.data.source import Frame
+from deepmd_ema.distributed.files import MODEL_FILE, check_output, refuse_inputs
+from deepmd_ema.distributed.world import select_device
+from deepmd_ema.errors import CheckpointError, UserError, command, counted
+from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, ModelFile, load_model, load_models
+from deepmd_ema.interop import deepmd_kit, dp
+from deepmd_ema.interop.deepmd_pt import WrittenModel, write_deepmd_pt
+from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.interface import Composite
+from deepmd_ema.model.tabulated import make_tables, min_table_distance, tabulate
+
+SUFFIXES = (".dp", ".yaml", ".yml", COMPILED_SUFFIX)
+WEIGHTS = ".pt"
+FOLDERS = (".savedmodel", ".savedmodeltf")  # that `dp convert-backend` makes of a .dp
+# largest difference between the file that was read back and the checkpoint, relative to the largest number
+SAME_MATH = {torch.float64: 1e-10, torch.float32: 1e-4}
+FROM_TABLES = {torch.float64: 1e-8, torch.float32: 1e-4}  # the same of a file with tables of its networks
+SPACING = 2.1  # angstrom, of the atoms of the frames on which the two are compared
+IN_LAMMPS = (COMPILED_SUFFIX, ".pth")  # what DeePMD-kit's pair style reads with its torch backends
+LAMMPS_VERSIONS = "LAMMPS of DeePMD-kit 3.2.0 with torch 2.11"  # that benchmarks/lammps.py was run with
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A file that was written.
+
+    Attributes:
+        path: the file.
+        source: description of the weights that were frozen.
+        num_bytes: its size.
+        difference: largest difference to the checkpoint, by quantity, in eV and eV/angstrom.
+        use: line about what the file is for.
+        tables: line about the tables of its networks, or an empty string.
+        lammps: lines of an input of LAMMPS, or an empty string for a file that it does not read.
+    """
+
+    path: Path
+    source: str
+    num_bytes: int
+    difference: Mapping[str, float]
+    use: str = ""
+    tables: str = ""
+    lammps: str = ""
+
+    def text(self) -> str:
+        """Return lines about the file: size, largest difference to the checkpoint, and programs that read it."""
+        each = ", ".join(f"{name} {value:.1e}" for name, value in self.difference.items())
+        lines = [
+            f"{self.path}: {self.source}; {self.num_bytes / 1e6:.2f} MB",
+            self.tables,
+            f"read back and compared on two made-up frames: largest difference {max(self.difference.values()):.1e} "
+            f"({each})",
+            self.use,
+            self.lammps,
+        ]
+        return "\n".join(filter(None, lines))
+
+
+def convert_to_deepmd(file: ModelFile, output: str | Path) -> Frozen:
+    """Write models to a checkpoint of DeePMD-kit, read it back, and compare them before the file takes its name.
+
+    Args:
+        file: the models; a single one gets no name there.
+        output: ends in ``.pt``.
+
+    Raises:
+        UserError: if there is something else.
+        CheckpointError: if DeePMD-kit does not have such a model, the file cannot be written or is not the same models;
+            an older file of that name stays.
+    """
+    path = Path(output)
+    models = file.models if len(file.models) > 1 else {"": next(iter(file.models.values()))}
+    info = next(iter(models.values())).info
+    _check_new_weights(path, info.path)
+    for loaded in models.values():
+        only_here = _only_here(path, loaded.model, loaded.config)
+        if only_here:
+            raise CheckpointError(f"{path}: {only_here}. Without --to deepmd the file is for dp-ema.")
+    difference: dict[str, float] = {}
+
+    def read_back(part: Path) -> None:
+        back = load_models(part).models
+        for task, one in models.items():
+            for name, value in compare(one.model, back[task].model, one.config).items():
+                difference[name] = max(value, difference.get(name, 0.0))
+
+    own = {task: WrittenModel(one.config, one.model, one.info.as_dict()) for task, one in models.items()}
+    write_deepmd_pt(path, own, check=read_back)
+    source = f"{', '.join(models)}: {replace(info, head='').describe()}" if len(models) > 1 else info.describe()
+    use = "for DeePMD-kit: dp --pt test, freeze, change-bias, and train with --init-model or --finetune"
+    return Frozen(path, f"{source}, from {info.path}", path.stat().st_size, difference, use)
+
+
+def convert(loaded: LoadedModel, output: str | Path, program: str | None = None) -> Frozen:
+    """Write a model to another kind of file, read it back, and compare the two before the file takes its name.
+
+    Args:
+        loaded: the model with where its weights come from, which the file records.
+        output: as for :func:`freeze`, or ``.pt``: then a file of kind ``weights``, without what a restart needs.
+        program: the command of DeePMD-kit, for the formats that it writes.
+
+    Raises:
+        UserError: if the name says no format, or there is something else.
+        CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
+    """
+    path, info = Path(output), loaded.info
+    if path.suffix.lower() not in (*SUFFIXES, *deepmd_kit.SUFFIXES, *FOLDERS, WEIGHTS):
+        raise UserError(f"OUT {path}: expected a name that ends in {', '.join(SUFFIXES)} or {WEIGHTS}.")
+    if path.suffix.lower() != WEIGHTS:
+        return freeze(loaded, path, "OUT", program=program)
+    _check_new_weights(path, info.path)
+    difference: dict[str, float] = {}
+
+    def read_back(part: Path) -> None:
+        difference.update(compare(loaded.model, load_model(part).model, loaded.config))
+
+    head = checkpoint.payload_head("weights", info.weights, info.step, info.config, info.min_nbor_dist)
+    facts = {name: dict(fact) for name, fact in (("average", info.average), ("bias", info.bias)) if fact}
+    checkpoint.save(path, {**head, **facts, "model": dict(loaded.model.state_dict())}, check=read_back, option="OUT")
+    use = f"start a run from it: {command('dp-ema', 'train', 'INPUT', '--init-model', path)}"
+    return Frozen(path, f"{info.describe()}, from {info.path}", path.stat().st_size, difference, use)
+
+
+def freeze(
+    loaded: LoadedModel,
+    output: str | Path,
+    option: str = "-o",
+    device: str | None = None,
+    compress: bool | None = None,
+    program: str | None = None,
+) -> Frozen:
+    """Write a model to ``output``, read it back, and compare the two before the file takes its name.
+
+    Args:
+        loaded: the model with where its weights come from, which the file records.
+        output: ``.dp``, ``.yaml``, ``.pt2``, which takes minutes to compile, or ``.pth``, ``.pte``, ``.pb``, which an
+            installed DeePMD-kit writes; ``.dp`` is added without a suffix.
+        option: what names the file, for messages.
+        device: what a ``.pt2`` is compiled for: ``cpu``, ``cuda``; CUDA when there is one if not given.
+        compress: whether a ``.pt2`` has tables of the embedding networks instead of the networks; None: for a CPU and
+            networks of which tables are faster.
+        program: the command of DeePMD-kit, for the formats that it writes; None: ``dp`` on the PATH.
+
+    Raises:
+        UserError: if a ``.pt2`` cannot be compiled here, ``device``, ``compress`` or ``program`` is given for another
+            format, or there is no DeePMD-kit for a format that it writes, or it fails.
+        CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
+    """
+    path, info = Path(output), loaded.info
+    if path.suffix in FOLDERS:
+        frozen = path.with_suffix(".dp")
+        line = command("dp", "convert-backend", frozen, path)
+        raise UserError(f"{option} {path}: dp-ema writes files. Write {frozen}, then `{line}` with DeePMD-kit.")
+    if path.suffix not in (*SUFFIXES, *deepmd_kit.SUFFIXES):
+        path = path.with_name(f"{path.name}.dp")
+    _check_folder(path, option)
+    check_output(path, option, MODEL_FILE, [info.path])
+    only_here, compiled = _only_here(path, loaded.model, loaded.config), path.suffix == COMPILED_SUFFIX
+    _refuse_options(path, device, compress, program)
+    kit = None
+    if path.suffix in deepmd_kit.SUFFIXES:
+        if only_here:
+            raise UserError(f"{path}: {only_here}. Write a .dp or a .pt2 file.")
+        kit = deepmd_kit.find_deepmd_kit(path, program)
+    content = (loaded.model, dict(info.config["model"]), info.min_nbor_dist,
+               {**info.as_dict(), "config": dict(info.config)})  # fmt: skip
+    difference: dict[str, float] = {}
+    tables = ""
+
+    def read_back(part: Path) -> None:
+        try:
+            back, where = load_model(part).on(device) if compiled else (load_model(part).model, None)
+        except CheckpointError as error:
+            raise CheckpointError([text.replace(str(part), str(path)) for text in error.problems]) from error
+        if tables:
+            compare(model, back, loaded.config, where)
+        difference.update(compare(loaded.model, back, loaded.config, where, FROM_TABLES if tables else SAME_MATH))
+
+    if compiled:
+        from deepmd_ema.interop.pt2 import check_compiler, write_pt2
+
+        check_compiler(path)
+        target = select_device(device)
+        model, tables = _with_tables(loaded, target, compress)
+        write_pt2(path, model, loaded.config, dp.file_tree(*content), target, check=read_back)
+        use = "for deepmd_ema.calculator.DP, dp-ema test and DeePMD-kit 3.2.0, on machines like this one"
+    elif kit is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "model.dp"
+            dp.write_dp(source, *content, check=read_back, for_deepmd=True)
+            kit.write(["convert-backend", str(source), "{}"], path)
+        use = f"written by {kit} from the .dp file that was compared"
+    else:
+        dp.write_dp(path, *content, check=read_back)
+        freeze_it = command("dp-ema", "freeze", "-c", path, "-o", path.with_suffix(COMPILED_SUFFIX))
+        use = only_here or f"for LAMMPS with DeePMD-kit: {freeze_it}"
+    lammps = format_lammps_lines(path, loaded) if path.suffix in IN_LAMMPS else ""
+    text = f"{info.describe()}, from {info.path}"
+    return Frozen(path, text, path.stat().st_size, difference, use, tables, lammps)
+
+
+def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
+    """Return the lines of an input of LAMMPS that use a frozen file, after one with the versions they were tried with.
+
+    Atom types of LAMMPS are numbered as in the type map. A ``.pt2`` that passes messages must know which atom an image
+    belongs to (``atom_modify map yes``), and runs on one rank; a ``.pth`` exchanges them itself. Parameters without
+    default are named, for the user to replace.
+    """
+    fitting = loaded.config.fitting_net
+    words = [str(path)]
+    if fitting.numb_fparam and not fitting.default_fparam:
+        words += ["fparam", *(f"FPARAM_{k + 1}" for k in range(fitting.numb_fparam))]
+    if fitting.numb_aparam:
+        words += ["aparam", *(f"APARAM_{k + 1}" for k in range(fitting.numb_aparam))]
+    messages = path.suffix == COMPILED_SUFFIX and loaded.model.descriptor.passes_messages
+    freeze = command("dp-ema", "freeze", "-o", path.with_suffix(".pth"))
+    on_one_rank = f" on one rank; for several: {freeze}" * messages
+    lines = [
+        f"in LAMMPS{on_one_rank} (tried: {LAMMPS_VERSIONS}):",
+        "units        metal",
+        *["atom_modify  map yes  # before the box is defined"] * messages,
+        f"pair_style   deepmd {command(*words)}",
+        f"pair_coeff   * * {' '.join(loaded.config.type_map)}",
+    ]
+    return "\n  ".join(lines)
+
+
+def compress(source: Path, target: Path, device: str | None = None, program: str | None = None) -> str:
+    """Write a frozen model with tables of its embedding networks, and return lines about the file.
+
+    Args:
+        source: a ``.pt2``, which is compiled again, or a file that an installed DeePMD-kit compresses.
+        target: of the same kind.
+        device: what a ``.pt2`` is compiled for.
+        program: the command of DeePMD-kit.
+
+    Raises:
+        UserError: if no network of the model can have tables, or there is no DeePMD-kit for the kind of file.
+        CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
+    """
+    if source.suffix.lower() == COMPILED_SUFFIX:
+        return freeze(load_model(source), target, device=device, compress=True, program=program).text()
+    _refuse_options(target, device, None, program)
+    check_output(target, "-o", MODEL_FILE, [source])
+    _check_folder(target, "-o")
+    kit = deepmd_kit.find_deepmd_kit(target, program)
+    flag = "--pt" if target.suffix.lower() == ".pth" else "--pt-expt"
+    kit.write([flag, "compress", "-i", str(source.absolute()), "-o", "{}"], target)
+    return f"{target}: {source} with tables of DeePMD-kit; {target.stat().st_size / 1e6:.2f} MB\nwritten by {kit}"
+
+
+def _refuse_options(path: Path, device: str | None, compress: bool | None, program: str | None) -> None:
+    """Raise an error for an option that the format of ``path`` would ignore."""
+    compiled = path.suffix == COMPILED_SUFFIX
+    if device is not None and not compiled:
+        raise UserError(f"--device {device}: {path} is for any device. Leave it out, or write a .pt2 file.")
+    if compress is not None and not compiled:
+        raise UserError(
+            f"{'--compress' if compress else '--no-compress'}: {path} holds the networks themselves. dp-ema evaluates "
+            "them from tables by default. Leave it out, or write a .pt2 file."
+        )
+    if program is not None and path.suffix not in deepmd_kit.SUFFIXES:
+        raise UserError(f"--dp {program}: {path} is written without DeePMD-kit. Leave it out.")
+
+
+def _with_tables(loaded: LoadedModel, device: torch.device, compress: bool | None) -> tuple[EnergyModel, str]:
+    """Return the model, or a copy with tables of its networks and a line about these."""
+    if compress is False or (compress is None and device.type != "cpu"):
+        return loaded.model, ""
+    if device.type != "cpu":
+        raise UserError(f"--compress: tables are for CPUs, and this is compiled for {device}. Leave it out.")
+    model = deepcopy(loaded.model)
+    tabulate(model, always=bool(compress))
+    tables = make_tables(model, _made_up_frames(model, loaded.config, 0.0))
+    if not tables:
+        if compress:
+            raise UserError(
+                f"--compress: the descriptor {loaded.config.descriptor.type} has no network of one distance alone, "
+                "or these are for each element of the centre as well (concat without type_one_side). "
+                "Leave it out."
+            )
+        return loaded.model, ""
+    sizes = sorted({series.terms for series in tables})
+    return model, (
+        f"embedding networks as {counted(len(tables), 'table')} of {sizes[0]} to {sizes[-1]} terms, derivatives "
+        f"within {max(series.error for series in tables):.0e} of the largest; pairs nearer than "
+        f"{min_table_distance(model):.2f} angstrom by the networks"
+    )
+
+
+def _only_here(path: Path, model: EnergyModel, config: ModelConfig) -> str:
+    """Return why DeePMD-kit's torch backend does not read a file of a model, or an empty string."""
+    if path.suffix == COMPILED_SUFFIX:
+        return ""  # it runs the code in the file
+    feature, whole = "use_srtab" if config.use_srtab is not None else "", model.descriptor
+    descriptors = [whole]
+    if config.type == "linear_ener" and isinstance(whole, Composite):
+        feature, descriptors = config.type, whole.descriptors
+    if not feature or all(one.mixed_types for one in descriptors):
+        return ""
+    return f"DeePMD-kit's torch backend does not read it: it has {feature} for descriptors of mixed types only"
+
+
+def compare(
+    model: EnergyModel,
+    other: nn.Module,
+    config: ModelConfig,
+    where: torch.device | None = None,
+    tolerances: Mapping[torch.dtype, float] = SAME_MATH,
+) -> dict[str, float]:
+    """Return the largest differences of two models on frames with all elements, one periodic and one open.
+
+    Args:
+        model: what was read.
+        other: what was written and read back.
+        config: the section ``model``.
+        where: the device of ``other`` if it is compiled.
+        tolerances: by precision, relative to the largest number.
+
+    Raises:
+        CheckpointError: if they differ by more than rounding.
+    """
+    batch = _made_up_frames(model, config, model.layout.rcut if where is not None else 0.0)
+    where = where or batch.coord.device
+    one, two = model.eval()(batch), other.to(where).eval()(batch.to(where))
+    two = {name: value.to(batch.coord.device) for name, value in two.items()}
+    difference = {name: float((one[name] - two[name]).abs().max()) for name in one}
+    tolerance = max(tolerances[parameter.dtype] for parameter in model.parameters())
+    for name, value in difference.items():
+        scale = max(1.0, float(one[name].abs().max()))
+        if not value <= tolerance * scale:
+            raise CheckpointError(
+                f"the frozen file read back differs from the checkpoint by {value:.1e} in {name}, more than "
+                f"{tolerance * scale:.0e}: it was not kept. Please report this."
+            )
+    return difference
+
+
+def _made_up_frames(model: EnergyModel, config: ModelConfig, smallest: float) -> Batch:
+    """Return frames in a cell of at least ``smallest`` angstrom: without images of an atom as its own neighbors.
+
+    A compiled model sorts neighbors itself, and may take two images of one atom at one distance in another order.
+    """
+    rng = np.random.default_rng(0)
+    num_types = len(config.type_map)
+    side = max(2, int(np.ceil((2 * num_types) ** (1 / 3))), int(np.ceil(1.1 * smallest / SPACING)))
+    sites = np.stack(np.meshgrid(*[np.arange(side)] * 3, indexing="ij"), -1).reshape(-1, 3)
+    natoms = len(sites)
+    box = SPACING * side * np.array([[1.0, 0.0, 0.0], [0.1, 1.0, 0.0], [-0.1, 0.2, 1.0]])
+    fitting = config.fitting_net
+    frames = [
+        Frame(
+            coord=sites / side @ box + rng.normal(scale=0.1, size=(natoms, 3)),
+            atom_type=np.arange(natoms) % num_types,
+            box=cell,
+            fparam=rng.normal(size=fitting.numb_fparam) if fitting.numb_fparam else None,
+            aparam=rng.normal(size=(natoms, fitting.numb_aparam)) if fitting.numb_aparam else None,
+        )
+        for cell in (box, None)
+    ]
+    return collate(frames, model.layout).to(model.out_bias.device)
+
+
+def _check_new_weights(path: Path, source: Path) -> None:
+    """Check that a file of weights may be written to ``path``."""
+    _check_folder(path, "OUT")
+    checkpoint.refuse_to_replace(path, "OUT")
+    refuse_inputs(path, "OUT", [source])
+
+
+def _check_folder(path: Path, option: str) -> None:
+    if not path.parent.is_dir():
+        raise CheckpointError(f"{path}: the folder {path.parent} is not there. Make it, or choose another {option}.")

@@ -1,0 +1,56 @@
+"""The tree of the descriptor hybrid: a list of those of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+from deepmd_ema.config.schema.model import StandardConfig
+from deepmd_ema.interop.parts import PartTree, tree_by_type, tree_of
+from deepmd_ema.interop.tree_files import Tree
+from deepmd_ema.model.families.hybrid.module import HybridDescriptor
+from deepmd_ema.model.families.hybrid.section import HybridConfig
+
+
+class HybridTree(PartTree):
+    """Tree of hybrid."""
+
+    def write(self, part: HybridDescriptor, config: StandardConfig) -> Tree:
+        """Return the tree of a descriptor."""
+        both = zip(part.descriptors, part.section.list, strict=True)
+        trees = [tree_by_type(DESCRIPTORS, s.type).write(one, replace(config, descriptor=s)) for one, s in both]
+        return {"@class": "Descriptor", "type": "hybrid", "@version": 1, "list": trees}
+
+    def unavailable(self, tree: Mapping[str, Any]) -> Iterator[str]:
+        """Yield features of the parts that are not available here."""
+        for one in tree["list"]:
+            reader = tree_of(DESCRIPTORS, one)
+            is_part = reader is not None and not isinstance(reader, HybridTree)
+            features = reader.unavailable(one) if reader and is_part else [f"descriptor {one.get('type')!r}"]
+            yield from (f"{feature} (in a hybrid)" for feature in features)
+
+    def section(self, tree: Mapping[str, Any]) -> Tree:
+        """Return the options of its section that the tree gives."""
+        return {"type": "hybrid", "list": [reader.section(one) for one, reader in _readers(tree)]}
+
+    def upgraded(self, tree: Tree) -> Tree:
+        """Return the tree with those of its parts as they are written."""
+        return {**tree, "list": [reader.upgraded(one) for one, reader in _readers(tree)]}
+
+    def name_of(self, place: str, section: HybridConfig, backend: str) -> str:
+        """Return the name of the array at a place in the tree in checkpoints of a backend of DeePMD-kit."""
+        _, number, inner = place.split(".", 2)
+        part = section.list[int(number)]
+        return f"descrpt_list.{number}.{tree_by_type(DESCRIPTORS, part.type).name_of(inner, part, backend)}"
+
+    def not_in_pt(self, section: HybridConfig) -> str:
+        """Return the feature of the parts that DeePMD-kit's backend pt lacks, or an empty string."""
+        return next(filter(None, (tree_by_type(DESCRIPTORS, part.type).not_in_pt(part) for part in section.list)), "")
+
+
+def _readers(tree: Mapping[str, Any]) -> Iterator[tuple[Tree, PartTree]]:
+    for one in tree["list"]:
+        if (reader := tree_of(DESCRIPTORS, one)) is not None:
+            yield one, reader

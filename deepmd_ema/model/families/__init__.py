@@ -1,0 +1,1 @@
+"""Types of descriptors, fitting networks and models: one folder each, which ``config.registry`` finds by name."""

@@ -1,0 +1,338 @@
+"""Layers of DPA-2: atoms, pairs and vectors of pairs change each other, also by attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.model.descriptor.symmetrization import symmetrized
+from deepmd_ema.model.nn.activation import activation
+from deepmd_ema.model.nn.layers import Layer, linear
+from deepmd_ema.model.nn.norm import LayerNorm, eps_of
+from deepmd_ema.model.nn.update import Update
+from deepmd_ema.model.ops.attention import LOGIT_SHIFT, masked_softmax, softmax_with_absent
+from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
+from deepmd_ema.utils import seed_for
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.families.dpa2.section import RepformerConfig
+
+# A atoms, K neighbor slots (J and K of two neighbors), S slots up to sel, M reverse slots, C channels of an atom, G of
+# a pair, X axis channels, D hidden width of a head, H heads
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The neighbors between which messages pass.
+
+    Attributes:
+        neighbor: (A, K) int64, flat atom index of each neighbor; ``A`` is none.
+        reverse: (A, M) int64, the flat slots in which an atom is a neighbor.
+        mask: (A, K) bool, where there is a neighbor.
+        weight: (A, K) of a neighbor in sums: the switch if smooth, else 1; 0 where there is none.
+        smooth: whether the weight is the switch.
+        num_slots: S, which counts in softmax.
+        per_neighbor: what sums over neighbors are multiplied by: one over their number, a number or (A, 1).
+        per_moment: the same for moments, a number or (A, 1, 1).
+    """
+
+    neighbor: Tensor
+    reverse: Tensor
+    mask: Tensor
+    weight: Tensor
+    smooth: bool
+    num_slots: int
+    per_neighbor: Tensor | float
+    per_moment: Tensor | float
+
+    def gather(self, node: Tensor) -> Tensor:
+        """Return the features of the neighbors (A, K, C), 0 where there is none, from those of the atoms (A, C)."""
+        return gather_neighbors(node, self.neighbor, self.reverse)
+
+
+LayerVjp = Callable[[Tensor, "Tensor | None"], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+class RepformerLayer(nn.Module):
+    """A layer of the repformer (DPA-2, Zhang et al., arXiv:2312.15492, section "repformer").
+
+    Atoms take the convolution ``sum_k (W g_k) f_k``, scalar products of the moments of the channels g of their pairs
+    (``grrg``) and of the features f of their neighbors (``drrd``), and attention to neighbors. Pairs take a layer of
+    their channels, the product of the features of both atoms, and attention among the pairs of an atom, which also
+    changes their vectors. Each is an option.
+
+    Args:
+        options: the section ``repformer``.
+        last: whether it is the last layer, in which pairs do not change.
+        dtype: precision of the parameters.
+        seed: of the initial parameters.
+    """
+
+    def __init__(self, options: RepformerConfig, *, last: bool, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.options, self.last = options, last
+        self.act = activation(options.activation_function).value
+        width, pair_width, conv_outside = options.g1_dim, options.g2_dim, options.g1_out_conv
+        has_conv, has_attn, attends = (
+            options.update_g1_has_conv, options.update_g1_has_attn, options.update_g2_has_attn
+        )  # fmt: skip
+
+        def dense(num_in: int, num_out: int, name: str, bias: bool = True) -> Layer:
+            return linear(num_in, num_out, dtype, seed_for(name, seed), bias)
+
+        def update(num_changes: int, width: int, name: str) -> Update:
+            return Update(width, num_changes, options, dtype=dtype, seed=seed_for(name, seed))
+
+        num_terms = options.axis_neuron * (pair_width * options.update_g1_has_grrg + width * options.update_g1_has_drrd)
+        num_terms += width * (not options.g1_out_mlp) + pair_width * (has_conv and not conv_outside)
+        self.linear_node = dense(num_terms, width, "linear_node")
+        self.node_mlp = dense(width, width, "node_mlp") if options.g1_out_mlp else None
+        widths = (pair_width, width) if conv_outside else (width, pair_width)
+        self.conv = dense(*widths, "conv", bias=False) if has_conv else None
+        self.attention = AtomAttention(options, dtype, seed_for("attention", seed)) if has_attn else None
+        self.node_update = update(1 + options.g1_out_mlp + (has_conv and conv_outside) + has_attn, width, "node")
+        if last:
+            return
+        self.linear_pair = dense(pair_width, pair_width, "linear_pair")
+        self.product = dense(width, pair_width, "product", bias=False) if options.update_g2_has_g1g1 else None
+        self.pair_attention: PairAttention | None = None
+        if attends or options.update_h2:
+            self.pair_attention = PairAttention(options, dtype, seed_for("pair_attention", seed))
+        self.norm: LayerNorm | None = None
+        if attends:
+            eps = eps_of(options.ln_eps)
+            self.norm = LayerNorm(pair_width, eps=eps, trainable=options.trainable_ln, dtype=dtype)
+        self.pair_update = update(1 + options.update_g2_has_g1g1 + attends, pair_width, "pair")
+        self.vector_update = update(1, 1, "vector") if options.update_h2 else None
+
+    def forward(self, node: Tensor, pair: Tensor, vectors: Tensor, around: Surroundings) -> tuple[Tensor, ...]:
+        """Return the features of atoms (A, C), the channels (A, K, G) and the vectors (A, K, 3) of pairs, changed."""
+        options, weight = self.options, around.weight[..., None]
+        gathers = options.update_g1_has_conv or options.update_g1_has_drrd
+        needed = gathers or (not self.last and options.update_g2_has_g1g1)
+        messages = around.gather(node) * weight if needed else node.new_zeros(0)
+        changes, terms = [], [] if options.g1_out_mlp else [node]
+        if self.node_mlp is not None:
+            changes.append(self.act(self.node_mlp(node)))
+        if self.conv is not None:
+            if options.g1_out_conv:  # summed over neighbors before the map, which then sees one row for an atom
+                outer = torch.bmm(pair.transpose(1, 2), messages)
+                changes.append((outer * self.conv.weight).sum(1) * around.per_neighbor)
+            else:
+                terms.append((pair * self.conv(messages)).sum(1) * around.per_neighbor)
+        if options.update_g1_has_grrg or options.update_g1_has_drrd:
+            scaled = vectors * (around.per_moment * 3**-0.5)
+            if options.update_g1_has_grrg:
+                terms.append(symmetrized(pair * weight, scaled, options.axis_neuron))
+            if options.update_g1_has_drrd:
+                terms.append(symmetrized(messages, scaled, options.axis_neuron))
+        changes.append(self.act(self.linear_node(torch.cat(terms, -1))))
+        if self.attention is not None:
+            changes.append(self.attention(node, around))
+        new_node = self.node_update(node, changes)
+        if self.last:
+            return new_node, pair, vectors
+        changes = [self.act(self.linear_pair(pair))]
+        if self.product is not None:
+            changes.append(self.product(node[:, None] * messages))
+        if self.pair_attention is not None:
+            weights = self.pair_attention.weights(pair, vectors, around)
+            if self.norm is not None:
+                changes.append(self.norm(self.pair_attention.change_of_channels(weights, pair)))
+            if self.vector_update is not None:
+                vectors = self.vector_update(vectors, [self.pair_attention.change_of_vectors(weights, vectors)])
+        return new_node, self.pair_update(pair, changes), vectors
+
+    @property
+    def is_written_out(self) -> bool:
+        """Whether :meth:`with_vjp` serves its options."""
+        options = self.options
+        wanted = options.update_g1_has_conv and options.update_g1_has_drrd and options.update_g1_has_grrg
+        other = options.update_g1_has_attn or options.update_g2_has_g1g1 or options.update_g2_has_attn
+        apart = options.g1_out_conv and options.g1_out_mlp
+        return wanted and apart and not (other or options.update_h2) and options.activation_function == "tanh"
+
+    def with_vjp(
+        self, node: Tensor, pair: Tensor, sides: Tensor, around: Surroundings
+    ) -> tuple[Tensor, Tensor, LayerVjp]:
+        """Return the features of atoms (A, C) and the channels of pairs (A, K, G), changed, and a function.
+
+        With n the features of an atom, g the channels, h the vector and w the weight of a pair, m the features of its
+        neighbor, ``Q = [w g, q w h / sqrt(3)]``, and p and q the factors of sums over neighbors and of moments::
+
+            B = sum_k Q_k m_k^T = [O, D]        R = sum_k q w_k h_k g_k^T / sqrt(3)
+            e = [R[:X]^T R, D[:X]^T D]          grrg and drrd
+            n' = a (n + r_1 tanh(n W_1 + b_1) + r_2 p sum_g O_g C_g + r_3 tanh(e W_3 + b_3))
+            g' = b (g + r_4 tanh(g W_4 + b_4))
+
+        The weight of a neighbor is applied to its few channels, not beside its many features. All are ordinary
+        operations: the layers take about half of those that autograd makes of them for a loss of forces.
+
+        Args:
+            node: n.
+            pair: g.
+            sides: (A, K, 3), q w h / sqrt(3).
+            around: the neighbors.
+
+        Returns:
+            n', g' and the function from the gradients by these (None: by g' it is 0) to those by n, g, w (A, K, 1) with
+            the sides fixed, and the sides (A, K, 3).
+        """
+        weight, axis, width = around.weight[..., None], self.options.axis_neuron, pair.shape[2]
+        assert self.node_mlp is not None
+        assert self.node_mlp.bias is not None
+        assert self.conv is not None
+        assert self.linear_node.bias is not None
+        own_weight, conv_weight, terms_weight = self.node_mlp.weight, self.conv.weight, self.linear_node.weight
+        own_factor, conv_factor, terms_factor = self.node_update.each_factor(own_weight)
+        scale, conv_factor = self.node_update.scale, conv_factor * around.per_neighbor
+        factors, gathered = torch.cat([pair * weight, sides], -1), around.gather(node)
+        # the convolution and the moments in one product, because both sum over the same features
+        sums = torch.bmm(factors.transpose(1, 2), gathered)
+        outer, of_atoms = sums.split([width, 3], 1)  # not slices, each of which is differentiated by a sum with zeros
+        moments = torch.bmm(sides.transpose(1, 2), pair), of_atoms
+        columns = [m[..., :axis] for m in moments]
+        # sums of three products: batches of such small matrices take three times as long
+        products = [(first.unsqueeze(3) * m.unsqueeze(2)).sum(1).flatten(1) for first, m in zip(columns, moments)]
+        own = torch.addmm(self.node_mlp.bias, node, own_weight).tanh()
+        terms = torch.addmm(self.linear_node.bias, torch.cat(products, 1), terms_weight).tanh()
+        conv = (outer * conv_weight).sum(1)
+        out = torch.addcmul(node, own, own_factor).addcmul(conv, conv_factor).addcmul(terms, terms_factor)
+        changed, of_channels = pair, None
+        if not self.last:
+            of_channels = self.linear_pair(pair).tanh()
+            changed = torch.addcmul(pair, of_channels, self.pair_update.each_factor(pair)[0])
+            changed = _times(changed, self.pair_update.scale)
+
+        def vjp(by_node: Tensor, by_pair: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            by_node = _times(by_node, scale)
+            by_own, by_terms = _by_tanh(by_node * own_factor, own), _by_tanh(by_node * terms_factor, terms)
+            by_products = (by_terms @ terms_weight.T).split([axis * width, axis * node.shape[1]], 1)
+            by_of_pairs, by_of_atoms = (
+                _by_moments(m, first, by.unflatten(1, (axis, -1)))
+                for m, first, by in zip(moments, columns, by_products)
+            )
+            by_outer = conv_weight * (by_node * conv_factor).unsqueeze(1)
+            by_sums = torch.cat([by_outer, by_of_atoms], 1)
+            by_gathered = sum_over_reverse(torch.bmm(factors, by_sums), around.neighbor, around.reverse)
+            found_node = torch.addmm(by_node, by_own, own_weight.T) + by_gathered
+            by_weighted, by_sides = torch.bmm(gathered, by_sums.transpose(1, 2)).split([width, 3], -1)
+            found_pair = torch.baddbmm(by_weighted * weight, sides, by_of_pairs)
+            by_sides = torch.baddbmm(by_sides, pair, by_of_pairs.transpose(1, 2))
+            if by_pair is not None and of_channels is not None:
+                by_pair = _times(by_pair, self.pair_update.scale)
+                by_tanh = _by_tanh(by_pair * self.pair_update.each_factor(pair)[0], of_channels)
+                found_pair = found_pair + by_pair + by_tanh @ self.linear_pair.weight.T
+            return found_node, found_pair, (by_weighted * pair).sum(-1, keepdim=True), by_sides
+
+        return _times(out, scale), changed, vjp
+
+
+def _by_moments(moments: Tensor, columns: Tensor, by_products: Tensor) -> Tensor:
+    """Return the gradient by moments (A, 3, C), from that by the products (A, X, C) of the first X columns with all."""
+    whole = (columns.unsqueeze(3) * by_products.unsqueeze(1)).sum(2)
+    by_columns = (moments.unsqueeze(2) * by_products.unsqueeze(1)).sum(3)
+    first, rest = whole.split([by_products.shape[1], moments.shape[2] - by_products.shape[1]], 2)
+    return torch.cat([first + by_columns, rest], 2)
+
+
+def _by_tanh(grad: Tensor, tanh: Tensor) -> Tensor:
+    found: Tensor = torch.ops.aten.tanh_backward(grad, tanh)
+    return found
+
+
+def _times(x: Tensor, number: float) -> Tensor:
+    return x if number == 1 else x * number  # the usual style has no scale: no pass over x
+
+
+class AtomAttention(nn.Module):
+    """An atom attends to its neighbors: ``sum_k softmax_k(q_i . k_k / sqrt(D)) v_k``, heads joined by a layer.
+
+    Args:
+        options: the section ``repformer``.
+        dtype: precision of the parameters.
+        seed: of the initial parameters.
+    """
+
+    def __init__(self, options: RepformerConfig, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.width, self.hidden, self.num_heads = options.g1_dim, options.attn1_hidden, options.attn1_nhead
+        width, hidden, num_heads = self.width, self.hidden, self.num_heads
+        self.query = linear(width, hidden * num_heads, dtype, seed_for("query", seed), bias=False)
+        self.key_value = linear(width, (hidden + width) * num_heads, dtype, seed_for("key_value", seed), bias=False)
+        self.head_map = linear(width * num_heads, width, dtype, seed_for("head_map", seed))
+
+    def forward(self, node: Tensor, around: Surroundings) -> Tensor:
+        """Return the update of ``node`` (A, C) by attention."""
+        query = self.query(node).unflatten(-1, (self.hidden, self.num_heads))
+        # heads stand last, as in DeePMD-kit's files; a linear map of an atom is gathered, not computed for each pair
+        pairs = around.gather(self.key_value(node)).unflatten(-1, (self.hidden + self.width, self.num_heads))
+        key, value = pairs.split([self.hidden, self.width], 2)
+        logits = torch.einsum("adh,akdh->ahk", query, key) * self.hidden**-0.5
+        weight = around.weight[:, None]
+        if around.smooth:
+            logits = (logits + LOGIT_SHIFT) * weight - LOGIT_SHIFT
+            weights = softmax_with_absent(logits, around.num_slots) * weight
+        else:
+            weights = masked_softmax(logits, around.mask[:, None]) * weight
+        return self.head_map(torch.einsum("ahk,akch->ahc", weights, value).flatten(1))
+
+
+class PairAttention(nn.Module):
+    """Pairs of an atom attend to each other, weighted by the scalar product of their vectors.
+
+    ``W_jk = softmax_k(q_j . k_k / sqrt(D) [h_j . h_k]) h_j . h_k / sqrt(3)``, the factor in brackets if gated. The
+    channels change by ``sum_k W_jk v_k``, normalised by the caller, the vectors by ``sum_k W_jk h_k``; heads are joined
+    by a layer.
+
+    Args:
+        options: the section ``repformer``.
+        dtype: precision of the parameters.
+        seed: of the initial parameters.
+    """
+
+    def __init__(self, options: RepformerConfig, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.width, self.hidden, self.num_heads = options.g2_dim, options.attn2_hidden, options.attn2_nhead
+        width, hidden, num_heads, self.gated = self.width, self.hidden, self.num_heads, options.attn2_has_gate
+        self.query_key = linear(width, 2 * hidden * num_heads, dtype, seed_for("query_key", seed), bias=False)
+        self.value: Layer | None = None
+        self.head_map: Layer | None = None
+        self.vector_map: Layer | None = None
+        if options.update_g2_has_attn:
+            self.value = linear(width, width * num_heads, dtype, seed_for("value", seed), bias=False)
+            self.head_map = linear(width * num_heads, width, dtype, seed_for("head_map", seed))
+        if options.update_h2:
+            self.vector_map = linear(num_heads, 1, dtype, seed_for("vector_map", seed), bias=False)
+
+    def weights(self, pair: Tensor, vectors: Tensor, around: Surroundings) -> Tensor:
+        """Return W (A, H, J, K) from channels (A, K, G) and vectors (A, K, 3); 0 where either neighbor is none."""
+        query, key = self.query_key(pair).unflatten(-1, (self.hidden, 2 * self.num_heads)).chunk(2, -1)
+        logits = torch.einsum("ajdh,akdh->ahjk", query, key) * self.hidden**-0.5
+        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, None]
+        if self.gated:
+            logits = logits * products
+        both = (around.weight[:, :, None] * around.weight[:, None, :])[:, None]
+        if around.smooth:
+            attention = softmax_with_absent((logits + LOGIT_SHIFT) * both - LOGIT_SHIFT, around.num_slots)
+        else:
+            attention = masked_softmax(logits, around.mask[:, None, None])
+        return attention * (both * products * 3**-0.5)
+
+    def change_of_channels(self, weights: Tensor, pair: Tensor) -> Tensor:
+        """Return the update of the channels (A, K, G) by attention."""
+        assert self.value is not None
+        assert self.head_map is not None
+        value = self.value(pair).unflatten(-1, (self.width, self.num_heads))
+        changed: Tensor = self.head_map(torch.einsum("ahjk,akgh->ajgh", weights, value).flatten(2))
+        return changed
+
+    def change_of_vectors(self, weights: Tensor, vectors: Tensor) -> Tensor:
+        """Return the update of the vectors (A, K, 3) by attention."""
+        assert self.vector_map is not None
+        changed: Tensor = self.vector_map(torch.einsum("ahjk,akx->ajxh", weights, vectors))
+        return changed.squeeze(-1)

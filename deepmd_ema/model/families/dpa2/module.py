@@ -1,0 +1,250 @@
+"""DPA-2: first features from the surroundings of an atom (repinit), then layers of messages (repformer)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from deepmd_ema.batch import Batch, Neighborhood
+from deepmd_ema.model.descriptor.by_type import joined
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics, add_normalisation, environment
+from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
+from deepmd_ema.model.families.dpa2.layers import RepformerLayer, Surroundings
+from deepmd_ema.model.families.se_atten.module import SeAttenBlock
+from deepmd_ema.model.families.se_e3_tebd.module import SeTTebdBlock
+from deepmd_ema.model.nn.activation import activation
+from deepmd_ema.model.nn.layers import freeze, linear, module_list
+from deepmd_ema.model.nn.type_embedding import pick
+from deepmd_ema.model.ops.environment import switch_and_vjp
+from deepmd_ema.model.ops.reference import UsesOperations, vjp_of
+from deepmd_ema.utils import seed_for
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.families.dpa2.section import DPA2Config, RepformerConfig
+    from deepmd_ema.model.interface import Vjp
+
+COUNT_EPS = 1e-4  # added to the number of neighbors before division where it is counted; as DeePMD-kit
+
+# A atoms, K neighbor slots, S slots up to nsel, T types, C channels of an atom, G of a pair
+
+
+class Repformer(UsesOperations):
+    """Layers that change features of atoms (A, C), beginning with ``act(features)``, and of pairs.
+
+    A pair begins with the channels ``act(s W + b)`` and its angular row as a vector, s its radial row; or with distance
+    and vector, both over the cutoff (``direct_dist``).
+
+    Args:
+        options: the section ``repformer``, with ``nsel`` a number.
+        num_types: T.
+        smooth: whether messages vanish smoothly at the cutoff.
+        protection: added to distances before division, angstrom.
+        dtype: precision of the parameters.
+        seed: of the initial parameters.
+    """
+
+    mean: Tensor
+    stddev: Tensor
+
+    def __init__(
+        self, options: RepformerConfig, num_types: int, *, smooth: bool, protection: float, dtype: torch.dtype,
+        seed: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.options, self.smooth, self.protection, self.dtype = options, smooth, protection, dtype
+        self.rcut, self.rcut_smth, self.sel = options.rcut, options.rcut_smth, int(options.nsel)
+        self.act = activation(options.activation_function).value
+        self.pair_embedding = linear(1, options.g2_dim, dtype, seed_for("pair_embedding", seed))
+        self.layers = module_list(
+            RepformerLayer(options, last=n == options.nlayers - 1, dtype=dtype, seed=seed_for("layer", seed, n))
+            for n in range(options.nlayers)
+        )
+        add_normalisation(self, (num_types, self.sel, 4), dtype)
+
+    def features_and_vjp(
+        self, node: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+        """Return the features (A, C), and the function from their gradient to those by ``node`` and the vectors.
+
+        The gradient by vectors is (A, K, 3) float64. All are functions of the parameters and of ``node``.
+
+        Args:
+            node: (A, C) features.
+            neighborhood: neighbors inside the cutoff.
+            batch: the batch that the neighbors are of.
+            dropped: (A, K) bool, pairs that do not see each other here, or None.
+        """
+        mask, vector = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped, neighborhood.vector
+        if self.options.direct_dist:
+            scale, distance = (mask / self.rcut)[..., None], torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+            rows = (torch.cat([distance, vector], -1) * scale).to(self.dtype)
+        else:
+            rows, rows_vjp = environment(self, vector, dropped, batch.atom_type)
+        switch, switch_vjp = switch_and_vjp(vector, mask, self.rcut, self.rcut_smth)
+        around = self._surroundings(neighborhood, mask, switch.to(self.dtype))
+        evaluated = self._written_out if self.layers[0].is_written_out else self._evaluated
+        features, features_vjp = evaluated(node, rows, around)
+
+        def vjp(grad: Tensor) -> tuple[Tensor, Tensor]:
+            by_node, by_rows, by_weight = features_vjp(grad)
+            if self.options.direct_dist:
+                by_vector = (by_rows[..., 1:] + by_rows[..., :1] * vector / distance) * scale
+            else:
+                by_vector = rows_vjp(by_rows)
+            return by_node, by_vector + switch_vjp(by_weight) if self.smooth else by_vector
+
+        return features, vjp
+
+    def _evaluated(self, node: Tensor, rows: Tensor, around: Surroundings) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        """Return the features (A, C) after all layers, and the function from their gradient to those by the inputs.
+
+        Args:
+            node: (A, C) features.
+            rows: (A, K, 4), radial number and vector of each pair.
+            around: the neighbors.
+
+        Returns:
+            The features, and the function to the gradients by node, rows and the weights of neighbors.
+        """
+        options = self.options
+
+        def features(node: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+            pair, vectors = rows.split([1, 3], -1)
+            node, pair = self.act(node), self.act(self.pair_embedding(pair))
+            for layer in self.layers:
+                node, pair, vectors = layer(node, pair, vectors, replace(around, weight=weight))
+            # what no atom takes is tied by 0: every parameter has a gradient
+            if not (options.update_g1_has_conv or options.update_g1_has_grrg):
+                node = node + 0 * pair.sum()
+            if not (options.update_g1_has_drrd or options.update_g1_has_grrg):
+                node = node + 0 * vectors.sum()
+            return node
+
+        return vjp_of(features, node, rows, around.weight)
+
+    def _written_out(self, node: Tensor, rows: Tensor, around: Surroundings) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        """Return the same of layers without attention, whose vector-Jacobian product is written out."""
+        if self.ops.is_for_cpu and around.reverse.numel():
+            # a part with a shorter cutoff has few of the slots of the list: those of none go last, and are cut off
+            reverse = around.reverse.sort(1).values
+            most = int((reverse < around.neighbor.numel()).any(0).sum())
+            around = replace(around, reverse=reverse[:, : max(1, most)].contiguous())
+        radial, vectors = rows.split([1, 3], -1)
+        weight, slope = around.weight[..., None], torch.ops.aten.tanh_backward
+        of_sides = weight * (around.per_moment * 3**-0.5)  # with the factor of moments
+        sides = vectors * of_sides
+        first_node, first_pair = node.tanh(), self.pair_embedding(radial).tanh()
+        node, pair, layer_vjps = first_node, first_pair, []
+        for layer in self.layers:
+            node, pair, layer_vjp = layer.with_vjp(node, pair, sides, around)
+            layer_vjps.append(layer_vjp)
+
+        def vjp(grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            by_pair: Tensor | None = None
+            by_weight, by_sides = torch.zeros_like(weight), torch.zeros_like(sides)
+            for layer_vjp in reversed(layer_vjps):
+                grad, by_pair, more_by_weight, more_by_sides = layer_vjp(grad, by_pair)
+                by_weight, by_sides = by_weight + more_by_weight, by_sides + more_by_sides
+            by_radial = slope(by_pair, first_pair) @ self.pair_embedding.weight.T
+            # so far with the sides fixed; w is also a factor of these
+            by_weight = by_weight + (by_sides * vectors * (around.per_moment * 3**-0.5)).sum(-1, keepdim=True)
+            return slope(grad, first_node), torch.cat([by_radial, by_sides * of_sides], -1), by_weight.squeeze(-1)
+
+        return node, vjp
+
+    def _surroundings(self, neighborhood: Neighborhood, mask: Tensor, switch: Tensor) -> Surroundings:
+        """Return the neighbors with the factors of sums over them."""
+        weight = switch if self.smooth else mask.to(switch)
+        root = self.options.use_sqrt_nnei
+        per_neighbor: Tensor | float = 1 / self.sel
+        per_moment: Tensor | float = self.sel**-0.5 if root else 1 / self.sel
+        if not self.smooth:
+            count = weight.sum(1, keepdim=True)
+            per_neighbor = 1 / (COUNT_EPS + count)
+            per_moment = (1 / (COUNT_EPS + (count.sqrt() if root else count)))[..., None]
+        return Surroundings(
+            neighborhood.neighbor, neighborhood.reverse, mask, weight, self.smooth, self.sel, per_neighbor, per_moment
+        )
+
+
+class DPA2Descriptor(TypeEmbeddedDescriptor):
+    """Features of an atom after messages between atoms (DPA-2, Zhang et al., arXiv:2312.15492).
+
+    ``D = repformer(W [repinit, angles] + W' E)``, E the type embedding, which may stand beside D, too. ``repinit`` is
+    the block of se_atten without attention, ``angles`` that of se_e3_tebd.
+
+    Args:
+        config: the section ``model.descriptor``; numbers of neighbors must be numbers.
+        num_types: number of elements.
+        seed: of the initial parameters when the section has none.
+    """
+
+    passes_messages = True
+
+    def __init__(self, config: DPA2Config, num_types: int, seed: int) -> None:
+        super().__init__(config, num_types, seed, config.repinit.tebd_dim)
+        first, later, start = config.first_block, config.repformer, self.start
+        self.num_features = later.g1_dim
+        self.repinit = SeAttenBlock(first, self.sel, num_types, self.dtype, seed_for("repinit", start))
+        self.angles: SeTTebdBlock | None = None
+        num_first = self.repinit.dim_out
+        if config.repinit.use_three_body:
+            most = int(config.repinit.three_body_sel)
+            self.angles = SeTTebdBlock(config.angle_block, most, num_types, self.dtype, seed_for("angles", start))
+            num_first += self.angles.dim_out
+        self.to_repformer = None
+        if num_first != later.g1_dim:
+            self.to_repformer = linear(num_first, later.g1_dim, self.dtype, seed_for("to_repformer", start), bias=False)
+            with torch.no_grad():
+                self.to_repformer.weight.mul_(2**0.5)  # as wide as DeePMD-kit draws this one
+        self.add_element = None
+        if config.add_tebd_to_repinit_out:
+            self.add_element = linear(
+                first.tebd_dim, later.g1_dim, self.dtype, seed_for("add_element", start), bias=False
+            )
+        self.repformer = Repformer(
+            later, num_types, smooth=config.smooth, protection=config.env_protection, dtype=self.dtype,
+            seed=seed_for("repformer", start),
+        )  # fmt: skip
+        if not config.trainable:
+            freeze(self, False)
+        parts = (self.repinit, first), (self.repformer, later), (self.angles, first)
+        zero_means = [(part, options.set_davg_zero) for part, options in parts if part is not None]
+        self.environments = [EnvironmentStatistics(part, config.exclude_types, zero) for part, zero in zero_means]
+
+    def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
+        first, vjps = [], []
+        for block in (self.repinit, self.angles):
+            if block is not None:
+                neighborhood = batch.within(block.rcut, block.sel)
+                of_block, block_vjp = block.features_and_vjp(
+                    table, neighborhood, batch, self.excluded(batch, neighborhood)
+                )
+                first.append(of_block)
+                vjps.append(block_vjp)
+        node = joined(first, 1)
+        if self.to_repformer is not None:
+            node = self.to_repformer(node)
+        if self.add_element is not None:
+            node = node + pick(self.add_element(table), batch.atom_type)
+        neighborhood = batch.within(self.repformer.rcut, self.repformer.sel)
+        features, later_vjp = self.repformer.features_and_vjp(
+            node, neighborhood, batch, self.excluded(batch, neighborhood)
+        )
+
+        def vjp(grad_features: Tensor) -> Tensor:
+            by_node, by_vector = later_vjp(grad_features)
+            if self.to_repformer is not None:
+                by_node = by_node @ self.to_repformer.weight.T
+            by_first = by_node.split([part.shape[1] for part in first], 1)
+            parts = [by_vector, *(one(by) for one, by in zip(vjps, by_first, strict=True))]
+            # each of the first slots of the list
+            width = batch.vector.shape[1]
+            return torch.stack([functional.pad(part, (0, 0, 0, width - part.shape[1])) for part in parts]).sum(0)
+
+        return features, vjp

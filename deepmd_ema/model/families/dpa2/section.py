@@ -1,0 +1,325 @@
+"""The section of the descriptor dpa2 (DPA-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from deepmd_ema.config.fields import option, options, positive_int, redefined
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.descriptor_bases import TypeEmbeddedOptions
+from deepmd_ema.config.schema.text_options import ActivationName
+from deepmd_ema.model.families.se_atten.section import SeAttenConfig
+from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
+from deepmd_ema.model.families.se_e3_tebd.section import SeE3TebdConfig
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.schema.descriptor import DescriptorConfig
+    from deepmd_ema.geometry import NeighborStatistics
+
+Block = TypeVar("Block", SeAttenConfig, SeE3TebdConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepinitConfig:
+    """First features of an atom: se_atten without attention, and angles between neighbors if wanted."""
+
+    rcut: float = common.cutoff_option("Cutoff radius, the largest of this descriptor: above all others.")
+    rcut_smth: float = common.switch_option("1/r is")
+    nsel: int | str = common.one_sel_option("Most neighbors of an atom, the nearest first.")
+    neuron: list[int] = redefined(SeAttenConfig, "neuron", [25, 50, 100])
+    axis_neuron: int = option(
+        16,
+        check=positive_int,
+        doc="Number of columns of the embedding matrix that form the second factor of the features.",
+    )
+    tebd_dim: int = redefined(SeAttenConfig, "tebd_dim")
+    tebd_input_mode: str = redefined(SeAttenConfig, "tebd_input_mode")
+    set_davg_zero: bool = redefined(SeAttenConfig, "set_davg_zero")
+    activation_function: ActivationName = common.activation_option("Activation function of the embedding networks.")
+    resnet_dt: bool = redefined(SeAttenConfig, "resnet_dt")
+    type_one_side: bool = redefined(SeAttenConfig, "type_one_side")
+    interpolate: str = common.interpolate_option("As of se_e2_a, for the networks of the distances of neighbors.")
+    use_three_body: bool = option(
+        False, doc="Whether features of the angles between neighbors stand beside those of the neighbors."
+    )
+    three_body_neuron: list[int] = option(
+        [2, 4, 8], check=common.layer_widths, doc="Widths of the hidden layers of the embedding network of angles."
+    )
+    three_body_sel: int | str = common.one_sel_option("Most neighbors of an atom that form angles.", 40)
+    three_body_rcut: float = common.cutoff_option("Cutoff radius of the angles, at most `rcut`.", 4.0)
+    three_body_rcut_smth: float = common.switch_option("1/r is", "three_body_rcut", 0.5)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield options that contradict each other."""
+        yield from common.smooth_before(self.rcut_smth, self.rcut)
+        yield from common.axis_fits(self.axis_neuron, self.neuron)
+        if not self.use_three_body:
+            return
+        yield from common.smooth_before(self.three_body_rcut_smth, self.three_body_rcut, "three_body_")
+        if self.three_body_rcut > self.rcut:
+            yield "three_body_rcut", f" = {self.three_body_rcut:g}: expected at most rcut = {self.rcut:g} (angstrom)."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepformerConfig:
+    """Layers in which atoms and pairs of neighbors exchange their features."""
+
+    rcut: float = common.cutoff_option("Cutoff radius of the messages, below `repinit.rcut`.")
+    rcut_smth: float = common.switch_option("messages are")
+    nsel: int | str = common.one_sel_option("Most neighbors of an atom, the nearest first.")
+    nlayers: int = option(3, check=positive_int, doc="Number of layers.")
+    g1_dim: int = option(128, check=positive_int, doc="Features of an atom.")
+    g2_dim: int = option(16, check=positive_int, doc="Features of a pair.")
+    axis_neuron: int = option(
+        4, check=positive_int, doc="Number of features that form the second factor of the terms `grrg` and `drrd`."
+    )
+    direct_dist: bool = option(
+        False,
+        doc="Whether the first features and vector of a pair are its distance and vector divided by `rcut`, instead of "
+        "its row of the environment matrix.",
+    )
+    update_g1_has_conv: bool = option(
+        True, doc="Whether an atom takes the features of its neighbors, each times those of the pair."
+    )
+    update_g1_has_drrd: bool = option(
+        True, doc="Whether an atom takes the scalar products of the moments of its neighbors' features."
+    )
+    update_g1_has_grrg: bool = option(
+        True, doc="Whether an atom takes the scalar products of the moments of the features of its pairs."
+    )
+    update_g1_has_attn: bool = option(True, doc="Whether an atom attends to its neighbors.")
+    update_g2_has_g1g1: bool = option(True, doc="Whether a pair takes the product of the features of its atoms.")
+    update_g2_has_attn: bool = option(True, doc="Whether a pair attends to the other pairs of the same atom.")
+    use_sqrt_nnei: bool = option(
+        True, doc="Whether moments are divided by the square root of the number of neighbors instead of the number."
+    )
+    g1_out_conv: bool = option(
+        True, doc="Whether the term `conv` is a change of its own, instead of an input of the layer of all terms."
+    )
+    g1_out_mlp: bool = option(
+        True,
+        doc="Whether an atom's own features change it through a layer apart, instead of as an input of the layer of "
+        "all terms.",
+    )
+    update_h2: bool = option(False, doc="Whether the vectors of the pairs are changed by attention.")
+    attn1_hidden: int = option(64, check=positive_int, doc="Width of the attention of atoms, for each head.")
+    attn1_nhead: int = option(4, check=positive_int, doc="Number of heads of the attention of atoms.")
+    attn2_hidden: int = option(16, check=positive_int, doc="Width of the attention of pairs, for each head.")
+    attn2_nhead: int = option(4, check=positive_int, doc="Number of heads of the attention of pairs.")
+    attn2_has_gate: bool = option(
+        False, doc="Whether logits of the attention of pairs are multiplied by the scalar products of their vectors."
+    )
+    activation_function: ActivationName = common.activation_option("Activation function of the layers.")
+    update_style: str = option(
+        "res_avg",
+        choices=("res_avg", "res_incr", "res_residual"),
+        doc="How features u take n changes: `res_avg` (u + sum of changes) / sqrt(n + 1), `res_incr` u + sum of "
+        "changes / sqrt(n), `res_residual` u + the changes, each times trained numbers.",
+    )
+    update_residual: float = option(
+        0.001, doc="Size of the trained numbers of `res_residual` at the start; no effect with another style."
+    )
+    update_residual_init: str = option(
+        "norm",
+        choices=("norm", "const"),
+        doc="Whether these numbers start as `update_residual` (`const`) or as random ones of that spread (`norm`).",
+    )
+    set_davg_zero: bool = redefined(SeE2AConfig, "set_davg_zero", True)
+    trainable_ln: bool = redefined(SeAttenConfig, "trainable_ln")
+    ln_eps: float | None = redefined(SeAttenConfig, "ln_eps")
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options without effect, and why."""
+        attends = self.update_g2_has_attn and self.nlayers > 1
+        of_pairs = ("update_g2_has_g1g1", "update_g2_has_attn", "update_h2")
+        moments = self.update_g1_has_grrg or self.update_g1_has_drrd
+        for is_idle, names, why in (
+            (self.nlayers == 1, of_pairs, "pairs do not change in the last layer, and there is one"),
+            (not self.update_g1_has_attn, ("attn1_hidden", "attn1_nhead"), "update_g1_has_attn is false"),
+            (
+                not (attends or (self.update_h2 and self.nlayers > 1)),
+                ("attn2_hidden", "attn2_nhead", "attn2_has_gate"),
+                "there is no attention of pairs",
+            ),
+            (not attends, ("trainable_ln", "ln_eps"), "channels of pairs have no attention, which is normalised"),
+            (not moments, ("axis_neuron", "use_sqrt_nnei"), "update_g1_has_grrg and update_g1_has_drrd are false"),
+            (not self.update_g1_has_conv, ("g1_out_conv",), "update_g1_has_conv is false"),
+            (self.direct_dist, ("set_davg_zero",), "direct_dist is true"),
+            (
+                self.update_style != "res_residual",
+                ("update_residual", "update_residual_init"),
+                f"update_style is {self.update_style}",
+            ),
+        ):
+            yield from ((name, why) for name in names if is_idle)
+
+    @property
+    def terms(self) -> int:
+        """Return the number of inputs of the layer of all terms."""
+        conv = self.update_g1_has_conv and not self.g1_out_conv
+        return (not self.g1_out_mlp) + self.update_g1_has_grrg + self.update_g1_has_drrd + conv
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield options that contradict each other."""
+        yield from common.smooth_before(self.rcut_smth, self.rcut)
+        for has, name, width in (
+            (self.update_g1_has_grrg, "g2_dim", self.g2_dim),
+            (self.update_g1_has_drrd, "g1_dim", self.g1_dim),
+        ):
+            if has and self.axis_neuron > width:
+                yield "axis_neuron", f" = {self.axis_neuron}: expected at most {name} = {width}."
+        if not self.terms:
+            yield (
+                "g1_out_mlp",
+                " = true: the layer of all terms would have no input. Set it to false, or update_g1_has_grrg or "
+                "update_g1_has_drrd to true.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPA2Config(TypeEmbeddedOptions):
+    """Descriptor with messages between atoms and attention among pairs, for models of many systems (DPA-2)."""
+
+    type: ClassVar[str] = "dpa2"
+    neighbors_option: ClassVar[str] = "repinit.nsel"
+
+    repinit: RepinitConfig = option(doc="The first features of an atom.")
+    repformer: RepformerConfig = option(doc="The layers in which atoms and pairs exchange their features.")
+    smooth: bool = option(
+        True,
+        doc="Whether messages and attention vanish smoothly at the cutoffs. False makes the potential energy jump "
+        "where a neighbor enters.",
+    )
+    add_tebd_to_repinit_out: bool = option(
+        False,
+        alias=("repformer_add_type_ebd_to_seq",),
+        doc="Whether the embedding of its element is added to the first features of an atom, through a matrix.",
+    )
+
+    @property
+    def cutoff(self) -> float:
+        """Return ``repinit.rcut``."""
+        return self.repinit.rcut
+
+    @property
+    def neighbors(self) -> tuple[int, ...] | None:
+        """Return ``repinit.nsel``, or None while a number of neighbors is ``auto``."""
+        counts = (self.repinit.nsel, self.repinit.three_body_sel, self.repformer.nsel)
+        return None if any(isinstance(n, str) for n in counts) else (int(self.repinit.nsel),)
+
+    def with_neighbors(self, found: NeighborStatistics) -> DPA2Config:
+        """Return the section with numbers of neighbors that are ``auto`` as numbers."""
+        first, later = self.repinit, self.repformer
+        nsel = common.auto_sel_within(later.nsel, later.rcut, found)
+        angles = common.auto_sel_within(first.three_body_sel, first.three_body_rcut, found)
+        most = common.auto_sel_within(first.nsel, first.rcut, found)
+        # DeePMD-kit wants more neighbors where a part looks farther; small systems have the same number
+        if first.use_three_body:
+            if isinstance(later.nsel, str) and later.rcut >= first.three_body_rcut:
+                nsel = max(nsel, angles)
+            if isinstance(first.three_body_sel, str) and later.rcut <= first.three_body_rcut:
+                angles = max(nsel, angles)
+        if isinstance(first.nsel, str):
+            most = max(most, nsel + common.SEL_MULTIPLE, angles if first.use_three_body else 0)
+        return replace(
+            self, repinit=replace(first, nsel=most, three_body_sel=angles), repformer=replace(later, nsel=nsel)
+        )
+
+    def with_neighbors_of(self, saved: DescriptorConfig) -> DPA2Config:
+        """Return the section with numbers of neighbors that are ``auto`` as in ``saved``."""
+        if not isinstance(saved, DPA2Config):
+            return self
+        repinit = common.with_sel_of(self.repinit, saved.repinit, "nsel", "three_body_sel")
+        return replace(self, repinit=repinit, repformer=common.with_sel_of(self.repformer, saved.repformer, "nsel"))
+
+    def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
+        """Yield the numbers of neighbors of the parts that look less far."""
+        first, later = self.repinit, self.repformer
+        if first.use_three_body and isinstance(first.three_body_sel, int):
+            yield "repinit.three_body_sel", first.three_body_rcut, first.three_body_sel
+        if isinstance(later.nsel, int):
+            yield "repformer.nsel", later.rcut, later.nsel
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options without effect, and why."""
+        if not self.repinit.use_three_body:
+            names = (o.name for o in options(RepinitConfig) if o.name.startswith("three_body_"))
+            yield from ((f"repinit.{name}", "use_three_body is false") for name in names)
+        yield from ((f"repformer.{name}", why) for name, why in self.repformer.idle_options())
+
+    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield options that contradict each other."""
+        yield from ((f"repinit.{name}", text) for name, text in self.repinit.problems())
+        yield from ((f"repformer.{name}", text) for name, text in self.repformer.problems())
+        yield from self._cutoffs_out_of_order()
+        yield from self.element_problems(type_map)
+
+    def summary(self) -> str:
+        """Return the main options as text."""
+        first, later = self.repinit, self.repformer
+        angles = f", angles within {first.three_body_rcut:g}" if first.use_three_body else ""
+        return (
+            f"dpa2 (DPA-2), rcut {first.rcut:g} angstrom (smooth from {first.rcut_smth:g}), nsel {first.nsel}, "
+            f"neuron {common.dashes(first.neuron)}{angles}, {later.nlayers} layers within {later.rcut:g} (smooth from "
+            f"{later.rcut_smth:g}), nsel {later.nsel}, {later.g1_dim} features of an atom, {later.g2_dim} of a pair, "
+            f"{common.dtype_name(self.precision)}"
+        )
+
+    @property
+    def numbers_per_pair(self) -> int:
+        """Return the numbers of the embedding, and of the layers for the fewer pairs that they have."""
+        first, later = self.repinit, self.repformer
+        nsel = 40 if isinstance(later.nsel, str) else later.nsel
+        share = nsel / (nsel + 4 if isinstance(first.nsel, str) else first.nsel)
+        attended = later.attn1_nhead * (later.attn1_hidden + later.g1_dim)
+        in_layer = 4 * later.g1_dim + 6 * later.g2_dim + attended + 6 * later.attn2_nhead * nsel
+        angles = int(first.use_three_body) * 3 * sum(first.three_body_neuron) * nsel
+        return 3 * sum(first.neuron) + 30 + int(share * (later.nlayers * 3 * in_layer + angles))
+
+    @property
+    def vacuum_needs(self) -> str:
+        """Return another descriptor: the layers give an isolated atom features, which are not zero."""
+        return 'type = "se_e2_a"'
+
+    @property
+    def first_block(self) -> SeAttenConfig:
+        """Return the options of ``repinit`` as those of the descriptor that it is."""
+        return _block(self, SeAttenConfig, sel=self.repinit.nsel, attn_layer=0, smooth_type_embedding=self.smooth)
+
+    @property
+    def angle_block(self) -> SeE3TebdConfig:
+        """Return the options of the angles of ``repinit`` as those of the descriptor that they are."""
+        first = self.repinit
+        return _block(
+            self,
+            SeE3TebdConfig,
+            sel=first.three_body_sel,
+            rcut=first.three_body_rcut,
+            rcut_smth=first.three_body_rcut_smth,
+            neuron=first.three_body_neuron,
+            smooth=self.smooth,
+        )
+
+    def _cutoffs_out_of_order(self) -> Iterator[tuple[str, str]]:
+        """Yield parts with a longer cutoff that keep fewer neighbors, which DeePMD-kit refuses."""
+        first, later = self.repinit, self.repformer
+        if later.rcut >= first.rcut:
+            yield "repformer.rcut", f" = {later.rcut:g}: expected less than repinit.rcut = {first.rcut:g} (angstrom)."
+        named = sorted((rcut, most, name) for name, rcut, most in self.inner_neighbors())
+        named += [(first.rcut, first.nsel, "repinit.nsel")] if isinstance(first.nsel, int) else []
+        for (_, fewer, name), (_, more, beyond) in pairwise(named):
+            if fewer > more:
+                yield name, f" = {fewer}: expected at most {beyond} = {more}, which is within a larger cutoff."
+        if isinstance(later.nsel, int) and later.nsel == first.nsel:
+            yield "repformer.nsel", f" = {later.nsel}: expected less than repinit.nsel = {first.nsel}."
+
+
+def _block(whole: DPA2Config, kind: type[Block], **changes: Any) -> Block:
+    """Return the options of ``repinit``, and those of the whole that its parts read, as a section ``kind``."""
+    both = {f.name for f in fields(RepinitConfig)} & {f.name for f in fields(kind)}
+    values = {name: getattr(whole.repinit, name) for name in both}
+    values |= {name: getattr(whole, name) for name in ("trainable", "exclude_types", "env_protection")}
+    return kind(**(values | changes))

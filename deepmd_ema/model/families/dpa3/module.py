@@ -1,0 +1,313 @@
+"""DPA-3: layers of messages between nodes (atoms), edges (pairs of atoms) and angles (pairs of edges)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics, add_normalisation, normalised
+from deepmd_ema.model.descriptor.symmetrization import symmetrized
+from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
+from deepmd_ema.model.nn.activation import activation
+from deepmd_ema.model.nn.layers import Layer, freeze, linear, module_list
+from deepmd_ema.model.nn.type_embedding import pick
+from deepmd_ema.model.nn.update import Update
+from deepmd_ema.model.ops.environment import environment_rows, exponential_switch, switch
+from deepmd_ema.model.ops.gather import gather_neighbors
+from deepmd_ema.model.ops.reference import UsesOperations, with_vjp
+from deepmd_ema.utils import seed_for
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.families.dpa3.section import DPA3Config, RepflowConfig
+    from deepmd_ema.model.interface import Vjp
+
+# A atoms, K edges of an atom, J edges with angles (the first ones, J <= K; 0 where no layer looks at angles), N numbers
+# of a node, E of an edge, G of an angle
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Geometry of the neighborhood; the same for all layers.
+
+    Attributes:
+        neighbor: (A, K) as in a `deepmd_ema.batch.Neighborhood`.
+        reverse: (A, M) as there.
+        weighted: (A, K, 3) angular rows of the environment matrix times the switch, over ``sqrt(3 e_norm)``; 0 where
+            there is no edge.
+        edge_switch: (A, K) the switch of edges over e_norm; 0 where there is none.
+        angle_weight: (A, J, J) the product of both switches of an angle, over ``sqrt(a_norm)``; 0 where there is none.
+        has_angles: (A, J) bool.
+    """
+
+    neighbor: Tensor
+    reverse: Tensor
+    weighted: Tensor
+    edge_switch: Tensor
+    angle_weight: Tensor
+    has_angles: Tensor
+
+
+class RepflowLayer(UsesOperations):
+    """``n_i``, ``e_ij`` and ``a_ijk`` after messages between them (DPA-3, Zhang et al., arXiv:2506.01686).
+
+    With ``w`` the switches, ``[,]`` for concatenation, sigma the activation function and f, g, ... linear maps::
+
+        n_i   <- sigma(f n_i),  sigma(g [sym(e_i), sym(n)]),  sum_j w_ij sigma(h [n_i, n_j, e_ij]) / e_norm
+        e_ij  <- sigma(p [n_i, n_j, e_ij]),  sigma(q sum_k w_ij w_ik sigma(r [a_ijk, n_i, e_ik, e_ij]) / sqrt(a_norm))
+        a_ijk <- sigma(s [a_ijk, n_i, e_ik, e_ij])
+
+    ``sym`` is `symmetrized` with the rows ``weighted``. Each linear map of a concatenation is the
+    sum of maps of its parts, which are evaluated where they live: on nodes, not on every edge of a node.
+
+    Args:
+        options: the section ``repflow`` with numbers of neighbors.
+        act: name of the activation function.
+        dtype: precision of the parameters.
+        seed: of the initial parameters.
+        edges_matter: whether the edges after this layer have an effect; otherwise they are not updated.
+        angles_matter: the same of the angles.
+    """
+
+    def __init__(
+        self,
+        options: RepflowConfig,
+        act: str,
+        *,
+        dtype: torch.dtype,
+        seed: int,
+        edges_matter: bool = True,
+        angles_matter: bool = True,
+    ) -> None:
+        super().__init__()
+        self.options, self.activation = options, activation(act)
+        self.edges_matter, self.angles_matter = edges_matter, angles_matter
+        n, e, a = options.n_dim, options.e_dim, options.a_dim
+        generator = torch.Generator().manual_seed(seed_for("layers", seed))
+
+        heads = options.n_multi_edge_message
+        self.node_self = linear(n, n, dtype, generator)
+        self.node_sym = linear((n + e) * options.axis_neuron, n, dtype, generator)
+        self.node_edge = linear(2 * n + e, heads * n, dtype, generator)
+        self.edge_self = linear(2 * n + e, e, dtype, generator)
+        self.node_update = Update(n, 2 + heads, options, dtype=dtype, seed=seed_for("node", seed))
+        self.edge_update = Update(e, 1 + options.update_angle, options, dtype=dtype, seed=seed_for("edge", seed))
+        if not options.update_angle:
+            return
+        n_part, e_part = options.n_angle_dim, options.e_angle_dim
+        compressed = options.a_compress_rate > 0 and not options.a_compress_use_split
+        self.compress_node = linear(n, n_part, dtype, generator, bias=False) if compressed else None
+        self.compress_edge = linear(e, e_part, dtype, generator, bias=False) if compressed else None
+        self.edge_angle = linear(a + n_part + 2 * e_part, e, dtype, generator)
+        self.edge_angle_out = linear(e, e, dtype, generator)
+        self.angle_self = linear(a + n_part + 2 * e_part, a, dtype, generator)
+        self.angle_update = Update(a, 1, options, dtype=dtype, seed=seed_for("angle", seed))
+
+    def idle_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of updates that have no effect."""
+        idle: list[nn.Module | None] = []
+        if not self.edges_matter:
+            idle += [self.edge_self, self.edge_update]
+        if self.options.update_angle and not self.edges_matter:
+            idle += [self.edge_angle, self.edge_angle_out]
+        if self.options.update_angle and not self.angles_matter:
+            idle += [self.angle_self, self.angle_update]
+        if self.options.update_angle and not (self.edges_matter or self.angles_matter):
+            idle += [self.compress_node, self.compress_edge]
+        for part in idle:
+            if part is not None:
+                yield from part.parameters()
+
+    def forward(self, node: Tensor, edge: Tensor, angle: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        """Return nodes (A, N), edges (A, K, E) and angles (A, J, J, G) after the messages of this layer."""
+        neighbor, ends, of_edge = self._ends(node, geometry)
+        widths = [self.node_edge.weight.shape[1], edge.shape[-1]]
+        if self.options.sequential_update:
+            (to_node, to_edge), (for_node, for_edge) = ends.split(widths, -1), of_edge.split(widths, 1)
+            edge = edge + self.edge_update.factors[0] * self._act(to_edge + edge @ for_edge)
+            seen = self._seen_by_angles(node, edge, geometry)
+            angle = self.angle_update(angle, self._angle_messages([self.angle_self], angle, *seen))
+            (message,) = self._angle_messages([self.edge_angle], angle, *seen)
+            edge = edge + self.edge_update.factors[1] * self._from_angles(message, edge, geometry)
+            message = self._act(to_node + edge @ for_node)
+            return self._updated_node(node, neighbor, edge, message, geometry), edge, angle
+        to_node, *messages = self._act(ends + edge @ of_edge).split(widths[: 1 + self.edges_matter], -1)
+        new_node = self._updated_node(node, neighbor, edge, to_node, geometry)
+        if self.options.update_angle and (self.edges_matter or self.angles_matter):
+            layers = [self.edge_angle] * self.edges_matter + [self.angle_self] * self.angles_matter
+            found = self._angle_messages(layers, angle, *self._seen_by_angles(node, edge, geometry))
+            if self.edges_matter:
+                messages.append(self._from_angles(found[0], edge, geometry))
+            if self.angles_matter:
+                angle = self.angle_update(angle, found[-1:])
+        return new_node, self.edge_update(edge, messages) if self.edges_matter else edge, angle
+
+    def _act(self, z: Tensor) -> Tensor:
+        return self.ops.activated(z, self.activation)
+
+    def _ends(self, node: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the nodes of the neighbors (A, K, N), and of the maps to nodes and to edges, one beside the other:
+        the sums over both ends of each edge (A, K, C), and the weights of the edge (E, C).
+        """  # noqa: D205
+        options = self.options
+        weight, bias = _joined([self.node_edge] + [self.edge_self] * self.edges_matter)
+        of_own, of_neighbor, of_edge = weight.split([options.n_dim, options.n_dim, options.e_dim])
+        sent = torch.cat([node, node @ of_neighbor], 1)
+        gathered = gather_neighbors(sent, geometry.neighbor, geometry.reverse)
+        neighbor, from_neighbor = gathered.split([options.n_dim, len(bias)], -1)
+        return neighbor, torch.addmm(bias, node, of_own)[:, None] + from_neighbor, of_edge
+
+    def _updated_node(
+        self, node: Tensor, neighbor: Tensor, edge: Tensor, message: Tensor, geometry: Geometry
+    ) -> Tensor:
+        """Return the nodes (A, N) after their messages, of which those from edges (A, K, C) are given."""
+        options = self.options
+        symmetric = [symmetrized(x, geometry.weighted, options.axis_neuron) for x in (edge, neighbor)]
+        of_atoms = torch.cat([self.node_self(node), self.node_sym(torch.cat(symmetric, -1))], 1)
+        from_edges = torch.bmm(geometry.edge_switch[:, None], message).squeeze(1)
+        messages = [*self._act(of_atoms).chunk(2, 1), *from_edges.chunk(options.n_multi_edge_message, 1)]
+        return self.node_update(node, messages)
+
+    def _seen_by_angles(self, node: Tensor, edge: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        """Return the inputs of angles from nodes (A, n_angle_dim) and from edges (A, J, e_angle_dim)."""
+        edge = edge[:, : geometry.has_angles.shape[1]]
+        if self.compress_node is not None and self.compress_edge is not None:
+            return self.compress_node(node), self.compress_edge(edge)
+        return node[..., : self.options.n_angle_dim], edge[..., : self.options.e_angle_dim]
+
+    def _angle_messages(self, layers: Sequence[Layer], angle: Tensor, node: Tensor, edge: Tensor) -> tuple[Tensor, ...]:
+        """Return ``sigma(layer([a_ijk, n_i, e_ik, e_ij]))`` (A, J, J, C) of each layer."""
+        weight, bias = _joined(layers)
+        widths = [angle.shape[-1], node.shape[-1], edge.shape[-1], edge.shape[-1]]
+        of_angle, of_node, of_k, of_j = weight.split(widths)
+        own = torch.addmm(bias, node, of_node)[:, None]
+        found = self._act(angle @ of_angle + (own + edge @ of_j)[:, :, None] + (edge @ of_k)[:, None])
+        return found.split([layer.weight.shape[1] for layer in layers], -1)
+
+    def _from_angles(self, message: Tensor, edge: Tensor, geometry: Geometry) -> Tensor:
+        """Return the messages to edges (A, K, E) from those of angles; ``edge`` is used for one without angles."""
+        summed = torch.matmul(geometry.angle_weight[:, :, None], message).squeeze(2)
+        absent = edge.shape[1] - summed.shape[1]
+        summed = nn.functional.pad(summed, (0, 0, 0, absent))
+        if not self.options.smooth_edge_update:
+            has_angles = nn.functional.pad(geometry.has_angles, (0, absent))
+            summed = torch.where(has_angles[..., None], summed, edge)
+        return self._act(self.edge_angle_out(summed))
+
+
+def _joined(layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
+    """Return weights and biases of layers of the same inputs, side by side."""
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    if len(layers) == 1:
+        return weights[0], biases[0]
+    return torch.cat(weights, 1), torch.cat(biases)
+
+
+# A atoms, K edges of an atom, J edges with angles, T types, N numbers of a node, E of an edge, G of an angle
+
+
+class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
+    """Nodes of a network of nodes, edges and angles (DPA-3, Zhang et al., arXiv:2506.01686).
+
+    Nodes and edges are the graph G(1) of its line graph series, edges and angles the graph G(2). Nodes begin with the
+    embeddings of their elements, edges with distances, angles with cosines; `RepflowLayer` updates them. Empty slots
+    have no effect but through the numbers that sums over neighbors are divided by, so a batch need not hold them.
+
+    Args:
+        config: the section ``model.descriptor``; numbers of neighbors must be numbers.
+        num_types: number of elements.
+        seed: of the initial parameters when the section has none.
+    """
+
+    passes_messages = True
+    mean: Tensor
+    stddev: Tensor
+
+    def __init__(self, config: DPA3Config, num_types: int, seed: int) -> None:
+        super().__init__(config, num_types, seed, config.repflow.n_dim)
+        flow = config.repflow
+        self.flow, self.num_features = flow, flow.n_dim
+        self.activation = activation(config.activation_function)
+        generator = torch.Generator().manual_seed(seed_for("repflow", self.start))
+        self.edge_embedding = linear(1, flow.e_dim, self.dtype, generator)
+        self.angle_embedding = linear(1, flow.a_dim, self.dtype, generator, bias=False)
+        to_come = range(flow.nlayers - 1, -1, -1)  # layers after each: an angle acts on edges, and these on nodes
+        self.layers = module_list(
+            RepflowLayer(
+                flow,
+                config.activation_function,
+                dtype=self.dtype,
+                seed=seed_for("repflow", self.start, index),
+                edges_matter=flow.sequential_update or after >= 1,
+                angles_matter=flow.sequential_update or after >= 2,
+            )
+            for index, after in enumerate(to_come)
+        )
+        self.has_angles = flow.update_angle and (flow.sequential_update or flow.nlayers >= 2)
+        freeze(self, config.trainable)
+        add_normalisation(self, (num_types, self.sel, 4), self.dtype, flow.fix_stat_std or 1.0)
+        self.rcut, self.rcut_smth, self.protection = flow.e_rcut, flow.e_rcut_smth, config.env_protection
+        measured = EnvironmentStatistics(self, config.exclude_types, zero_mean=True)
+        self.environments = [] if flow.fix_stat_std else [measured]
+
+    def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
+        return with_vjp(lambda vector: self._features(vector, table, batch), batch.vector)
+
+    def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:
+        # as far as the list reaches: in a hybrid an exponential switch is small, but not zero, beyond the cutoff
+        neighborhood = batch.within()
+        dropped = self.excluded(batch, neighborhood)
+        mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
+        edge, weighted, edge_switch = self._edges(vector, mask, batch)
+        angle, has_angles, angle_weight = self._angles(vector, mask, batch)
+        geometry = Geometry(
+            neighborhood.neighbor, neighborhood.reverse, weighted, edge_switch, angle_weight, has_angles
+        )
+        node = self.ops.activated(pick(table, batch.atom_type), self.activation)
+        for layer in self.layers:
+            node, edge, angle = layer(node, edge, angle, geometry)
+        return node + self._nothing()
+
+    def _edges(self, vector: Tensor, mask: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the first edges (A, K, E), and weighted rows and switch of `Geometry`."""
+        flow, cutoffs = self.flow, (self.rcut, self.rcut_smth, self.protection)
+        distance = torch.linalg.vector_norm(vector, dim=-1)
+        raw, weight = environment_rows(vector, distance, *cutoffs, flow.use_exp_switch)
+        rows, weight = normalised(raw, self, batch.atom_type), torch.where(mask, weight, 0)
+        first, angular = rows.split([1, 3], -1)
+        if flow.edge_init_use_dist:
+            first = distance[..., None]
+        edge: Tensor = self.edge_embedding(first.to(self.dtype))
+        weighted = (angular * (weight * (3 * flow.e_norm) ** -0.5)[..., None]).to(self.dtype)
+        if not flow.edge_init_use_dist:
+            edge = self.ops.activated(edge, self.activation)
+        return edge, weighted, (weight / flow.e_norm).to(self.dtype)
+
+    def _angles(self, vector: Tensor, mask: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the first angles (A, J, J, G), which edges have some (A, J), and the weights of `Geometry`."""
+        flow = self.flow
+        near = batch.within(flow.a_rcut, int(flow.a_sel)).mask
+        some = near.shape[1] if self.has_angles else 0
+        has_angles = near[:, :some] & mask[:, :some]
+        distance = torch.linalg.vector_norm(vector[:, :some], dim=-1)
+        weight = (exponential_switch if flow.use_exp_switch else switch)(distance, flow.a_rcut, flow.a_rcut_smth)
+        direction = vector[:, :some] / (distance[..., None] + 1e-6)  # DeePMD-kit's protection
+        cosine = torch.bmm(direction, direction.transpose(1, 2)) * ((1 - 1e-6) / math.sqrt(math.pi))
+        angle = self.angle_embedding(cosine[..., None].to(self.dtype))
+        weight = torch.where(has_angles, weight, 0) * flow.a_norm**-0.25
+        return angle, has_angles, (weight[:, :, None] * weight[:, None]).to(self.dtype)
+
+    def _nothing(self) -> Tensor:
+        """Return 0, to which parameters without effect are tied: every parameter has a gradient, on every rank."""
+        idle = [p for layer in self.layers for p in layer.idle_parameters()]
+        if not self.has_angles:
+            idle += self.angle_embedding.parameters()
+        if not idle:
+            return self.mean.new_zeros(())
+        return 0 * torch.cat([parameter.flatten() for parameter in idle]).sum()

@@ -1,0 +1,248 @@
+"""The section of the descriptor dpa3 (DPA-3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int, redefined
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.descriptor_bases import ChargeSpinOptions, TypeEmbeddedOptions
+from deepmd_ema.config.schema.text_options import ActivationName
+from deepmd_ema.model.families.dpa2.section import RepformerConfig
+
+if TYPE_CHECKING:
+    from deepmd_ema.config.schema.descriptor import DescriptorConfig
+    from deepmd_ema.geometry import NeighborStatistics
+
+_width = Check(lambda v: 0 < v <= common.MAX_SIZE, f"a whole number from 1 to {common.MAX_SIZE:,}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepflowConfig:
+    """Layers that update features of atoms (nodes), of pairs (edges) and of pairs of neighbors (angles)."""
+
+    n_dim: int = option(128, check=_width, doc="Numbers of a node, the features of an atom.")
+    e_dim: int = option(64, check=_width, doc="Numbers of an edge, the features of a pair of atoms.")
+    a_dim: int = option(64, check=_width, doc="Numbers of an angle, the features of two neighbors of an atom.")
+    nlayers: int = option(6, check=positive_int, doc="Number of layers. One layer sees as far as `e_rcut`, two twice.")
+    e_rcut: float = common.cutoff_option("Cutoff radius of edges.")
+    e_rcut_smth: float = common.switch_option("edges are", "e_rcut")
+    e_sel: int | str = common.one_sel_option("Most edges of an atom, the nearest first.")
+    a_rcut: float = common.cutoff_option("Cutoff radius of the neighbors that have angles; at most `e_rcut`.")
+    a_rcut_smth: float = common.switch_option("angles are", "a_rcut")
+    a_sel: int | str = common.one_sel_option("Most neighbors of an atom that have angles, the nearest first.")
+    a_compress_rate: int = option(
+        0,
+        check=not_negative_int,
+        doc="Angles see nodes of `a_dim / a_compress_rate` numbers and edges of half as many; 0: all of them.",
+    )
+    a_compress_e_rate: int = option(
+        1, check=positive_int, doc="Factor on the numbers of an edge that angles see, beside `a_compress_rate`."
+    )
+    a_compress_use_split: bool = option(
+        False, doc="Whether angles see the first numbers of nodes and edges instead of a trained linear map of all."
+    )
+    n_multi_edge_message: int = option(1, check=positive_int, doc="Number of messages from the edges to a node.")
+    axis_neuron: int = option(
+        4, check=positive_int, doc="Columns of the second factor of the symmetrised message; at most `n_dim`, `e_dim`."
+    )
+    fix_stat_std: float = option(
+        0.3, check=not_negative, doc="What the environment matrix is divided by; 0 takes its spread in the data."
+    )
+    skip_stat: bool = option(False, doc="True means `fix_stat_std: 0.3`, the later name of this option.")
+    update_angle: bool = option(True, doc="Whether there are angles; otherwise only nodes and edges.")
+    update_style: str = redefined(RepformerConfig, "update_style", "res_residual")
+    update_residual: float = option(
+        0.1, check=not_negative, doc="Size of the trained numbers of `res_residual` at the start."
+    )
+    update_residual_init: str = redefined(RepformerConfig, "update_residual_init", "const")
+    optim_update: bool = option(
+        True, doc="Has no effect: both values are the same function, and here the fast one is always taken."
+    )
+    smooth_edge_update: bool = option(
+        False,
+        doc="Whether an edge without angles gets nothing from them. False gives it itself, as in DeePMD-kit, which "
+        "makes the energy jump where a neighbor crosses `a_rcut`: choose true for new models.",
+    )
+    edge_init_use_dist: bool = option(
+        False, alias=("edge_use_dist",), doc="Whether edges begin with the distance instead of its inverse."
+    )
+    use_exp_switch: bool = option(
+        False,
+        alias=("use_env_envelope",),
+        doc="Whether the switch is exp(-exp(20 (r - s) / s)), s = `rcut_smth`, instead of a polynomial. It does not "
+        "quite reach zero at the cutoff: s = 5.3 for 6 angstrom and 3.5 for 4 keep the jump below 1e-6 and 1e-7.",
+    )
+    use_dynamic_sel: bool = option(
+        False,
+        doc="Whether sums over neighbors are divided by `e_sel / sel_reduce_factor` instead of `e_sel` (angles alike), "
+        "so that `e_sel` and `a_sel` may be far more than needed. Needs `smooth_edge_update`.",
+    )
+    sel_reduce_factor: float = option(10.0, check=positive, doc="See `use_dynamic_sel`.")
+    sequential_update: bool = option(
+        False,
+        doc="Whether each update of a layer sees the ones before it: edges, angles, edges by angles, nodes. Needs "
+        "`update_style: res_residual` and `update_angle`.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.skip_stat:
+            object.__setattr__(self, "fix_stat_std", 0.3)
+            object.__setattr__(self, "skip_stat", False)
+
+    @property
+    def e_norm(self) -> float:
+        """Number of edges that sums over them are divided by."""
+        assert isinstance(self.e_sel, int), "e_sel must be resolved to a number"
+        return self.e_sel / (self.sel_reduce_factor if self.use_dynamic_sel else 1)
+
+    @property
+    def a_norm(self) -> float:
+        """Number of neighbors with angles that sums over them are divided by."""
+        assert isinstance(self.a_sel, int), "a_sel must be resolved to a number"
+        return self.a_sel / (self.sel_reduce_factor if self.use_dynamic_sel else 1)
+
+    @property
+    def n_angle_dim(self) -> int:
+        """Numbers of a node that angles see."""
+        return self.a_dim // self.a_compress_rate if self.a_compress_rate else self.n_dim
+
+    @property
+    def e_angle_dim(self) -> int:
+        """Numbers of an edge that angles see."""
+        if not self.a_compress_rate:
+            return self.e_dim
+        return self.a_dim // (2 * self.a_compress_rate) * self.a_compress_e_rate
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield options that contradict each other."""
+        yield from common.smooth_before(self.e_rcut_smth, self.e_rcut, "e_")
+        yield from common.smooth_before(self.a_rcut_smth, self.a_rcut, "a_")
+        if self.a_rcut > self.e_rcut:
+            yield "a_rcut", f" = {self.a_rcut:g}: expected at most e_rcut = {self.e_rcut:g} (angstrom)."
+        if isinstance(self.a_sel, int) and isinstance(self.e_sel, int) and self.a_sel > self.e_sel:
+            yield "a_sel", f" = {self.a_sel}: expected at most e_sel = {self.e_sel}."
+        for name in ("e_rcut_smth", "a_rcut_smth"):
+            if self.use_exp_switch and getattr(self, name) == 0:
+                yield name, " = 0: use_exp_switch divides by it. Expected a number > 0."
+        if self.use_dynamic_sel and not self.smooth_edge_update:
+            yield "use_dynamic_sel", " = true: needs smooth_edge_update = true."
+        if self.sequential_update and self.update_style != "res_residual":
+            yield "sequential_update", f' = true: needs update_style = "res_residual", not "{self.update_style}".'
+        if self.sequential_update and not self.update_angle:
+            yield "sequential_update", " = true: needs update_angle = true."
+        yield from self._width_problems()
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options without effect, and why."""
+        for is_idle, names, why in (
+            (True, ("optim_update",), "both values are the same function"),
+            (not self.update_angle, ("smooth_edge_update", "a_compress_rate"), "update_angle is false"),
+            (
+                not (self.update_angle and self.a_compress_rate),
+                ("a_compress_e_rate", "a_compress_use_split"),
+                "a_compress_rate is 0 or update_angle is false",
+            ),
+            (not self.use_dynamic_sel, ("sel_reduce_factor",), "use_dynamic_sel is false"),
+            (
+                self.update_style != "res_residual",
+                ("update_residual", "update_residual_init"),
+                f"update_style is {self.update_style}",
+            ),
+        ):
+            yield from ((name, why) for name in names if is_idle)
+
+    def _width_problems(self) -> Iterator[tuple[str, str]]:
+        narrow = min(self.n_dim, self.e_dim)
+        if self.axis_neuron > narrow:
+            yield "axis_neuron", f" = {self.axis_neuron}: expected at most {narrow}, the smaller of n_dim and e_dim."
+        rate = self.a_compress_rate
+        if not rate or not self.update_angle:
+            return
+        if self.a_dim < rate or (self.a_dim // rate) % 2 or self.a_dim * self.a_compress_e_rate % (2 * rate):
+            yield "a_compress_rate", f" = {rate}: expected a number of which twice divides a_dim = {self.a_dim}."
+        elif self.a_compress_use_split:
+            for name, have, need in (("n_dim", self.n_dim, self.n_angle_dim), ("e_dim", self.e_dim, self.e_angle_dim)):
+                if need > have:
+                    yield name, f" = {have}: expected at least {need}, the first numbers of it that angles see."
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions):
+    """Descriptor of messages between atoms, pairs and angles (DPA-3)."""
+
+    type: ClassVar[str] = "dpa3"
+    neighbors_option: ClassVar[str] = "repflow.e_sel"
+
+    repflow: RepflowConfig = option(doc="Layers of the descriptor.")
+    concat_output_tebd: bool = redefined(TypeEmbeddedOptions, "concat_output_tebd", False)
+    activation_function: ActivationName = common.activation_option("Activation function of all layers.", "silu")
+    use_loc_mapping: bool = option(
+        True, doc="Has no effect: it says how DeePMD-kit numbers images of atoms, and here there are none."
+    )
+
+    @property
+    def cutoff(self) -> float:
+        """Return ``e_rcut``."""
+        return self.repflow.e_rcut
+
+    @property
+    def neighbors(self) -> tuple[int, ...] | None:
+        """Return ``e_sel`` as one number for all elements, or None while one of the numbers is ``auto``."""
+        flow = self.repflow
+        return None if isinstance(flow.a_sel, str) or isinstance(flow.e_sel, str) else (flow.e_sel,)
+
+    def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
+        """Yield ``a_sel``."""
+        flow = self.repflow
+        if flow.update_angle and isinstance(flow.a_sel, int):
+            yield "repflow.a_sel", flow.a_rcut, flow.a_sel
+
+    def with_neighbors(self, found: NeighborStatistics) -> DPA3Config:
+        """Return the section with ``auto`` as numbers."""
+        flow = self.repflow
+        e_sel = common.auto_sel_within(flow.e_sel, flow.e_rcut, found)
+        a_sel = common.auto_sel_within(flow.a_sel, flow.a_rcut, found)
+        return replace(self, repflow=replace(flow, e_sel=e_sel, a_sel=a_sel))
+
+    def with_neighbors_of(self, saved: DescriptorConfig) -> DPA3Config:
+        """Return the section with ``auto`` as in ``saved``."""
+        if not isinstance(saved, DPA3Config):
+            return self
+        return replace(self, repflow=common.with_sel_of(self.repflow, saved.repflow, "e_sel", "a_sel"))
+
+    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield options that contradict each other."""
+        yield from ((f"repflow.{name}", text) for name, text in self.repflow.problems())
+        yield from self.element_problems(type_map)
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options without effect, and why."""
+        yield "use_loc_mapping", "there are no images of atoms to be numbered"
+        yield from ((f"repflow.{name}", why) for name, why in self.repflow.idle_options())
+
+    def summary(self) -> str:
+        """Return the main options as text."""
+        flow = self.repflow
+        angles = f"angles of {flow.a_dim} within {flow.a_rcut:g} angstrom (sel {flow.a_sel})"
+        return (
+            f"dpa3 (DPA-3), {flow.nlayers} layers, nodes of {flow.n_dim}, edges of {flow.e_dim} within "
+            f"{flow.e_rcut:g} angstrom (sel {flow.e_sel}), {angles if flow.update_angle else 'no angles'}, "
+            f"{common.dtype_name(self.precision)}"
+        )
+
+    @property
+    def numbers_per_pair(self) -> int:
+        """Return the numbers of edges and angles of all layers, forward and backward."""
+        flow = self.repflow
+        edge = (2 + 4 * flow.n_multi_edge_message) * flow.n_dim + 8 * flow.e_dim
+        e_sel, a_sel = (sel if isinstance(sel, int) else 100 for sel in (flow.e_sel, flow.a_sel))
+        angle = 5 * (flow.a_dim + flow.e_dim) * a_sel**2 // e_sel if flow.update_angle else 0
+        return 2 * flow.nlayers * (edge + angle)
+
+    @property
+    def vacuum_needs(self) -> str:
+        """Return the setting that makes the features of an isolated atom zero: another type of descriptor."""
+        return 'type = "se_e2_a"'

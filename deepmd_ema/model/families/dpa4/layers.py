@@ -1,0 +1,317 @@
+"""Layers of DPA-4 that act on coefficients of spherical harmonics degree by degree, and on scalars.
+
+Coefficients are the first dimension of a tensor, in the order of `deepmd_ema.model.families.dpa4.rotations`, so that
+those of one degree are a slice, and a layer is one product of matrices for each degree. Parameters have the names and
+shapes that they have in files of DeePMD-kit; optimizers choose by these names, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.model.nn.activation import activation
+from deepmd_ema.utils import seed_for
+
+# D coefficients of the degrees 0..L, N atoms or pairs, F streams, C channels of each
+
+SMALL = 0.01  # spread of the first weights of gates and logits
+ALMOST_NONE = 1e-3  # first factor of what is added by layers that are to grow
+NORM_EPS = 1e-5
+
+
+class Source:
+    """Initial parameters of a part of the model: each drawn with a seed of its own, in float64.
+
+    Args:
+        seed: of the part.
+        dtype: precision of the parameters.
+    """
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self.seed, self.dtype = seed, dtype
+
+    def part(self, *names: str | int) -> Source:
+        """Return the source of a part of this part."""
+        return Source(seed_for("/".join(map(str, names)), self.seed), self.dtype)
+
+    def normal(self, name: str, shape: Sequence[int], spread: float) -> nn.Parameter:
+        """Return a parameter drawn from a normal distribution."""
+        return self._parameter(torch.randn(*shape, dtype=torch.float64, generator=self._generator(name)) * spread)
+
+    def uniform(self, name: str, shape: Sequence[int], bound: float) -> nn.Parameter:
+        """Return a parameter drawn evenly from -bound to bound."""
+        drawn = torch.rand(*shape, dtype=torch.float64, generator=self._generator(name))
+        return self._parameter((2 * drawn - 1) * bound)
+
+    def truncated(self, name: str, shape: Sequence[int], factor: float = 1.0) -> nn.Parameter:
+        """Return matrices drawn with a spread of ``(rows + columns)^-1/2``, no number beyond three times of it."""
+        spread = (shape[-2] + shape[-1]) ** -0.5
+        drawn = nn.init.trunc_normal_(
+            torch.empty(*shape, dtype=torch.float64), std=spread, a=-3 * spread, b=3 * spread,
+            generator=self._generator(name),
+        )  # fmt: skip
+        return self._parameter(drawn * factor)
+
+    def filled(self, shape: Sequence[int], value: float) -> nn.Parameter:
+        """Return a parameter of equal numbers."""
+        return nn.Parameter(torch.full(tuple(shape), value, dtype=self.dtype))
+
+    def _generator(self, name: str) -> torch.Generator:
+        return torch.Generator().manual_seed(seed_for(name, self.seed))
+
+    def _parameter(self, values: Tensor) -> nn.Parameter:
+        return nn.Parameter(values.to(self.dtype))
+
+
+def by_degree(values: Tensor, dim: int = 0) -> Tensor:
+    """Return the values of degrees, in a dimension of L + 1, for each coefficient."""
+    parts = [part.expand(*part.shape[:dim], 2 * degree + 1, *part.shape[dim + 1 :])
+             for degree, part in enumerate(values.split(1, dim))]  # fmt: skip
+    return torch.cat(parts, dim)
+
+
+def map_degrees(x: Tensor, weights: Tensor) -> Tensor:
+    """Return the product of the coefficients of each degree (D, ..., I) with its matrix, of (L + 1, I, O)."""
+    found = [x[degree**2 : (degree + 1) ** 2] @ weight for degree, weight in enumerate(weights)]
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+class Dense(nn.Module):
+    """``act(x W + b)``, as layers of DeePMD-kit name their parameters.
+
+    Args:
+        num_in: inputs.
+        num_out: outputs.
+        source: of the initial parameters.
+        act: name of the activation function.
+        bias: whether there is a ``b``.
+        zero: whether W begins with zeros.
+    """
+
+    def __init__(
+        self, num_in: int, num_out: int, source: Source, act: str = "none", bias: bool = False, zero: bool = False
+    ) -> None:
+        super().__init__()
+        self.activation = activation(act)
+        self.matrix = source.normal("matrix", (num_in, num_out), 0.0 if zero else (num_in + num_out) ** -0.5)
+        self.bias = source.normal("bias", (num_out,), 1.0) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., O) from (..., I)."""
+        products = x @ self.matrix
+        return self.activation.value(products if self.bias is None else products + self.bias)
+
+
+class TypeTable(nn.Module):
+    """A vector of each element.
+
+    Args:
+        num_types: T.
+        width: numbers of a vector.
+        source: of the initial parameters.
+    """
+
+    def __init__(self, num_types: int, width: int, source: Source) -> None:
+        super().__init__()
+        self.num_types = num_types
+        self.adam_type_embedding = source.normal("table", (num_types + 1, width), (num_types + width) ** -0.5)
+        with torch.no_grad():
+            self.adam_type_embedding[num_types] = 0  # DeePMD-kit's row of atoms that are none
+
+    def forward(self) -> Tensor:
+        """Return (T, width)."""
+        return self.adam_type_embedding[: self.num_types]
+
+
+class DegreeLinear(nn.Module):
+    """A linear map of the channels, one for each degree.
+
+    Args:
+        lmax: L.
+        num_in: channels of a stream.
+        num_out: channels of a stream after it.
+        source: of the initial parameters.
+        streams: F.
+        bias: whether something is added to degree 0.
+        zero: whether the maps begin with zeros.
+    """
+
+    def __init__(
+        self, lmax: int, num_in: int, num_out: int, source: Source, *, streams: int = 1, bias: bool = False,
+        zero: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.streams = streams
+        shape = (lmax + 1, num_in, streams * num_out)
+        self.weight = source.filled(shape, 0.0) if zero else source.truncated("weight", shape)
+        self.bias = source.filled((streams * num_out,), 0.0) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (D, N, F O) from (D, N, F I)."""
+        if self.streams == 1:
+            out = map_degrees(x, self.weight)
+        else:
+            streams = x.unflatten(-1, (self.streams, -1)).movedim(2, 1)  # D, F, N, I
+            maps = self.weight.unflatten(-1, (self.streams, -1)).transpose(1, 2)  # L + 1, F, I, O
+            out = (streams @ by_degree(maps)).movedim(1, 2).flatten(2)
+        return out if self.bias is None else torch.cat([out[:1] + self.bias, out[1:]])
+
+
+class StreamLinear(nn.Module):
+    """A linear map of the channels of each stream.
+
+    Args:
+        num_in: channels of a stream.
+        num_out: channels of a stream after it.
+        source: of the initial parameters.
+        streams: F.
+        bias: whether there is one.
+        spread: of the first weights; None draws them evenly up to ``num_in^-1/2``.
+    """
+
+    def __init__(
+        self, num_in: int, num_out: int, source: Source, *, streams: int = 1, bias: bool = False,
+        spread: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.streams = streams
+        shape = (num_in, streams * num_out)
+        uniform = spread is None
+        self.weight = (
+            source.uniform("weight", shape, num_in**-0.5) if uniform else source.normal("weight", shape, spread or 0.0)
+        )
+        self.bias = source.filled((streams * num_out,), 0.0) if bias else None
+
+    def matrices(self) -> Tensor:
+        """Return (F, I, O)."""
+        return self.weight.unflatten(-1, (self.streams, -1)).transpose(0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (N, F, O) from (N, F, I)."""
+        if self.streams == 1:  # rows in one dimension: of few in the last but one, torch would multiply each alone
+            out = (x.flatten(0, -2) @ self.weight).view(*x.shape[:-1], -1)
+        else:
+            out = torch.einsum("nfi,fio->nfo", x, self.matrices())
+        return out if self.bias is None else out + self.bias.view(self.streams, -1)
+
+
+class ScalarNorm(nn.Module):
+    """``x / sqrt(mean(x^2) + eps) * scale`` over the channels of a stream (Zhang, Sennrich, arXiv:1910.07467).
+
+    Args:
+        shape: of the scale, ``(F, C)`` or ``(C,)``.
+        eps: added to the mean.
+        source: of the initial parameters.
+    """
+
+    def __init__(self, shape: Sequence[int], eps: float, source: Source) -> None:
+        super().__init__()
+        self.eps = eps
+        self.adam_scale = source.filled(shape, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised values, of the shape of x, whose last dimensions are those of the scale."""
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.adam_scale
+
+
+class DegreeNorm(nn.Module):
+    """Coefficients over the root of their mean square, in which all degrees count the same.
+
+    Degree 0 is centred over its channels before, and has a bias.
+
+    Args:
+        lmax: L.
+        channels: C.
+        eps: added to the mean square.
+        source: of the initial parameters.
+    """
+
+    def __init__(self, lmax: int, channels: int, eps: float, source: Source) -> None:
+        super().__init__()
+        self.eps = eps
+        self.adam_scale = source.filled((lmax + 1, 1, channels), 1.0)
+        self.bias = source.filled((1, channels), 0.0)
+        share = [1 / ((2 * degree + 1) * (lmax + 1) * channels) for degree in range(lmax + 1)]
+        self._share: Tensor
+        self.register_buffer("_share", by_degree(torch.tensor(share, dtype=source.dtype)), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (D, N, C) from (D, N, C)."""
+        centred = torch.cat([x[:1] - x[:1].mean(-1, keepdim=True), x[1:]])
+        mean_square = (self._share @ centred.square().sum(-1))[:, None]
+        out = centred * (mean_square + self.eps).rsqrt() * by_degree(self.adam_scale)
+        return torch.cat([out[:1] + self.bias, out[1:]])
+
+
+class OrderedNorm(nn.Module):
+    """The same for coefficients in the frames of pairs, of which only some orders are there.
+
+    Args:
+        degrees: degree of each of the R coefficients.
+        channels: C.
+        streams: F.
+        source: of the initial parameters.
+    """
+
+    def __init__(self, degrees: Sequence[int], channels: int, streams: int, source: Source) -> None:
+        super().__init__()
+        lmax = max(degrees)
+        self.adam_scale = source.filled((streams, lmax + 1, channels), 1.0)
+        self.bias0 = source.filled((streams, channels), 0.0)
+        share = [1 / (degrees.count(degree) * (lmax + 1) * channels) for degree in degrees]
+        self._share: Tensor
+        self._degrees: Tensor
+        self.register_buffer("_share", torch.tensor(share, dtype=source.dtype), persistent=False)
+        one_hot = nn.functional.one_hot(torch.tensor(degrees), lmax + 1).to(source.dtype)
+        self.register_buffer("_degrees", one_hot, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (F, E, R, C) from (F, E, R, C)."""
+        centred = torch.cat([x[:, :, :1] - x[:, :, :1].mean(-1, keepdim=True), x[:, :, 1:]], 2)
+        mean_square = (centred.square().sum(-1) @ self._share)[..., None, None]
+        out = centred * (mean_square + NORM_EPS).rsqrt() * (self._degrees @ self.adam_scale)[:, None]
+        return torch.cat([out[:, :, :1] + self.bias0[:, None, None], out[:, :, 1:]], 2)
+
+
+class DegreeGate(nn.Module):
+    """Degree 0 through an activation function, the others times sigmoids of linear maps of degree 0.
+
+    Args:
+        lmax: L.
+        channels: C of a stream.
+        act: name of the activation function.
+        source: of the initial parameters.
+        streams: F.
+        bias: whether the maps have one.
+    """
+
+    def __init__(self, lmax: int, channels: int, act: str, source: Source, *, streams: int = 1, bias: bool) -> None:
+        super().__init__()
+        self.lmax, self.activation = lmax, activation(act)
+        if lmax:
+            self.gate_linear = StreamLinear(channels, lmax * channels, source, streams=streams, bias=bias, spread=SMALL)
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Return (D, N, C) from coefficients (D, N, C), gated by degree 0 of others, if there are some."""
+        first = self.activation.value(x[:1]) if gate is None else x[:1] * self.activation.value(gate[:1])
+        if not self.lmax:
+            return first
+        gates = self.gates((x if gate is None else gate)[:1])[0].transpose(0, 1)
+        return torch.cat([first, x[1:] * by_degree(torch.cat([gates[:1], gates]))[1:]])
+
+    def gates(self, scalar: Tensor) -> Tensor:
+        """Return the factors (F, N, L, C) of the degrees from 1 on by degree 0 (F, N, C)."""
+        linear = self.gate_linear
+        logits = torch.bmm(scalar, linear.matrices())
+        if linear.bias is not None:
+            logits = logits + linear.bias.view(linear.streams, 1, -1)
+        return torch.sigmoid(logits).unflatten(-1, (self.lmax, -1))
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """Return ``silu(a) b`` of both halves of the last dimension (Shazeer, arXiv:2002.05202)."""
+    first, second = x.chunk(2, -1)
+    return nn.functional.silu(first) * second

@@ -1,0 +1,398 @@
+"""DPA-4 (SeZM): coefficients of spherical harmonics of atoms, and messages of them between atoms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch, Neighborhood, NeighborLayout
+from deepmd_ema.distributed.tensors import precision
+from deepmd_ema.model.bridging import source_gate
+from deepmd_ema.model.descriptor.excluded import ExcludedPairs
+from deepmd_ema.model.families.dpa4.convolution import Block, FeedForward
+from deepmd_ema.model.families.dpa4.frames import Edges, Radial
+from deepmd_ema.model.families.dpa4.grids import GridOptions
+from deepmd_ema.model.families.dpa4.layers import Dense, ScalarNorm, Source, TypeTable
+from deepmd_ema.model.families.dpa4.rotations import FrameRotations, num_coefficients, quaternions
+from deepmd_ema.model.nn.activation import activation
+from deepmd_ema.model.nn.layers import freeze, module_list
+from deepmd_ema.model.nn.type_embedding import one_hot, pick
+from deepmd_ema.model.ops.gather import gather_neighbors
+from deepmd_ema.model.ops.reference import axis_features, with_vjp
+from deepmd_ema.utils import seed_for
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of typing since Python 3.11
+
+    from deepmd_ema.batch import Batch
+    from deepmd_ema.model.families.dpa4.section import DPA4Config
+    from deepmd_ema.model.interface import Block as ShardedBlock
+    from deepmd_ema.model.interface import Sums, Vjp
+
+# A atoms, S neighbor slots, N radial functions, C channels
+
+RADIAL_NORM_EPS = 1e-7
+
+
+def cutoff_envelope(distance: Tensor, rcut: float, exponent: int) -> Tensor:
+    """Return ``(1 - x)^4 sum_(k < p) binom(k + 3, 3) x^k``, x = r / rcut, which is 0 from the cutoff on.
+
+    It is 1 at 0 with p - 1 derivatives of 0, and has three derivatives of 0 at the cutoff.
+    """
+    u = (1 - distance / rcut).clamp(0, 1)
+    x = 1 - u
+    series = torch.full_like(x, math.comb(exponent + 2, 3))
+    for k in range(exponent - 2, -1, -1):
+        series = math.comb(k + 3, 3) + x * series
+    return u.square().square() * series
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of atoms in the precision of the descriptor.
+
+    Attributes:
+        distance: (A, S) angstrom.
+        direction: (A, S, 3) unit vectors.
+        envelope: (A, S) of edges; 0 where there is no neighbor.
+        is_seen: (A, S) bool, False of pairs that are excluded; None where none is.
+    """
+
+    distance: Tensor
+    direction: Tensor
+    envelope: Tensor
+    is_seen: Tensor | None
+
+    @classmethod
+    def of(cls, vector: Tensor, config: DPA4Config, dropped: Tensor | None) -> Pairs:
+        """Return the pairs of vectors (A, S, 3) without those ``dropped`` (A, S)."""
+        distance = (vector.square().sum(-1) + config.eps**2).sqrt()
+        envelope = cutoff_envelope(distance, config.rcut, config.env_exp[1])
+        if dropped is not None:
+            envelope = envelope.masked_fill(dropped, 0)
+        return cls(distance, vector / distance[..., None], envelope, None if dropped is None else ~dropped)
+
+
+class RadialBasis(nn.Module):
+    """Functions of the distance that are 0 at the cutoff: ``sin(w r) / r`` or gaussians, times an envelope.
+
+    Args:
+        config: the section ``model.descriptor``.
+        dtype: precision of the parameters.
+    """
+
+    def __init__(self, config: DPA4Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rcut, self.exponent, self.is_bessel = config.rcut, config.env_exp[0], config.basis_type == "bessel"
+        count = config.n_radial
+        start = (
+            torch.arange(1, count + 1, dtype=torch.float64) * (math.pi / config.rcut)
+            if self.is_bessel
+            else torch.linspace(0, config.rcut, count, dtype=torch.float64)
+        )
+        self.adam_freqs = nn.Parameter(start[None].to(dtype))
+        self.coefficient = -0.5 * (max(count - 1, 1) / config.rcut) ** 2
+
+    def forward(self, pairs: Pairs) -> Tensor:
+        """Return (A, S, N)."""
+        distance = pairs.distance[..., None]
+        if self.is_bessel:
+            found = torch.sin(distance * self.adam_freqs) / distance
+        else:
+            found = torch.exp((distance - self.adam_freqs).square() * self.coefficient)
+        envelope = cutoff_envelope(distance, self.rcut, self.exponent)
+        if pairs.is_seen is not None:
+            envelope = envelope * pairs.is_seen[..., None]
+        return found * envelope
+
+
+class Activated(nn.Module):
+    """An activation function as a module.
+
+    Args:
+        name: as in the input.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.activation = activation(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return y, of the shape of x."""
+        return self.activation.value(x)
+
+
+class RadialNetwork(nn.Module):
+    """Dense layers without biases, so that what vanishes at the cutoff is mapped to what vanishes there.
+
+    Args:
+        config: the section ``model.descriptor``.
+        num_out: outputs.
+        source: of the initial parameters.
+    """
+
+    def __init__(self, config: DPA4Config, num_out: int, source: Source) -> None:
+        super().__init__()
+        hidden = [width or config.channels for width in config.radial_mlp]
+        modules: list[nn.Module] = []
+        for index, (num_in, width) in enumerate(pairwise([config.n_radial, *hidden])):
+            modules.append(Dense(num_in, width, source.part(index)))
+            if config.edge_norm:
+                modules.append(ScalarNorm((width,), RADIAL_NORM_EPS, source))
+            modules.append(Activated(config.activation_function))
+        modules.append(Dense([config.n_radial, *hidden][-1], num_out, source.part("last")))
+        self.net = module_list(modules)
+
+    def forward(self, basis: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of the last hidden layer (..., H) from (..., N), and the map after it (H, num_out)."""
+        *hidden, last = self.net
+        for module in hidden:
+            basis = module(basis)
+        return basis, cast("Dense", last).matrix
+
+
+class EnvironmentSeed(nn.Module):
+    """Scale and shift of the embedding of an atom by its surroundings, as Deep Potential descriptors see them.
+
+    Args:
+        config: the section ``model.descriptor``.
+        num_types: number of elements.
+        source: of the initial parameters.
+    """
+
+    def __init__(self, config: DPA4Config, num_types: int, source: Source) -> None:
+        super().__init__()
+        channels, act, bias = config.channels, config.activation_function, config.mlp_bias
+        width = min(channels, 128)
+        of_type = min(32, max(8, channels // 4))
+        self.axis = min(4 if width < 64 else 8, max(1, width - 1))
+        of_radial = max(32, width - 2 * of_type)
+        hidden = min(256, max(2 * width, of_radial + 2 * of_type))
+        self.rbf_proj_layer1 = Dense(config.n_radial, of_radial, source.part("radial", 1), act, bias)
+        self.rbf_proj_layer2 = Dense(of_radial, of_radial, source.part("radial", 2), bias=bias)
+        self.env_type_embed = TypeTable(num_types, of_type, source.part("elements"))
+        self.g_layer1 = Dense(of_radial + 2 * of_type, hidden, source.part("pairs", 1), act, bias)
+        self.g_layer2 = Dense(hidden, width, source.part("pairs", 2), bias=bias)
+        self.output_proj = Dense(width * self.axis, 2 * channels, source.part("out"), zero=True)
+
+    def forward(self, pairs: Pairs, basis: Tensor, gate: Tensor, scale: Tensor, batch: Batch) -> Tensor:
+        """Return (A, 2 C).
+
+        Args:
+            pairs: of atoms.
+            basis: (A, S, N) radial functions.
+            gate: (A, S) factors of neighbors.
+            scale: (A,) factor of sums over neighbors.
+            batch: for the elements.
+        """
+        strength = (pairs.envelope * gate / pairs.distance * scale[:, None])[..., None]
+        rows = torch.cat([strength, strength * pairs.direction], -1).transpose(1, 2)  # A, 4, S
+        table = self.env_type_embed()
+        neighbor = pick(table, batch.neighbor_type)
+        own = pick(table, batch.atom_type)[:, None].expand_as(neighbor)
+        radial = self.rbf_proj_layer2(self.rbf_proj_layer1(basis))
+        embedded = self.g_layer2(self.g_layer1(torch.cat([radial, neighbor, own], -1)))
+        moments = torch.bmm(rows, embedded)
+        out: Tensor = self.output_proj(axis_features(moments, self.axis))
+        return out
+
+
+# A atoms, S neighbor slots, E = A S pairs, T types, D coefficients of an atom, C channels, N radial functions
+
+LATEST_VERSION = 1.2
+SMOOTH_VERSION = 1.1  # from here on, few neighbors near the cutoff count as little as they should
+FLOOR = 0.25  # added to sums of squared envelopes before they are divided by
+FILM_STRENGTH = 0.01
+
+
+class DPA4Descriptor(nn.Module):
+    """Scalars of atoms after messages of spherical harmonics (DPA-4, arXiv:2606.02419).
+
+    The rotation of each pair into its frame is free about the axis of the pair, and results do not depend on it, so it
+    need not be random in training.
+
+    Args:
+        config: the section ``model.descriptor``.
+        num_types: T.
+        seed: of the initial parameters when the section has none.
+    """
+
+    mixed_types = True
+    passes_messages = True
+    version_tensor: Tensor
+
+    def __init__(self, config: DPA4Config, num_types: int, seed: int) -> None:
+        super().__init__()
+        self.section, self.num_types, self.infers_in_bfloat16 = config, num_types, False
+        self.dtype = precision(config.precision)
+        self.excluded = ExcludedPairs(config.exclude_types, num_types)
+        source = Source(seed_for("dpa4", seed if config.seed is None else config.seed), self.dtype)
+        lmax, channels = config.largest_degree + config.extra_node_l, config.channels
+        self.type_embedding = TypeTable(num_types, channels, source.part("elements"))
+        self.env_seed_embedding: EnvironmentSeed | None = None
+        if config.use_env_seed:
+            self.env_seed_embedding = EnvironmentSeed(config, num_types, source.part("environment"))
+            norms = [ScalarNorm((1, channels), config.eps, source) if config.edge_norm else nn.Identity()
+                     for _ in range(2)]  # fmt: skip
+            self.film_scale_norm, self.film_shift_norm = norms
+            self.film_scale_strength_log = source.filled((1,), math.log(FILM_STRENGTH))
+            self.film_shift_strength_log = source.filled((1,), math.log(FILM_STRENGTH))
+        self.radial_basis = RadialBasis(config, self.dtype)
+        self.radial_embedding = RadialNetwork(config, (lmax + 1) * channels, source.part("radial"))
+        self.rotations = FrameRotations(lmax, max(config.orders, default=0), self.dtype)
+        # DeePMD-kit's name is blocks, which here is that of a method
+        self.layers = module_list(
+            Block(config, index, source.part("block", index)) for index in range(len(config.degrees))
+        )
+        self.readout_pre_layers = module_list(
+            self._readout(config, source.part("readout", index)) for index in range(config.readout_layers - 1)
+        )
+        self.output_ffn = self._readout(config, source.part("output"))
+        self.register_buffer("version_tensor", torch.tensor(LATEST_VERSION, dtype=torch.float64))
+        self._version_vector = self.version_tensor.view(1)
+        freeze(self, config.trainable)
+
+    def _readout(self, config: DPA4Config, source: Source) -> FeedForward:
+        lmax = config.readout_degree
+        grid: GridOptions | None = None
+        if config.so3_readout != "none":
+            places = range(num_coefficients(lmax))
+            grid = GridOptions(lmax, lmax, min(config.kmax, lmax), places, config.so3_readout)
+        return FeedForward(
+            lmax, config.channels, config.hidden_width(config.glu_activation), grid, act=config.activation_function,
+            gated=config.glu_activation, bias=config.mlp_bias, source=source,
+        )  # fmt: skip
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or convert all tensors."""
+        found = super()._apply(fn, recurse)
+        # of the same memory; torch.compile traces a model twice that has a scalar on the CPU as an input
+        self._version_vector = self.version_tensor.view(1)
+        return found
+
+    @property
+    def dim_out(self) -> int:
+        """Number of features of an atom."""
+        return self.section.channels
+
+    def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
+        """Return the layout of neighbors: all within the cutoff."""
+        section = self.section
+        assert section.neighbors is not None
+        return NeighborLayout(
+            section.rcut, section.neighbors, self.num_types, by_type=False, excluded_pairs=excluded_pairs
+        )
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """Names of the sums over data: none are needed."""
+        return ()
+
+    def measure(self, batch: Batch) -> Sums:
+        """Return no sums."""
+        return {}
+
+    def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
+        """Do nothing: no numbers of this descriptor come from data."""
+
+    def stat_settings(self) -> Mapping[str, Any]:
+        """Return no settings."""
+        return {}
+
+    def blocks(self) -> list[ShardedBlock]:
+        """Return none: all networks are used in every step."""
+        return []
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
+        """Return the features (A, C) and their vector-Jacobian product."""
+        return with_vjp(lambda vector: self._features(vector, batch), batch.vector)
+
+    def _features(self, vector: Tensor, batch: Batch) -> Tensor:
+        """Return the features of atoms (A, C) from the vectors of pairs (A, S, 3)."""
+        neighborhood = batch.within()
+        table = self.type_embedding()
+        own_type = one_hot(batch.atom_type, self.num_types, self.dtype)
+        dropped = self.excluded(batch, neighborhood)
+        pairs = Pairs.of(vector.to(self.dtype), self.section, dropped)
+        basis = self.radial_basis(pairs)
+        is_smooth = self._version_vector > SMOOTH_VERSION - 0.05
+        floor = torch.where(is_smooth, FLOOR, self.section.eps).to(self.dtype)
+        scale = (pairs.envelope.square().sum(1) + floor).rsqrt()
+        hidden, last = self.radial_embedding(basis)
+        hidden = hidden * torch.where(is_smooth, pairs.envelope, 1)[..., None]
+        last = last.unflatten(-1, (-1, self.section.channels))  # H, L + 1, C
+        rotation = self.rotations(quaternions(pairs.direction.flatten(0, 1)))  # E, 2 M + 1, D
+        gate = self._gate(pairs, neighborhood)
+        scalar = own = own_type @ table
+        if self.env_seed_embedding is not None:
+            logits = self.env_seed_embedding(pairs, basis, gate, scale, batch)
+            scalar = self._conditioned(own, logits)
+        x = scalar[None]
+        if self.env_seed_embedding is not None and rotation.shape[-1] > 1:
+            weighted = (gate * scale[:, None])[..., None] * rotation[:, 0, 1:].unflatten(0, gate.shape)
+            # harmonics of the neighbors times radial numbers, which are linear maps of hidden ones
+            moments = torch.bmm(weighted.transpose(1, 2), hidden).transpose(0, 1)
+            maps = last.transpose(0, 1)
+            x = torch.cat([x, *(moments[n**2 - 1 : (n + 1) ** 2 - 1] @ maps[n] for n in range(1, len(maps)))])
+        else:
+            x = nn.functional.pad(x, (0, 0, 0, 0, 0, rotation.shape[-1] - 1))
+        neighbor, reverse = neighborhood.neighbor, neighborhood.reverse
+        # where each slot is in `reverse`; the last entry, written by what is none, is thrown away
+        place = torch.full((neighbor.numel() + 1,), reverse.numel(), device=reverse.device)
+        place = place.index_put((reverse.flatten(),), torch.arange(reverse.numel(), device=reverse.device))
+        edges = Edges(
+            neighbor=neighbor,
+            reverse=reverse,
+            place=place[:-1].view(neighbor.shape),
+            envelope=pairs.envelope,
+            weight=pairs.envelope * gate,
+            scale=scale,
+            rotation=rotation,
+            radial=Radial(
+                hidden=hidden.flatten(0, 1),
+                last=last,
+                table=table,
+                own=own_type,
+                neighbor=one_hot(batch.neighbor_type, self.num_types, self.dtype),
+            ),
+        )
+        # as in DeePMD-kit, only messages and networks of blocks, and only on GPUs
+        wants = self.section.use_amp if self.training else self.infers_in_bfloat16
+        is_mixed = wants and x.device.type == "cuda"
+        with torch.autocast("cuda", torch.bfloat16) if is_mixed else nullcontext():
+            for layer, size in zip(self.layers, self._sizes()):
+                x = layer(x[:size], edges)
+        x = x.to(self.dtype)
+        x = x[: num_coefficients(self.section.readout_degree)]
+        for network in (*self.readout_pre_layers, self.output_ffn):
+            x = x + network(x)
+        return x[0]
+
+    def _gate(self, pairs: Pairs, neighborhood: Neighborhood) -> Tensor:
+        """Return the factors (A, S) of all that neighbors send, which are 1 without bridging."""
+        window = self.section.window
+        if window is None:
+            return torch.ones_like(pairs.distance)
+        is_near = pairs.distance < self.section.rcut
+        if pairs.is_seen is not None:
+            is_near = is_near & pairs.is_seen
+        of_atoms = source_gate(pairs.distance, is_near, window)
+        return gather_neighbors(of_atoms[:, None], neighborhood.neighbor, neighborhood.reverse).squeeze(-1)
+
+    def _sizes(self) -> list[int]:
+        """Return the numbers of coefficients of an atom in each block."""
+        return [num_coefficients(lmax + self.section.extra_node_l) for lmax in self.section.degrees]
+
+    def _conditioned(self, own: Tensor, logits: Tensor) -> Tensor:
+        """Return the embeddings of atoms (A, C), scaled and shifted by their surroundings (A, 2 C)."""
+        scale, shift = logits.chunk(2, -1)
+        factor = self.film_scale_strength_log.exp() * torch.tanh(self.film_scale_norm(scale))
+        return own * (1 + factor) + self.film_shift_strength_log.exp() * torch.tanh(self.film_shift_norm(shift))

@@ -1,0 +1,52 @@
+"""The section of the fitting network dpa4_ener."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from deepmd_ema.config.fields import Check, option, redefined
+from deepmd_ema.config.messages import NOT_AVAILABLE
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.text_options import ActivationName
+from deepmd_ema.model.families.ener.section import EnerFittingConfig
+
+_widths = Check(
+    lambda v: all(0 <= n <= common.MAX_SIZE for n in v), f"a list of whole numbers from 0 to {common.MAX_SIZE:,}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPA4EnerConfig(EnerFittingConfig):
+    """Network of gated layers from the descriptor of an atom to its energy (DPA-4)."""
+
+    type: ClassVar[str] = "dpa4_ener"
+    aliases: ClassVar[tuple[str, ...]] = ("sezm_ener",)
+
+    neuron: list[int] = option(
+        [0],
+        alias=("n_neuron",),
+        check=_widths,
+        doc="Widths of the hidden layers. 0 is `8/3` of the number of inputs, rounded up to a multiple of 32.",
+    )
+    activation_function: ActivationName = common.activation_option("Activation function of the gates.", "silu")
+    precision: str = redefined(EnerFittingConfig, "precision", "float32")
+    resnet_dt: bool = option(
+        False,
+        check=Check(lambda v: not v, f"false: these layers have no skip connections; true is {NOT_AVAILABLE}"),
+        doc="Only false: gated layers have no skip connections.",
+    )
+    case_film_embd: bool = option(
+        False,
+        doc="Whether the vector that distinguishes tasks scales and shifts the numbers of all layers, instead of being "
+        "an input. No effect with `dim_case_embd` 0.",
+    )
+
+    def widths(self, num_inputs: int) -> list[int]:
+        """Return the widths of the hidden layers of a network with so many inputs."""
+        return [width or 32 * math.ceil(8 * num_inputs / 3 / 32) for width in self.neuron]
+
+    def summary(self) -> str:
+        """Return the main options as text."""
+        return super().summary().replace("ener,", f"{self.type},", 1)

@@ -1,0 +1,49 @@
+"""The section ``model`` of type ``dpa4``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from deepmd_ema.config.fields import option
+from deepmd_ema.config.messages import show
+from deepmd_ema.config.registry import Registry
+from deepmd_ema.config.schema.descriptor import DescriptorConfig
+from deepmd_ema.config.schema.model import NetworkConfig
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.families.dpa4.section import DPA4Config
+
+_DESCRIPTORS = Registry({"dpa4": "deepmd_ema.model.families.dpa4:FAMILY"})
+_FITTINGS = Registry({"dpa4_ener": "deepmd_ema.model.families.dpa4_ener:FAMILY"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPA4ModelConfig(NetworkConfig):
+    """The model DPA-4 (SeZM)."""
+
+    type: ClassVar[str] = "dpa4"
+    aliases: ClassVar[tuple[str, ...]] = ("DPA4", "SeZM", "sezm")
+    use_srtab: ClassVar[None] = None
+
+    descriptor: DescriptorConfig = option(
+        registry=_DESCRIPTORS, default_type="dpa4", doc="How the surroundings of an atom are described."
+    )
+    fitting_net: Any = option(
+        registry=_FITTINGS, default_type="dpa4_ener", doc="How the energy follows from the descriptor."
+    )
+
+    def __post_init__(self) -> None:
+        """Exclude pairs of types that the descriptor excludes from the whole model, as DeePMD-kit does."""
+        if not self.pair_exclude_types:
+            pairs = [list(pair) for pair in cast("DPA4Config", self.descriptor).exclude_types]
+            object.__setattr__(self, "pair_exclude_types", pairs)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield options that contradict each other, also those of the descriptor and of the model."""
+        yield from super().problems()
+        own = cast("DPA4Config", self.descriptor).exclude_types
+        if own and sorted(map(sorted, own)) != sorted(map(sorted, self.pair_exclude_types)):
+            text = f"model.pair_exclude_types = {show(self.pair_exclude_types)} is another choice. Give one of the two."
+            yield "descriptor.exclude_types", f" = {show(own)}: {text}"

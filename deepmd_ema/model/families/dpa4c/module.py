@@ -1,0 +1,267 @@
+"""DPA4C: moments of spherical harmonics of the neighbors of an atom, and products of these."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.distributed.tensors import precision
+from deepmd_ema.model.descriptor.excluded import ExcludedPairs
+from deepmd_ema.model.families.dpa4.layers import Source, TypeTable
+from deepmd_ema.model.families.dpa4c.moments import InvariantReadout, pair_numbers
+from deepmd_ema.model.families.dpa4c.radial import PairNetwork, PairTables, RadialNetwork, gated_width
+from deepmd_ema.model.interpolation.interpolation import Interpolation
+from deepmd_ema.model.interpolation.sums import DirectSum
+from deepmd_ema.model.nn.layers import freeze
+from deepmd_ema.model.nn.type_embedding import one_hot, pick
+from deepmd_ema.model.ops.reference import UsesOperations, vjp_of, with_vjp
+from deepmd_ema.utils import seed_for
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.families.dpa4c.section import DPA4CConfig
+    from deepmd_ema.model.interface import Block, Sums, Vjp
+
+# A atoms, K neighbor slots, T types, S of them of the neighbors in a batch, C channels, M with modes, Q harmonics
+
+FLOOR = 0.25  # added to sums of envelopes before they are divided by
+NUM_MASSES = 2
+MAX_SPECIES = 8  # elements of a batch up to which sums over neighbors are kept apart by element
+
+
+class DPA4CDescriptor(UsesOperations):
+    """Products of two, three and four moments of the neighbors of each atom (DPA4C).
+
+    Args:
+        config: the section ``model.descriptor``.
+        num_types: T.
+        seed: of the initial parameters when the section has none.
+
+    Attributes:
+        feature_mean: (D,) buffer, subtracted from the features.
+        feature_spread: (D,) buffer, by which they are divided.
+    """
+
+    mixed_types = True
+    passes_messages = False
+    feature_mean: Tensor
+    feature_spread: Tensor
+
+    def __init__(self, config: DPA4CConfig, num_types: int, seed: int) -> None:
+        super().__init__()
+        self.section, self.num_types = config, num_types
+        self.dtype = precision(config.precision)
+        self.excluded = ExcludedPairs(config.exclude_types, num_types)
+        source = Source(seed_for("dpa4c", seed if config.seed is None else config.seed), self.dtype)
+        self.type_embedding = TypeTable(num_types, config.channels, source.part("elements"))
+        self.radial = RadialNetwork(config, source.part("radial"))
+        self.pair_film = PairNetwork(config, source.part("pairs"))
+        self.readout = InvariantReadout(config, source.part("readout"))
+        self.interpolation = Interpolation(config.interpolate, self.dtype, 3 * gated_width(config.channels))
+        self.register_buffer("feature_mean", torch.zeros(self.dim_out, dtype=self.dtype))
+        self.register_buffer("feature_spread", torch.ones(self.dim_out, dtype=self.dtype))
+        freeze(self, config.trainable)
+
+    @property
+    def dim_out(self) -> int:
+        """Number of features of an atom."""
+        return self.readout.dim_out + NUM_MASSES + self.section.channels
+
+    def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
+        """Return the layout of neighbors: all within the cutoff."""
+        section = self.section
+        assert section.neighbors is not None
+        return NeighborLayout(
+            section.rcut, section.neighbors, self.num_types, by_type=False, excluded_pairs=excluded_pairs
+        )
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """Name of the sums over features, of which the weights are a part: the features depend on them."""
+        text = hashlib.sha1(repr(self.section).encode(), usedforsecurity=False)
+        for parameter in self.parameters():
+            text.update(parameter.detach().cpu().numpy().tobytes())
+        return (f"{text.hexdigest()}/features",)
+
+    @torch.no_grad()
+    def measure(self, batch: Batch) -> Sums:
+        """Return counts, sums and sums of squares (G, 3) of the features but the embeddings of the elements."""
+        features = self._invariants(batch)[0].double()
+        count = torch.full_like(features[0], len(features))
+        sums = torch.stack([count, features.sum(0), features.square().sum(0)], 1)
+        return {self.sum_names[0]: sums.numpy()}
+
+    def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
+        """Set means and scales, with which features are about as large as the embeddings of the elements.
+
+        A feature that is 0 in all data keeps its scale, as do sums of envelopes that are the same for all atoms.
+        """
+        count, total, squares = sums[self.sum_names[0]].T
+        count = np.maximum(count, 1)
+        size = np.sqrt(squares / count)
+        mean = np.zeros_like(size)
+        mean[-NUM_MASSES:] = (total / count)[-NUM_MASSES:]
+        spread = np.sqrt(np.maximum(squares / count - mean**2, 0))
+        size[-NUM_MASSES:] = spread[-NUM_MASSES:]
+        table = self.type_embedding().detach().double().cpu().numpy()
+        target = np.sqrt(np.mean(table**2))
+        scale = size / (target if target > 0 else 1.0)
+        smallest = np.finfo(np.float32).tiny if self.dtype == torch.float32 else np.finfo(np.float64).tiny
+        scale[~(scale > smallest)] = 1.0
+        number = len(scale)
+        self.feature_mean[:number] = torch.as_tensor(mean)
+        self.feature_spread[:number] = torch.as_tensor(scale)
+
+    def stat_settings(self) -> Mapping[str, Any]:
+        """Return no settings: the name of the sums holds them."""
+        return {}
+
+    def blocks(self) -> list[Block]:
+        """Return none: all networks are used in every step."""
+        return []
+
+    def radial_range(self, min_distance: float) -> tuple[float, float]:
+        """Return the least and the largest number at which the radial network is evaluated, angstrom."""
+        return min_distance, self.section.rcut
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
+        """Return the features (A, D) and their vector-Jacobian product."""
+        species = _species(batch, self.num_types)
+        is_apart = self.ops.is_for_cpu or self.interpolation.serves(batch)
+        if is_apart and len(species) <= MAX_SPECIES:
+            found, vjp = self._invariants_by_species(batch, species)
+        else:
+            found, vjp = self._invariants(batch)
+        number = found.shape[1]
+        own = pick(self.type_embedding(), batch.atom_type)
+        features = (torch.cat([found, own], 1) - self.feature_mean) / self.feature_spread
+        scale = self.feature_spread[:number]
+        return features, lambda grad: vjp(grad[:, :number] / scale)
+
+    def _invariants(self, batch: Batch) -> tuple[Tensor, Vjp]:
+        """Return the features (A, G) without the embeddings of the elements, and their vector-Jacobian product.
+
+        Amplitudes are computed for each pair of atoms.
+        """
+        return with_vjp(lambda vector: self._of_pairs(*self._numbers(vector, batch), batch), batch.vector)
+
+    def _numbers(self, vector: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows, distances and sums of envelopes of the pairs of vectors (A, K, 3)."""
+        dropped = self.excluded(batch, batch.within()) if self.excluded.any else None
+        return pair_numbers(vector, dropped, self.section.rcut, self.section.lmax, self.dtype)
+
+    def _of_pairs(self, rows: Tensor, distance: Tensor, masses: Tensor, batch: Batch) -> Tensor:
+        """Return the features (A, G) from the numbers of pairs."""
+        section, widths = self.section, self.section.widths
+        tables = self.pair_film(self.type_embedding())
+        own = _of_centres(tables, batch.atom_type)
+        is_reduced = section.use_amp and self.training and rows.is_cuda
+        with torch.autocast("cuda", torch.bfloat16, enabled=is_reduced):
+            radial = self.radial(distance[..., None])
+            of_pair = one_hot(batch.neighbor_type, self.num_types, self.dtype)
+            amplitude = radial[..., : section.channels] * (of_pair @ own.scale) + of_pair @ own.shift
+            if own.mix is not None:
+                mix = (of_pair @ own.mix.flatten(2)).unflatten(-1, own.mix.shape[2:])
+                amplitude = amplitude + (mix * radial[..., None, section.channels :]).sum(-1)
+        amplitude = amplitude.to(self.dtype)
+        scalar = torch.bmm(rows[:, :1], amplitude)[:, 0]
+        higher = torch.bmm(rows[:, 1:], amplitude[..., : widths[1]])
+        return self._products(scalar, higher, masses)
+
+    def _invariants_by_species(self, batch: Batch, species: list[int]) -> tuple[Tensor, Vjp]:
+        """Return the same and their vector-Jacobian product, from sums over the neighbors of each element.
+
+        The network of the distance then has one output for all pairs of elements.
+        """
+        numbers = torch.func.vjp(lambda vector: self._numbers(vector, batch), batch.vector)
+        (rows, distance, masses), back = cast("Any", numbers)
+        kinds = torch.tensor(species, device=rows.device)[:, None]
+        of_type = (batch.neighbor_type[:, None] == kinds).to(rows)  # A, S, K
+        left = (rows[:, :, None] * of_type[:, None]).flatten(1, 2).transpose(1, 2)  # A, K, Q S
+        if self.interpolation.serves(batch):
+            sums = self.interpolation(left, distance, self.radial, in_place=self.ops.is_for_cpu)
+        else:
+            sums = DirectSum(left, distance, self.radial, None)
+
+        def products(value: Tensor, plain: Tensor, masses: Tensor) -> Tensor:
+            return self._of_sums(value, plain, masses, batch, species)
+
+        plain = torch.bmm(rows, of_type.transpose(1, 2))
+        found, of_sums = vjp_of(products, sums.value, plain, masses)
+
+        def vjp(grad_features: Tensor) -> Tensor:
+            by_value, by_plain, by_masses = of_sums(grad_features)
+            by_left, by_distance = sums.vjp(by_value)
+            by_rows = torch.bmm(by_plain, of_type)
+            parts = by_left.transpose(1, 2).unflatten(1, (-1, len(species))).unbind(2)
+            for part, mask in zip(parts, of_type.unbind(1)):
+                by_rows = torch.addcmul(by_rows, part, mask[:, None])
+            return cast("Tensor", back((by_rows, by_distance, by_masses))[0])
+
+        return found, vjp
+
+    def _of_sums(self, value: Tensor, plain: Tensor, masses: Tensor, batch: Batch, species: list[int]) -> Tensor:
+        """Return the features (A, G) from sums over the neighbors of each element.
+
+        Args:
+            value: (A, Q S, M) of rows times channels and modes.
+            plain: (A, Q, S) of rows.
+            masses: (A, 2).
+            batch: for the elements of the atoms.
+            species: S elements of neighbors.
+        """
+        channels, number = self.section.channels, len(species)
+        tables = self.pair_film(self.type_embedding())
+        if number < self.num_types:
+            mix = None if tables.mix is None else tables.mix[:, species]
+            tables = PairTables(tables.scale[:, species], tables.shift[:, species], mix)
+        scale, shift, mix = _of_centres(tables, batch.atom_type)
+        value = value.unflatten(1, (-1, number))  # A, Q, S, M
+        amplitude, modes = value[..., :channels], value[..., channels:]
+
+        def moments(first: int, last: int | None, width: int) -> Tensor:
+            """Return (A, harmonics from first to last, width)."""
+            found = (amplitude[:, first:last, :, :width] * scale[:, None, :, :width]).sum(2)
+            found = found + torch.bmm(plain[:, first:last], shift[..., :width])
+            if mix is not None:
+                maps = mix[:, :, :width].permute(0, 1, 3, 2).flatten(1, 2)  # A, S R, width
+                found = found + torch.bmm(modes[:, first:last].flatten(2), maps)
+            return found
+
+        return self._products(moments(0, 1, channels)[:, 0], moments(1, None, self.section.widths[1]), masses)
+
+    def _products(self, scalar: Tensor, higher: Tensor, masses: Tensor) -> Tensor:
+        """Return the features (A, G) from sums over neighbors.
+
+        Args:
+            scalar: (A, C) of degree 0.
+            higher: (A, Q - 1, C_1) of the degrees from 1 on.
+            masses: (A, 2).
+        """
+        divisors = (masses + FLOOR).sqrt()
+        higher = higher / divisors[:, 1:, None]
+        widths = self.section.widths
+        parts = higher.split([2 * degree + 1 for degree in range(1, len(widths))], 1)
+        moments = [part[..., :width] for part, width in zip(parts, widths[1:])]
+        return torch.cat([self.readout(scalar / divisors[:, :1], moments), divisors], 1)
+
+
+def _species(batch: Batch, num_types: int) -> list[int]:
+    """Return the types that neighbors may have."""
+    if torch.compiler.is_compiling() or len(batch.type_counts) != num_types:
+        return list(range(num_types))
+    return [kind for kind, count in enumerate(batch.type_counts) if count]
+
+
+def _of_centres(tables: PairTables, atom_type: Tensor) -> PairTables:
+    """Return the rows (A, ...) of tables (T, ...) for the types of atoms, with derivatives of fixed order."""
+
+    def picked(table: Tensor) -> Tensor:
+        return pick(table.flatten(1), atom_type).unflatten(1, table.shape[1:])
+
+    return PairTables(picked(tables.scale), picked(tables.shift), None if tables.mix is None else picked(tables.mix))

@@ -1,0 +1,128 @@
+"""Several descriptors side by side (hybrid)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+from deepmd_ema.model.descriptor.views import View, view_of
+from deepmd_ema.utils import seed_for
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.families.hybrid.section import HybridConfig
+    from deepmd_ema.model.interface import Block, Descriptor, Vjp
+
+# A atoms, K neighbor slots, D features
+
+
+def build_hybrid(config: HybridConfig, num_types: int, seed: int) -> HybridDescriptor:
+    """Return a hybrid with its parts, each of which starts from random numbers of its own."""
+    parts = [
+        DESCRIPTORS[part.type].load("module")(part, num_types, seed_for("part", seed, index))
+        for index, part in enumerate(config.list)
+    ]
+    return HybridDescriptor(config, parts)
+
+
+class HybridDescriptor(nn.Module):
+    """The features of all parts, one after the other.
+
+    All parts read one list of neighbors: by type if all of them want it so, otherwise the nearest of all types, in
+    which parts of the first kind look up their types (decision 0014). As in DeePMD-kit, the list ends at the largest
+    cutoff and at the largest ``sel`` of all parts, and a part with a shorter cutoff does not know which neighbors are
+    beyond its own cutoff.
+
+    Args:
+        config: the section ``model.descriptor``.
+        parts: one descriptor for each section of ``list``.
+
+    Attributes:
+        knows_cutoffs: whether each part sees only the neighbors inside its own cutoff.
+    """
+
+    knows_cutoffs: ClassVar[bool] = False
+
+    def __init__(self, config: HybridConfig, parts: Sequence[Descriptor]) -> None:
+        super().__init__()
+        self.section = config
+        self.parts = nn.ModuleList(cast("list[nn.Module]", list(parts)))
+        self.mixed_types = any(part.mixed_types for part in parts)
+        self.passes_messages = any(part.passes_messages for part in parts)
+        self.dtype = max((part.dtype for part in parts), key=lambda dtype: torch.finfo(dtype).bits)
+
+    @property
+    def descriptors(self) -> list[Descriptor]:
+        """The parts, first to last."""
+        return cast("list[Descriptor]", list(self.parts))
+
+    @property
+    def dim_out(self) -> int:
+        """Number of features of an atom."""
+        return sum(part.dim_out for part in self.descriptors)
+
+    def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
+        """Return a layout in which every part finds its neighbors."""
+        layouts = [part.layout(excluded_pairs) for part in self.descriptors]
+        rcut, num_types = max(one.rcut for one in layouts), layouts[0].num_types
+        of_types = tuple(max(sel) for sel in zip(*(one.sel for one in layouts if one.by_type)))
+        if all(one.by_type for one in layouts):
+            return NeighborLayout(rcut, of_types, num_types, by_type=True, excluded_pairs=excluded_pairs)
+        total = max(sum(one.sel) for one in layouts)
+        return NeighborLayout(
+            rcut,
+            (total,),
+            num_types,
+            by_type=False,
+            excluded_pairs=excluded_pairs,
+            type_sel=of_types,
+            inner=tuple(dict.fromkeys(inner for one in layouts for inner in one.inner)),
+        )
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """The names of the sums of each part after its place in the list."""
+        return tuple(f"{k}_{name}" for k, part in enumerate(self.descriptors) for name in part.sum_names)
+
+    def measure(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Return the sums of all parts."""
+        both = enumerate(zip(self.descriptors, self._views(batch), strict=True))
+        return {f"{k}_{name}": sums for k, (part, view) in both for name, sums in part.measure(view.batch).items()}
+
+    def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
+        """Hand each part its own sums."""
+        for k, part in enumerate(self.descriptors):
+            part.apply_statistics({name: sums[f"{k}_{name}"] for name in part.sum_names})
+
+    def stat_settings(self) -> dict[str, Any]:
+        """Return those of the parts."""
+        return {"list": [part.stat_settings() for part in self.descriptors]}
+
+    def blocks(self) -> list[Block]:
+        """Return those of the parts."""
+        return [block for part in self.descriptors for block in part.blocks()]
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
+        """Return the features (A, D) and their vector-Jacobian product, the sum of those of the parts."""
+        views = self._views(batch)
+        features, vjps = zip(
+            *(part(view.batch) for part, view in zip(self.descriptors, views, strict=True)), strict=True
+        )
+        widths = [one.shape[1] for one in features]
+
+        def vjp(grad_features: Tensor) -> Tensor:
+            parts = zip(grad_features.split(widths, 1), features, views, vjps, strict=True)
+            of_parts = [view.vjp(of_part(own.to(one.dtype))) for own, one, view, of_part in parts]
+            return reduce(torch.add, of_parts)
+
+        return torch.cat([one.to(self.dtype) for one in features], 1), vjp
+
+    def _views(self, batch: Batch) -> list[View]:
+        whole = self.layout(frozenset())
+        return [view_of(batch, whole, part.layout(frozenset()), self.knows_cutoffs) for part in self.descriptors]

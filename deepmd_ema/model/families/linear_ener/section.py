@@ -1,0 +1,240 @@
+"""The section ``model`` of type ``linear_ener``: energies of several models, added up with weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from deepmd_ema.config.fields import Check, option, redefined
+from deepmd_ema.config.messages import show
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.descriptor import DescriptorConfig
+from deepmd_ema.config.schema.descriptor_bases import OneListSection, TotalNeighborList
+from deepmd_ema.config.schema.model import ModelConfig, StandardConfig
+from deepmd_ema.config.schema.pair_table import Table, pair_table, read_table, table_problems
+from deepmd_ema.model.families.hybrid.section import HybridConfig
+
+_OF_WHOLE = "the energies of the elements are fitted for the whole model"
+
+
+def _is_weights(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in ("mean", "sum")
+    return len(value) > 0 and all(math.isfinite(v) for v in value)
+
+
+_weights = Check(_is_weights, '"mean", "sum", or a list of numbers, one for each model')
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkPartConfig:
+    """A descriptor and its fitting network as a part of the model."""
+
+    type: ClassVar[str] = "standard"
+
+    type_map: list[str] | None = option(
+        None, doc="Names of the elements of this part; null takes those of the whole model."
+    )
+    descriptor: DescriptorConfig = redefined(StandardConfig, "descriptor")
+    fitting_net: Any = redefined(StandardConfig, "fitting_net")
+
+    def summary(self) -> str:
+        """Return the main options as text."""
+        return f"{self.descriptor.summary()}; {self.fitting_net.summary()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairTableConfig(TotalNeighborList):
+    """Pair energies from a table as a part of the model, such as a dispersion correction. Nothing of it is trained."""
+
+    type: ClassVar[str] = "pairtab"
+    aliases: ClassVar[tuple[str, ...]] = ()
+    precision: ClassVar[str] = "float64"
+    numbers_per_pair: ClassVar[int] = 8
+    vacuum_needs: ClassVar[str] = ""
+    has_type_embedding: ClassVar[bool] = False
+
+    type_map: list[str] | None = redefined(NetworkPartConfig, "type_map")
+    tab_file: Table = option(
+        also=(str,),
+        check=pair_table,
+        convert=read_table,
+        doc="Text file of pair energies: rows of a distance in angstrom, in even steps, and an energy in eV for each "
+        "pair of the elements in `type_map` (for O and H: O-O, O-H, H-H). A checkpoint holds its rows. Nearer than "
+        "its first row the energy is nan.",
+    )
+    rcut: float = common.cutoff_option(
+        "Distance from which the energies are 0. They are cut off there, so the table should end in zeros."
+    )
+    sel: int | list[int] | str = redefined(OneListSection, "sel")
+
+    def rows_for(self, type_map: Sequence[str]) -> Table:
+        """Return the table with the energies of the pairs of ``type_map``, which is a choice of its own elements."""
+        own = list(type_map) if self.type_map is None else self.type_map
+        places = [own.index(name) for name in type_map]
+        columns = [_column(min(a, b), max(a, b), len(own)) for n, a in enumerate(places) for b in places[n:]]
+        return [[row[0], *(row[1 + column] for column in columns)] for row in self.tab_file]
+
+    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield options that contradict each other."""
+        own = list(type_map) if self.type_map is None else self.type_map
+        missing = [name for name in type_map if name not in own]
+        if missing:
+            yield "type_map", f" = {show(own)}: expected all elements of the model; {', '.join(missing)} is missing."
+        if len(set(own)) < len(own):
+            yield "type_map", f" = {show(own)}: expected each element once."
+        yield from table_problems("tab_file", self.tab_file, len(own), self.rcut)
+
+    def summary(self) -> str:
+        """Return the main options as text."""
+        first, last = self.tab_file[0][0], self.tab_file[-1][0]
+        return f"pairtab, table from {first:g} to {last:g}, rcut {self.rcut:g}, sel {common.sel_text(self.sel)}"
+
+
+Part = NetworkPartConfig | PairTableConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartDescriptors(HybridConfig):
+    """Descriptors of the parts of a model; no section of an input."""
+
+    type: ClassVar[str] = "linear_ener"
+
+    def part(self, number: int) -> str:
+        """Return the place of a part in the section ``model``."""
+        is_table = isinstance(self.list[number], PairTableConfig)
+        return f"models[{number}]" if is_table else f"models[{number}].descriptor"
+
+
+@dataclass(frozen=True)
+class PartFittings:
+    """Fitting networks of all parts together; no section of an input.
+
+    Attributes:
+        nets: of each part its section, or None for a table.
+        weights: of each part.
+        numb_fparam: the number that the parts agree on which read any; the same holds for the others.
+    """
+
+    nets: Sequence[Any]
+    weights: tuple[float, ...]
+    numb_fparam: int
+    numb_aparam: int
+    dim_case_embd: int
+    default_fparam: list[float] | None
+    type: ClassVar[str] = "linear_ener"
+    atom_ener: ClassVar[list[float | None]] = []
+    rcond: ClassVar[float | None] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig(ModelConfig):
+    """Several models of the same atoms, whose energies are added up with weights, and one energy of each element."""
+
+    type: ClassVar[str] = "linear_ener"
+    use_srtab: ClassVar[None] = None
+    bridging: ClassVar[None] = None
+
+    models: list[NetworkPartConfig | PairTableConfig] = option(
+        default_type="standard",
+        doc="The sections of the parts: networks, which are trained together, and tables of pair energies. They share "
+        "one list of neighbors, of which each sees those inside its own cutoff. DeePMD-kit's torch backend reads such "
+        "a model if all its descriptors distinguish elements (not `se_e2_a`).",
+    )
+    weights: list[float] | str = option(
+        check=_weights,
+        doc="Weight of the energy of each part: `sum` is 1, `mean` is 1 divided by their number, a list has one number "
+        "for each.",
+    )
+
+    @property
+    def descriptor(self) -> DescriptorConfig:
+        """Return a section that represents the descriptors of all parts, of which a table is one."""
+        parts = [part if isinstance(part, PairTableConfig) else part.descriptor for part in self.models]
+        return PartDescriptors(list=parts)
+
+    @property
+    def fitting_net(self) -> PartFittings:
+        """Return a section that represents the fitting networks of all parts."""
+        nets = [part.fitting_net if isinstance(part, NetworkPartConfig) else None for part in self.models]
+        networks = [net for net in nets if net is not None]
+        return PartFittings(
+            nets,
+            self.part_weights,
+            numb_fparam=max((net.numb_fparam for net in networks), default=0),
+            numb_aparam=max((net.numb_aparam for net in networks), default=0),
+            dim_case_embd=max((net.dim_case_embd for net in networks), default=0),
+            default_fparam=next((net.default_fparam for net in networks if net.numb_fparam), None),
+        )
+
+    @property
+    def part_weights(self) -> tuple[float, ...]:
+        """Return the weight of each part."""
+        if isinstance(self.weights, str):
+            count = len(self.models)
+            return (1.0 / count if self.weights == "mean" else 1.0,) * count
+        return tuple(self.weights)
+
+    def with_descriptor(self, descriptor: DescriptorConfig) -> LinearConfig:
+        """Return the section with the parts of ``descriptor``, which was made of that of this one."""
+        assert isinstance(descriptor, PartDescriptors)
+        models: list[Part] = []
+        for part, one in zip(self.models, descriptor.list):
+            if isinstance(part, NetworkPartConfig):
+                models.append(replace(part, descriptor=one))
+            else:
+                assert isinstance(one, PairTableConfig)
+                models.append(one)
+        return replace(self, models=models)
+
+    def standard(self, part: NetworkPartConfig) -> StandardConfig:
+        """Return the section of a part as that of a model of its own, without what concerns the whole."""
+        return StandardConfig(type_map=self.type_map, descriptor=part.descriptor, fitting_net=part.fitting_net)
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Return names and texts of what the model is."""
+        parts = enumerate(zip(self.models, self.part_weights))
+        return [*super().summary(), *((f"part {k}", f"{weight:g} x {part.summary()}") for k, (part, weight) in parts)]
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield options that contradict each other, also between the parts."""
+        yield from super().problems()
+        if not any(isinstance(part, NetworkPartConfig) for part in self.models):
+            yield "models", ": expected at least one part with a descriptor, because nothing else is trained."
+        if not isinstance(self.weights, str) and len(self.weights) != len(self.models):
+            expected = f"{len(self.models)}, one for each of models"
+            yield "weights", f" = {show(self.weights)}: has length {len(self.weights)}, expected {expected}."
+        for k, part in enumerate(self.models):
+            if isinstance(part, NetworkPartConfig) and part.type_map not in (None, self.type_map):
+                expected = f"that of the model, {show(self.type_map)}"
+                yield f"models[{k}].type_map", f" = {show(part.type_map)}: expected {expected}. Remove it."
+            if isinstance(part, NetworkPartConfig) and part.fitting_net.atom_ener:
+                text = f" = {show(part.fitting_net.atom_ener)}: {_OF_WHOLE}. Remove it, or give model.preset_out_bias."
+                yield f"models[{k}].fitting_net.atom_ener", text
+        nets = [part.fitting_net for part in self.models if isinstance(part, NetworkPartConfig)]
+        for name in ("numb_fparam", "numb_aparam", "default_fparam", "dim_case_embd"):
+            count = "numb_fparam" if name == "default_fparam" else name
+            found = [getattr(net, name) for net in nets if getattr(net, count)]
+            if any(value != found[0] for value in found):
+                yield "models", f": {name} of the fitting networks is {show(found)}, expected one value, or 0 for none."
+
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        """Yield place and section of descriptors, fitting networks and tables."""
+        for k, part in enumerate(self.models):
+            if isinstance(part, NetworkPartConfig):
+                yield f"models[{k}].descriptor", part.descriptor
+                yield f"models[{k}].fitting_net", part.fitting_net
+            else:
+                yield f"models[{k}]", part
+
+    def idle_options(self) -> Iterator[tuple[str, str]]:
+        """Yield those of the parts."""
+        yield from super().idle_options()
+        yield from ((f"{place}.rcond", _OF_WHOLE) for place, _ in self.parts() if place.endswith("fitting_net"))
+
+
+def _column(first: int, second: int, num_types: int) -> int:
+    """Return the place of the pair of two elements, the first not after the second, among those of ``num_types``."""
+    return first * num_types - first * (first - 1) // 2 + second - first

@@ -1,0 +1,242 @@
+"""DPA-1 (se_atten, se_atten_v2): moments of the environment of an atom, embedded by distance and elements."""
+
+from __future__ import annotations
+
+from functools import partial, reduce
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from deepmd_ema.batch import Batch, Neighborhood
+from deepmd_ema.model.descriptor.by_type import joined
+from deepmd_ema.model.descriptor.env_statistics import environment
+from deepmd_ema.model.descriptor.type_embedded import ElementBlock, OneBlockDescriptor
+from deepmd_ema.model.interpolation.interpolation import Interpolation
+from deepmd_ema.model.nn.attention import AttentionLayer
+from deepmd_ema.model.nn.layers import freeze, module_list
+from deepmd_ema.model.nn.norm import eps_of
+from deepmd_ema.model.nn.type_embedding import one_hot, pick
+from deepmd_ema.model.ops.attention import LOGIT_SHIFT, Attended, AttentionOptions
+from deepmd_ema.model.ops.environment import directions_and_vjp, switch_and_vjp
+from deepmd_ema.model.ops.reference import axis_features, axis_features_vjp, vjp_of
+from deepmd_ema.utils import seed_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from deepmd_ema.model.families.se_atten.section import SeAttenV2Config
+    from deepmd_ema.model.interface import Vjp
+
+    # the moments (A, 4, M), and from their gradient those by the rows, the switch and the directions
+    Moments = tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]
+
+# A atoms, K neighbor slots, S slots up to sel, T types, E numbers of a type embedding, M channels, X axis channels,
+# F frames
+
+
+class SeAttenBlock(ElementBlock):
+    """``D = g^T R (g[:X]^T R)^T`` with ``g^T R = sum_k G_k R_k / S``, R_k the normalised row of neighbor k.
+
+    ``G_k`` is a network of ``s_k`` and the elements (``concat``), or ``G(s_k) (1 + w_k E(elements))`` with two networks
+    (``strip``, w_k the switch if smooth); then attention layers mix the ``G_k`` (DPA-1, Zhang et al.,
+    arXiv:2208.08236; strip: arXiv:2312.15492).
+
+    Args:
+        options: of the block, with the names that they have in the section se_atten.
+        sel: S, most neighbors.
+        num_types: T.
+        dtype: precision of the parameters.
+        seed: of the initial parameters.
+    """
+
+    def __init__(self, options: SeAttenV2Config, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
+        super().__init__(options, sel, num_types, dtype, seed, num_elements=1 if options.type_one_side else 2)
+        self.one_side, self.num_axis = options.type_one_side, options.axis_neuron
+        self.dim_out = self.num_channels * self.num_axis
+        self.interpolation = Interpolation(options.interpolate, dtype, sum(options.neuron))
+        scaling = options.temperature
+        if scaling is None:
+            scaling = (options.attn * options.scaling_factor) ** -0.5
+        shift, eps = LOGIT_SHIFT if options.smooth else None, eps_of(options.ln_eps)
+        self.attends = AttentionOptions(options.attn_dotr, options.normalize, scaling, shift, eps)
+        self.layers = module_list(
+            AttentionLayer(
+                self.num_channels, options.attn, eps=eps, trainable_norm=options.trainable_ln, dtype=dtype,
+                seed=seed_for("attention", seed, index),
+            )
+            for index in range(options.attn_layer)
+        )  # fmt: skip
+        if not options.trainable:
+            freeze(self, False)
+
+    def features_and_vjp(
+        self, table: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
+    ) -> tuple[Tensor, Vjp]:
+        """Return the features (A, M X), and the function from their gradient to that by the vectors (A, K, 3) float64.
+
+        Both are functions of the parameters.
+
+        Args:
+            table: (T, E) type embeddings.
+            neighborhood: neighbors inside the cutoff.
+            batch: the batch that the neighbors are of.
+            dropped: (A, K) bool, pairs that do not see each other here, or None.
+        """
+        mask, vector = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped, neighborhood.vector
+        width = vector.shape[1]
+        # outside of the mask the type of the first atom of the frame, as DeePMD-kit has it
+        filler = batch.first_type[batch.atom_frame][:, None]
+        neighbor_type = torch.where(mask, batch.neighbor_type[:, :width], filler)
+        rows, rows_vjp = environment(self, vector, dropped, batch.atom_type)
+        inputs, vjps, counts = [rows], [rows_vjp], None
+        if self.layers or (self.smooth and self.pair_embedding is not None):
+            switch, switch_vjp = switch_and_vjp(vector, mask, self.rcut, self.rcut_smth)
+            inputs, vjps = [*inputs, switch.to(self.dtype)], [*vjps, switch_vjp]
+        # functions for each element of the centre need atoms in the order of their types, which images may lack
+        in_order = self.one_side or self.pair_embedding is not None or len(batch.type_counts) == len(self.mean)
+        if self.layers:
+            direction, direction_vjp = directions_and_vjp(vector, mask, self.rcut)
+            counts = self._counts(neighborhood.mask)
+            options = [layer.weights for layer in self.layers], self.attends
+
+            def attended(rows: Tensor, switch: Tensor, direction: Tensor) -> Tensor:
+                if counts is not None:
+                    is_near = torch.arange(width, device=rows.device) < counts[:, None]
+                    rows = torch.where(is_near[..., None], rows, 0)
+                pairs = rows[..., :1], batch.atom_type[:, None], neighbor_type, switch[..., None]
+                given = Attended(rows, partial(self._embed, table), pairs, counts, mask, switch, direction, self.sel)
+                return self.ops.attended_moments(given, *options)
+
+            inputs, vjps = [*inputs, direction.to(self.dtype)], [*vjps, direction_vjp]
+            moments, moments_vjp = vjp_of(attended, *inputs)
+        elif self.interpolation.serves(batch) and in_order:
+            interpolated = self._interpolated if self.pair_embedding is None else self._interpolated_strip
+            moments, moments_vjp = interpolated(inputs, neighbor_type, table, batch)
+        else:
+
+            def evaluated(rows: Tensor, switch: Tensor | None = None) -> Tensor:
+                weight = None if switch is None else switch[..., None]
+                pairs = self._embed(table, rows[..., :1], batch.atom_type[:, None], neighbor_type, weight)
+                return torch.bmm(rows.transpose(1, 2), pairs)
+
+            moments, moments_vjp = vjp_of(evaluated, *inputs)
+        if counts is not None or width < self.sel:
+            moments = moments + self._absent_moments(counts, width, table, batch.first_type, batch)
+        moments = moments / self.sel
+
+        def vjp(grad_features: Tensor) -> Tensor:
+            of_inputs = moments_vjp(axis_features_vjp(grad_features, moments, self.num_axis) / self.sel)
+            return reduce(torch.add, [one(by) for one, by in zip(vjps, of_inputs, strict=True)])
+
+        return axis_features(moments, self.num_axis), vjp
+
+    def _interpolated(self, inputs: list[Tensor], neighbor: Tensor, table: Tensor, batch: Batch) -> Moments:
+        """Return the moments of interpolations of the network of ``s`` and elements, for all atoms or by type."""
+        of_type = one_hot(neighbor, len(table), self.dtype).unsqueeze(2)
+        rows = inputs[0]
+        left, s, in_place = (rows.unsqueeze(3) * of_type).flatten(2), rows[..., 0], self.ops.is_for_cpu
+        if self.one_side:
+            sums = [self.interpolation(left, s, self.embedding, table, in_place=in_place)]
+        else:  # a function for each element of the centre as well: atoms of one element at once
+            parts = zip(left.split(batch.type_counts), s.split(batch.type_counts), table.unbind(0), strict=True)
+            sums = [
+                self.interpolation(
+                    of_centre, its_s, self.embedding, torch.cat([table, centre.expand_as(table)], -1), number, in_place
+                )
+                for number, (of_centre, its_s, centre) in enumerate(parts)
+            ]
+
+        def vjp(grad: Tensor) -> tuple[Tensor, ...]:
+            shares = grad.split([one.left.shape[0] for one in sums])
+            of_left, of_s = zip(*(one.vjp(share) for one, share in zip(sums, shares, strict=True)))
+            by_rows = (joined(list(of_left)).unflatten(2, (4, -1)) * of_type).sum(3)
+            return (by_rows + functional.pad(joined(list(of_s)).unsqueeze(2), (0, 3)),)
+
+        return joined([one.value for one in sums]), vjp
+
+    def _interpolated_strip(self, inputs: list[Tensor], neighbor: Tensor, table: Tensor, batch: Batch) -> Moments:
+        """Return the moments of an interpolation of ``G(s)``, summed by element before gates are applied."""
+        of_type = one_hot(neighbor, len(table), self.dtype).unsqueeze(2)  # A, K, 1, T
+        rows, *weights = inputs  # the switch if smooth
+        gated = of_type * weights[0][..., None, None] if weights else of_type
+        left = torch.cat([rows, (rows.unsqueeze(3) * gated).flatten(2)], 2)
+        summed = self.interpolation(left, rows[..., 0], self.embedding, in_place=self.ops.is_for_cpu)
+        gates = self._gates(table, batch.atom_type).unsqueeze(-3)  # (A, 1, T, M) or (1, T, M)
+
+        def vjp(grad: Tensor) -> tuple[Tensor, ...]:
+            by_left, by_s = summed.vjp(torch.cat([grad, (grad.unsqueeze(2) * gates).flatten(1, 2)], 1))
+            by_rows, by_type = by_left[..., :4], by_left[..., 4:].unflatten(2, (4, -1))
+            by_rows = by_rows + (by_type * gated).sum(3) + functional.pad(by_s.unsqueeze(2), (0, 3))
+            return by_rows, *((by_type * rows.unsqueeze(3) * of_type).sum((2, 3)) for _ in weights)
+
+        return summed.value[:, :4] + (summed.value[:, 4:].unflatten(1, (4, -1)) * gates).sum(2), vjp
+
+    def _embed(self, table: Tensor, s: Tensor, centre: Tensor, neighbor: Tensor, switch: Tensor | None) -> Tensor:
+        """Return the channels (..., K, M) of pairs from ``s`` and ``switch`` (..., K, 1) and their types (..., K)."""
+        if self.pair_embedding is None:
+            shape = s.shape[:-1]
+            types = [neighbor] if self.one_side else [neighbor, centre.expand(shape)]
+            return cast("Tensor", self.embedding(torch.cat([s, *(pick(table, t) for t in types)], -1)))
+        gate = pick(self._gates(table, centre[..., 0]), neighbor)
+        radial: Tensor = self.embedding(s)
+        return radial + radial * (gate if switch is None or not self.smooth else gate * switch)
+
+    def _gates(self, table: Tensor, centre: Tensor) -> Tensor:
+        """Return the network of elements for all elements of a neighbor, (T, M), or (..., T, M) by ``centre`` (...)."""
+        assert self.pair_embedding is not None
+        num_types = len(table)
+        if self.one_side:
+            return cast("Tensor", self.pair_embedding(table))
+        # first of each centre, then of each neighbor: a row of all T^2 pairs for each neighbor would be large
+        both = [table.repeat(num_types, 1), table.repeat_interleave(num_types, 0)]
+        of_pair = self.pair_embedding(torch.cat(both, -1)).view(num_types, -1)
+        return pick(of_pair, centre).unflatten(-1, (num_types, -1))
+
+    def _counts(self, mask: Tensor) -> Tensor | None:
+        """Return the number of slots (A,) of each atom up to its last neighbor, if those beyond are all alike.
+
+        Statistics are equal for all slots, but files may hold others. None: not known without waiting for a device.
+        """
+        if not self.ops.is_for_cpu:
+            return None
+        alike = (self.mean == self.mean[:, :1]).all() & (self.stddev == self.stddev[:, :1]).all()
+        places = torch.arange(mask.shape[1], device=mask.device) + 1
+        return functional.pad(mask * places, (0, 1)).amax(1) if alike else None
+
+    def _absent_moments(self, counts: Tensor | None, width: int, table: Tensor, filler: Tensor, batch: Batch) -> Tensor:
+        """Return the part of the moments from slots beyond those of the batch, or beyond the first of each atom.
+
+        They are empty and normalised like all slots, so each has the row ``-mean / stddev`` of the type of the centre,
+        and the type embedding of the first atom of the frame, as DeePMD-kit has it: constants per type and frame.
+
+        Args:
+            counts: (A,) of the first slots, whose others are alike; None: as many as the batch has.
+            width: K.
+            table: (T, E) type embeddings.
+            filler: (F,) type of the first atom of each frame.
+            batch: the batch.
+
+        Returns:
+            (A, 4, M).
+        """
+        num_types, first = len(table), width if counts is None else self.sel - 1
+        rows = -(self.mean.double() / self.stddev.double()).to(self.dtype)[:, first:]  # (T, S - first, 4)
+        centre = torch.arange(num_types, device=rows.device)[None, :, None]
+        neighbor = filler[:, None, None].expand(-1, num_types, rows.shape[1])
+        s = rows[None, ..., :1].expand(filler.shape[0], -1, -1, -1)
+        pairs = self._embed(table, s, centre, neighbor, torch.zeros_like(s))
+        for layer in self.layers:
+            # an empty slot attends to nothing: of the last linear map the bias is left
+            pairs = layer.norm(pairs + layer.weights.out_bias)
+        moments = torch.einsum("tkc,ftkm->ftcm", rows, pairs)
+        moments = moments.flatten(0, 1)[batch.atom_frame * num_types + batch.atom_type]
+        return moments if counts is None else moments * (self.sel - counts).to(self.dtype)[:, None, None]
+
+
+class DPA1Descriptor(OneBlockDescriptor):
+    """Moments of the environment with attention (Zhang et al., arXiv:2208.08236)."""
+
+    block: SeAttenBlock
+    make_block = SeAttenBlock

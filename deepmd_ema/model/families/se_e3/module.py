@@ -1,0 +1,58 @@
+"""Three-body angular information with one network per pair of elements (se_e3)."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
+from deepmd_ema.model.descriptor.env_statistics import normalisation
+from deepmd_ema.model.ops.environment import environment_rows
+from deepmd_ema.model.ops.reference import with_vjp
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.families.se_e3.section import SeE3Config
+    from deepmd_ema.model.interface import Vjp
+
+# A atoms, J and K slots of two sections, M channels, T types
+
+
+class SeE3Descriptor(ByTypeDescriptor):
+    """``D = sum over types a <= b of sum_jk c_jk G_ab(c_jk) / (S_a S_b)`` with ``c_jk = R_j . R_k``, j of a and k of b.
+
+    R are the normalised angular rows of the environment matrix. Three-body embedding: Wang et al., Nucl. Fusion 62,
+    126013 (2022). An empty slot has ``R = 0`` and adds nothing: angular columns have no mean, which would depend on the
+    orientation.
+
+    Args:
+        config: the section ``model.descriptor``; ``sel`` must be numbers.
+        num_types: T.
+        seed: of the initial parameters when the section has none.
+    """
+
+    def __init__(self, config: SeE3Config, num_types: int, seed: int) -> None:
+        self.pairs = [(a, b) for b in range(num_types) for a in range(b + 1)]  # of types, one for each network
+        super().__init__(config, num_types, seed, len(self.pairs))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
+        """Return the features (A, M) and their vector-Jacobian product."""
+        _, spread = normalisation(self, self.slots_of(batch), batch.atom_type)
+        dropped = self.excluded(batch)
+        return with_vjp(lambda vector: self._features(vector, spread, dropped, batch), batch.vector)
+
+    def _features(self, vector: Tensor, spread: Tensor, dropped: Tensor | None, batch: Batch) -> Tensor:
+        distance = torch.linalg.vector_norm(vector, dim=-1)
+        raw, _ = environment_rows(vector, distance, self.rcut, self.rcut_smth, self.protection)
+        rows = raw[..., 1:] / spread[..., 1:]
+        if dropped is not None:
+            rows = rows.masked_fill(dropped[..., None], 0)
+        by_type = rows.to(self.dtype).split(batch.slots, 1)
+        parts = []
+        for (a, b), net in zip(self.pairs, self.embeddings, strict=True):
+            products = torch.bmm(by_type[a], by_type[b].transpose(1, 2)).unsqueeze(-1)  # (A, J, K, 1)
+            parts.append((products * net(products)).sum((1, 2)) / max(self.sel[a] * self.sel[b], 1))
+        return reduce(torch.add, parts)

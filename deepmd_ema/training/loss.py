@@ -1,0 +1,292 @@
+"""The ``ener`` loss: a weighted sum of the errors of energies, forces, virials, atomic energies and Hessians."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import huber_loss, mse_loss
+
+from deepmd_ema.batch import Batch, PackedBatch
+from deepmd_ema.config.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, HESSIAN, LABELS, VIRIAL
+from deepmd_ema.config.schema.optim import EnerLossConfig
+from deepmd_ema.distributed.tensors import on_device
+from deepmd_ema.distributed.world import World
+
+# F frames, A atoms, T terms
+
+
+class EnergyLoss:
+    """A weighted sum of errors whose weights follow the learning rate.
+
+    The weight of a term is ``limit_pref + (start_pref - limit_pref) * lr / start_lr``. A term is active if its start or
+    its limit prefactor is not zero, as in DeePMD-kit's ``pt_expt`` backend. (The ``pt`` backend requires both, and so
+    drops a term that starts or ends at zero.)
+
+    Means run over the frames of the batch that have the label, forces and atomic energies pooled over their atoms; that
+    of a Hessian is taken in its frame first, so that large frames, with the square of the numbers, do not outweigh. A
+    frame without the label adds nothing to the sum and nothing to the count; a batch without it adds zero.
+
+    On several ranks the means run over the frames of all of them, so that the loss is that of one process with all
+    these frames. A rank differentiates its own share times the number of ranks, because ranks average their gradients:
+    the mean of these gradients is the gradient of the loss.
+
+    Attributes:
+        labels: names of the labels to load.
+        display_names: keys of the displayed values, in the order of the columns of ``lcurve.out``.
+        need_virial: whether the model has to compute virials.
+        world: the processes over whose frames means run.
+    """
+
+    def __init__(self, config: EnerLossConfig, start_lr: float, world: World) -> None:
+        self.config = config
+        self.world = world
+        self._mae = config.loss_func == "mae"
+        self._kind = "mae" if self._mae else "rmse"
+        self._huber = config.use_huber and not self._mae
+        delta = config.huber_delta
+        self._delta = tuple(delta) if isinstance(delta, (list, tuple)) else (delta, delta, delta)
+        compute: dict[str, Callable[[Mapping[str, Tensor], Batch], _Sums]] = {
+            ENERGY: partial(self._per_frame, ENERGY, self._delta[0]),
+            FORCE: self._force,
+            VIRIAL: partial(self._per_frame, VIRIAL, self._delta[2]),
+            ATOM_ENERGY: self._atom_energy,
+            ATOM_PREF: self._weighted_force,
+            HESSIAN: self._hessian,
+        }
+        terms = []
+        for name, function in compute.items():
+            symbol = LABELS[name].symbol
+            start, limit = (getattr(config, f"{when}_pref_{symbol}") for when in ("start", "limit"))
+            if start or limit:
+                terms.append(_Term(symbol, start, limit, function))
+        self.terms = tuple(terms)
+        # on the device from the start: a step makes no tensor of host numbers
+        vector = partial(torch.tensor, dtype=torch.float64, device=world.device)
+        self._limits = vector([term.limit for term in self.terms])
+        self._slopes = vector([(term.start - term.limit) / start_lr for term in self.terms])
+        names = {term.name for term in self.terms}
+        self.labels: tuple[str, ...] = config.labels
+        self.display_names: tuple[str, ...] = tuple(sorted(["rmse", *(f"{self._kind}_{name}" for name in names)]))
+        self.need_virial: bool = "v" in names
+
+    def __call__(
+        self, prediction: Mapping[str, Tensor], batch: Batch, lr: float | Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and what is displayed of it, all on the device of the batch.
+
+        Args:
+            prediction: what the model predicts for ``batch``, by the names in ``labels``.
+            batch: the frames with their labels, on the device of the world.
+            lr: learning rate of this step, a number or a float64 scalar on the device.
+
+        Returns:
+            The total to differentiate, a float64 scalar, and the displayed values: ``rmse`` is the root of the loss,
+            the others are plain errors in eV per atom, eV/angstrom and eV/angstrom^2, nan where no frame has the label.
+            They are detached, equal on all ranks, and nothing here synchronises with the device.
+        """
+        if not self.terms:
+            return self._limits.sum(), {"rmse": self._limits.sum()}
+        own, sums = self.sums(prediction, batch)
+        # one exchange, and few operations on vectors of all terms in place of many on each of them
+        values, errors, counts = self.world.all_reduce_sum(sums).unbind()
+        coefficients = self.prefactors(lr) / counts.clamp(min=1)
+        total = torch.dot(coefficients, own)
+        loss = total.detach()
+        if self.world.size > 1:
+            total, loss = self.world.size * total, torch.dot(coefficients, values)
+        return total, self.displayed(loss, errors, counts)
+
+    def sums(self, prediction: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the sums of a batch over its frames on this rank.
+
+        Returns:
+            The sum of each term, (T,), to differentiate; and, detached, (3, T) the sums of the terms, those of what is
+            displayed of them (squared, unless mae), and the numbers of rows with the label.
+        """
+        value, shown, rows = zip(*[term.compute(prediction, batch) for term in self.terms])
+        return torch.stack(value), torch.stack([*value, *shown, *rows]).detach().view(3, len(value))
+
+    def displayed(self, loss: Tensor, errors: Tensor, counts: Tensor) -> dict[str, Tensor]:
+        """Return the displayed values, by the names and in the order of ``display_names``.
+
+        Args:
+            loss: scalar, of all frames.
+            errors: (T,) second row of :meth:`sums`, over all frames.
+            counts: (T,) third row.
+        """
+        means = errors / counts  # 0 / 0 is nan where no frame has the label
+        displayed = {"rmse": loss.sqrt()}
+        for term, mean in zip(self.terms, (means if self._mae else means.sqrt()).unbind()):
+            displayed[f"{self._kind}_{term.name}"] = mean
+        return {name: displayed[name] for name in self.display_names}
+
+    def prefactors(self, lr: float | Tensor) -> Tensor:
+        """Return the weight of each term at a learning rate, a number or a scalar on the device."""
+        return self._limits + self._slopes * lr
+
+    def needs(self, batch: Batch) -> dict[str, bool]:
+        """Return the arguments of the model for quantities of ``batch`` beside energies and forces."""
+        return {"need_virial": self.need_virial, "need_hessian": HESSIAN in self.labels and HESSIAN in batch.labels}
+
+    def _per_frame(self, name: str, delta: float, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+        """Return the sums of a quantity (F, ...) that grows with the number of atoms."""
+        found, (label, has_label) = prediction[name], _label(batch, name)
+        once, rows, error = has_label / batch.num_atoms, has_label.sum(), _of_rows(self._size(found, label))
+        if self._mae:
+            value = torch.dot(once, error)
+            return _Sums(value, value, rows)
+        twice = once / batch.num_atoms
+        shown = torch.dot(twice, error)
+        if self._huber:
+            per_atom = (found - label) / batch.num_atoms.view(-1, *[1] * (found.dim() - 1))
+            value = torch.dot(has_label, _of_rows(huber(per_atom, torch.zeros_like(per_atom), delta)))
+        else:
+            value = shown if self.config.intensive_ener_virial else torch.dot(once, error)
+        return _Sums(value, shown, rows)
+
+    def _force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+        found, label, has_label = self._forces(prediction, batch)
+        # the displayed mean square stays one of components, also when the norm is what is trained
+        shown = self._size(found, label)
+        if self.config.f_use_norm:
+            found = torch.linalg.vector_norm(found - label, dim=1)
+            label = torch.zeros_like(found)
+        if self._mae and self.config.f_use_norm:
+            shown = found
+        value = huber(found, label, self._delta[1]) if self._huber else shown
+        return _sums(value, shown, has_label[batch.atom_frame])
+
+    def _weighted_force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+        found, label, has_force = self._forces(prediction, batch)
+        pref, has_label = _label(batch, ATOM_PREF)
+        if self.config.use_default_pf:
+            pref = pref.where(has_label[batch.atom_frame] > 0, 1.0)
+            has_label = torch.ones_like(has_label)
+        value = pref * _of_rows(self._size(found, label))
+        return _sums(value, value, (has_label * has_force)[batch.atom_frame])
+
+    def _forces(self, prediction: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the forces that are compared, predicted and labelled, and which frames have them."""
+        found, (label, has_label) = prediction[FORCE], _label(batch, FORCE)
+        if self.config.relative_f is not None:
+            found = (found - label) / (torch.linalg.vector_norm(label, dim=1, keepdim=True) + self.config.relative_f)
+            label = torch.zeros_like(found)
+        return found, label, has_label
+
+    def _atom_energy(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+        found, (label, has_label) = prediction[ATOM_ENERGY], _label(batch, ATOM_ENERGY)
+        shown = self._size(found, label)
+        value = huber(found, label, self._delta[0]) if self._huber else shown
+        return _sums(value, shown, has_label[batch.atom_frame])
+
+    def _hessian(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+        label, has_label = _label(batch, HESSIAN)
+        if HESSIAN not in prediction:
+            nothing = torch.zeros_like(has_label)
+            return _sums(nothing, nothing, nothing)
+        size = self._size(prediction[HESSIAN], label)
+        mean = torch.stack([one.mean() for one in size.split([LABELS[HESSIAN].num_rows(n) for n in batch.sizes])])
+        return _sums(mean, mean, has_label)
+
+    def _size(self, found: Tensor, label: Tensor) -> Tensor:
+        return (found - label).abs() if self._mae else mse_loss(found, label, reduction="none")
+
+
+def constant_prediction(batch: Batch, bias: Tensor) -> dict[str, Tensor]:
+    """Return the prediction without forces in which each atom of type t has the energy ``bias[t]`` (T,), in eV."""
+    nothing = {name: torch.zeros_like(_label(batch, name)[0]) for name in LABELS if name != HESSIAN}
+    return {**nothing, ENERGY: nothing[ENERGY].index_add(0, batch.atom_frame, bias[batch.atom_type])}
+
+
+class LossOverBatches:
+    """The loss of all frames of several batches together, and its gradient, from one batch after the other.
+
+    Means run over the frames of all batches on all ranks, which are counted before the first is evaluated: the sum of
+    the gradients of what :meth:`add` returns is, to rounding, that of one batch with all the frames. Must be made by
+    every rank.
+
+    Args:
+        loss: of a batch.
+        batches: with all its labels, in host memory or on the device of the world.
+        lr: learning rate of the step, a number or a float64 scalar on the device.
+    """
+
+    def __init__(self, loss: EnergyLoss, batches: Sequence[Batch | PackedBatch], lr: float | Tensor) -> None:
+        self._loss, self._world = loss, loss.world
+        unpacked = [made.view(made.data) if isinstance(made, PackedBatch) else made for made in batches]
+        # the numbers of rows do not depend on what is predicted: labels are as good
+        counts = [torch.stack([term.compute(batch.labels, batch).rows for term in loss.terms]) for batch in unpacked]
+        total = torch.stack(counts).sum(0)
+        total = on_device(total, self._world.device) if total.is_cpu else total
+        self._coefficients = loss.prefactors(lr) / self._world.all_reduce_sum(total).clamp(min=1)
+        self._sums = total.new_zeros(3, len(total))
+
+    def add(self, prediction: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """Return the share of a batch in the loss, a float64 scalar to differentiate.
+
+        Args:
+            prediction: what the model predicts for ``batch``.
+            batch: one of the batches, on the device of the world.
+        """
+        own, sums = self._loss.sums(prediction, batch)
+        self._sums = self._sums + sums
+        return self._world.size * torch.dot(self._coefficients, own)
+
+    def displayed(self) -> dict[str, Tensor]:
+        """Return the displayed values of all batches. Must be called by every rank."""
+        values, errors, counts = self._world.all_reduce_sum(self._sums).unbind()
+        return self._loss.displayed(torch.dot(self._coefficients, values), errors, counts)
+
+
+def huber(found: Tensor, label: Tensor, delta: float) -> Tensor:
+    """Return ``error**2 / 2`` where ``|error| <= delta`` and ``delta * (|error| - delta / 2)`` elsewhere."""
+    return huber_loss(found, label, reduction="none", delta=delta)
+
+
+class _Sums(NamedTuple):
+    """Of one term: what counts in the loss, what is displayed (squared, unless mae), and the rows with a label.
+
+    A row is a frame or an atom; of its components the mean is taken.
+    """
+
+    value: Tensor
+    shown: Tensor
+    rows: Tensor
+
+
+def _sums(value: Tensor, shown: Tensor, weight: Tensor) -> _Sums:
+    """Return the sums of ``value`` and ``shown`` (n, ...) over the rows of weight 1 instead of 0."""
+    total = torch.dot(weight, _of_rows(value))
+    return _Sums(total, total if shown is value else torch.dot(weight, _of_rows(shown.detach())), weight.sum())
+
+
+def _of_rows(values: Tensor) -> Tensor:
+    """Return the mean of each row of (n, ...) numbers."""
+    return values if values.dim() == 1 else values.mean(1)
+
+
+@dataclass(frozen=True)
+class _Term:
+    name: str
+    start: float
+    limit: float
+    compute: Callable[[Mapping[str, Tensor], Batch], _Sums]
+
+
+def _label(batch: Batch, name: str) -> tuple[Tensor, Tensor]:
+    """Return a label and, per frame, whether the frame has it; zeros if the batch does not hold the label."""
+    if name in batch.labels:
+        return batch.labels[name], batch.has_label[name]
+    has_label = torch.zeros(batch.num_frames, dtype=torch.float64, device=batch.num_atoms.device)
+    label = LABELS[name]
+    rows = (
+        sum(map(label.num_rows, batch.sizes))
+        if label.per_pair
+        else len(batch.atom_type if label.per_atom else has_label)
+    )
+    return has_label.new_zeros(()).expand(rows, *label.shape), has_label
