@@ -45,7 +45,7 @@ napoleon_attr_annotations = False
 napoleon_use_ivar = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!deepmd_ema\.).*"),  # names of other packages: a build needs no network
-    ("py:class", r"deepmd_ema\.(dist|infer\.load|training\.loop\.trainer)\..*"),  # internal, in public signatures
+    ("py:class", r"deepmd_ema\.(distributed|infer\.load|training\.trainer)\..*"),  # internal, in public signatures
 ]
 
 templates_path = ["site"]
