@@ -339,7 +339,9 @@ def test_where_torch_cannot_compile_the_message_says_what_and_what_to_do(run, tm
     monkeypatch.setattr(ByTypeDescriptor, "slots_of", requests)
     assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == 1
     said = capsys.readouterr().err
-    assert re.search(r"cannot compile this model \(se_e2_a, families/se_e2_a/module.py line \d+\). Write a .dp", said)
+    assert re.search(
+        r"cannot compile this model \(se_e2_a, model/families/se_e2_a/module.py line \d+\). Write a .dp", said
+    )
     assert "data-dependent" in said
     assert "Run again with --debug" in said
     assert not (tmp_path / "m.pt2").exists()

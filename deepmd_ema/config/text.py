@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from deepmd_ema.config.messages import Place, dotted
 from deepmd_ema.errors import ConfigError
 
@@ -17,8 +15,8 @@ JSON_SUFFIXES = (".json",)
 YAML_SUFFIXES = (".yaml", ".yml")
 _DEEPEST = 100  # sections within sections; an input has five, and what reads it recurses
 _MAX_BYTES = 50_000_000  # bytes; an input has a few thousand, a data file given by mistake has more
-_MAX_VALUES = 100_000  # values of an input in YAML
-_NEITHER = "nested too deeply to be an input"
+MAX_VALUES = 100_000  # values of an input in YAML
+NEITHER = "nested too deeply to be an input"
 
 Marks = Iterator[tuple[Place, int, bool]]
 """Place and line of each key and item of a text in its order, and whether it is a key."""
@@ -34,8 +32,12 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], dict[Place, int]]:
     if not text.strip():
         expected = "a JSON object {...} or YAML with the sections of a run"
         raise ConfigError(f"{path}: the file is empty. Expected {expected}.")
-    is_yaml = path.suffix.lower() in YAML_SUFFIXES
-    values, lines = (_parse_yaml if is_yaml else _parse_json)(text, str(path))
+    if path.suffix.lower() in YAML_SUFFIXES:
+        from deepmd_ema.config.text_yaml import parse_yaml  # PyYAML takes time that an input in JSON need not spend
+
+        values, lines = parse_yaml(text, str(path))
+    else:
+        values, lines = _parse_json(text, str(path))
     if not isinstance(values, dict):
         names = {list: "a list [...]", str: "a text", bool: "true or false", type(None): "nothing"}
         expected = "an object {...} with the sections model, learning_rate, loss and training"
@@ -69,7 +71,7 @@ def _inputs_near(folder: Path) -> str:
     return f" There is: {', '.join(names[:5])}." if names else ""
 
 
-def _lines_of(marks: Marks, source: str, max_values: float = float("inf")) -> dict[Place, int]:
+def lines_of(marks: Marks, source: str, max_values: float = float("inf")) -> dict[Place, int]:
     """Return the line of each key and item.
 
     Raises:
@@ -109,7 +111,7 @@ def _parse_json(text: str, source: str) -> tuple[Any, dict[Place, int]]:
     try:
         values = json.loads(text, parse_constant=refuse_constant)
         tokens = _json_tokens(text)
-        return values, _lines_of(_json_marks(*next(tokens), tokens, (), is_key=False), source)
+        return values, lines_of(_json_marks(*next(tokens), tokens, (), is_key=False), source)
     except json.JSONDecodeError as error:
         lines = [*text.splitlines(), ""]
         shown = "".join(f"\n    {line[:100]}" for line in [lines[min(error.lineno, len(lines)) - 1].strip()] if line)
@@ -118,7 +120,7 @@ def _parse_json(text: str, source: str) -> tuple[Any, dict[Place, int]]:
     except ValueError as error:  # a number of thousands of digits
         raise ConfigError(f"{source}: {error}.") from None
     except RecursionError:
-        raise ConfigError(f"{source}: {_NEITHER}.") from None
+        raise ConfigError(f"{source}: {NEITHER}.") from None
 
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[^\s,:{}\[\]"]+')
@@ -171,78 +173,3 @@ def _json_hint(text: str, error: json.JSONDecodeError) -> str:
         ("Invalid \\escape" in error.msg, r"a backslash in a text is written twice: \\."),
     ]
     return next((hint for applies, hint in hints if applies), f"{error.msg[0].lower()}{error.msg[1:]}.")
-
-
-# ---- YAML
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which ``No`` is an element and ``1e-3`` is a number."""
-
-
-# PyYAML follows YAML 1.1, where yes, no, on and off are booleans, 1e-3 is a text and 1:30 is a number
-_Loader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
-    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-     list("-+.0123456789")),
-    ("merge", r"<<", ["<"]),
-):  # fmt: skip
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
-
-
-def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    return int(loader.construct_scalar(node))  # decimal, also with a leading zero
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
-
-
-def _parse_yaml(text: str, source: str) -> tuple[Any, dict[Place, int]]:
-    """Return the values of a YAML text, with numbers and booleans of YAML 1.2, as in JSON, and their lines.
-
-    Raises:
-        ConfigError: with line and column of the first mistake.
-    """
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None, {}
-        lines = _lines_of(_yaml_marks(node, (), node.start_mark.line, is_key=False), source, _MAX_VALUES)
-        return loader.construct_document(node), lines
-    except yaml.YAMLError as error:
-        raise ConfigError(_yaml_message(text, error, source)) from None
-    except RecursionError:
-        raise ConfigError(f"{source}: an anchor that contains itself, or {_NEITHER}.") from None
-    except (ValueError, KeyError, AttributeError) as error:  # of constructors of tags: !!int x, !!bool x, !!timestamp x
-        raise ConfigError(f"{source}: not YAML: a tag (!!...) before a value that it does not fit: {error}.") from None
-
-
-def _yaml_marks(node: yaml.Node, place: Place, line: int, *, is_key: bool) -> Marks:
-    """Yield the marks of everything in ``node``; ``line``, from 0, is that of its key, if it has one."""
-    yield place, line + 1, is_key
-    for number, item in enumerate(node.value) if isinstance(node, yaml.SequenceNode) else ():
-        yield from _yaml_marks(item, (*place, number), item.start_mark.line, is_key=False)
-    for key, item in node.value if isinstance(node, yaml.MappingNode) else ():
-        is_merged = key.tag == "tag:yaml.org,2002:merge"
-        yield from _yaml_marks(item, (*place, str(key.value)), key.start_mark.line, is_key=not is_merged)
-
-
-def _yaml_message(text: str, error: yaml.YAMLError, source: str) -> str:
-    mark: Any = getattr(error, "problem_mark", None)
-    if mark is None:
-        return f"{source}: not YAML: {str(error).splitlines()[0]}."
-    lines = text.splitlines()
-    where = f"{source}:{mark.line + 1}:{mark.column + 1}"
-    tab = next((n for n, line in enumerate(lines, 1) if re.match(r" *\t", line)), None)
-    if tab is not None and "\\t" in str(error):
-        return f"{source}:{tab}: not YAML: a tab. Indent with spaces only."
-    shown = f"\n    {lines[mark.line].strip()[:100]}" if mark.line < len(lines) and lines[mark.line].strip() else ""
-    problem = getattr(error, "problem", None) or "cannot be read"
-    if "mapping values are not allowed" in problem:
-        problem = 'a colon where none can be; is the line above unfinished, or does a text with ": " need quotes?'
-    context = getattr(error, "context", None)
-    return f"{where}: not YAML: {problem}{f' ({context})' if context else ''}.{shown}"

@@ -236,7 +236,7 @@ def _failures_as_messages(path: Path, config: ModelConfig) -> Iterator[None]:
                 "all of its output."
             ) from error
         # an error of a graph has the traced lines in its text
-        lines = re.findall(r'deepmd_ema/((?:model|families)/\S+)", line (\d+)', "".join(format_exception(error)))
+        lines = re.findall(r'deepmd_ema/(model/\S+)", line (\d+)', "".join(format_exception(error)))
         places = [f"{file} line {number}" for file, number in lines]
         where = ", ".join([config.descriptor.type, *places[-1:], *re.findall(r"aten\.\w+", text)[:1]])
         raise NotCompiledError(

@@ -21,7 +21,7 @@ from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import freeze, linear, module_list
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.model.ops.environment import switch_and_vjp
-from deepmd_ema.model.ops.reference import UsesOperations, vjp_of
+from deepmd_ema.model.ops.reference import UsesOperations, vjp_of, with_vjp
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
@@ -218,6 +218,13 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
         self.environments = [EnvironmentStatistics(part, config.exclude_types, zero) for part, zero in zero_means]
 
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
+        if not torch.compiler.is_compiling():
+            return self._by_blocks(table, batch)
+        # a compiled graph leaks tensors of torch.func where the functions of blocks follow each other (torch 2.13)
+        return with_vjp(lambda vector: self._by_blocks(table, replace(batch, vector=vector))[0], batch.vector)
+
+    def _by_blocks(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
+        """Return the features (A, D) and their vector-Jacobian product, from those of the blocks."""
         first, vjps = [], []
         for block in (self.repinit, self.angles):
             if block is not None:
