@@ -65,12 +65,12 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
 
 # lines of code, without blank lines, comments and docstrings; a number may only fall, and falls with the code
 MAX_LINES = {
-    "all": 32033,
+    "all": 32032,
     "averaging": 1426,
     "checkpoint": 890,
     "cli": 1196,
     "config": 4261,
-    "data": 4032,
+    "data": 4031,
     "distributed": 1056,
     "infer": 1723,
     "interop": 2096,

@@ -106,4 +106,4 @@ def test_a_shard_is_the_same_object_each_time_it_is_read_without_gradients():
     from torch.distributed.tensor import DTensor
 
     source = inspect.getsource(DTensor.to_local)
-    assert "is_grad_enabled" in source, gone("DTensor.to_local", "dist/dtensor.py")
+    assert "is_grad_enabled" in source, gone("DTensor.to_local", "distributed/dtensor.py")

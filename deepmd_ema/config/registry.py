@@ -1,7 +1,7 @@
 """Types of descriptors, fitting networks, models and averages: records that name their parts.
 
-A part is found by name when it is used, so no other module imports a folder of ``families/``. Other distributions add
-records by entry points.
+A part is found by name when it is used, so no other module imports a folder of ``model/families``. Other
+distributions add records by entry points.
 """
 
 from __future__ import annotations

@@ -329,9 +329,6 @@ class RunLength(NamedTuple):
         return sum(of.share * of.frames for of in self.tasks.values() if of.share)
 
 
-UNKNOWN_LENGTH = RunLength(0, {}, {})
-
-
 def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int = 1) -> RunLength:
     """Return the length of a run.
 

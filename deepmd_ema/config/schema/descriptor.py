@@ -1,6 +1,6 @@
 """Sections ``model.descriptor``: their protocol, and the registry of descriptors.
 
-A descriptor is a folder of ``families/`` or another distribution; no other package knows its options.
+A descriptor is a folder of ``model/families/`` or another distribution; no other package knows its options.
 """
 
 from __future__ import annotations
