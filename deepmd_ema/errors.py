@@ -101,7 +101,7 @@ _TO_DO = {
     errno.ENAMETOOLONG: "A name has at most 255 bytes and a path 4,096: choose a shorter one.",
     errno.ELOOP: "A link leads back to itself: remove it.",
     errno.ENOENT: "Make the folder, or correct the name.",
-    errno.ENOTDIR: "There is a file where a folder is expected: correct the name.",
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "There is a file where a folder is expected: correct the name."),
     errno.EISDIR: "There is a folder where a file is expected: give the name of a file.",
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Too many files are open: raise the limit of `ulimit -n`."),
     errno.EFBIG: "Raise the limit of `ulimit -f`, or choose a file system that takes larger files.",

@@ -126,7 +126,7 @@ def free_port():
 
 def _holdings(trainer):
     """Return digests and element counts of what this process holds of the live weights and of each average."""
-    from deepmd_ema.distributed.dtensor import local_shard
+    from deepmd_ema.distributed.tensors import local_shard
 
     bank = trainer.bank
     names = bank.names if bank is not None else ()

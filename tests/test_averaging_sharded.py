@@ -7,7 +7,7 @@ import torch
 from averaging_nets import PLAIN, Net, Recorded, assert_same, copies, make_net, on_device, through_staging
 
 from deepmd_ema.averaging import AverageBank, EmaProfile, SwaProfile
-from deepmd_ema.distributed.dtensor import full_tensor
+from deepmd_ema.distributed.tensors import full_tensor
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 

@@ -17,7 +17,7 @@ from bad_inputs import GOOD, USER, Desk, sit_down, write_systems
 from helpers import FullDisk
 
 from deepmd_ema import checkpoint, cli
-from deepmd_ema.distributed.locks import locked
+from deepmd_ema.distributed.files import locked
 from deepmd_ema.training.outputs import LOCK
 
 LAST = 4
@@ -209,7 +209,7 @@ def test_a_full_disk_is_reported_and_the_old_checkpoint_stays_usable(desk, monke
     monkeypatch.setattr(torch, "save", save_while_there_is_space)
     name = ("model.ckpt-6.pt", "model_ema.ckpt-6.pt")[files_that_fit]
     reported = desk.train("--restart", "model.ckpt.pt")
-    reported.must_say(f"dp-ema: {name}: the checkpoint could not be written. The disk is full (", "Make room there",
+    reported.must_say(f"dp-ema: {name}: cannot be written (No space left on device). Make room on the disk.",
                   "model.ckpt-4.pt is whole and still usable.")  # fmt: skip
     monkeypatch.setattr(torch, "save", save)
     assert Path("model.ckpt-4.pt").read_bytes() == kept
@@ -230,12 +230,12 @@ BAD_PLACES = {
     "a file in the way": (
         lambda: Path("out").write_text(""),
         {"training__save_ckpt": "out/model.ckpt"},
-        ["training.save_ckpt: ", "/out: cannot write here (a file of that name is in the way)", "let training.s"],
+        ["training.save_ckpt: ", "/out: cannot be written (File exists)", "There is a file where a folder is expected"],
     ),
     "no permission": (
         lambda: None,
         {"training__save_dir": "/proc/here"},
-        ["training.save_dir: /proc/here: cannot write here (", "let training.save_dir name another folder."],
+        ["training.save_dir: /proc/here: cannot be written ("],
     ),
     "several": (
         lambda: Path("out").write_text(""),
@@ -270,12 +270,12 @@ BAD_PLACES = {
     "no place for the board": (
         lambda: None,
         {"training__tensorboard": True, "training__tensorboard_log_dir": "/proc/board"},
-        ["training.tensorboard_log_dir: /proc/board: cannot write here"],
+        ["training.tensorboard_log_dir: /proc/board: cannot be written"],
     ),
     "no place for statistics": (
         lambda: None,
         {"training__stat_file": "/proc/stat.h5"},
-        ["training.stat_file: /proc: cannot write here"],
+        ["training.stat_file: /proc: cannot be written"],
     ),
     "a file in place of the statistics": (
         lambda: Path("stat").write_text(""),
@@ -361,7 +361,7 @@ def test_two_runs_in_one_folder_are_refused_with_process_and_machine(desk):
 
 
 def test_a_wait_for_a_run_on_another_machine_is_reported_before_it(desk, monkeypatch):
-    monkeypatch.setattr("deepmd_ema.distributed.locks.WATCH_S", 0.2)
+    monkeypatch.setattr("deepmd_ema.distributed.files.WATCH_S", 0.2)
     holder = {"machine": "ffffffff", "host": "node12", "pid": 7, "since": "2026-01-02 03:04:05"}
     Path(LOCK).write_text(json.dumps(holder))
     reported = desk.train("--restart", "model.ckpt.pt")

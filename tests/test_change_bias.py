@@ -195,7 +195,7 @@ def test_no_file_replaces_itself(run, tmp_path, capsys):
     before = training.read_bytes()
     for source, out in ((training, training), (tmp_path / "link.pt", training), (training, tmp_path / "link.pt")):
         assert change(source, "-b", -1, -2, "-o", out) == 2
-        assert "the training checkpoint itself" in capsys.readouterr().err
+        assert "a file of kind training" in capsys.readouterr().err
     assert training.read_bytes() == before
 
 
@@ -206,7 +206,7 @@ def test_what_the_run_needs_is_not_written_over_from_another_file(run, tmp_path,
     tracked = {"type": "swa", "start_step": 0, "update_every": 1, "updates": 7, "mean_age": 3.0}
     parts = {"kind": "snapshot", "average": tracked, "averaged": []}
     checkpoint.save(kept, {**checkpoint.load(run[1]), **parts})
-    for out, words in ((training, "the training checkpoint itself"), (kept, "a snapshot of the run")):
+    for out, words in ((training, "a file of kind training"), (kept, "a file of kind snapshot")):
         assert change(run[1], "-b", -1, -2, "-o", out) == 2
         assert f"-o {out}: {words}" in capsys.readouterr().err
 

@@ -15,8 +15,9 @@ from helpers import FullDisk, config_parts, training_parts
 
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.series import CheckpointSeries, save_together
-from deepmd_ema.distributed.tensors import check_weights, cpu_copy
-from deepmd_ema.errors import CheckpointError
+from deepmd_ema.distributed.files import ensure_writable
+from deepmd_ema.distributed.tensors import HostCopies, check_weights, map_tensors
+from deepmd_ema.errors import CheckpointError, WriteError
 from deepmd_ema.interop.tree_files import read_tree
 
 
@@ -70,7 +71,7 @@ def test_the_same_payload_gives_the_same_bytes_whatever_the_file_is_called(here)
 def test_a_cpu_copy_shares_no_memory_and_keeps_aliases():
     big = torch.arange(100.0)
     tree = {"view": big[:3], "again": big[:3], "list": [big[10:12]], "tuple": (1, "x"), "empty": torch.zeros(0)}
-    copy = cpu_copy(tree)
+    copy = map_tensors(HostCopies(wait=True), tree)
     big.zero_()
     assert copy["view"].tolist() == [0, 1, 2]
     assert copy["list"][0].tolist() == [10, 11]
@@ -223,7 +224,7 @@ def test_a_restart_from_an_average_or_a_best_file_names_the_file_to_use(here):
     average = payload(7, "average", "ema")
     save_together(7, [(series_list[0], payload(7)), (series_list[1], average)])
     checkpoint.require_training(checkpoint.load("model.ckpt.pt"), "model.ckpt.pt")
-    with pytest.raises(CheckpointError, match=r"the average 'ema' of step 7.*--restart model.ckpt-7.pt.*--init-model"):
+    with pytest.raises(CheckpointError, match=r"average weights .* of step 7.*--restart model.ckpt-7.pt.*--init-model"):
         checkpoint.require_training(average, "model_ema.ckpt.pt")
     names = {"best": "live", "best_ema": "ema", "best_ice": "live", "best_ice_ema": "ema"}  # the last two of a task
     for stem, weights in names.items():
@@ -258,8 +259,8 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_says_that_it_is_usable(here, 
     save_together(1, [(series, payload(1))])
     kept = (here / "model.ckpt-1.pt").read_bytes()
     monkeypatch.setattr(torch, "save", lambda content, file: write(content, FullDisk(file)))
-    phrase = r"model.ckpt-2.pt: .*could not be written. The disk is full.*model.ckpt-1.pt is whole and still usable"
-    with pytest.raises(CheckpointError, match=phrase):
+    phrase = r"model.ckpt-2.pt: cannot be written \(No space.*Make room on the disk.*model.ckpt-1.pt is whole and still"
+    with pytest.raises(WriteError, match=phrase):
         save_together(2, [(series, payload(2))])
     assert (here / "model.ckpt-1.pt").read_bytes() == kept
     assert sorted(p.name for p in here.iterdir()) == ["checkpoint", "model.ckpt-1.pt", "model.ckpt.pt"]
@@ -269,29 +270,28 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_says_that_it_is_usable(here, 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 def test_a_device_without_space_is_reported_as_a_full_disk(here):
     (here / "m.pt").symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match="The disk is full"):
+    with pytest.raises(WriteError, match="Make room on the disk"):
         checkpoint.save("m.pt", payload())
 
 
 def test_a_folder_that_cannot_be_written_is_reported_before_training(here):
-    checkpoint.ensure_writable(here / "new" / "deep")
+    ensure_writable(here / "new" / "deep", "-o")
     assert list((here / "new" / "deep").iterdir()) == []
     (here / "file").write_text("x")
-    with pytest.raises(CheckpointError, match=r"file/deep: cannot write here \(Not a directory\)"):
-        checkpoint.ensure_writable(here / "file" / "deep")
-    with pytest.raises(CheckpointError, match=r"could not be written. Reason: File exists"):
+    with pytest.raises(WriteError, match=r"-o: .*file/deep: cannot be written \(Not a directory\)"):
+        ensure_writable(here / "file" / "deep", "-o")
+    with pytest.raises(WriteError, match=r"cannot be written \(File exists\)"):
         checkpoint.save(here / "file" / "m.pt", payload())
 
 
-@pytest.mark.parametrize(("option", "more"), [("", ""), ("-o", ", or let -o name another folder")])
-def test_a_full_disk_is_reported_before_training_with_what_to_do(here, monkeypatch, option, more):
+def test_a_full_disk_is_reported_before_training_with_what_to_do(here, monkeypatch):
     def full(**_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    message = rf"{here}: cannot write here \(No space left on device\). Make room on the disk{more}.$"
-    with pytest.raises(CheckpointError, match=message):
-        checkpoint.ensure_writable(here, option)
+    message = rf"-o: {here}: cannot be written \(No space left on device\). Make room on the disk.$"
+    with pytest.raises(WriteError, match=message):
+        ensure_writable(here, "-o")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -299,7 +299,7 @@ def test_a_folder_without_permission_is_reported(here):
     folder = here / "closed"
     folder.mkdir(mode=0o500)
     try:
-        with pytest.raises(CheckpointError, match="Permission denied"):
-            checkpoint.ensure_writable(folder)
+        with pytest.raises(WriteError, match="Permission denied"):
+            ensure_writable(folder, "-o")
     finally:
         shutil.rmtree(folder)

@@ -14,7 +14,7 @@ from helpers import config_parts, training_parts
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
 from deepmd_ema.distributed.files import this_machine
-from deepmd_ema.errors import CheckpointError
+from deepmd_ema.errors import WriteError
 
 
 def payload(step, kind="training", weights="live", value=0.0):
@@ -159,7 +159,7 @@ def test_half_written_files_of_killed_processes_are_swept_and_those_of_living_on
 
 def test_a_link_that_cannot_be_moved_says_that_the_file_is_whole(here):
     (here / "model.ckpt.pt").mkdir()
-    with pytest.raises(CheckpointError, match=r"could not be moved.*model.ckpt-4.pt is whole and usable"):
+    with pytest.raises(WriteError, match=r"model.ckpt.pt: cannot be written .*model.ckpt-4.pt is whole and usable"):
         save_together(4, [(CheckpointSeries("model.ckpt", start=0), payload(4))])
 
 

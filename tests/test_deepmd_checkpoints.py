@@ -219,8 +219,11 @@ def test_one_of_several_tasks_is_written_alone(two_tasks, tmp_path):
         (["pt.pt", "x.pt", "--to", "deepmd", "--dp", "dp"], "--dp dp: x.pt is written without DeePMD-kit. Leave it"),
         (["pt.pt", "x.pt", "--to", "deepmd", "--head", "ice"], "so there is no head 'ice'"),
         (["pt_ema.pt", "x.pt", "--to", "deepmd", "--use-ema"], "without averaged weights"),
-        (["pt.pt", "theirs.pt", "--to", "deepmd"], "a checkpoint of DeePMD-kit is there. Choose another OUT."),
-        (["pt.pt", "ckpt.pt", "--to", "deepmd"], "OUT ckpt.pt: the training checkpoint itself"),
+        (
+            ["pt.pt", "theirs.pt", "--to", "deepmd"],
+            "that is no model file of dp-ema. Choose another OUT",
+        ),
+        (["pt.pt", "ckpt.pt", "--to", "deepmd"], "OUT ckpt.pt: a file of kind training"),
         (["pt.pt", "away/x.pt", "--to", "deepmd"], "the folder away is not there"),
         (["pt.pt", "x.pt", "--to", "torch"], "argument --to: invalid choice: 'torch'"),
         (["train.xyz", "x", "--to", "deepmd"], "convert --to: is an option for models, and these are data"),

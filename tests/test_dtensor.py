@@ -9,7 +9,7 @@ import pytest
 import torch
 from parallel_runs import run_ranks
 
-from deepmd_ema.distributed.dtensor import from_local, full_tensor, is_sharded, local_shard, shard_like
+from deepmd_ema.distributed.tensors import from_local, full_tensor, is_sharded, local_shard, shard_like
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -248,7 +248,7 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_and_a_run_that_continue
     done = subprocess.run(["sh", "-c", words, sys.executable], cwd=parts, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2, done.stderr
     said = done.stderr.splitlines()[-1]
-    assert "could not be written" in said
+    assert "cannot be written" in said
     assert f"model.ckpt-{BEFORE}.pt is whole and still usable" in said
     assert "Traceback" not in done.stderr
     assert (parts / f"model.ckpt-{BEFORE}.pt").read_bytes() == before

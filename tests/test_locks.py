@@ -12,9 +12,8 @@ import time
 
 import pytest
 
-from deepmd_ema.distributed import locks
-from deepmd_ema.distributed.files import this_machine
-from deepmd_ema.distributed.locks import locked
+from deepmd_ema.distributed import files as locks
+from deepmd_ema.distributed.files import locked, this_machine
 from deepmd_ema.errors import UserError
 
 
@@ -36,7 +35,7 @@ def write_lock(lock, machine="ffffffff", pid=7, host="node12"):
 HOLD = """
 import sys, time
 from pathlib import Path
-from deepmd_ema.distributed.locks import locked
+from deepmd_ema.distributed.files import locked
 with locked([Path(sys.argv[1])]):
     print("held", flush=True)
     time.sleep(60)

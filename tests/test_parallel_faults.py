@@ -17,8 +17,8 @@ from rank_faults import AT_STEP, HELD_UP_S, LAST, SAVE_EVERY, last_words, make_r
 
 from deepmd_ema.cli import main
 from deepmd_ema.distributed import rendezvous
+from deepmd_ema.distributed.files import locked
 from deepmd_ema.distributed.launch import find_launch
-from deepmd_ema.distributed.locks import locked
 from deepmd_ema.errors import UserError
 from deepmd_ema.training.outputs import LOCK
 
@@ -197,7 +197,7 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(tmp_path):
     folder = make_run(tmp_path / "run")
     codes, said = run(folder, "fill_disk", "")
     assert codes == [2, 1]
-    assert "could not be written" in said[0]
+    assert "cannot be written" in said[0]
     assert f"model.ckpt-{SAVED}.pt is whole and still usable" in said[0]
     assert_continues(folder, SAVED)
 

@@ -120,7 +120,7 @@ def test_a_head_is_chosen_by_name(name, tmp_path):
         (["pt.pt", "away/out.pt"], "the folder away is not there"),
         (["pt.pt", "text.dp"], "OUT text.dp: a file is there that is not a frozen model"),
         (["pt.pt", "text.pt"], "OUT text.pt: a file is there that"),
-        (["pt.pt", "ckpt.pt"], "OUT ckpt.pt: the training checkpoint itself"),
+        (["pt.pt", "ckpt.pt"], "OUT ckpt.pt: a file of kind training"),
         (["nothing.pt", "out.dp"], "no such file"),
     ],
 )

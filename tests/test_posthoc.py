@@ -418,15 +418,15 @@ def test_a_place_that_cannot_be_written_is_reported_before_the_work(run, tmp_pat
     (tmp_path / "file").touch()
     assert cli.main(["posthoc", str(run), "--sigma-rel", "0.06", option, str(tmp_path / "file" / "x.png")]) == 2
     said = capsys.readouterr()
-    assert f"{option}: {tmp_path / 'file'}: cannot write here (a file of that name is in the way)" in said.err
+    assert f"{option}: {tmp_path / 'file'}: cannot be written (File exists). There is a file where" in said.err
     assert not said.out
 
 
 @pytest.mark.parametrize(
     ("option", "name", "words"),
     [
-        ("-o", "model.ckpt.pt", "the training checkpoint itself"),
-        ("-o", "snapshots/model_p05.ckpt-20.pt", "a snapshot of the run"),
+        ("-o", "model.ckpt.pt", "a file of kind training, which only a run can write"),
+        ("-o", "snapshots/model_p05.ckpt-20.pt", "a file of kind snapshot"),
         ("-o", "m.dp", "expected a name that ends in .pt"),
         ("--table", "snapshots", "a folder"),
     ],

@@ -21,12 +21,11 @@ from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint import sharded
 from deepmd_ema.cli.main import main
 from deepmd_ema.config.outputs import HEAD
-from deepmd_ema.distributed import dtensor
-from deepmd_ema.distributed.dtensor import OwnRows
+from deepmd_ema.distributed import tensors as dtensor
 from deepmd_ema.distributed.files import file_digest
-from deepmd_ema.distributed.tensors import HostCopies, RowShard, StoredTensor
+from deepmd_ema.distributed.tensors import HostCopies, OwnRows, RowShard, StoredTensor
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import CheckpointError
+from deepmd_ema.errors import CheckpointError, WriteError
 from deepmd_ema.infer.load import load_models
 from deepmd_ema.training.run import run_training
 
@@ -197,7 +196,7 @@ def test_a_full_disk_keeps_the_older_folder(tmp_path, monkeypatch):
     older = write(tmp_path / "model.ckpt-1.dcp")
     save = torch.save
     monkeypatch.setattr(torch, "save", lambda content, file: save(content, FullDisk(file)))
-    with pytest.raises(CheckpointError, match=r"could not be written. The disk is full.* is whole and still usable"):
+    with pytest.raises(WriteError, match=r"cannot be written .*Make room on the disk.* is whole and still usable"):
         checkpoint.save(tmp_path / "model.ckpt-2.dcp", payload(2)[0], older, world=World())
     assert [path.name for path in tmp_path.iterdir()] == [older.name]
 
@@ -460,8 +459,8 @@ def test_a_rank_that_cannot_write_ends_the_run_with_its_message(run, data):
     folder.mkdir()
     shutil.copy(run(3, 2) / "input.json", folder)
     first, second = run_ranks(2, fail_to_write, str(folder), 1, may_fail=True)
-    assert second.error == "CheckpointError"
-    assert "could not be written. The disk is full" in second.message
+    assert second.error == "WriteError"
+    assert "cannot be written (No space left on device)" in second.message
     assert first.error == "ReportedElsewhere"
     assert not list(folder.glob("*.dcp"))
     assert not list(folder.glob("*.part*"))

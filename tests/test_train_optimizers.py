@@ -12,7 +12,7 @@ from torch import nn
 
 from deepmd_ema.config.labels import ENERGY, FORCE
 from deepmd_ema.config.schema.optim import EnerLossConfig, ExpScheduleConfig, LKFConfig
-from deepmd_ema.distributed.dtensor import WholeTensors
+from deepmd_ema.distributed.tensors import WholeTensors
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import DivergedError
 from deepmd_ema.training import kalman

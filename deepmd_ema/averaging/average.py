@@ -12,8 +12,7 @@ from torch import Tensor
 from deepmd_ema.averaging.binding import Binding, Shard
 from deepmd_ema.averaging.storage import Buffer, Staging, lerp, needs_staging
 from deepmd_ema.config.schema.profile import Profile
-from deepmd_ema.distributed.dtensor import full_tensor
-from deepmd_ema.distributed.tensors import StoredTensor, check_weights, on_device, whole
+from deepmd_ema.distributed.tensors import StoredTensor, check_weights, full_tensor, on_device, whole
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,8 @@ from deepmd_ema.averaging.binding import Binding, Shard, canonical, unwrap
 from deepmd_ema.averaging.storage import lerp, lerp_on_device
 from deepmd_ema.config.schema.averaging import CustomAverage, ScheduleFreeProfile
 from deepmd_ema.config.schema.profile import Profile
-from deepmd_ema.distributed.dtensor import Take, WholeTensors
 from deepmd_ema.distributed.launch import END_SIGNALS, handling
-from deepmd_ema.distributed.tensors import check_weights, prefix_of
+from deepmd_ema.distributed.tensors import Take, WholeTensors, check_weights, prefix_of
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.utils import LIVE
 

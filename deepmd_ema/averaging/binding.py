@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepmd_ema.distributed.dtensor import from_local, full_tensor, local_shard, shard_like
-from deepmd_ema.distributed.tensors import StoredTensor, prefix_of
+from deepmd_ema.distributed.tensors import StoredTensor, from_local, full_tensor, local_shard, prefix_of, shard_like
 
 _INNER_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import sys
-import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -26,21 +24,11 @@ from deepmd_ema.config.outputs import POINTER, is_sharded, read_pointer
 from deepmd_ema.distributed.files import atomic_write, spare_of, writing
 from deepmd_ema.distributed.tensors import content_digest, on_cpu, whole
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import CheckpointError, WriteError, command, first_few, is_disk_full, reason_of, refusal_of
-from deepmd_ema.utils import LIVE
+from deepmd_ema.errors import CheckpointError, command, first_few, reason_of, refusal_of
 
 DIGEST = "digest"  # of all else in the file; files of 0.1.0 have none
 SHARDS = "shards"  # in the head of a sharded one: its files, and the tensors that are there under another name
-# files that a run has written and no command can make again: what they are, and what would be lost
-_NOT_REPLACED = {
-    "training": ("the training checkpoint itself", "no restart could continue"),
-    "snapshot": ("a snapshot of the run", "`dp-ema posthoc` would leave it out"),
-    "average": ("the average that the run has saved", "it would be gone"),
-    "best": ("one of the best files of the run", "it would be gone"),
-}
 _RENAMED = {"owes_validation": "validation_pending"}  # key of an earlier version: key of this one
-
-
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _PLAIN_FLAGS = 0x808  # of an entry of an archive: its name is UTF-8, its sizes stand behind it
 
@@ -86,29 +74,21 @@ def save(
             that are distributed. None: a file.
 
     Raises:
-        CheckpointError: if the disk is full or the folder cannot be written; an older file of that name is kept. Where
+        WriteError: if the disk is full or the folder cannot be written; an older file of that name is kept. Where
             another rank has failed: :class:`RankLostError`.
     """
     path = Path(path)
-    try:
-        with writing(path):
-            if world is not None:
-                _sharded().write_folder(path, payload, world)
-                return
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as part:
-                write_archive(part, payload)
-                if check is not None:
-                    check(part)
-    except WriteError as error:
-        folder = next(f for f in path.absolute().parents if f.is_dir())
-        free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free in {folder}"
-        if is_disk_full(error.cause):
-            advice = f"The disk is full ({free}). Make room there, or choose another {option}."
-        else:
-            advice = f"Reason: {reason_of(error.cause)} ({free})."
-        usable = f" {fallback} is whole and still usable." if fallback is not None else ""
-        raise CheckpointError(f"{path}: the checkpoint could not be written. {advice}{usable}") from error
+    usable = f" {fallback} is whole and still usable." if fallback is not None else ""
+    advice = f"Or choose another {option}.{usable}"
+    with writing(path, advice):
+        if world is not None:
+            _sharded().write_folder(path, payload, world)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path, advice) as part:
+            write_archive(part, payload)
+            if check is not None:
+                check(part)
 
 
 def write_archive(path: Path, payload: Mapping[str, Any]) -> None:
@@ -180,22 +160,31 @@ def resolve(path: str | Path) -> Path:
     """
     path = Path(path)
     if path.is_dir() and not is_sharded(path):
-        pointer = path / POINTER
-        if not pointer.is_file():
+        path /= POINTER
+        if not path.is_file():
             raise CheckpointError(
-                f"{path}: no file {POINTER!r} here that names the newest checkpoint. {_nearby(pointer)}"
+                f"{path.parent}: no file {POINTER!r} here that names the newest checkpoint. {_nearby(path)}"
             )
-        return _follow(pointer)
-    if path.name == POINTER and path.is_file():
-        return _follow(path)
-    for candidate in (path, *(path.with_name(path.name + suffix) for suffix in SUFFIXES)):
-        if candidate.is_file() or is_sharded(candidate):
-            return candidate
-        if is_sharded(spare_of(candidate)):  # a kill has hit the moment at which a newer folder took its place
-            return spare_of(candidate)
-        if candidate.is_symlink():
-            raise CheckpointError(f"{candidate}: links to {os.readlink(candidate)}, which is missing. {_nearby(path)}")
-    raise CheckpointError(f"{path}: no such file. {_nearby(path)}")
+    missing = f"{path}: no such file."
+    try:
+        if path.name == POINTER and path.is_file():
+            named = read_pointer(path)
+            missing = f"{path}: names {'nothing' if named == path.parent else named}, which is missing."
+            path = named
+        for candidate in (path, *(path.with_name(path.name + suffix) for suffix in SUFFIXES if path.name)):
+            if candidate.is_file() or is_sharded(candidate):
+                return candidate
+            if is_sharded(spare_of(candidate)):  # a kill has hit the moment at which a newer folder took its place
+                return spare_of(candidate)
+            if candidate.is_symlink():
+                missing = f"{candidate}: links to {os.readlink(candidate)}, which is missing."
+                break
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: not the path of a checkpoint, which a run writes there ({reason_of(error)}). Give the "
+            f"checkpoint itself. {_nearby(path)}"
+        ) from error
+    raise CheckpointError(f"{missing} {_nearby(path)}")
 
 
 def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
@@ -250,13 +239,11 @@ def _check_archive(path: Path) -> None:
         head = file.read(8)
     if not head:
         raise DamagedError("the file is empty")
-    if head == _HDF5:
-        raise CheckpointError(
-            f"{path}: a frozen model (.dp, HDF5), not a checkpoint. Give it a name that ends in .dp; all commands but "
-            "--restart read it then."
-        )
     if head[:2] != b"PK":
-        raise CheckpointError(f"{path}: not a checkpoint; dp-ema writes them as model.ckpt-<step>.pt.")
+        advice = "dp-ema writes them as model.ckpt-<step>.pt."
+        if head == _HDF5:
+            advice = "Give it a name that ends in .dp; all commands but --restart read it then."
+        raise CheckpointError(f"{path}: {'a frozen model (.dp, HDF5), ' * (head == _HDF5)}not a checkpoint. {advice}")
     if not zipfile.is_zipfile(path):
         raise DamagedError(f"cut off after {path.stat().st_size} bytes")
     with zipfile.ZipFile(path) as archive:
@@ -296,22 +283,6 @@ def _checked(path: Path, payload: Any) -> dict[str, Any]:
     raise CheckpointError(f"{path}: a torch file, but not a checkpoint of dp-ema.")
 
 
-def _follow(pointer: Path) -> Path:
-    try:
-        named = read_pointer(pointer)
-        exists = named.is_file() or is_sharded(named) or is_sharded(spare_of(named))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{pointer}: not the path of a checkpoint, which a run writes there ({reason_of(error)}). Give the "
-            f"checkpoint itself. {_nearby(pointer)}"
-        ) from error
-    if not exists:
-        raise CheckpointError(
-            f"{pointer}: names {'nothing' if named == pointer.parent else named}, which is missing. {_nearby(named)}"
-        )
-    return resolve(named)
-
-
 def _nearby(path: Path) -> str:
     folder = path.parent if path.parent.is_dir() else Path()
     files = [(series_and_step(p.name) or (p.name, 0), p.name) for p in folder.iterdir() if p.suffix in SUFFIXES]
@@ -343,10 +314,7 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
     kind = payload["kind"]
     if kind == "training":
         return
-    what = f"the average {payload['weights']!r}" if payload["weights"] != LIVE else "the live weights"
-    what = what if payload["weights"] else "weights"  # of a file that does not say which
-    if kind == "best":
-        what = "the best weights" if payload["weights"] == LIVE else f"the best weights of {what}"
+    what = f"{'' if kind == 'weights' else f'{kind} '}weights ({payload['weights'] or 'of another program'})"
     path = Path(path)
     real = path.resolve()
     use = "Use a training checkpoint (model.ckpt-*.pt)"
@@ -362,28 +330,6 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
     )
 
 
-def ensure_writable(folder: str | Path, option: str = "") -> None:
-    """Make ``folder`` if need be, and check that a file can be written into it.
-
-    Args:
-        folder: where files will be written.
-        option: what names the folder, for the message.
-
-    Raises:
-        CheckpointError: if not.
-    """
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:  # without a name: a kill here leaves nothing
-            probe.write(b"x")
-    except OSError as error:
-        place, more = (f"{option}: ", f", or let {option} name another folder") if option else ("", "")
-        reason = "a file of that name is in the way" if folder.is_file() else reason_of(error)
-        remedy = "Make room on the disk" if is_disk_full(error) else "Use a folder that you may write to"
-        raise CheckpointError(f"{place}{folder.absolute()}: cannot write here ({reason}). {remedy}{more}.") from error
-
-
 def refuse_to_replace(path: str | Path, option: str) -> None:
     """Check that a file of weights may be written to ``path``: not over what only a run can write.
 
@@ -397,20 +343,17 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
     path = Path(path)
     if path.suffix.lower() != ".pt":
         raise CheckpointError(f"{option} {path}: expected a name that ends in .pt. `dp-ema freeze` makes a .dp of it.")
+    kind = ""
     try:
-        kind = load_facts(path)["kind"] if path.is_file() and path.stat().st_size else ""
-    except DeepmdCheckpointError as error:
-        if "dp_ema" in error.content:  # `dp-ema convert --to deepmd` has written it
-            return
-        raise CheckpointError(
-            f"{option} {path}: a checkpoint of DeePMD-kit is there. Choose another {option}."
-        ) from error
+        if path.is_file() and path.stat().st_size:
+            kind = load_facts(path)["kind"]
     except CheckpointError as error:
+        if "dp_ema" not in getattr(error, "content", ()):  # which `dp-ema convert --to deepmd` writes
+            raise CheckpointError(
+                f"{option} {path}: a file is there that is no model file of dp-ema. Choose another {option}, or move "
+                "the file away."
+            ) from error
+    if kind not in ("", "weights"):
         raise CheckpointError(
-            f"{option} {path}: a file is there that dp-ema cannot read. Choose another {option}, or move the file away."
-        ) from error
-    if kind in _NOT_REPLACED:
-        what, loss = _NOT_REPLACED[kind]
-        raise CheckpointError(
-            f"{option} {path}: {what}. The file written holds weights only, so that {loss}. Choose another {option}."
+            f"{option} {path}: a file of kind {kind}, which only a run can write. Choose another {option}."
         )

@@ -11,9 +11,8 @@ from typing import Any
 from deepmd_ema.checkpoint import names
 from deepmd_ema.checkpoint.file import save
 from deepmd_ema.config.outputs import GATHERED_SUFFIX, POINTER, SHARDED_SUFFIX, best_link, suffixed
-from deepmd_ema.distributed.files import atomic_write, link, move, remove, remove_link, spare_of
+from deepmd_ema.distributed.files import atomic_write, link, move, remove, spare_of, writing
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import CheckpointError, WriteError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +31,8 @@ class _Files:
 
     def _save(self, path: Path, payload: Mapping[str, Any], fallback: Path | None = None) -> None:
         """Write one file or folder whole, or leave what is there; see :func:`deepmd_ema.checkpoint.file.save`."""
-        if self._writers is None:
-            remove_link(path)
+        if self._writers is None and path.is_symlink():
+            path.unlink()  # else what it leads to would be replaced
         save(path, payload, fallback, world=self._writers)
 
     def on_rank0(self, change: Callable[[], None]) -> None:
@@ -91,7 +90,7 @@ class CheckpointSeries(_Files):
         """Write the file of ``step``; ``fallback`` is an older one for the message when that fails.
 
         Raises:
-            CheckpointError: if it cannot be written.
+            WriteError: if it cannot be written.
         """
         self._save(self.file(step), payload, fallback)
 
@@ -103,7 +102,8 @@ class CheckpointSeries(_Files):
         """Move the link, then for live weights the pointer (``checkpoint``), to the file of ``step``."""
         _link_only(self.link, self.file(step))
         if self._is_live:
-            remove_link(Path(POINTER))
+            if Path(POINTER).is_symlink():
+                Path(POINTER).unlink()
             with atomic_write(POINTER) as part:
                 part.write_text(str(self.file(step)), encoding="utf-8", errors="surrogateescape")
 
@@ -269,7 +269,7 @@ def save_together(
         bests: best files whose records are in the payload; files that are no longer among them are removed now.
 
     Raises:
-        CheckpointError: if a file cannot be written; links and older files are as before.
+        WriteError: if a file cannot be written; links and older files are as before.
     """
     live = files[0][0]
     before = [s for s in live.steps() if s < step]
@@ -281,15 +281,9 @@ def save_together(
 
 
 def _move_on(step: int, series: Sequence[CheckpointSeries], bests: Sequence[BestFiles]) -> None:
-    live = series[0]
-    try:
+    with writing(series[0].link, f"{series[0].file(step)} is whole and usable."):
         for each in reversed(series):  # the live link and the pointer last: a restart follows them
             each.update_links(step)
-    except (OSError, WriteError) as error:
-        raise CheckpointError(
-            f"{live.link}: the link to the newest checkpoint could not be moved ({reason_of(error)}). "
-            f"{live.file(step)} is whole and usable."
-        ) from error
     for each in series:  # only now: until the links moved, the older files were the ones to restart from
         each.rotate(step)
     for best in bests:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import Queue
 
-from deepmd_ema.distributed.world import World, clear_announced
+from deepmd_ema.distributed.world import ANNOUNCED, World
 from deepmd_ema.errors import RankLostError
 
 NICENESS = 10  # a tenth of a core where other threads want all of them; measured: the stall of a save is halved
@@ -62,14 +62,16 @@ class Writer:
         self._has_given_up = False
         self._error: BaseException | None = None
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int | None = None) -> None:
         """Wait until all files of earlier steps are written; every rank must call this before it copies for ``step``.
+
+        Without a step it waits for nothing, and raises what a job has raised.
 
         Raises:
             UserError: what a job raised, where it did; on other ranks :class:`RankLostError`.
         """
         with self._world.all_ranks_ok():
-            if step != self._step:
+            if step not in (None, self._step):
                 self.times.waits += self._jobs.unfinished_tasks > 0
                 self.wait()
                 self._step = step
@@ -92,15 +94,6 @@ class Writer:
     def has_failed(self) -> bool:
         """Whether an error waits to be raised, on this rank."""
         return self._error is not None
-
-    def raise_error(self) -> None:
-        """Raise what a job raised; every rank must call this.
-
-        Raises:
-            UserError: what a job raised, where it did; on other ranks :class:`RankLostError`.
-        """
-        with self._world.all_ranks_ok():
-            self._raise()
 
     def wait(self) -> None:
         """Wait until every file is written or given up; call it before files of the run are read."""
@@ -146,7 +139,8 @@ class Writer:
                 try:
                     job()
                 except BaseException as error:  # whatever it is, it is raised again in the thread of training
-                    self._error, self._has_given_up = clear_announced(error), True
+                    self._error, self._has_given_up = error, True
+                    vars(error).pop(ANNOUNCED, None)  # it is announced to other ranks once more
             del job  # else its tensors would stay until the next one
             self.times.written_s += time.perf_counter() - began
             self._jobs.task_done()

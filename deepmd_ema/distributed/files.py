@@ -1,28 +1,45 @@
-"""Files: written whole or not at all, moved and linked so that a power cut keeps them, never over what is not ours."""
+"""Files: written whole or not at all, moved and linked so that a power cut keeps them, never over what is not ours.
+
+Locks: a place has one run at a time, on this machine or on any other that shares the file system.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
+import json
+import logging
 import os
 import re
 import secrets
 import shutil
 import socket
 import tempfile
+import threading
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 
 from deepmd_ema.errors import UserError, WriteError, errno_of
+
+logger = logging.getLogger(__name__)
 
 _MAX_NAME_BYTES = 255  # bytes, of a file on the file systems in use
 _LEFT_S = 24 * 3600.0  # no file is written for so long: what another machine has left is swept then
 _PART = re.compile(r".*\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d{1,10})-[0-9a-f]{16}\.part(\.\w+)?", re.DOTALL)
 _BLOCK_BYTES = 1 << 20  # of a file that is read
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some network file systems have no fsync of a folder
+BEAT_S = 15.0  # between two signs of life of a run
+WATCH_S = 70.0  # that those of a run on another machine are watched for: network file systems show them late
+GONE_S = 3600.0  # without a sign of life, by the clock of the file system
+SILENT_S = 300.0  # without a sign of life, by the clock of this machine, after which a reader says so
+_BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # of the file system
 
 
 @dataclass(frozen=True)
@@ -143,12 +160,6 @@ def remove(path: Path) -> None:
     shutil.rmtree(part)
 
 
-def remove_link(path: Path) -> None:
-    """Remove ``path`` if it is a link, so that what is written there does not replace the file that it leads to."""
-    if path.is_symlink():
-        path.unlink()
-
-
 def size_of(path: Path) -> int:
     """Return the bytes of a file, or of all files in a folder, without links."""
     files = path.rglob("*") if path.is_dir() else (path,)
@@ -196,40 +207,44 @@ def check_output(path: str | Path, option: str, kind: Kind, inputs: Iterable[str
         raise _NotWrittenError
 
 
-def refuse_to_lose(path: str | Path, option: str, kind: Kind, inputs: Iterable[str | Path | None] = ()) -> None:
+def ensure_writable(folder: str | Path, option: str) -> None:
+    """Make ``folder`` if need be, and check that a file can be written into it; ``option`` names it, for the message.
+
+    Raises:
+        WriteError: if not.
+    """
+    folder = Path(folder)
+    with writing(f"{option}: {folder.absolute()}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:  # without a name: a kill here leaves nothing
+            probe.write(b"x")
+
+
+def refuse_to_lose(path: str | Path, option: str, kind: Kind | None, inputs: Iterable[str | Path | None] = ()) -> None:
     """Check that nothing is lost when a file of ``kind`` is written to ``path``: call it before the work.
 
     Args:
         path: the file; need not exist.
         option: what names it, for the message.
-        kind: what will be written; a file of the same kind is written over.
+        kind: what will be written; a file of the same kind is written over. None: any file.
         inputs: files that the command reads, which it never writes over.
 
     Raises:
         UserError: if an input or a file of another kind is there.
     """
     path = Path(path)
-    refuse_inputs(path, option, inputs)
     if not path.is_file():
         return
+    for given in inputs:
+        if given is not None and os.path.exists(given) and os.path.samefile(path, given):
+            raise UserError(f"{option} {path}: this is {given}, which the command reads. Choose another {option}.")
     with path.open("rb") as file:
         head = file.read(4096)
-    if head and not kind.head.match(head):
+    if head and kind is not None and not kind.head.match(head):
         raise UserError(
             f"{option} {path}: a file is there that is not {kind.name}, and would be written over. Choose another "
             f"{option}, or move the file away."
         )
-
-
-def refuse_inputs(path: Path, option: str, inputs: Iterable[str | Path | None]) -> None:
-    """Check that ``path`` is none of the files that the command reads.
-
-    Raises:
-        UserError: if it is.
-    """
-    for given in inputs:
-        if given is not None and os.path.exists(given) and path.is_file() and os.path.samefile(path, given):
-            raise UserError(f"{option} {path}: this is {given}, which the command reads. Choose another {option}.")
 
 
 def sweep(folder: Path) -> None:
@@ -241,21 +256,11 @@ def sweep(folder: Path) -> None:
         if (match := _PART.fullmatch(name)) is not None:
             with suppress(FileNotFoundError):
                 is_ours, written = match["machine"] == this_machine(), (folder / name).lstat().st_mtime
-                if not is_running(int(match["pid"])) if is_ours else time_in(folder) - written > _LEFT_S:
+                if not _is_running(int(match["pid"])) if is_ours else _time_in(folder) - written > _LEFT_S:
                     if (folder / name).is_dir():
                         shutil.rmtree(folder / name)
                     else:
                         (folder / name).unlink()
-
-
-def time_in(folder: Path) -> float:
-    """Return the time that a file gets which is written to ``folder`` now, by the clock of its file system.
-
-    The clock of this machine may be another one, and may have been set since: the ages of other files do not follow
-    from it.
-    """
-    with tempfile.TemporaryFile(dir=folder) as probe:
-        return os.fstat(probe.fileno()).st_mtime
 
 
 @cache
@@ -267,15 +272,6 @@ def this_machine() -> str:
     with suppress(OSError):  # of a container, which counts its processes by itself
         facts.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256("".join(facts).encode()).hexdigest()[:8]
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process of this machine runs."""
-    try:
-        os.kill(pid, 0)
-    except OSError as error:  # PermissionError: it runs, but belongs to another user
-        return not isinstance(error, ProcessLookupError)
-    return True
 
 
 def file_digest(path: Path) -> str:
@@ -307,6 +303,65 @@ def part_of(final: Path) -> Path:
     return final.with_name(name + mark)
 
 
+@dataclass(frozen=True)
+class Holder:
+    """The process that a lock file names.
+
+    Attributes:
+        machine: identifier of its machine since its start.
+        host: name of the machine.
+        pid: its number there.
+        since: local time at which it took the lock.
+        is_alive: whether it seems to run.
+    """
+
+    machine: str
+    host: str
+    pid: int
+    since: str
+    is_alive: bool = True
+
+
+def read_holder(path: Path) -> Holder | None:
+    """Return the holder of a lock, without touching it; None if nobody holds it."""
+    with suppress(OSError), path.open("rb") as file:
+        if holder := _holder(file.fileno()):
+            is_here, silent = holder.machine == this_machine(), time.time() - os.fstat(file.fileno()).st_mtime
+            return replace(holder, is_alive=_is_running(holder.pid) if is_here else silent < SILENT_S)
+    return None
+
+
+@contextmanager
+def locked(paths: Iterable[Path]) -> Iterator[None]:
+    """Hold the locks ``paths``, files that are made and removed again; the system frees those of a killed process.
+
+    A lock file names its holder. The system's own lock on it decides on one machine, and on several where the file
+    system supports such locks. Where it does not, a run on another machine is recognized by its heartbeat: the
+    modification time of the file, which a thread updates.
+
+    Raises:
+        UserError: if another run holds one of them; the message names its process and machine.
+    """
+    ended_runs: set[tuple[str, int]] = set()  # a run that held several locks is waited for once
+    with ExitStack() as stack:
+        handles = []
+        for path in paths:
+            handles.append(_take(path, ended_runs))
+            stack.callback(_release, path, handles[-1])
+            me = Holder(this_machine(), socket.gethostname(), os.getpid(), datetime.now().isoformat(" ", "seconds"))
+            with writing(path):
+                os.truncate(handles[-1], 0)
+                os.write(handles[-1], json.dumps(asdict(me)).encode())
+        ended = threading.Event()
+        beats = threading.Thread(target=_beat, args=(handles, ended), name="dp-ema-lock", daemon=True)
+        beats.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            beats.join()
+
+
 @contextmanager
 def _taking_the_place_of(final: Path) -> Iterator[Path]:
     """Yield a path beside ``final`` for its half-written form, which is moved there at the end, or removed."""
@@ -318,3 +373,110 @@ def _taking_the_place_of(final: Path) -> Iterator[Path]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def _time_in(folder: Path) -> float:
+    """Return the time that a file gets which is written to ``folder`` now, by the clock of its file system.
+
+    The clock of this machine may be another one, and may have been set since: the ages of other files do not follow
+    from it.
+    """
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        return os.fstat(probe.fileno()).st_mtime
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process of this machine runs."""
+    try:
+        os.kill(pid, 0)
+    except OSError as error:  # PermissionError: it runs, but belongs to another user
+        return not isinstance(error, ProcessLookupError)
+    return True
+
+
+def _take(path: Path, ended_runs: set[tuple[str, int]]) -> int:
+    """Return the open file of a lock that nobody else holds."""
+    while True:
+        with writing(path):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            is_sure = True  # whether the system's lock decides for processes of this machine
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in _BUSY:
+                    raise _in_use(path, _holder(handle)) from None
+                if error.errno not in _NO_LOCKS:
+                    raise
+                is_sure = False
+            with suppress(FileNotFoundError):
+                if os.fstat(handle).st_ino == os.stat(path).st_ino:
+                    holder = _holder(handle)
+                    if holder is not None:
+                        _refuse_living(holder, handle, path, is_sure, ended_runs)
+                    return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # its holder has removed it in between
+
+
+def _release(path: Path, handle: int) -> None:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)  # while it is held: who waits for it sees that the name is gone
+    os.close(handle)
+
+
+def _refuse_living(holder: Holder, handle: int, path: Path, is_sure: bool, ended_runs: set[tuple[str, int]]) -> None:
+    """Check that whoever the lock file names has ended, and note it in ``ended_runs``."""
+    run = holder.machine, holder.pid
+    if holder.machine == this_machine():
+        if not is_sure and holder.pid != os.getpid() and _is_running(holder.pid):
+            raise _in_use(path, holder)
+    elif run not in ended_runs and (silent := _time_in(path.parent) - os.fstat(handle).st_mtime) < GONE_S:
+        logger.warning(
+            "%s: process %s on %s held this lock, with a sign of life %.0f s ago, and can be checked only on its own "
+            "machine. Waiting up to %.0f s for another sign; this run begins if there is none. If you know that it has "
+            "ended, stop this run, remove the file and start again.",
+            path.absolute(), holder.pid, holder.host, max(0.0, silent), WATCH_S,
+        )  # fmt: skip
+        if _shows_life(path):
+            raise _in_use(path, holder)
+    ended_runs.add(run)
+    logger.info("the lock of process %s on %s, which has ended, is taken over", holder.pid, holder.host)
+
+
+def _shows_life(path: Path) -> bool:
+    """Whether the time of a lock file moves while it is watched; no clocks are compared."""
+    before, end = os.stat(path).st_mtime_ns, time.monotonic() + WATCH_S
+    while time.monotonic() < end:
+        time.sleep(min(1.0, WATCH_S / 10))
+        with suppress(FileNotFoundError):
+            os.close(os.open(path, os.O_RDONLY))  # network file systems ask the server anew when a file is opened
+            if os.stat(path).st_mtime_ns != before:
+                return True
+    return False
+
+
+def _holder(handle: int) -> Holder | None:
+    """Return the holder that the lock file names; None where it names none."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        facts = json.loads(os.pread(handle, 4096, 0))
+        machine, host, since = (str(facts[key]) for key in ("machine", "host", "since"))
+        return Holder(machine, host, int(facts["pid"]), since)
+    return None
+
+
+def _in_use(path: Path, holder: Holder | None) -> UserError:
+    who = f"process {holder.pid} on {holder.host}, since {holder.since}" if holder else "it does not say which"
+    return UserError(
+        f"{path.absolute().parent}: another run writes here ({who}). Each would destroy files of the other: wait until "
+        "it has ended, or start this run in another folder."
+    )
+
+
+def _beat(handles: Iterable[int], ended: threading.Event) -> None:
+    while not ended.wait(BEAT_S):
+        for handle in handles:
+            with suppress(OSError):
+                os.utime(handle)

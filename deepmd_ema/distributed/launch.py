@@ -84,19 +84,16 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
         names = SLURM
     else:
         return Launch()
-    found = {name: environ.get(name, default) for name, default in zip(names, ("0", "1", "0"))}
-    port, problems = environ.get(PORT, "1"), []
-    for name, value in {**found, PORT: port}.items():
+    most = 10**9 - 1
+    limits = {names[0]: (0, most), names[1]: (1, most), names[2]: (0, most), PORT: (1, LAST_PORT)}
+    found, problems = [environ.get(name, default) for name, default in zip(limits, "0101")], []
+    for (name, (low, high)), value in zip(limits.items(), found):
         # isdecimal() is true for the digits of every alphabet, and int() refuses thousands of them
-        if not re.fullmatch(r"[0-9]{1,9}", value):
-            problems.append(f"{name} = {show_text(value)}: expected a whole number.")
-        elif name == PORT and not 1 <= int(port) <= LAST_PORT:
-            problems.append(f"{PORT} = {port}: expected the number of a port, 1 to {LAST_PORT}.")
+        if not re.fullmatch(r"[0-9]{1,9}", value) or not low <= int(value) <= high:
+            problems.append(f"{name} = {show_text(value)}: expected a whole number, {low} to {high}.")
     if problems:
         raise UserError(problems)
-    rank, size, local_rank = map(int, found.values())
-    if size == 0:
-        raise UserError(f"{names[1]} = 0: expected the number of processes, 1 or more. Use torchrun.")
+    rank, size, local_rank, _ = map(int, found)
     if size > 1 and names[0] not in environ:
         raise UserError(f"{names[1]} = {size}, but {names[0]} is not set: which one is this process? Use torchrun.")
     if rank >= size:

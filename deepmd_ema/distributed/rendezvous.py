@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from deepmd_ema.distributed.launch import ADDRESS, END_SIGNALS, Launch, write_error_file
-from deepmd_ema.errors import Interrupted, RankLostError, ReportedElsewhere, Terminated, UserError, first_few
+from deepmd_ema.distributed.launch import ADDRESS, Launch, write_error_file
+from deepmd_ema.errors import Interrupted, RankLostError, Terminated, UserError, first_few
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 JOIN_S = 300.0  # for all ranks to join: more than the start of a job on many machines takes
@@ -35,7 +38,6 @@ LOST_PEER = (
     "timeout",
     "timed out",
 )
-REACT_S = 2.0  # for a rank to come back from torch after a signal
 BEAT_INTERVAL_S = 30.0
 MAX_MISSED_BEATS = 4  # that is 2 min: a machine that is busy with other things does not take so long
 WATCH_TIMEOUT = timedelta(days=365)  # of the message that comes when a rank ends as it should
@@ -46,20 +48,18 @@ EXIT_LOST = 1
 class Rendezvous:
     """The key-value store of a run. torchrun's agent hosts it; without an agent rank 0 does, until it ends.
 
-    Keys: ``joined K`` of rank K (its process and machine), ``ready K``, ``ending K``, ``left K`` (it will not ask the
-    store any more), and ``error``, the number of ranks that wanted to report one. Methods raise a RuntimeError of torch
-    where the host of the store has ended.
+    Keys: ``joined K`` and ``ready K`` of rank K (its process and machine), ``ending K``, ``left K`` (it will not ask
+    the store any more), and ``error``, the number of ranks that wanted to report one. Methods raise a RuntimeError of
+    torch where the host of the store has ended.
     """
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         me = f"rank {launch.rank} of {launch.size}"
-        missing = [name for name in ADDRESS if name not in os.environ]
-        if missing:
+        if missing := [name for name in ADDRESS if name not in os.environ]:
             raise UserError(
-                f"started as {me}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so the "
-                "ranks cannot meet. Launch with torchrun, or set MASTER_ADDR to the first machine and MASTER_PORT to a "
-                "free port of it."
+                f"started as {me}, but {missing[0]} is not set, so the ranks cannot meet. Launch with torchrun, or set "
+                "MASTER_ADDR to the first machine and MASTER_PORT to a free port of it."
             )
         host, number = (os.environ[name] for name in ADDRESS)
         self._address = host, port = host, int(number)
@@ -75,49 +75,33 @@ class Rendezvous:
             limit = timedelta(seconds=JOIN_S)
             store = dist.TCPStore(host, port, launch.size, self._is_host, timeout=limit, wait_for_workers=False)
         except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
-            raise UserError(f"{me}: cannot meet at {host}:{port} ({str(error).splitlines()[0]}).") from error
+            raise UserError(f"{me}: cannot meet at {host}:{port} ({cause_of(error)}).") from error
         # an agent that starts the ranks again keeps its store, with the keys of the first attempt
         self.store = dist.PrefixStore(f"dp-ema/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
-    def join(self) -> None:
-        """Wait until all ranks are here.
+    def meet(self, key: str) -> None:
+        """Wait until all ranks have come to ``key``: ``joined`` at first, ``ready`` before they exchange tensors.
 
         Raises:
-            UserError: naming the ranks that are missing, or joined twice.
+            UserError: naming the ranks that are missing, or came twice.
+            RankLostError: if another rank has ended, or reports the missing ones.
         """
-        rank = self._launch.rank
+        rank, size = self._launch.rank, self._launch.size
         me = f"process {os.getpid()} on {socket.gethostname()}"
-        if self.store.compare_set(f"joined {rank}", "", me).decode() != me:
+        if self.store.compare_set(f"{key} {rank}", "", me).decode() != me:
             raise UserError(
                 f"another process has come as rank {rank} already: RANK is the same twice, or two runs have the same "
                 f"MASTER_PORT = {self._address[1]}. Give every process its own RANK and every run its own port."
             )
-        self._wait_for_all("joined")
-
-    def be_ready(self) -> None:
-        """Wait until all ranks are about to exchange tensors: connecting to one that has ended takes until a timeout.
-
-        Raises:
-            UserError: naming the ranks that are missing.
-            RankLostError: if another rank has ended.
-        """
-        self.store.set(f"ready {self._launch.rank}", "")
-        self._wait_for_all("ready")
-
-    def _wait_for_all(self, key: str) -> None:
-        rank, size = self._launch.rank, self._launch.size
         answered = _wait_for(lambda: not self._missing(key) or self.store.check(["error"]), JOIN_S)
-        missing = self._missing(key)
-        if not missing:
+        if not (missing := self._missing(key)):
             return
-        if answered:
+        if answered or rank > min(set(range(size)) - set(missing)):  # the first that is here reports who is missing
             raise RankLostError("ended because another rank could not continue; its message gives the reason")
-        names = f"rank{'s' if len(missing) > 1 else ''} {first_few([str(k) for k in missing], 8)}"
-        if rank > min(set(range(size)) - set(missing)):
-            raise RankLostError("the ranks did not find each other")  # the first that is here reports it
         raise UserError(
-            f"started as rank {rank} of {size}, but {names} did not come within {JOIN_S:.0f} s. "
-            "WORLD_SIZE must be the number of processes that are started; look for messages of those that are missing."
+            f"started as rank {rank} of {size}, but rank {first_few([str(k) for k in missing], 8)} did not come within "
+            f"{JOIN_S:.0f} s. WORLD_SIZE must be the number of processes that are started; look for messages of those "
+            "that are missing."
         )
 
     def report_of(self, error: BaseException) -> BaseException | None:
@@ -135,9 +119,8 @@ class Rendezvous:
                 is_first = self.store.add("error", 1) == 1
                 if lost and is_first:
                     error = self._lost_error(error)
-                self.store.set(
-                    f"left {rank}", ""
-                )  # the last word to the store, because its host ends when all have left
+                # the last word to the store, because its host ends when all have left
+                self.store.set(f"left {rank}", "")
                 if lost and not is_first:
                     time.sleep(HEAD_START_S)
                 if self._is_host:
@@ -181,61 +164,19 @@ class Rendezvous:
         return [k for k in ranks if not self.store.check([f"{key} {k}"])]
 
 
-@contextmanager
-def join_ranks(launch: Launch) -> Iterator[Rendezvous]:
-    """Find the other ranks and yield where they meet; of what ends the body, one rank reports it.
+def in_thread(work: Callable[[], T]) -> T:
+    """Return ``work()``, done in a thread: a signal ends the wait for it, while Python runs no handler inside torch."""
+    done: Future[T] = Future()
 
-    Raises:
-        UserError: if the environment does not say where the ranks meet, or they do not.
-        RankLostError: where this rank is to report that another one has ended without a message.
-        ReportedElsewhere: from the error of the body, where another rank reports why the run ends.
-    """
-    rendezvous = Rendezvous(launch)
-    try:
-        rendezvous.join()
-        yield rendezvous
-    except (Exception, KeyboardInterrupt) as error:
-        if threading.current_thread() is threading.main_thread():
-            for number in END_SIGNALS:  # a launcher that ends the others would cut the report off
-                signal.signal(number, signal.SIG_IGN)
-        report = rendezvous.report_of(error)
-        if report is error:
-            raise
-        raise (report or ReportedElsewhere()) from error
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
 
-
-@contextmanager
-def ends_at_once(rank: int) -> Iterator[None]:
-    """Let a signal that ends a process end it in the body, which waits inside torch, where Python runs no handler."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    left = threading.Event()
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-
-    def watch() -> None:
-        while number := reader.recv(1):
-            # else the main thread has come back to Python, and reports it
-            if number[0] in (*END_SIGNALS, signal.SIGINT) and not left.wait(REACT_S):
-                error = Terminated(signal_number=signal.Signals(number[0]))
-                message = f"dp-ema (rank {rank}): {error}. Another rank does not answer: it may have been killed."
-                if rank <= 1:  # rank 0 may be the one that was killed
-                    os.write(2, f"{message}\n".encode())
-                    write_error_file(message)
-                os._exit(128 + error.signal_number)
-
-    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        left.set()
-        signal.set_wakeup_fd(before)
-        writer.close()
-        thread.join()
-        reader.close()
+    # a daemon: torch may wait for half an hour for a rank that has been killed
+    threading.Thread(target=run, name="dp-ema-connect", daemon=True).start()
+    return done.result()
 
 
 @contextmanager
@@ -280,16 +221,15 @@ def heard_peers(rendezvous: Rendezvous, launch: Launch) -> Iterator[None]:
     A thread of each rank counts in the store. The others wait for a rank that is stopped until a timeout of half an
     hour.
     """
-    has_left, ranks = threading.Event(), range(1, launch.size)
-    store = rendezvous.store
+    has_left, store = threading.Event(), rendezvous.store
 
     def watch() -> None:
-        beats, missed = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
+        beats, missed = Counter[int](), Counter[int]()
         with suppress(RuntimeError):  # the host of the store has ended
             while not has_left.wait(BEAT_INTERVAL_S):
                 if not launch.is_main:
                     store.add(f"beat {launch.rank}", 1)
-                for k in ranks if launch.is_main else ():
+                for k in range(1, launch.size) if launch.is_main else ():
                     before, beats[k] = beats[k], store.add(f"beat {k}", 0)
                     missed[k] = missed[k] + 1 if beats[k] == before else 0
                     if missed[k] and missed[k] % MAX_MISSED_BEATS == 0:

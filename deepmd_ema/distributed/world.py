@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from deepmd_ema.distributed.launch import ADDRESS, Launch
+from deepmd_ema.distributed.launch import ADDRESS, END_SIGNALS, Launch
 from deepmd_ema.distributed.rendezvous import (
+    Rendezvous,
     cause_of,
-    ends_at_once,
     heard_peers,
+    in_thread,
     is_peer_lost,
-    join_ranks,
     watched_peers,
 )
-from deepmd_ema.errors import RankLostError, UserError
+from deepmd_ema.errors import RankLostError, ReportedElsewhere, UserError
 from deepmd_ema.utils import keep_freed_memory
 
 T = TypeVar("T")
@@ -32,7 +34,7 @@ T = TypeVar("T")
 # whose machine is gone. NCCL does not notice an end: there a thread does (dist.rendezvous).
 STEP_TIMEOUT = timedelta(minutes=30)  # of a collective, and of what one rank does alone during training: writing files
 PREPARATION_TIMEOUT = timedelta(hours=24)  # of what rank 0 does alone before training: reading all data
-_ANNOUNCED = "all_ranks_know"  # attribute of an error that all_ranks_ok has raised
+ANNOUNCED = "all_ranks_know"  # attribute of an error that all_ranks_ok has raised
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,8 @@ class World(Launch):
         dist.all_reduce(total)
         return total.to(values.device)
 
-    def all_reduce_max(self, number: int, group: dist.ProcessGroup | None = None) -> int:
-        """Return the largest ``number`` of all ranks; waits for them, but not for the device."""
-        return self.all_reduce_max_each([number], group)[0]
-
-    def all_reduce_max_each(self, numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
-        """Return the largest over the ranks of each of as many numbers."""
+    def all_reduce_max(self, numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+        """Return the largest over the ranks of each of as many numbers; waits for them, but not for the device."""
         if self.size == 1 or not numbers:
             return list(numbers)
         largest = torch.tensor(numbers)
@@ -101,8 +99,7 @@ class World(Launch):
             return values[0]
         box: list[Any] = [None]
         dist.scatter_object_list(box, list(values) if self.is_main else None, group=self.cpu_group)
-        found: T = box[0]
-        return found
+        return cast("T", box[0])
 
     def for_writer(self) -> World:
         """Return the same processes with a group of their own, for the thread that writes files. A collective."""
@@ -125,38 +122,36 @@ class World(Launch):
         try:
             yield
         except Exception as error:
-            if self.size == 1 or is_peer_lost(error) or getattr(error, _ANNOUNCED, False):
+            if self.size == 1 or is_peer_lost(error) or getattr(error, ANNOUNCED, False):
                 raise  # there are no other ranks, or a body inside this one has informed them
             own_error = error
         failed = 0
         try:
-            failed = self.all_reduce_max(0 if own_error is None else self.rank + 1, group)
+            (failed,) = self.all_reduce_max([0 if own_error is None else self.rank + 1], group)
         except RuntimeError:
             if own_error is None:
                 raise
         if own_error is not None:
-            setattr(own_error, _ANNOUNCED, True)
+            setattr(own_error, ANNOUNCED, True)
             raise own_error
         if failed:
             raise RankLostError(f"ended because rank {failed - 1} could not continue; its message gives the reason")
-
-
-def clear_announced(error: BaseException) -> BaseException:
-    """Return ``error`` as one not yet announced to other ranks, to be raised once more, in another thread."""
-    if hasattr(error, _ANNOUNCED):
-        delattr(error, _ANNOUNCED)
-    return error
 
 
 @contextmanager
 def open_world(device: str | None, launch: Launch) -> Iterator[World]:
     """Join the processes that were launched together, and leave them at the end; NCCL on GPUs, gloo on CPUs.
 
-    An error on one rank ends all, and one of them reports it: see :func:`deepmd_ema.distributed.rendezvous.join_ranks`.
+    An error on one rank ends all, and one of them reports it.
 
     Args:
         device: name of the device of this rank, or None to choose.
         launch: rank of this process and number of ranks.
+
+    Raises:
+        UserError: if the environment does not say where the ranks meet, or they do not.
+        RankLostError: where this rank is to report that another one has ended without a message.
+        ReportedElsewhere: from the error of the body, where another rank reports why the run ends.
     """
     if str(device).startswith("cpu") or not torch.cuda.is_available():
         # before the store and gloo start threads: glibc documents mallopt as unsafe beside others
@@ -164,25 +159,28 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
     if not launch.launched or (launch.size == 1 and any(name not in os.environ for name in ADDRESS)):
         yield World(**vars(launch), device=select_device(device, launch.local_rank))
         return
-    with join_ranks(launch) as rendezvous:
+    rendezvous = Rendezvous(launch)
+    try:
+        rendezvous.meet("joined")
         chosen = select_device(device, launch.local_rank)
         cuda = chosen.type == "cuda"
         if cuda:
             torch.cuda.set_device(chosen)
-        rendezvous.be_ready()
+        rendezvous.meet("ready")  # connecting to a rank that has ended takes until a timeout
+        connect = partial(
+            dist.init_process_group,
+            "nccl" if cuda else "gloo",
+            timeout=STEP_TIMEOUT,
+            rank=launch.rank,
+            world_size=launch.size,
+            # one client answers one thread at a time, and this one may wait for long
+            store=rendezvous.store.clone(),  # type: ignore[attr-defined]
+            device_id=chosen if cuda else None,  # NCCL then connects here and not within the first step
+        )
         try:
-            backend = "nccl" if cuda else "gloo"
-            with ends_at_once(launch.rank):
-                dist.init_process_group(
-                    backend,
-                    timeout=STEP_TIMEOUT,
-                    rank=launch.rank,
-                    world_size=launch.size,
-                    store=rendezvous.store,
-                    device_id=chosen if cuda else None,  # NCCL then connects here and not within the first step
-                )
-                cpu_group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if cuda else None
-                long_timeout_group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
+            in_thread(connect)
+            cpu_group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if cuda else None
+            long_timeout_group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             if is_peer_lost(error):
                 raise
@@ -203,6 +201,14 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
         # first, and the last reference is a Python one, whose deletion releases the lock.
         gc.collect()
         del default_group
+    except (Exception, KeyboardInterrupt) as error:
+        if threading.current_thread() is threading.main_thread():
+            for number in END_SIGNALS:  # a launcher that ends the others would cut the report off
+                signal.signal(number, signal.SIG_IGN)
+        report = rendezvous.report_of(error)
+        if report is error:
+            raise
+        raise (report or ReportedElsewhere()) from error
 
 
 def select_device(name: str | None = None, local_rank: int = 0) -> torch.device:

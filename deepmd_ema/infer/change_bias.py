@@ -16,7 +16,7 @@ from deepmd_ema.config import choose_head
 from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.outputs import GATHERED_SUFFIX
 from deepmd_ema.data.loader import atoms_at_once, sequential_batches
-from deepmd_ema.distributed.files import MODEL_FILE, check_output, refuse_inputs
+from deepmd_ema.distributed.files import MODEL_FILE, check_output, refuse_to_lose
 from deepmd_ema.distributed.tensors import prefix_of
 from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import CheckpointError, UserError, counted, first_few
@@ -240,5 +240,5 @@ def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -
         check_output(path, "-o", MODEL_FILE, [source])
     else:
         checkpoint.refuse_to_replace(path, "-o")
-        refuse_inputs(path, "-o", [source])
+        refuse_to_lose(path, "-o", None, [source])
     return path

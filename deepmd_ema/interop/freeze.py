@@ -17,7 +17,7 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.distributed.files import MODEL_FILE, check_output, refuse_inputs
+from deepmd_ema.distributed.files import MODEL_FILE, check_output, refuse_to_lose
 from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import CheckpointError, UserError, command, counted
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, ModelFile, load_model, load_models
@@ -383,7 +383,7 @@ def _check_new_weights(path: Path, source: Path) -> None:
     """Check that a file of weights may be written to ``path``."""
     _check_folder(path, "OUT")
     checkpoint.refuse_to_replace(path, "OUT")
-    refuse_inputs(path, "OUT", [source])
+    refuse_to_lose(path, "OUT", None, [source])
 
 
 def _check_folder(path: Path, option: str) -> None:

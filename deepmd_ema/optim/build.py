@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepmd_ema.config.schema import optim as sections
-from deepmd_ema.distributed.dtensor import Take, WholeTensors, local_shard, shard_like
+from deepmd_ema.distributed.tensors import Take, WholeTensors, local_shard, shard_like
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.optim.groups import split_by_pattern
 from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.distributed.tensors import cpu_copy, whole
+from deepmd_ema.distributed.tensors import HostCopies, whole
 from deepmd_ema.errors import CheckpointError, first_few
 from deepmd_ema.optim.build import OF_CHECKPOINT, check_state_type
 
@@ -101,8 +101,9 @@ class LKF:
         torch._foreach_add_([p.detach() for p in parameters], moves)
         self._memory.copy_(torch.where(good, MEMORY_RATE * self._memory + (1 - MEMORY_RATE), self._memory))
 
-    def state_dict(self, copy: Callable[[Tensor], Any] = cpu_copy) -> dict[str, Any]:
+    def state_dict(self, copy: Callable[[Tensor], Any] | None = None) -> dict[str, Any]:
         """Return copies in host memory of the memory factor and all covariances, with the shapes of the parameters."""
+        copy = copy or HostCopies(wait=True)
         return {
             "type": "LKF",
             "parameters": dict(self._shapes),

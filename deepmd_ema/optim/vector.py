@@ -7,8 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 import torch
 from torch import Tensor
 
-from deepmd_ema.distributed.dtensor import from_local, full_tensor, is_sharded, local_shard, shard_like
-from deepmd_ema.distributed.tensors import on_device
+from deepmd_ema.distributed.tensors import from_local, full_tensor, is_sharded, local_shard, on_device, shard_like
 
 # that are updated together, if not of a single parameter. On a CPU they stay in the cache of a core; on a GPU more
 # would take memory and no less time

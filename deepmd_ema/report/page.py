@@ -19,6 +19,7 @@ from deepmd_ema import checkpoint
 from deepmd_ema.config import RunConfig, config_summary, saved_config
 from deepmd_ema.config.labels import ENERGY, FORCE, METRICS, VIRIAL
 from deepmd_ema.config.messages import as_text
+from deepmd_ema.config.outputs import is_sharded
 from deepmd_ema.config.paths import with_absolute_paths
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.run import TaskData, open_split
@@ -86,7 +87,7 @@ def write_report(
 
     check_output(output, "-o", HTML)
     run, status = Path(run), None
-    if run.is_dir() and not checkpoint.is_sharded(run):
+    if run.is_dir() and not is_sharded(run):
         status = read_status(run)
         if not status.checkpoint:
             raise UserError(

@@ -14,7 +14,7 @@ import numpy as np
 from deepmd_ema.config import load_config
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.outputs import LOCK, POINTER, RECORD, Outputs, is_sharded, read_pointer
-from deepmd_ema.distributed.locks import read_holder
+from deepmd_ema.distributed.files import read_holder
 from deepmd_ema.errors import UserError, counted, first_few
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files, read_curve
 from deepmd_ema.report.record import Part, read_record

@@ -98,7 +98,7 @@ class InterpolationControl:
         # a graph records nothing, so that only batches that it could not evaluate count; each number of terms needs a
         # graph of its own, which takes a minute
         compiled = self.models.compiler is not None and self.models.compiler.in_training
-        needed = self.world.all_reduce_max_each([one.needed for one in used.values()])
+        needed = self.world.all_reduce_max([one.needed for one in used.values()])
         for (name, one), terms in zip(used.items(), needed, strict=True):
             one.needed = 0
             if compiled and terms > one.terms:
@@ -109,7 +109,7 @@ class InterpolationControl:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with which a restart continues with the same series. Must be called by every rank."""
-        needed = self.world.all_reduce_max_each([one.needed for one in self._named.values()])
+        needed = self.world.all_reduce_max([one.needed for one in self._named.values()])
         return {
             "choice": {name: one.choice for name, one in self._named.items()},
             "terms": {name: one.terms for name, one in self._named.items()},

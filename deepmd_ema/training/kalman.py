@@ -12,8 +12,7 @@ from torch import Tensor
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config.labels import ENERGY, FORCE
 from deepmd_ema.config.schema import optim as sections
-from deepmd_ema.distributed.dtensor import Take
-from deepmd_ema.distributed.tensors import on_device
+from deepmd_ema.distributed.tensors import Take, on_device
 from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.training.prepare import PreparedRun

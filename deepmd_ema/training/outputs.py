@@ -31,13 +31,14 @@ from deepmd_ema.distributed.files import (
     RECORD_FILE,
     TABLE,
     atomic_write,
+    ensure_writable,
     link,
+    locked,
     move,
     refuse_to_lose,
     sync,
     writing,
 )
-from deepmd_ema.distributed.locks import locked
 from deepmd_ema.errors import CheckpointError, UserError, collect_problems
 from deepmd_ema.training.request import TrainRequest
 from deepmd_ema.utils import LIVE
@@ -81,7 +82,7 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
         if folder not in checked:
             checked.add(folder)
             with collect_problems(problems):
-                checkpoint.ensure_writable(folder, o.option)
+                ensure_writable(folder, o.option)
         with collect_problems(problems):
             if o.has_rows:
                 refuse_to_lose(o.path, o.option, TABLE, inputs)

@@ -13,8 +13,7 @@ from deepmd_ema.config import RunConfig, as_launched, read_input, saved_config, 
 from deepmd_ema.config.differences import differences_of, shortened, without_tasks
 from deepmd_ema.config.messages import of_one_task
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, LKFConfig
-from deepmd_ema.distributed.dtensor import local_shard, shard_like
-from deepmd_ema.distributed.tensors import StoredTensor, check_weights
+from deepmd_ema.distributed.tensors import StoredTensor, check_weights, local_shard, shard_like
 from deepmd_ema.errors import ConfigError, UserError, command, first_few
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.model_set import ModelSet

@@ -18,8 +18,7 @@ from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_toget
 from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.outputs import Outputs, Schedule, suffix_of
-from deepmd_ema.distributed.dtensor import Take, WholeTensors
-from deepmd_ema.distributed.tensors import HostCopies
+from deepmd_ema.distributed.tensors import HostCopies, Take, WholeTensors
 from deepmd_ema.distributed.world import World
 from deepmd_ema.report.curves import RowTable
 from deepmd_ema.utils import LIVE

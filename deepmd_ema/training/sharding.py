@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deepmd_ema.distributed.dtensor import is_sharded
-from deepmd_ema.distributed.tensors import content_digest
+from deepmd_ema.distributed.tensors import content_digest, is_sharded
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import UserError, first_few
 from deepmd_ema.model.model_set import ModelSet

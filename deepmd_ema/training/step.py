@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config.schema.optim import LKFConfig
-from deepmd_ema.distributed.dtensor import Take
+from deepmd_ema.distributed.tensors import Take
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import DivergedError, RankLostError, first_few
 from deepmd_ema.optim.build import (
@@ -113,7 +113,7 @@ class Step:
         if not bad:
             return
         own = bool(self._own_fault)
-        if world.all_reduce_max(int(own)) and not own:
+        if world.all_reduce_max([int(own)])[0] and not own:
             raise RankLostError("ended because the loss of another rank is not finite")
         task = tasks.draw(bad)
         frames = task.frames_of_step(sum(tasks.draw(step) is task for step in range(bad, last_step + 1)))

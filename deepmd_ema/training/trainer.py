@@ -21,9 +21,8 @@ from deepmd_ema.config import to_dict
 from deepmd_ema.config.outputs import Schedule
 from deepmd_ema.config.schema.loggers import FAILED, FINISHED, INTERRUPTED
 from deepmd_ema.config.schema.optim import LKFConfig
-from deepmd_ema.distributed.dtensor import OwnRows, Take, WholeTensors
 from deepmd_ema.distributed.launch import END_SIGNALS, handling
-from deepmd_ema.distributed.tensors import HostCopies, map_tensors
+from deepmd_ema.distributed.tensors import HostCopies, OwnRows, Take, WholeTensors, map_tensors
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import Interrupted, UserError, command
 from deepmd_ema.model.model_set import unnested
@@ -250,9 +249,9 @@ class Trainer:
         """
         is_late = self.step < self.num_steps and time.monotonic() >= self.deadline  # the end of a run is not broken off
         own = self.stop.signal or TIME_IS_OVER * is_late
-        found = self.world.all_reduce_max(WRITER_FAILED if self.saver.writer.has_failed else own)
+        (found,) = self.world.all_reduce_max([WRITER_FAILED if self.saver.writer.has_failed else own])
         if found == WRITER_FAILED:
-            self.saver.writer.raise_error()
+            self.saver.writer.begin()
         self.is_out_of_time = found == TIME_IS_OVER
         if 0 < found < TIME_IS_OVER and self.stop.signal is None:
             self.stop.signal = signal.Signals(found)

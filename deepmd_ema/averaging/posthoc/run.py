@@ -33,7 +33,7 @@ from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.run import open_split
 from deepmd_ema.data.source import FrameSource
-from deepmd_ema.distributed.files import CSV, PICTURE, refuse_to_lose
+from deepmd_ema.distributed.files import CSV, PICTURE, ensure_writable, refuse_to_lose
 from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems, command, counted, did_you_mean
 from deepmd_ema.infer.evaluate import open_labelled
@@ -107,7 +107,7 @@ def run_posthoc(
     )
     run = find_snapshots(folder, step)
     for option, path in (("-o", output), ("--table", table), ("--plot", plot)):
-        checkpoint.ensure_writable(path.parent, option)
+        ensure_writable(path.parent, option)
         if path.is_dir():
             raise UserError(f"{option} {path}: a folder. Give the name of a file.")
     checkpoint.refuse_to_replace(output, "-o")
