@@ -10,9 +10,8 @@ from averaging_nets import PLAIN, POWER, SWA, WARM, Net, assert_same, copies, ma
 from torch import nn
 
 from deepmd_ema.averaging import AverageBank, EmaProfile, SwaProfile
-from deepmd_ema.averaging.average import Average, Exchange
-from deepmd_ema.averaging.binding import Shard
-from deepmd_ema.averaging.storage import lerp
+from deepmd_ema.averaging.average import Average
+from deepmd_ema.averaging.storage import Shard, lerp
 from deepmd_ema.errors import ConfigError
 
 
@@ -64,7 +63,7 @@ def test_a_signal_in_the_middle_of_an_exchange_waits_until_it_is_complete(net, m
     move(net, 0)
     bank.update()
     live = copies(net)
-    whole = Exchange.swap_in
+    whole = Average.swap_in
     seen = []
 
     def swap_in(self):
@@ -76,7 +75,7 @@ def test_a_signal_in_the_middle_of_an_exchange_waits_until_it_is_complete(net, m
         seen.append("delivered")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Exchange, "swap_in", swap_in)
+    monkeypatch.setattr(Average, "swap_in", swap_in)
     before = signal.signal(number, stop)
     try:
         with pytest.raises(KeyboardInterrupt), bank.swapped_in("ema"):
@@ -89,7 +88,7 @@ def test_a_signal_in_the_middle_of_an_exchange_waits_until_it_is_complete(net, m
 
 def test_a_second_signal_in_an_exchange_is_delivered_although_the_first_raises(net, monkeypatch):
     bank = AverageBank(net, [PLAIN])
-    live, whole, seen = copies(net), Exchange.swap_in, []
+    live, whole, seen = copies(net), Average.swap_in, []
 
     def swap_in(self):
         os.kill(os.getpid(), signal.SIGINT)
@@ -101,7 +100,7 @@ def test_a_second_signal_in_an_exchange_is_delivered_although_the_first_raises(n
         if number == signal.SIGINT:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Exchange, "swap_in", swap_in)
+    monkeypatch.setattr(Average, "swap_in", swap_in)
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with pytest.raises(KeyboardInterrupt), bank.swapped_in("ema"):
@@ -297,10 +296,9 @@ def test_a_gathered_average_is_swapped_in_by_the_part_of_this_rank():
         weight.mul_(3)
         share = average.count(1)
         lerp([(buffer, share) for buffer in average.buffers])
-    exchange = Exchange(average)
-    exchange.swap_in()
+    average.swap_in()
     assert torch.equal(weight[:2], 2 * first)
-    assert torch.equal(exchange.averaged(0), torch.cat([2 * first, -2 * first]))
-    assert torch.equal(exchange.live(0), torch.cat([3 * first, -3 * first]))
-    exchange.swap_out()
+    assert torch.equal(average.as_tensor(0), torch.cat([2 * first, -2 * first]))
+    assert torch.equal(average.live(0), torch.cat([3 * first, -3 * first]))
+    average.swap_out()
     assert torch.equal(weight[:2], 3 * first)

@@ -156,9 +156,9 @@ def test_state_of_other_parameters_is_refused_by_name_and_changes_nothing():
     with pytest.raises(CheckpointError) as caught:
         load_optimizer_state(optimizer, model.named_parameters(), state)
     text = str(caught.value)
-    assert "2.weight.exp_avg, 2.weight.exp_avg_sq, 2.weight.step missing" in text
-    assert "2.new.exp_avg, 2.new.exp_avg_sq, 2.new.step not in this model" in text
-    assert "0.bias.exp_avg (5,) instead of (37,) of another shape" in text
+    assert "missing: 2.weight.step ()" in text
+    assert "renamed: 2.weight.exp_avg is called 2.new.exp_avg there" in text
+    assert "of another shape: 0.bias.exp_avg is (5,) there, (37,) here" in text
     assert not optimizer.state[model[0].weight]["exp_avg"].any()
 
 

@@ -20,12 +20,13 @@ from deepmd_ema.errors import ConfigError
 from deepmd_ema.model.build import build_models
 from deepmd_ema.optim.build import (
     build_optimizer,
+    describe_groups,
     guarded_step,
     load_optimizer_state,
     optimizer_state,
     set_learning_rate,
+    split_by_pattern,
 )
-from deepmd_ema.optim.groups import describe_groups, split_by_pattern
 
 KINDS = ["Adam", "AdamW", "AdaMuon", "HybridMuon", "AdamWScheduleFree", "SOAP"]
 RATE = 0.02

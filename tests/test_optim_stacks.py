@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from deepmd_ema.optim import vector as vectors
-from deepmd_ema.optim.orthogonal import gram_newton_schulz, newton_schulz
+from deepmd_ema.optim import guarded
+from deepmd_ema.optim.guarded import ParameterVector, batches
+from deepmd_ema.optim.muon import gram_newton_schulz, newton_schulz
 from deepmd_ema.optim.stacks import MAX_FILL_WORK, Stacks
-from deepmd_ema.optim.vector import ParameterVector, batches
 
 CPU = torch.device("cpu")
 SHAPES = [(1, 12, 24), (1, 24, 12), (3, 5, 7), (1, 24, 24), (1, 1, 30), (2, 24, 24), (1, 12, 24)]
@@ -78,7 +78,7 @@ def test_a_vector_changes_weights_and_states_in_their_memory_unless_skipped():
 
 
 def test_parameters_are_batched_by_kind_and_precision_up_to_a_size(monkeypatch):
-    monkeypatch.setitem(vectors.BATCH_ENTRIES, "cpu", 10)
+    monkeypatch.setitem(guarded.BATCH_ENTRIES, "cpu", 10)
     sizes = [4, 4, 30, 4, 4]
     parameters = [torch.zeros(n) for n in sizes] + [torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2)]
     found = [[len(p) for p in batch] for batch in batches(parameters, lambda p: p.ndim)]

@@ -59,7 +59,7 @@ def test_a_module_holds_its_buffers_in_a_dictionary_and_names_those_that_files_l
     module.register_buffer("kept", torch.zeros(1))
     module.register_buffer("left_out", torch.zeros(1), persistent=False)
     held = set(module._buffers), module._non_persistent_buffers_set, dict(module._parameters)
-    assert held == ({"kept", "left_out"}, {"left_out"}, {}), gone("torch.nn.Module._buffers", "averaging/binding.py")
+    assert held == ({"kept", "left_out"}, {"left_out"}, {}), gone("torch.nn.Module._buffers", "averaging/storage.py")
 
 
 def test_a_module_is_moved_by_the_method_that_models_extend():
@@ -106,4 +106,4 @@ def test_a_shard_is_the_same_object_each_time_it_is_read_without_gradients():
     from torch.distributed.tensor import DTensor
 
     source = inspect.getsource(DTensor.to_local)
-    assert "is_grad_enabled" in source, gone("DTensor.to_local", "distributed/dtensor.py")
+    assert "is_grad_enabled" in source, gone("DTensor.to_local", "distributed/tensors.py")

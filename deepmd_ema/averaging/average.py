@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema.averaging.binding import Binding, Shard
-from deepmd_ema.averaging.storage import Buffer, Staging, lerp, needs_staging
+from deepmd_ema.averaging.storage import Binding, Buffer, Shard, Staging, lerp, needs_staging
 from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.distributed.tensors import StoredTensor, check_weights, full_tensor, on_device, whole
 
@@ -24,6 +23,11 @@ class Average:
     until the first step of which only the device knows whether it was good, then on the device. An average on another
     device than the weights counts on the host. With the layout ``full_tensor`` a sharded tensor is kept whole on every
     rank, and each read of its live value is a collective.
+
+    It can take the place of the live weights, shard by shard, in place. Where both have one precision they change
+    places, which takes memory for one tensor. An average in another precision, or gathered, does not fit into the live
+    tensor: there the live weights are copied to the device of the average. Every rank must call :meth:`swap_in` and
+    :meth:`swap_out` when weights are sharded.
 
     Args:
         profile: how it is averaged.
@@ -55,6 +59,8 @@ class Average:
         views = {i: view for b, chosen in zip(self.buffers, members.values()) for i, view in zip(chosen, b.views)}
         self.tensors = [views[i] for i in range(len(shards))]
         self.staging = Staging(self.buffers) if needs_staging(self.buffers) else None
+        self._done = 0  # shards whose average is in the weights; swap_out() undoes these after a failure
+        self._aside: dict[int, Tensor] = {}  # live weights that did not fit into an average
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -93,11 +99,6 @@ class Average:
             self.staging.forget()
         self.updates, self._mean_step, self.on_device = updates, mean_step, None
 
-    def mean_age(self, steps: int) -> float:
-        """Return the mean number of steps between the weights in it and step ``steps``."""
-        updates, mean_step = self.counts()
-        return steps - mean_step if updates >= 0 else 0.0
-
     def flush(self) -> None:
         """Wait for a copy of the weights that was enqueued, and update with it."""
         arrived = self.staging.finish() if self.staging is not None else None
@@ -122,12 +123,41 @@ class Average:
             self.tensors[i].copy_(whole(full) if gathered else shard.local_shard(full))
 
     def as_tensor(self, i: int) -> Tensor:
-        """Return tensor ``i``, sharded as its parameter is if it is not kept whole."""
-        return self.tensors[i] if self._gathered[i] else self.shards[i].as_tensor(self.tensors[i])
+        """Return tensor ``i``, wherever it is now, sharded as its parameter is if it is not kept whole."""
+        if self._gathered[i]:
+            return self.tensors[i]
+        in_weights = i < self._done and i not in self._aside
+        return self.shards[i].as_tensor(self.shards[i].local if in_weights else self.tensors[i])
 
-    def part(self, i: int) -> Tensor:
-        """Return the average of the live shard ``i``: of a tensor that is kept whole in memory of its own."""
-        return self.shards[i].local_shard(self.tensors[i]) if self._gathered[i] else self.tensors[i]
+    def live(self, i: int) -> Tensor:
+        """Return the raw weights of shard ``i``, wherever they are now, sharded as the parameter is."""
+        shard = self.shards[i]
+        return shard.as_tensor(self._aside.get(i, self.tensors[i]) if i < self._done else shard.local)
+
+    @torch.no_grad()
+    def swap_in(self) -> None:
+        """Put the average into the weights; after a failure :meth:`swap_out` undoes what was done."""
+        if not self.started:
+            return  # it still is the live weights
+        self.flush()
+        for i, (shard, mine) in enumerate(zip(self.shards, self.tensors)):
+            if mine.dtype == shard.local.dtype and not self._gathered[i]:  # else rounding would lose the average
+                _swap(shard.local, mine)
+            else:
+                self._aside[i] = shard.local.detach().to(mine.device, copy=True)
+                shard.local.copy_(shard.local_shard(mine) if self._gathered[i] else mine)
+            self._done += 1
+
+    @torch.no_grad()
+    def swap_out(self) -> None:
+        """Put the live weights back."""
+        while self._done:
+            i = self._done - 1
+            if i in self._aside:
+                self.shards[i].local.copy_(self._aside.pop(i))
+            else:
+                _swap(self.shards[i].local, self.tensors[i])
+            self._done = i
 
     def carry_over(self, previous: Average) -> None:
         """Continue ``previous``, of the same profile and other shards; what it did not average starts live."""
@@ -177,60 +207,6 @@ class Average:
             logger.info(text, profile.name, ", ".join(seeded))
         # files of 0.1.0 have the mean age only
         self.set_counts(saved["updates"], saved.get("mean_step", state["steps"] - saved["mean_age"]))
-
-
-class Exchange:
-    """An average in the place of the live weights, shard by shard, in place.
-
-    Where both have one precision they change places, which takes memory for one tensor. An average in another
-    precision, or gathered, does not fit into the live tensor: there the live weights are copied to the device of
-    the average. Every rank must call each method when weights are sharded.
-
-    Args:
-        average: what is exchanged.
-    """
-
-    def __init__(self, average: Average) -> None:
-        self.average = average
-        self._done = 0  # shards exchanged so far; swap_out() undoes these after a failure
-        self._aside: dict[int, Tensor] = {}
-
-    @torch.no_grad()
-    def swap_in(self) -> None:
-        """Put the average into the weights; after a failure :meth:`swap_out` undoes what was done."""
-        if not self.average.started:
-            return  # it still is the live weights
-        self.average.flush()
-        for i, (shard, mine) in enumerate(zip(self.average.shards, self.average.tensors)):
-            average = self.average.part(i)
-            if average is mine and mine.dtype == shard.local.dtype:  # else rounding would lose the average
-                _swap(shard.local, mine)
-            else:
-                self._aside[i] = shard.local.detach().to(mine.device, copy=True)
-                shard.local.copy_(average)
-            self._done += 1
-
-    @torch.no_grad()
-    def swap_out(self) -> None:
-        """Put the live weights back."""
-        while self._done:
-            i = self._done - 1
-            live = self.average.shards[i].local
-            if i in self._aside:
-                live.copy_(self._aside.pop(i))
-            else:
-                _swap(live, self.average.tensors[i])
-            self._done = i
-
-    def live(self, i: int) -> Tensor:
-        """Return the raw weights of shard ``i``, wherever they are now, sharded as the parameter is."""
-        shard = self.average.shards[i]
-        return shard.as_tensor(self._aside.get(i, self.average.tensors[i]) if i < self._done else shard.local)
-
-    def averaged(self, i: int) -> Tensor:
-        """Return the average of shard ``i``, wherever it is now, sharded as the parameter is or whole."""
-        shard, in_weights = self.average.shards[i], i < self._done and i not in self._aside
-        return shard.as_tensor(shard.local) if in_weights else self.average.as_tensor(i)
 
 
 def host_decay(profile: Profile, updates: int) -> float:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.averaging.average import Average, Exchange, count_on_device, host_decay
-from deepmd_ema.averaging.binding import Binding, Shard, canonical, unwrap
-from deepmd_ema.averaging.storage import lerp, lerp_on_device
+from deepmd_ema.averaging.average import Average, count_on_device, host_decay
+from deepmd_ema.averaging.storage import Binding, Shard, canonical, lerp, lerp_on_device, unwrap
 from deepmd_ema.config.schema.averaging import CustomAverage, ScheduleFreeProfile
 from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.distributed.launch import END_SIGNALS, handling
@@ -69,7 +68,7 @@ class AverageBank:
         self._steps = 0
         self._averages: dict[str, Average] = {}
         self.num_bindings = 0
-        self._exchange: Exchange | None = None
+        self._swapped: Average | None = None
         self.rebind()
         if not self._binding.shards:
             raise ConfigError(
@@ -103,7 +102,7 @@ class AverageBank:
 
     def begin(self, epoch: float | None = None) -> tuple[str, ...]:
         """Count a step, on the host, and return the names of the averages that are due."""
-        assert self._exchange is None, "update() while an average is swapped in"
+        assert self._swapped is None, "update() while an average is swapped in"
         if self._binding.is_stale():
             self.rebind()
         self._steps += 1
@@ -145,23 +144,21 @@ class AverageBank:
         another precision or gathered. SIGINT, SIGTERM and SIGHUP wait until an exchange is complete. Every rank must
         call this when weights are sharded.
         """
-        if self._exchange is not None:
-            raise RuntimeError(
-                f"average {name!r} cannot be swapped in: {self._exchange.average.profile.name!r} is already"
-            )
-        exchange = Exchange(self._averages[name])
+        if self._swapped is not None:
+            raise RuntimeError(f"average {name!r} cannot be swapped in: {self._swapped.profile.name!r} is already")
+        average = self._averages[name]
         modules = list(self._modules.values()) if self._around is None else [self._around]
         try:
             with _signals_wait():
                 _reshard(modules)
-                self._exchange = exchange
-                exchange.swap_in()
+                self._swapped = average
+                average.swap_in()
             yield
         finally:
             with _signals_wait():
                 _reshard(modules)
-                exchange.swap_out()
-                self._exchange = None
+                average.swap_out()
+                self._swapped = None
 
     @torch.no_grad()
     def weights(self, name: str, copy: bool = True, take: Take | None = None) -> dict[str, Any]:
@@ -202,12 +199,12 @@ class AverageBank:
     def info(self, name: str) -> dict[str, Any]:
         """Return the settings, ``effective_decay`` (last used), ``updates`` and ``mean_age`` in steps: plain values."""
         average = self._averages[name]
-        updates = max(0, average.counts()[0])
+        updates, mean_step = average.counts()
         return {
             **average.profile.settings(),
             "effective_decay": host_decay(average.profile, max(0, updates - 1)),
-            "updates": updates,
-            "mean_age": average.mean_age(self._steps),
+            "updates": max(0, updates),
+            "mean_age": self._steps - mean_step if updates >= 0 else 0.0,
         }
 
     @torch.no_grad()
@@ -225,7 +222,7 @@ class AverageBank:
             profiles[name] = {
                 **average.profile.settings(),
                 "updates": updates,
-                "mean_age": average.mean_age(self._steps),
+                "mean_age": self._steps - mean_step if updates >= 0 else 0.0,
                 "mean_step": mean_step,
                 "weights": self._taken(average, average.shards, take)
                 if weights is None
@@ -249,7 +246,7 @@ class AverageBank:
         Raises:
             CheckpointError: naming tensors that are missing, extra, renamed or of another shape.
         """
-        assert self._exchange is None, "load_state_dict() while an average is swapped in"
+        assert self._swapped is None, "load_state_dict() while an average is swapped in"
         saved_profiles: Mapping[str, Any] = state["profiles"] if state is not None else {}
         self._steps = state["steps"] if state is not None else step
         for name in saved_profiles:
@@ -275,7 +272,7 @@ class AverageBank:
         :meth:`update` does this by itself when ``requires_grad`` of a parameter has changed; call it after parameters
         were moved to another device or replaced.
         """
-        assert self._exchange is None, "rebind() while an average is swapped in"
+        assert self._swapped is None, "rebind() while an average is swapped in"
         self._binding = Binding(self._modules, buffers=any(p.buffers == "average" for p in self._profiles))
         averages = {}
         for profile in self._profiles:
@@ -304,13 +301,11 @@ class AverageBank:
         """
         # by first name; later entries take the place of earlier ones
         reads: dict[str, Callable[[], Tensor]] = {s.names[0]: partial(s.as_tensor, s.local) for s in shards}
-        exchange = self._exchange
-        if exchange is not None:
-            reads |= {shard.names[0]: partial(exchange.live, i) for i, shard in enumerate(exchange.average.shards)}
+        if (swapped := self._swapped) is not None:
+            reads |= {shard.names[0]: partial(swapped.live, i) for i, shard in enumerate(swapped.shards)}
         if average is not None and average.started:
             average.flush()
-            read = exchange.averaged if exchange is not None and exchange.average is average else average.as_tensor
-            reads |= {shard.names[0]: partial(read, i) for i, shard in enumerate(average.shards)}
+            reads |= {shard.names[0]: partial(average.as_tensor, i) for i, shard in enumerate(average.shards)}
         found: dict[str, Any] = {}
         for shard in shards:
             kept = take(reads[shard.names[0]]())
@@ -319,7 +314,7 @@ class AverageBank:
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        assert self._exchange is None, "a bank is pickled while an average is swapped in"
+        assert self._swapped is None, "a bank is pickled while an average is swapped in"
         # as bytes: tensors made here would be freed, and their shared memory closed, before a spawned process opens it
         state = io.BytesIO()
         torch.save(self.state_dict(), state)

@@ -145,7 +145,7 @@ def on_cpu(tree: Any) -> Any:
     seen: dict[Any, Tensor] = {}  # a tensor that occurs under several names stays one
 
     def plain(tensor: Tensor) -> Tensor:
-        key = _place_of(tensor)
+        key = place_of(tensor)
         if key not in seen:
             host = tensor.detach().to("cpu")
             # files hold all of the memory behind a tensor
@@ -165,6 +165,13 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def place_of(tensor: Tensor) -> Any:
+    """Return a key that is equal for two tensors of the same numbers in the same memory."""
+    if not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
 class HostCopies:
     """Copies in host memory of tensors as they are now; each tensor is copied once, under whatever names it comes.
 
@@ -182,7 +189,7 @@ class HostCopies:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Return the copy of ``tensor``: of its shape and precision, contiguous, and alone in its memory."""
-        source, key = tensor.detach(), _place_of(tensor)
+        source, key = tensor.detach(), place_of(tensor)
         if key not in self._made:
             later = source.is_cuda and not self._wait
             # page-locked: a copy to other memory would wait for the device
@@ -410,10 +417,3 @@ def _pieces(tree: Any) -> Iterator[bytes | memoryview]:
             yield from _pieces(value)
     else:
         yield f"{tree!r};".encode()
-
-
-def _place_of(tensor: Tensor) -> Any:
-    """Return a key that is equal for two tensors of the same numbers in the same memory."""
-    if not tensor.numel():
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

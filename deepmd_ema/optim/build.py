@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepmd_ema.config.schema import optim as sections
-from deepmd_ema.distributed.tensors import Take, WholeTensors, local_shard, shard_like
-from deepmd_ema.errors import CheckpointError, first_few
-from deepmd_ema.optim.groups import split_by_pattern
+from deepmd_ema.config.messages import Problem, Source, render, show
+from deepmd_ema.config.schema.optim import GradientConfig, GroupConfig
+from deepmd_ema.distributed.tensors import Take, WholeTensors, check_weights, local_shard, shard_like
+from deepmd_ema.errors import CheckpointError, ConfigError, counted
 from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state
 from deepmd_ema.optim.muon import AdaMuon, HybridMuon, routed
 from deepmd_ema.optim.schedule_free import AdamWScheduleFree
 from deepmd_ema.optim.soap import SOAP
 
+MAX_NAMES = 8  # in a message
 OF_CHECKPOINT = "optimizer state of the checkpoint"
 OWN: dict[str, type[GuardedOptimizer]] = {
     kind.__name__: kind for kind in (AdamWScheduleFree, AdaMuon, HybridMuon, SOAP)
@@ -31,7 +33,7 @@ NamedParameters = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]
 
 
 def build_optimizer(
-    config: sections.GradientConfig,
+    config: GradientConfig,
     named_parameters: NamedParameters,
     shared: bool = False,
     names: Mapping[str, str] | None = None,
@@ -90,6 +92,63 @@ def build_optimizer(
         for p in (p for group in local.param_groups for p in group["params"]):
             local.state[p] = adam_state(p, p.dtype)
     return optimizer
+
+
+def split_by_pattern(
+    groups: Sequence[GroupConfig], names: Mapping[str, str], source: Source | None = None
+) -> list[list[str]]:
+    """Return the parameters of each group, and last those of no group.
+
+    Args:
+        groups: of which a parameter belongs to the first whose pattern matches one of its names.
+        names: all names of parameters, those that tasks share under several, each with the name to return.
+        source: the input, for messages.
+
+    Raises:
+        ConfigError: if a pattern matches no name.
+    """
+    source, found = source or Source(), list[list[str]]()
+    problems, left = [], dict.fromkeys(names.values())
+    for number, group in enumerate(groups):
+        matched = dict.fromkeys(first for name, first in names.items() if fnmatchcase(name, group.pattern))
+        if not matched:
+            few = ", ".join(list(names)[:: -(-len(names) // MAX_NAMES)])  # of all parts of a model
+            text = (
+                f" = {show(group.pattern)}: no parameter has such a name. Expected a pattern of a whole name, in "
+                f"which * is any text. Some of the {len(names)} names: {few}."
+            )
+            problems.append(Problem(source.path(f"optimizer.groups[{number}].pattern"), text))
+        found.append([name for name in matched if name in left])
+        left = {name: None for name in left if name not in matched}
+    if problems:
+        raise ConfigError(render(problems, source))
+    return [*found, list(left)]
+
+
+def describe_groups(
+    groups: Sequence[GroupConfig],
+    names: Mapping[str, str],
+    parameters: Mapping[str, Tensor],
+    source: Source | None = None,
+) -> list[str]:
+    """Return for each group, and for the parameters of none, its size and what it has of its own.
+
+    Args:
+        groups: as for :func:`split_by_pattern`.
+        names: as for :func:`split_by_pattern`.
+        parameters: by name; those that are not trained do not count.
+        source: as for :func:`split_by_pattern`.
+    """
+    lines = []
+    for group, own in zip((*groups, None), split_by_pattern(groups, names, source)):
+        trained = [parameters[name] for name in own if parameters[name].requires_grad]
+        words = [counted(sum(p.numel() for p in trained), "trained parameter")]
+        if group is not None:
+            words.append(f"learning rate x {group.lr_scale:g}")
+            if group.weight_decay is not None:
+                words.append(f"weight decay {group.weight_decay:g}")
+        lines.append(f"{'others' if group is None else group.pattern}: {', '.join(words)}")
+    return lines if groups else []
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) -> None:
@@ -213,9 +272,15 @@ def load_optimizer_state(
     local, new = _local(optimizer), state.get("new", ())
     trained = {name: p for name, p in dict(named_parameters).items() if p.requires_grad and name not in new}
     check_state_type(state, type(local).__name__)
-    problems = _differences(optimizer, trained, state["state"])
-    if problems:
-        raise CheckpointError([f"{OF_CHECKPOINT}: {problem}" for problem in problems])
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    wanted: dict[str, Tensor] = {}  # of the full state, of which this rank may hold a part
+    for name, p in trained.items():
+        like = torch.empty(p.shape, dtype=p.dtype, device="meta")  # has a shape and no memory
+        is_ours = isinstance(local, GuardedOptimizer)
+        first = local.first_state(like, group_of[p]) if is_ours else adam_state(like, p.dtype)  # type: ignore[attr-defined]
+        wanted |= {f"{name}.{key}": value for key, value in first.items()}
+    found = {f"{name}.{key}": value for name, values in state["state"].items() for key, value in values.items()}
+    check_weights({name: tuple(value.shape) for name, value in wanted.items()}, found, OF_CHECKPOINT)
     for name, p in trained.items():
         for key, tensor in local.state.get(p, {}).items():
             local_shard(tensor).copy_(shard_like(state["state"][name][key], tensor))
@@ -248,25 +313,3 @@ def _without_dynamo(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optim
 def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters that this rank updates itself."""
     return getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer
-
-
-def _differences(
-    optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], state: Mapping[str, Mapping[str, Tensor]]
-) -> list[str]:
-    """Return the differences of ``state`` to the full state of the optimizer, of which this rank may hold a part."""
-    local = _local(optimizer)
-    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    wanted: dict[str, tuple[int, ...]] = {}
-    for name, p in trained.items():
-        like = torch.empty(p.shape, dtype=p.dtype, device="meta")  # has a shape and no memory
-        is_ours = isinstance(local, GuardedOptimizer)
-        own = local.first_state(like, group_of[p]) if is_ours else adam_state(like, p.dtype)  # type: ignore[attr-defined]
-        wanted |= {f"{name}.{key}": tuple(value.shape) for key, value in own.items()}
-    given = {f"{name}.{key}": tuple(value.shape) for name, found in state.items() for key, value in found.items()}
-    both = wanted.keys() & given.keys()
-    lists = {
-        "missing": sorted(wanted.keys() - given.keys()),
-        "not in this model": sorted(given.keys() - wanted.keys()),
-        "of another shape": sorted(f"{n} {given[n]} instead of {wanted[n]}" for n in both if given[n] != wanted[n]),
-    }
-    return [f"{first_few(names, 8)} {what}." for what, names in lists.items() if names]

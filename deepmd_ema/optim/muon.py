@@ -1,9 +1,12 @@
-"""AdaMuon and HybridMuon: momentum of matrices made orthogonal, and Adam for everything else."""
+"""AdaMuon and HybridMuon: momentum of matrices made orthogonal by polynomials of themselves, Adam for everything else.
+
+The polynomials are the Newton-Schulz iterations of Muon.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,10 +14,31 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.distributed.tensors import on_device
-from deepmd_ema.optim.guarded import GuardedOptimizer, Out, Values, adam_state, adam_updated, decayed
-from deepmd_ema.optim.orthogonal import CONVERGED, gram_newton_schulz, newton_schulz
+from deepmd_ema.model.ops.cpu.product import products
+from deepmd_ema.optim.guarded import WEIGHT, GuardedOptimizer, Out, ParameterVector, Values, adam_state, decayed
 from deepmd_ema.optim.stacks import Shape, Stacks
-from deepmd_ema.optim.vector import WEIGHT, ParameterVector
+
+Coefficients = Sequence[tuple[float, float, float]]
+"""a, b and c of each step ``X <- a X + b (X X^T) X + c (X X^T)^2 X``."""
+
+QUINTIC = (3.4445, -4.7750, 2.0315)  # Muon (Keller Jordan et al., 2024): steep at 0, ends between about 0.7 and 1.2
+MUON: Coefficients = (QUINTIC,) * 5
+# eight steep steps and two of 2 x - 1.5 x^3 + 0.5 x^5, which has 1 as a fixed point: singular values end at 1
+CONVERGED: Coefficients = (QUINTIC,) * 8 + ((2.0, -1.5, 0.5),) * 2
+_SAFETY = 1.05  # singular values are taken this much larger, so that rounding does not leave the interval
+# Polar Express (Amsel et al., arXiv:2505.16932, algorithm 1)
+POLAR_EXPRESS: Coefficients = tuple(
+    (a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5)
+    for a, b, c in (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    )
+)
+RESTART = 2  # Gram Newton-Schulz: the step before which the Gram matrix is taken anew, against rounding
+NORM_FLOOR = 1e-7  # Muon (Keller Jordan et al., 2024): a matrix of zeros stays zero
 
 RMS = 0.2  # AdaMuon, algorithm 1: the root mean square of an update of Adam
 EPS = 1e-8  # AdaMuon, algorithm 1: keeps both denominators from zero
@@ -25,6 +49,8 @@ MAGMA_FIRST = 0.5
 MAGMA_LEAST = 0.1  # the damping of an update that points against the gradient
 GRAM, POLYNOMIAL = "gram", "polynomial"  # how a matrix is made orthogonal
 TINY = 1e-12  # least product of two lengths that a cosine is divided by
+
+# B matrices of R rows and C columns
 
 
 class AdaMuon(GuardedOptimizer):
@@ -49,17 +75,17 @@ class AdaMuon(GuardedOptimizer):
 
     def first_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Return zero moments."""
-        if not self.is_matrix(p, group):
+        if not self.kind(p, group):
             return adam_state(p)
         return {"momentum": torch.zeros_like(p), "second_moment": torch.zeros_like(p, dtype=torch.float32)}
 
-    def is_matrix(self, p: Tensor, group: dict[str, Any]) -> bool:
-        """Whether a parameter has two dims or more."""
+    def kind(self, p: Tensor, group: dict[str, Any]) -> Hashable:
+        """Return whether a parameter has two dims or more."""
         return p.ndim > 1
 
     def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
         """Return parameters of one kind, as matrices where they are."""
-        if not self.is_matrix(parameters[0], group):
+        if not self.kind(parameters[0], group):
             return super().vector(parameters, group)
 
         def scale(rows: int, columns: int) -> float:
@@ -73,7 +99,7 @@ class AdaMuon(GuardedOptimizer):
     def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
         """Return new weights and states by the formulas of the class."""
         if not isinstance(vector, MatrixVector):
-            return adam_updated(vector, values, out, group)
+            return self.adam_updated(vector, values, out, group)
         lr, beta, gradient = group["lr"], group["momentum"], vector.gradient()
         momentum = torch.lerp(values["momentum"], gradient, 1 - beta, out=out["momentum"])
         signs = torch.lerp(gradient, momentum, beta).sign().to(torch.bfloat16)
@@ -117,7 +143,7 @@ class HybridMuon(GuardedOptimizer):
 
     def first_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Return zero moments, and scores of one half."""
-        if group["route"] != "muon":
+        if not self.kind(p, group):
             return adam_state(p)
         momentum = {"momentum": torch.zeros_like(p)}
         if not group["magma_muon"]:
@@ -125,13 +151,13 @@ class HybridMuon(GuardedOptimizer):
         count = view_shape(tuple(p.shape), group["muon_mode"])[0]
         return {**momentum, "score": torch.full((count,), MAGMA_FIRST, dtype=torch.float32, device=p.device)}
 
-    def is_matrix(self, p: Tensor, group: dict[str, Any]) -> bool:
-        """Whether the group of a parameter is that of the matrices."""
-        return bool(group["route"] == "muon")
+    def kind(self, p: Tensor, group: dict[str, Any]) -> Hashable:
+        """Return whether the group of a parameter is that of the matrices."""
+        return group["route"] == "muon"
 
     def vector(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> ParameterVector:
         """Return parameters of one group, as matrices where they are."""
-        if not self.is_matrix(parameters[0], group):
+        if not self.kind(parameters[0], group):
             return super().vector(parameters, group)
 
         def kind(rows: int, columns: int) -> str:
@@ -144,7 +170,7 @@ class HybridMuon(GuardedOptimizer):
         """Return new weights and states by the formulas of the class."""
         if not isinstance(vector, MatrixVector):
             decay = group["weight_decay"] if group["route"] == "adamw" else 0.0
-            return adam_updated(vector, values, out, group, HYBRID_ADAM_EPS, decay)
+            return self.adam_updated(vector, values, out, group, HYBRID_ADAM_EPS, decay)
         lr, beta, gradient = group["lr"], group["momentum"], vector.gradient()
         momentum = torch.lerp(values["momentum"], gradient, 1 - beta, out=out["momentum"])
         new, stacks, dtype = {"momentum": momentum}, vector.stacks, gradient.dtype
@@ -268,3 +294,62 @@ def magma_score(cosines: Tensor, score: Tensor) -> Tensor:
     low, high = (1 / (1 + math.exp(-x / MAGMA_TEMPERATURE)) for x in (-1, 1))
     now = (torch.sigmoid(cosines / MAGMA_TEMPERATURE) - low) / (high - low)
     return MAGMA_MEMORY * score + (1 - MAGMA_MEMORY) * now
+
+
+def newton_schulz(matrices: Tensor, coefficients: Coefficients = MUON) -> Tensor:
+    """Return, nearly, the orthogonal factors U V^T of matrices U S V^T, in bfloat16.
+
+    The steps begin with ``X = matrix / |matrix|`` (Frobenius norm). A matrix of zeros stays zero.
+
+    Args:
+        matrices: (B, R, C).
+        coefficients: of the steps.
+    """
+    x = matrices.to(torch.bfloat16)
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=NORM_FLOOR)
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def gram_newton_schulz(matrices: Tensor, coefficients: Coefficients = POLAR_EXPRESS) -> Tensor:
+    """Return the same as :func:`newton_schulz`, by fewer operations when R and C are far apart.
+
+    On CUDA it is in float16, else in float32.
+
+    A step only multiplies X from the left, by a polynomial of ``G = X X^T``. So the steps are taken on G, whose size is
+    the smaller of R and C, and their product is applied to X at the end, and once in between (Dao et al., 2026, "Gram
+    Newton-Schulz").
+
+    Args:
+        matrices: (B, R, C).
+        coefficients: of the steps.
+    """
+    x = matrices.to(torch.float32)
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + NORM_FLOOR)
+    x = x.to(torch.float16) if x.is_cuda else x  # a CPU multiplies float16 ten times slower than float32
+    for part in (coefficients[:RESTART], coefficients[RESTART:]):
+        x = products(_left_factor(products(x, x.mT), part), x)
+    return x.mT if tall else x
+
+
+def _left_factor(gram: Tensor, coefficients: Coefficients) -> Tensor:
+    """Return the product of the steps on a matrix with this Gram matrix (B, n, n)."""
+    product = None
+    for k, (a, b, c) in enumerate(coefficients):
+        step = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # without its multiple a of the identity
+        if product is None:
+            product = step.clone()
+            product.diagonal(dim1=1, dim2=2).add_(a)
+        else:
+            product = torch.baddbmm(product, product, step, beta=a)
+        if k + 1 < len(coefficients):
+            half = torch.baddbmm(gram, gram, step, beta=a)
+            gram = torch.baddbmm(half, step, half, beta=a)
+    assert product is not None, "there is a step"
+    return product

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.config.schema.averaging import share_of_next
-from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, Out, Values
-from deepmd_ema.optim.vector import WEIGHT, ParameterVector
+from deepmd_ema.optim.guarded import ADAM_EPS, WEIGHT, GuardedOptimizer, Out, ParameterVector, Values
 
 
 class AdamWScheduleFree(GuardedOptimizer):

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, Out, Values, adam_state, adam_updated, decayed
-from deepmd_ema.optim.vector import WEIGHT, ParameterVector
+from deepmd_ema.optim.guarded import (
+    ADAM_EPS,
+    WEIGHT,
+    GuardedOptimizer,
+    Out,
+    ParameterVector,
+    Values,
+    adam_state,
+    decayed,
+)
 
 SIDES = ("left", "right")  # of a matrix: its rows, its columns
 # Added to the diagonal of a covariance, over its mean: where there were no gradients yet, any basis is one of
@@ -43,29 +51,28 @@ class SOAP(GuardedOptimizer):
 
     def first_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Return zero moments and covariances, and bases of unit vectors."""
-        if not self.is_matrix(p, group):
+        shape = self.kind(p, group)
+        if shape is None:
             return adam_state(p)
         state = adam_state(p, p.dtype)
-        for side, size in zip(SIDES, matrix_shape(p)):
+        for side, size in zip(SIDES, shape):
             if size <= group["max_precond_dim"]:
                 state[side] = torch.zeros(size, size, dtype=p.dtype, device=p.device)
                 state[f"{side}_basis"] = torch.eye(size, dtype=p.dtype, device=p.device)
         return state
 
-    def is_matrix(self, p: Tensor, group: dict[str, Any]) -> bool:
-        """Whether a parameter has two dims or more that are not of size 1."""
-        return sum(size != 1 for size in p.shape) > 1
-
-    def kind(self, p: Tensor, group: dict[str, Any]) -> Hashable:
-        """Return the shape of a matrix: those of one shape are one array."""
-        return matrix_shape(p) if self.is_matrix(p, group) else None
+    def kind(self, p: Tensor, group: dict[str, Any]) -> tuple[int, int] | None:
+        """Return rows and columns of a parameter with two dims or more that are not of size 1, as one matrix."""
+        first, *others = (size for size in p.shape if size != 1) if p.numel() != 1 else (1,)
+        return (first, math.prod(others)) if others else None
 
     def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
         """Return new weights and states by the formulas of the class."""
-        if not self.is_matrix(vector.parameters[0], group):
-            return adam_updated(vector, values, out, {**group, "lr_adjust": 0}, decay=group["weight_decay"])
+        shape = self.kind(vector.parameters[0], group)
+        if shape is None:
+            return self.adam_updated(vector, values, out, {**group, "lr_adjust": 0}, decay=group["weight_decay"])
         lr, b1, b2, gradient = group["lr"], group["adam_beta1"], group["adam_beta2"], vector.gradient()
-        count, shape = len(vector.parameters), matrix_shape(vector.parameters[0])
+        count = len(vector.parameters)
         bases = [None if values.get(side) is None else values[f"{side}_basis"].view(count, n, n)
                  for side, n in zip(SIDES, shape)]  # fmt: skip
         new = {"exp_avg": torch.lerp(values["exp_avg"], gradient, 1 - b1, out=out["exp_avg"])}
@@ -89,12 +96,6 @@ class SOAP(GuardedOptimizer):
                 new[side] = covariance.reshape(-1)
                 new[f"{side}_basis"] = (next_basis(covariance, basis) if is_due else basis).reshape(-1)
         return new
-
-
-def matrix_shape(p: Tensor) -> tuple[int, int]:
-    """Return rows and columns of a parameter as one matrix."""
-    first, *others = (size for size in p.shape if size != 1)
-    return first, math.prod(others)
 
 
 def rotated(matrices: Tensor, bases: Sequence[Tensor | None]) -> Tensor:

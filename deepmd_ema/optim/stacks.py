@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.distributed.tensors import on_device
-from deepmd_ema.optim.vector import joined
+from deepmd_ema.optim.guarded import joined
 
 Shape = tuple[int, int, int]
 """Number, rows and columns of the matrices of a parameter."""
@@ -77,7 +77,8 @@ class Stacks:
     def stack(self, vectors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return for each vector (N,), in which the entries of matrices follow each other, its stacks (B, R, C)."""
         if self._positions is None:
-            return [self._stack_shapes(vector) for vector in vectors]
+            shaped = ([t.view(s) for t, s in zip(vector.split(self._sizes), self._shapes)] for vector in vectors)
+            return [[joined([parts[i] for i in stack.members]) for stack in self.stacks] for parts in shaped]
         sizes = [stack.count * stack.rows * stack.columns for stack in self.stacks]
         filled = vectors[0].new_zeros(len(vectors), sum(sizes))
         filled.index_copy_(1, self._positions, torch.stack(tuple(vectors)))
@@ -92,10 +93,6 @@ class Stacks:
         for t, stack in zip(stacks, self.stacks):
             parts |= zip(stack.members, t.reshape(-1).split([self._sizes[i] for i in stack.members]))
         return joined([parts[i] for i in range(len(parts))])
-
-    def _stack_shapes(self, vector: Tensor) -> list[Tensor]:
-        parts = [part.view(shape) for part, shape in zip(vector.split(self._sizes), self._shapes)]
-        return [joined([parts[i] for i in stack.members]) for stack in self.stacks]
 
     def _find_positions(self) -> Tensor:
         """Return the position in all stacks, one after the other, of each entry of the vector."""

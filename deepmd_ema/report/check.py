@@ -112,8 +112,7 @@ class RunCheck:
         from deepmd_ema.data.loader import MAX_ATOMS
         from deepmd_ema.data.run import most_slots, run_length, with_neighbors
         from deepmd_ema.model.build import build_models
-        from deepmd_ema.optim.build import build_optimizer
-        from deepmd_ema.optim.groups import describe_groups
+        from deepmd_ema.optim.build import build_optimizer, describe_groups
 
         self.length = run_length(self.config, data)
         neighbors = {name: of.neighbors for name, of in self.reports.items() if of.neighbors is not None}

@@ -47,7 +47,7 @@ from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
-from deepmd_ema.optim.groups import split_by_pattern
+from deepmd_ema.optim.build import split_by_pattern
 from deepmd_ema.training.restart import reads_shards
 from deepmd_ema.training.weights import Start
 from deepmd_ema.utils import LIVE, seed_for, stream_of

@@ -15,7 +15,7 @@ from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.errors import command, counted, every_steps
 from deepmd_ema.model.metrics import Errors
-from deepmd_ema.optim.groups import describe_groups
+from deepmd_ema.optim.build import describe_groups
 from deepmd_ema.report.table import Table, describe_errors, duration, facts, show_metric
 from deepmd_ema.training.trainer import Trainer, restart_command
 from deepmd_ema.utils import __version__, peak_memory
