@@ -363,9 +363,8 @@ def test_bytes_that_were_changed_on_the_disk_are_found_before_they_are_used(copy
     assert place > 0
     content[place] ^= 1
     path.write_bytes(bytes(content))
-    kept = find_snapshots(copy)
     with pytest.raises(CheckpointError, match=r"model_p10.ckpt-40.pt: damaged"):
-        list(combine(kept, find_combinations(kept.tracks, [0.06], 400).combinations))
+        find_snapshots(copy)
 
 
 def test_snapshots_of_different_models_or_tensors_are_refused(copy):
@@ -378,7 +377,8 @@ def test_snapshots_of_different_models_or_tensors_are_refused(copy):
     with pytest.raises(CheckpointError) as caught:
         find_snapshots(copy)
     shapes, tensors = caught.value.problems
-    assert "model_p05.ckpt-20.pt and 1 more of this average" in tensors
+    assert "model_p05.ckpt-20.pt, " in tensors
+    assert "model_p05.ckpt-60.pt: other tensors were averaged" in tensors
     assert f"different: {name}" in tensors
     assert "of another shape" in shapes
 
@@ -428,7 +428,7 @@ def test_a_place_that_cannot_be_written_is_reported_before_the_work(run, tmp_pat
         ("-o", "model.ckpt.pt", "a file of kind training, which only a run can write"),
         ("-o", "snapshots/model_p05.ckpt-20.pt", "a file of kind snapshot"),
         ("-o", "m.dp", "expected a name that ends in .pt"),
-        ("--table", "snapshots", "a folder"),
+        ("--table", "snapshots", "cannot be written (Is a directory)"),
     ],
 )
 def test_nothing_that_the_run_needs_is_written_over(copy, option, name, words, capsys):
@@ -436,7 +436,7 @@ def test_nothing_that_the_run_needs_is_written_over(copy, option, name, words, c
     (copy / "model.ckpt.pt").symlink_to("model.ckpt-400.pt")
     assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.06", option, str(copy / name)]) == 2
     said = capsys.readouterr()
-    assert f"{option} {copy / name}: {words}" in said.err
+    assert f"{copy / name}: {words}" in said.err
     assert not said.out
     assert (copy / "model.ckpt.pt").is_symlink()
 

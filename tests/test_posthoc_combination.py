@@ -21,7 +21,6 @@ from deepmd_ema.averaging.posthoc.combination import (
     find_combinations,
     refuse_unresolvable,
     resolvable_range,
-    target_track,
 )
 from deepmd_ema.errors import UserError
 
@@ -202,7 +201,7 @@ def test_a_length_that_was_also_tracked_agrees_with_the_combination(sigma_rel, e
 
 def test_the_target_is_tracked_beside_what_was_kept():
     kept = [Track(6.0, 10, 100, 5), Track(6.0, 20, 50, 5)]
-    target = target_track(kept, MAX_SIGMA_REL, 152)
+    target = find_combinations(kept, [MAX_SIGMA_REL], 152).combinations[0].target
     assert target.gamma == pytest.approx(0, abs=EXACT)
     assert (target.updates, target.start, target.every) == (20, 50, 5)
 

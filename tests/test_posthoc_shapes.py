@@ -11,8 +11,15 @@ from kept_runs import shares_of, write_kept_run
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.averaging import gamma_of
-from deepmd_ema.averaging.posthoc.combination import TOLERANCE, Track, _products, find_combinations
-from deepmd_ema.averaging.posthoc.profiles import SHAPES, Decay, place_decays
+from deepmd_ema.averaging.posthoc.combination import (
+    SHAPES,
+    TOLERANCE,
+    Decay,
+    Track,
+    _products,
+    find_combinations,
+    place_decays,
+)
 from deepmd_ema.averaging.posthoc.run import DEFAULT_PARTS, find_requested, parse_shapes, run_posthoc
 from deepmd_ema.averaging.posthoc.snapshots import find_snapshots
 from deepmd_ema.errors import UserError

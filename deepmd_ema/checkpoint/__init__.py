@@ -4,7 +4,6 @@ from deepmd_ema.checkpoint.content import FORMAT, choose_profile, payload_head, 
 from deepmd_ema.checkpoint.file import (
     DeepmdCheckpointError,
     load,
-    load_facts,
     load_shards,
     refuse_to_replace,
     require_training,
@@ -13,6 +12,6 @@ from deepmd_ema.checkpoint.file import (
 )
 
 __all__ = [
-    "FORMAT", "DeepmdCheckpointError", "choose_profile", "load", "load_facts", "load_shards", "payload_head",
+    "FORMAT", "DeepmdCheckpointError", "choose_profile", "load", "load_shards", "payload_head",
     "refitted", "refuse_to_replace", "require_training", "resolve", "save", "weights_in",
 ]  # fmt: skip

@@ -135,23 +135,6 @@ def load_shards(path: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, 
         raise CheckpointError(f"{path}: damaged, {error}. {advice}") from error
 
 
-def load_facts(path: str | Path) -> dict[str, Any]:
-    """Return the content of one checkpoint with its tensors left on the disk: to look through many of them.
-
-    Names, shapes and facts are those of :func:`load`, which reads the rest and checks every byte.
-
-    Raises:
-        CheckpointError: as :func:`load` does.
-    """
-    try:
-        if is_sharded(Path(path)):
-            return _checked(Path(path), _sharded().read_folder(Path(path), share=None))
-        payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # whatever it is: the other way of reading has a message for it
-        return load(path)
-    return _checked(Path(path), payload)
-
-
 def resolve(path: str | Path) -> Path:
     """Return the checkpoint that ``path`` means: itself, its name without ``.pt`` or ``.dcp``, or the folder of a run.
 
@@ -346,7 +329,7 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
     kind = ""
     try:
         if path.is_file() and path.stat().st_size:
-            kind = load_facts(path)["kind"]
+            kind = load(path)["kind"]
     except CheckpointError as error:
         if "dp_ema" not in getattr(error, "content", ()):  # which `dp-ema convert --to deepmd` writes
             raise CheckpointError(

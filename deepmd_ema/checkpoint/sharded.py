@@ -73,13 +73,13 @@ def write_folder(path: Path, payload: Mapping[str, Any], world: World) -> None:
         raise
 
 
-def read_folder(path: Path, share: tuple[int, int] | None = (0, 1)) -> dict[str, Any]:
+def read_folder(path: Path, share: tuple[int, int]) -> dict[str, Any]:
     """Return the content of a sharded checkpoint with the tensors of its shards left on the disk.
 
     Args:
         path: the folder.
         share: number k and n of the processes that read it together: this one checks the bytes of every n-th file from
-            the k-th on, and the head. None: of no file but the head.
+            the k-th on, and the head.
 
     Raises:
         CheckpointError: if a file cannot be read.
@@ -99,8 +99,7 @@ def read_folder(path: Path, share: tuple[int, int] | None = (0, 1)) -> dict[str,
         raise DamagedError(
             f"incomplete: {first_few(missing, 8)} missing, of {len(files)} files with shards. Copy the whole folder"
         )
-    first, step = (len(files), 1) if share is None else share
-    for name in sorted(files)[first::step]:
+    for name in sorted(files)[share[0] :: share[1]]:
         if file_digest(path / name) != files[name]:
             raise DamagedError(f"{name} is not what was written (another digest)")
     tensors = _stored_tensors(path)
@@ -163,12 +162,14 @@ def _write_shards(folder: Path, shards: Mapping[str, RowShard], world: World) ->
     with world.all_ranks_ok():
         storage.set_up_storage_writer(world.is_main)
         plan = storage.prepare_local_plan(rows.create_local_plan())
-    plans, table = world.gather(plan), None
-    with world.all_ranks_ok():
-        if world.is_main:
-            plans, table = rows.create_global_plan(plans)
-            plans = storage.prepare_global_plan(plans)
-    plan = rows.finish_plan(world.scatter(plans))
+    plans = world.gather(plan)
+
+    def plan_together() -> tuple[list[planner.SavePlan], metadata.Metadata]:
+        together, table = rows.create_global_plan(plans)
+        return storage.prepare_global_plan(together), table
+
+    plans, table = world.broadcast_from_rank0(plan_together)
+    plan = rows.finish_plan(plans[world.rank])
     with world.all_ranks_ok():
         results = storage.write_data(plan, rows).wait()
         digests = {name: file_digest(folder / name) for name in {r.storage_data.relative_path for r in results}}
@@ -176,7 +177,6 @@ def _write_shards(folder: Path, shards: Mapping[str, RowShard], world: World) ->
     with world.all_ranks_ok():
         if not world.is_main:
             return {}
-        assert table is not None
         storage.finish(table, [found for found, _ in written])
         files = {name: digest for _, own in written for name, digest in own.items()}
         return {**files, TABLE: file_digest(folder / TABLE)}

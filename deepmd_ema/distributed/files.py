@@ -189,7 +189,7 @@ class _NotWrittenError(Exception):
     """A file is not to be written after all."""
 
 
-def check_output(path: str | Path, option: str, kind: Kind, inputs: Iterable[str | Path | None] = ()) -> None:
+def check_output(path: str | Path, option: str, kind: Kind | None, inputs: Iterable[str | Path | None] = ()) -> None:
     """Check that the system lets a file be written, and that nothing is lost then: call it before the work.
 
     Args:

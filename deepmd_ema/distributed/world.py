@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -92,14 +92,6 @@ class World(Launch):
         values: list[Any] = [None] * self.size if self.is_main else []
         dist.gather_object(value, values if self.is_main else None, group=self.cpu_group)
         return values
-
-    def scatter(self, values: Sequence[T]) -> T:
-        """Return the value for this rank of those that rank 0 has for all; what others give is not looked at."""
-        if self.size == 1:
-            return values[0]
-        box: list[Any] = [None]
-        dist.scatter_object_list(box, list(values) if self.is_main else None, group=self.cpu_group)
-        return cast("T", box[0])
 
     def for_writer(self) -> World:
         """Return the same processes with a group of their own, for the thread that writes files. A collective."""

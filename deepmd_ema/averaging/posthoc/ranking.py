@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deepmd_ema.averaging.posthoc.combination import Combination, Combinations
-from deepmd_ema.averaging.posthoc.profiles import SHAPES, Decay, percent
+from deepmd_ema.averaging.posthoc.combination import SHAPES, Combination, Combinations, Decay, percent
 from deepmd_ema.averaging.posthoc.snapshots import SnapshotRun
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.distributed.files import atomic_write
@@ -45,14 +44,6 @@ class Row:
     mean_age: float = 0.0
     combination: Combination | None = None
     errors: Errors = field(default_factory=Errors)
-
-    @classmethod
-    def of(cls, made: Combination) -> Row:
-        """Return the row of an average that was made of snapshots, still without errors."""
-        to = made.target
-        if isinstance(to, Decay):
-            return cls(SHAPE, to.describe(), to.sigma_rel, None, to.mean_age(), made)
-        return cls(POSTHOC, POSTHOC, to.sigma_rel, to.gamma, to.mean_age(), made)
 
     @property
     def decay(self) -> Decay | None:
@@ -130,21 +121,16 @@ class PosthocReport:
             "",
             f"chosen by {self.metric}: {self.chosen.describe()}",
         ]
-        best: dict[str, int] = {}  # length, and decay of each shape
-        for k, row in enumerate(self.rows):
-            kind = row.decay.shape if row.decay else row.kind
-            if row.combination is not None and scores[k] < scores[best.setdefault(kind, k)]:
-                best[kind] = k
+        order = sorted(range(len(scores)), key=lambda k: (math.isnan(scores[k]), scores[k]))
+        best: dict[str, str] = {}  # length, and decay of each shape, the best first
+        for k, row in ((k, self.rows[k]) for k in order if self.rows[k].combination is not None):
+            name = row.name if row.decay else f"sigma_rel {row.sigma_rel:.4g}"
+            best.setdefault(row.decay.shape if row.decay else row.kind, f"{name} ({scores[k] / scores[0]:.4g} of live)")
         if best.keys() & SHAPES.keys():
-            words = [
-                f"{row.name if row.decay else f'sigma_rel {row.sigma_rel:.4g}'} ({score / scores[0]:.4g} of live)"
-                for score, row in sorted(((scores[k], self.rows[k]) for k in best.values()), key=lambda pair: pair[0])
-            ]
-            lines.append(f"best length, and best decay of each shape: {', '.join(words)}")
-        winner = min(range(len(scores)), key=lambda k: scores[k] if not math.isnan(scores[k]) else math.inf)
-        if winner != self.best:
-            better = 1 - scores[winner] / scores[self.best]
-            lines.append(f"{self.rows[winner].name} is better still, by {100 * better:.2g} %")
+            lines.append(f"best length, and best decay of each shape: {', '.join(best.values())}")
+        if order[0] != self.best:
+            better = 1 - scores[order[0]] / scores[self.best]
+            lines.append(f"{self.rows[order[0]].name} is better still, by {100 * better:.2g} %")
         made = [row for row in self.rows if row.kind == POSTHOC]
         if len(made) > 2 and self.chosen.sigma_rel in (made[0].sigma_rel, made[-1].sigma_rel):
             lines.append("the chosen one is at an end of the range: a sigma_rel beyond it may be better still")

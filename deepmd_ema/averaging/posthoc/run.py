@@ -16,14 +16,17 @@ from tqdm import tqdm
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging.posthoc.combination import (
     MAX_SIGMA_REL,
+    SHAPES,
     TOLERANCE,
+    Combination,
     Combinations,
+    Decay,
     find_combinations,
+    place_decays,
     refuse_unresolvable,
     resolvable_range,
 )
-from deepmd_ema.averaging.posthoc.profiles import SHAPES, Decay, place_decays
-from deepmd_ema.averaging.posthoc.ranking import OVERALL, RANKED, TRACKED, PosthocReport, Row
+from deepmd_ema.averaging.posthoc.ranking import OVERALL, RANKED, SHAPE, TRACKED, PosthocReport, Row
 from deepmd_ema.averaging.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.config import RunConfig, TaskConfig, saved_config
 from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
@@ -33,7 +36,7 @@ from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.run import open_split
 from deepmd_ema.data.source import FrameSource
-from deepmd_ema.distributed.files import CSV, PICTURE, ensure_writable, refuse_to_lose
+from deepmd_ema.distributed.files import CSV, PICTURE, check_output, ensure_writable
 from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems, command, counted, did_you_mean
 from deepmd_ema.infer.evaluate import open_labelled
@@ -87,16 +90,7 @@ def run_posthoc(
         UserError: if snapshots or data are missing or wrong, or do not resolve a width.
     """
     # what is requested, and the snapshots
-    folder = Path(folder)
-    problems: list[str] = []
-    widths: list[float] = []
-    decays: list[tuple[str, float]] = []
-    with collect_problems(problems):
-        widths = parse_sigma_rels(sigma_rel)
-    with collect_problems(problems):
-        decays = parse_shapes(shapes)
-    if problems:
-        raise UserError(problems)
+    folder, widths, decays = Path(folder), parse_sigma_rels(sigma_rel), parse_shapes(shapes)
     metrics = {name.upper(): name for name in (OVERALL, *(f"{q}:{kind}" for q in METRICS for kind in ("RMSE", "MAE")))}
     if metric.upper() not in metrics:
         raise UserError(f"--metric {metric}: unknown. {did_you_mean(metric, list(metrics.values()))}")
@@ -106,13 +100,10 @@ def run_posthoc(
         for path, default in ((output, "model_posthoc.pt"), (table, "posthoc.csv"), (plot, "posthoc.png"))
     )
     run = find_snapshots(folder, step)
-    for option, path in (("-o", output), ("--table", table), ("--plot", plot)):
-        ensure_writable(path.parent, option)
-        if path.is_dir():
-            raise UserError(f"{option} {path}: a folder. Give the name of a file.")
     checkpoint.refuse_to_replace(output, "-o")
-    refuse_to_lose(table, "--table", CSV)
-    refuse_to_lose(plot, "--plot", PICTURE)
+    for option, path, kind in (("-o", output, None), ("--table", table, CSV), ("--plot", plot, PICTURE)):
+        ensure_writable(path.parent, option)
+        check_output(path, option, kind)
     for note in run.notes:
         say(note)
     found, resolvable, left_out = find_requested(run, widths, None if shapes is None else decays)
@@ -128,7 +119,7 @@ def run_posthoc(
     rows: list[Row] = []
     best, best_score = -1, math.inf
     best_weights: Mapping[str, Tensor] = {}
-    made = ((Row.of(one), weights) for one, weights in zip(found.combinations, combine(run, found.combinations)))
+    made = ((_row_of(one), weights) for one, weights in zip(found.combinations, combine(run, found.combinations)))
     tracked = list(_tracked(run))
     total = len(tracked) + len(found.combinations)
     for row, weights in tqdm(chain(tracked, made), total=total, unit=" models", disable=None, leave=False):
@@ -261,6 +252,13 @@ def find_requested(
 def _spaced(low: float, high: float, count: int = NUM_SIGMA_RELS) -> list[float]:
     """Return ``count`` widths from ``low`` to ``high``, both exactly, evenly on a logarithmic scale."""
     return [low] if low == high else [low, *np.geomspace(low, high, count)[1:-1].tolist(), high]
+
+
+def _row_of(made: Combination) -> Row:
+    """Return the row of an average that was made of snapshots, still without errors."""
+    to, is_decay = made.target, isinstance(made.target, Decay)
+    kind, name = (SHAPE, to.describe()) if is_decay else (POSTHOC, POSTHOC)
+    return Row(kind, name, to.sigma_rel, getattr(to, "gamma", None), to.mean_age(), made)
 
 
 def _tracked(run: SnapshotRun) -> Iterator[tuple[Row, Mapping[str, Tensor]]]:

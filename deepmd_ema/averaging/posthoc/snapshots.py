@@ -19,7 +19,6 @@ from deepmd_ema.config.outputs import SNAPSHOTS
 from deepmd_ema.distributed.tensors import check_weights
 from deepmd_ema.errors import CheckpointError, collect_problems, counted, first_few
 
-KIND = "snapshot"
 HOW_TO_KEEP = (
     'Train with these in the section training, beside enable_ema where it is: "averaging": [{"name": "p05", "type": '
     '"power", "sigma_rel": 0.05, "snapshots": true}, {"name": "p10", "type": "power", "sigma_rel": 0.10, "snapshots": '
@@ -159,10 +158,10 @@ def _read_all(
     problems: list[str] = []
     for path in sorted(path for suffix in SUFFIXES for path in place.glob(f"*{suffix}")):
         with collect_problems(problems):
-            facts = checkpoint.load_facts(path)
+            facts = checkpoint.load(path)
             facts["model"] = {name: tuple(tensor.shape) for name, tensor in facts["model"].items()}
             average, step = facts.get("average", {}), facts["step"]
-            if facts["kind"] != KIND or facts.get("run") != payload.get("run"):
+            if facts["kind"] != "snapshot" or facts.get("run") != payload.get("run"):
                 left_out.setdefault("of another run", []).append(path.name)
             elif step > payload["step"]:
                 left_out.setdefault(f"beyond {newest.name}", []).append(path.name)
@@ -188,22 +187,20 @@ def _read_all(
 def _check_alike(kept: Sequence[tuple[Snapshot, Mapping[str, Any]]], payload: Mapping[str, Any]) -> list[str]:
     """Return the names of the averaged tensors after checking that all snapshots have the same, of the same shapes."""
     shapes = {name: tuple(tensor.shape) for name, tensor in payload["model"].items()}
-    averaged = list(kept[-1][1]["averaged"])
+    averaged, last = list(kept[-1][1]["averaged"]), kept[-1][0].path
     problems: list[str] = []
-    others: dict[tuple[str, ...], list[Path]] = {}  # one message for all files of an average
+    others: dict[frozenset[str], list[str]] = {}  # files by the names that are not averaged in both
     for one, facts in kept:
         with collect_problems(problems):
             check_weights(shapes, facts["model"], one.path)
-            if set(averaged) != set(facts["averaged"]):
-                others.setdefault((one.profile, *facts["averaged"]), []).append(one.path)
-    for (_, *names), paths in others.items():
-        more = f" and {len(paths) - 1} more of this average" if len(paths) > 1 else ""
-        different = first_few(sorted(set(averaged) ^ set(names)), 5)
-        problems.append(
-            f"{paths[0]}{more}: of {len(names)} averaged tensors, {kept[-1][0].path} of {len(averaged)}; different: "
-            f"{different}. Only averages of the same tensors combine (`buffers` of training.averaging): move the "
-            "others to another folder."
-        )
+            if different := set(averaged) ^ set(facts["averaged"]):
+                others.setdefault(frozenset(different), []).append(str(one.path))
+    problems += [
+        f"{first_few(paths, 2)}: other tensors were averaged than in {last}; different: "
+        f"{first_few(sorted(different), 5)}. Only averages of the same tensors combine (`buffers` of "
+        "training.averaging): move the others to another folder."
+        for different, paths in others.items()
+    ]
     if problems:
         raise CheckpointError(problems)
     return averaged
