@@ -313,12 +313,17 @@ class AverageBank:
                 found |= dict.fromkeys(shard.names, kept)
         return found
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> tuple[Any, ...]:
         assert self._swapped is None, "a bank is pickled while an average is swapped in"
         # as bytes: tensors made here would be freed, and their shared memory closed, before a spawned process opens it
         state = io.BytesIO()
         torch.save(self.state_dict(), state)
-        return _restored, (self._modules, self._profiles, self._around, state.getvalue())
+        return self._modules, self._profiles, self._around, state.getvalue()
+
+    def __setstate__(self, saved: tuple[Any, ...]) -> None:
+        *made_of, state = saved
+        self.__init__(*made_of)  # type: ignore[misc]
+        self.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
 
 
 def _problems(profile: Profile) -> Iterator[str]:
@@ -337,14 +342,6 @@ def _problems(profile: Profile) -> Iterator[str]:
         if wrong:
             n, decay = int(done[wrong[0]]), float(decays[wrong[0]])
             yield f"decay_at of type {profile.type!r} is {decay:g} after {n:,} steps, expected a number from 0 to 1."
-
-
-def _restored(*given: Any) -> AverageBank:
-    """Return a bank of modules, profiles and the module around them, with its state as bytes."""
-    *made_of, state = given
-    bank = AverageBank(*made_of)
-    bank.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
-    return bank
 
 
 def _reshard(modules: Iterable[nn.Module]) -> None:

@@ -1,13 +1,14 @@
 """Model files: written atomically, with a digest, and found, read and checked again.
 
 Files of kind ``training`` hold everything that a restart needs; the others hold weights only. Each way in which a file
-can be wrong has a message. ``content`` has what a file must hold, ``series`` the names of the files that a run keeps.
+can be wrong has a message. ``content`` has what a file must hold, ``series`` the files that a run keeps.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import re
 import sys
 import zipfile
 from collections import Counter
@@ -19,13 +20,25 @@ from typing import Any
 import torch
 
 from deepmd_ema.checkpoint.content import FORMAT, check_content
-from deepmd_ema.checkpoint.names import SUFFIXES, numbered, series_and_step, training_series
-from deepmd_ema.config.outputs import POINTER, is_sharded, read_pointer
+from deepmd_ema.config.outputs import (
+    GATHERED_SUFFIX,
+    POINTER,
+    SHARDED_SUFFIX,
+    is_sharded,
+    read_pointer,
+    suffix_of,
+    suffixed,
+)
 from deepmd_ema.distributed.files import atomic_write, spare_of, writing
 from deepmd_ema.distributed.tensors import content_digest, on_cpu, whole
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError, command, first_few, reason_of, refusal_of
+from deepmd_ema.utils import LIVE
 
+SUFFIXES = (GATHERED_SUFFIX, SHARDED_SUFFIX)
+_ANY = f"(?:{'|'.join(map(re.escape, SUFFIXES))})"
+NUMBERED = rf"-(\d+){_ANY}"  # what follows on the name of a series, with the step
+RANKED = rf"\.ckpt-(\d+)\.t-(\d+){_ANY}"  # the same of a best file, with step and rank; rank 1 is the best
 DIGEST = "digest"  # of all else in the file; files of 0.1.0 have none
 SHARDS = "shards"  # in the head of a sharded one: its files, and the tensors that are there under another name
 _RENAMED = {"owes_validation": "validation_pending"}  # key of an earlier version: key of this one
@@ -82,7 +95,9 @@ def save(
     advice = f"Or choose another {option}.{usable}"
     with writing(path, advice):
         if world is not None:
-            _sharded().write_folder(path, payload, world)
+            from deepmd_ema.checkpoint.sharded import write_folder
+
+            write_folder(path, payload, world)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, advice) as part:
@@ -171,20 +186,34 @@ def resolve(path: str | Path) -> Path:
 
 
 def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """Read and check one checkpoint; :class:`DamagedError` if its bytes were lost or changed."""
+    """Read one checkpoint under the keys of this version, without its digest, once a run is known to have written it.
+
+    Raises:
+        CheckpointError: if something else has written it, or a newer version.
+        DamagedError: if its bytes were lost or changed.
+    """
     if path.is_dir():
-        return _checked(path, _sharded().read_folder(path, share))
-    payload = read_archive(path)
-    if isinstance(payload, dict) and SHARDS in payload:
-        raise CheckpointError(f"{path}: a part of a sharded checkpoint. Give its folder, {path.parent}.")
-    return _checked(path, payload)
+        from deepmd_ema.checkpoint.sharded import read_folder  # half a second, and no other checkpoint needs it
 
-
-def _sharded() -> Any:
-    # half a second to import, and no other checkpoint needs it
-    from deepmd_ema.checkpoint import sharded
-
-    return sharded
+        payload: Any = read_folder(path, share)
+    else:
+        payload = read_archive(path)
+        if isinstance(payload, dict) and SHARDS in payload:
+            raise CheckpointError(f"{path}: a part of a sharded checkpoint. Give its folder, {path.parent}.")
+    if isinstance(payload, dict) and "format" in payload and "kind" in payload:
+        number = payload["format"]
+        if not isinstance(number, int) or not 1 <= number <= FORMAT:
+            raise CheckpointError(
+                f"{path}: written by dp-ema {payload.get('version', 'of another version')} in format "
+                f"{' '.join(str(number).split())[:40]}; this version reads formats from 1 to {FORMAT}. Update dp-ema."
+            )
+        payload = {_RENAMED.get(name, name): part for name, part in payload.items() if name != DIGEST}
+        check_content(payload, path)
+        return payload
+    weights = payload.get("model", payload) if isinstance(payload, Mapping) else {}
+    if isinstance(weights, Mapping) and "_extra_state" in weights:  # where DeePMD-kit keeps the input of a model
+        raise DeepmdCheckpointError(path, payload)
+    raise CheckpointError(f"{path}: a torch file, but not a checkpoint of dp-ema.")
 
 
 def read_archive(path: Path) -> Any:
@@ -206,8 +235,7 @@ def read_archive(path: Path) -> Any:
         freeze = command("dp", "--pt", "freeze", "-c", path, "-o", "model.pth")
         raise CheckpointError(
             f"{path}: holds objects other than tensors and numbers, which are not loaded: they could run any program. "
-            f"dp-ema did not write it. If DeePMD-kit did, `{freeze}` and `dp convert-backend model.pth model.dp` make "
-            "a model.dp of it, which dp-ema reads."
+            f"Of a file of DeePMD-kit `{freeze}` and `dp convert-backend model.pth model.dp` make one that is read."
         ) from error
     except Exception as error:  # bytes that were changed can make the readers of archives and pickles fail in any way
         if (reason := refusal_of(error)) is not None:
@@ -246,24 +274,6 @@ def _check_archive(path: Path) -> None:
         bad = archive.testzip()
     if bad is not None:
         raise DamagedError(f"the checksum of {bad} is wrong")
-
-
-def _checked(path: Path, payload: Any) -> dict[str, Any]:
-    """Return ``payload`` under the keys of this version, without its digest, once a run is known to have written it."""
-    if isinstance(payload, dict) and "format" in payload and "kind" in payload:
-        number = payload["format"]
-        if not isinstance(number, int) or not 1 <= number <= FORMAT:
-            raise CheckpointError(
-                f"{path}: written by dp-ema {payload.get('version', 'of another version')} in format "
-                f"{' '.join(str(number).split())[:40]}; this version reads formats from 1 to {FORMAT}. Update dp-ema."
-            )
-        payload = {_RENAMED.get(name, name): part for name, part in payload.items() if name != DIGEST}
-        check_content(payload, path)
-        return payload
-    weights = payload.get("model", payload) if isinstance(payload, Mapping) else {}
-    if isinstance(weights, Mapping) and "_extra_state" in weights:  # where DeePMD-kit keeps the input of a model
-        raise DeepmdCheckpointError(path, payload)
-    raise CheckpointError(f"{path}: a torch file, but not a checkpoint of dp-ema.")
 
 
 def _nearby(path: Path) -> str:
@@ -340,3 +350,43 @@ def refuse_to_replace(path: str | Path, option: str) -> None:
         raise CheckpointError(
             f"{option} {path}: a file of kind {kind}, which only a run can write. Choose another {option}."
         )
+
+
+def series_and_step(file: str) -> tuple[str, int] | None:
+    """Return the series and the step of a numbered name, or None."""
+    match = re.fullmatch(f"(.+){NUMBERED}", file)
+    return (match[1], int(match[2])) if match is not None else None
+
+
+def name_of_weights(file: str, weights: str, step: int | None) -> str:
+    """Return the name of ``file`` with the weights that are not its own and the step that it does not name yet."""
+    stem = Path(file).stem
+    if numbers := series_and_step(file):
+        stem = f"{suffixed(numbers[0], suffix_of(weights)).name}-{numbers[1]}"
+    elif weights != LIVE:
+        stem = f"{stem}{suffix_of(weights)}"
+    if step is not None and re.search(rf"-{step}(?!\d)", stem) is None:
+        stem = f"{stem}-{step}"
+    return f"{stem}{GATHERED_SUFFIX}"
+
+
+def training_series(file: str, weights: str) -> str:
+    """Return the series of training checkpoints of the run that wrote ``file``, a file of the weights ``weights``."""
+    if best := re.fullmatch(rf"best(?:_[^.]+)?\.([^-]+)(?:-.*)?{_ANY}", file):  # best_ema, best_ice, best_ice_ema
+        return f"model.{best[1]}"
+    numbers = series_and_step(file)
+    return (numbers[0] if numbers else file).replace(f"_{weights}.", ".", 1)
+
+
+def files_by_step(folder: Path, series: str, pattern: str) -> dict[int, list[Path]]:
+    """Return the files in ``folder`` whose name is ``series`` and a match of ``NUMBERED`` or ``RANKED``, by step."""
+    files: dict[int, list[Path]] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if match := re.fullmatch(re.escape(series) + pattern, path.name):
+            files.setdefault(int(match[1]), []).append(path)
+    return files
+
+
+def numbered(folder: Path, series: str) -> dict[int, Path]:
+    """Return the numbered files of a series in ``folder`` by their step."""
+    return {step: paths[0] for step, paths in files_by_step(folder, series, NUMBERED).items()}

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepmd_ema.checkpoint import names
-from deepmd_ema.checkpoint.file import save
+from deepmd_ema.checkpoint.file import RANKED, SUFFIXES, files_by_step, numbered, save
 from deepmd_ema.config.outputs import GATHERED_SUFFIX, POINTER, SHARDED_SUFFIX, best_link, suffixed
 from deepmd_ema.distributed.files import atomic_write, link, move, remove, spare_of, writing
 from deepmd_ema.distributed.world import World
@@ -17,33 +16,7 @@ from deepmd_ema.distributed.world import World
 logger = logging.getLogger(__name__)
 
 
-class _Files:
-    """Files of a run that are written by one rank, or are sharded and written by every rank.
-
-    Args:
-        writers: the processes that write sharded files together, from :meth:`World.for_writer`, each in one thread and
-            in one order; None: files are gathered.
-    """
-
-    def __init__(self, writers: World | None) -> None:
-        self._writers = writers
-        self.suffix = GATHERED_SUFFIX if writers is None else SHARDED_SUFFIX
-
-    def _save(self, path: Path, payload: Mapping[str, Any], fallback: Path | None = None) -> None:
-        """Write one file or folder whole, or leave what is there; see :func:`deepmd_ema.checkpoint.file.save`."""
-        if self._writers is None and path.is_symlink():
-            path.unlink()  # else what it leads to would be replaced
-        save(path, payload, fallback, world=self._writers)
-
-    def on_rank0(self, change: Callable[[], None]) -> None:
-        """Have one rank change names of files, and end all that write together if it fails."""
-        world = self._writers or World()
-        with world.all_ranks_ok():
-            if world.is_main:
-                change()
-
-
-class CheckpointSeries(_Files):
+class CheckpointSeries:
     """The numbered files of one set of weights: ``<prefix><suffix>-<step>.pt``, and the link to the newest.
 
     Sharded ones are folders that end in ``.dcp``; a run may have both, if a restart has changed the format.
@@ -60,20 +33,16 @@ class CheckpointSeries(_Files):
         keep: how many files are kept; less than 1 keeps all.
         start: the step that this run starts from (0 anew, n at a restart from n); None leaves files of other runs
             with lower steps than the first save alone.
-        writers: see :class:`_Files`.
+        writers: the processes that write sharded files together, from :meth:`World.for_writer`, each in one thread and
+            in one order; None: files are gathered, and one rank writes them.
     """
 
     def __init__(
-        self,
-        prefix: str | Path,
-        suffix: str = "",
-        save_dir: str | Path | None = None,
-        keep: int = 5,
-        start: int | None = None,
-        writers: World | None = None,
-    ) -> None:
-        super().__init__(writers)
-        prefix = Path(prefix)
+        self, prefix: str | Path, suffix: str = "", save_dir: str | Path | None = None, keep: int = 5,
+        start: int | None = None, writers: World | None = None,
+    ) -> None:  # fmt: skip
+        prefix, self.writers = Path(prefix), writers
+        self.suffix = GATHERED_SUFFIX if writers is None else SHARDED_SUFFIX
         self.name = suffixed(prefix, suffix).name
         self.folder = Path(save_dir) if save_dir is not None else prefix.parent
         self.link = prefix.parent / f"{self.name}{self.suffix}"
@@ -84,7 +53,7 @@ class CheckpointSeries(_Files):
 
     def file(self, step: int) -> Path:
         """Return the path of the file of ``step``."""
-        return self.folder / names.numbered_name(self.name, step, self.suffix)
+        return self.folder / f"{self.name}-{step}{self.suffix}"
 
     def save(self, step: int, payload: Mapping[str, Any], fallback: Path | None = None) -> None:
         """Write the file of ``step``; ``fallback`` is an older one for the message when that fails.
@@ -92,11 +61,11 @@ class CheckpointSeries(_Files):
         Raises:
             WriteError: if it cannot be written.
         """
-        self._save(self.file(step), payload, fallback)
+        _write(self.file(step), payload, self.writers, fallback)
 
     def steps(self) -> list[int]:
         """Return the steps of all files that are there, ascending."""
-        return sorted(names.numbered(self.folder, self.name))
+        return sorted(numbered(self.folder, self.name))
 
     def update_links(self, step: int) -> None:
         """Move the link, then for live weights the pointer (``checkpoint``), to the file of ``step``."""
@@ -116,8 +85,8 @@ class CheckpointSeries(_Files):
         current = [s for s in steps if s <= step and s not in overtaken]
         old = current[: -self.keep] if self.keep >= 1 else []
         for s in [*overtaken, *old]:
-            for suffix in names.SUFFIXES:
-                file = self.folder / names.numbered_name(self.name, s, suffix)
+            for suffix in SUFFIXES:
+                file = self.folder / f"{self.name}-{s}{suffix}"
                 remove(file)
                 remove(spare_of(file))
         self._last = step
@@ -131,7 +100,7 @@ class CheckpointSeries(_Files):
             )
 
 
-class BestFiles(_Files):
+class BestFiles:
     """Keeps the ``keep`` best files as ``<prefix>.ckpt-<step>.t-<rank>.pt``; lower values are better.
 
     ``<prefix>.ckpt.pt`` is a link to the best of them.
@@ -146,15 +115,15 @@ class BestFiles(_Files):
         keep: how many are kept.
         metric: what the values are, such as ``E:MAE``; records of another metric are not continued.
         writes: whether this process names and removes the files; others keep the records, no more.
-        writers: see :class:`_Files`.
+        writers: as for :class:`CheckpointSeries`.
     """
 
     def __init__(
         self, prefix: str, folder: str | Path, keep: int, metric: str, writes: bool = True,
         writers: World | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(writers)
-        self.writes = writes
+        self.writes, self.writers = writes, writers
+        self.suffix = GATHERED_SUFFIX if writers is None else SHARDED_SUFFIX
         self.prefix, self.folder, self.keep, self.metric = prefix, Path(folder), keep, metric
         self.records: list[tuple[float, int]] = []  # (value, step), best first
         self._pushed_out: list[tuple[float, int]] = []  # by the last record
@@ -178,8 +147,8 @@ class BestFiles(_Files):
         The records must be those that :meth:`offer` has left.
         """
         path = self.path(step)
-        self._save(path, payload)
-        self.on_rank0(lambda: self._arrange([*self.records, *self._pushed_out]))
+        _write(path, payload, self.writers)
+        on_rank0(self.writers, lambda: self._arrange([*self.records, *self._pushed_out]))
         return path
 
     def path(self, step: int) -> Path:
@@ -239,19 +208,27 @@ class BestFiles(_Files):
         """Return the name of a best file: of the format in which it is there, or will be written."""
         suffixes = {path.suffix for path in self._on_disk().get(step, ())} or {self.suffix}
         suffix = self.suffix if self.suffix in suffixes else suffixes.pop()
-        return self.folder / names.best_name(self.prefix, step, rank, suffix)
+        return self.folder / f"{self.prefix}.ckpt-{step}.t-{rank}{suffix}"
 
     def _on_disk(self) -> dict[int, list[Path]]:
-        return names.files_by_step(self.folder, names.best_pattern(self.prefix))
+        return files_by_step(self.folder, self.prefix, RANKED)
 
 
 def _link_only(path: Path, target: Path) -> None:
     """Let ``path`` be a link to ``target``, and remove that of the other format, which would lead to an older file."""
     link(path, target)
-    for suffix in names.SUFFIXES:
+    for suffix in SUFFIXES:
         other = path.with_suffix(suffix)
         if other != path and other.is_symlink():
             other.unlink()
+
+
+def on_rank0(writers: World | None, change: Callable[[], None]) -> None:
+    """Have one rank change names of files, and end all that write together if it fails."""
+    world = writers or World()
+    with world.all_ranks_ok():
+        if world.is_main:
+            change()
 
 
 def save_together(
@@ -276,7 +253,7 @@ def save_together(
     fallback = live.file(before[-1]) if before else None
     for series, payload in files:
         series.save(step, payload, fallback)
-    live.on_rank0(lambda: _move_on(step, [series for series, _ in files], bests))
+    on_rank0(live.writers, lambda: _move_on(step, [series for series, _ in files], bests))
     return [series.file(step) for series, _ in files]
 
 
@@ -288,3 +265,10 @@ def _move_on(step: int, series: Sequence[CheckpointSeries], bests: Sequence[Best
         each.rotate(step)
     for best in bests:
         best.prune()
+
+
+def _write(path: Path, payload: Mapping[str, Any], writers: World | None, fallback: Path | None = None) -> None:
+    """Write one file or folder whole, or leave what is there; see :func:`deepmd_ema.checkpoint.file.save`."""
+    if writers is None and path.is_symlink():
+        path.unlink()  # else what it leads to would be replaced
+    save(path, payload, fallback, world=writers)

@@ -232,7 +232,15 @@ class _RowPlanner(dcp.DefaultSavePlanner):
         self._shards = shards
 
     def create_local_plan(self) -> planner.SavePlan:
-        items = [_write_item(name, shard) for name, shard in self._shards.items() if shard.part.numel()]
+        items = []
+        for name, shard in self._shards.items():
+            if shard.part.numel():
+                offsets = torch.Size((shard.first, *(0 for _ in shard.shape[1:])) if shard.shape else ())
+                chunk = metadata.ChunkStorageMetadata(offsets=offsets, sizes=shard.part.size())
+                properties = metadata.TensorProperties.create_from_tensor(shard.part)
+                data = planner.TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(shard.shape))
+                index, kind = metadata.MetadataIndex(name, offsets), planner.WriteItemType.SHARD
+                items.append(planner.WriteItem(index=index, type=kind, tensor_data=data))
         self.plan = planner.SavePlan(items)
         return self.plan
 
@@ -273,13 +281,3 @@ def _member(kind: Any, name: str) -> Any:
     if isinstance(kind, EnumMeta) and kind.__module__ == metadata.__name__ and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(f"attribute {name!r} of {kind!r}")
-
-
-def _write_item(name: str, shard: RowShard) -> planner.WriteItem:
-    offsets = torch.Size((shard.first, *(0 for _ in shard.shape[1:])) if shard.shape else ())
-    chunk = metadata.ChunkStorageMetadata(offsets=offsets, sizes=shard.part.size())
-    properties = metadata.TensorProperties.create_from_tensor(shard.part)
-    data = planner.TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(shard.shape))
-    return planner.WriteItem(
-        index=metadata.MetadataIndex(name, offsets), type=planner.WriteItemType.SHARD, tensor_data=data
-    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from deepmd_ema.cli.loading import libraries_of_torch, loading
 from deepmd_ema.cli.options import add_device, add_input, file_to_write, path
-from deepmd_ema.distributed.launch import TURN_S, launch_ranks, raise_on_end
+from deepmd_ema.distributed.launch import END_SIGNALS, TURN_S, handling, launch_ranks, terminate
 from deepmd_ema.errors import ReportedElsewhere, Terminated, show_text
 from deepmd_ema.utils import keep_freed_memory
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
         # torch's own remarks, on every rank, would hide the one message that matters; read when torch is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     interval = sys.getswitchinterval()
-    with raise_on_end(args.launch), ExitStack() as stack:
+    with handling(END_SIGNALS if args.launch.size > 1 else (), terminate), ExitStack() as stack:
         # the threads of a run, which loads and writes beside training, take turns
         sys.setswitchinterval(TURN_S)
         stack.callback(sys.setswitchinterval, interval)

@@ -103,18 +103,12 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     return Launch(rank, size, local_rank, int(together[0]) if together else size, launched=True)
 
 
-@contextlib.contextmanager
-def raise_on_end(launch: Launch) -> Iterator[None]:
-    """Let ``END_SIGNALS`` raise :class:`Terminated` in the body, where there are other ranks, in the main thread.
+def terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """Raise :class:`Terminated`, as a handler of ``END_SIGNALS`` where there are other ranks.
 
     torchrun sends it to the ranks that are left when one has ended. By default they would end without a message.
     """
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise Terminated(signal_number=number)
-
-    with handling(END_SIGNALS if launch.size > 1 else (), handle):
-        yield
+    raise Terminated(signal_number=number)
 
 
 def launch_ranks(number: str, launch: Launch, words: Sequence[str], device: str | None = None) -> NoReturn:

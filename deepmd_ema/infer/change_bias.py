@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from deepmd_ema import checkpoint
-from deepmd_ema.checkpoint.names import name_of_weights
+from deepmd_ema.checkpoint.file import name_of_weights
 from deepmd_ema.config import choose_head
 from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.outputs import GATHERED_SUFFIX

@@ -86,7 +86,11 @@ def build_optimizer(
             parameters, optimizer_class=kind, parameters_as_bucket_view=True, lr=0.0, **settings
         )
     else:
-        optimizer = _without_dynamo(kind)(parameters, lr=0.0, **settings)  # type: ignore[call-arg]
+        # torch wraps methods so that its compiler leaves them alone, and the first call of a wrapper imports the
+        # compiler, which takes half a second; an optimizer is never compiled here
+        plain = {name: inspect.unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad", "step")}
+        plain["step"] = torch.no_grad()(plain["step"])
+        optimizer = type(kind.__name__, (kind,), plain)(parameters, lr=0.0, **settings)
     local = _local(optimizer)
     if not isinstance(local, GuardedOptimizer):
         for p in (p for group in local.param_groups for p in group["params"]):
@@ -297,17 +301,6 @@ def check_state_type(state: Mapping[str, Any], own: str) -> None:
             f"{OF_CHECKPOINT}: it is of {state.get('type', 'an unknown optimizer')}, optimizer.type is {own}. Set it "
             "back, or start anew from the weights with --init-model."
         )
-
-
-def _without_dynamo(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return ``kind`` with the methods of the optimizer as they are without torch's compiler.
-
-    torch wraps them so that its compiler leaves them alone, and the first call of a wrapper imports the compiler, which
-    takes half a second. An optimizer is never compiled here.
-    """
-    plain = {name: inspect.unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad", "step")}
-    plain["step"] = torch.no_grad()(plain["step"])
-    return type(kind.__name__, (kind,), plain)
 
 
 def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from deepmd_ema import checkpoint
-from deepmd_ema.checkpoint.names import best_pattern, files_by_step, numbered, numbered_pattern
+from deepmd_ema.checkpoint.file import NUMBERED, RANKED, files_by_step, numbered
 from deepmd_ema.config import RunConfig, config_from_dict, to_dict
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.outputs import (
@@ -160,11 +160,10 @@ def _in_the_way(config: RunConfig) -> Iterator[Path]:
     for name in (LIVE, *(average.name for average in config.training.averaging)):
         series = suffixed(config.training.save_ckpt, suffix_of(name)).name
         for folder in (outputs.checkpoint_folder, outputs.snapshot_folder):
-            for paths in files_by_step(folder, numbered_pattern(series)).values():
+            for paths in files_by_step(folder, series, NUMBERED).values():
                 yield from paths
         for task in config.tasks:
-            pattern = best_pattern(outputs.best_prefix(name, task))
-            for paths in files_by_step(outputs.best_folder, pattern).values():
+            for paths in files_by_step(outputs.best_folder, outputs.best_prefix(name, task), RANKED).values():
                 yield from paths
 
 

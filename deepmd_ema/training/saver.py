@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
-from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
+from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, on_rank0, save_together
 from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.config import RunConfig
 from deepmd_ema.config.outputs import Outputs, Schedule, suffix_of
@@ -230,4 +230,4 @@ class Saver:
 
 def _write_snapshot(series: CheckpointSeries, step: int, content: Mapping[str, Any], buffers: Iterable[str]) -> None:
     series.save(step, narrowed(content, buffers))
-    series.on_rank0(lambda: series.rotate(step))
+    on_rank0(series.writers, lambda: series.rotate(step))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging.posthoc.combination import Combination, Track
-from deepmd_ema.checkpoint.names import SUFFIXES, numbered_name, series_and_step
+from deepmd_ema.checkpoint.file import SUFFIXES, series_and_step
 from deepmd_ema.config.outputs import SNAPSHOTS
 from deepmd_ema.distributed.tensors import check_weights
 from deepmd_ema.errors import CheckpointError, collect_problems, counted, first_few
@@ -109,7 +109,7 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
         )
     averaged = _check_alike(kept, payload)
     written = series_and_step(newest.name)
-    reference = newest.with_name(numbered_name(written[0], step, newest.suffix)) if written is not None else newest
+    reference = newest.with_name(f"{written[0]}-{step}{newest.suffix}") if written is not None else newest
     if reference != newest and reference.exists():
         other = checkpoint.load(reference)
         if other.get("run") == payload["run"]:
