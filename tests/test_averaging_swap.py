@@ -278,7 +278,7 @@ class FirstRows(Shard):
 
     def __init__(self, name, parameter):
         super().__init__(name, parameter)
-        self.local = self.local_shard(parameter.detach())
+        self.local, self.is_sharded = self.local_shard(parameter.detach()), True
 
     def as_tensor(self, part):
         return torch.cat([part, -part])

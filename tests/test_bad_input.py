@@ -382,7 +382,10 @@ def test_the_number_that_a_warning_requests_is_enough(desk):
         (["trian", "input.json"], ["the command 'trian' is unknown. Did you mean train? Known: init, train, check"]),
         (["train", "input.json", "--restrt", "x"], ["train has no option --restrt. Did you mean --restart?"]),
         (["check"], ["required: INPUT. `dp-ema check --help` shows what it takes."]),
-        (["train", "input.json", "--device", "gpu"], ["--device gpu: unknown device. Use cpu, cuda or cuda:0."]),
+        (
+            ["train", "input.json", "--device", "gpu"],
+            ["--device gpu: is not usable here (", "Use cpu, cuda or cuda:0."],
+        ),
         (["train", "input.json", "--device", "meta"], ["--device meta: is not usable here (", "Use cpu, cuda"]),
         (["freeze", "-o", "/proc/m.dp"], ["no file 'checkpoint' here that names the newest checkpoint"]),
         (["test", "-m", "m.dp"], ["m.dp: no such file."]),

@@ -71,7 +71,7 @@ def test_jobs_are_done_in_their_order_and_training_continues_meanwhile(writer, g
     gate.open()
     writer.finish()
     assert done == [0, 1, 2, 3, 4]
-    assert (writer.times.steps, writer.times.waits) == (1, 0)
+    assert (writer.steps, writer.waits) == (1, 0)
 
 
 def test_a_later_step_waits_for_the_files_of_the_one_before(writer, gate):
@@ -82,8 +82,8 @@ def test_a_later_step_waits_for_the_files_of_the_one_before(writer, gate):
     threading.Timer(0.05, gate.open).start()
     writer.begin(2)
     assert done == [1]
-    assert writer.times.waits == 1
-    assert writer.times.waited_s > 0.02
+    assert writer.waits == 1
+    assert writer.waited_s > 0.02
 
 
 def test_what_is_written_is_not_kept(writer):
@@ -104,14 +104,14 @@ def test_an_error_is_raised_once_where_training_requests_and_nothing_more_is_wri
     writer.submit(lambda: done.append("behind"))
     gate.open()
     writer.wait()
-    assert writer.has_failed
+    assert writer.error is not None
     writer.submit(lambda: done.append("later"))
     with pytest.raises(CheckpointError, match="no room"):
         writer.begin(2)
     writer.submit(lambda: done.append("after it was raised"))
     writer.finish()
     assert not done
-    assert not writer.has_failed
+    assert writer.error is None
 
 
 def test_other_ranks_write_nothing(gate):
@@ -120,7 +120,7 @@ def test_other_ranks_write_nothing(gate):
     writer.submit(refuse)
     writer.finish()
     writer.close()
-    assert not writer.times.steps
+    assert not writer.steps
 
 
 # ---- copies

@@ -11,15 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.distributed.tensors import (
-    StoredTensor,
-    from_local,
-    full_tensor,
-    local_shard,
-    place_of,
-    prefix_of,
-    shard_like,
-)
+from deepmd_ema.distributed import tensors
+from deepmd_ema.distributed.tensors import StoredTensor, local_shard, place_of, prefix_of
 
 T = TypeVar("T")
 _INNER_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -84,34 +77,28 @@ class Shard:
         names: at least one.
         parameter: the tensor as the optimizer sees it, or a buffer.
         local: the part of it that this process averages, the same memory; all of it when nothing is sharded.
+        is_sharded: whether other processes average other parts of it.
+        shape: of the full tensor.
     """
 
     def __init__(self, name: str, parameter: Tensor) -> None:
         self.names = [name]
         self.parameter = parameter
         self.local = local_shard(parameter)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether other processes average other parts of it."""
-        return self.local is not self.parameter
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the full tensor."""
-        return tuple(self.parameter.shape)
+        self.is_sharded = self.local is not parameter
+        self.shape = tuple(parameter.shape)
 
     def as_tensor(self, part: Tensor) -> Tensor:
         """Return the tensor of which ``part`` is the local shard, sharded as the parameter is."""
-        return from_local(part.detach(), self.parameter)
+        return tensors.from_local(part.detach(), self.parameter)
 
     def full_tensor(self, part: Tensor) -> Tensor:
         """Return the tensor of which ``part`` is the local shard. A collective when sharded."""
-        return full_tensor(self.as_tensor(part))
+        return tensors.full_tensor(self.as_tensor(part))
 
     def local_shard(self, full: Tensor | StoredTensor) -> Tensor:
         """Return the local shard of ``full``, which every rank has or can read."""
-        return shard_like(full, self.parameter)
+        return tensors.shard_like(full, self.parameter)
 
 
 class Buffer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ _OPTIONAL: dict[str, Any] = {
     "averages.steps": int, "averages.profiles": dict,
     **dict.fromkeys(("average", "best", "early_stop", "interpolation", "refitted", "refitted_bias", "bias"), dict),
 }  # fmt: skip
+_MISSING = object()
 _MAX_COUNT = 1 << 62  # numpy and torch compute with 64 bits
 
 
@@ -72,33 +73,28 @@ def check_content(payload: Mapping[str, Any], path: str | Path) -> None:
     if not isinstance(kind, str) or kind not in KINDS:
         raise CheckpointError(f"{path}: a file of kind {kind!r}, expected one of {', '.join(KINDS)}. Update dp-ema.")
     parts = {name: types for name, types in _OPTIONAL.items() if name.partition(".")[0] in payload} | KINDS[kind]
-    if problems := list(dict.fromkeys(_problems(payload, parts))):
+    problems = []
+    for name, types in parts.items():
+        value: Any = payload
+        for key in name.split("."):
+            value = value.get(key, _MISSING) if isinstance(value, Mapping) else _MISSING
+        # Python counts bool among whole numbers
+        is_right = types is bool if isinstance(value, bool) else isinstance(value, types)
+        if value is _MISSING:
+            problems.append(f"{name} is missing")
+        elif not is_right or (type(value) is int and not 0 <= value < _MAX_COUNT):
+            problems.append(f"{name} is {_describe(value)}, expected {getattr(types, '__name__', types)}")
+    weights = payload.get("model")
+    problems += [
+        f"model.{name} is {_describe(tensor)}, expected a tensor of floating-point numbers"
+        for name, tensor in (weights.items() if isinstance(weights, Mapping) else ())
+        if not (isinstance(tensor, Tensor | StoredTensor) and tensor.is_floating_point())
+    ]
+    if problems:
         raise CheckpointError(
             f"{path}: not a file of kind {kind} as dp-ema writes it: {first_few(problems, 5)}. Another program has "
             "changed it, or it was not made by a run: take another file."
         )
-
-
-def _problems(payload: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield parts that are missing or of another type."""
-    for name, types in parts.items():
-        value: Any = payload
-        above = name.split(".")
-        for depth, key in enumerate(above, 1):
-            place, expected = ".".join(above[:depth]), types if depth == len(above) else dict
-            if key not in value:
-                yield f"{place} is missing"
-                break
-            value = value[key]
-            # Python counts bool among whole numbers
-            is_right = expected is bool if isinstance(value, bool) else isinstance(value, expected)
-            if not is_right or (type(value) is int and not 0 <= value < _MAX_COUNT):
-                yield f"{place} is {_describe(value)}, expected {getattr(expected, '__name__', expected)}"
-                break
-    weights = payload.get("model")
-    for name, tensor in weights.items() if isinstance(weights, Mapping) else ():
-        if not (isinstance(tensor, Tensor | StoredTensor) and tensor.is_floating_point()):
-            yield f"model.{name} is {_describe(tensor)}, expected a tensor of floating-point numbers"
 
 
 def _describe(value: Any) -> str:

@@ -20,15 +20,8 @@ from typing import Any
 import torch
 
 from deepmd_ema.checkpoint.content import FORMAT, check_content
-from deepmd_ema.config.outputs import (
-    GATHERED_SUFFIX,
-    POINTER,
-    SHARDED_SUFFIX,
-    is_sharded,
-    read_pointer,
-    suffix_of,
-    suffixed,
-)
+from deepmd_ema.config import outputs
+from deepmd_ema.config.outputs import GATHERED_SUFFIX, POINTER, SHARDED_SUFFIX, is_sharded
 from deepmd_ema.distributed.files import atomic_write, spare_of, writing
 from deepmd_ema.distributed.tensors import content_digest, on_cpu, whole
 from deepmd_ema.distributed.world import World
@@ -166,7 +159,7 @@ def resolve(path: str | Path) -> Path:
     missing = f"{path}: no such file."
     try:
         if path.name == POINTER and path.is_file():
-            named = read_pointer(path)
+            named = outputs.read_pointer(path)
             missing = f"{path}: names {'nothing' if named == path.parent else named}, which is missing."
             path = named
         for candidate in (path, *(path.with_name(path.name + suffix) for suffix in SUFFIXES if path.name)):
@@ -362,9 +355,9 @@ def name_of_weights(file: str, weights: str, step: int | None) -> str:
     """Return the name of ``file`` with the weights that are not its own and the step that it does not name yet."""
     stem = Path(file).stem
     if numbers := series_and_step(file):
-        stem = f"{suffixed(numbers[0], suffix_of(weights)).name}-{numbers[1]}"
+        stem = f"{outputs.suffixed(numbers[0], outputs.suffix_of(weights)).name}-{numbers[1]}"
     elif weights != LIVE:
-        stem = f"{stem}{suffix_of(weights)}"
+        stem = f"{stem}{outputs.suffix_of(weights)}"
     if step is not None and re.search(rf"-{step}(?!\d)", stem) is None:
         stem = f"{stem}-{step}"
     return f"{stem}{GATHERED_SUFFIX}"

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Queue
 
 from deepmd_ema.distributed.world import ANNOUNCED, World
@@ -16,23 +15,6 @@ from deepmd_ema.errors import RankLostError
 
 NICENESS = 10  # a tenth of a core where other threads want all of them; measured: the stall of a save is halved
 _NAME = "dp-ema-writer"
-
-
-@dataclass
-class WriterTimes:
-    """Counts and times of a writer.
-
-    Attributes:
-        steps: steps of which files were written.
-        waits: how often training waited for files of an earlier step.
-        waited_s: how long it waited for them, and at its end, in seconds.
-        written_s: seconds that the thread took.
-    """
-
-    steps: int = 0
-    waits: int = 0
-    waited_s: float = 0.0
-    written_s: float = 0.0
 
 
 class Writer:
@@ -49,18 +31,22 @@ class Writer:
         everywhere: whether every rank writes, and does the same jobs in the same order.
 
     Attributes:
-        times: what was done.
+        steps: number of steps of which files were written.
+        waits: how often training waited for files of an earlier step.
+        waited_s: how long it waited for them, and at its end, in seconds.
+        written_s: seconds that the thread took.
+        error: what waits to be raised, on this rank.
     """
 
     def __init__(self, world: World, everywhere: bool = False) -> None:
-        self.times = WriterTimes()
+        self.steps, self.waits, self.waited_s, self.written_s = 0, 0, 0.0, 0.0
+        self.error: BaseException | None = None
         self._world, self._writes = world, everywhere or world.is_main
         self._step: int | None = None  # whose tensors may be copied
         self._last: int | None = None  # that had a job
         self._jobs: Queue[Callable[[], None] | None] = Queue()  # None ends the thread
         self._thread: threading.Thread | None = None
         self._has_given_up = False
-        self._error: BaseException | None = None
 
     def begin(self, step: int | None = None) -> None:
         """Wait until all files of earlier steps are written; every rank must call this before it copies for ``step``.
@@ -72,7 +58,7 @@ class Writer:
         """
         with self._world.all_ranks_ok():
             if step not in (None, self._step):
-                self.times.waits += self._jobs.unfinished_tasks > 0
+                self.waits += self._jobs.unfinished_tasks > 0
                 self.wait()
                 self._step = step
             self._raise()
@@ -82,7 +68,7 @@ class Writer:
         if not self._writes or self._has_given_up:
             return
         if self._step != self._last:
-            self.times.steps += 1
+            self.steps += 1
             self._last = self._step
         self._jobs.put(job)
         if self._thread is None:
@@ -90,16 +76,11 @@ class Writer:
             self._thread = threading.Thread(target=self._work, name=_NAME, daemon=True)
             self._thread.start()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether an error waits to be raised, on this rank."""
-        return self._error is not None
-
     def wait(self) -> None:
         """Wait until every file is written or given up; call it before files of the run are read."""
         began = time.perf_counter()
         self._jobs.join()
-        self.times.waited_s += time.perf_counter() - began
+        self.waited_s += time.perf_counter() - began
 
     def finish(self) -> None:
         """Wait until every file is written; every rank must call this.
@@ -110,8 +91,8 @@ class Writer:
         with self._world.all_ranks_ok():
             self.wait()
             self._raise()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def close(self) -> None:
         """Wait until every file is written or given up, and end the thread."""
@@ -123,8 +104,8 @@ class Writer:
 
     def _raise(self) -> None:
         # an error that another rank reported to the thread is reported again here: both must be in the same collective
-        if self._error is not None and not isinstance(self._error, RankLostError):
-            error, self._error = self._error, None
+        if self.error is not None and not isinstance(self.error, RankLostError):
+            error, self.error = self.error, None
             raise error
 
     def _work(self) -> None:
@@ -139,9 +120,9 @@ class Writer:
                 try:
                     job()
                 except BaseException as error:  # whatever it is, it is raised again in the thread of training
-                    self._error, self._has_given_up = error, True
+                    self.error, self._has_given_up = error, True
                     vars(error).pop(ANNOUNCED, None)  # it is announced to other ranks once more
             del job  # else its tensors would stay until the next one
-            self.times.written_s += time.perf_counter() - began
+            self.written_s += time.perf_counter() - began
             self._jobs.task_done()
         self._jobs.task_done()

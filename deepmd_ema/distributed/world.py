@@ -224,11 +224,6 @@ def select_device(name: str | None = None, local_rank: int = 0) -> torch.device:
         )
     try:
         chosen = torch.device(f"cuda:{0 if visible == 1 else local_rank}" if name == "cuda" else name)
-    except RuntimeError as error:
-        raise UserError(f"--device {name}: unknown device. Use cpu, cuda or cuda:0.") from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device {name}: no CUDA device is visible to torch {torch.__version__}. Use --device cpu.")
-    try:
         torch.zeros((), dtype=torch.float64, device=chosen).item()
     except (RuntimeError, TypeError, NotImplementedError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__

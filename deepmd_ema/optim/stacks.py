@@ -99,13 +99,12 @@ class Stacks:
         found: dict[int, Tensor] = {}
         start = 0
         for stack in self.stacks:
-            for i in stack.members:
-                count, rows, columns = self._shapes[i]
-                first = start + torch.arange(count) * (stack.rows * stack.columns)
-                steps = (stack.columns, 1) if rows <= columns else (1, stack.columns)
-                row, column = torch.arange(rows) * steps[0], torch.arange(columns) * steps[1]
-                found[i] = (first[:, None, None] + row[:, None] + column).reshape(-1)
-                start += count * stack.rows * stack.columns
+            all_places = start + torch.arange(stack.count * stack.rows * stack.columns)
+            places = all_places.view(-1, stack.rows, stack.columns).split([self._shapes[i][0] for i in stack.members])
+            for i, part in zip(stack.members, places):
+                _, rows, columns = self._shapes[i]
+                found[i] = (part[:, :rows, :columns] if rows <= columns else part[:, :columns, :rows].mT).reshape(-1)
+            start += all_places.numel()
         return torch.cat([found[i] for i in range(len(found))])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from deepmd_ema.checkpoint.writer import WriterTimes
+from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.config import config_summary
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
@@ -158,7 +158,7 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     compiler = trainer.validator.models.compiler
     if compiler is not None:
         pairs.append(("compiled", f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
-    pairs.append(("saving", _describe_saving(saver.writer.times)))
+    pairs.append(("saving", _describe_saving(saver.writer)))
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
     device, parts = trainer.world.device, [f"{peak_memory() / 1e9:.2g} GB at most"] * (peak_memory() > 0)
     if device.type == "cuda":
@@ -180,11 +180,11 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     return facts(f"trained model: {saver.link}", pairs)
 
 
-def _describe_saving(times: WriterTimes) -> str:
-    if not times.steps:
+def _describe_saving(writer: Writer) -> str:
+    if not writer.steps:
         return ""
-    late = f", {counted(times.waits, 'time')} for files of an earlier step" if times.waits else ""
+    late = f", {counted(writer.waits, 'time')} for files of an earlier step" if writer.waits else ""
     return (
-        f"files of {counted(times.steps, 'step')} written in {duration(times.written_s)} beside training, which waited "
-        f"{duration(times.waited_s)} for them{late}"
+        f"files of {counted(writer.steps, 'step')} written in {duration(writer.written_s)} beside training, which "
+        f"waited {duration(writer.waited_s)} for them{late}"
     )

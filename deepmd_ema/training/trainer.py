@@ -249,7 +249,7 @@ class Trainer:
         """
         is_late = self.step < self.num_steps and time.monotonic() >= self.deadline  # the end of a run is not broken off
         own = self.stop.signal or TIME_IS_OVER * is_late
-        (found,) = self.world.all_reduce_max([WRITER_FAILED if self.saver.writer.has_failed else own])
+        (found,) = self.world.all_reduce_max([WRITER_FAILED if self.saver.writer.error is not None else own])
         if found == WRITER_FAILED:
             self.saver.writer.begin()
         self.is_out_of_time = found == TIME_IS_OVER

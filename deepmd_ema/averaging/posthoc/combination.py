@@ -195,11 +195,6 @@ class Combination:
     residual: float
     amplification: float
 
-    @property
-    def is_resolved(self) -> bool:
-        """Whether the snapshots resolve the target."""
-        return self.residual <= TOLERANCE
-
     def describe_missing(self) -> str:
         """Return why it is not used."""
         missing = f"{100 * self.residual:.2g} % of its profile would be missing"
@@ -304,7 +299,7 @@ def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int)
     Raises:
         UserError: naming each that they do not, the range that they do, and how to widen it.
     """
-    bad = [one for one in found.combinations if isinstance(one.target, Track) and not one.is_resolved]
+    bad = [one for one in found.combinations if isinstance(one.target, Track) and one.residual > TOLERANCE]
     if not bad:
         return
     ends = resolvable_range(tracks, step)

@@ -14,18 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from deepmd_ema import checkpoint
-from deepmd_ema.averaging.posthoc.combination import (
-    MAX_SIGMA_REL,
-    SHAPES,
-    TOLERANCE,
-    Combination,
-    Combinations,
-    Decay,
-    find_combinations,
-    place_decays,
-    refuse_unresolvable,
-    resolvable_range,
-)
+from deepmd_ema.averaging.posthoc import combination
+from deepmd_ema.averaging.posthoc.combination import MAX_SIGMA_REL, SHAPES, TOLERANCE, Combinations, Decay
 from deepmd_ema.averaging.posthoc.ranking import OVERALL, RANKED, SHAPE, TRACKED, PosthocReport, Row
 from deepmd_ema.averaging.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.config import RunConfig, TaskConfig, saved_config
@@ -160,14 +150,13 @@ def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
     widths: set[float] = set()
     problems = []
     for word in map(str, words or ()):
-        low, *more = word.split(":")
+        low, _, rest = word.partition(":")
+        high, _, count = rest.partition(":")
         try:
-            first, last = float(low), float(more[0] if more else low)
-            number = int(more[1]) if len(more) == 2 else NUM_SIGMA_RELS
-            fits = len(more) < 3 and 0 < first <= last <= MAX_SIGMA_REL and (first < last) == bool(more)
+            first, last, number = float(low), float(high or low), int(count or NUM_SIGMA_RELS)
         except ValueError:
-            fits = False
-        if fits and 1 < number <= MAX_SIGMA_RELS:
+            first = last = math.nan
+        if 0 < first <= last <= MAX_SIGMA_REL and (first < last) == bool(high) and 1 < number <= MAX_SIGMA_RELS:
             widths |= set(_spaced(first, last, number))
         else:
             problems.append(
@@ -220,19 +209,19 @@ def find_requested(
         UserError: if the snapshots do not resolve a requested width or decay.
     """
     tracks = run.tracks
-    resolvable = resolvable_range(tracks, run.step)
+    resolvable = combination.resolvable_range(tracks, run.step)
     widths = list(sigma_rels)
     if not widths and not requests:
         tracked = sorted({snapshot.track.sigma_rel for snapshot in run.snapshots if snapshot.step == run.step})
         widths = _spaced(*resolvable) if resolvable else tracked
     wanted = parse_shapes(list(SHAPES)) if requests is None and not sigma_rels else requests or []
-    decays, left_out = place_decays(wanted, tracks, run.step)
-    found = find_combinations(tracks, widths, run.step, decays)
-    unresolved = [one for one in found.combinations if isinstance(one.target, Decay) and not one.is_resolved]
+    decays, left_out = combination.place_decays(wanted, tracks, run.step)
+    found = combination.find_combinations(tracks, widths, run.step, decays)
+    unresolved = [one for one in found.combinations if isinstance(one.target, Decay) and one.residual > TOLERANCE]
     problems: list[str] = []
     if sigma_rels:
         with collect_problems(problems):
-            refuse_unresolvable(found, tracks, run.step)
+            combination.refuse_unresolvable(found, tracks, run.step)
     if requests:
         reasons = [f"{name}: {reason} in it" for reason, names in left_out.items() for name in names]
         steps = counted(len({snapshot.step for snapshot in run.snapshots}), "step")
@@ -245,7 +234,7 @@ def find_requested(
         raise UserError(problems)
     for one in unresolved:
         left_out.setdefault(f"residual above {100 * TOLERANCE:g} %", []).append(one.target.describe())
-    kept = [one for one in found.combinations if not isinstance(one.target, Decay) or one.is_resolved]
+    kept = [one for one in found.combinations if not isinstance(one.target, Decay) or one.residual <= TOLERANCE]
     return replace(found, combinations=kept), resolvable, left_out
 
 
@@ -254,7 +243,7 @@ def _spaced(low: float, high: float, count: int = NUM_SIGMA_RELS) -> list[float]
     return [low] if low == high else [low, *np.geomspace(low, high, count)[1:-1].tolist(), high]
 
 
-def _row_of(made: Combination) -> Row:
+def _row_of(made: combination.Combination) -> Row:
     """Return the row of an average that was made of snapshots, still without errors."""
     to, is_decay = made.target, isinstance(made.target, Decay)
     kind, name = (SHAPE, to.describe()) if is_decay else (POSTHOC, POSTHOC)
