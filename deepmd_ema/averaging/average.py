@@ -96,7 +96,7 @@ class Average:
     def set_counts(self, updates: int, mean_step: float) -> None:
         """Set the counters, on the host, and drop a copy of the weights that was enqueued."""
         if self.staging is not None:
-            self.staging.forget()
+            self.staging.step = None
         self.updates, self._mean_step, self.on_device = updates, mean_step, None
 
     def flush(self) -> None:
@@ -188,21 +188,20 @@ class Average:
         weights = {name: tensor for name, tensor in saved["weights"].items() if name not in dropped}
         # every averaged tensor must be there, but those that were frozen or live, and those of new tasks
         new = {*state["frozen"], *(binding.floating_buffers if saved.get("buffers", "copy") == "copy" else ())}
-        new_tasks, old_tasks = set(tasks) - set(state["tasks"]), set(state["tasks"]) - set(tasks)
+        new_tasks, old_tasks = (
+            tuple(f"{task}." for task in set(some) - set(others) if task)
+            for some, others in ((tasks, state["tasks"]), (state["tasks"], tasks))
+        )
+        sources = [[name for name in shard.names if name in weights] for shard in self.shards]
         expected: dict[str, tuple[int, ...]] = {}
-        for shard in self.shards:
-            saved_names = [name for name in shard.names if name in weights]
-            if saved_names or not any(name in new or _is_of(new_tasks, name) for name in shard.names):
-                expected |= dict.fromkeys(saved_names or shard.names[:1], shard.shape)
-        of_tasks = {name: tensor for name, tensor in weights.items() if not _is_of(old_tasks, name)}
+        for shard, names in zip(self.shards, sources):
+            if names or not any(name in new or name.startswith(new_tasks) for name in shard.names):
+                expected |= dict.fromkeys(names or shard.names[:1], shard.shape)
+        of_tasks = {name: tensor for name, tensor in weights.items() if not name.startswith(old_tasks)}
         check_weights(expected, of_tasks, f"average {profile.name!r} of the checkpoint")
-        seeded = []
-        for i, shard in enumerate(self.shards):
-            name = next((name for name in shard.names if name in weights), None)
-            self.set_tensor(i, None if name is None else weights[name])
-            if name is None:
-                seeded.append(shard.names[0])
-        if seeded:
+        for i, names in enumerate(sources):
+            self.set_tensor(i, weights[names[0]] if names else None)
+        if seeded := [shard.names[0] for shard, names in zip(self.shards, sources) if not names]:
             text = "average %s: %s was not averaged before and starts from its live value"
             logger.info(text, profile.name, ", ".join(seeded))
         # files of 0.1.0 have the mean age only
@@ -261,10 +260,6 @@ def count_on_device(
             share = share * good
         shares += share.unbind()
     return shares
-
-
-def _is_of(tasks: Iterable[str], name: str) -> bool:
-    return any(task and name.startswith(f"{task}.") for task in tasks)
 
 
 def _swap(one: Tensor, other: Tensor) -> None:

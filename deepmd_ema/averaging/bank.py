@@ -94,7 +94,7 @@ class AverageBank:
             epoch: handed to ``should_update`` of the profiles that have it.
         """
         due = self.begin(epoch)
-        if ok is not None and is_on_host(ok):
+        if ok is not None and ok.is_cpu:  # the host can read it without waiting
             if not bool(ok > 0):
                 return
             ok = None
@@ -351,11 +351,6 @@ def _reshard(modules: Iterable[nn.Module]) -> None:
             drop = getattr(part, "reshard", None)  # an FSDPModule
             if callable(drop):
                 drop()
-
-
-def is_on_host(ok: Tensor) -> bool:
-    """Whether the host can read ``ok`` without waiting for a device."""
-    return ok.device.type == "cpu"
 
 
 @contextmanager

@@ -155,6 +155,7 @@ class Staging:
 
     Attributes:
         flats: memory of the copies, one for each of ``buffers``.
+        step: of the copy that was enqueued; None: there is none, or it is not wanted any more.
     """
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
@@ -163,7 +164,7 @@ class Staging:
         self.flats = [_flat(b.shapes, b.source.dtype, torch.device("cpu"), pin) for b in buffers]
         self._views = [_views(flat, b.shapes) for flat, b in zip(self.flats, buffers)]
         self._good = torch.empty((), pin_memory=pin)
-        self._step: int | None = None
+        self.step: int | None = None
         self._events: list[torch.cuda.Event] = []
 
     def start(self, step: int, ok: Tensor | None) -> None:
@@ -179,20 +180,16 @@ class Staging:
             torch._foreach_copy_(_views(gathered, buffer.shapes), buffer.live())
             flat.copy_(gathered, non_blocking=True)
         self._events = [torch.cuda.current_stream(d).record_event() for d in sources if d.type == "cuda"]
-        self._step = step
+        self.step = step
 
     def finish(self) -> tuple[int, list[list[Tensor]]] | None:
         """Return the step of the copy and the weights of each buffer; None if there is no copy of a good step."""
-        step, self._step = self._step, None
+        step, self.step = self.step, None
         if step is None:
             return None
         for event in self._events:
             event.synchronize()
         return (step, self._views) if bool(self._good > 0) else None
-
-    def forget(self) -> None:
-        """Drop the copy that was enqueued."""
-        self._step = None
 
 
 def lerp(moves: Iterable[tuple[Buffer, float]], live: list[Tensor] | None = None) -> None:

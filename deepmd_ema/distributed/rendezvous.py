@@ -180,16 +180,33 @@ def in_thread(work: Callable[[], T]) -> T:
 
 
 @contextmanager
-def watched_peers(rendezvous: Rendezvous, launch: Launch) -> Iterator[None]:
-    """Watch the next rank in a thread while the body runs. A collective at both ends.
+def watched_peers(rendezvous: Rendezvous, launch: Launch, nccl: bool) -> Iterator[None]:
+    """Watch the other ranks while the body runs. A collective at both ends with NCCL.
 
-    The connections of gloo close when a process ends, however that happens. The thread of rank k waits for a message of
-    rank k + 1, which that rank sends at its end; if the connection closes instead, the main thread may wait for ever in
-    a collective of NCCL, so the thread reports the loss and ends the process. The rank before then notices that in
-    turn.
+    Rank 0 logs a line about each rank that does not answer: it is stopped, or cut off. A thread of each rank counts in
+    the store. The others wait for a rank that is stopped until a timeout of half an hour.
+
+    With NCCL another thread watches the next rank. The connections of gloo close when a process ends, however that
+    happens. The thread of rank k waits for a message of rank k + 1, which that rank sends at its end; if the connection
+    closes instead, the main thread may wait for ever in a collective of NCCL, so the thread reports the loss and ends
+    the process. The rank before then notices that in turn.
     """
-    group = dist.new_group(backend="gloo", timeout=WATCH_TIMEOUT)
-    has_left = threading.Event()
+    has_left, store = threading.Event(), rendezvous.store
+    group = dist.new_group(backend="gloo", timeout=WATCH_TIMEOUT) if nccl else None
+
+    def hear() -> None:
+        beats, missed = Counter[int](), Counter[int]()
+        with suppress(RuntimeError):  # the host of the store has ended
+            while not has_left.wait(BEAT_INTERVAL_S):
+                if not launch.is_main:
+                    store.add(f"beat {launch.rank}", 1)
+                for k in range(1, launch.size) if launch.is_main else ():
+                    before, beats[k] = beats[k], store.add(f"beat {k}", 0)
+                    missed[k] = missed[k] + 1 if beats[k] == before else 0
+                    if missed[k] and missed[k] % MAX_MISSED_BEATS == 0:
+                        place, minutes = store.get(f"joined {k}").decode(), missed[k] * BEAT_INTERVAL_S / 60
+                        text = "waiting for rank %d (%s) for %.2g min: it is stopped, or cannot be reached"
+                        logger.warning(text, k, place, minutes)
 
     def watch() -> None:
         try:
@@ -204,46 +221,19 @@ def watched_peers(rendezvous: Rendezvous, launch: Launch) -> Iterator[None]:
                 write_error_file(message)
             os._exit(EXIT_LOST)
 
-    thread = threading.Thread(target=watch, name="dp-ema-peer-watch", daemon=True)
-    thread.start()
+    hearing, watching = (threading.Thread(target=work, name="dp-ema-peers", daemon=True) for work in (hear, watch))
+    hearing.start()
+    if nccl:
+        watching.start()
     try:
         yield
-        dist.send(torch.zeros(1), dst=(launch.rank - 1) % launch.size, group=group)
+        if nccl:
+            dist.send(torch.zeros(1), dst=(launch.rank - 1) % launch.size, group=group)
     finally:
         has_left.set()
-    thread.join()
-
-
-@contextmanager
-def heard_peers(rendezvous: Rendezvous, launch: Launch) -> Iterator[None]:
-    """Have rank 0 log a line about each rank that does not answer while the body runs: it is stopped, or cut off.
-
-    A thread of each rank counts in the store. The others wait for a rank that is stopped until a timeout of half an
-    hour.
-    """
-    has_left, store = threading.Event(), rendezvous.store
-
-    def watch() -> None:
-        beats, missed = Counter[int](), Counter[int]()
-        with suppress(RuntimeError):  # the host of the store has ended
-            while not has_left.wait(BEAT_INTERVAL_S):
-                if not launch.is_main:
-                    store.add(f"beat {launch.rank}", 1)
-                for k in range(1, launch.size) if launch.is_main else ():
-                    before, beats[k] = beats[k], store.add(f"beat {k}", 0)
-                    missed[k] = missed[k] + 1 if beats[k] == before else 0
-                    if missed[k] and missed[k] % MAX_MISSED_BEATS == 0:
-                        place, minutes = store.get(f"joined {k}").decode(), missed[k] * BEAT_INTERVAL_S / 60
-                        text = "waiting for rank %d (%s) for %.2g min: it is stopped, or cannot be reached"
-                        logger.warning(text, k, place, minutes)
-
-    thread = threading.Thread(target=watch, name="dp-ema-peer-beats", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        has_left.set()
-        thread.join(NOTICE_S)  # the store does not answer where its host is stopped
+        hearing.join(NOTICE_S)  # the store does not answer where its host is stopped
+    if nccl:
+        watching.join()
 
 
 def is_peer_lost(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -17,14 +17,7 @@ import torch
 import torch.distributed as dist
 
 from deepmd_ema.distributed.launch import ADDRESS, END_SIGNALS, Launch
-from deepmd_ema.distributed.rendezvous import (
-    Rendezvous,
-    cause_of,
-    heard_peers,
-    in_thread,
-    is_peer_lost,
-    watched_peers,
-)
+from deepmd_ema.distributed.rendezvous import Rendezvous, cause_of, in_thread, is_peer_lost, watched_peers
 from deepmd_ema.errors import RankLostError, ReportedElsewhere, UserError
 from deepmd_ema.utils import keep_freed_memory
 
@@ -110,12 +103,15 @@ class World(Launch):
         Raises:
             RankLostError: where the body succeeded, if it failed on another rank, which raises its own error.
         """
+        if self.size == 1:
+            yield
+            return
         own_error: Exception | None = None
         try:
             yield
         except Exception as error:
-            if self.size == 1 or is_peer_lost(error) or getattr(error, ANNOUNCED, False):
-                raise  # there are no other ranks, or a body inside this one has informed them
+            if is_peer_lost(error) or getattr(error, ANNOUNCED, False):
+                raise  # a body inside this one has informed the others
             own_error = error
         failed = 0
         try:
@@ -183,8 +179,7 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
             ) from error
         world = World(**vars(launch), device=chosen, cpu_group=cpu_group, long_timeout_group=long_timeout_group)
         default_group = dist.group.WORLD
-        watched = watched_peers(rendezvous, launch) if cuda and launch.size > 1 else nullcontext()
-        with heard_peers(rendezvous, launch), watched:
+        with watched_peers(rendezvous, launch, nccl=cuda and launch.size > 1):
             yield world
         # Not after an error: other ranks may have ended, and this would wait for them.
         dist.destroy_process_group()
