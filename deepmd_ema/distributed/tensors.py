@@ -310,23 +310,17 @@ def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def shard_like(full: Tensor | StoredTensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of ``full``, cut as ``like`` is; without communication.
+    """Return this rank's shard of ``full``, cut as ``like`` is, where ``full`` is; without communication.
 
     Args:
         full: a tensor that every rank holds, or one on the disk, of which only this shard is read.
-        like: a tensor of that shape, sharded or not.
+        like: a tensor of that shape, sharded by rows or not.
     """
-    if isinstance(full, StoredTensor):
-        if is_row_sharded(like):
-            return full.read(first_row(like), len(local_shard(like)))
-        full = full.whole()
     if not is_sharded(like):
-        return full
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = like.device_mesh
-    replicated = DTensor.from_local(full.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicated.redistribute(mesh, like.placements).to_local()
+        return full.whole() if isinstance(full, StoredTensor) else full
+    assert is_row_sharded(like)
+    first, count = first_row(like), len(local_shard(like))
+    return full.read(first, count) if isinstance(full, StoredTensor) else full[first : first + count]
 
 
 @dataclass(frozen=True)

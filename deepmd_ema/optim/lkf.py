@@ -92,7 +92,10 @@ class LKF:
         change = torch.where(good, gain * (error.to(gain.dtype) / spread), -0.0)
         inverse, divisor = torch.where(good, 1 / spread, 0), torch.where(good, memory, 1)
         for covariance, part in zip(covariances, torch.where(good, gain, 0).split([len(c) for c in covariances])):
-            _take_in(covariance, part, inverse, divisor)
+            # some rows at a time. Each operation rounds elements (i, j) and (j, i) alike, so that P stays symmetric to
+            # the last bit. A fused one (addr) does not: its last columns are computed in another way than the others
+            for rows, few in zip(*(t.split(max(1, AT_ONCE // len(part))) for t in (covariance, part))):
+                rows.sub_(torch.outer(few, part).mul_(inverse)).div_(divisor)
         parameters = self.parameters_of(task)
         moves = [
             part.view(tuple(reversed(p.shape))).permute(*reversed(range(p.ndim))).to(p.dtype)
@@ -150,16 +153,6 @@ def block_sizes(counts: Sequence[int], block_size: int) -> list[int]:
             sizes.append(count)
             open_block = True
     return sizes
-
-
-def _take_in(covariance: Tensor, gain: Tensor, inverse: Tensor, divisor: Tensor) -> None:
-    """Do ``P <- (P - inverse * gain gain^T) / divisor`` in place, some rows at a time.
-
-    Each operation rounds elements (i, j) and (j, i) alike, so that P stays symmetric to the last bit. A fused one
-    (``addr``) does not: its last columns are computed in another way than the others.
-    """
-    for rows, part in zip(*(t.split(max(1, AT_ONCE // len(gain))) for t in (covariance, gain))):
-        rows.sub_(torch.outer(part, gain).mul_(inverse)).div_(divisor)
 
 
 def _of_task(task: str, values: Iterable[T], owners: Iterable[Sequence[str]]) -> Iterator[T]:

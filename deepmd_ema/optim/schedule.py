@@ -68,15 +68,13 @@ def build_schedule(config: ScheduleConfig, num_steps: int) -> Schedule:
         step -= warmup
         if not falling or step < stable:
             return before(step)
-        return _fall(kind, (step - stable) / falling, highest, lowest) if step < length else lowest
+        if step >= length:
+            return lowest
+        part = (step - stable) / falling  # of the way down, from 0 to 1
+        if kind == "inverse_linear":
+            return 1 / (part / lowest + (1 - part) / highest)
+        if kind == "cosine":
+            return lowest + (highest - lowest) * (0.5 * (1 + math.cos(math.pi * part)))
+        return highest + (lowest - highest) * part
 
     return rate
-
-
-def _fall(kind: str, part: float, start: float, stop: float) -> float:
-    """Return the rate after ``part`` (0 to 1) of the way from ``start`` down to ``stop``."""
-    if kind == "inverse_linear":
-        return 1 / (part / stop + (1 - part) / start)
-    if kind == "cosine":
-        return stop + (start - stop) * (0.5 * (1 + math.cos(math.pi * part)))
-    return start + (stop - start) * part

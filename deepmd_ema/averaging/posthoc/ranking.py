@@ -57,7 +57,7 @@ class Row:
             return self.errors.metric(metric)
         pairs = [(self.errors.metric(f"{name}:RMSE"), live.metric(f"{name}:RMSE")) for name in RANKED]
         parts = [own / other if other else math.inf for own, other in pairs if not math.isnan(other)]
-        return sum(parts) / len(parts)
+        return sum(parts) / len(parts) if parts else math.nan
 
     def describe(self) -> str:
         """Return one line about weights that were made of snapshots."""

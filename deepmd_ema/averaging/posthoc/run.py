@@ -16,7 +16,7 @@ from tqdm import tqdm
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging.posthoc import combination
 from deepmd_ema.averaging.posthoc.combination import MAX_SIGMA_REL, SHAPES, TOLERANCE, Combinations, Decay
-from deepmd_ema.averaging.posthoc.ranking import OVERALL, RANKED, SHAPE, TRACKED, PosthocReport, Row
+from deepmd_ema.averaging.posthoc.ranking import OVERALL, SHAPE, TRACKED, PosthocReport, Row
 from deepmd_ema.averaging.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.config import RunConfig, TaskConfig, saved_config
 from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
@@ -31,7 +31,7 @@ from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems, command, counted, did_you_mean
 from deepmd_ema.infer.evaluate import open_labelled
 from deepmd_ema.model.build import build_models
-from deepmd_ema.model.metrics import METRICS, Errors, evaluate
+from deepmd_ema.model.metrics import METRICS, evaluate
 from deepmd_ema.utils import LIVE, POSTHOC
 
 NUM_SIGMA_RELS = 9  # of a range, where no number is given
@@ -116,9 +116,10 @@ def run_posthoc(
         models.load_state_dict(weights)
         batches = sequential_batches(opened, model.layout, cache, atoms_at_once(where), LABELS)
         rows.append(replace(row, errors=evaluate(model, prefetch(batches, where), where)))
-        if len(rows) == 1:
-            _check_labels(rows[0].errors, metric, opened)
         score = rows[-1].score(metric, rows[0].errors)
+        if len(rows) == 1 and math.isnan(score):
+            names = ", ".join(system.name for system in opened)
+            raise UserError(f"--metric {metric}: no frame of {names} has a label to compare. Choose another metric.")
         if row.combination is not None and (best < 0 or score < best_score):
             best, best_score, best_weights = len(rows) - 1, score, weights
 
@@ -285,17 +286,6 @@ def _open(
     except DataError as error:
         hint = "These are the validation data of the run's input. Give others with -s, or an input with --valid-data."
         raise DataError([*error.problems[:-1], f"{error.problems[-1]} {hint}"]) from error
-
-
-def _check_labels(live: Errors, metric: str, systems: Sequence[FrameSource]) -> None:
-    """Check that the frames have what ``metric`` compares with."""
-    needed = [f"{name}:RMSE" for name in RANKED] if metric == OVERALL else [metric]
-    if all(math.isnan(live.metric(name)) for name in needed):
-        if metric != OVERALL:
-            text = "no frame of the validation data has this label. Choose another metric."
-            raise UserError(f"--metric {metric}: {text}")
-        names = ", ".join(system.name for system in systems)
-        raise UserError(f"no frame of {names} has an energy, a force or a virial to compare.")
 
 
 def _payload(run: SnapshotRun, chosen: Row, found: Combinations, weights: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -36,12 +36,16 @@ class Snapshot:
         step: optimizer steps of the weights.
         profile: name of the average.
         track: how much of the weights after each step is in it.
+        averaged: names of the tensors that are averaged.
+        shapes: of all tensors.
     """
 
     path: Path
     step: int
     profile: str
     track: Track
+    averaged: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
     payload = checkpoint.load(newest)
     place = newest.parent / SNAPSHOTS
     found, notes = _read_all(place, payload, newest)
-    steps = sorted({snapshot.step for snapshot, _ in found})
+    steps = sorted({snapshot.step for snapshot in found})
     if step is None:
         step = steps[-1]
     if step not in steps:
@@ -99,7 +103,7 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
             f"--step {step}: no snapshot of this step in {place}. There are snapshots of "
             f"{counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}; the nearest: {', '.join(map(str, near))}."
         )
-    kept = [(snapshot, facts) for snapshot, facts in found if snapshot.step <= step]
+    kept = [snapshot for snapshot in found if snapshot.step <= step]
     later = len(found) - len(kept)
     notes += [f"left out: {counted(later, 'snapshot')} after step {step:,}"] if later else []
     if len(kept) < 2:
@@ -107,14 +111,15 @@ def find_snapshots(folder: str | Path, step: int | None = None) -> SnapshotRun:
             f"{place}: 1 snapshot up to step {step}; at least 2 are needed to make averages of other widths. Keep "
             "them more often (a smaller snapshot_freq)."
         )
-    averaged = _check_alike(kept, payload)
+    _check_alike(kept, payload)
+    averaged = [name for name in payload["model"] if name in kept[-1].averaged]
     written = series_and_step(newest.name)
     reference = newest.with_name(f"{written[0]}-{step}{newest.suffix}") if written is not None else newest
     if reference != newest and reference.exists():
         other = checkpoint.load(reference)
         if other.get("run") == payload["run"]:
             newest, payload = reference, other
-    return SnapshotRun(folder, newest, payload, step, [k for k, _ in kept], averaged, notes)
+    return SnapshotRun(folder, newest, payload, step, kept, averaged, notes)
 
 
 def combine(
@@ -149,17 +154,15 @@ def combine(
             yield {name: averaged.get(name, last[name]) for name in model}
 
 
-def _read_all(
-    place: Path, payload: Mapping[str, Any], newest: Path
-) -> tuple[list[tuple[Snapshot, Mapping[str, Any]]], list[str]]:
-    """Return the snapshots of the run of ``payload`` with their facts, the oldest first, and notes on others."""
-    found: list[tuple[Snapshot, Mapping[str, Any]]] = []
+def _read_all(place: Path, payload: Mapping[str, Any], newest: Path) -> tuple[list[Snapshot], list[str]]:
+    """Return the snapshots of the run of ``payload``, the oldest first, and notes on others."""
+    found: list[Snapshot] = []
     left_out: dict[str, list[str]] = {}  # files by reason
     problems: list[str] = []
     for path in sorted(path for suffix in SUFFIXES for path in place.glob(f"*{suffix}")):
         with collect_problems(problems):
             facts = checkpoint.load(path)
-            facts["model"] = {name: tuple(tensor.shape) for name, tensor in facts["model"].items()}
+            shapes = {name: tuple(tensor.shape) for name, tensor in facts.pop("model").items()}
             average, step = facts.get("average", {}), facts["step"]
             if facts["kind"] != "snapshot" or facts.get("run") != payload.get("run"):
                 left_out.setdefault("of another run", []).append(path.name)
@@ -172,7 +175,8 @@ def _read_all(
                 # counted while it was averaged: differs if the settings were others in some part of the run
                 mean_age = track.mean_age() + step - track.end
                 if math.isclose(average["mean_age"], mean_age, rel_tol=1e-6, abs_tol=1e-3):
-                    found.append((Snapshot(path, step, facts["weights"], track), facts))
+                    averaged = frozenset(facts["averaged"])
+                    found.append(Snapshot(path, step, facts["weights"], track, averaged, shapes))
                 else:
                     left_out.setdefault("of averages whose settings were changed at a restart", []).append(path.name)
     if problems:
@@ -181,26 +185,24 @@ def _read_all(
     if not found:
         why = f"({'; '.join(notes)}) " if notes else ""
         raise CheckpointError(f"{place}: no snapshots of the run of {newest}. {why}{HOW_TO_KEEP}")
-    return sorted(found, key=lambda pair: (pair[0].step, pair[0].profile)), notes
+    return sorted(found, key=lambda one: (one.step, one.profile)), notes
 
 
-def _check_alike(kept: Sequence[tuple[Snapshot, Mapping[str, Any]]], payload: Mapping[str, Any]) -> list[str]:
-    """Return the names of the averaged tensors after checking that all snapshots have the same, of the same shapes."""
+def _check_alike(kept: Sequence[Snapshot], payload: Mapping[str, Any]) -> None:
+    """Check that all snapshots have the same tensors, of the same shapes, and averaged the same."""
     shapes = {name: tuple(tensor.shape) for name, tensor in payload["model"].items()}
-    averaged, last = list(kept[-1][1]["averaged"]), kept[-1][0].path
     problems: list[str] = []
     others: dict[frozenset[str], list[str]] = {}  # files by the names that are not averaged in both
-    for one, facts in kept:
+    for one in kept:
         with collect_problems(problems):
-            check_weights(shapes, facts["model"], one.path)
-            if different := set(averaged) ^ set(facts["averaged"]):
-                others.setdefault(frozenset(different), []).append(str(one.path))
+            check_weights(shapes, one.shapes, one.path)
+            if different := kept[-1].averaged ^ one.averaged:
+                others.setdefault(different, []).append(str(one.path))
     problems += [
-        f"{first_few(paths, 2)}: other tensors were averaged than in {last}; different: "
+        f"{first_few(paths, 2)}: other tensors were averaged than in {kept[-1].path}; different: "
         f"{first_few(sorted(different), 5)}. Only averages of the same tensors combine (`buffers` of "
         "training.averaging): move the others to another folder."
         for different, paths in others.items()
     ]
     if problems:
         raise CheckpointError(problems)
-    return averaged
