@@ -444,7 +444,7 @@ def test_nothing_that_the_run_needs_is_written_over(copy, option, name, words, c
 def test_a_metric_that_is_unknown_or_has_no_label_is_refused(run, open_like):
     with pytest.raises(UserError, match=r"--metric F:RMS: unknown. Did you mean F:RMSE\?"):
         run_posthoc(run, metric="F:RMS", say=lambda _: None)
-    with pytest.raises(UserError, match="--metric .*: no frame of .* has a label to compare"):
+    with pytest.raises(UserError, match=r"--metric .*: no frame of .* has a label to compare"):
         run_posthoc(run, metric="V:RMSE", systems=[open_like], say=lambda _: None)
 
 

@@ -60,11 +60,6 @@ class StoredTensor:
     dtype: torch.dtype
     read: Callable[[int, int], Tensor]
 
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
-
     def numel(self) -> int:
         """Return the number of elements."""
         return self.shape.numel()

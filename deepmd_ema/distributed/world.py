@@ -155,16 +155,20 @@ def open_world(device: str | None, launch: Launch) -> Iterator[World]:
         if cuda:
             torch.cuda.set_device(chosen)
         rendezvous.meet("ready")  # connecting to a rank that has ended takes until a timeout
-        connect = partial(
-            dist.init_process_group,
-            "nccl" if cuda else "gloo",
-            timeout=STEP_TIMEOUT,
-            rank=launch.rank,
-            world_size=launch.size,
-            # one client answers one thread at a time, and this one may wait for long
-            store=rendezvous.store.clone(),  # type: ignore[attr-defined]
-            device_id=chosen if cuda else None,  # NCCL then connects here and not within the first step
-        )
+
+        def connect() -> None:
+            if cuda:
+                torch.cuda.set_device(chosen)  # another thread begins with the first one
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                timeout=STEP_TIMEOUT,
+                rank=launch.rank,
+                world_size=launch.size,
+                # one client answers one thread at a time, and this one may wait for long
+                store=rendezvous.store.clone(),  # type: ignore[attr-defined]
+                device_id=chosen if cuda else None,  # NCCL then connects here and not within the first step
+            )
+
         try:
             in_thread(connect)
             cpu_group = dist.new_group(backend="gloo", timeout=STEP_TIMEOUT) if cuda else None

@@ -230,9 +230,14 @@ class GuardedOptimizer(torch.optim.Optimizer):
         rates, corrections = (1 - b1**wide).reciprocal() * lr, 1 - b2**wide
         lengths = (square / vector.per_entry(corrections.to(torch.float32))).sqrt() + eps
         direction = mean / lengths * vector.per_entry(rates.to(torch.float32))
-        weights = decayed(values[WEIGHT], lr, decay, out[WEIGHT])
+        weights = self.decayed(values[WEIGHT], lr, decay, out[WEIGHT])
         weights = torch.sub(weights, direction.to(weights.dtype), out=out[WEIGHT])
         return {WEIGHT: weights, "step": steps, "exp_avg": mean, "exp_avg_sq": square}
+
+    @staticmethod
+    def decayed(weights: Tensor, lr: float | Tensor, decay: float, out: Tensor | None) -> Tensor:
+        """Return ``(1 - lr * decay) * weights``, in ``out`` if given."""
+        return torch.mul(weights, 1 - lr * decay, out=out) if decay else weights
 
     def _vectors_of(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> list[ParameterVector]:
         """Return parameters of a group as vectors."""
@@ -268,8 +273,3 @@ def adam_state(p: Tensor, dtype: torch.dtype = torch.float32) -> dict[str, Tenso
     """Return the moments of Adam before the first update; those of :func:`adam_updated` are in float32."""
     moments = {name: torch.zeros_like(p, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), dtype=torch.float32, device=p.device), **moments}
-
-
-def decayed(weights: Tensor, lr: float | Tensor, decay: float, out: Tensor | None) -> Tensor:
-    """Return ``(1 - lr * decay) * weights``, in ``out`` if given."""
-    return torch.mul(weights, 1 - lr * decay, out=out) if decay else weights

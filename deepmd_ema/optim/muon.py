@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.distributed.tensors import on_device
 from deepmd_ema.model.ops.cpu.product import products
-from deepmd_ema.optim.guarded import WEIGHT, GuardedOptimizer, Out, ParameterVector, Values, adam_state, decayed
+from deepmd_ema.optim.guarded import WEIGHT, GuardedOptimizer, Out, ParameterVector, Values, adam_state
 from deepmd_ema.optim.stacks import Shape, Stacks
 
 Coefficients = Sequence[tuple[float, float, float]]
@@ -109,7 +109,7 @@ class AdaMuon(GuardedOptimizer):
         second = torch.addcmul(second, factor, factor, value=1 - beta, out=out["second_moment"])
         scaled = factor / (second.sqrt() + EPS)
         rates = (vector.norms(scaled) + EPS).reciprocal() * (vector.scales * lr).to(torch.float32)
-        weights = decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
+        weights = self.decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
         weights = torch.sub(weights, scaled * vector.per_entry(rates), out=out[WEIGHT])
         return {WEIGHT: weights, "momentum": momentum, "second_moment": second}
 
@@ -188,7 +188,7 @@ class HybridMuon(GuardedOptimizer):
             pairs = zip(directions, stacks.matrices)
             directions = [d * damping[chosen].to(d.dtype)[:, None, None] for d, chosen in pairs]
         direction = vector.own(stacks.flatten([d.to(dtype) for d in directions]))
-        weights = decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
+        weights = self.decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
         if weights.is_cpu and not isinstance(lr, Tensor):
             new[WEIGHT] = torch.add(weights, direction, alpha=-lr, out=out[WEIGHT])  # one pass over memory
         else:  # the same bits for a rate of the host and of the device

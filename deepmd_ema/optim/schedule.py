@@ -6,13 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from deepmd_ema.config.schema.optim import (
-    CosineScheduleConfig,
-    ExpScheduleConfig,
-    InvSqrtScheduleConfig,
-    ScheduleConfig,
-    WsdScheduleConfig,
-)
+from deepmd_ema.config.schema import optim
 from deepmd_ema.errors import ConfigError, counted
 
 Schedule: TypeAlias = Callable[[int], float]
@@ -21,7 +15,7 @@ Schedule: TypeAlias = Callable[[int], float]
 MIN_STOP_LR = 1e-10  # a decay to zero has no rate: the exponential one aims here and is cut at stop_lr
 
 
-def build_schedule(config: ScheduleConfig, num_steps: int) -> Schedule:
+def build_schedule(config: optim.ScheduleConfig, num_steps: int) -> Schedule:
     """Return the schedule that ``config`` describes for a run of ``num_steps`` updates.
 
     During the ``warmup_steps`` the rate grows linearly from ``warmup_factor * start_lr`` to ``start_lr``, then it
@@ -38,21 +32,21 @@ def build_schedule(config: ScheduleConfig, num_steps: int) -> Schedule:
         )
     length, stop = max(1, num_steps - warmup), config.end_lr
     every, factor = 1, 1.0
-    if isinstance(config, ExpScheduleConfig):
+    if isinstance(config, optim.ExpScheduleConfig):
         every, of_input = config.used_decay_steps(num_steps), config.decay_rate
         whole = math.log(max(stop, MIN_STOP_LR) / start)
         factor = math.exp(whole / (length / every)) if of_input is None else of_input
 
     def before(step: int) -> float:  # the last part of the run
-        if isinstance(config, ExpScheduleConfig):
+        if isinstance(config, optim.ExpScheduleConfig):
             return max(start * factor ** (step / every if config.smooth else step // every), stop)
-        if isinstance(config, InvSqrtScheduleConfig):
+        if isinstance(config, optim.InvSqrtScheduleConfig):
             return start * math.sqrt(config.a / (config.a + step))
         return start
 
     # in the last part of the run the rate goes from where it is down to the last one
-    kind, falling = "cosine", length if isinstance(config, CosineScheduleConfig) else 0
-    if isinstance(config, WsdScheduleConfig) and config.decay_phase_ratio > 0:
+    kind, falling = "cosine", length if isinstance(config, optim.CosineScheduleConfig) else 0
+    if isinstance(config, optim.WsdScheduleConfig) and config.decay_phase_ratio > 0:
         kind, falling = config.decay_type, max(1, min(int(config.decay_phase_ratio * num_steps), length))
     if falling and kind == "inverse_linear" and stop == 0:
         raise ConfigError(

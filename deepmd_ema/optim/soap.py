@@ -9,16 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmd_ema.optim.guarded import (
-    ADAM_EPS,
-    WEIGHT,
-    GuardedOptimizer,
-    Out,
-    ParameterVector,
-    Values,
-    adam_state,
-    decayed,
-)
+from deepmd_ema.optim.guarded import ADAM_EPS, WEIGHT, GuardedOptimizer, Out, ParameterVector, Values, adam_state
 
 SIDES = ("left", "right")  # of a matrix: its rows, its columns
 # Added to the diagonal of a covariance, over its mean: where there were no gradients yet, any basis is one of
@@ -86,7 +77,7 @@ class SOAP(GuardedOptimizer):
         lengths = (square / vector.per_entry(corrections.to(square.dtype))).sqrt() + ADAM_EPS
         direction = vector.own(mean.reshape(-1)) / lengths * vector.per_entry(rates.to(square.dtype))
         direction = rotated(vector.full(direction).view(count, *shape), [None if u is None else u.mT for u in bases])
-        weights = decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
+        weights = self.decayed(values[WEIGHT], lr, group["weight_decay"], out[WEIGHT])
         new[WEIGHT] = torch.sub(weights, vector.own(direction.reshape(-1)), out=out[WEIGHT])
         number, frequency = int(self.number), group["precondition_frequency"]  # of the host: there are no CUDA graphs
         is_due = number <= frequency or number % frequency == 0
