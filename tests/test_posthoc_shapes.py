@@ -134,7 +134,7 @@ def test_what_is_requested_decides_what_is_made(run):
     kept = find_snapshots(run)
 
     def made(sigma_rels, requests):
-        found = find_requested(kept, sigma_rels, requests)[0].combinations
+        found = find_requested(kept, sigma_rels, requests).combinations
         return sum(isinstance(one.target, Track) for one in found), sum(isinstance(one.target, Decay) for one in found)
 
     one = [("linear", 0.2)]
@@ -181,15 +181,14 @@ def test_the_file_of_a_decay_says_its_shape_and_part(run, tmp_path, capsys):
 
 def test_decays_that_the_snapshots_do_not_resolve_are_left_out_unless_they_were_requested(run, capsys):
     kept = find_snapshots(run)
-    _, _, left_out = find_requested(kept, [], None)
-    assert left_out == {
+    assert find_requested(kept, [], None).left_out == {
         "less than 4 intervals between snapshots": ["cosine 5 %", "cosine 10 %", "1-sqrt 5 %", "1-sqrt 10 %"]
     }
     before = {path.name for path in run.iterdir()}
     assert cli.main(["posthoc", str(run), "--sigma-rel", "0.006", "--shapes", "cosine:0.05", "linear:1"]) == 2
     said = capsys.readouterr().err
     assert "sigma_rel 0.006: " in said
-    assert "--shapes: cosine 5 %: less than 4 intervals between snapshots in it" in said
+    assert "--shapes: cosine 5 %: less than 4 intervals between snapshots;" in said
     assert re.search(r"--shapes: linear 100 %: 2\d % of its profile would be missing, more than 5 %", said)
     assert "there are snapshots of 20 steps up to step 200. Keep them more often (a smaller snapshot_freq)" in said
     assert {path.name for path in run.iterdir()} == before

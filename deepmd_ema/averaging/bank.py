@@ -346,11 +346,9 @@ def _problems(profile: Profile) -> Iterator[str]:
 
 def _reshard(modules: Iterable[nn.Module]) -> None:
     """Drop the gathered weights of sharded modules; they would hide what is copied into the shards."""
-    for module in modules:
-        for part in module.modules():
-            drop = getattr(part, "reshard", None)  # an FSDPModule
-            if callable(drop):
-                drop()
+    for part in (part for module in modules for part in module.modules()):
+        if callable(drop := getattr(part, "reshard", None)):  # an FSDPModule
+            drop()
 
 
 @contextmanager

@@ -179,13 +179,10 @@ class BestFiles:
                 "best files are chosen by %s now, by %s before: starts without records", self.metric, state["metric"]
             )
             return []
-        records, files = [], self._on_disk()
-        for value, step in state["records"]:
-            if step in files:
-                records.append((float(value), int(step)))
-            else:
-                text = "%s of step %d (%s %.5g) is gone and no longer counts as best"
-                logger.warning(text, self.prefix, step, self.metric, value)
+        files = self._on_disk()
+        records = [(float(value), int(step)) for value, step in state["records"] if step in files]
+        if gone := [f"{step} ({self.metric} {value:.5g})" for value, step in state["records"] if step not in files]:
+            logger.warning("%s of step %s is gone and no longer counts as best", self.prefix, ", ".join(gone))
         self.records = records[: self.keep]
         self._arrange(records)
         return self.records

@@ -257,10 +257,7 @@ def sweep(folder: Path) -> None:
             with suppress(FileNotFoundError):
                 is_ours, written = match["machine"] == this_machine(), (folder / name).lstat().st_mtime
                 if not _is_running(int(match["pid"])) if is_ours else _time_in(folder) - written > _LEFT_S:
-                    if (folder / name).is_dir():
-                        shutil.rmtree(folder / name)
-                    else:
-                        (folder / name).unlink()
+                    remove(folder / name)
 
 
 @cache
@@ -397,9 +394,10 @@ def _is_running(pid: int) -> bool:
 def _take(path: Path, ended_runs: set[tuple[str, int]]) -> int:
     """Return the open file of a lock that nobody else holds."""
     while True:
-        with writing(path):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
+        with ExitStack() as stack:
+            with writing(path):
+                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            stack.callback(os.close, handle)
             is_sure = True  # whether the system's lock decides for processes of this machine
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -410,15 +408,11 @@ def _take(path: Path, ended_runs: set[tuple[str, int]]) -> int:
                     raise
                 is_sure = False
             with suppress(FileNotFoundError):
-                if os.fstat(handle).st_ino == os.stat(path).st_ino:
-                    holder = _holder(handle)
-                    if holder is not None:
+                if os.fstat(handle).st_ino == os.stat(path).st_ino:  # else its holder has removed it in between
+                    if holder := _holder(handle):
                         _refuse_living(holder, handle, path, is_sure, ended_runs)
+                    stack.pop_all()
                     return handle
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)  # its holder has removed it in between
 
 
 def _release(path: Path, handle: int) -> None:

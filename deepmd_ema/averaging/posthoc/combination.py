@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -197,8 +197,7 @@ class Combination:
 
     def describe_missing(self) -> str:
         """Return why it is not used."""
-        missing = f"{100 * self.residual:.2g} % of its profile would be missing"
-        return f"{self.target.describe()}: {missing}, more than {100 * TOLERANCE:g} %"
+        return f"{100 * self.residual:.2g} % of its profile would be missing, more than {100 * TOLERANCE:g} %"
 
 
 @dataclass(frozen=True)
@@ -209,11 +208,15 @@ class Combinations:
         combinations: in the order of the widths, then of the decays.
         condition: condition number of the Gram matrix of normalized profiles.
         dropped: eigenvectors left out because their eigenvalues are below rounding.
+        resolvable: smallest and largest sigma_rel that the snapshots resolve, or None; where it was looked for.
+        left_out: decays that the snapshots do not resolve, by reason.
     """
 
     combinations: Sequence[Combination]
     condition: float
     dropped: int
+    resolvable: tuple[float, float] | None = None
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def place_decays(
@@ -310,7 +313,7 @@ def refuse_unresolvable(found: Combinations, tracks: Sequence[Track], step: int)
         f"{about} resolve {resolved}. For more, keep snapshots of two profiles, one on either side of the widths in "
         "question (type power, sigma_rel 0.05 and 0.10), and more often (a smaller snapshot_freq)."
     )
-    *others, last = [f"{one.describe_missing()}." for one in bad]
+    *others, last = [f"{one.target.describe()}: {one.describe_missing()}." for one in bad]
     raise UserError([*others, f"{last} {advice}"])
 
 

@@ -75,24 +75,20 @@ class PosthocReport:
     Attributes:
         run: whose snapshots.
         found: how the averages were combined.
-        resolvable: smallest and largest sigma_rel that the snapshots resolve, or None.
         rows: the live weights first.
         metric: what best means.
         best: index of the chosen row.
         num_frames: of the validation data.
         num_systems: of the validation data.
-        left_out: decays that the snapshots do not resolve, by reason.
     """
 
     run: SnapshotRun
     found: Combinations
-    resolvable: tuple[float, float] | None
     rows: Sequence[Row]
     metric: str
     best: int
     num_frames: int
     num_systems: int
-    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def chosen(self) -> Row:
@@ -105,7 +101,7 @@ class PosthocReport:
 
     def text(self) -> str:
         """Return the table with what it was made of, and what it says."""
-        run, found, ends, scores = self.run, self.found, self.resolvable, self.scores()
+        run, found, ends, scores = self.run, self.found, self.found.resolvable, self.scores()
         names = dict.fromkeys((s.profile, f"{s.track.sigma_rel:.4g}") for s in run.snapshots)
         profiles = ", ".join(f"{name} (sigma_rel {width})" for name, width in names)
         dropped = f", {found.dropped} directions below rounding dropped" if found.dropped else ""
@@ -113,7 +109,7 @@ class PosthocReport:
         lines = [
             f"{run.folder}: step {run.step:,}, {counted(len(run.snapshots), 'snapshot')} of {profiles}",
             f"combined: condition {found.condition:.2g}{dropped}; sigma_rel that the snapshots can give: {widths}",
-            *(f"left out, {reason}: {', '.join(names)}" for reason, names in self.left_out.items()),
+            *(f"left out, {reason}: {', '.join(names)}" for reason, names in found.left_out.items()),
             f"errors on {counted(self.num_frames, 'frame')} of {counted(self.num_systems, 'system')}",
             "",
             *render(self.table()),

@@ -96,7 +96,7 @@ def run_posthoc(
         check_output(path, option, kind)
     for note in run.notes:
         say(note)
-    found, resolvable, left_out = find_requested(run, widths, None if shapes is None else decays)
+    found = find_requested(run, widths, None if shapes is None else decays)
 
     # the model and the validation data
     config = saved_config(with_absolute_paths(run.payload["config"], run.folder), source=str(run.reference))
@@ -125,7 +125,7 @@ def run_posthoc(
 
     # table, model file and picture
     num_frames = sum(source.num_frames for source in opened)
-    report = PosthocReport(run, found, resolvable, rows, metric, best, num_frames, len(opened), left_out)
+    report = PosthocReport(run, found, rows, metric, best, num_frames, len(opened))
     say(report.text())
     checkpoint.save(output, _payload(run, report.chosen, found, best_weights), option="-o")
     say(f"wrote {output}: {report.chosen.describe()}")
@@ -200,8 +200,8 @@ def parse_shapes(words: Sequence[str] | None) -> list[tuple[str, float]]:
 
 def find_requested(
     run: SnapshotRun, sigma_rels: Sequence[float], requests: Sequence[tuple[str, float]] | None = None
-) -> tuple[Combinations, tuple[float, float] | None, dict[str, list[str]]]:
-    """Return the requested combinations, the resolvable range, and decays that are left out, by reason.
+) -> Combinations:
+    """Return the requested combinations, with the resolvable range and decays that are left out, by reason.
 
     Without widths and requests they are widths over the resolvable range, and the decays that the snapshots resolve.
     With one of the two it is only that; with an empty list of requests, only widths.
@@ -218,25 +218,25 @@ def find_requested(
     wanted = parse_shapes(list(SHAPES)) if requests is None and not sigma_rels else requests or []
     decays, left_out = combination.place_decays(wanted, tracks, run.step)
     found = combination.find_combinations(tracks, widths, run.step, decays)
-    unresolved = [one for one in found.combinations if isinstance(one.target, Decay) and one.residual > TOLERANCE]
     problems: list[str] = []
     if sigma_rels:
         with collect_problems(problems):
             combination.refuse_unresolvable(found, tracks, run.step)
+    bad = [one for one in found.combinations if isinstance(one.target, Decay) and one.residual > TOLERANCE]
+    for one in bad:
+        left_out.setdefault(one.describe_missing(), []).append(one.target.describe())
     if requests:
-        reasons = [f"{name}: {reason} in it" for reason, names in left_out.items() for name in names]
         steps = counted(len({snapshot.step for snapshot in run.snapshots}), "step")
         problems += [
-            f"--shapes: {reason}; there are snapshots of {steps} up to step {run.step:,}. Keep them more often (a "
-            "smaller snapshot_freq), of two profiles (sigma_rel 0.05 and 0.10), or ask for a larger part."
-            for reason in [*reasons, *(one.describe_missing() for one in unresolved)]
+            f"--shapes: {name}: {reason}; there are snapshots of {steps} up to step {run.step:,}. Keep them more often "
+            "(a smaller snapshot_freq), of two profiles (sigma_rel 0.05 and 0.10), or ask for a larger part."
+            for reason, names in left_out.items()
+            for name in names
         ]
     if problems:
         raise UserError(problems)
-    for one in unresolved:
-        left_out.setdefault(f"residual above {100 * TOLERANCE:g} %", []).append(one.target.describe())
-    kept = [one for one in found.combinations if not isinstance(one.target, Decay) or one.residual <= TOLERANCE]
-    return replace(found, combinations=kept), resolvable, left_out
+    kept = [one for one in found.combinations if all(one is not other for other in bad)]
+    return replace(found, combinations=kept, resolvable=resolvable, left_out=left_out)
 
 
 def _spaced(low: float, high: float, count: int = NUM_SIGMA_RELS) -> list[float]:
