@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from deepmd_ema.distributed import files as locks
+from deepmd_ema.distributed import files
 from deepmd_ema.distributed.files import locked, this_machine
 from deepmd_ema.errors import UserError
 
@@ -24,8 +24,8 @@ def lock(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(locks, "BEAT_S", 0.05)
-    monkeypatch.setattr(locks, "WATCH_S", 0.5)
+    monkeypatch.setattr(files, "BEAT_S", 0.05)
+    monkeypatch.setattr(files, "WATCH_S", 0.5)
 
 
 def write_lock(lock, machine="ffffffff", pid=7, host="node12"):
@@ -89,11 +89,11 @@ def test_of_several_places_none_is_held_if_one_cannot_be(lock, tmp_path):
 
 
 def test_a_run_on_another_machine_is_reported_by_its_signs_of_life(lock, quick, monkeypatch):
-    monkeypatch.setattr(locks, "WATCH_S", 30)  # it ends with the first sign, however late that comes
+    monkeypatch.setattr(files, "WATCH_S", 30)  # it ends with the first sign, however late that comes
     write_lock(lock)
     ended = threading.Event()
     handle = os.open(lock, os.O_RDWR)
-    beats = threading.Thread(target=locks._beat, args=([handle], ended))
+    beats = threading.Thread(target=files._beat, args=([handle], ended))
     beats.start()
     said = r"another run writes here .process 7 on node12, since 2026-01-02"
     try:
@@ -109,7 +109,7 @@ def test_the_wait_for_a_run_on_another_machine_is_reported_at_its_start(lock, ca
     caplog.set_level("INFO")
     write_lock(lock)
     said_before = []
-    monkeypatch.setattr(locks, "_shows_life", lambda path: said_before.append(caplog.text))
+    monkeypatch.setattr(files, "_shows_life", lambda path: said_before.append(caplog.text))
     with locked([lock]):
         assert json.loads(lock.read_text())["machine"] == this_machine()
     assert re.search(
@@ -130,7 +130,7 @@ def test_a_run_on_another_machine_that_held_several_locks_is_waited_for_once(loc
     other, watched = tmp_path / "other.lock", []
     write_lock(lock)
     write_lock(other)
-    monkeypatch.setattr(locks, "_shows_life", watched.append)
+    monkeypatch.setattr(files, "_shows_life", watched.append)
     with locked([lock, other]):
         assert json.loads(other.read_text())["machine"] == this_machine()
     assert watched == [lock]
@@ -147,7 +147,7 @@ def test_the_clock_of_this_machine_does_not_decide_whether_another_run_lives(loc
     watched, now = [], time.time
     write_lock(lock)
     monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
-    monkeypatch.setattr(locks, "_shows_life", lambda path: not watched.append(path))
+    monkeypatch.setattr(files, "_shows_life", lambda path: not watched.append(path))
     with pytest.raises(UserError, match=r"another run writes here .process 7 on node12"), locked([lock]):
         pytest.fail("both run")
     assert watched == [lock]
@@ -156,7 +156,7 @@ def test_the_clock_of_this_machine_does_not_decide_whether_another_run_lives(loc
 def test_an_old_lock_of_another_machine_is_taken_without_waiting(lock, monkeypatch):
     write_lock(lock)
     os.utime(lock, (1e9, 1e9))
-    monkeypatch.setattr(locks, "_shows_life", lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr(files, "_shows_life", lambda _: pytest.fail("it waits"))
     with locked([lock]):
         assert json.loads(lock.read_text())["machine"] == this_machine()
 

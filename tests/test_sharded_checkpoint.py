@@ -21,7 +21,7 @@ from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint import sharded
 from deepmd_ema.cli.main import main
 from deepmd_ema.config.outputs import HEAD
-from deepmd_ema.distributed import tensors as dtensor
+from deepmd_ema.distributed import tensors
 from deepmd_ema.distributed.files import file_digest
 from deepmd_ema.distributed.tensors import HostCopies, OwnRows, RowShard, StoredTensor
 from deepmd_ema.distributed.world import World
@@ -300,7 +300,7 @@ def run(data):
 def restart_and_count(folder, start):
     """Restart as one rank; return how many stored elements it has read, and how many tensors it has gathered."""
     counts = Counter()
-    read, gather = sharded._read_rows, dtensor.all_gather_rows
+    read, gather = sharded._read_rows, tensors.all_gather_rows
 
     def read_and_count(*given):
         rows = read(*given)
@@ -314,7 +314,7 @@ def restart_and_count(folder, start):
     os.chdir(folder)
     with (
         mock.patch.multiple(sharded, _read_rows=read_and_count),
-        mock.patch.multiple(dtensor, all_gather_rows=gather_and_count),
+        mock.patch.multiple(tensors, all_gather_rows=gather_and_count),
     ):
         run_training("input.json", device="cpu", restart=start)
     return counts["read"], counts["gathered"]
