@@ -149,7 +149,7 @@ def test_updates_do_not_touch_gradients_and_the_grad_mode(net):
     assert torch.is_grad_enabled()
     loss.backward()
     assert all(p.grad is not None and p.requires_grad for p in net.parameters())
-    assert not any(t.requires_grad for t in bank.weights("ema", copy=False).values())
+    assert not any(t.requires_grad for t in bank.weights("ema").values())
     with torch.no_grad():
         bank.update()
         assert not torch.is_grad_enabled()

@@ -134,6 +134,6 @@ def test_frozen_weights_of_a_sharded_module_are_whole_in_the_averaged_model(tmp_
     with sharded_references(tmp_path) as (net, reference):
         net.first.requires_grad_(False)
         bank = AverageBank(net, [PLAIN])
-        weights = bank.weights("ema", copy=False)
+        weights = bank.weights("ema")
         assert type(weights["first.weight"]) is torch.Tensor
         assert_same(weights, copies(reference))

@@ -350,7 +350,8 @@ def test_a_port_in_use_is_named(tmp_path):
         assert wait_for(pids, LIMIT_S) == [2]
         assert time.monotonic() - began < LIMIT_S
     (line,) = last_words(folder)
-    assert line.startswith(f"dp-ema (rank 0): MASTER_PORT = {port}: in use on 127.0.0.1.")
+    assert line.startswith(f"dp-ema (rank 0): rank 0 of 2: cannot meet at 127.0.0.1:{port} (")
+    assert "address already in use). MASTER_ADDR and MASTER_PORT must be" in line
 
 
 def test_sharing_out_without_a_launcher_shares_nothing_out_and_says_so(tmp_path, monkeypatch, capsys):

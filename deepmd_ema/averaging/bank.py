@@ -161,18 +161,18 @@ class AverageBank:
                 self._swapped = None
 
     @torch.no_grad()
-    def weights(self, name: str, copy: bool = True, take: Take | None = None) -> dict[str, Any]:
+    def weights(self, name: str, take: Take | None = None) -> dict[str, Any]:
         """Return the model under the average ``name``: averaged tensors, everything else live.
 
         Names and order are those of the state dict. Every rank must call this when weights are sharded.
 
         Args:
             name: of the average; ``live`` for the raw weights, also while an average is swapped in.
-            copy: whether the tensors are copies on the CPU; else they may share memory with the averages and the model.
-            take: in place of ``copy``: what this rank saves of each tensor, without those of which it saves nothing.
+            take: what this rank saves of each tensor, without those of which it saves nothing; None: copies of whole
+                tensors on the CPU.
         """
         average = None if name == LIVE else self._averages[name]
-        take = take or (WholeTensors() if copy else WholeTensors(None))
+        take = take or WholeTensors()
         averaged = self._taken(average, [*self._binding.shards, *self._binding.buffers], take)
         found: dict[str, Any] = {}
         for task, module in self._modules.items():
@@ -190,7 +190,7 @@ class AverageBank:
             CheckpointError: if names or shapes differ.
         """
         prefix = prefix_of(task)
-        found = {n.removeprefix(prefix): t for n, t in self.weights(name, copy=False).items() if n.startswith(prefix)}
+        found = {n.removeprefix(prefix): t for n, t in self.weights(name).items() if n.startswith(prefix)}
         target = {canonical(n): t for n, t in unwrap(module).state_dict(keep_vars=True).items()}
         check_weights({n: tuple(t.shape) for n, t in target.items()}, found, f"average {name!r}")
         for n, tensor in target.items():

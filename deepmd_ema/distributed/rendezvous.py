@@ -64,18 +64,17 @@ class Rendezvous:
         host, number = (os.environ[name] for name in ADDRESS)
         self._address = host, port = host, int(number)
         self._is_host = launch.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        if self._is_host and self._is_up():
-            raise UserError(f"MASTER_PORT = {port}: in use on {host}. Choose another port; every run needs its own.")
-        if not self._is_host and not _wait_for(self._is_up, JOIN_S):
-            raise UserError(
-                f"{me}: nobody has answered at {host}:{port} within {JOIN_S:.0f} s. MASTER_ADDR and MASTER_PORT must "
-                "be those of the machine of rank 0, and rank 0 must be running."
-            )
         try:
+            # asked first: torch prints a trace where it cannot connect
+            if not self._is_host and not _wait_for(self._is_up, JOIN_S):
+                raise RuntimeError(f"nobody has answered within {JOIN_S:.0f} s")
             limit = timedelta(seconds=JOIN_S)
             store = dist.TCPStore(host, port, launch.size, self._is_host, timeout=limit, wait_for_workers=False)
         except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
-            raise UserError(f"{me}: cannot meet at {host}:{port} ({cause_of(error)}).") from error
+            raise UserError(
+                f"{me}: cannot meet at {host}:{port} ({cause_of(error)}). MASTER_ADDR and MASTER_PORT must be those of "
+                "the machine of rank 0, which must be running; every run needs a port of its own."
+            ) from error
         # an agent that starts the ranks again keeps its store, with the keys of the first attempt
         self.store = dist.PrefixStore(f"dp-ema/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 

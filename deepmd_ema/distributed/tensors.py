@@ -323,11 +323,11 @@ class WholeTensors:
     """Copies whole tensors to host memory. Every rank must call it, for the same tensors, where they are sharded.
 
     Attributes:
-        copies: makes the copies of what is not gathered; None: it is returned itself.
+        copies: makes the copies of what is not gathered.
         keep: whether this rank wants the result; else it takes part in collectives only and gets None.
     """
 
-    copies: HostCopies | None = field(default_factory=partial(HostCopies, wait=True))
+    copies: HostCopies = field(default_factory=partial(HostCopies, wait=True))
     keep: bool = True
 
     def __call__(self, tensor: Tensor) -> Tensor | None:
@@ -337,7 +337,7 @@ class WholeTensors:
             return None
         if is_sharded(tensor):
             return whole.cpu()  # one after the other: no device holds the whole model at once
-        return whole if self.copies is None else self.copies(whole)
+        return self.copies(whole)
 
     def owned(self, tensor: Tensor) -> Tensor:
         """Return all of a tensor that only this rank holds, complete, so that it can be sent."""
