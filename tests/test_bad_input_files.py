@@ -105,7 +105,7 @@ BAD_STARTS = {
     "an average": (
         lambda desk: None,
         ["--restart", "model_ema.ckpt.pt"],
-        ["holds the average 'ema' of step 4", "Use --restart model.ckpt-4.pt, or start anew", "--init-model model_ema"],
+        ["holds average weights (ema) of step 4", "Use --restart model.ckpt-4.pt,", "--init-model model_ema"],
     ),
     "of another model": (
         lambda desk: desk.write(num_steps=8, training__save_freq=2, model__descriptor__neuron=[4, 6]),

@@ -343,7 +343,7 @@ def test_a_full_disk_leaves_the_old_file(run, tmp_path, monkeypatch):
 def test_a_changed_file_is_no_start_of_a_restart_but_of_a_new_run(run, tmp_path):
     write_changed(run[0], BiasRequest(values=[-1.0, -2.0]), tmp_path / "new.pt")
     payload = checkpoint.load(tmp_path / "new.pt")
-    with pytest.raises(CheckpointError, match=r"holds the live weights of step 7 and not the state of a run"):
+    with pytest.raises(CheckpointError, match=r"holds weights \(live\) of step 7 and not the state of a run"):
         checkpoint.require_training(payload, tmp_path / "new.pt")
     assert checkpoint.weights_in(payload, "new.pt")[0]["out_bias"].view(-1).tolist() == [-1, -2]
 

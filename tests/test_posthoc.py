@@ -212,7 +212,7 @@ def test_the_file_is_a_model_for_every_reader(run, tmp_path, water_like, capsys,
     capsys.readouterr()
     assert cli.main(["train", "--restart", str(path), "input.json"]) == 2
     said = capsys.readouterr().err
-    assert "the average 'posthoc' of step 400 and not the state of a run" in said
+    assert "holds weights (posthoc) of step 400 and not the state of a run" in said
     assert f"--init-model {path}" in said
     assert cli.main(["train", "--init-model", str(path), "input.json"]) == 0
     started = checkpoint.load(tmp_path / "model.ckpt-1.pt")["model"]

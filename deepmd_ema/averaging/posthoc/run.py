@@ -90,10 +90,10 @@ def run_posthoc(
         for path, default in ((output, "model_posthoc.pt"), (table, "posthoc.csv"), (plot, "posthoc.png"))
     )
     run = find_snapshots(folder, step)
-    checkpoint.refuse_to_replace(output, "-o")
     for option, path, kind in (("-o", output, None), ("--table", table, CSV), ("--plot", plot, PICTURE)):
         ensure_writable(path.parent, option)
         check_output(path, option, kind)
+    checkpoint.refuse_to_replace(output, "-o")
     for note in run.notes:
         say(note)
     found = find_requested(run, widths, None if shapes is None else decays)
