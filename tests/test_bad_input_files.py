@@ -95,7 +95,7 @@ BAD_STARTS = {
     "no checkpoint": (
         lambda desk: Path("m.pt").write_text("hello"),
         ["--restart", "m.pt"],
-        ["m.pt: not a checkpoint; dp-ema writes them as model.ckpt-<step>.pt."],
+        ["m.pt: not a checkpoint. dp-ema writes them as model.ckpt-<step>.pt."],
     ),
     "another program's": (
         lambda desk: torch.save({"model": {"_extra_state": {}}}, "m.pt"),

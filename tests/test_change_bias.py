@@ -184,7 +184,7 @@ def test_no_file_replaces_itself(run, tmp_path, capsys):
     averaged = Path(shutil.copy(run[1], tmp_path))
     assert change(averaged, "-b", -1, -2, "-o", tmp_path / "weights.pt") == 0
     ours = "which the command reads"
-    files = (frozen, ours), (tmp_path / "weights.pt", ours), (averaged, "the average that the run has saved")
+    files = (frozen, ours), (tmp_path / "weights.pt", ours), (averaged, "a file of kind average")
     for file, said in files:
         before = file.read_bytes()
         assert change(file, "-b", -1, -2, "-o", file) == 2
