@@ -71,13 +71,13 @@ def test_anchors_that_multiply_are_refused_at_once(desk, merge):
 @pytest.mark.parametrize(
     ("env", "phrase"),
     [
-        ({"LOCAL_RANK": "²"}, "LOCAL_RANK = '²': expected a whole number."),
-        ({"LOCAL_RANK": "9" * 5000}, "9'... (5,000 characters): expected a whole number."),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE = 0: expected the number of processes, 1 or more."),
-        ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "x"}, "MASTER_PORT = 'x': expected a whole number."),
+        ({"LOCAL_RANK": "²"}, "LOCAL_RANK = '²': expected a whole number, "),
+        ({"LOCAL_RANK": "9" * 5000}, "9'... (5,000 characters): expected a whole number, "),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE = '0': expected a whole number, 1 to "),
+        ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "x"}, "MASTER_PORT = 'x': expected a whole number, "),
         (
             {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "99999"},
-            "MASTER_PORT = 99999: expected the number of a port",
+            "MASTER_PORT = '99999': expected a whole number, 1 to 65535",
         ),
     ],
 )
