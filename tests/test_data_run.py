@@ -11,7 +11,7 @@ from test_data_npy import to_hdf5
 
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.data import check_cache
-from deepmd_ema.data.run import TaskLength, check_task, content_of, difference, most_slots, open_run, run_length
+from deepmd_ema.data.run import TaskLength, check_task, content_of, difference, open_run, run_length
 from deepmd_ema.errors import DataError, UserError
 
 
@@ -94,11 +94,9 @@ def test_a_file_that_is_too_large_to_be_read_whole_is_compared_in_parts(tmp_path
 
 def test_the_length_of_a_run_is_reported_in_steps_and_epochs(water_like):
     config = config_from_dict(tiny_input([water_like], num_steps=None, training__numb_epoch=3))
-    _, data, report = checked(config)
+    _, data, _ = checked(config)
     length = run_length(config, data)
     assert (length.num_steps, length.tasks) == (24, {"": TaskLength(1.0, 3.0, 8, 2.0, 24, ())})
-    more = config_from_dict(tiny_input([water_like], num_steps=3, model__descriptor__sel=[1000, 2000]))
-    assert most_slots(more.tasks[""], report) == sum(report.neighbors.max_neighbors)  # those that there are
 
 
 def test_tasks_are_distinguished_and_each_has_its_share_of_the_length(water_like, open_like):

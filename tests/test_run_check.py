@@ -171,13 +171,3 @@ def test_steps_of_an_epoch_of_several_tasks_are_those_of_the_run(tmp_path, monke
     run_training("input.json", device="cpu", callback=Look())
     assert found == [check.length.steps_per]
     assert check.length.steps_per["epochs"] == 34
-
-
-def test_memory_grows_with_the_model_and_its_averages(write):
-    found = []
-    for options in ({}, {"model__fitting_net__neuron": [500, 500]}, {"training__enable_ema": False, "validating": {}}):
-        write(**options)
-        check = RunCheck(load_config("input.json"))
-        check.read_data()
-        found.append(check.memory["tensors"])
-    assert found[1] > 5 * found[0] > 5 * found[2]

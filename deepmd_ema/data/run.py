@@ -378,14 +378,3 @@ def with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) -
             of_all = reduce(NeighborStatistics.with_counts_of, [found[other] for other in config.sharing_with(name)])
             models[name] = task.model.with_descriptor(task.model.descriptor.with_neighbors(of_all))
     return config.with_models(models) if models else config
-
-
-def most_slots(task: TaskConfig, report: DataReport) -> int:
-    """Return the most slots for neighbors that an atom has in a batch; 0 where neighbors are not known."""
-    found = report.neighbors
-    if found is None:
-        return 0
-    kept = list(task.model.descriptor.with_neighbors(found).neighbors or ())
-    # a batch has slots for the neighbors that there are, however many may be kept
-    there = list(found.max_neighbors) if len(kept) == len(found.max_neighbors) else [found.max_total]
-    return sum(map(min, kept, there))

@@ -65,7 +65,7 @@ class Rendezvous:
         self._address = host, port = host, int(number)
         self._is_host = launch.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         try:
-            # asked first: torch prints a trace where it cannot connect
+            # tried first: torch prints a trace where it cannot connect
             if not self._is_host and not _wait_for(self._is_up, JOIN_S):
                 raise RuntimeError(f"nobody has answered within {JOIN_S:.0f} s")
             limit = timedelta(seconds=JOIN_S)

@@ -17,10 +17,9 @@ import numpy as np
 from deepmd_ema.config import config_summary, config_warnings, ignored_options, to_dict
 from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
 from deepmd_ema.config.messages import Message
-from deepmd_ema.config.schema.optim import LKFConfig
 from deepmd_ema.errors import YELLOW, DataError, UserError, colored, counted
 from deepmd_ema.report.table import Cell, Column, Table, duration, facts, render
-from deepmd_ema.utils import __version__, peak_memory
+from deepmd_ema.utils import __version__
 
 if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig
@@ -30,12 +29,9 @@ if TYPE_CHECKING:
     from deepmd_ema.data.split import Split
     from deepmd_ema.training.estimate import Cost
 
-FORMAT = 2  # rises when a key changes its meaning or goes
+FORMAT = 3  # rises when a key changes its meaning or goes
 MAX_ROWS = 12  # of a table; `--json` has all
 _MAX_NAME = 24  # letters of the name of a system in a table
-_PAIR, _ATOM = 6, 60  # bytes of a neighbor and of an atom in the cache
-# parts of `numbers_per_pair` that are held at once; measured with water: dpa3 0.8, se_e2_a 0.4 and 0.3
-_OF_STEP, _OF_VALIDATION = 0.8, 0.3
 _F_RMS, _F_MAX = "force_rms_eV_per_angstrom", "force_max_eV_per_angstrom"
 _UNITS = {ENERGY: "eV_per_atom", FORCE: "eV_per_angstrom", VIRIAL: "eV_per_atom"}
 _LABEL_COLUMNS = {  # of what is shown of a label: the range of energies, the size of the others
@@ -64,7 +60,6 @@ class RunCheck:
         length: of the run; None while it is not known.
         groups: of parameters with learning rates of their own, a line each.
         parameters: number of trained parameters; None while it is not known.
-        memory: estimated for a CPU, bytes by part; empty while it is not known.
         cost: measured; None unless it was requested.
     """
 
@@ -76,7 +71,6 @@ class RunCheck:
         self.length: RunLength | None = None
         self.groups: list[str] = []
         self.parameters: int | None = None
-        self.memory: dict[str, float] = {}
         self.cost: Cost | None = None
 
     def read_data(self) -> None:
@@ -107,12 +101,10 @@ class RunCheck:
                 self.problems = list(error.problems)
 
     def _plan(self, data: Mapping[str, TaskData]) -> None:
-        """Set the length of the run, its parameters and its memory."""
-        from deepmd_ema.data.collate import MAX_ATOMS_TOGETHER, MAX_CACHE_BYTES
-        from deepmd_ema.data.loader import MAX_ATOMS
-        from deepmd_ema.data.run import most_slots, run_length, with_neighbors
+        """Set the length of the run and its parameters."""
+        from deepmd_ema.data.run import run_length, with_neighbors
         from deepmd_ema.model.build import build_models
-        from deepmd_ema.optim.build import build_optimizer, describe_groups
+        from deepmd_ema.optim.build import describe_groups
 
         self.length = run_length(self.config, data)
         neighbors = {name: of.neighbors for name, of in self.reports.items() if of.neighbors is not None}
@@ -121,37 +113,7 @@ class RunCheck:
         if groups := config.optimizer.groups:
             named = dict(models.named_parameters())
             self.groups = describe_groups(groups, models.first_names(), named, config.source)
-        trained = [parameter for parameter in models.parameters() if parameter.requires_grad]
-        self.parameters = sum(parameter.numel() for parameter in trained)
-        if isinstance(config.optimizer, LKFConfig):
-            from deepmd_ema.optim.lkf import block_sizes
-
-            sizes = block_sizes([parameter.numel() for parameter in trained], config.optimizer.kf_blocksize)
-            moments = 8 * sum(size**2 for size in sizes)
-        else:
-            states = build_optimizer(config.optimizer, models.named_parameters()).state.values()
-            moments = sum(tensor.nbytes for state in states for tensor in state.values())
-        held = sum(tensor.nbytes for tensor in models.state_dict().values()) + moments
-        held += 8 * self.parameters * len(config.training.averaging)
-        cached, batches = 0, []
-        for name, task in config.tasks.items():
-            report = self.reports[name]
-            # neighbor lists of all frames are kept, but of small open ones; most atoms have fewer than the most
-            for scan, source in zip([*report.training, *report.validation], [*data[name].train, *data[name].valid]):
-                sizes_of = source.frame_sizes
-                is_small = scan.open_frames == source.num_frames and sizes_of.max(initial=0) <= MAX_ATOMS_TOGETHER
-                if report.neighbors is not None and not is_small:
-                    cached += int(sizes_of.sum()) * (report.neighbors.max_total * _PAIR + _ATOM)
-            validated = sum(int(s.type_counts.sum()) for s in report.validation) if config.fully_validated else 0
-            atoms = max(_OF_STEP * self.length.tasks[name].max_atoms, _OF_VALIDATION * min(MAX_ATOMS, validated))
-            width = (8 if "float64" in task.model.precisions else 4) * task.model.descriptor.numbers_per_pair
-            batches.append(int(atoms * most_slots(task, report) * width))
-        self.memory = {
-            "program": peak_memory(),
-            "tensors": 2 * held + sum(parameter.nbytes for parameter in trained),  # also copies in a checkpoint
-            "neighbor lists": min(cached, MAX_CACHE_BYTES),
-            "batch": max(batches),
-        }
+        self.parameters = sum(parameter.numel() for parameter in models.parameters() if parameter.requires_grad)
 
     def raise_problems(self) -> None:
         """Raise the problems of the data.
@@ -310,32 +272,25 @@ def plan_lines(check: RunCheck) -> list[str]:
 
 
 def cost_lines(check: RunCheck) -> list[str]:
-    """Return time and memory, measured where steps were."""
-    cost, memory, title = check.cost, sum(check.memory.values()), "Cost"
-    if cost is not None:
-        title = f"Cost on this machine as it is now ({counted(cost.measured, 'step')} measured)"
-        end = datetime.now() + timedelta(seconds=cost.total)
-        step = f"{counted(cost.num_steps, 'step')} of {_seconds(cost.step)}"
-        if cost.new_step > 1.1 * cost.step:
-            step += f" ({_seconds(cost.new_step)} in the first epoch, when neighbors are searched)"
-        parts = [f"start {_seconds(cost.start)}", step, f"{counted(cost.rows, 'row')} of {_seconds(cost.row)}"]
-        if cost.validations:
-            parts.append(f"{counted(cost.validations, 'validation')} of {_seconds(cost.validation)}")
-        parts.append(f"{counted(cost.checkpoints, 'checkpoint')} of {_seconds(cost.checkpoint)}")
-        on_gpu = f", {_size(cost.gpu_memory)} of the GPU" if cost.gpu_memory else ""
-        pairs = [
-            ("time", f"{duration(cost.total)}; started now, it ends at {end:%Y-%m-%d %H:%M}"),
-            ("", ", ".join(parts)),
-            ("memory", f"{_size(cost.memory)} at most{on_gpu}"),
-        ]
-    elif check.memory:
-        parts = [f"{_size(value)} {name}" for name, value in check.memory.items() if value > 0.01 * memory]
-        pairs = [
-            ("memory", f"about {_size(memory)} on a CPU ({', '.join(parts)})"),
-            ("time", "not measured; --time measures some steps"),
-        ]
-    else:
-        return []
+    """Return time and memory, which are known where steps were measured."""
+    cost = check.cost
+    if cost is None:
+        return ["", *render(facts("Cost", [("time", "not measured, nor is memory; --time measures some steps")]), "  ")]
+    end = datetime.now() + timedelta(seconds=cost.total)
+    step = f"{counted(cost.num_steps, 'step')} of {_seconds(cost.step)}"
+    if cost.new_step > 1.1 * cost.step:
+        step += f" ({_seconds(cost.new_step)} in the first epoch, when neighbors are searched)"
+    parts = [f"start {_seconds(cost.start)}", step, f"{counted(cost.rows, 'row')} of {_seconds(cost.row)}"]
+    if cost.validations:
+        parts.append(f"{counted(cost.validations, 'validation')} of {_seconds(cost.validation)}")
+    parts.append(f"{counted(cost.checkpoints, 'checkpoint')} of {_seconds(cost.checkpoint)}")
+    on_gpu = f", {_size(cost.gpu_memory)} of the GPU" if cost.gpu_memory else ""
+    pairs = [
+        ("time", f"{duration(cost.total)}; started now, it ends at {end:%Y-%m-%d %H:%M}"),
+        ("", ", ".join(parts)),
+        ("memory", f"{_size(cost.memory)} at most{on_gpu}"),
+    ]
+    title = f"Cost on this machine as it is now ({counted(cost.measured, 'step')} measured)"
     return ["", *render(facts(title, pairs), "  ")]
 
 
@@ -477,4 +432,4 @@ def _cost(check: RunCheck) -> dict[str, Any]:
         measured |= {name: getattr(cost, name) for name in ("rows", "validations", "checkpoints")}
         measured |= {"steps": cost.num_steps, "step_of_first_epoch_s": cost.new_step, "steps_measured": cost.measured}
         measured |= {"memory_bytes": cost.memory, "gpu_memory_bytes": cost.gpu_memory}
-    return {"estimated_memory_bytes": sum(check.memory.values()) if check.memory else None, "measured": measured}
+    return {"measured": measured}

@@ -48,5 +48,4 @@ class FakeConfig:
     def summary(self):
         return f"fake, rcut {self.rcut:g} angstrom, most {self.most or 'auto'}, width {self.width}"
 
-    numbers_per_pair = 20
     vacuum_needs = ""

@@ -56,10 +56,6 @@ class DescriptorConfig(Protocol):
         """Return the type and the main options as text, for one line."""
 
     @property
-    def numbers_per_pair(self) -> int:
-        """Return about how many numbers a training step holds for each pair of neighbors, to estimate memory."""
-
-    @property
     def vacuum_needs(self) -> str:
         """Return the setting that makes the features of an isolated atom zero, ``name = true``; empty if they are."""
 

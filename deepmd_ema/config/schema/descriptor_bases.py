@@ -190,11 +190,6 @@ class PerElementSection(ListSection):
         yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
 
     @property
-    def numbers_per_pair(self) -> int:
-        """Return the numbers of the embedding's layers, forward and backward, and of a few vectors."""
-        return 3 * sum(self.neuron) + 30
-
-    @property
     def vacuum_needs(self) -> str:
         """Return the setting that makes the features of an isolated atom zero, not those of rows ``-mean / stddev``."""
         return "" if self.set_davg_zero else "set_davg_zero = true"

@@ -269,17 +269,6 @@ class DPA2Config(TypeEmbeddedOptions):
         )
 
     @property
-    def numbers_per_pair(self) -> int:
-        """Return the numbers of the embedding, and of the layers for the fewer pairs that they have."""
-        first, later = self.repinit, self.repformer
-        nsel = 40 if isinstance(later.nsel, str) else later.nsel
-        share = nsel / (nsel + 4 if isinstance(first.nsel, str) else first.nsel)
-        attended = later.attn1_nhead * (later.attn1_hidden + later.g1_dim)
-        in_layer = 4 * later.g1_dim + 6 * later.g2_dim + attended + 6 * later.attn2_nhead * nsel
-        angles = int(first.use_three_body) * 3 * sum(first.three_body_neuron) * nsel
-        return 3 * sum(first.neuron) + 30 + int(share * (later.nlayers * 3 * in_layer + angles))
-
-    @property
     def vacuum_needs(self) -> str:
         """Return another descriptor: the layers give an isolated atom features, which are not zero."""
         return 'type = "se_e2_a"'

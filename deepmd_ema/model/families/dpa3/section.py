@@ -234,15 +234,6 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions):
         )
 
     @property
-    def numbers_per_pair(self) -> int:
-        """Return the numbers of edges and angles of all layers, forward and backward."""
-        flow = self.repflow
-        edge = (2 + 4 * flow.n_multi_edge_message) * flow.n_dim + 8 * flow.e_dim
-        e_sel, a_sel = (sel if isinstance(sel, int) else 100 for sel in (flow.e_sel, flow.a_sel))
-        angle = 5 * (flow.a_dim + flow.e_dim) * a_sel**2 // e_sel if flow.update_angle else 0
-        return 2 * flow.nlayers * (edge + angle)
-
-    @property
     def vacuum_needs(self) -> str:
         """Return the setting that makes the features of an isolated atom zero: another type of descriptor."""
         return 'type = "se_e2_a"'

@@ -301,14 +301,3 @@ class DPA4Config(AllNeighborsSection):
             f"degrees {degrees}, orders {common.dashes(self.orders)}, {self.channels} channels, "
             f"{common.dtype_name(self.precision)}"
         )
-
-    @property
-    def numbers_per_pair(self) -> int:
-        """Return the numbers of all layers in the frames of pairs, forward and backward."""
-        width = self.n_focus * (self.focus_dim or self.channels)
-        rows = [
-            sum(2 * min(order, degree) + 1 for degree in range(lmax + 1))
-            for lmax, order in zip(self.degrees, self.orders)
-        ]
-        kept = sum(5 * (self.mixing_layers + 1) * number * width for number in rows)
-        return kept + 4 * (self.largest_degree + 1) ** 2 * self.channels

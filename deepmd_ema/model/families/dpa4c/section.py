@@ -61,8 +61,3 @@ class DPA4CConfig(AllNeighborsSection):
             f"dpa4c (DPA4C), rcut {self.rcut:g} angstrom, degrees up to {self.lmax}, {self.channels} channels{modes}, "
             f"{common.dtype_name(self.precision)}"
         )
-
-    @property
-    def numbers_per_pair(self) -> int:
-        """Return the numbers of the radial network and of the harmonics, forward and backward."""
-        return 3 * (self.n_radial + 8 * self.channels + self.radial_modes) + 6 * (self.lmax + 1) ** 2

@@ -93,11 +93,6 @@ class HybridConfig:
         return f"{self.type} of " + "; ".join(part.summary() for part in self.list)
 
     @property
-    def numbers_per_pair(self) -> int:
-        """Return the numbers of all parts."""
-        return sum(part.numbers_per_pair for part in self.list)
-
-    @property
     def vacuum_needs(self) -> str:
         """Return the setting that makes the features of an isolated atom zero."""
         needs = [(k, part.vacuum_needs) for k, part in enumerate(self.list)]

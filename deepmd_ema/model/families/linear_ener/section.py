@@ -52,7 +52,6 @@ class PairTableConfig(TotalNeighborList):
     type: ClassVar[str] = "pairtab"
     aliases: ClassVar[tuple[str, ...]] = ()
     precision: ClassVar[str] = "float64"
-    numbers_per_pair: ClassVar[int] = 8
     vacuum_needs: ClassVar[str] = ""
     has_type_embedding: ClassVar[bool] = False
 

@@ -81,12 +81,6 @@ class SeAttenV2Config(OneListSection):
         yield f"{self.attn_layer} attention layers of {self.attn}" if self.attn_layer else "no attention"
 
     @property
-    def numbers_per_pair(self) -> int:
-        """Return the numbers of the layers, forward and backward; attention holds one per pair of neighbors."""
-        sel = (self.neighbors or (100,))[0]
-        return 3 * sum(self.neuron) + 30 + self.attn_layer * (6 * sel + 12 * self.attn + 6 * self.neuron[-1])
-
-    @property
     def vacuum_needs(self) -> str:
         """Return the setting that makes the features of an isolated atom zero."""
         if self.concat_output_tebd:

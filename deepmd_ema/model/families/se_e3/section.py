@@ -26,11 +26,6 @@ class SeE3Config(PerElementSection):
         yield "set_davg_zero", "only angular columns enter, and their mean is zero"
 
     @property
-    def numbers_per_pair(self) -> int:
-        """Return the numbers of the network's layers for each third atom, forward and backward."""
-        return 3 * sum(self.neuron) * max(sum(self.neighbors or ()), 1) + 30
-
-    @property
     def vacuum_needs(self) -> str:
         """Return nothing: the features of an isolated atom are zero."""
         return ""

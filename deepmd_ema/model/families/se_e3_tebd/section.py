@@ -50,12 +50,6 @@ class SeE3TebdConfig(OneListSection):
         yield self.tebd_input_mode
 
     @property
-    def numbers_per_pair(self) -> int:
-        """Return the numbers of the layers, forward and backward, for each of the pairs that a neighbor is in."""
-        sel = (self.neighbors or (100,))[0]
-        return sel * (3 * sum(self.neuron) + 2 * self.tebd_dim + 1)
-
-    @property
     def vacuum_needs(self) -> str:
         """Return the setting that makes the features of an isolated atom zero."""
         return "concat_output_tebd = false" if self.concat_output_tebd else ""
