@@ -18,7 +18,7 @@ from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.interop.dp import config_from_tree, model_from_tree, model_tree
 from deepmd_ema.model.families.dpa2.layers import RepformerLayer
-from deepmd_ema.model.ops.reference import REFERENCE, with_operations
+from deepmd_ema.model.ops.operations import REFERENCE, with_operations
 
 ROUGH, ROUGH_ATTENTION = {"smooth": False}, {"smooth_type_embedding": False, "tebd_input_mode": "strip"}
 TERMS = ("conv", "drrd", "grrg", "attn")

@@ -22,7 +22,7 @@ from deepmd_ema.model.families.dpa4.rotations import (
     rotation_grid,
     sphere_grid,
 )
-from deepmd_ema.model.ops.reference import REFERENCE, use_operations
+from deepmd_ema.model.ops.operations import REFERENCE, use_operations
 
 PEER = json.loads((Path(__file__).parent / "golden" / "dpa4.json").read_text())  # made_by: see golden/README.md
 SAME_MATH = 1e-11

@@ -12,7 +12,7 @@ from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.ops.reference import REFERENCE, use_operations
+from deepmd_ema.model.ops.operations import REFERENCE, use_operations
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "dpa4c.json").read_text())
 VALUES, GRADIENTS = 1e-10, 1e-8  # relative

@@ -25,7 +25,7 @@ from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.ops.reference import REFERENCE, with_operations
+from deepmd_ema.model.ops.operations import REFERENCE, with_operations
 
 SAME_MATH = 1e-11  # sums in another order
 STEP, DIFFERENCES = 2e-5, 2e-7  # of central differences, angstrom; their error

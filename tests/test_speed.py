@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.cpu.operations import CPU
+from deepmd_ema.model.ops.operations import CPU
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 

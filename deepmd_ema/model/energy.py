@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch
 from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.model.hessian import hessian
-from deepmd_ema.model.ops.cpu.operations import operations_for
 from deepmd_ema.model.ops.gather import sum_over_reverse
-from deepmd_ema.model.ops.reference import REFERENCE, use_operations, with_operations
+from deepmd_ema.model.ops.operations import OF_DEVICE, REFERENCE, use_operations, with_operations
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # of typing since Python 3.11
@@ -76,12 +75,12 @@ class EnergyModel(nn.Module):
         self._counted: Tensor
         self.register_buffer("_counted", counted, persistent=False)
         self.register_buffer("out_std", torch.ones(1, len(type_map), 1, dtype=torch.float64))
-        use_operations(self, operations_for(self.out_bias.device))
+        use_operations(self, OF_DEVICE.get(self.out_bias.device.type, REFERENCE))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert all tensors, and take the operations for their device."""
         found = super()._apply(fn, recurse)
-        use_operations(self, operations_for(self.out_bias.device))
+        use_operations(self, OF_DEVICE.get(self.out_bias.device.type, REFERENCE))
         return found
 
     def forward(

@@ -19,7 +19,7 @@ from deepmd_ema.config.schema.common import MAX_SIZE
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.ops.reference import REFERENCE, with_operations
+from deepmd_ema.model.ops.operations import REFERENCE, with_operations
 
 # F frames, N atoms of a frame, E atoms of a frame and images of them, A = F N atoms, K slots, L slots as given,
 # T types, P frame parameters, Q atom parameters

@@ -13,7 +13,7 @@ from deepmd_ema.distributed.tensors import precision
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.nn.layers import embedding_network, freeze, module_list
-from deepmd_ema.model.ops.reference import UsesOperations
+from deepmd_ema.model.ops.operations import UsesOperations
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:

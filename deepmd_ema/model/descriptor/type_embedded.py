@@ -14,7 +14,7 @@ from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, En
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.nn.layers import Network, embedding_network
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding, pick
-from deepmd_ema.model.ops.reference import UsesOperations
+from deepmd_ema.model.ops.operations import UsesOperations
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:

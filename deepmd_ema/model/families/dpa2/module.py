@@ -21,7 +21,8 @@ from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import freeze, linear, module_list
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.model.ops.environment import switch_and_vjp
-from deepmd_ema.model.ops.reference import UsesOperations, vjp_of, with_vjp
+from deepmd_ema.model.ops.operations import UsesOperations
+from deepmd_ema.model.ops.reference import vjp_of, with_vjp
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:

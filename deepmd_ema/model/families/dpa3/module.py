@@ -20,7 +20,8 @@ from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.model.nn.update import Update
 from deepmd_ema.model.ops.environment import environment_rows, exponential_switch, switch
 from deepmd_ema.model.ops.gather import gather_neighbors
-from deepmd_ema.model.ops.reference import UsesOperations, with_vjp
+from deepmd_ema.model.ops.operations import UsesOperations
+from deepmd_ema.model.ops.reference import with_vjp
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.sums import DirectSum
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
-from deepmd_ema.model.ops.reference import UsesOperations, vjp_of, with_vjp
+from deepmd_ema.model.ops.operations import UsesOperations
+from deepmd_ema.model.ops.reference import vjp_of, with_vjp
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:

@@ -32,24 +32,20 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.model.nn.attention import Weights
+from deepmd_ema.model.ops import attention
 from deepmd_ema.model.ops.attention import EPS, Attended, AttentionOptions
-from deepmd_ema.model.ops.cpu.engine import Evaluation, value_and_vjp
-from deepmd_ema.model.ops.reference import Operations
+from deepmd_ema.model.ops.cpu.engine import value_and_vjp
+from deepmd_ema.model.ops.cpu.moments import portions
 
 # A atoms, K neighbor slots, N of them in a portion, M channels of a pair, H hidden width, C columns of rows or of h
 
 MAX_EXPONENT = 60.0  # whose exponential is finite in float32
 
 
-def attended_moments(given: Attended, layers: Sequence[Weights], options: AttentionOptions, ops: Operations) -> Tensor:
-    """Return ``rows^T Y`` (A, C, M), Y the channels of the pairs after all layers.
-
-    Args:
-        given: inputs of the layers, with at least one atom and slot.
-        layers: parameters.
-        options: of the layers.
-        ops: which say how many queries, keys and values a portion of atoms has.
-    """
+def attended_moments(given: Attended, layers: Sequence[Weights], options: AttentionOptions) -> Tensor:
+    """Return ``rows^T Y`` (A, C, M), Y the channels of the pairs after all layers of attention."""
+    if not given.mask.numel():
+        return attention.attended_moments(given, layers, options)
     smooth, rows, mask, switch, counts = options.shift is not None, given.rows, given.mask, given.switch, given.counts
     if not smooth:
         switch = mask.to(rows.dtype)
@@ -63,7 +59,7 @@ def attended_moments(given: Attended, layers: Sequence[Weights], options: Attent
     # atoms with equally many neighbors next to each other: a portion is as wide as its widest atom
     counts, order = counts.sort(stable=True)
     most = max(1, int(counts[-1]))
-    parts = ops.portions(len(counts), most * len(layers[0].in_bias))
+    parts = portions(counts, most * len(layers[0].in_bias))
     sized = [(part, max(1, int(counts[part][-1]))) for part in parts]
     mask, rows, switch, sides, *inputs = (t.index_select(0, order) for t in (mask, rows, switch, sides, *given.inputs))
     evaluation = _Attention(options, sized, None if smooth else mask, given.num_slots)
@@ -86,7 +82,7 @@ class _Portion(NamedTuple):
         return [tensor[self.part, : self.width] for tensor in tensors]
 
 
-class _Attention(Evaluation):
+class _Attention:
     """The moments (A, C, M) of pairs (A, K, M), rows (A, K, C), the switch (A, K) and factors h (A, K, columns).
 
     Args:
@@ -99,8 +95,8 @@ class _Attention(Evaluation):
     def __init__(
         self, options: AttentionOptions, parts: list[tuple[slice, int]], mask: Tensor | None, num_slots: int
     ) -> None:
-        super().__init__()
         self._options, self._parts, self._mask, self._num_slots = options, parts, mask, num_slots
+        self.past: list[Any] = []
         self._portions: list[_Portion] = []
         self._inputs: Sequence[Tensor] = ()
 
@@ -154,7 +150,7 @@ class _Attention(Evaluation):
 
     def second_gradient(
         self, grad: Tensor, past: tuple[Any, Any] | None, weights: Sequence[Any]
-    ) -> tuple[list[Tensor], Sequence[Tensor | None]]:
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the gradients by the pairs and by the weights."""
         sums, by_pairs = [torch.zeros_like(one) for one in weights], torch.zeros_like(self._inputs[0])
         layers = list(zip(_by_layer(weights), _by_layer(sums)))
@@ -169,7 +165,7 @@ class _Attention(Evaluation):
             for values, (layer, of_layer), before in zip(portion.values[::-1], layers[::-1], of_layers[::-1]):
                 given, _ = pull(values, given, layer, of_layer, before, self._options)
             by_pairs[portion.part, : portion.width] = given.view(portion.out.shape)
-        return [by_pairs], sums
+        return by_pairs, sums
 
 
 def _by_layer(weights: Sequence[Tensor]) -> list[Weights]:

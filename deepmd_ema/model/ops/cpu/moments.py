@@ -9,25 +9,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.reference import Moments, Operations
+from deepmd_ema.model.ops.reference import Moments, moments
 
 # A atoms, K neighbor slots, M channels of the embedding, N inputs of a layer
 # a "jet" (A, 2, K, M) holds values in [:, 0] and derivatives with respect to s in [:, 1]
 
 
-def tanh_moments(rows: Tensor, net: Network, ops: Operations) -> Moments:
-    """Return the moments of a net of tanh layers.
+NUMBERS_IN_CACHE = 1 << 17  # of a portion, for each thread of a CPU
 
-    Args:
-        rows: (A, K, 4).
-        net: G.
-        ops: which say how large a portion is.
-    """
+
+def portions(rows: Tensor, numbers: int) -> list[slice]:
+    """Return slices of rows (B, ...) that stay in the cache of a CPU, with ``numbers`` of each row; of a GPU all."""
+    if not numbers or not len(rows):
+        return []
+    # torch gives each thread a part of a portion
+    step = len(rows) if rows.is_cuda else max(1, NUMBERS_IN_CACHE * torch.get_num_threads() // numbers)
+    return [slice(start, start + step) for start in range(0, len(rows), step)]
+
+
+def tanh_moments(rows: Tensor, net: Network) -> Moments:
+    """Return the moments of a net, written out if its layers are of tanh; ``rows`` are (A, K, 4)."""
+    if not net.is_tanh or not rows.numel():
+        return moments(rows, net)
     flat = [p for layer in net.layers for p in (layer.weight, layer.bias)]
     copies = tuple(layer.copies for layer in net.layers)
     # values and derivatives of the widest layer, which are read and written again for each operation
     width = 2 * rows.shape[1] * max(layer.weight.shape[1] for layer in net.layers)
-    parts = ops.portions(len(rows), width)
+    parts = portions(rows, width)
     if torch.is_grad_enabled():
         return Moments(rows, *_TanhMoments.apply(rows, parts, copies, *flat))
     jet = _tanh_jets(rows[..., 0], parts, copies, flat, keep=False)[-1]
@@ -67,7 +75,8 @@ class _TanhMoments(torch.autograd.Function):
                 grads[2 * index + 1] = _plus(grads[2 * index + 1], grad_z[:, 0].sum((0, 1)))
                 below = torch.mm(grad_z.view(-1, num_out), flat[2 * index].T)
                 if copies[index]:
-                    below.view(-1, 1, num_in).add_(_sum_copies(grad, copies[index]))
+                    skipped = grad.reshape(-1, copies[index], num_in)
+                    below.view(-1, 1, num_in).add_(skipped if copies[index] == 1 else skipped[:, :1] + skipped[:, 1:])
                 grad = below.view(before.shape)
             grad_z = _tanh_layer_backward(grad, jets[0][part], None, 0)
             by_weight = torch.addcmul(grad_z[:, 1], rows[part][..., :1], grad_z[:, 0]).sum((0, 1))
@@ -103,15 +112,12 @@ def _tanh_jets(s_all: Tensor, parts: list[slice], copies: tuple[int, ...], flat:
             out = jets[index][part] if keep or index == last else z
             # z holds tanh and its derivative alone, so the skip connection is added on the way out
             if copies[index]:
-                torch.add(_split(z, num_in), _split(jet, num_in), out=_split(out, num_in))
+                z, skipped, y = (t.view(-1, t.shape[-1] // num_in, num_in) for t in (z, jet, out))
+                torch.add(z, skipped, out=y)
             elif out is not z:
                 out.copy_(z)
             jet = out
     return jets
-
-
-def _split(jet: Tensor, width: int) -> Tensor:
-    return jet.view(-1, jet.shape[-1] // width, width)
 
 
 def _tanh_layer_backward(grad: Tensor, jet: Tensor, before: Tensor | None, copies: int) -> Tensor:
@@ -127,8 +133,3 @@ def _tanh_layer_backward(grad: Tensor, jet: Tensor, before: Tensor | None, copie
     grad_z = grad * torch.addcmul(value.new_ones(()), value, value, value=-1).unsqueeze(1)
     grad_z[:, 0].addcmul_(value * derivative, grad[:, 1], value=-2)
     return grad_z
-
-
-def _sum_copies(grad: Tensor, copies: int) -> Tensor:
-    grad = grad.reshape(-1, copies, grad.shape[-1] // copies)
-    return grad if copies == 1 else grad[:, :1] + grad[:, 1:]

@@ -21,21 +21,27 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.reference import values_and_gradients
+
+# inputs of networks with those of rows that fill up: more are bound by arithmetic, and fewer by launches
+MAX_STACKED = 1 << 22
 
 # A rows of all networks, B rows of one of T, N inputs and M outputs of a layer
 
 
 def stacked_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the outputs (A,) and their gradients with respect to the inputs (A, N), of equal tanh networks.
+    """Return the outputs (A,) of networks and their gradients by the inputs (A, N), together if they are of tanh.
 
     A network of few rows has rows of zeros after them.
 
     Args:
         x: (A, N), the rows of each network one after the other.
-        nets: with a last layer of one output.
+        nets: of the same options, with a last layer of one output.
         shares: rows of each network.
     """
     most = max(shares)
+    if len(nets) == 1 or not nets[0].is_scalar_tanh or len(nets) * most * x.shape[1] > MAX_STACKED:
+        return values_and_gradients(x, nets, shares)
     rows = nn.utils.rnn.pad_sequence(list(x.split(list(shares))), batch_first=True)  # (T, B, N)
     flat: list[Tensor | None] = []
     *hidden, last = zip(*(net.layers for net in nets))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops import reference
 
 # A atoms, J and K neighbor slots, P pairs of neighbors, T types, E numbers of a type embedding, M channels of a layer
 
@@ -27,15 +28,17 @@ from deepmd_ema.model.nn.layers import Network
 def triple_sums_and_vjp(
     products: Tensor, types: Tensor, mask: Tensor, table: Tensor, net: Network
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
-    """Return D (A, M), and a function from its gradient to that by ``products``.
+    """Return D (A, M), and a function from its gradient to that by ``products``, written out if G is of tanh layers.
 
     Args:
         products: (A, K, K), the c.
         types: (A, K) of the neighbors.
         mask: (A, K) bool, where there is a neighbor.
         table: (T, E) type embeddings.
-        net: G, of tanh layers.
+        net: G.
     """
+    if not net.is_tanh:
+        return reference.triple_sums_and_vjp(products, types, mask, table, net)
     start, *later = net.layers
     assert start.bias is not None
     shape = products.shape

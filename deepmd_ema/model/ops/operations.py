@@ -1,0 +1,77 @@
+"""Sets of operations of equal values and derivatives, and how a module gets one (decision 0006)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.model.ops import attention, reference
+from deepmd_ema.model.ops.cpu import attention as cpu_attention
+from deepmd_ema.model.ops.cpu import moments, silu, tanh_gradients, triples
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class Operations(NamedTuple):
+    """The operations of which there may be several versions; their signatures are those of the reference.
+
+    Attributes:
+        is_for_cpu: whether operations work in place, in portions, and may read numbers, for which a GPU would wait.
+            Those of the reference can be traced, and differentiated any number of times by anything; those of other
+            sets need eager mode, and their gradients can be differentiated by the parameters alone.
+    """
+
+    activated: Callable[..., Tensor] = reference.activated
+    moments: Callable[..., reference.Moments] = reference.moments
+    values_and_gradients: Callable[..., tuple[Tensor, Tensor]] = reference.values_and_gradients
+    attended_moments: Callable[..., Tensor] = attention.attended_moments
+    triple_sums_and_vjp: Callable[..., tuple[Tensor, Any]] = reference.triple_sums_and_vjp
+    is_for_cpu: bool = False
+
+
+REFERENCE = Operations()
+# what works in place, in portions that fit the cache, with gradients written out
+CPU = Operations(
+    silu.activated, moments.tanh_moments, reference.values_and_gradients, cpu_attention.attended_moments,
+    triples.triple_sums_and_vjp, is_for_cpu=True,
+)  # fmt: skip
+# what launches fewer kernels and never waits for the device
+GPU = Operations(moments=moments.tanh_moments, values_and_gradients=tanh_gradients.stacked_values_and_gradients)
+OF_DEVICE = {"cpu": CPU, "cuda": GPU}  # for models that are evaluated eagerly; REFERENCE on others
+
+
+class UsesOperations(nn.Module):
+    """A module that calls operations of the set which :func:`use_operations` gave it."""
+
+    _operations: Operations = REFERENCE
+
+    @property
+    def ops(self) -> Operations:
+        """The set of operations; while a graph is made, the reference."""
+        return REFERENCE if torch.compiler.is_compiling() else self._operations
+
+
+def use_operations(module: nn.Module, operations: Operations) -> None:
+    """Give a module and all modules in it a set of operations."""
+    for part in module.modules():
+        if isinstance(part, UsesOperations):
+            part._operations = operations
+
+
+def with_operations(module: ModuleT, operations: Operations) -> ModuleT:
+    """Return a module with another set of operations and the same parameters, buffers and other attributes.
+
+    It is for one evaluation: attributes that are set later on the given module are not seen.
+    """
+    children = {name: child and with_operations(child, operations) for name, child in module._modules.items()}
+    same = all(child is module._modules[name] for name, child in children.items())
+    if same and not isinstance(module, UsesOperations):
+        return module  # so that hooks of sharded networks, and tables by network, find the same object
+    found: ModuleT = object.__new__(type(module))
+    found.__dict__.update(vars(module), _modules=children)
+    if isinstance(found, UsesOperations):
+        found._operations = operations
+    return found
