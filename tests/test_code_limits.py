@@ -65,20 +65,20 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
 
 # lines of code, without blank lines, comments and docstrings; a number may only fall, and falls with the code
 MAX_LINES = {
-    "all": 32032,
-    "averaging": 1426,
-    "checkpoint": 890,
+    "all": 31536,
+    "averaging": 1328,
+    "checkpoint": 791,
     "cli": 1196,
-    "config": 4261,
-    "data": 4031,
-    "distributed": 1056,
+    "config": 4256,
+    "data": 4024,
+    "distributed": 947,
     "infer": 1723,
     "interop": 2096,
-    "model": 7995,
+    "model": 7911,
     "modules": 892,
-    "optim": 916,
-    "report": 2441,
-    "training": 3109,
+    "optim": 868,
+    "report": 2400,
+    "training": 3104,
 }
 SKIPPED = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 
@@ -105,7 +105,7 @@ def test_no_package_has_more_lines_than_its_budget():
 
 
 # of examples/water without validation and averages, by tests/first_step.py; they may only fall
-MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 591, 107, 8
+MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 582, 104, 8
 
 
 @pytest.mark.slow

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from deepmd_ema.config.fields import Check, not_negative_int, option
 from deepmd_ema.config.schema import common
 from deepmd_ema.model.families.dpa4.section import AllNeighborsSection
-
-if TYPE_CHECKING:
-    pass
 
 CHANNELS, DEGREES = (8, 16, 32, 64, 128), (2, 3, 4)
 
