@@ -47,9 +47,11 @@ struct LateCopy {
 };
 std::deque<LateCopy> late_copies;
 int64_t num_enqueued = 0;
+std::mutex arriving;  // held until the copies have arrived: another thread that waits for them may not return before
 
 void complete_copies(int64_t up_to) {
-  std::deque<LateCopy> arrived;
+  std::deque<LateCopy> arrived;  // outlives the guard: to release its tensors may need the lock of Python
+  std::lock_guard<std::mutex> all_arrive(arriving);
   {
     std::lock_guard<std::mutex> guard(lock);
     while (!late_copies.empty() && late_copies.front().number <= up_to) {
