@@ -64,6 +64,7 @@ def close(a, b, tol=SAME_MATH):
 
 def test_every_registered_descriptor_has_a_small_section_for_these_tests():
     assert set(SECTIONS) == set(DESCRIPTORS)
+    assert [name for name, section in SECTIONS.items() if len(section) == 1] == []
 
 
 @every_model

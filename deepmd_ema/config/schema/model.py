@@ -31,7 +31,7 @@ _type_map = Check(
 
 
 FITTINGS = Registry(
-    {"ener": "deepmd_ema.model.families.ener:FAMILY", "dpa4_ener": "deepmd_ema.model.families.dpa4_ener:FAMILY"}
+    {"ener": "deepmd_ema.model.families.records:ENER", "dpa4_ener": "deepmd_ema.model.families.records:DPA4_ENER"}
 )
 
 
@@ -306,8 +306,8 @@ STANDARD = Family(
 MODELS = Registry(
     {
         "standard": "deepmd_ema.config.schema.model:STANDARD",
-        "dpa4": "deepmd_ema.model.families.dpa4_model:FAMILY",
-        "linear_ener": "deepmd_ema.model.families.linear_ener:FAMILY",
+        "dpa4": "deepmd_ema.model.families.records:DPA4_MODEL",
+        "linear_ener": "deepmd_ema.model.families.records:LINEAR_ENER",
     }
 )
 

@@ -15,8 +15,8 @@ from deepmd_ema.config.schema.model import NetworkConfig
 if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa4.section import DPA4Config
 
-_DESCRIPTORS = Registry({"dpa4": "deepmd_ema.model.families.dpa4:FAMILY"})
-_FITTINGS = Registry({"dpa4_ener": "deepmd_ema.model.families.dpa4_ener:FAMILY"})
+_DESCRIPTORS = Registry({"dpa4": "deepmd_ema.model.families.records:DPA4"})
+_FITTINGS = Registry({"dpa4_ener": "deepmd_ema.model.families.records:DPA4_ENER"})
 
 
 @dataclass(frozen=True, kw_only=True)

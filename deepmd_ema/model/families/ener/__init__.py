@@ -1,10 +1,1 @@
 """The fitting network ener."""
-
-from deepmd_ema.config.registry import Family
-from deepmd_ema.model.families.ener.section import EnerFittingConfig
-
-FAMILY = Family(
-    EnerFittingConfig,
-    module="deepmd_ema.model.families.ener.module:EnergyFitting",
-    tree="deepmd_ema.interop.trees.ener:EnerTree",
-)
