@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, count, pairwise
@@ -37,7 +36,8 @@ class Sampler:
     ``batches_per_epoch`` batches in an order of its own. With probabilities in proportion to the systems' sizes (the
     default) an epoch has every frame exactly once; with others a system's number of batches (frames, if they are mixed)
     differs by at most one between epochs, follows its probability in the long run, and its frames come in permutations
-    one after the other, each frame once per permutation. The last batch of a permutation may be smaller.
+    one after the other, each frame once per permutation. The last batch of a permutation may be smaller. Mixed
+    frames are shuffled and then cut into batches: those of a single system are the batches of one system of that size.
 
     With ``world_size`` ranks, batch n of one rank is a share of a batch ``world_size`` times as large: the frames
     ``rank, rank + world_size, ...`` of batch n of a single process with that batch size; batches of ``mix:N`` are
@@ -82,199 +82,142 @@ class Sampler:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.batch_size, self.warnings = batch_sizes(batch_size, natoms)
+        sizes = [np.broadcast_to(n, count) for count, n in zip(num_frames, natoms)]
+        self.batch_size, self.frames, self.warnings = batch_sizes(batch_size, sizes)
         if not any(self.batch_size):
             raise DataError(f"batch_size = {batch_size}: every system has more atoms. Use a larger number.")
         rule = BatchSizeRule(batch_size) if isinstance(batch_size, str) else None
-        sizes = [np.broadcast_to(n, count) for count, n in zip(num_frames, natoms)]
-        self.frames = frames_taken(batch_size, sizes)
+        self._is_mixed = rule is not None and rule.is_mixed
+        self._most_atoms = rule.number if rule is not None and rule.kind == "mix" else None  # of a batch
+        self._seed, self._rank, self._world_size = seed, rank, world_size
+        self._natoms = [n[own] for n, own in zip(sizes, self.frames)]
         self.num_frames = tuple(map(len, self.frames))
-        largest = [int(n[own].max(initial=0)) for n, own in zip(sizes, self.frames)]
         # frames or batches of each system, of all ranks together, in an epoch that has every frame once
         self._units = self.num_frames
-        if rule is None or not rule.is_mixed:
+        if not self._is_mixed:
             of_systems = zip(self.num_frames, self.batch_size)
             self._units = tuple(-(-n // (size * world_size)) if size else 0 for n, size in of_systems)
-        self._probabilities = system_probabilities(self._units, auto_prob, sys_probs)
-        self.probabilities = tuple(map(float, self._probabilities))
-        self._rank = rank
-        self._batches: _MixedBatches | _BatchesOfOneSystem
-        if rule is not None and rule.is_mixed:
-            by_frames = rule.number if rule.kind == "mixed" else None
-            self._batches = _MixedBatches(
-                self.frames, sizes, self._probabilities, by_frames, rule.number, seed, world_size
-            )
-            self.frames_per_step = sum(self.num_frames) / self._batches.per_epoch
-            self.max_atoms = max(largest) * rule.number if by_frames else max(rule.number, *largest)
+        exact = self._probabilities = system_probabilities(self._units, auto_prob, sys_probs)
+        self.probabilities = tuple(map(float, exact))
+        self._total = sum(self._units)
+        # place of each system's upper edge when the units of an epoch are laid out side by side, in grid steps
+        self._edges = [0, *(math.floor(edge * self._total * _GRID) for edge in accumulate(exact))]
+        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
+        self._frame_order = lru_cache(maxsize=2 * len(self.frames) + 2)(
+            lambda system, number: self.frames[system][
+                permutation(self.num_frames[system], seed, _FRAMES, system, number)
+            ]
+        )
+        largest = [int(n.max(initial=0)) for n in self._natoms]
+        if self._most_atoms is not None:
+            trials = max(4, min(64, (1 << 20) // self._total))  # the time is that of at least a million frames
+            orders = (self._order(epoch, _TRIAL_SEED) for epoch in range(trials))
+            most = max(len(_fill(order[2], self._most_atoms)) for order in orders)
+            self.batches_per_epoch = -(-most // world_size)
+            self.max_atoms = max(self._most_atoms, *largest)
         else:
-            self._batches = _BatchesOfOneSystem(
-                self.frames, self.batch_size, self._units, self._probabilities, seed, world_size
-            )
+            together = self.batch_size[0] * world_size if self._is_mixed else 1  # units of a batch
+            self.batches_per_epoch = -(-self._total // together)
+            sizes_of_largest = zip(self.batch_size, [max(largest)] if self._is_mixed else largest)
+            self.max_atoms = max(size * n for size, n in sizes_of_largest)
+        if self._is_mixed:
+            self.frames_per_step = self._total / self.batches_per_epoch
+        else:
             shares = zip(self.probabilities, self.num_frames, self._units)
             self.frames_per_step = sum(p * n / b for p, n, b in shares if b)
-            self.max_atoms = max(size * n for size, n in zip(self.batch_size, largest))
-        self.batches_per_epoch = self._batches.per_epoch
 
     def batch(self, n: int) -> Frames:
         """Return the frames of batch ``n`` (from 0) of this rank: system and number of each."""
-        shares = self._batches.step(n)
+        shares = self._shares(n)
         return shares[self._rank] if self._rank < len(shares) else shares[self._rank % len(shares)][:1]
 
     def is_repeat(self, n: int) -> bool:
         """Whether batch ``n`` of this rank repeats a frame of another rank, and is excluded from losses."""
-        return len(self._batches.step(n)) <= self._rank
+        return len(self._shares(n)) <= self._rank
 
     def batches_for_epochs(self, num_epochs: float) -> int:
         """Return the batches after which even the rarest system has been seen ``num_epochs`` times, as DeePMD-kit."""
         drawn = math.ceil(max(Fraction(n) / p for n, p in zip(self._units, self._probabilities) if n and p > 0))
-        return math.ceil(Fraction(num_epochs) * drawn * Fraction(self.batches_per_epoch, sum(self._units)))
+        return math.ceil(Fraction(num_epochs) * drawn * Fraction(self.batches_per_epoch, self._total))
 
-
-@dataclass
-class _BatchesOfOneSystem:
-    """Batches that hold frames of one system each; see :class:`Sampler`.
-
-    Args:
-        frames: numbers of the frames of each system.
-        batch_size: frames per batch and rank, per system.
-        num_batches: of each system, in an epoch that has every frame once.
-        probabilities: of each system.
-        seed: of all random orders.
-        world_size: number of ranks.
-    """
-
-    frames: Sequence[Array]
-    batch_size: Sequence[int]
-    num_batches: Sequence[int]
-    probabilities: Sequence[Fraction]
-    seed: int
-    world_size: int
-
-    def __post_init__(self) -> None:
-        self.per_epoch = sum(self.num_batches)
-        self._in_epoch = _EpochShares(self.per_epoch, self.probabilities).in_epoch
-        self._epoch_order = lru_cache(maxsize=2)(self._make_epoch_order)
-        self._frame_order = lru_cache(maxsize=2 * len(self.frames) + 2)(
-            lambda system, number: self.frames[system][
-                permutation(len(self.frames[system]), self.seed, _FRAMES, system, number)
-            ]
-        )
-
-    def step(self, n: int) -> list[Frames]:
+    def _shares(self, n: int) -> list[Frames]:
         """Return the frames of each rank in step ``n``; the last ranks may be left out."""
-        epoch, place = divmod(n, self.per_epoch)
-        systems, numbers = self._epoch_order(epoch)
-        system = int(systems[place])
-        round_number, k = divmod(int(numbers[place]), self.num_batches[system])
-        size = self.batch_size[system] * self.world_size
-        together = self._frame_order(system, round_number)[k * size : (k + 1) * size].tolist()
-        ranks = range(min(self.world_size, len(together)))
-        return [[(system, frame) for frame in together[rank :: self.world_size]] for rank in ranks]
-
-    def _make_epoch_order(self, epoch: int) -> tuple[Array, Array]:
-        """Return for each place of an epoch the system and the number of the batch in the system's own sequence."""
-        first, counts = self._in_epoch(epoch)
-        order = permutation(self.per_epoch, self.seed, _BATCHES, epoch)
-        systems = np.repeat(np.arange(len(counts)), counts)[order]
-        by_system = np.argsort(systems, kind="stable")  # batches of one system come in the order of its own sequence
-        numbers = np.empty(len(systems), np.int64)
-        starts = np.repeat(np.cumsum(counts) - counts, counts)
-        numbers[by_system] = np.arange(len(systems)) - starts + np.repeat(np.array(first), counts)
-        return systems, numbers
-
-
-@dataclass
-class _MixedBatches:
-    """Batches whose frames are drawn from all systems.
-
-    An epoch is as many draws as there are frames. In proportion to the number of frames, every frame is drawn
-    once; with other probabilities each system's frames come in permutations one after the other. The shuffled frames
-    are cut into batches: those of a single system are the batches of one system of that size.
-
-    Batches of ``num_frames`` frames are shared by the ranks: each has every ``world_size``-th frame of a batch that is
-    ``world_size`` times as large. Batches of ``num_atoms`` atoms are filled for each rank: a batch ends where the next
-    frame would exceed ``num_atoms``, and a larger frame is alone. An epoch always has the same number of them, the
-    largest that orders tried beforehand need: where an order needs fewer, the largest batches are halved; where it
-    needs more, another order is taken.
-
-    Args:
-        frames: numbers of the frames of each system.
-        natoms: atoms of each of these frames.
-        probabilities: of a frame to be one of each system.
-        num_frames: frames per batch and rank, or None.
-        num_atoms: atoms per batch and rank, if ``num_frames`` is None.
-        seed: of all random orders.
-        world_size: number of ranks.
-
-    Attributes:
-        per_epoch: steps of an epoch.
-    """
-
-    frames: Sequence[Array]
-    natoms: Sequence[Array]
-    probabilities: Sequence[Fraction]
-    num_frames: int | None
-    num_atoms: int
-    seed: int
-    world_size: int
-
-    def __post_init__(self) -> None:
-        self._total = sum(map(len, self.frames))
-        self._in_epoch = _EpochShares(self._total, self.probabilities).in_epoch
-        if self.num_frames is not None:
-            self.per_epoch = -(-self._total // (self.num_frames * self.world_size))
+        epoch, place = divmod(n, self.batches_per_epoch)
+        (order, starts), world_size = self._epoch(epoch), self._world_size
+        if self._most_atoms is not None:
+            edges = starts[place * world_size : (place + 1) * world_size + 1]
+            return [list(zip(*order[:, first:last].tolist())) for first, last in pairwise(edges)]
+        if self._is_mixed:
+            size = self.batch_size[0] * world_size
+            together = list(zip(*order[:, place * size : (place + 1) * size].tolist()))
         else:
-            trials = max(4, min(64, (1 << 20) // self._total))  # the time is that of at least a million frames
-            most = max(len(_fill(self._order(epoch, _TRIAL_SEED)[2], self.num_atoms)) for epoch in range(trials))
-            self.per_epoch = -(-most // self.world_size)
-        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
-
-    def step(self, n: int) -> list[Frames]:
-        """Return the frames of each rank in step ``n``; the last ranks may be left out."""
-        epoch, place = divmod(n, self.per_epoch)
-        order, starts = self._epoch(epoch)
-        if self.num_frames is not None:
-            together = list(zip(*order[:, starts[place] : starts[place + 1]].tolist()))
-            return [together[rank :: self.world_size] for rank in range(min(self.world_size, len(together)))]
-        edges = starts[place * self.world_size : (place + 1) * self.world_size + 1]
-        return [list(zip(*order[:, first:last].tolist())) for first, last in pairwise(edges)]
+            system, number = order[:, place].tolist()
+            round_number, k = divmod(number, self._units[system])
+            size = self.batch_size[system] * world_size
+            frames = self._frame_order(system, round_number)[k * size : (k + 1) * size].tolist()
+            together = [(system, frame) for frame in frames]
+        return [together[rank::world_size] for rank in range(min(world_size, len(together)))]
 
     def _make_epoch(self, epoch: int) -> tuple[Array, list[int]]:
-        """Return systems and numbers (2, draws) of an epoch, the first draw of each batch, and the end of the last."""
-        order = self._order(epoch, self.seed)
-        if self.num_frames is not None:
-            starts = list(range(0, self._total, self.num_frames * self.world_size))
-        else:
-            # an order that has no more batches than an epoch
-            wanted, limit, plain = self.per_epoch * self.world_size, self.num_atoms, order
+        """Return systems and numbers (2, units) of an epoch, and with ``mix:N`` the edges of the batches.
+
+        A batch of ``mix:N`` ends where the next frame would exceed N atoms, and a larger frame is alone. An epoch
+        always has the same number of them, the largest that orders tried beforehand need: where an order needs fewer,
+        the largest batches are halved; where it needs more, another order is taken.
+        """
+        order, starts = self._order(epoch, self._seed), list[int]()
+        if self._most_atoms is not None:
+            wanted, limit, plain = self.batches_per_epoch * self._world_size, self._most_atoms, order
             for attempt in count(1):
                 starts = _fill(order[2], limit)
                 if len(starts) <= wanted:
                     break
-                order = plain[:, permutation(self._total, self.seed, _SYSTEMS, epoch, attempt)]
+                order = plain[:, permutation(self._total, self._seed, _SYSTEMS, epoch, attempt)]
                 if attempt > _MAX_TRIES:  # few frames of very different sizes, drawn with probabilities of their own
                     limit += limit // 50 + 1
-            starts = _halve_largest(starts, order[2], wanted)
-        return order[:2].copy(), [*starts, self._total]
+            starts = [*_halve_largest(starts, order[2], wanted), self._total]
+        return order[:2].copy(), starts
 
     def _order(self, epoch: int, seed: int) -> Array:
-        """Return system, number and atoms (3, draws) of the frames of an epoch in random order.
+        """Return the units of an epoch in random order; those of one system are in the order of its own sequence.
 
-        Those of one system are in the order of its permutations.
+        Rows are the system and the number of a batch in the sequence of the system; of mixed frames, which come in
+        permutations one after the other, the system, the number of the frame in it, and its atoms.
         """
         first, counts = self._in_epoch(epoch)
-        order = np.empty((3, self._total), np.int64)
-        order[0] = np.repeat(np.arange(len(counts)), counts)[permutation(self._total, seed, _SYSTEMS, epoch)]
-        drawn = [np.zeros((2, 0), np.int64)]
-        for system, (start, number) in enumerate(zip(first, counts)):
-            size = len(self.frames[system])
-            if number:  # the draws start, start + 1, ... of a system
-                rounds = range(start // size, (start + number - 1) // size + 1)
-                places = np.concatenate([permutation(size, seed, _FRAMES, system, one) for one in rounds])
-                places = places[start % size : start % size + number]
-                drawn.append(np.stack([self.frames[system][places], self.natoms[system][places]]))
-        order[1:, stable_argsort(order[0], len(counts))] = np.concatenate(drawn, axis=1)
+        stream = _SYSTEMS if self._is_mixed else _BATCHES
+        systems = np.repeat(np.arange(len(counts)), counts)[permutation(self._total, seed, stream, epoch)]
+        if self._is_mixed:
+            parts = []
+            for system, (start, number) in enumerate(zip(first, counts)):
+                if number:  # the draws start, start + 1, ... of a system
+                    size = self.num_frames[system]
+                    rounds = range(start // size, (start + number - 1) // size + 1)
+                    places = np.concatenate([permutation(size, seed, _FRAMES, system, one) for one in rounds])
+                    places = places[start % size : start % size + number]
+                    parts.append(np.stack([self.frames[system][places], self._natoms[system][places]]))
+            drawn = np.concatenate(parts, axis=1)
+        else:
+            drawn = (np.arange(self._total) - np.repeat(np.cumsum(counts) - counts - first, counts))[None]
+        order = np.concatenate([systems[None], np.empty_like(drawn)])
+        order[1:, stable_argsort(systems, len(counts))] = drawn
         return order
+
+    def _in_epoch(self, epoch: int) -> tuple[list[int], list[int]]:
+        """Return for each system how many units come before ``epoch``, and how many are in it.
+
+        A number differs by at most one between epochs and follows the probability of the system in the long run. In
+        epoch e the edges move by u(e) = (e * GOLDEN mod GRID) / GRID and are rounded down; what lies between two edges
+        is the share of a system, so that the shares add up to the units of the epoch.
+        """
+        before = []
+        for end in (epoch, epoch + 1):
+            # below each edge, sums over e < end of floor((edge + e * GOLDEN mod GRID) / GRID)
+            parts = [divmod(edge, _GRID) for edge in self._edges]
+            moved = _floor_sum(end, _GRID, _GOLDEN, 0)
+            below = [end * whole + _floor_sum(end, _GRID, _GOLDEN, part) - moved for whole, part in parts]
+            before.append([b - a for a, b in pairwise(below)])
+        return before[0], [b - a for a, b in zip(*before)]
 
 
 def _fill(natoms: Array, limit: int) -> list[int]:
@@ -305,56 +248,46 @@ def _halve_largest(starts: Sequence[int], natoms: Array, number: int) -> list[in
     return sorted([*starts, *more])
 
 
-def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[str]]:
-    """Return the frames per batch of each system, and warnings; 0 is a system to leave out.
+def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[Array], list[str]]:
+    """Return the frames per batch of each system, the numbers of those that take part, and warnings.
 
     A number; a list of numbers, one per system; ``auto:N`` = ceil(N / atoms), at least N atoms a batch (``auto`` is
-    ``auto:32``); ``max:N`` = max(1, floor(N / atoms)), at most N atoms; ``filter:N`` = ``max:N`` without the systems
-    of more than N atoms. Batches of one system alone have N frames with ``mixed:N``, and as many as ``max:N`` with
-    ``mix:N``.
+    ``auto:32``); ``max:N`` = max(1, floor(N / atoms)), at most N atoms; ``filter:N`` = ``max:N`` without the frames
+    of more than N atoms, 0 for a system of such frames alone. Batches of one system alone have N frames with
+    ``mixed:N``, and as many as ``max:N`` with ``mix:N``.
 
-    Where the frames of a system differ in size, "atoms" is the mean in ``auto``, and the largest in ``max``;
-    ``filter`` leaves out single frames and takes the largest that is left.
+    Where the frames of a system differ in size, "atoms" is the mean in ``auto``, and the largest that takes part in
+    ``max`` and ``filter``.
 
     Raises:
         ConfigError: if the rule is none of these.
     """
+    every, warnings = [np.atleast_1d(n) for n in natoms], list[str]()
+    read = BatchSizeRule(rule) if isinstance(rule, str) else None
+    kind, number = ("", 0) if read is None else (read.kind, read.number)
+    most = number if kind == "filter" else math.inf
+    taken = [np.flatnonzero(n <= most) for n in every]
+    sizes: tuple[int, ...]
     if not isinstance(rule, str):
         sizes = tuple([rule] * len(natoms) if isinstance(rule, int) else rule)
         if len(sizes) != len(natoms):
             raise ConfigError(f"batch_size: a list of {len(sizes)} numbers, expected one per system: {len(natoms)}.")
         if any(s < 1 for s in sizes):
             raise ConfigError(f"batch_size = {rule}: expected numbers from 1.")
-        return sizes, []
-    read = BatchSizeRule(rule)
-    atoms = read.number
-    if read.kind == "mixed":
-        return (atoms,) * len(natoms), []
-    if read.kind == "auto":
+    elif kind == "mixed":
+        sizes = (number,) * len(natoms)
+    elif kind == "auto":
         # N over the mean, in integers: the same as N / n where all frames have n atoms
-        return tuple(-(-atoms * np.size(n) // int(np.sum(n))) for n in natoms), []
-    every = [np.atleast_1d(n) for n in natoms]
-    taken = [n[n <= atoms] if read.kind == "filter" else n for n in every]
-    sizes = tuple(max(1, atoms // int(n.max())) if n.size else 0 for n in taken)
-    warnings, larger = [], f"of more than {counted(atoms, 'atom')}"
-    if left_out := sizes.count(0):
-        systems = f"{left_out} of {counted(len(sizes), 'system')}"
-        warnings.append(f'batch_size = "{read}": left out are {systems}, {larger} a frame.')
-    if frames := sum(n.size - k.size for n, k in zip(every, taken) if k.size):
-        warnings.append(f'batch_size = "{read}": left out: {counted(frames, "frame")} {larger}.')
-    return sizes, warnings
-
-
-def frames_taken(rule: BatchRule, natoms: Sequence[Array]) -> list[Array]:
-    """Return the numbers of the frames of each system that a batch may have: all but those that ``filter`` leaves out.
-
-    Args:
-        rule: ``batch_size``.
-        natoms: (frames,) atoms of each frame of a system.
-    """
-    read = BatchSizeRule(rule) if isinstance(rule, str) else None
-    most = read.number if read is not None and read.kind == "filter" else math.inf
-    return [np.flatnonzero(of_system <= most) for of_system in natoms]
+        sizes = tuple(-(-number * n.size // int(n.sum())) for n in every)
+    else:
+        sizes = tuple(max(1, number // int(n[k].max())) if k.size else 0 for n, k in zip(every, taken))
+        larger = f"of more than {counted(number, 'atom')}"
+        if left_out := sizes.count(0):
+            systems = f"{left_out} of {counted(len(sizes), 'system')}"
+            warnings.append(f'batch_size = "{rule}": left out are {systems}, {larger} a frame.')
+        if frames := sum(n.size - k.size for n, k in zip(every, taken) if k.size):
+            warnings.append(f'batch_size = "{rule}": left out: {counted(frames, "frame")} {larger}.')
+    return sizes, taken, warnings
 
 
 def system_probabilities(
@@ -401,36 +334,6 @@ def system_probabilities(
     if not total:
         raise ConfigError("sys_probs, auto_prob: all are 0. Give at least one system a chance.")
     return [weight / total for weight in weights]
-
-
-class _EpochShares:
-    """Numbers of units of each system, batches or frames, in an epoch.
-
-    A number differs by at most one between epochs and follows the probability of the system in the long run.
-
-    Args:
-        num_units: of an epoch.
-        probabilities: of the systems; they add up to 1.
-    """
-
-    def __init__(self, num_units: int, probabilities: Sequence[Fraction]) -> None:
-        # place of each system's upper edge when the units of an epoch are laid out side by side, in grid steps
-        self._edges = [0, *(math.floor(e * num_units * _GRID) for e in accumulate(probabilities))]
-
-    def in_epoch(self, epoch: int) -> tuple[list[int], list[int]]:
-        """Return for each system how many units come before ``epoch``, and how many are in it.
-
-        In epoch e the edges move by u(e) = (e * GOLDEN mod GRID) / GRID and are rounded down; what lies between two
-        edges is the share of a system, so that the shares add up to the units of the epoch.
-        """
-        before = []
-        for end in (epoch, epoch + 1):
-            # below each edge, sums over e < end of floor((edge + e * GOLDEN mod GRID) / GRID)
-            parts = [divmod(edge, _GRID) for edge in self._edges]
-            moved = _floor_sum(end, _GRID, _GOLDEN, 0)
-            below = [end * whole + _floor_sum(end, _GRID, _GOLDEN, part) - moved for whole, part in parts]
-            before.append([b - a for a, b in pairwise(below)])
-        return before[0], [b - a for a, b in zip(*before)]
 
 
 def permutation(size: int, *numbers: int) -> Array:

@@ -34,7 +34,7 @@ from deepmd_ema.data.run import (
     split_off,
     with_neighbors,
 )
-from deepmd_ema.data.sampler import batch_sizes, frames_taken, permutation
+from deepmd_ema.data.sampler import batch_sizes, permutation
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.data.split import Split
 from deepmd_ema.distributed.files import writing
@@ -268,9 +268,8 @@ def _statistics(task: PreparedTask, seed: int, num_ranks: int) -> Statistics:
 def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int, max_atoms: int | None = None) -> Iterator[Batch]:
     """Yield the frames of the statistics, eight at once, or fewer if they had more than ``max_atoms``."""
     train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
-    rule, natoms = task.config.training_data.batch_size, [system.frame_sizes for system in train]
-    sizes, _ = batch_sizes(rule, natoms)
-    for number, (system, size, frames) in enumerate(zip(train, sizes, frames_taken(rule, natoms))):
+    sizes, taken, _ = batch_sizes(task.config.training_data.batch_size, [system.frame_sizes for system in train])
+    for number, (system, size, frames) in enumerate(zip(train, sizes, taken)):
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
         order = frames[permutation(len(frames), seed_for(stream, seed, number))]
         # as many as one process with all the frames of a step would take, so that it starts from the same model
@@ -338,7 +337,7 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dic
 def chosen_frames(task: TaskConfig, train: Sequence[FrameSource], seed: int, most: int) -> list[Sequence[int]]:
     """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
     # frames that `filter:N` leaves out were not trained on
-    frames = frames_taken(task.training_data.batch_size, [system.frame_sizes for system in train])
+    _, frames, _ = batch_sizes(task.training_data.batch_size, [system.frame_sizes for system in train])
     counts = [len(own) for own in frames]
     total = sum(counts)
     if total <= most:
