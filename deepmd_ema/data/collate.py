@@ -99,12 +99,33 @@ def pair_frame(
     except DataError as error:
         source = "{} frame {}: ".format(*frame.source) if frame.source[0] else ""
         raise DataError([source + problem for problem in error.problems]) from None
-    natoms = frame.num_atoms
-    order = stable_argsort(frame.atom_type, layout.num_types)
+    natoms, atom_type = frame.num_atoms, frame.atom_type
+    order = stable_argsort(atom_type, layout.num_types)
     row_of_atom = np.empty(natoms, np.int64)
     row_of_atom[order] = np.arange(natoms)
-    row, column, place, shift, slots, most = _place_pairs(frame.atom_type, pairs, row_of_atom, layout, round_to)
-    table, image_of_pair = _images(shift, frame.box, layout.rcut)
+    # the nearest neighbors in each section, or in one section of all types
+    sections = layout.num_types if layout.by_type else 1
+    section = atom_type[pairs.j] if layout.by_type else np.zeros(len(pairs.j), np.int64)
+    key = pairs.i * sections + section
+    sorter = stable_argsort(key, natoms * sections)  # pairs come by distance: each group stays sorted by it
+    key, i, j = key[sorter], pairs.i[sorter], pairs.j[sorter]
+    rank, counts = rank_in_group(key, natoms * sections)
+    most = tuple(counts.reshape(natoms, sections).max(axis=0).tolist())
+    keep = rank < np.array(layout.sel)[section[sorter]]
+    # by type or not, they are among the nearest of all types, which DeePMD-kit chooses before it looks at types
+    nearest, _ = rank_in_group(pairs.i, natoms)
+    keep &= (nearest < sum(layout.sel))[sorter]
+    if layout.excluded_pairs:
+        excluded = np.zeros((layout.num_types, layout.num_types), bool)
+        for a, b in layout.excluded_pairs:
+            excluded[a, b] = excluded[b, a] = True
+        keep &= ~excluded[atom_type[i], atom_type[j]]
+    if not keep.all():
+        key, i, j, sorter = key[keep], i[keep], j[keep], sorter[keep]
+        rank, counts = rank_in_group(key, natoms * sections)
+    slots = _rounded(counts.reshape(natoms, sections).max(axis=0), layout.sel, round_to)
+    row, column, place = row_of_atom[i], row_of_atom[j], rank + (np.cumsum(slots) - slots)[section[sorter]]
+    table, image_of_pair = _images(pairs.shift[sorter], frame.box, layout.rcut)
     total = sum(slots)
     flat = row * total + place
     neighbor = np.repeat(np.arange(natoms, dtype=small_int(natoms)), total)
@@ -119,7 +140,7 @@ def pair_frame(
         used = place[distance < rcut + 1e-6].max(initial=-1) + 1
         inner.append(min(*_rounded([used], [limit], round_to), total))
     if layout.type_sel:
-        kind = row * layout.num_types + frame.atom_type[order][column]
+        kind = row * layout.num_types + atom_type[order][column]
         counts = np.bincount(kind, minlength=natoms * layout.num_types).reshape(natoms, layout.num_types)
         type_slots = _rounded(counts.max(axis=0), layout.type_sel, round_to)
     # in the order of the slots: sums over reverse slots are then bitwise the same, however the pairs were found
@@ -132,7 +153,7 @@ def pair_frame(
     return PairedFrame(
         frame=frame,
         order=order,
-        counts=np.bincount(frame.atom_type, minlength=layout.num_types),
+        counts=np.bincount(atom_type, minlength=layout.num_types),
         slots=slots,
         type_slots=type_slots,
         inner=tuple(inner),
@@ -217,10 +238,33 @@ def collate(frames: Sequence[Frame | PairedFrame], layout: NeighborLayout, label
     start = np.cumsum(counts.T.ravel()).reshape(counts.T.shape) - counts.T - (np.cumsum(counts, axis=1) - counts).T
     rows = [np.arange(c.sum()) + np.repeat(start[:, k], c) for k, c in enumerate(counts)]
     slots = tuple(max(widths) for widths in zip(*(p.slots for p in paired)))
-    neighbor, vector, reverse = _join_neighbors(paired, rows, slots, layout.rcut)
+    if len(paired) == 1:
+        only = paired[0]
+        neighbor, vector, reverse = only.neighbor.astype(np.int64), _vectors(only), only.reverse.astype(np.int64)
+    else:
+        all_atoms, total = int(num_atoms.sum()), sum(slots)
+        neighbor = np.repeat(np.arange(all_atoms), total).reshape(all_atoms, total)
+        vector = np.zeros((all_atoms, total, 3))
+        vector[:, :, 0] = 2 * layout.rcut
+        reverse = np.full((all_atoms, max(p.reverse.shape[1] for p in paired)), all_atoms * total, np.int64)
+        for one, row in zip(paired, rows):
+            columns = np.concatenate([np.arange(n) + first for n, first in zip(one.slots, np.cumsum(slots) - slots)])
+            to_flat = np.append((row[:, None] * total + columns).ravel(), all_atoms * total)
+            reverse[row, : one.reverse.shape[1]] = to_flat[one.reverse]
+            where = row if len(columns) == total else np.ix_(row, columns)
+            neighbor[where], vector[where] = row[one.neighbor], _vectors(one)
     before = np.cumsum(counts.sum(axis=1)) - counts.sum(axis=1)
     order = _by_row([p.order + b for p, b in zip(paired, before)], rows)
-    label_values, has_label = _join_labels(raw, order, labels)
+    label_values, has_label = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name in dict.fromkeys((*labels, *(name for f in raw for name in f.labels))):
+        label, has = LABELS[name], [name in f.labels for f in raw]
+        if label.per_pair and not any(has):
+            continue  # zeros carry no information, and without them nothing is computed to compare with
+        has_label[name] = _tensor(np.array(has, np.float64))
+        parts = [f.labels[name] if name in f.labels else np.zeros(label.shape_in_frame(f.num_atoms)) for f in raw]
+        # pairs of atoms stay in the order of the files
+        values = np.concatenate(parts) if label.per_atom or label.per_pair else np.stack(parts)
+        label_values[name] = _tensor(np.take(values, order, axis=0) if label.per_atom else values)
     return Batch(
         type_counts=tuple(counts.sum(axis=0).tolist()),
         slots=slots,
@@ -249,36 +293,6 @@ def is_molecule(frame: Frame) -> bool:
     if frame.box is not None or frame.num_atoms > MAX_ATOMS_TOGETHER:
         return False
     return bool(np.abs(frame.coord).max(initial=0.0) <= NEAR_ORIGIN)  # not so of nan, which pair_frame refuses
-
-
-def _place_pairs(
-    atom_type: Array, pairs: Pairs, row_of_atom: Array, layout: NeighborLayout, round_to: int
-) -> tuple[Array, Array, Array, Array, tuple[int, ...], tuple[int, ...]]:
-    """Return row, neighbor's row, slot and shift of the pairs that are kept, slots and most neighbors per section."""
-    sections = layout.num_types if layout.by_type else 1
-    natoms = len(atom_type)
-    section = atom_type[pairs.j] if layout.by_type else np.zeros(len(pairs.j), np.int64)
-    key = pairs.i * sections + section
-    sorter = stable_argsort(key, natoms * sections)  # pairs come by distance: each group stays sorted by it
-    key, i, j = key[sorter], pairs.i[sorter], pairs.j[sorter]
-    rank, counts = rank_in_group(key, natoms * sections)
-    most = tuple(counts.reshape(natoms, sections).max(axis=0).tolist())
-    keep = rank < np.array(layout.sel)[section[sorter]]
-    # by type or not, they are among the nearest of all types, which DeePMD-kit chooses before it looks at types
-    nearest, _ = rank_in_group(pairs.i, natoms)
-    keep &= (nearest < sum(layout.sel))[sorter]
-    if layout.excluded_pairs:
-        excluded = np.zeros((layout.num_types, layout.num_types), bool)
-        for a, b in layout.excluded_pairs:
-            excluded[a, b] = excluded[b, a] = True
-        keep &= ~excluded[atom_type[i], atom_type[j]]
-    if not keep.all():
-        key, i, j, sorter = key[keep], i[keep], j[keep], sorter[keep]
-        rank, counts = rank_in_group(key, natoms * sections)
-    slots = _rounded(counts.reshape(natoms, sections).max(axis=0), layout.sel, round_to)
-    start = np.cumsum(slots) - slots
-    place = rank + start[section[sorter]]
-    return row_of_atom[i], row_of_atom[j], place, pairs.shift[sorter], slots, most
 
 
 def _rounded(used: Iterable[int], limits: Iterable[int], round_to: int) -> tuple[int, ...]:
@@ -312,31 +326,6 @@ def _by_row(parts: Sequence[Array], rows: Sequence[Array]) -> Array:
     return out
 
 
-def _join_neighbors(
-    paired: Sequence[PairedFrame], rows: Sequence[Array], slots: tuple[int, ...], rcut: float
-) -> tuple[Array, Array, Array]:
-    """Return neighbor (A, K), vector (A, K, 3) and reverse (A, M) of the frames together."""
-    if len(paired) == 1:
-        only = paired[0]
-        return only.neighbor.astype(np.int64), _vectors(only), only.reverse.astype(np.int64)
-    num_atoms, total = sum(len(r) for r in rows), sum(slots)
-    width = max(p.reverse.shape[1] for p in paired)
-    neighbor = np.repeat(np.arange(num_atoms), total).reshape(num_atoms, total)
-    vector = np.zeros((num_atoms, total, 3))
-    vector[:, :, 0] = 2 * rcut
-    reverse = np.full((num_atoms, width), num_atoms * total, np.int64)
-    for one, row in zip(paired, rows):
-        columns = np.concatenate([np.arange(n) + first for n, first in zip(one.slots, np.cumsum(slots) - slots)])
-        to_flat = np.append((row[:, None] * total + columns).ravel(), num_atoms * total)
-        reverse[row, : one.reverse.shape[1]] = to_flat[one.reverse]
-        if len(columns) == total:
-            neighbor[row], vector[row] = row[one.neighbor], _vectors(one)
-        else:
-            where = np.ix_(row, columns)
-            neighbor[where], vector[where] = row[one.neighbor], _vectors(one)
-    return neighbor, vector, reverse
-
-
 def _vectors(one: PairedFrame) -> Array:
     # an empty slot: coord - coord is exactly zero, so that its vector is exactly the table's first row
     vector = np.take(one.coord, one.neighbor, axis=0)
@@ -354,24 +343,6 @@ def conditions_of(frames: Sequence[Frame], order: Array) -> dict[str, torch.Tens
         if parts:
             out[name] = _tensor(np.stack(parts) if name == FPARAM else np.take(np.concatenate(parts), order, axis=0))
     return out
-
-
-def _join_labels(
-    frames: Sequence[Frame], order: Array, wanted: Sequence[str]
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    names = dict.fromkeys(wanted) | dict.fromkeys(name for f in frames for name in f.labels)
-    labels, has_label = {}, {}
-    for name in names:
-        if LABELS[name].per_pair and not any(name in f.labels for f in frames):
-            continue  # zeros carry no information, and without them nothing is computed to compare with
-        has_label[name] = _tensor(np.array([float(name in f.labels) for f in frames]))
-        label = LABELS[name]
-        parts = [f.labels[name] if name in f.labels else np.zeros(label.shape_in_frame(f.num_atoms)) for f in frames]
-        if label.per_atom:
-            labels[name] = _tensor(np.take(np.concatenate(parts), order, axis=0))
-        else:  # pairs of atoms stay in the order of the files
-            labels[name] = _tensor(np.concatenate(parts) if label.per_pair else np.stack(parts))
-    return labels, has_label
 
 
 def _tensor(array: Array) -> torch.Tensor:

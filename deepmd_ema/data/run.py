@@ -251,26 +251,22 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
             )
         return report.to_dict()
 
-    if results is None:
-        check()
-    else:
-        sources, fitting = [*data.train, *data.valid], model.fitting_net
-        about = {  # the options that change the result
-            "task": task.name,
-            "systems": [[source.name, source.num_frames, list(source.unread)] for source in sources],
-            "parts": [source.frames.tolist() for source in sources if isinstance(source, FrameSubset)],
-            "validation": len(data.valid),
-            "read": [list(model.type_map), fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam],
-            "labels": list(task.loss.labels),
-            "cutoff": descriptor.cutoff,
-            "neighbors": [descriptor.neighbors_option, descriptor.neighbors],
-            "inner": list(descriptor.inner_neighbors()) if isinstance(descriptor, HasInnerNeighbors) else None,
-            "min_pair_dist": least,
-            "bridging": bridging and [bridging.inner, chosen],
-        }
-        stored = recall_or_find(results, [file for source in sources for file in source.files()], about, check)
-        report = report or DataReport.from_dict(stored, model.type_map, descriptor.cutoff)
-    assert report is not None, "checked or stored"
+    sources, fitting = [*data.train, *data.valid], model.fitting_net
+    about = {  # the options that change the result
+        "task": task.name,
+        "systems": [[source.name, source.num_frames, list(source.unread)] for source in sources],
+        "parts": [source.frames.tolist() for source in sources if isinstance(source, FrameSubset)],
+        "validation": len(data.valid),
+        "read": [list(model.type_map), fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam],
+        "labels": list(task.loss.labels),
+        "cutoff": descriptor.cutoff,
+        "neighbors": [descriptor.neighbors_option, descriptor.neighbors],
+        "inner": list(descriptor.inner_neighbors()) if isinstance(descriptor, HasInnerNeighbors) else None,
+        "min_pair_dist": least,
+        "bridging": bridging and [bridging.inner, chosen],
+    }
+    stored = recall_or_find(results, [file for source in sources for file in source.files()], about, check)
+    report = report or DataReport.from_dict(stored, model.type_map, descriptor.cutoff)
     problems = list[str]()  # of options that do not fit the number and sizes of the systems
     sections = {"training_data": task.training_data, "validation_data": task.validation_data}
     for (section, options), systems in zip(sections.items(), data):

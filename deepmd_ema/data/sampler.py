@@ -183,41 +183,36 @@ class Sampler:
 
         Rows are the system and the number of a batch in the sequence of the system; of mixed frames, which come in
         permutations one after the other, the system, the number of the frame in it, and its atoms.
-        """
-        first, counts = self._in_epoch(epoch)
-        stream = _SYSTEMS if self._is_mixed else _BATCHES
-        systems = np.repeat(np.arange(len(counts)), counts)[permutation(self._total, seed, stream, epoch)]
-        if self._is_mixed:
-            parts = []
-            for system, (start, number) in enumerate(zip(first, counts)):
-                if number:  # the draws start, start + 1, ... of a system
-                    size = self.num_frames[system]
-                    rounds = range(start // size, (start + number - 1) // size + 1)
-                    places = np.concatenate([permutation(size, seed, _FRAMES, system, one) for one in rounds])
-                    places = places[start % size : start % size + number]
-                    parts.append(np.stack([self.frames[system][places], self._natoms[system][places]]))
-            drawn = np.concatenate(parts, axis=1)
-        else:
-            drawn = (np.arange(self._total) - np.repeat(np.cumsum(counts) - counts - first, counts))[None]
-        order = np.concatenate([systems[None], np.empty_like(drawn)])
-        order[1:, stable_argsort(systems, len(counts))] = drawn
-        return order
 
-    def _in_epoch(self, epoch: int) -> tuple[list[int], list[int]]:
-        """Return for each system how many units come before ``epoch``, and how many are in it.
-
-        A number differs by at most one between epochs and follows the probability of the system in the long run. In
-        epoch e the edges move by u(e) = (e * GOLDEN mod GRID) / GRID and are rounded down; what lies between two edges
-        is the share of a system, so that the shares add up to the units of the epoch.
+        The number of units of a system differs by at most one between epochs and follows its probability in the long
+        run. In epoch e the edges move by u(e) = (e * GOLDEN mod GRID) / GRID and are rounded down; what lies between
+        two edges is the share of a system, so that the shares add up to the units of the epoch.
         """
-        before = []
+        before = []  # units of each system before this epoch, and before the next one
         for end in (epoch, epoch + 1):
             # below each edge, sums over e < end of floor((edge + e * GOLDEN mod GRID) / GRID)
             parts = [divmod(edge, _GRID) for edge in self._edges]
             moved = _floor_sum(end, _GRID, _GOLDEN, 0)
             below = [end * whole + _floor_sum(end, _GRID, _GOLDEN, part) - moved for whole, part in parts]
             before.append([b - a for a, b in pairwise(below)])
-        return before[0], [b - a for a, b in zip(*before)]
+        first, counts = before[0], [b - a for a, b in zip(*before)]
+        stream = _SYSTEMS if self._is_mixed else _BATCHES
+        systems = np.repeat(np.arange(len(counts)), counts)[permutation(self._total, seed, stream, epoch)]
+        if self._is_mixed:
+            of_systems = []
+            for system, (start, number) in enumerate(zip(first, counts)):
+                if number:  # the draws start, start + 1, ... of a system
+                    size = self.num_frames[system]
+                    rounds = range(start // size, (start + number - 1) // size + 1)
+                    places = np.concatenate([permutation(size, seed, _FRAMES, system, one) for one in rounds])
+                    places = places[start % size : start % size + number]
+                    of_systems.append(np.stack([self.frames[system][places], self._natoms[system][places]]))
+            drawn = np.concatenate(of_systems, axis=1)
+        else:
+            drawn = (np.arange(self._total) - np.repeat(np.cumsum(counts) - counts - first, counts))[None]
+        order = np.concatenate([systems[None], np.empty_like(drawn)])
+        order[1:, stable_argsort(systems, len(counts))] = drawn
+        return order
 
 
 def _fill(natoms: Array, limit: int) -> list[int]:

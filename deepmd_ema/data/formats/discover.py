@@ -121,14 +121,16 @@ def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:
     find = next((one.find for one in FORMATS if one.claims(file)), None)
     if find is None and not file.exists():
         raise DataError(f"{file}: no such file or folder.{_similar(file)}")
-    convert = command("dp-ema", "convert", path, "my_data")
+    what = ""
     if file.is_file() and is_cp2k_trajectory(file):
-        raise DataError(f"{file}: is a trajectory of CP2K. Make folders of it first: {convert}")
-    if find is None and not Path(path).is_dir():
-        raise DataError(
+        what = f"{file}: is a trajectory of CP2K. Make folders of it first"
+    elif find is None and not Path(path).is_dir():
+        what = (
             f"{path}: is a file. Expected a folder with type.raw, a parent of such folders, HDF5, LMDB or extended "
-            f"XYZ. What ASE and dpdata read becomes folders by: {convert}"
+            "XYZ. What ASE and dpdata read becomes folders by"
         )
+    if what:
+        raise DataError(f"{what}: {command('dp-ema', 'convert', path, 'my_data')}")
     if find is not None:
         openers = find(file, group)
     else:

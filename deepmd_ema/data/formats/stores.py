@@ -224,7 +224,17 @@ class StoredArray:
         flat, size = np.empty((stop - start) * width, self.dtype), 0
         target, offset = flat.view(np.uint8).data, self.offset + start * width * flat.itemsize
         with readable(self.file):
-            file = _open_file(self.file, self.identity)
+            # kept open: to open a file anew takes longer than to read a row
+            allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            most = _MAX_OPEN_FILES if allowed == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, allowed // 4))
+            with _LOCK:
+                file = _OPEN.pop(self.identity, None) or _OpenFile(os.open(self.file, os.O_RDONLY | os.O_CLOEXEC))
+                status = os.fstat(file.handle)
+                if (status.st_dev, status.st_ino) != self.identity:
+                    raise DataError(f"{self.file}: has been replaced by another file while it was in use. Start again.")
+                _OPEN[self.identity] = file
+                while len(_OPEN) > most:
+                    _OPEN.popitem(last=False)  # a thread that reads from it still refers to it
             # of a large array the system may give a part
             while size < len(target) and (number := os.preadv(file.handle, [target[size:]], offset + size)):
                 size += number
@@ -245,21 +255,6 @@ class _OpenFile:
 
 _OPEN: OrderedDict[tuple[int, int], _OpenFile] = OrderedDict()  # by device and inode, those read last at the end
 _LOCK = threading.Lock()
-
-
-def _open_file(path: Path, identity: tuple[int, int]) -> _OpenFile:
-    """Return an open file, kept open: to open one anew takes longer than to read a row."""
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    most = _MAX_OPEN_FILES if allowed == resource.RLIM_INFINITY else max(1, min(_MAX_OPEN_FILES, allowed // 4))
-    with _LOCK:
-        file = _OPEN.pop(identity, None) or _OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        status = os.fstat(file.handle)
-        if (status.st_dev, status.st_ino) != identity:
-            raise DataError(f"{path}: has been replaced by another file while it was in use. Start again.")
-        _OPEN[identity] = file
-        while len(_OPEN) > most:
-            _OPEN.popitem(last=False)  # a thread that reads from it still refers to it
-    return file
 
 
 def is_there(path: Path) -> bool:
