@@ -271,7 +271,8 @@ class PackedLayout:
         found: dict[str, Any] = {name: {} for name in _MAPPINGS}
         for name, key, dtype, shape, start in self.tensors:
             whole = typed[dtype]
-            tensor = whole.as_strided(shape, _contiguous(shape), whole.storage_offset() + start)
+            strides = tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
+            tensor = whole.as_strided(shape, strides, whole.storage_offset() + start)
             if key:
                 found[name][key] = tensor
             else:
@@ -319,11 +320,6 @@ def _tensors(batch: Batch) -> Iterator[tuple[str, str, Tensor]]:
             yield f.name, "", value
         elif isinstance(value, Mapping):
             yield from ((f.name, key, value[key]) for key in sorted(value))
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
 
 
 def both_orders(pairs: Iterable[Sequence[int]]) -> frozenset[tuple[int, int]]:

@@ -250,24 +250,23 @@ def wrapped(text: str, width: int) -> str:
 
     Words, paths and code in back quotes are not broken; rows of tables of several columns stay as they are.
     """
-    return "\n".join(part for line in text.split("\n") for part in _wrapped_line(line, width))
-
-
-def _wrapped_line(line: str, width: int) -> list[str]:
-    if len(line) <= width:
-        return [line]
-    found = _START.match(line)
-    assert found is not None, "it also matches nothing"
-    head, start = found[2], found.end()
-    indent = len(head) if head.strip() else len(head) + 2  # not the time, which is long
-    if re.search(r"\S {2,}\S", line[start:]) or width - max(start, indent) < _MIN_TEXT:
-        return [line]
-    kept = _TOGETHER.sub(lambda found: found[0].replace(" ", _SPACE), line)
-    parts = wrap(
-        kept[start:], width, initial_indent=line[:start], subsequent_indent=" " * indent,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
-    return [part.replace(_SPACE, " ") for part in parts]
+    lines = list[str]()
+    for line in text.split("\n"):
+        found = _START.match(line)
+        assert found is not None, "it also matches nothing"
+        head, start = found[2], found.end()
+        indent = len(head) if head.strip() else len(head) + 2  # not the time, which is long
+        is_table = re.search(r"\S {2,}\S", line[start:]) is not None
+        if len(line) <= width or is_table or width - max(start, indent) < _MIN_TEXT:
+            lines.append(line)
+            continue
+        kept = _TOGETHER.sub(lambda found: found[0].replace(" ", _SPACE), line)
+        parts = wrap(
+            kept[start:], width, initial_indent=line[:start], subsequent_indent=" " * indent,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        lines += [part.replace(_SPACE, " ") for part in parts]
+    return "\n".join(lines)
 
 
 def colored(text: str, color: int, stream: TextIO) -> str:

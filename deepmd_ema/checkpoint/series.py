@@ -47,7 +47,6 @@ class CheckpointSeries:
         self.folder = Path(save_dir) if save_dir is not None else prefix.parent
         self.link = prefix.parent / f"{self.name}{self.suffix}"
         self.keep = keep
-        self._is_live = not suffix
         self._last = start
         self._noted = False
 
@@ -66,15 +65,6 @@ class CheckpointSeries:
     def steps(self) -> list[int]:
         """Return the steps of all files that are there, ascending."""
         return sorted(numbered(self.folder, self.name))
-
-    def update_links(self, step: int) -> None:
-        """Move the link, then for live weights the pointer (``checkpoint``), to the file of ``step``."""
-        _link_only(self.link, self.file(step))
-        if self._is_live:
-            if Path(POINTER).is_symlink():
-                Path(POINTER).unlink()
-            with atomic_write(POINTER) as part:
-                part.write_text(str(self.file(step)), encoding="utf-8", errors="surrogateescape")
 
     def rotate(self, step: int) -> None:
         """Remove files after ``step`` was written: those of earlier runs up to it, and the oldest beyond ``keep``."""
@@ -250,18 +240,22 @@ def save_together(
     fallback = live.file(before[-1]) if before else None
     for series, payload in files:
         series.save(step, payload, fallback)
-    on_rank0(live.writers, lambda: _move_on(step, [series for series, _ in files], bests))
+
+    def move_on() -> None:
+        with writing(live.link, f"{live.file(step)} is whole and usable."):
+            for series, _ in reversed(files):  # the live link and the pointer last: a restart follows them
+                _link_only(series.link, series.file(step))
+            if Path(POINTER).is_symlink():
+                Path(POINTER).unlink()
+            with atomic_write(POINTER) as part:
+                part.write_text(str(live.file(step)), encoding="utf-8", errors="surrogateescape")
+        for series, _ in files:  # only now: until the links moved, the older files were the ones to restart from
+            series.rotate(step)
+        for best in bests:
+            best.prune()
+
+    on_rank0(live.writers, move_on)
     return [series.file(step) for series, _ in files]
-
-
-def _move_on(step: int, series: Sequence[CheckpointSeries], bests: Sequence[BestFiles]) -> None:
-    with writing(series[0].link, f"{series[0].file(step)} is whole and usable."):
-        for each in reversed(series):  # the live link and the pointer last: a restart follows them
-            each.update_links(step)
-    for each in series:  # only now: until the links moved, the older files were the ones to restart from
-        each.rotate(step)
-    for best in bests:
-        best.prune()
 
 
 def _write(path: Path, payload: Mapping[str, Any], writers: World | None, fallback: Path | None = None) -> None:

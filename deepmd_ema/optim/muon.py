@@ -6,8 +6,7 @@ The polynomials are the Newton-Schulz iterations of Muon.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,14 +86,10 @@ class AdaMuon(GuardedOptimizer):
         """Return parameters of one kind, as matrices where they are."""
         if not self.kind(parameters[0], group):
             return super().vector(parameters, group)
-
-        def scale(rows: int, columns: int) -> float:
-            return RMS * math.sqrt(rows * columns) * matrix_scale(group, rows, columns)
-
-        shapes = [
-            (1, len(p), p.numel() // max(1, len(p))) for p in parameters
-        ]  # one matrix, whose rows are the first dim
-        return MatrixVector(parameters, self.state, shapes, lambda *_: POLYNOMIAL, scale)
+        # one matrix each, whose rows are the first dim
+        shapes = [(1, len(p), p.numel() // max(1, len(p))) for p in parameters]
+        scales = [RMS * math.sqrt(rows * columns) * matrix_scale(group, rows, columns) for _, rows, columns in shapes]
+        return MatrixVector(parameters, self.state, shapes, scales)
 
     def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
         """Return new weights and states by the formulas of the class."""
@@ -159,12 +154,9 @@ class HybridMuon(GuardedOptimizer):
         """Return parameters of one group, as matrices where they are."""
         if not self.kind(parameters[0], group):
             return super().vector(parameters, group)
-
-        def kind(rows: int, columns: int) -> str:
-            return GRAM if group["enable_gram"] and rows != columns else POLYNOMIAL
-
         shapes = [view_shape(tuple(p.shape), group["muon_mode"]) for p in parameters]
-        return MatrixVector(parameters, self.state, shapes, kind, partial(matrix_scale, group))
+        scales = [matrix_scale(group, rows, columns) for _, rows, columns in shapes]
+        return MatrixVector(parameters, self.state, shapes, scales, group["enable_gram"])
 
     def updated(self, vector: ParameterVector, values: Values, out: Out, group: dict[str, Any]) -> Values:
         """Return new weights and states by the formulas of the class."""
@@ -203,8 +195,8 @@ class MatrixVector(ParameterVector):
         parameters: of one dtype.
         states: of each parameter.
         shapes: number, rows and columns of the matrices of each.
-        kind: how a matrix is made orthogonal, by its rows and columns.
-        scale: factor of its update, by its rows and columns.
+        scales: factor of the update of these matrices.
+        gram: whether matrices that are not square are made orthogonal by their Gram matrices.
 
     Attributes:
         stacks: of the matrices.
@@ -217,19 +209,20 @@ class MatrixVector(ParameterVector):
         parameters: Sequence[Tensor],
         states: Mapping[Tensor, Mapping[str, Tensor]],
         shapes: Sequence[Shape],
-        kind: Callable[[int, int], str],
-        scale: Callable[[int, int], float],
+        scales: Sequence[float],
+        gram: bool = False,
     ) -> None:
         super().__init__(parameters, states)
         device = parameters[0].device
-        self.stacks = Stacks(shapes, kind, device, fill=device.type != "cpu")
-        factors = [scale(rows, columns) for count, rows, columns in shapes for _ in range(count)]
+        kinds = (POLYNOMIAL, GRAM if gram else POLYNOMIAL)  # of matrices that are square, and that are not
+        self.stacks = Stacks(shapes, lambda rows, columns: kinds[rows != columns], device, fill=device.type != "cpu")
+        factors = [scale for (count, _, _), scale in zip(shapes, scales) for _ in range(count)]
         self.scales = on_device(torch.tensor(factors, dtype=torch.float64), device)
         self.scales_in_stacks = []
         for stack, chosen in zip(self.stacks.stacks, self.stacks.matrices):
             dtype = parameters[0].dtype if stack.kind == GRAM else torch.bfloat16  # of directions
-            scales = self.scales[chosen].to(torch.promote_types(dtype, torch.float32))
-            self.scales_in_stacks.append(scales[:, None, None])
+            of_stack = self.scales[chosen].to(torch.promote_types(dtype, torch.float32))
+            self.scales_in_stacks.append(of_stack[:, None, None])
 
 
 def matrix_scale(group: dict[str, Any], rows: int, columns: int) -> float:
@@ -305,10 +298,8 @@ def newton_schulz(matrices: Tensor, coefficients: Coefficients = MUON) -> Tensor
         matrices: (B, R, C).
         coefficients: of the steps.
     """
-    x = matrices.to(torch.bfloat16)
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=NORM_FLOOR)
+    x, norms, tall = _wide(matrices.to(torch.bfloat16))
+    x = x / norms.clamp(min=NORM_FLOOR)
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -328,14 +319,19 @@ def gram_newton_schulz(matrices: Tensor, coefficients: Coefficients = POLAR_EXPR
         matrices: (B, R, C).
         coefficients: of the steps.
     """
-    x = matrices.to(torch.float32)
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + NORM_FLOOR)
+    x, norms, tall = _wide(matrices.to(torch.float32))
+    x = x / (norms + NORM_FLOOR)
     x = x.to(torch.float16) if x.is_cuda else x  # a CPU multiplies float16 ten times slower than float32
     for part in (coefficients[:RESTART], coefficients[RESTART:]):
         x = products(_left_factor(products(x, x.mT), part), x)
     return x.mT if tall else x
+
+
+def _wide(x: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Return matrices with the longer side as columns, their Frobenius norms (B, 1, 1), and whether rows are longer."""
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    return x, torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True), tall
 
 
 def _left_factor(gram: Tensor, coefficients: Coefficients) -> Tensor:

@@ -66,13 +66,25 @@ class Stacks:
     ) -> None:
         self._shapes = shapes
         self._sizes = [count * rows * columns for count, rows, columns in shapes]
-        self.stacks = merged(by_shape(shapes, kind)) if fill else by_shape(shapes, kind)
+        self.stacks = stacked(shapes, kind, fill)
         starts = [sum(count for count, _, _ in shapes[:i]) for i in range(len(shapes))]
         numbers = [[starts[i] + k for i in stack.members for k in range(shapes[i][0])] for stack in self.stacks]
         matrices = [torch.tensor(chosen) for chosen in numbers]
         self.matrices = [on_device(chosen, device) for chosen in matrices]
         self.order = on_device(torch.cat(matrices).argsort(), device)
-        self._positions = on_device(self._find_positions(), device) if fill else None
+        self._positions: Tensor | None = None
+        if fill:  # the position in all stacks, one after the other, of each entry of the vector
+            found: dict[int, Tensor] = {}
+            start = 0
+            for stack in self.stacks:
+                all_places = start + torch.arange(stack.count * stack.rows * stack.columns)
+                places = all_places.view(-1, stack.rows, stack.columns).split([shapes[i][0] for i in stack.members])
+                for i, part in zip(stack.members, places):
+                    _, rows, columns = shapes[i]
+                    part = part[:, :rows, :columns] if rows <= columns else part[:, :columns, :rows].mT
+                    found[i] = part.reshape(-1)
+                start += all_places.numel()
+            self._positions = on_device(torch.cat([found[i] for i in range(len(found))]), device)
 
     def stack(self, vectors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return for each vector (N,), in which the entries of matrices follow each other, its stacks (B, R, C)."""
@@ -94,36 +106,23 @@ class Stacks:
             parts |= zip(stack.members, t.reshape(-1).split([self._sizes[i] for i in stack.members]))
         return joined([parts[i] for i in range(len(parts))])
 
-    def _find_positions(self) -> Tensor:
-        """Return the position in all stacks, one after the other, of each entry of the vector."""
-        found: dict[int, Tensor] = {}
-        start = 0
-        for stack in self.stacks:
-            all_places = start + torch.arange(stack.count * stack.rows * stack.columns)
-            places = all_places.view(-1, stack.rows, stack.columns).split([self._shapes[i][0] for i in stack.members])
-            for i, part in zip(stack.members, places):
-                _, rows, columns = self._shapes[i]
-                found[i] = (part[:, :rows, :columns] if rows <= columns else part[:, :columns, :rows].mT).reshape(-1)
-            start += all_places.numel()
-        return torch.cat([found[i] for i in range(len(found))])
 
+def stacked(shapes: Sequence[Shape], kind: Callable[[int, int], Hashable], fill: bool) -> list[Stack]:
+    """Return a stack for each number of rows and columns.
 
-def by_shape(shapes: Sequence[Shape], kind: Callable[[int, int], Hashable]) -> list[Stack]:
-    """Return a stack for each number of rows and columns."""
-    found: dict[tuple[int, int], Stack] = {}
+    Where small matrices are filled up, fewer stacks, whose rows are the shorter side.
+    """
+    by_shape: dict[tuple[int, int], Stack] = {}
     for i, (count, rows, columns) in enumerate(shapes):
-        stack = found.setdefault((rows, columns), Stack(kind(rows, columns), rows, columns, [], 0))
+        stack = by_shape.setdefault((rows, columns), Stack(kind(rows, columns), rows, columns, [], 0))
         stack.members.append(i)
         stack.count += count
-    return list(found.values())
-
-
-def merged(stacks: Sequence[Stack]) -> list[Stack]:
-    """Return fewer stacks, whose rows are the shorter side, in which small matrices are filled up."""
+    if not fill:
+        return list(by_shape.values())
     found: list[Stack] = []
-    for stack in stacks:
+    for stack in by_shape.values():
         stack.rows, stack.columns = sorted((stack.rows, stack.columns))
-    for stack in sorted(stacks, key=lambda s: s.rows**2 * s.columns, reverse=True):
+    for stack in sorted(by_shape.values(), key=lambda s: s.rows**2 * s.columns, reverse=True):
         for other in found:
             if other.kind == stack.kind:
                 rows, columns = max(other.rows, stack.rows), max(other.columns, stack.columns)

@@ -142,9 +142,14 @@ class PosthocReport:
         if self.metric != OVERALL:
             quantity = METRICS[self.metric[0]]
             scores, unit = [quantity.display_factor * score for score in scores], quantity.display_unit
+        # a star where no other is smaller
+        best = [
+            min((value for value in column if not math.isnan(value)), default=math.nan) for column in (*errors, scores)
+        ]
         rows = []
         for k, row in enumerate(self.rows):
-            made, starred = row.combination, [_starred(column, k) for column in (*errors, scores)]
+            made, cells = row.combination, zip((column[k] for column in (*errors, scores)), best)
+            starred = [None if math.isnan(value) else f"{value:.4g}{' *'[value == least]}" for value, least in cells]
             solved = (f"{100 * made.residual:.2g} %", made.amplification) if made else (None, None)
             mark = "<- chosen" if k == self.best else ""
             rows.append((row.name, row.sigma_rel, row.gamma, row.mean_age, *starred, *solved, mark))
@@ -202,11 +207,3 @@ class PosthocReport:
             f"{self.run.folder.resolve().name}, step {self.run.step:,}: averages of {len(self.run.snapshots)} "
             f"snapshots; {self.num_frames} validation frames",
         )
-
-
-def _starred(column: Sequence[float], k: int) -> str | None:
-    """Return entry ``k`` of a column of errors, with a star if no other is smaller."""
-    if math.isnan(column[k]):
-        return None
-    best = min(value for value in column if not math.isnan(value))
-    return f"{column[k]:.4g}{'*' if column[k] == best else ' '}"
