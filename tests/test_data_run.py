@@ -10,8 +10,8 @@ from test_data_extxyz import text
 from test_data_npy import to_hdf5
 
 from deepmd_ema.config import config_from_dict
-from deepmd_ema.data import check_cache
 from deepmd_ema.data.run import TaskLength, check_task, content_of, difference, open_run, run_length
+from deepmd_ema.distributed import files
 from deepmd_ema.errors import DataError, UserError
 
 
@@ -84,11 +84,11 @@ def test_copies_of_data_are_equal_and_a_changed_label_is_found(tmp_path, monkeyp
 
 
 def test_a_file_that_is_too_large_to_be_read_whole_is_compared_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(check_cache, "_BYTES_AT_ONCE", 10)
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 10)
     contents = [bytes(1000), bytes(1000), bytes(500) + b"x" * 500]
     for k, content in enumerate(contents):
         (tmp_path / str(k)).write_bytes(content)
-    one, same, other = (check_cache.content_digest(tmp_path / str(k), most=100) for k in range(3))
+    one, same, other = (files.file_digest(tmp_path / str(k), most=100) for k in range(3))
     assert one == same != other
 
 

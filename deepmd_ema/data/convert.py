@@ -200,7 +200,29 @@ def _write_part(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[st
         if place.lower() in used or len(place) > _MAX_FORMULA_CHARACTERS:
             place = f"system.{len(used):04d}"
         used.add(place.lower())
-        _write_system(folder / place, members, type_map, mixed)
+        system = folder / place
+        system.mkdir(parents=True)
+        types = np.array([[type_map.index(symbol) for symbol in frame.symbols] for frame in members])
+        order = np.argsort(types * (not mixed), axis=1, kind="stable")
+        stored = np.zeros(types.shape[1], int) if mixed else np.sort(types[0])
+        (system / "type.raw").write_text(" ".join(map(str, stored)) + "\n", encoding="utf-8")
+        (system / "type_map.raw").write_text("\n".join(type_map) + "\n", encoding="utf-8")
+        if not periodic:
+            (system / "nopbc").touch()
+        sets: dict[tuple[str, ...], list[int]] = {}  # one for each kind of labels
+        for number, frame in enumerate(members):
+            shapes = (f"{n}{a.shape[-1:] if n in (FPARAM, APARAM) else ''}" for n, a in frame.arrays.items())
+            sets.setdefault(tuple(sorted(shapes)), []).append(number)
+        for k, numbers in enumerate(sets.values()):
+            part = system / f"set.{k:03d}"
+            part.mkdir()
+            for array in members[numbers[0]].arrays:
+                rows = [of_atoms(array, members[number].arrays[array], order[number]) for number in numbers]
+                shape = (len(rows),) if rows[0].ndim == 0 else (len(rows), -1)
+                file = LABELS[array].files[0] if array in LABELS else array
+                np.save(part / f"{file}.npy", np.stack(rows).reshape(shape))
+            if mixed:
+                np.save(part / f"{TYPES}.npy", types[numbers].astype(np.int32))
         cell = "periodic" if periodic else "open"
         lines.append(f"  {place}: {counted(len(members), 'frame')}, {cell}, {_describe_labels(members)}")
     return lines
@@ -209,30 +231,3 @@ def _write_part(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[st
 def _describe_labels(frames: Sequence[_Labelled]) -> str:
     counts = Counter(name for frame in frames for name in frame.arrays if name not in (COORD, BOX))
     return ", ".join(n if c == len(frames) else f"{n} ({counted(c, 'frame')})" for n, c in counts.items())
-
-
-def _write_system(folder: Path, frames: Sequence[_Labelled], type_map: Sequence[str], mixed: bool) -> None:
-    """Write frames of one number of atoms, a set for each kind of labels."""
-    folder.mkdir(parents=True)
-    types = np.array([[type_map.index(symbol) for symbol in frame.symbols] for frame in frames])
-    order = np.tile(np.arange(types.shape[1]), (len(types), 1)) if mixed else np.argsort(types, axis=1, kind="stable")
-    stored = np.zeros(types.shape[1], int) if mixed else np.sort(types[0])
-    (folder / "type.raw").write_text(" ".join(map(str, stored)) + "\n", encoding="utf-8")
-    (folder / "type_map.raw").write_text("\n".join(type_map) + "\n", encoding="utf-8")
-    if BOX not in frames[0].arrays:
-        (folder / "nopbc").touch()
-    sets: dict[tuple[str, ...], list[int]] = {}
-    for number, frame in enumerate(frames):
-        shapes = (f"{n}{a.shape[-1:] if n in (FPARAM, APARAM) else ''}" for n, a in frame.arrays.items())
-        sets.setdefault(tuple(sorted(shapes)), []).append(number)
-    for place, numbers in enumerate(sets.values()):
-        part = folder / f"set.{place:03d}"
-        part.mkdir()
-        for name in frames[numbers[0]].arrays:
-            rows = [frames[k].arrays[name] for k in numbers]
-            rows = [of_atoms(name, row, order[k]) for k, row in zip(numbers, rows)]
-            shape = (len(rows),) if rows[0].ndim == 0 else (len(rows), -1)
-            file = LABELS[name].files[0] if name in LABELS else name
-            np.save(part / f"{file}.npy", np.stack(rows).reshape(shape))
-        if mixed:
-            np.save(part / f"{TYPES}.npy", types[numbers].astype(np.int32))

@@ -18,11 +18,12 @@ import numpy as np
 from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
-from deepmd_ema.data.check_cache import content_digest, recall_or_find
+from deepmd_ema.data.check_cache import recall_or_find
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpec
 from deepmd_ema.data.split import FrameTable, Split, split_frames
+from deepmd_ema.distributed.files import file_digest
 from deepmd_ema.errors import DataError, collect_problems, counted, first_few
 from deepmd_ema.geometry import NeighborStatistics, find_pairs_once
 from deepmd_ema.utils import seed_for
@@ -205,7 +206,13 @@ def _refuse_to_lose(
 
 def content_of(data: Mapping[str, TaskData]) -> dict[str, Any]:
     """Return the content of each source, which all ranks must share: its frames, and a digest of each file."""
-    digest = cache(partial(content_digest, most=_COMPARED_BYTES))  # many systems may be in one file
+
+    @cache  # many systems may be in one file
+    def digest(path: Path) -> str | None:
+        with suppress(OSError):  # a file that one rank cannot read differs
+            return file_digest(path, _COMPARED_BYTES)
+        return None
+
     contents: dict[str, Any] = {}
     for source in itertools.chain.from_iterable(itertools.chain(*data.values())):
         sizes = hashlib.sha256(np.asarray(source.frame_sizes, np.int64).tobytes()).hexdigest()

@@ -72,8 +72,14 @@ class _Store:
                 raw = transaction.get(key.encode())
                 if raw is None:
                     return None
-                values = self._unpack(raw)
-            return {str(name): _decoded(value) for name, value in values.items()}
+                values = {str(name): value for name, value in self._unpack(raw).items()}
+            for name, value in values.items():
+                if isinstance(value, dict):  # an array is written as {type, shape, data}
+                    parts = {k.decode() if isinstance(k, bytes) else k: part for k, part in value.items()}
+                    if {"type", "data"} <= parts.keys():
+                        flat = np.frombuffer(parts["data"], np.dtype(parts["type"]))
+                        values[name] = flat.reshape(tuple(parts["shape"])) if "shape" in parts else flat
+            return values
 
     def frame(self, index: int) -> dict[str, Array]:
         """Return the arrays of a frame by the names of ``labels``, without those that it says it does not have."""
@@ -236,14 +242,3 @@ def _stored(record: Mapping[str, Array], index_of: Array, type_map: Sequence[str
     symbols = [type_map[number] for number in index_of[types[real]].tolist()]
     cell = box.reshape(3, 3) if box.any() else None  # open frames have a cell of zeros, or none
     return StoredFrame(symbols, coord, cell, per_frame, per_atom), real
-
-
-def _decoded(value: Any) -> Any:
-    """Return an array that is written as {type, shape, data}; anything else as it is."""
-    if not isinstance(value, dict):
-        return value
-    parts = {name.decode() if isinstance(name, bytes) else name: part for name, part in value.items()}
-    if not {"type", "data"} <= parts.keys():
-        return value
-    flat = np.frombuffer(parts["data"], np.dtype(parts["type"]))
-    return flat.reshape(tuple(parts["shape"])) if "shape" in parts else flat
