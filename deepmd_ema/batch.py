@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 ALIGNMENT = 256  # bytes, of each tensor of a packed batch: as torch aligns tensors on a GPU, which kernels make use of
 _HOST_FIELDS = ("type_counts", "slots", "type_slots", "inner", "sizes")  # of a batch: computations depend on them
+_MARKS = ("frames", "padding", "num_dummies")  # nothing on the device depends on them
 _MAPPINGS = ("labels", "has_label", "conditions")
 
 
@@ -201,7 +202,7 @@ class Batch:
         data = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.vector.device, pin_memory=pin)
         for (_, _, view), (_, _, tensor) in zip(_tensors(layout.view(data)), _tensors(self), strict=True):
             view.copy_(tensor)
-        return PackedBatch(layout, data, self.frames, self.padding, self.num_dummies)
+        return PackedBatch(layout, data, {name: getattr(self, name) for name in _MARKS})
 
     def in_file_order(self, per_atom: Tensor) -> Tensor:
         """Return ``per_atom`` (A, ...) with the frames one after the other and their atoms as in the files."""
@@ -287,16 +288,12 @@ class PackedBatch:
     Attributes:
         layout: of the buffer.
         data: (num_bytes,) uint8.
-        frames: as in the batch.
-        padding: as in the batch.
-        num_dummies: as in the batch.
+        marks: the fields of the batch that no computation depends on.
     """
 
     layout: PackedLayout
     data: Tensor
-    frames: tuple[tuple[str, int], ...] = ()
-    padding: bool = False
-    num_dummies: tuple[int, int] = (0, 0)
+    marks: Mapping[str, Any]
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; the copy does not wait when the memory is page-locked."""
@@ -304,8 +301,7 @@ class PackedBatch:
 
     def view(self, data: Tensor) -> Batch:
         """Return the batch whose tensors are views of ``data``, which holds the bytes of this one."""
-        made = self.layout.view(data)
-        return replace(made, frames=self.frames, padding=self.padding, num_dummies=self.num_dummies)
+        return replace(self.layout.view(data), **self.marks)
 
     def as_padding(self) -> PackedBatch:
         """Return the batch with all labels marked as missing."""

@@ -279,17 +279,17 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
     for (section, options), systems in zip(sections.items(), data):
         if options is not None:
             with collect_problems(problems, f"{task.place('training')}.{section}."):
-                _sampler(options, systems)
+                build_sampler(options, systems)
     report.problems[:0] = problems
     return report
 
 
-def _sampler(
-    options: TrainingDataConfig | ValidationDataConfig, systems: Sequence[FrameSource], num_ranks: int = 1
+def build_sampler(
+    options: TrainingDataConfig | ValidationDataConfig, systems: Sequence[FrameSource], **of_run: int
 ) -> Sampler:
+    """Return the sampler of a section of data; ``of_run`` are ``seed``, ``rank`` and ``world_size``."""
     frames, natoms = [system.num_frames for system in systems], [system.frame_sizes for system in systems]
-    rules = options.batch_size, options.auto_prob, options.sys_probs
-    return Sampler(frames, natoms, *rules, world_size=num_ranks)
+    return Sampler(frames, natoms, options.batch_size, options.auto_prob, options.sys_probs, **of_run)
 
 
 class TaskLength(NamedTuple):
@@ -343,7 +343,8 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
     Raises:
         UserError: if options do not fit the systems.
     """
-    samplers = {name: _sampler(config.tasks[name].training_data, of.train, num_ranks) for name, of in data.items()}
+    options = {name: config.tasks[name].training_data for name in data}
+    samplers = {name: build_sampler(options[name], of.train, world_size=num_ranks) for name, of in data.items()}
     # a task has the share of the steps that is given, or that of its epochs, or of its systems
     weights = dict(config.task_weights) or {name: float(len(of.train)) for name, of in data.items()}
     for name, epochs in config.task_epochs.items():

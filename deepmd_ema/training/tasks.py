@@ -12,7 +12,7 @@ import numpy as np
 
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.data.loader import PREFETCH, Loader, Pad
-from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.data.run import build_sampler
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError
@@ -177,16 +177,8 @@ def _build_loader(
     stream: str,
     pad: Pad | None,
 ) -> Loader:
-    sampler = Sampler(
-        [system.num_frames for system in systems],
-        [system.frame_sizes for system in systems],
-        batch_size=data.batch_size,
-        auto_prob=data.auto_prob,
-        sys_probs=data.sys_probs,
-        seed=seed_for(stream_of(stream, task.config.name), seed),
-        rank=world.rank,
-        world_size=world.size,
-    )
+    seed = seed_for(stream_of(stream, task.config.name), seed)
+    sampler = build_sampler(data, systems, seed=seed, rank=world.rank, world_size=world.size)
     pin, labels = world.device.type == "cuda", task.config.loss.labels
     # those of the next step are made beside a step
     ahead = max(PREFETCH, accumulate)
