@@ -7,12 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice, pairwise
 
+import numpy as np
 import torch
 
 from deepmd_ema.batch import Batch, NeighborLayout, PackedBatch
 from deepmd_ema.data.collate import PairCache, collate
-from deepmd_ema.data.sampler import Sampler
+from deepmd_ema.data.sampler import Sampler, batch_edges
 from deepmd_ema.data.source import FrameSource
 
 # in a batch whose frames are evaluated only: a GPU needs many for its kernels to take longer than their launches
@@ -139,14 +141,19 @@ def sequential_batches(
     """
     cache = cache if cache is not None else PairCache(max_bytes=0)
     chosen = [range(system.num_frames) for system in systems] if frames is None else frames
-    for number, group in enumerate(_groups(systems, chosen, max_atoms)):
+    remaining = ((system, int(k)) for system, own in zip(systems, chosen, strict=True) for k in own)
+    sizes = [system.frame_sizes[np.asarray(own, int)] for system, own in zip(systems, chosen)]
+    edges = batch_edges(np.concatenate([np.zeros(0, int), *sizes]), max_atoms)
+    for number, (first, last) in enumerate(pairwise(edges)):
+        group = list(islice(remaining, last - first))
         if number % world_size == rank:
             yield collate([cache.get(system, k, layout) for system, k in group], layout, labels=labels)
 
 
 def num_batches(systems: Sequence[FrameSource], max_atoms: int = MAX_ATOMS) -> int:
     """Return the number of batches that :func:`sequential_batches` makes of all frames, for all ranks together."""
-    return sum(1 for _ in _groups(systems, [range(system.num_frames) for system in systems], max_atoms))
+    sizes = np.concatenate([np.zeros(0, int), *(system.frame_sizes for system in systems)])
+    return len(batch_edges(sizes, max_atoms)) - 1
 
 
 def prefetch(batches: Iterator[Batch], device: torch.device, pad: Pad | None = None) -> Iterator[Batch | PackedBatch]:
@@ -183,20 +190,3 @@ def shared_atoms_at_once(systems: Sequence[FrameSource], device: torch.device, w
 def _prepared(batch: Batch, pin: bool, pad: Pad | None) -> Batch | PackedBatch:
     filled = batch if pad is None else pad(batch)
     return filled.pack(pin=True) if pin else filled
-
-
-def _groups(
-    systems: Sequence[FrameSource], frames: Sequence[Sequence[int]], max_atoms: int
-) -> Iterator[list[tuple[FrameSource, int]]]:
-    """Yield the frames of each batch."""
-    group, atoms = list[tuple[FrameSource, int]](), 0
-    for system, chosen in zip(systems, frames, strict=True):
-        for index in chosen:
-            size = int(system.frame_sizes[index])
-            if group and atoms + size > max_atoms:
-                yield group
-                group, atoms = [], 0
-            group.append((system, index))
-            atoms += size
-    if group:
-        yield group

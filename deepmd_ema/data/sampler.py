@@ -112,7 +112,7 @@ class Sampler:
         if self._most_atoms is not None:
             trials = max(4, min(64, (1 << 20) // self._total))  # the time is that of at least a million frames
             orders = (self._order(epoch, _TRIAL_SEED) for epoch in range(trials))
-            most = max(len(_fill(order[2], self._most_atoms)) for order in orders)
+            most = max(len(batch_edges(order[2], self._most_atoms)) for order in orders) - 1
             self.batches_per_epoch = -(-most // world_size)
             self.max_atoms = max(self._most_atoms, *largest)
         else:
@@ -143,10 +143,10 @@ class Sampler:
     def _shares(self, n: int) -> list[Frames]:
         """Return the frames of each rank in step ``n``; the last ranks may be left out."""
         epoch, place = divmod(n, self.batches_per_epoch)
-        (order, starts), world_size = self._epoch(epoch), self._world_size
+        (order, edges), world_size = self._epoch(epoch), self._world_size
         if self._most_atoms is not None:
-            edges = starts[place * world_size : (place + 1) * world_size + 1]
-            return [list(zip(*order[:, first:last].tolist())) for first, last in pairwise(edges)]
+            of_step = edges[place * world_size : (place + 1) * world_size + 1]
+            return [list(zip(*order[:, first:last].tolist())) for first, last in pairwise(of_step)]
         if self._is_mixed:
             size = self.batch_size[0] * world_size
             together = list(zip(*order[:, place * size : (place + 1) * size].tolist()))
@@ -161,22 +161,21 @@ class Sampler:
     def _make_epoch(self, epoch: int) -> tuple[Array, list[int]]:
         """Return systems and numbers (2, units) of an epoch, and with ``mix:N`` the edges of the batches.
 
-        A batch of ``mix:N`` ends where the next frame would exceed N atoms, and a larger frame is alone. An epoch
-        always has the same number of them, the largest that orders tried beforehand need: where an order needs fewer,
-        the largest batches are halved; where it needs more, another order is taken.
+        An epoch always has the same number of them, the largest that orders tried beforehand need: where an order needs
+        fewer, the largest batches are halved; where it needs more, another order is taken.
         """
-        order, starts = self._order(epoch, self._seed), list[int]()
+        order, edges = self._order(epoch, self._seed), list[int]()
         if self._most_atoms is not None:
             wanted, limit, plain = self.batches_per_epoch * self._world_size, self._most_atoms, order
             for attempt in count(1):
-                starts = _fill(order[2], limit)
-                if len(starts) <= wanted:
+                edges = batch_edges(order[2], limit)
+                if len(edges) - 1 <= wanted:
                     break
                 order = plain[:, permutation(self._total, self._seed, _SYSTEMS, epoch, attempt)]
                 if attempt > _MAX_TRIES:  # few frames of very different sizes, drawn with probabilities of their own
                     limit += limit // 50 + 1
-            starts = [*_halve_largest(starts, order[2], wanted), self._total]
-        return order[:2].copy(), starts
+            edges = _halve_largest(edges, order[2], wanted)
+        return order[:2].copy(), edges
 
     def _order(self, epoch: int, seed: int) -> Array:
         """Return the units of an epoch in random order; those of one system are in the order of its own sequence.
@@ -215,32 +214,34 @@ class Sampler:
         return order
 
 
-def _fill(natoms: Array, limit: int) -> list[int]:
-    """Return the first frames of batches with as many frames as have at most ``limit`` atoms, at least one."""
+def batch_edges(natoms: Array, limit: int) -> list[int]:
+    """Return the first frame of each batch, and the end of the last.
+
+    A batch ends where the next frame would exceed ``limit`` atoms, and a larger frame is alone.
+    """
     ends = np.cumsum(natoms)
     after = np.searchsorted(ends, ends - natoms + limit, side="right")  # of a batch that begins there
     following = np.maximum(after, np.arange(1, len(ends) + 1)).tolist()
-    starts = [0]
-    while following[starts[-1]] < len(following):
-        starts.append(following[starts[-1]])
-    return starts
+    edges = [0]
+    while edges[-1] < len(following):
+        edges.append(following[edges[-1]])
+    return edges
 
 
-def _halve_largest(starts: Sequence[int], natoms: Array, number: int) -> list[int]:
-    """Return the first frames of ``number`` batches, or as many as there can be: those of most atoms are halved."""
+def _halve_largest(edges: Sequence[int], natoms: Array, number: int) -> list[int]:
+    """Return the edges of ``number`` batches, or as many as there can be: those of most atoms are halved."""
     ends = np.concatenate([[0], np.cumsum(natoms)])
-    edges = [*starts, len(natoms)]
     largest = [(int(ends[a] - ends[b]), a, b) for a, b in pairwise(edges) if b - a > 1]
     heapq.heapify(largest)
     more = list[int]()
-    while largest and len(starts) + len(more) < number:
+    while largest and len(edges) - 1 + len(more) < number:
         _, first, last = heapq.heappop(largest)
         middle = (first + last) // 2
         more.append(middle)
         for a, b in ((first, middle), (middle, last)):
             if b - a > 1:
                 heapq.heappush(largest, (int(ends[a] - ends[b]), a, b))
-    return sorted([*starts, *more])
+    return sorted([*edges, *more])
 
 
 def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[Array], list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import gt
@@ -20,6 +20,7 @@ from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
 from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
 from deepmd_ema.data.loader import atoms_at_once
+from deepmd_ema.data.sampler import batch_edges
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.geometry import KeptPairs, find_pairs
@@ -201,9 +202,12 @@ class Potential:
         """Return the arrays of one batch after the other."""
         if isinstance(self._model, CompiledModel):
             return [self._run(self._model, frame, pairs) for frame, pairs in zip(frames, kept)]
-        parts = []
-        on_cpu = self.device.type == "cpu"
-        for group in _groups(list(zip(frames, kept)), atoms_at_once(self.device), on_cpu):
+        parts, rows, most = [], list(zip(frames, kept)), atoms_at_once(self.device)
+        # on a CPU a large frame whose pairs are kept is evaluated alone
+        most_shared = MAX_ATOMS_SHARING if self.device.type == "cpu" else math.inf
+        sizes = [most if pairs is not None and f.num_atoms > most_shared else f.num_atoms for f, pairs in rows]
+        for begin, end in pairwise(batch_edges(np.array(sizes), most)):
+            group = rows[begin:end]
             first, kept_pairs = group[0]
             if len(group) == 1 and kept_pairs is not None:
                 placed = self._placed(first, kept_pairs)
@@ -270,22 +274,6 @@ class Potential:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning(text, *values)
-
-
-def _groups(
-    rows: Sequence[tuple[Frame, KeptPairs | None]], most: int, on_cpu: bool
-) -> Iterator[Sequence[tuple[Frame, Any]]]:
-    """Yield consecutive frames that together have at most ``most`` atoms, or one that is evaluated alone."""
-    begin = natoms = 0
-    for end, (frame, pairs) in enumerate(rows):
-        is_alone = on_cpu and pairs is not None and frame.num_atoms > MAX_ATOMS_SHARING
-        size = most if is_alone else frame.num_atoms
-        if end > begin and natoms + size > most:
-            yield rows[begin:end]
-            begin, natoms = end, 0
-        natoms += size
-    if rows:
-        yield rows[begin:]
 
 
 def _refuse_without_energy(frames: Sequence[Frame], potential: Potential) -> None:
