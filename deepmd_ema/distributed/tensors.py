@@ -137,19 +137,7 @@ def on_cpu(tree: Any) -> Any:
 
     Tensors that are so already are not copied: the result may share memory with ``tree``.
     """
-    seen: dict[Any, Tensor] = {}  # a tensor that occurs under several names stays one
-
-    def plain(tensor: Tensor) -> Tensor:
-        key = place_of(tensor)
-        if key not in seen:
-            host = tensor.detach().to("cpu")
-            # files hold all of the memory behind a tensor
-            if not (host.is_contiguous() and host.untyped_storage().nbytes() == host.nbytes):
-                host = host.clone(memory_format=torch.contiguous_format)
-            seen[key] = host
-        return seen[key]
-
-    return map_tensors(plain, tree)
+    return map_tensors(HostCopies(wait=True, share=True), tree)
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -175,10 +163,11 @@ class HostCopies:
 
     Args:
         wait: whether a copy is complete when it is returned; else the function from :meth:`arrival` waits for it.
+        share: whether a tensor that is alone in host memory, and contiguous, is returned itself.
     """
 
-    def __init__(self, wait: bool = False) -> None:
-        self._wait = wait
+    def __init__(self, wait: bool = False, share: bool = False) -> None:
+        self._wait, self._share = wait, share
         self._made: dict[Any, tuple[Tensor, Tensor]] = {}
         self._devices: set[torch.device] = set()
 
@@ -187,9 +176,13 @@ class HostCopies:
         source, key = tensor.detach(), place_of(tensor)
         if key not in self._made:
             later = source.is_cuda and not self._wait
-            # page-locked: a copy to other memory would wait for the device
-            copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=later)
-            self._made[key] = tensor, copy.copy_(source, non_blocking=later)
+            is_alone = source.is_contiguous() and source.untyped_storage().nbytes() == source.nbytes
+            if self._share and source.is_cpu and is_alone:
+                copy = source
+            else:  # page-locked: a copy to other memory would wait for the device
+                copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=later)
+                copy.copy_(source, non_blocking=later)
+            self._made[key] = tensor, copy
             if later:
                 self._devices.add(source.device)
         return self._made[key][1]
