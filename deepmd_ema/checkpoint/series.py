@@ -212,10 +212,7 @@ def _link_only(path: Path, target: Path) -> None:
 
 def on_rank0(writers: World | None, change: Callable[[], None]) -> None:
     """Have one rank change names of files, and end all that write together if it fails."""
-    world = writers or World()
-    with world.all_ranks_ok():
-        if world.is_main:
-            change()
+    (writers or World()).broadcast_from_rank0(change)
 
 
 def save_together(

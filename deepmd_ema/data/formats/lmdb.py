@@ -6,7 +6,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,13 +18,13 @@ from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.labels import APARAM, FPARAM, HESSIAN, LABELS
 from deepmd_ema.data.check_cache import recall_or_find
 from deepmd_ema.data.formats.properties import StoredFrame, make_frame
-from deepmd_ema.data.formats.stores import is_there
+from deepmd_ema.data.formats.stores import is_there, readable_as
 from deepmd_ema.data.formats.system import type_table
 from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, of_atoms, rows_per
 from deepmd_ema.errors import DataError, collect_problems, counted, first_few, show_text
 from deepmd_ema.geometry import Array
 
-_ATYPE, _META = "atype", "__metadata__"
+_ATYPE, _META, _KIND = "atype", "__metadata__", "DeePMD-kit's LMDB"
 _PLURALS = {"coords": COORD, "cells": BOX, "energies": "energy", "forces": "force", "virials": "virial"}
 _NAME_OF = {**_PLURALS, "atom_types": _ATYPE, **{f: n for n, label in LABELS.items() for f in label.files}}
 _DESCRIBE = {"natoms", "real_natoms_vec", "atom_numbs", "atom_names", "orig", "fid"}  # say nothing that is not known
@@ -50,24 +49,15 @@ class _Store:
         self.path, self.key_format = path, "012d"
         self.file = file = path / "data.mdb" if path.is_dir() else path
         is_there(file)
-        with self._readable(f"{path}"):
+        with readable_as(_KIND, str(path), self._failures):
             self._env = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, readahead=False)
             needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         if file.stat().st_size < needed:  # LMDB maps the file: to read what is gone would end the process
             raise DataError(f"{file}: is truncated: {file.stat().st_size} bytes, expected {needed}. Copy it again.")
 
-    @contextmanager
-    def _readable(self, what: str) -> Iterator[None]:
-        """Raise DataError for every failure to read ``what``."""
-        try:
-            yield
-        except self._failures as error:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise DataError(f"{what}: cannot be read as DeePMD-kit's LMDB ({reason}).") from error
-
     def record(self, key: str) -> dict[str, Any] | None:
         """Return the values under ``key``, arrays decoded; None if there is no such key."""
-        with self._readable(f"{self.path} {key}"):
+        with readable_as(_KIND, f"{self.path} {key}", self._failures):
             with self._env.begin(buffers=True) as transaction:
                 raw = transaction.get(key.encode())
                 if raw is None:

@@ -13,7 +13,7 @@ import threading
 import tokenize
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from deepmd_ema.errors import DataError, first_few
 from deepmd_ema.geometry import Array
 
 _MAX_ROWS = 2**48  # of any array that a computer can hold
-_MAX_REASON_CHARACTERS = 200  # letters of HDF5's own words
+_MAX_REASON_CHARACTERS = 200  # letters of a reader's own words
 _HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 _MAX_OPEN_FILES = 1000  # files kept open, and at most a quarter of what the process may have open
 
@@ -330,11 +330,19 @@ def hdf5_stores(file: Path, group: str) -> list[Hdf5Store]:
     return [Hdf5Store(group, f"{file}#{top.rstrip('/')}/{name}".rstrip("/")) for name, group in systems]
 
 
+def _readable_hdf5(
+    name: str, advice: str = "the file is damaged, or a link in it leads nowhere"
+) -> AbstractContextManager[None]:
+    # whichever exception h5py has for it
+    failures = (OSError, KeyError, ValueError, TypeError, RuntimeError, OverflowError)
+    return readable_as(f"HDF5: {advice}", name, failures)
+
+
 @contextmanager
-def _readable_hdf5(name: str, advice: str = "the file is damaged, or a link in it leads nowhere") -> Iterator[None]:
-    """Raise DataError for every failure to read ``name``, whichever exception h5py has for it."""
+def readable_as(kind: str, name: str, failures: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Raise DataError for every failure to read ``name`` as a ``kind`` of file, by the reader's own reason."""
     try:
         yield
-    except (OSError, KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
-        reason = " ".join(str(error.args[0] if error.args else error).split())
-        raise DataError(f"{name}: cannot be read as HDF5: {advice} ({reason[:_MAX_REASON_CHARACTERS]}).") from error
+    except failures as error:
+        reason = " ".join(str(error.args[0] if error.args else error).split()) or type(error).__name__
+        raise DataError(f"{name}: cannot be read as {kind} ({reason[:_MAX_REASON_CHARACTERS]}).") from error
