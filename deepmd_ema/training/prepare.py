@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,19 +37,19 @@ from deepmd_ema.data.run import (
 )
 from deepmd_ema.data.sampler import batch_sizes, permutation
 from deepmd_ema.data.source import FrameSource
-from deepmd_ema.data.split import Split
 from deepmd_ema.distributed.files import writing
 from deepmd_ema.distributed.tensors import prefix_of
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.model.output_bias import change_bias, energies_of
+from deepmd_ema.model.model_set import ModelSet, TaskModel
+from deepmd_ema.model.output_bias import BiasFit, change_bias, energies_of
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.optim.build import split_by_pattern
 from deepmd_ema.training.restart import reads_shards
+from deepmd_ema.training.tasks import Task, build_task
 from deepmd_ema.training.weights import Start
 from deepmd_ema.utils import LIVE, seed_for, stream_of
 
@@ -56,27 +57,6 @@ logger = logging.getLogger(__name__)
 
 MAX_FRAMES = 10_000  # of a fit after training: few numbers are fitted, more frames would only take longer
 MAX_ATOMS_OF_FIT = 512  # in a batch whose energies are evaluated: dpa4 takes 3 MB for each
-
-
-@dataclass(frozen=True)
-class PreparedTask:
-    """Inputs of a training run for one task.
-
-    Attributes:
-        config: sections of the task with ``sel`` resolved.
-        train: training systems.
-        valid: validation systems, empty without validation data.
-        cache: neighbors found so far, of training and validation frames of all tasks.
-        model: with its first weights and its statistics, on the host.
-        split: hash of the frames that were split off for validation; empty without.
-    """
-
-    config: TaskConfig
-    train: Sequence[FrameSource]
-    valid: Sequence[FrameSource]
-    cache: PairCache
-    model: EnergyModel
-    split: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,7 +72,7 @@ class PreparedRun:
     """
 
     config: RunConfig
-    tasks: Mapping[str, PreparedTask]
+    tasks: Mapping[str, Task]
     models: ModelSet
     length: RunLength
     seed: int
@@ -113,33 +93,45 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     results = {name: Outputs(config).checked_data(name) for name in config.tasks}
     systems: dict[str, TaskData] = {}
 
-    def open_first() -> None:
+    def open_first() -> dict[str, Any] | None:
         with suppress(UserError):  # which all ranks see in the next lines
             systems.update(open_run(config, results))
+        return content_of(systems) if systems and world.size > 1 else None
 
     # rank 0 first: of files that must be read completely it remembers what the others need
-    world.broadcast_from_rank0(open_first)
+    there = world.broadcast_from_rank0(open_first)
     with world.all_ranks_ok():
         systems = systems or open_run(config, results)
-    _check_same_data(world, systems)
+        if there is not None and (found := difference(content_of(systems), there)):
+            raise DataError(
+                f"rank {world.rank} on {socket.gethostname()} has other data than rank 0: {found}. All ranks must "
+                "read the same frames: use a folder that they share, or copy it to each machine again."
+            )
     # of rank 0: all ranks have the same frames in each part
-    splits = world.broadcast_from_rank0(partial(_choose_validation, config, systems, seed, results))
+    splits = world.broadcast_from_rank0(lambda: choose_validation(config, systems, seed, results))
+    for name, split in splits.items():
+        of_task = f"task {name}: " * bool(name)
+        for line in split.lines:
+            logger.info("%s%s", of_task, line)
+        for line in split.warnings:
+            logger.warning("%s%s", of_task, line)
     with world.all_ranks_ok():
         systems = split_off(config, systems, splits) if splits else systems
     config, nearest, dates = world.broadcast_from_rank0(
         partial(_check_data, config, systems, results, start, skip_neighbor_stat)
     )
     checked = time.perf_counter()
-    cache, tasks = PairCache(local_size=world.local_size), {}  # one for all tasks: they share its limit
+    cache = PairCache(local_size=world.local_size)  # one for all tasks: they share its limit
     seeds = {name: seed_for(stream_of("weights", name), seed) for name in config.tasks}
     models = build_models({name: task.model for name, task in config.tasks.items()}, config.links, seeds)
     # a mistake is reported before statistics are made
     split_by_pattern(config.optimizer.groups, models.first_names(), config.source)
     for name, model in models.by_task.items():
         model.min_nbor_dist = nearest[name]
-        tasks[name] = PreparedTask(
-            config.tasks[name], *systems[name], cache, model, splits[name].digest if name in splits else ""
-        )
+    tasks = {
+        name: build_task(config, name, data, splits.get(name), models, cache, seed, world)
+        for name, data in systems.items()
+    }
     run = PreparedRun(config, tasks, models, run_length(config, systems, world.size), seed)
     if not reads_shards(start, config):
         state = world.broadcast_from_rank0(partial(_first_weights, run, start, world.size))
@@ -150,35 +142,6 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
         "data and neighbors: %.1f s%s, statistics: %.1f s", checked - started, known, time.perf_counter() - checked
     )
     return run
-
-
-def _check_same_data(world: World, systems: Mapping[str, TaskData]) -> None:
-    """Check that each rank reads what rank 0 reads. Must be called by every rank.
-
-    Raises:
-        DataError: on a rank that has other data.
-    """
-    if world.size > 1:
-        here = content_of(systems)
-        there = world.broadcast_from_rank0(lambda: here)
-        with world.all_ranks_ok():
-            if found := difference(here, there):
-                raise DataError(
-                    f"rank {world.rank} on {socket.gethostname()} has other data than rank 0: {found}. All ranks must "
-                    "read the same frames: use a folder that they share, or copy it to each machine again."
-                )
-
-
-def _choose_validation(
-    config: RunConfig, systems: Mapping[str, TaskData], seed: int, results: Mapping[str, Path]
-) -> dict[str, Split]:
-    splits = choose_validation(config, systems, seed, results)
-    for name, split in splits.items():
-        for line in split.lines:
-            logger.info("%s%s", f"task {name}: " * bool(name), line)
-        for line in split.warnings:
-            logger.warning("%s%s", f"task {name}: " * bool(name), line)
-    return splits
 
 
 def _check_data(
@@ -222,28 +185,19 @@ def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[st
     start.load_weights(run.models)
     for name, task in run.tasks.items():
         if start.fits_bias(name) and task.config.model.finetune_bias == "fit":
-            _fit_bias(task, run.seed, num_ranks)
+            model, batches = task.model, _statistics_batches(task, run.seed, num_ranks, MAX_ATOMS_OF_FIT)
+            of_task = f" of task {name}" * bool(name)
+            fit = _fit_bias(task, model, batches, f"{of_task} moved by a fit of label minus prediction")
+            if fit is None:
+                text = "no training frame%s has an energy to fit the output bias to: it stays as in the file"
+                logger.warning(text, of_task)
+            else:
+                model.out_bias.copy_(torch.from_numpy(fit.bias).view_as(model.out_bias))
+                model.out_std.copy_(torch.from_numpy(fit.std).view_as(model.out_std))
     return run.models.state_dict()
 
 
-def _fit_bias(task: PreparedTask, seed: int, num_ranks: int) -> None:
-    """Move the output bias of a task so that the mean residual per atom is zero on the frames of the statistics."""
-    model, of_task = task.model, f" of task {task.config.name}" if task.config.name else ""
-    before = model.out_bias.view(-1).numpy().copy()
-    frames = energies_of(model, task.config.model, _statistics_batches(task, seed, num_ranks, MAX_ATOMS_OF_FIT))
-    if not len(frames):
-        logger.warning("no training frame%s has an energy to fit the output bias to: it stays as in the file", of_task)
-        return
-    fit = change_bias(frames, before)
-    model.out_bias.copy_(torch.from_numpy(fit.bias).view_as(model.out_bias))
-    model.out_std.copy_(torch.from_numpy(fit.std).view_as(model.out_std))
-    logger.info(
-        "output bias%s moved by a fit of label minus prediction on %s frames: %s", of_task, f"{len(frames):,}",
-        frames.describe_means(fit.bias - before),
-    )  # fmt: skip
-
-
-def _statistics(task: PreparedTask, seed: int, num_ranks: int) -> Statistics:
+def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
     """Return the statistics from ``stat_file``, or from ``data_stat_nbatch`` batches of all ranks of every system."""
     path, place = task.config.data.stat_file, f"{task.config.place('training')}.stat_file"
     if path is not None:
@@ -265,7 +219,7 @@ def _statistics(task: PreparedTask, seed: int, num_ranks: int) -> Statistics:
     return found
 
 
-def _statistics_batches(task: PreparedTask, seed: int, num_ranks: int, max_atoms: int | None = None) -> Iterator[Batch]:
+def _statistics_batches(task: Task, seed: int, num_ranks: int, max_atoms: int | None = None) -> Iterator[Batch]:
     """Yield the frames of the statistics, eight at once, or fewer if they had more than ``max_atoms``."""
     train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
     sizes, taken, _ = batch_sizes(task.config.training_data.batch_size, [system.frame_sizes for system in train])
@@ -309,29 +263,32 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dic
     for weights in (LIVE, *(bank.names if bank is not None else ())):
         with bank.swapped_in(weights) if bank is not None and weights != LIVE else nullcontext():
             for name, task in prepared.tasks.items():
-                model = prepared.models.of(name)
                 chosen = chosen_frames(task.config, task.train, prepared.seed, MAX_FRAMES)
-                most = atoms_at_once(model.out_bias.device)
+                most = atoms_at_once(task.model.out_bias.device)
                 batches = sequential_batches(task.train, task.model.layout, task.cache, most, frames=chosen)
-                before = model.out_bias.view(-1).cpu().numpy()
-                frames = energies_of(model, task.config.model, batches)
-                if len(frames):
-                    bias = change_bias(frames, before).bias
-                    logger.info(
-                        "output bias fitted again with the weights %s on %s: %s",
-                        f"{name} {weights}" if name else weights,
-                        counted(len(frames), "frame"),
-                        frames.describe_means(bias - before),
-                    )
-                    tensor = torch.from_numpy(bias).view(1, -1, 1)
+                words = f" fitted again with the weights {f'{name} {weights}'.lstrip()}"
+                fit = _fit_bias(task, prepared.models.of(name), batches, words)
+                if fit is not None:
+                    tensor = torch.from_numpy(fit.bias).view(1, -1, 1)
                     fitted.setdefault(weights, {})[f"{prefix_of(name)}out_bias"] = tensor
                 elif weights == LIVE:
                     logger.warning(
                         "training.change_bias_after_training: no training frame%s has an energy, so there is nothing "
-                        "to fit the bias to: it stays as it is",
-                        f" of task {name}" if name else "",
-                    )
+                        "to fit the bias to: it stays as it is", f" of task {name}" * bool(name),
+                    )  # fmt: skip
     return fitted
+
+
+def _fit_bias(task: Task, model: EnergyModel | TaskModel, batches: Iterable[Batch], words: str) -> BiasFit | None:
+    """Return the bias with which the mean residual per atom of frames is zero; None if none has an energy."""
+    before = model.out_bias.view(-1).cpu().numpy()
+    frames = energies_of(model, task.config.model, batches)
+    if not len(frames):
+        return None
+    fit = change_bias(frames, before)
+    on = counted(len(frames), "frame")
+    logger.info("output bias%s on %s: %s", words, on, frames.describe_means(fit.bias - before))
+    return fit
 
 
 def chosen_frames(task: TaskConfig, train: Sequence[FrameSource], seed: int, most: int) -> list[Sequence[int]]:

@@ -132,10 +132,7 @@ class Reporter:
         else:  # nothing of a task that has had no step
             train = {t.name: {name: float(v) for name, v in self._last.get(t.name, {}).items()} for t in self._tasks}
         with self.times.of("row"), self._products():
-            display = {
-                t.name: [next(t.display_loader) for _ in range(t.display_batches)] if t.display_loader else []
-                for t in self._tasks
-            }
+            display = {t.name: t.next_display_batches() for t in self._tasks}
             valid = self._mean_values(display, rate)
             rows = {LIVE: (train, valid)}
             for name in (name for name in self.curves if name != LIVE):

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from deepmd_ema.batch import Batch, PackedBatch
+from deepmd_ema.config import RunConfig, TaskConfig
+from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
+from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import PREFETCH, Loader, Pad
-from deepmd_ema.data.run import build_sampler
+from deepmd_ema.data.run import TaskData, build_sampler
 from deepmd_ema.data.source import FrameSource
+from deepmd_ema.data.split import Split
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.training.loss import EnergyLoss
 from deepmd_ema.training.modes import pads
-from deepmd_ema.training.prepare import PreparedRun, PreparedTask
 from deepmd_ema.utils import seed_for, stream_of
 
 logger = logging.getLogger(__name__)
@@ -30,28 +33,49 @@ class Task:
     """A model with its loss and its data.
 
     Attributes:
-        name: the task's name; empty when there is only one.
-        models: the models of the run, on the device they compute on; this task trains the one of its name.
-        loss: the weighted loss.
-        train_loader: training batches in their seeded order.
-        accumulate: how many of them a step takes.
-        display_loader: validation batches for the learning curve, or None.
-        display_batches: how many of them one row of the learning curve uses.
+        config: sections of the task with ``sel`` resolved.
+        train: training systems.
+        valid: validation systems, empty without validation data.
+        cache: neighbors found so far, of training and validation frames of all tasks.
         split: hash of the frames that were split off for validation; empty without.
+        models: the models of the run; this task trains the one of its name.
+        loss: the weighted loss.
+        accumulate: how many training batches a step takes.
+        train_loader: training batches in their seeded order.
+        display_loader: validation batches for the learning curve, or None.
     """
 
-    name: str
+    config: TaskConfig
+    train: Sequence[FrameSource]
+    valid: Sequence[FrameSource]
+    cache: PairCache
+    split: str
     models: ModelSet
     loss: EnergyLoss
+    accumulate: int
     train_loader: Loader
-    accumulate: int = 1
-    display_loader: Loader | None = None
-    display_batches: int = 1
-    split: str = ""
+    display_loader: Loader | None
+
+    @property
+    def name(self) -> str:
+        """Name of the task; empty when there is only one."""
+        return self.config.name
+
+    @property
+    def model(self) -> EnergyModel:
+        """The model that it trains. It is called through :attr:`models`, which ranks may have sharded as a whole."""
+        return self.models.by_task[self.name]
 
     def next_batches(self) -> list[Batch | PackedBatch]:
         """Return the training batches of the next step, in host memory."""
         return [next(self.train_loader) for _ in range(self.accumulate)]
+
+    def next_display_batches(self) -> list[Batch | PackedBatch]:
+        """Return the validation batches of the next row of the learning curve, in host memory; maybe none."""
+        shown = self.config.displayed_data
+        if self.display_loader is None or shown is None:
+            return []
+        return [next(self.display_loader) for _ in range(shown.numb_btch)]
 
     def frames_of_step(self, back: int) -> list[tuple[str, int]]:
         """Return the origin of the frames of the last step of this task (``back`` 1), or of one before it."""
@@ -112,31 +136,14 @@ class TaskMixture:
     """Draws the task of each step, with given probabilities, as a function of the seed and the step.
 
     Args:
-        prepared: models, frames and shares of the tasks of a run.
-        world: the processes of the run.
+        tasks: in the order of the input.
+        shares: of the steps of the run, in the same order.
+        seed: of the run.
     """
 
-    def __init__(self, prepared: PreparedRun, world: World) -> None:
-        config, self._seed = prepared.config, prepared.seed
-        self._accumulate = config.training.accumulate
-        self._tasks: list[Task] = []
-        for name, task in prepared.tasks.items():
-            make = partial(_build_loader, task, prepared.seed, world, self._accumulate)
-            valid = task.config.displayed_data if config.training.disp_training else None
-            pad, display_pad = pads(config, world, task.model.layout)
-            self._tasks.append(
-                Task(
-                    name,
-                    prepared.models,
-                    EnergyLoss(task.config.loss, config.learning_rate.start_lr, world),
-                    train_loader=make(task.train, task.config.training_data, "frames", pad),
-                    accumulate=self._accumulate,
-                    display_loader=make(task.valid, valid, "display frames", display_pad) if valid else None,
-                    display_batches=valid.numb_btch if valid is not None else 1,
-                    split=task.split,
-                )
-            )
-        self._cumulative = np.cumsum([prepared.length.tasks[task.name].share for task in self._tasks])
+    def __init__(self, tasks: Iterable[Task], shares: Iterable[float], seed: int) -> None:
+        self._tasks, self._seed = tuple(tasks), seed
+        self._cumulative = np.cumsum([*shares])
 
     def __iter__(self) -> Iterator[Task]:
         return iter(self._tasks)
@@ -167,19 +174,43 @@ class TaskMixture:
             task.close()
 
 
-def _build_loader(
-    task: PreparedTask,
-    seed: int,
+def build_task(
+    config: RunConfig, name: str, data: TaskData, split: Split | None, models: ModelSet, cache: PairCache, seed: int,
     world: World,
-    accumulate: int,
-    systems: Sequence[FrameSource],
-    data: Any,
-    stream: str,
-    pad: Pad | None,
-) -> Loader:
-    seed = seed_for(stream_of(stream, task.config.name), seed)
-    sampler = build_sampler(data, systems, seed=seed, rank=world.rank, world_size=world.size)
-    pin, labels = world.device.type == "cuda", task.config.loss.labels
+) -> Task:  # fmt: skip
+    """Return a task of a run.
+
+    Args:
+        config: of the run, with ``sel`` resolved.
+        name: of the task.
+        data: its frames.
+        split: which of them were split off for validation; None: none.
+        models: those of the run.
+        cache: neighbors of the frames of all tasks.
+        seed: of the run.
+        world: the processes that share each batch.
+    """
+    task, layout, training = config.tasks[name], models.by_task[name].layout, config.training
+    shown = task.displayed_data if training.disp_training else None
     # those of the next step are made beside a step
-    ahead = max(PREFETCH, accumulate)
-    return Loader(systems, sampler, task.model.layout, 0, ahead, pin, task.cache, labels, pad)
+    ahead, pin = max(PREFETCH, training.accumulate), world.device.type == "cuda"
+
+    def loader(
+        options: TrainingDataConfig | ValidationDataConfig, systems: Sequence[FrameSource], stream: str, pad: Pad | None
+    ) -> Loader:
+        of_run = {"seed": seed_for(stream_of(stream, name), seed), "rank": world.rank, "world_size": world.size}
+        sampler = build_sampler(options, systems, **of_run)
+        return Loader(systems, sampler, layout, 0, ahead, pin, cache, task.loss.labels, pad)
+
+    pad, display_pad = pads(config, world, layout)
+    return Task(
+        task,
+        *data,
+        cache,
+        split.digest if split is not None else "",
+        models,
+        EnergyLoss(task.loss, config.learning_rate.start_lr, world),
+        training.accumulate,
+        loader(task.training_data, data.train, "frames", pad),
+        loader(shown, data.valid, "display frames", display_pad) if shown is not None else None,
+    )

@@ -97,7 +97,8 @@ class Trainer:
         training, run = config.training, start.run_id(config)
         self.prepared, self.world, self.input_file, self.deadline = prepared, world, input_file, deadline
         self.callback, self.record = callback or Callback(), record or RunRecord()
-        self.tasks = TaskMixture(prepared, world)
+        shares = (of.share for of in prepared.length.tasks.values())
+        self.tasks = TaskMixture(prepared.tasks.values(), shares, prepared.seed)
         self.num_steps = num_steps = prepared.length.num_steps
         self.schedule = schedule = Schedule(config, num_steps)
 

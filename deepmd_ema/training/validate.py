@@ -28,8 +28,9 @@ from deepmd_ema.model.tabulated import tables_in
 from deepmd_ema.report.curves import ValidationLog
 from deepmd_ema.report.table import show_metric
 from deepmd_ema.training.modes import Products
-from deepmd_ema.training.prepare import PreparedRun, PreparedTask
+from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.training.saver import Saver
+from deepmd_ema.training.tasks import Task
 from deepmd_ema.utils import LIVE
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class FullValidation:
         if row.log is not None:
             row.log.write_best(path, self._metric, value)
 
-    def _until(self, stopped: Callable[[], bool], task: PreparedTask) -> Iterator[Batch | PackedBatch]:
+    def _until(self, stopped: Callable[[], bool], task: Task) -> Iterator[Batch | PackedBatch]:
         world, layout = self._world, task.model.layout
         most = shared_atoms_at_once(task.valid, world.device, world.size)
         batches = partial(sequential_batches, task.valid, layout, task.cache, most)
