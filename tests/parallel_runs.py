@@ -129,13 +129,12 @@ def _holdings(trainer):
     from deepmd_ema.distributed.tensors import local_shard
 
     bank = trainer.bank
-    names = bank.names if bank is not None else ()
     held = {"live": [local_shard(p) for p in trainer.saver.builder.models.parameters()]}
-    held |= {name: bank[name].tensors for name in names}
+    held |= {name: bank[name].tensors for name in bank.names}
     return {
         "digests": {name: _digest(tensors) for name, tensors in held.items()},
         "elements": {name: sum(t.numel() for t in tensors) for name, tensors in held.items()},
-        "facts": {name: bank.info(name) for name in names},
+        "facts": {name: bank.info(name) for name in bank.names},
     }
 
 

@@ -346,7 +346,7 @@ def test_refit_changes_nothing_in_model_and_bank(prepared):
     assert {tuple(bias["out_bias"].shape) for bias in biases.values()} == {(1, 2, 1)}
     assert_same(before, dict(run.models.state_dict()))
     assert_same(average, bank.weights("ema"))
-    assert list(refit_bias(run, None)) == ["live"]
+    assert list(refit_bias(run, AverageBank(run.models.by_task, []))) == ["live"]
 
 
 def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, caplog):
@@ -360,7 +360,7 @@ def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, 
     assert chosen != chosen_frames(run.tasks[""].config, run.tasks[""].train, 11, 10)
     monkeypatch.setattr("deepmd_ema.training.prepare.MAX_FRAMES", 10)
     with caplog.at_level(logging.INFO):
-        refit_bias(run, None)
+        refit_bias(run, AverageBank(run.models.by_task, []))
     assert "with the weights live on 10 frames: mean residual" in caplog.text
     assert "meV/atom before, 0 after" in caplog.text
 
@@ -373,5 +373,5 @@ def test_a_system_that_was_left_out_of_training_has_no_say(prepared):
 def test_without_energies_there_is_nothing_to_fit_and_a_warning_says_so(prepared, tmp_path, caplog):
     system = write_system(tmp_path / "forces", frames=2, energy=False)
     run = prepared([system], loss__start_pref_e=0, loss__limit_pref_e=0)
-    assert refit_bias(run, None) == {}
+    assert refit_bias(run, AverageBank(run.models.by_task, [])) == {}
     assert "training.change_bias_after_training: no training frame has an energy" in caplog.text

@@ -41,7 +41,7 @@ class AverageBank:
     Args:
         modules: the module whose parameters are averaged, or several by task name. Names of tensors are those of the
             bare module, whatever wraps it (``module.``, ``_orig_mod.``), after ``<task>.`` when there are tasks.
-        profiles: one per average, names all different.
+        profiles: one per average, names all different; without any the bank does nothing.
         around: the module around them, if it may be what FSDP has sharded.
 
     Raises:
@@ -69,8 +69,9 @@ class AverageBank:
         self._averages: dict[str, Average] = {}
         self.num_bindings = 0
         self._swapped: Average | None = None
-        self.rebind()
-        if not self._binding.shards:
+        if self._profiles:
+            self.rebind()
+        if self._profiles and not self._binding.shards:
             raise ConfigError(
                 "averaging: the model has no trained parameter to average. Set `trainable` of the descriptor or the "
                 "fitting net (`requires_grad` of a parameter), or switch averaging off."
@@ -103,6 +104,8 @@ class AverageBank:
     def begin(self, epoch: float | None = None) -> tuple[str, ...]:
         """Count a step, on the host, and return the names of the averages that are due."""
         assert self._swapped is None, "update() while an average is swapped in"
+        if not self._averages:
+            return ()
         if self._binding.is_stale():
             self.rebind()
         self._steps += 1
@@ -139,11 +142,14 @@ class AverageBank:
     def swapped_in(self, name: str) -> Iterator[None]:
         """Run the body with the average in the modules, then put the live weights back, also after an exception.
 
-        The exchange is in place, tensor by tensor, and compiled modules see it. It needs extra memory for the largest
-        tensor only; for all live weights (of this process, where the average is kept) if the average is held in
-        another precision or gathered. SIGINT, SIGTERM and SIGHUP wait until an exchange is complete. Every rank must
-        call this when weights are sharded.
+        Nothing is exchanged for ``live``. The exchange is in place, tensor by tensor, and compiled modules see it. It
+        needs extra memory for the largest tensor only; for all live weights (of this process, where the average is
+        kept) if the average is held in another precision or gathered. SIGINT, SIGTERM and SIGHUP wait until an exchange
+        is complete. Every rank must call this when weights are sharded.
         """
+        if name == LIVE:
+            yield
+            return
         if self._swapped is not None:
             raise RuntimeError(f"average {name!r} cannot be swapped in: {self._swapped.profile.name!r} is already")
         average = self._averages[name]

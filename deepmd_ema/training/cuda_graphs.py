@@ -67,7 +67,7 @@ class GraphedSteps:
 
     Args:
         take_step: changes the weights.
-        bank: averages, or None.
+        bank: averages, maybe none.
         device: a CUDA device.
         products: context of matrix products in a step.
     """
@@ -75,7 +75,7 @@ class GraphedSteps:
     def __init__(
         self,
         take_step: GradientStep,
-        bank: AverageBank | None,
+        bank: AverageBank,
         device: torch.device,
         products: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
@@ -102,8 +102,8 @@ class GraphedSteps:
         """
         # a new tensor each time: the copy of the step before may not have been made yet
         self._numbers.copy_(torch.tensor([rate, step], dtype=torch.float64).pin_memory(), non_blocking=True)
-        due = self._bank.begin(epoch) if self._bank is not None else ()
-        far = [name for name in due if self._bank is not None and self._bank[name].staging is not None]
+        due = self._bank.begin(epoch)
+        far = [name for name in due if self._bank[name].staging is not None]
         due = tuple(name for name in due if name not in far)
         graphed = self._graphed((task.name, packed.layout, due), task, packed, due)
         if graphed is None:
@@ -112,21 +112,19 @@ class GraphedSteps:
         else:
             graphed.data.copy_(packed.data, non_blocking=True)
             batch, updated = packed.view(graphed.data), graphed.launch()
-        if self._bank is not None:
-            self._bank.apply(far, updated.ok)
+        self._bank.apply(far, updated.ok)
         return updated, batch
 
     def _step(self, task: Task, batch: Batch, due: tuple[str, ...]) -> Updated:
         rate, step = self._numbers[0], self._numbers[1].long()
         with self._products():
             updated = self._take_step.update(task, [batch], rate, step)
-        if self._bank is not None:
-            self._bank.apply(due, updated.ok, step)
+        self._bank.apply(due, updated.ok, step)
         return updated
 
     def _graphed(self, key: Hashable, task: Task, packed: PackedBatch, due: tuple[str, ...]) -> _Graphed | None:
         """Return the captured step for ``key``, captured now if it is its third use; None: take it eagerly."""
-        if self._bank is not None and self._bank.num_bindings != self._num_bindings:
+        if self._bank.num_bindings != self._num_bindings:
             self._graphs.clear()  # the averages are in other memory than when these were captured
             self._num_bindings = self._bank.num_bindings
         if key in self._graphs:

@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -246,7 +246,7 @@ def _isolated_atoms(system: FrameSource, frames: Iterable[int], rcut: float) -> 
     return [k for k, box in zip(single, boxes) if is_isolated(np.ones(1), None if box is None else box[None], rcut)[0]]
 
 
-def refit_bias(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dict[str, Tensor]]:
+def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, Tensor]]:
     """Return the output biases (1, T, 1) in eV that fit the data, by weights and by their names in the models.
 
     The weights are ``live`` and every average. With its bias the mean residual per atom over the training frames of a
@@ -257,11 +257,11 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank | None) -> dict[str, dic
 
     Args:
         prepared: data and models of the run; it computes where the models are.
-        bank: averages, or None.
+        bank: averages, maybe none.
     """
     fitted: dict[str, dict[str, Tensor]] = {}
-    for weights in (LIVE, *(bank.names if bank is not None else ())):
-        with bank.swapped_in(weights) if bank is not None and weights != LIVE else nullcontext():
+    for weights in (LIVE, *bank.names):
+        with bank.swapped_in(weights):
             for name, task in prepared.tasks.items():
                 chosen = chosen_frames(task.config, task.train, prepared.seed, MAX_FRAMES)
                 most = atoms_at_once(task.model.out_bias.device)

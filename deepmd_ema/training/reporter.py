@@ -44,7 +44,7 @@ class Reporter:
     Args:
         config: of the run.
         tasks: whose errors are shown.
-        bank: averages, or None; some have learning curves of their own.
+        bank: averages; some have learning curves of their own.
         length: of the run.
         run_id: of the trajectory of weights, which loggers continue at a restart.
         world: the processes over whose frames errors are summed.
@@ -64,7 +64,7 @@ class Reporter:
         self,
         config: RunConfig,
         tasks: TaskMixture,
-        bank: AverageBank | None,
+        bank: AverageBank,
         length: RunLength,
         run_id: str,
         world: World,
@@ -136,7 +136,6 @@ class Reporter:
             valid = self._mean_values(display, rate)
             rows = {LIVE: (train, valid)}
             for name in (name for name in self.curves if name != LIVE):
-                assert self._bank is not None
                 with self._bank.swapped_in(name):
                     rows[name] = self._values_of_step(task, batches, rate), self._mean_values(display, rate)
             judged = _judged(task)

@@ -38,7 +38,7 @@ class StateBuilder:
 
     Attributes:
         models: the live models.
-        bank: averages, or None.
+        bank: averages, maybe none.
         config: normalized config of the run, ``sel`` resolved.
         min_nbor_dist: nearest pair in the training data, angstrom, or None when it was not looked for; by task if there
             are several.
@@ -50,7 +50,7 @@ class StateBuilder:
     """
 
     models: nn.Module
-    bank: AverageBank | None
+    bank: AverageBank
     config: Mapping[str, Any]
     min_nbor_dist: float | Mapping[str, float | None] | None
     run: str
@@ -67,7 +67,7 @@ class StateBuilder:
     def training(self, step: int, state: MakeState) -> dict[str, Any]:
         """Return the content of ``model.ckpt-<step>.pt``: raw weights, averages and everything that a restart needs."""
         content = {"model": self._weights(LIVE, step), **state(self.take)}
-        if self.bank is not None:
+        if self.bank.names:
             averaged = {name: self._weights(name, step) for name in self.bank.names}
             content["averages"] = self.bank.state_dict(averaged)
         return self._content("training", LIVE, step, content)
@@ -75,13 +75,12 @@ class StateBuilder:
     def weights(self, name: str, step: int, kind: str) -> dict[str, Any]:
         """Return the content of a file of the weights ``name``: ``live``, or an average."""
         content: dict[str, Any] = {"model": dict(self._weights(name, step))}
-        if name != LIVE and self.bank is not None:
+        if name != LIVE:
             content["average"] = {"profile": name, **self.bank.info(name)}
         return self._content(kind, name, step, content)
 
     def snapshot(self, name: str, step: int) -> dict[str, Any]:
         """Return the content of a copy of the average ``name`` for ``dp-ema posthoc``, to be :func:`narrowed`."""
-        assert self.bank is not None
         content = self.weights(name, step, "snapshot")
         return {**content, "averaged": list(self.bank[name].tensor_names)} if self.take.keep else content
 
@@ -95,7 +94,7 @@ class StateBuilder:
             self.forget()
             self._step = step
         if name not in self._models:
-            if name == LIVE or self.bank is None:
+            if name == LIVE:
                 taken = {n: self.take(tensor) for n, tensor in self.models.state_dict().items()}
                 self._models[name] = {n: kept for n, kept in taken.items() if kept is not None}
             else:

@@ -38,7 +38,7 @@ def start_table(trainer: Trainer) -> Table:
         ("ranks", several if world.size > 1 or stage else ""),
         *config_summary(config, num_steps, prepared.length.steps_per),
     ]
-    averages = [bank[name].profile for name in bank.names] if bank is not None else []
+    averages = [bank[name].profile for name in bank.names]
     for task, made in prepared.tasks.items():
         of = f"{task}: " if task else ""
         trained = sum(p.numel() for p in made.model.parameters() if p.requires_grad)

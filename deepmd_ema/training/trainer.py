@@ -67,7 +67,7 @@ class Trainer:
     Attributes:
         tasks: the models with their losses and data.
         take_step: changes the weights.
-        bank: averages, or None.
+        bank: averages, maybe none.
         validator: full validation.
         saver: writes checkpoints.
         reporter: learning curves and progress.
@@ -119,7 +119,7 @@ class Trainer:
             read_shards(start, models)
 
         profiles = tracked_averages(config, prepared.length.steps_per, should_update, num_steps)
-        self.bank = AverageBank(models.by_task, profiles, around=models) if profiles else None
+        self.bank = AverageBank(models.by_task, profiles, around=models)
         # until the first validation was measured its time is that of some steps
         frames = sum(system.num_frames for task in prepared.tasks.values() for system in task.valid)
         validation_steps = FORWARD_SHARE * len(config.fully_validated) * frames / prepared.length.frames_per_step
@@ -234,9 +234,8 @@ class Trainer:
                     self.step = number
                     if self.take_step.checks_are_free:
                         self._raise_if_diverged()
-                    if self.bank is not None:
-                        # a step that was checked on the host is good; else the device decides, and nothing waits for it
-                        self.bank.update(None if self.take_step.checks_are_free else updated.ok, epoch)
+                    # a step that was checked on the host is good; else the device decides, and nothing waits for it
+                    self.bank.update(None if self.take_step.checks_are_free else updated.ok, epoch)
             self.callback.after_update(self)
             self._do_what_is_due(task, batches, rate, updated.values)
             self.saver.builder.forget()  # nothing more is due: copies are kept only as long as files need them
@@ -311,22 +310,20 @@ class Trainer:
 
     def _write(self, refitted: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
         check_replicas(self.validator.models, self.world, self.step)
-        words = ""
-        if self.bank is not None:
-            facts = ((name, self.bank.info(name)) for name in self.bank.names)  # may wait for the device
-            words = "; ".join(
-                f"{name}: decay {info['effective_decay']:.6g}, looks back {info['mean_age']:,.1f} steps on average"
-                if info["updates"]
-                else f"{name}: no update yet"
-                for name, info in facts
-            )
-            # the windows of most averages stay the same once their warm-up is over
-            words, self._windows = words * (words != self._windows), words
-            words = f"averages of step {self.step:,}: {words}" if words else ""
+        averages = {name: self.bank.info(name) for name in self.bank.names}  # may wait for the device
+        words = "; ".join(
+            f"{name}: decay {info['effective_decay']:.6g}, looks back {info['mean_age']:,.1f} steps on average"
+            if info["updates"]
+            else f"{name}: no update yet"
+            for name, info in averages.items()
+        )
+        # the windows of most averages stay the same once their warm-up is over
+        words, self._windows = words * (words != self._windows), words
+        words = f"averages of step {self.step:,}: {words}" if words else ""
         with self.times.of("checkpoint"):
             self.saver.save(self.step, self.state_dict, refitted, words)
         self._saved = self.step
-        self._note({name: self.bank.info(name) for name in self.bank.names} if self.bank is not None else {})
+        self._note(averages)
 
     def _note(self, averages: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Keep what is known of the run now; with averages, at a checkpoint, it is in the file at once."""
@@ -375,9 +372,9 @@ class Trainer:
                 "step %d is the last of %d already: nothing is left to train. Raise training.numb_steps to continue.",
                 step, self.num_steps,
             )  # fmt: skip
-        if self.bank is not None:
+        if self.bank.names or not state.get("averages"):
             self.bank.load_state_dict(state.get("averages"), step)
-        elif state.get("averages"):
+        else:
             logger.info(
                 "averaging is off in this run (training.averaging): the raw weights are trained on, and the averages "
                 "of the checkpoint (%s) are left behind",

@@ -31,7 +31,6 @@ from deepmd_ema.training.modes import Products
 from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.training.saver import Saver
 from deepmd_ema.training.tasks import Task
-from deepmd_ema.utils import LIVE
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class FullValidation:
 
     Args:
         prepared: models and data of the run.
-        bank: averages, or None.
+        bank: averages, maybe none.
         num_steps: of the whole run.
         writers: the processes that write sharded files together, or None.
         world: the processes that share the batches.
@@ -86,7 +85,7 @@ class FullValidation:
     def __init__(
         self,
         prepared: PreparedRun,
-        bank: AverageBank | None,
+        bank: AverageBank,
         num_steps: int,
         writers: World | None,
         world: World,
@@ -124,7 +123,7 @@ class FullValidation:
         """
         errors: dict[Validated, Errors] = {}
         for weights, rows in groupby(self.rows, key=attrgetter("weights")):
-            with nullcontext() if weights == LIVE or self._bank is None else self._bank.swapped_in(weights):
+            with self._bank.swapped_in(weights):
                 entered(weights)
                 found = self.errors(stopped)
             errors.update((row, found[row.task]) for row in rows)
