@@ -14,7 +14,7 @@ from deepmd_ema.averaging.average import Average
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.model.build import build_model
-from deepmd_ema.training.averages import tracked_averages
+from deepmd_ema.training.prepare import tracked_averages
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from deepmd_ema.errors import Interrupted
-from deepmd_ema.training import cuda_graphs
+from deepmd_ema.training import step as steps
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 
@@ -73,7 +73,7 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid, mixed_like):
     """Return a function that trains with CUDA graphs, which are pretended where the GPU is."""
     monkeypatch.setattr(PretendedCapture, "num_launches", 0)
     if "pretend_cuda" in sys.modules:
-        monkeypatch.setattr(cuda_graphs, "Capture", PretendedCapture)
+        monkeypatch.setattr(steps, "Capture", PretendedCapture)
 
     def run(name, options=None, num_steps=STEPS, graphs=True, **how):
         folder = tmp_path / name
@@ -127,7 +127,7 @@ def test_captured_steps_have_the_bits_of_eager_ones_while_shapes_change(start, m
     assert watch.graphs >= 3
     if "pretend_cuda" in sys.modules:
         assert PretendedCapture.num_launches > STEPS / 2
-    monkeypatch.setattr(cuda_graphs, "CAPTURED_AT_USE", STEPS + 1)
+    monkeypatch.setattr(steps, "CAPTURED_AT_USE", STEPS + 1)
     assert_same_run(graphed, start("eager", options))
 
 

@@ -22,7 +22,7 @@ from deepmd_ema.errors import ConfigError, Interrupted
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.report.log import set_up_logging
-from deepmd_ema.training.averages import tracked_averages
+from deepmd_ema.training.prepare import tracked_averages
 from deepmd_ema.training.saver import StateBuilder
 
 pytestmark = pytest.mark.timeout(120)

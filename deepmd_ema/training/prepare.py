@@ -1,11 +1,11 @@
-"""From a config to checked systems, statistics, models with their first weights, and fits of the output bias."""
+"""From a config to checked systems, statistics, models with their first weights, averages, and fits of the bias."""
 
 from __future__ import annotations
 
 import logging
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,9 @@ from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.outputs import Outputs
+from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
+from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig
+from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.data.check.scan import is_isolated
 from deepmd_ema.data.collate import PairCache, collate
 from deepmd_ema.data.loader import atoms_at_once, sequential_batches
@@ -40,7 +43,7 @@ from deepmd_ema.data.source import FrameSource
 from deepmd_ema.distributed.files import writing
 from deepmd_ema.distributed.tensors import prefix_of
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import DataError, UserError, counted
+from deepmd_ema.errors import ConfigError, DataError, UserError, counted
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet, TaskModel
@@ -304,3 +307,34 @@ def chosen_frames(task: TaskConfig, train: Sequence[FrameSource], seed: int, mos
     stream = stream_of("bias", task.name)
     orders = [permutation(count, seed_for(stream, seed, number)) for number, count in enumerate(counts)]
     return [np.sort(own[order[:share]]).tolist() for own, order, share in zip(frames, orders, np.diff(edges))]
+
+
+Hook = Callable[[int, float], bool]
+
+
+def tracked_averages(
+    config: RunConfig, steps_per: Mapping[str, float], should_update: Mapping[str, Hook] | None, num_steps: int
+) -> list[Profile]:
+    """Return the profile of each average of the list ``training.averaging``.
+
+    Args:
+        config: of the run.
+        steps_per: steps of one of ``steps``, ``frames`` and ``epochs``.
+        should_update: for some averages by name, called before each update.
+        num_steps: length of the run.
+
+    Raises:
+        ConfigError: if ``should_update`` names an average that the run does not track.
+    """
+    hooks, profiles, lr = dict(should_update or {}), [], config.learning_rate
+    for average in config.training.averaging:
+        changes: dict[str, Any] = {"should_update": hooks.pop(average.name, None)}
+        if isinstance(average, ScheduleFreeProfile):
+            assert isinstance(config.optimizer, AdamWScheduleFreeConfig)  # a rule of the input
+            changes |= {"adam_beta1": config.optimizer.adam_beta1, "r": config.optimizer.r}
+            changes |= {"warmup_steps": lr.num_warmup_steps(num_steps), "warmup_start_factor": lr.warmup_start_factor}
+        profiles.append(average.in_steps(steps_per, **changes))
+    if hooks:
+        known = ", ".join(profile.name for profile in profiles) or "none"
+        raise ConfigError(f"should_update: no average is called {', '.join(hooks)}. This run tracks: {known}.")
+    return profiles

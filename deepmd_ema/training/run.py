@@ -1,35 +1,51 @@
-"""A training run from its request to its last checkpoint."""
+"""A training run from its request to its last checkpoint, with the tables in its log at the start and the end."""
 
 from __future__ import annotations
 
 import logging
+import math
+import platform
 import secrets
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepmd_ema.config import RunConfig, as_launched, config_warnings, ignored_options, launch_problems, saved_config
+import torch
+
+from deepmd_ema.checkpoint.writer import Writer
+from deepmd_ema.config import (
+    RunConfig,
+    as_launched,
+    config_summary,
+    config_warnings,
+    ignored_options,
+    launch_problems,
+    saved_config,
+)
+from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.outputs import RECORD
+from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.distributed.launch import Launch, find_launch
 from deepmd_ema.distributed.world import open_world
-from deepmd_ema.errors import ConfigError
+from deepmd_ema.errors import ConfigError, command, counted, every_steps
 from deepmd_ema.interop.pretrained import local_file
+from deepmd_ema.model.metrics import Errors
+from deepmd_ema.optim.build import describe_groups
 from deepmd_ema.report.log import set_up_logging
 from deepmd_ema.report.loggers import loggers_of
 from deepmd_ema.report.record import RunRecord, keeping_warnings
-from deepmd_ema.report.table import render
-from deepmd_ema.training.averages import Hook
+from deepmd_ema.report.table import Table, describe_errors, duration, facts, render, show_metric
 from deepmd_ema.training.outputs import check_outputs, lock_outputs, write_config
-from deepmd_ema.training.prepare import prepare
+from deepmd_ema.training.prepare import Hook, prepare
 from deepmd_ema.training.request import TrainRequest
 from deepmd_ema.training.restart import check_resumable, warn_of_other_input
-from deepmd_ema.training.summary import TrainedRun, describe_device, end_table, start_table, trained_run
-from deepmd_ema.training.trainer import Callback, Trainer
+from deepmd_ema.training.trainer import Callback, Trainer, restart_command
 from deepmd_ema.training.weights import Start, load_start
+from deepmd_ema.utils import __version__, peak_memory
 
 __all__ = ["Callback", "TrainRequest", "TrainedRun", "run_training", "train"]
 
@@ -153,3 +169,173 @@ def read_config(request: TrainRequest, start: Start, launch: Launch, num_ranks: 
         if request.takes_saved_config:
             warn_of_other_input(start, config)
     return config
+
+
+SHARED = {
+    0: "every rank holds everything",
+    1: "moments are sharded over the ranks",
+    2: "moments and gradients are sharded over the ranks",
+    3: "moments, gradients and parameters are sharded over the ranks",
+}
+
+
+def start_table(trainer: Trainer) -> Table:
+    """Return the summary of ``dp-ema check`` with facts that are known once the parts of the run are built."""
+    prepared, bank, num_steps = trainer.prepared, trainer.bank, trainer.num_steps
+    config, stage, world = prepared.config, prepared.config.training.zero_stage, trainer.world
+    per_step = f"{prepared.length.frames_per_step:.6g} frames per step over all ranks"
+    several = f"{world.size}; zero_stage {stage}: {SHARED[stage]}; {per_step}; learning rate used as given"
+    pairs = [
+        ("ranks", several if world.size > 1 or stage else ""),
+        *config_summary(config, num_steps, prepared.length.steps_per),
+    ]
+    averages = [bank[name].profile for name in bank.names]
+    for task, made in prepared.tasks.items():
+        of = f"{task}: " if task else ""
+        trained = sum(p.numel() for p in made.model.parameters() if p.requires_grad)
+        frozen = sum(p.numel() for p in made.model.parameters()) - trained
+        words = f"{of}{trained:,} trained parameters" + f" and {frozen:,} frozen" * (frozen > 0)
+        frames = sum(system.num_frames for system in made.train)
+        length = prepared.length.tasks[task]
+        part = f", {100 * length.share:.3g} % of the steps = {length.epochs:.1f} epochs" if task else ""
+        pairs.append(("training", f"{words}, {counted(frames, 'frame')} of {counted(len(made.train), 'system')}{part}"))
+    pairs += [("average", f"{p.name}: updated when {p.settings()['should_update']} says so")
+              for p in averages if p.should_update is not None]  # fmt: skip
+    if (batches := config.training.accumulate) > 1:
+        frames_of_step = f"{prepared.length.frames_per_step:.6g} frames" + " over all ranks" * (world.size > 1)
+        pairs.append(("step", f"{batches} batches, {frames_of_step}"))
+    parameters = dict(prepared.models.named_parameters())
+    lines = describe_groups(config.optimizer.groups, prepared.models.first_names(), parameters)
+    pairs += [("group", line) for line in lines]
+    pairs.append(("embedding networks", trainer.interpolation.describe()))
+    # a kept copy has its trained parameters in float32, everything else as it is
+    trained_names = {n for n, p in parameters.items() if p.requires_grad}
+    state = prepared.models.state_dict()
+    num_bytes = sum(t.numel() * (4 if name in trained_names else t.element_size()) for name, t in state.items())
+    total = 0
+    for average in averages:
+        if (due := trainer.schedule.snapshots.get(average.name)) is not None:
+            files = due.count(average.start_step)
+            total += files * num_bytes
+            size = f"{counted(files, 'file')} of {num_bytes / 1e6:.2f} MB"
+            pairs.append(("snapshots", f"{average.name} {every_steps(due.steps.step)}: {size}"))
+    if total:
+        text = "MB of disk in all, in float32; `dp-ema posthoc` finds the best length from them"
+        pairs.append(("snapshots", f"{total / 1e6:,.2f} {text}"))
+    pairs.append(("units", "rows of single batches in eV and angstrom, as in lcurve.out; full validation in meV"))
+    program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    return facts(f"{program}, on {describe_device(world.device)}", pairs)
+
+
+def describe_device(device: torch.device) -> str:
+    """Return such as ``cuda:0 (NVIDIA H100)``, or ``cpu (2 threads)``."""
+    threads = counted(torch.get_num_threads(), "thread")
+    return f"{device} ({torch.cuda.get_device_name(device) if device.type == 'cuda' else threads})"
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """The files of a run that has ended, and its last errors.
+
+    Attributes:
+        checkpoint: the newest live weights, from which a run can be restarted.
+        averages: the newest weights of each average, by its name.
+        best: the best weights by name of the weights, and of the task where there are several (``ema``, ``ice ema``).
+        errors: of the last full validation by the same names; ``errors["ema"]["F:RMSE"]``, in eV and angstrom.
+        before: of the weights of a file that the run started with, by task; empty unless full validation is on.
+        step: optimizer steps of the whole run.
+        seconds: of this process, with data and validation.
+    """
+
+    checkpoint: Path
+    averages: dict[str, Path]
+    best: dict[str, Path]
+    errors: dict[str, dict[str, float]]
+    before: dict[str, dict[str, float]]
+    step: int
+    seconds: float
+
+
+def trained_run(trainer: Trainer, seconds: float) -> TrainedRun:
+    """Return the files of a run that has taken its last step, after so many ``seconds``."""
+    found = [row for row in trainer.validator.rows if row.best is not None and row.best.records]
+    return TrainedRun(
+        checkpoint=Path(trainer.saver.link),
+        averages={name: Path(series.link) for name, series in trainer.saver.averages.items()},
+        best={row.name: row.best.path(row.best.records[0][1]) for row in found if row.best is not None},
+        errors={name: _metrics(errors) for name, errors in trainer.reporter.validated.items()},
+        before={task: _metrics(errors) for task, errors in trainer.reporter.before.items()},
+        step=trainer.step,
+        seconds=seconds,
+    )
+
+
+def _metrics(errors: Errors) -> dict[str, float]:
+    """Return the errors of the quantities that some frame has a label of."""
+    values = {
+        f"{quantity}:{kind}": errors.metric(f"{quantity}:{kind}") for quantity in METRICS for kind in ("MAE", "RMSE")
+    }
+    return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
+    """Return the files of a run that has ended, its last errors, and what to do next.
+
+    Args:
+        trainer: that has taken its last step.
+        steps: that this process has taken.
+        seconds: that it took in all.
+    """
+    saver, config = trainer.saver, trainer.prepared.config
+    averages = {name: series.link for name, series in saver.averages.items()}
+    heads = [name for name in config.tasks if name]
+    over = f"after step {trainer.step:,} of {trainer.num_steps:,}, as the time is over; everything is saved"
+    early = f"early, after step {trainer.step:,}: {why}" if (why := trainer.record.early_end) else ""
+    pairs = [("stopped", over if trainer.is_out_of_time else early), ("heads", ", ".join(heads))]
+    pairs += [("averaged", f"{link} ({name})") for name, link in averages.items()]
+    for row in trainer.validator.rows:
+        if row.best is not None and row.best.records:
+            value, step = row.best.records[0]
+            shown = f"{row.name}, {row.best.metric} = {show_metric(row.best.metric, value)}"
+            pairs.append(("best", f"{row.best.path(step)} ({shown})"))
+    fitted = " before the bias was fitted again" * config.training.change_bias_after_training
+    when = f"step {trainer.reporter.validated_step:,}{fitted}"
+    before = trainer.reporter.before  # averages start from the loaded weights too
+    since = "before -> " * bool(before)
+    pairs += [
+        ("errors", f"{name}, {since}{when}, MAE / RMSE: {describe_errors(errors, before.get(name.rpartition(' ')[0]))}")
+        for name, errors in trainer.reporter.validated.items()
+    ]
+    compiler = trainer.validator.models.compiler
+    if compiler is not None:
+        pairs.append(("compiled", f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
+    pairs.append(("saving", _describe_saving(saver.writer)))
+    pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
+    device, parts = trainer.world.device, [f"{peak_memory() / 1e9:.2g} GB at most"] * (peak_memory() > 0)
+    if device.type == "cuda":
+        parts.append(f"{torch.cuda.max_memory_reserved(device) / 1e9:.2g} GB of the GPU")
+    pairs.append(("memory", ", ".join(parts)))
+    pairs.append(("waiting", f"for data {100 * trainer.times.waiting_share():.1f} % of the time of training"))
+    pairs.append(("continue", restart_command(trainer) if trainer.is_out_of_time else ""))
+    # the averaged point of a schedule-free optimizer is the model that it trains
+    own = [averages[a.name] for a in config.training.averaging if isinstance(a, ScheduleFreeProfile)]
+    model = [*own, *averages.values(), saver.link][0]
+    validated = [name for name, task in config.tasks.items() if task.validation_data is not None]
+    if validated:
+        head = ["--head", validated[0]] * bool(heads)
+        words = ["dp-ema", "test", "-m", model, *head, "--valid-data", trainer.input_file, "--plot"]
+        pairs.append(("next", command(*words)))
+    split = any(task.data.validation_fraction is not None for task in config.tasks.values())
+    pairs.append(("next", "dp-ema report" + "  (errors and parity of the frames that were split off)" * split))
+    pairs.append(("next", command("dp-ema", "freeze", "-c", model, *(["--head", heads[0]] if heads else []))))
+    return facts(f"trained model: {saver.link}", pairs)
+
+
+def _describe_saving(writer: Writer) -> str:
+    if not writer.steps:
+        return ""
+    late = f", {counted(writer.waits, 'time')} for files of an earlier step" if writer.waits else ""
+    return (
+        f"files of {counted(writer.steps, 'step')} written in {duration(writer.written_s)} beside training, which "
+        f"waited {duration(writer.waited_s)} for them{late}"
+    )

@@ -28,16 +28,20 @@ from deepmd_ema.errors import Interrupted, UserError, command
 from deepmd_ema.model.model_set import unnested
 from deepmd_ema.report.log import RunTimes
 from deepmd_ema.report.record import RunRecord
-from deepmd_ema.training.averages import Hook, tracked_averages
-from deepmd_ema.training.cuda_graphs import GraphedSteps
 from deepmd_ema.training.interpolation import InterpolationControl
-from deepmd_ema.training.modes import compile_models, contexts_of_products, remarks_on_mixed_precision, why_no_graphs
-from deepmd_ema.training.prepare import PreparedRun, refit_bias
+from deepmd_ema.training.modes import (
+    check_replicas,
+    compile_models,
+    contexts_of_products,
+    parallelize,
+    remarks_on_mixed_precision,
+    why_no_graphs,
+)
+from deepmd_ema.training.prepare import Hook, PreparedRun, refit_bias, tracked_averages
 from deepmd_ema.training.reporter import COMPARED_ROWS, Reporter
 from deepmd_ema.training.restart import read_shards, reads_shards, state_of_tasks
 from deepmd_ema.training.saver import Saver, StateBuilder
-from deepmd_ema.training.sharding import check_replicas, parallelize
-from deepmd_ema.training.step import GradientStep, Step
+from deepmd_ema.training.step import GradientStep, GraphedSteps, Step
 from deepmd_ema.training.tasks import Task, TaskMixture
 from deepmd_ema.training.validate import FullValidation, ValidationAborted
 from deepmd_ema.training.weights import Start
