@@ -47,7 +47,8 @@ class EnergyLoss:
         self.world = world
         self._mae = config.loss_func == "mae"
         self._kind = "mae" if self._mae else "rmse"
-        self._huber = config.use_huber and not self._mae
+        # error**2 / 2 where |error| <= delta, and delta * (|error| - delta / 2) elsewhere
+        self._huber = partial(huber_loss, reduction="none") if config.use_huber and not self._mae else None
         delta = config.huber_delta
         self._delta = tuple(delta) if isinstance(delta, (list, tuple)) else (delta, delta, delta)
         compute: dict[str, Callable[[Mapping[str, Tensor], Batch], _Sums]] = {
@@ -144,7 +145,7 @@ class EnergyLoss:
         shown = torch.dot(twice, error)
         if self._huber:
             per_atom = (found - label) / batch.num_atoms.view(-1, *[1] * (found.dim() - 1))
-            value = torch.dot(has_label, _of_rows(huber(per_atom, torch.zeros_like(per_atom), delta)))
+            value = torch.dot(has_label, _of_rows(self._huber(per_atom, torch.zeros_like(per_atom), delta=delta)))
         else:
             value = shown if self.config.intensive_ener_virial else torch.dot(once, error)
         return _Sums(value, shown, rows)
@@ -158,7 +159,7 @@ class EnergyLoss:
             label = torch.zeros_like(found)
         if self._mae and self.config.f_use_norm:
             shown = found
-        value = huber(found, label, self._delta[1]) if self._huber else shown
+        value = self._huber(found, label, delta=self._delta[1]) if self._huber else shown
         return _sums(value, shown, has_label[batch.atom_frame])
 
     def _weighted_force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
@@ -181,7 +182,7 @@ class EnergyLoss:
     def _atom_energy(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
         found, (label, has_label) = prediction[ATOM_ENERGY], _label(batch, ATOM_ENERGY)
         shown = self._size(found, label)
-        value = huber(found, label, self._delta[0]) if self._huber else shown
+        value = self._huber(found, label, delta=self._delta[0]) if self._huber else shown
         return _sums(value, shown, has_label[batch.atom_frame])
 
     def _hessian(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
@@ -241,11 +242,6 @@ class LossOverBatches:
         """Return the displayed values of all batches. Must be called by every rank."""
         values, errors, counts = self._world.all_reduce_sum(self._sums).unbind()
         return self._loss.displayed(torch.dot(self._coefficients, values), errors, counts)
-
-
-def huber(found: Tensor, label: Tensor, delta: float) -> Tensor:
-    """Return ``error**2 / 2`` where ``|error| <= delta`` and ``delta * (|error| - delta / 2)`` elsewhere."""
-    return huber_loss(found, label, reduction="none", delta=delta)
 
 
 class _Sums(NamedTuple):

@@ -24,7 +24,7 @@ from deepmd_ema.errors import counted
 from deepmd_ema.model.metrics import Errors
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.curves import LcurveFile
-from deepmd_ema.report.log import Progress, RunTimes, ValuesByTask
+from deepmd_ema.report.log import Progress, RunTimes
 from deepmd_ema.report.loggers import Loggers, named
 from deepmd_ema.report.table import render, table_of_errors
 from deepmd_ema.training.loss import LossOverBatches, constant_prediction
@@ -145,9 +145,14 @@ class Reporter:
         for name, (of_train, of_valid) in rows.items():
             if (file := self.curves.get(name)) is not None:
                 file.write(step, rate, of_train, of_valid)
-            self._log_row(step, name, rate, of_train, of_valid)
+            errors, of_row = named("train", name, of_train), named("batch", name, of_valid)
             if name != LIVE:
+                of_row |= errors
                 self._progress.show_average(step, name, of_valid if any(of_valid.values()) else of_train)
+            if self._loggers is not None:
+                if name == LIVE:  # not to loggers that take training errors at their own pace
+                    self._loggers.log(step, {"lr": rate, **errors}, lambda logger: logger.freq is None)
+                self._loggers.log(step, of_row)
         now = time.perf_counter()
         seconds = (now - self._shown_at) / max(1, step - self._shown_step)
         self._progress.show(step, rate, train, valid, seconds, self.times.split())
@@ -186,15 +191,6 @@ class Reporter:
                 task, _, weights = row.rpartition(" ")
                 values = {name: value for name, value in errors.summary().items() if not name.startswith("num_")}
                 self._loggers.log(step, named("val", weights, {task: values}))
-
-    def _log_row(self, step: int, weights: str, rate: float, training: ValuesByTask, validation: ValuesByTask) -> None:
-        """Log what a row shows of some weights; training errors of the live ones to loggers without their own pace."""
-        if self._loggers is None:
-            return
-        errors = named("train", weights, training)
-        if weights == LIVE:
-            self._loggers.log(step, {"lr": rate, **errors}, lambda logger: logger.freq is None)
-        self._loggers.log(step, named("batch", weights, validation) | (errors if weights != LIVE else {}))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the current interval, and the last values of tasks that the next step may not draw."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.config import (
     RunConfig,
     as_launched,
@@ -260,7 +259,7 @@ def trained_run(trainer: Trainer, seconds: float) -> TrainedRun:
     """Return the files of a run that has taken its last step, after so many ``seconds``."""
     found = [row for row in trainer.validator.rows if row.best is not None and row.best.records]
     return TrainedRun(
-        checkpoint=Path(trainer.saver.link),
+        checkpoint=Path(trainer.saver.live.link),
         averages={name: Path(series.link) for name, series in trainer.saver.averages.items()},
         best={row.name: row.best.path(row.best.records[0][1]) for row in found if row.best is not None},
         errors={name: _metrics(errors) for name, errors in trainer.reporter.validated.items()},
@@ -309,7 +308,10 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     compiler = trainer.validator.models.compiler
     if compiler is not None:
         pairs.append(("compiled", f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
-    pairs.append(("saving", _describe_saving(saver.writer)))
+    if (writer := saver.writer).steps:
+        late = f", {counted(writer.waits, 'time')} for files of an earlier step" if writer.waits else ""
+        files = f"files of {counted(writer.steps, 'step')} written in {duration(writer.written_s)} beside training"
+        pairs.append(("saving", f"{files}, which waited {duration(writer.waited_s)} for them{late}"))
     pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
     device, parts = trainer.world.device, [f"{peak_memory() / 1e9:.2g} GB at most"] * (peak_memory() > 0)
     if device.type == "cuda":
@@ -319,7 +321,7 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     pairs.append(("continue", restart_command(trainer) if trainer.is_out_of_time else ""))
     # the averaged point of a schedule-free optimizer is the model that it trains
     own = [averages[a.name] for a in config.training.averaging if isinstance(a, ScheduleFreeProfile)]
-    model = [*own, *averages.values(), saver.link][0]
+    model = [*own, *averages.values(), saver.live.link][0]
     validated = [name for name, task in config.tasks.items() if task.validation_data is not None]
     if validated:
         head = ["--head", validated[0]] * bool(heads)
@@ -328,14 +330,4 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     split = any(task.data.validation_fraction is not None for task in config.tasks.values())
     pairs.append(("next", "dp-ema report" + "  (errors and parity of the frames that were split off)" * split))
     pairs.append(("next", command("dp-ema", "freeze", "-c", model, *(["--head", heads[0]] if heads else []))))
-    return facts(f"trained model: {saver.link}", pairs)
-
-
-def _describe_saving(writer: Writer) -> str:
-    if not writer.steps:
-        return ""
-    late = f", {counted(writer.waits, 'time')} for files of an earlier step" if writer.waits else ""
-    return (
-        f"files of {counted(writer.steps, 'step')} written in {duration(writer.written_s)} beside training, which "
-        f"waited {duration(writer.waited_s)} for them{late}"
-    )
+    return facts(f"trained model: {saver.live.link}", pairs)

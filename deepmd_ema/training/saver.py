@@ -159,11 +159,6 @@ class Saver:
         # copies of averages for `dp-ema posthoc`: all of them stay
         self._snapshots = {name: files_of(suffix_of(name), folder, 0) for name in schedule.snapshots}
 
-    @property
-    def link(self) -> Path:
-        """Link to the newest training checkpoint."""
-        return self.live.link
-
     def keep_snapshots(self, names: Sequence[str], step: int) -> None:
         """Write the snapshots of ``step`` of averages that have begun, and remove those of earlier runs up to it."""
         self.writer.begin(step)

@@ -1,4 +1,4 @@
-"""Training steps that follow the gradient of the loss, also as CUDA graphs, and the guard against non-finite numbers."""
+"""Training steps that follow the gradient of the loss, also as CUDA graphs, and the guard against diverging."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -59,24 +58,23 @@ class Step:
         schedule: learning rate after so many steps.
 
     Attributes:
+        schedule: as given.
         laps: times of the parts of a step.
+        checks_are_free: whether reading a number from the device costs no wait, so that each step may be checked.
     """
 
     skipped = "by that step"  # updates of the weights that are left out
     remedy = "lower learning_rate.start_lr, or set training.gradient_max_norm"
 
     def __init__(self, module: nn.Module, schedule: Callable[[int], float]) -> None:
-        self._schedule = schedule
+        self.schedule = schedule
         # looked up now: a module that FSDP has left gathered after a forward pass names other objects
         self._named = dict(module.named_parameters())
         self._trained = [p for p in self._named.values() if p.requires_grad]
         self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
-        self.laps = Laps(measures=self._first_bad.device.type == "cpu")  # the host does not wait for a GPU
+        self.checks_are_free = self._first_bad.device.type == "cpu"
+        self.laps = Laps(measures=self.checks_are_free)  # the host does not wait for a GPU
         self._own_fault = torch.zeros((), dtype=torch.bool, device=self._trained[0].device)
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate of ``step``, from 1."""
-        return self._schedule(step - 1)
 
     def update(
         self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float | Tensor, step: int | Tensor
@@ -99,11 +97,6 @@ class Step:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of the optimizer."""
         raise NotImplementedError
-
-    @property
-    def checks_are_free(self) -> bool:
-        """Whether reading a number from the device costs no wait, so that each step may be checked."""
-        return self._first_bad.device.type == "cpu"
 
     def raise_if_diverged(self, tasks: TaskMixture, last_step: int, world: World) -> None:
         """Check that every step so far was finite; waits for the device, and is called by all ranks.
@@ -233,39 +226,6 @@ Launch = Callable[[], Updated]
 """Takes a step with what its static buffers hold."""
 
 
-class Capture:
-    """Records the kernels of steps, in memory that all graphs share, of which one runs at a time."""
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-
-    def __call__(self, step: Launch) -> Launch:
-        """Return a function that launches all kernels of ``step`` at once; recording does not take the step.
-
-        Args:
-            step: makes no tensor of host numbers and does not wait for the device.
-        """
-        graph = torch.cuda.CUDAGraph()
-        # other threads, those of the loader and the writer, may allocate and wait meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            updated = step()
-        self._pool = graph.pool()
-
-        def launch() -> Updated:
-            graph.replay()
-            return updated  # held here, so that no other graph gets its memory
-
-        return launch
-
-
-@dataclass(frozen=True)
-class _Graphed:
-    """A step for batches of one layout: the buffer that holds the batch, and what launches the step."""
-
-    data: Tensor
-    launch: Launch
-
-
 class GraphedSteps:
     """Takes steps, each with the averages after it, by one launch from the third use of a shape on.
 
@@ -288,16 +248,30 @@ class GraphedSteps:
         device: torch.device,
         products: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._take_step, self._bank, self._products, self._capture = take_step, bank, products, Capture()
+        self._take_step, self._bank, self._products = take_step, bank, products
+        self._pool: Any = None  # memory that all graphs share, of which one runs at a time
         self._numbers = torch.zeros(2, dtype=torch.float64, device=device)  # learning rate and step
         self._uses: Counter[Hashable] = Counter()
-        self._graphs: dict[Hashable, _Graphed] = {}
+        self._graphs: dict[Hashable, tuple[Tensor, Launch]] = {}  # the buffer that holds a batch, and the step
         self._num_bindings = 0
 
-    @property
-    def num_graphs(self) -> int:
-        """Number of steps that were captured."""
-        return len(self._graphs)
+    def capture(self, step: Launch) -> Launch:
+        """Return a function that launches all kernels of ``step`` at once; recording does not take the step.
+
+        Args:
+            step: makes no tensor of host numbers and does not wait for the device.
+        """
+        graph = torch.cuda.CUDAGraph()
+        # other threads, those of the loader and the writer, may allocate and wait meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            updated = step()
+        self._pool = graph.pool()
+
+        def launch() -> Updated:
+            graph.replay()
+            return updated  # held here, so that no other graph gets its memory
+
+        return launch
 
     def __call__(self, task: Task, packed: PackedBatch, rate: float, step: int, epoch: float) -> tuple[Updated, Batch]:
         """Update weights and averages with one batch; return the result and the batch on the device.
@@ -314,13 +288,22 @@ class GraphedSteps:
         due = self._bank.begin(epoch)
         far = [name for name in due if self._bank[name].staging is not None]
         due = tuple(name for name in due if name not in far)
-        graphed = self._graphed((task.name, packed.layout, due), task, packed, due)
-        if graphed is None:
+        if self._bank.num_bindings != self._num_bindings:
+            self._graphs.clear()  # the averages are in other memory than when these were captured
+            self._num_bindings = self._bank.num_bindings
+        key = (task.name, packed.layout, due)
+        self._uses[key] += key not in self._graphs
+        if key not in self._graphs and self._uses[key] >= CAPTURED_AT_USE and len(self._graphs) < MAX_GRAPHS:
+            buffer = torch.empty_like(packed.data, device=self._numbers.device)
+            of_buffer = packed.view(buffer)
+            self._graphs[key] = buffer, self.capture(lambda: self._step(task, of_buffer, due))
+        if key in self._graphs:
+            buffer, launch = self._graphs[key]
+            buffer.copy_(packed.data, non_blocking=True)
+            batch, updated = packed.view(buffer), launch()
+        else:
             batch = packed.to(self._numbers.device)
             updated = self._step(task, batch, due)
-        else:
-            graphed.data.copy_(packed.data, non_blocking=True)
-            batch, updated = packed.view(graphed.data), graphed.launch()
         self._bank.apply(far, updated.ok)
         return updated, batch
 
@@ -330,18 +313,3 @@ class GraphedSteps:
             updated = self._take_step.update(task, [batch], rate, step)
         self._bank.apply(due, updated.ok, step)
         return updated
-
-    def _graphed(self, key: Hashable, task: Task, packed: PackedBatch, due: tuple[str, ...]) -> _Graphed | None:
-        """Return the captured step for ``key``, captured now if it is its third use; None: take it eagerly."""
-        if self._bank.num_bindings != self._num_bindings:
-            self._graphs.clear()  # the averages are in other memory than when these were captured
-            self._num_bindings = self._bank.num_bindings
-        if key in self._graphs:
-            return self._graphs[key]
-        self._uses[key] += 1
-        if self._uses[key] < CAPTURED_AT_USE or len(self._graphs) == MAX_GRAPHS:
-            return None
-        data = torch.empty_like(packed.data, device=self._numbers.device)
-        batch = packed.view(data)
-        launch = self._capture(lambda: self._step(task, batch, due))
-        return self._graphs.setdefault(key, _Graphed(data, launch))

@@ -42,7 +42,7 @@ from deepmd_ema.training.reporter import COMPARED_ROWS, Reporter
 from deepmd_ema.training.restart import read_shards, reads_shards, state_of_tasks
 from deepmd_ema.training.saver import Saver, StateBuilder
 from deepmd_ema.training.step import GradientStep, GraphedSteps, Step
-from deepmd_ema.training.tasks import Task, TaskMixture
+from deepmd_ema.training.tasks import TaskMixture
 from deepmd_ema.training.validate import FullValidation, ValidationAborted
 from deepmd_ema.training.weights import Start
 
@@ -156,7 +156,6 @@ class Trainer:
         if training.cuda_graphs and self.graphs is None:
             logger.warning("training.cuda_graphs has no effect: %s.", why_no_graphs(config, world))
 
-        self._steps_per_epoch = prepared.length.steps_per["epochs"]
         self.step, self.stop, self.is_out_of_time = 0, StopRequest(), False
         self._validation_pending, self._saved, self._windows = False, -1, ""
         self._validates_before = bool(start.sources)  # of a restart they are in the checkpoint
@@ -220,7 +219,8 @@ class Trainer:
         """Take one step, and do what is due after it."""
         with self.callback.during(self, "step"):
             number = self.step + 1
-            task, epoch, rate = self.tasks.draw(number), number / self._steps_per_epoch, self.take_step.rate(number)
+            task, rate = self.tasks.draw(number), self.take_step.schedule(self.step)
+            epoch = number / self.prepared.length.steps_per["epochs"]
             with self.times.of("data"):
                 batches: Sequence[Batch | PackedBatch] = task.next_batches()
             # A GPU's own thread of the backward pass counts the operations of second derivatives apart. The order in
@@ -241,7 +241,25 @@ class Trainer:
                     # a step that was checked on the host is good; else the device decides, and nothing waits for it
                     self.bank.update(None if self.take_step.checks_are_free else updated.ok, epoch)
             self.callback.after_update(self)
-            self._do_what_is_due(task, batches, rate, updated.values)
+            self.reporter.record(number, task, rate, updated.values)
+            if number in self.schedule.rows:
+                self._raise_if_diverged()
+                with self.callback.during(self, "display"):
+                    self.reporter.show(number, task, batches, rate, updated.values)
+            snapshots = [name for name, due in self.schedule.snapshots.items() if number in due]
+            if snapshots:  # before a validation, which a stop may break off
+                self._raise_if_diverged()
+                with self.times.of("snapshot"):
+                    self.saver.keep_snapshots(snapshots, number)
+            if (due := self.schedule.validation) is not None and number in due and self.validator.rows:
+                self._raise_if_diverged()
+                self._validate()
+            # a validation may have made it the last
+            if number in self.schedule.checkpoint or number == self.num_steps:
+                self._raise_if_diverged()
+                self._save()
+            elif number in self.schedule.rows:
+                self._note()
             self.saver.builder.forget()  # nothing more is due: copies are kept only as long as files need them
         self.callback.after_step(self)
 
@@ -260,30 +278,6 @@ class Trainer:
         if 0 < found < TIME_IS_OVER and self.stop.signal is None:
             self.stop.signal = signal.Signals(found)
         return found > 0
-
-    def _do_what_is_due(
-        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float, values: Mapping[str, Tensor]
-    ) -> None:
-        self.reporter.record(self.step, task, rate, values)
-        if self.step in self.schedule.rows:
-            self._raise_if_diverged()
-            with self.callback.during(self, "display"):
-                self.reporter.show(self.step, task, batches, rate, values)
-        snapshots = [name for name, due in self.schedule.snapshots.items() if self.step in due]
-        if snapshots:  # before a validation, which a stop may break off
-            self._raise_if_diverged()
-            with self.times.of("snapshot"):
-                self.saver.keep_snapshots(snapshots, self.step)
-        if (due := self.schedule.validation) is not None and self.step in due and self.validator.rows:
-            self._raise_if_diverged()
-            self._validate()
-        if (
-            self.step in self.schedule.checkpoint or self.step == self.num_steps
-        ):  # a validation may have made it the last
-            self._raise_if_diverged()
-            self._save()
-        elif self.step in self.schedule.rows:
-            self._note()
 
     def _validate(self) -> None:
         self._validation_pending = True
@@ -362,11 +356,7 @@ class Trainer:
             "validation_pending": self._validation_pending,
             "interpolation": self.interpolation.state_dict(),
         }
-        if self.validator.rows:
-            state["best"] = self.validator.state_dict()
-        if self.validator.early_stop is not None:
-            state["early_stop"] = self.validator.early_stop.state_dict()
-        return state
+        return state | self.validator.state_dict()
 
     def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
         """Continue after ``step``: the next step is the one that an uninterrupted run would have taken."""
@@ -388,13 +378,8 @@ class Trainer:
         self.tasks.load_state_dict(state["streams"])
         self.reporter.load_state_dict(state["display"], step)
         self._validation_pending = bool(state["validation_pending"] and self.validator.rows)
-        self.validator.load_state_dict(state.get("best", {}))
-        for row in self.validator.rows:
-            if row.log is not None:  # a validation that was broken off is made again
-                row.log.cut_after(step - 1 if self._validation_pending else step)
-        if self.validator.early_stop is not None and "early_stop" in state:
-            rows = [(row.weights, row.task) for row in self.validator.rows]
-            self.validator.early_stop.load_state_dict(state["early_stop"], rows)
+        # a validation that was broken off is made again
+        self.validator.load_state_dict(state, step - self._validation_pending)
         if (why := self.validator.stopped_early) and step < self.num_steps:
             self.record.early_end, self.num_steps = why, step
             logger.warning(
@@ -406,7 +391,7 @@ class Trainer:
 def restart_command(trainer: Trainer) -> str:
     """Return the command that continues a run from its newest checkpoint."""
     launched = ", launched as before" if trainer.world.size > 1 else ""
-    return command("dp-ema", "train", "--restart", trainer.saver.link) + launched
+    return command("dp-ema", "train", "--restart", trainer.saver.live.link) + launched
 
 
 class StopRequest:

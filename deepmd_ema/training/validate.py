@@ -39,6 +39,10 @@ class ValidationAborted(Exception):  # noqa: N818 - a request, not a fault
     """A stop was requested inside a validation; the live weights are back in the models."""
 
 
+Row: TypeAlias = tuple[str, str]
+"""Name of the weights, and of the task, which is empty in a run of one."""
+
+
 @dataclass(frozen=True)
 class Validated:
     """One row of a full validation: some weights on the data of one task.
@@ -54,6 +58,11 @@ class Validated:
     task: str
     log: ValidationLog | None
     best: BestFiles | None = None
+
+    @property
+    def key(self) -> Row:
+        """Names of weights and task."""
+        return self.weights, self.task
 
     @property
     def name(self) -> str:
@@ -135,7 +144,7 @@ class FullValidation:
             if row.best is not None and row.best.offer(value, step):
                 saver.keep_best(row.best, row.weights, step, partial(self._report_best, row, value))
         if self.early_stop is not None:
-            self.early_stop.add(step, {(row.weights, row.task): of_row for row, of_row in errors.items()})
+            self.early_stop.add(step, {row.key: of_row for row, of_row in errors.items()})
         return {row.name: of_row for row, of_row in errors.items()}
 
     def errors(self, stopped: Callable[[], bool]) -> dict[str, Errors]:
@@ -181,24 +190,39 @@ class FullValidation:
         return self.early_stop.describe() if self.early_stop is not None and self.early_stop.is_met else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best records by set of weights, and by task if there are several."""
-        records: dict[str, dict[str, Any]] = {}
-        for row in self.rows:
-            if row.best is not None:
-                records.setdefault(row.weights, {})[row.task] = row.best.state_dict()
-        return {weights: unnested(of_task) for weights, of_task in records.items()}
+        """Return the best records and the state of the early stop, of each where there are any."""
+        state: dict[str, Any] = {}
+        if self.rows:
+            best = {row.key: row.best.state_dict() for row in self.rows if row.best is not None}
+            state["best"] = _by_weights(best)
+        if self.early_stop is not None:
+            state["early_stop"] = self.early_stop.state_dict()
+        return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the best records of ``state``; what it does not name starts without records."""
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+        """Continue after the validation of ``step``; later rows are cut, and what ``state`` lacks starts anew."""
         for row in self.rows:
-            records = nested(state.get(row.weights, {}), (row.task,)).get(row.task)
-            if row.best is not None and records:
+            if row.best is not None and (records := _of_row(state.get("best", {}), row.key)):
                 # rank 0 checks which files are there
                 row.best.records = self._world.broadcast_from_rank0(partial(row.best.load_state_dict, records))
+            if row.log is not None:
+                row.log.cut_after(step)
+        if self.early_stop is not None and "early_stop" in state:
+            self.early_stop.load_state_dict(state["early_stop"], [row.key for row in self.rows])
 
 
-Row: TypeAlias = tuple[str, str]
-"""Name of the weights, and of the task, which is empty in a run of one."""
+def _by_weights(values: Mapping[Row, Any]) -> dict[str, Any]:
+    """Return values of rows as in files: by weights, and by task if there are several."""
+    found: dict[str, dict[str, Any]] = {}
+    for (weights, task), value in values.items():
+        found.setdefault(weights, {})[task] = value
+    return {weights: unnested(of_task) for weights, of_task in found.items()}
+
+
+def _of_row(values: Mapping[str, Any], row: Row) -> Any:
+    """Return the value of a row, or None, of what :func:`_by_weights` has returned."""
+    weights, task = row
+    return nested(values.get(weights, {}), (task,)).get(task)
 
 
 class EarlyStop:
@@ -250,14 +274,8 @@ class EarlyStop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return metric, count and last improvements."""
-        found: dict[str, dict[str, list[float]]] = {}
-        for (weights, task), record in self.improvements.items():
-            found.setdefault(weights, {})[task] = list(record)
-        return {
-            "metric": str(self._metric),
-            "waited": self.waited,
-            "improvements": {weights: unnested(of_task) for weights, of_task in found.items()},
-        }
+        improvements = _by_weights({row: list(record) for row, record in self.improvements.items()})
+        return {"metric": str(self._metric), "waited": self.waited, "improvements": improvements}
 
     def load_state_dict(self, state: Mapping[str, Any], rows: Iterable[Row]) -> None:
         """Continue from ``state``; another metric starts anew, as do rows that it does not name."""
@@ -266,7 +284,6 @@ class EarlyStop:
             logger.warning(text, self._metric, state["metric"])
             return
         self.waited = state["waited"]
-        for weights, task in rows:
-            record = nested(state["improvements"].get(weights, {}), (task,)).get(task)
-            if record:
-                self.improvements[weights, task] = (float(record[0]), int(record[1]))
+        for row in rows:
+            if record := _of_row(state["improvements"], row):
+                self.improvements[row] = (float(record[0]), int(record[1]))
