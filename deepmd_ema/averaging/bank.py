@@ -41,7 +41,7 @@ class AverageBank:
     Args:
         modules: the module whose parameters are averaged, or several by task name. Names of tensors are those of the
             bare module, whatever wraps it (``module.``, ``_orig_mod.``), after ``<task>.`` when there are tasks.
-        profiles: one per average, names all different; without any the bank does nothing.
+        profiles: one per average, names all different; maybe none.
         around: the module around them, if it may be what FSDP has sharded.
 
     Raises:
@@ -69,6 +69,7 @@ class AverageBank:
         self._averages: dict[str, Average] = {}
         self.num_bindings = 0
         self._swapped: Average | None = None
+        self._binding = Binding({}, buffers=False)  # without averages nothing is looked up
         if self._profiles:
             self.rebind()
         if self._profiles and not self._binding.shards:
@@ -104,8 +105,6 @@ class AverageBank:
     def begin(self, epoch: float | None = None) -> tuple[str, ...]:
         """Count a step, on the host, and return the names of the averages that are due."""
         assert self._swapped is None, "update() while an average is swapped in"
-        if not self._averages:
-            return ()
         if self._binding.is_stale():
             self.rebind()
         self._steps += 1
