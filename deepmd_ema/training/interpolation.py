@@ -72,7 +72,10 @@ class InterpolationControl:
             self.models(task, batch, create_graph=False, need_virial=False)
         # rank 0 decides: another kind of processor may round differently
         begun = self.world.broadcast_from_rank0(lambda: {name: _first_terms(one) for name, one in chosen.items()})
-        known = _of_today(saved)
+        # files of 0.1.0 have other names, and some have less
+        state = {part: dict((saved or {}).get(part, {})) for part in ("terms", "needed", "wanted", "choice")}
+        state["choice"] = {k: interpolate_choice(v) for k, v in state["wanted"].items()} | state["choice"]
+        known = {part: {k.removesuffix(".spline"): v for k, v in of.items()} for part, of in state.items()}
         for name, one in chosen.items():
             one.recording, one.needed = False, 0
             # not if a restart has changed the option
@@ -134,12 +137,3 @@ def _first_terms(one: Interpolation) -> int:
     if unused or (one.choice == AUTO and one.direct_numbers < MIN_NUMBERS_PER_SITE * one.evaluated_sites):
         return 0
     return one.needed
-
-
-def _of_today(saved: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """Return a state under the names of today; files were written with others, and some with less."""
-    state = saved or {}
-    found = {key: dict(state.get(key, {})) for key in ("terms", "needed")}
-    found["choice"] = {name: interpolate_choice(value) for name, value in state.get("wanted", {}).items()}
-    found["choice"] |= state.get("choice", {})
-    return {key: {name.removesuffix(".spline"): value for name, value in part.items()} for key, part in found.items()}

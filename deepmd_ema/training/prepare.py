@@ -177,7 +177,12 @@ def _check_data(
 
 def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[str, Tensor]:
     """Put the weights of a file into the models, or statistics beside those of the seed, and return them."""
-    if start.needs_statistics(run.config):
+    # the file may not have all means, spreads and biases: of new tasks, elements or fitting networks
+    if run.config.tasks.keys() - start.saved.keys() or any(
+        source.fresh_fitting or set(run.config.tasks[name].model.type_map) - set(start.saved[name].type_map)
+        for name, source in start.sources.items()
+        if name in run.config.tasks
+    ):
         found = {name: _statistics(task, run.seed, num_ranks) for name, task in run.tasks.items()}
         for name, statistics in shared_statistics(
             found, run.config.links, {name: of.share for name, of in run.length.tasks.items()}
@@ -231,22 +236,17 @@ def _statistics_batches(task: Task, seed: int, num_ranks: int, max_atoms: int | 
         order = frames[permutation(len(frames), seed_for(stream, seed, number))]
         # as many as one process with all the frames of a step would take, so that it starts from the same model
         drawn = task.config.model.data_stat_nbatch * size * num_ranks
-        chosen = [int(k) for k in (*order[:drawn], *_isolated_atoms(system, order[drawn:], layout.rcut))]
+        chosen = [int(k) for k in order[:drawn]]
+        # and the isolated atoms of the first hundred of the others that are one atom: a sample rarely has one, and
+        # without them nothing fixes what compositions leave open. Of one molecule alone each element gets the mean
+        # energy, hundreds of eV from that of its atom.
+        for k in [int(k) for k in order[drawn:] if system.frame_sizes[k] == 1][:100]:
+            box = system.frame(k).box
+            chosen += [k] * bool(is_isolated(np.ones(1), None if box is None else box[None], layout.rcut)[0])
         largest = max((int(system.frame_sizes[k]) for k in chosen), default=1)
         at_once = 8 if max_atoms is None else max(1, min(8, max_atoms // largest))
         for begin in range(0, len(chosen), at_once):
             yield collate([task.cache.get(system, k, layout) for k in chosen[begin : begin + at_once]], layout)
-
-
-def _isolated_atoms(system: FrameSource, frames: Iterable[int], rcut: float) -> list[int]:
-    """Return those of ``frames`` that are an isolated atom, of the first hundred that are one atom.
-
-    A sample rarely has one, and without them nothing fixes what compositions leave open: of one molecule alone each
-    element gets the mean energy, hundreds of eV from that of its atom.
-    """
-    single = [k for k in frames if system.frame_sizes[k] == 1][:100]
-    boxes = [system.frame(k).box for k in single]
-    return [k for k, box in zip(single, boxes) if is_isolated(np.ones(1), None if box is None else box[None], rcut)[0]]
 
 
 def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, Tensor]]:

@@ -129,8 +129,18 @@ def run_training(
                 logger.warning("%s", line)
             trainer.run()
             seconds = time.monotonic() - began
-            table, trained = end_table(trainer, trainer.step - start.step, seconds), trained_run(trainer, seconds)
-            del trainer  # before the process group is destroyed
+            table, saver = end_table(trainer, trainer.step - start.step, seconds), trainer.saver
+            trained = TrainedRun(
+                checkpoint=Path(saver.live.link),
+                averages={name: Path(series.link) for name, series in saver.averages.items()},
+                best={row.name: row.best.path(row.best.records[0][1]) for row in trainer.validator.rows
+                      if row.best is not None and row.best.records},
+                errors={name: _metrics(errors) for name, errors in trainer.reporter.validated.items()},
+                before={task: _metrics(errors) for task, errors in trainer.reporter.before.items()},
+                step=trainer.step,
+                seconds=seconds,
+            )  # fmt: skip
+            del trainer, saver  # before the process group is destroyed
         logger.info("%s", "\n".join(render(table, "  ")))
         return trained
 
@@ -253,20 +263,6 @@ class TrainedRun:
     before: dict[str, dict[str, float]]
     step: int
     seconds: float
-
-
-def trained_run(trainer: Trainer, seconds: float) -> TrainedRun:
-    """Return the files of a run that has taken its last step, after so many ``seconds``."""
-    found = [row for row in trainer.validator.rows if row.best is not None and row.best.records]
-    return TrainedRun(
-        checkpoint=Path(trainer.saver.live.link),
-        averages={name: Path(series.link) for name, series in trainer.saver.averages.items()},
-        best={row.name: row.best.path(row.best.records[0][1]) for row in found if row.best is not None},
-        errors={name: _metrics(errors) for name, errors in trainer.reporter.validated.items()},
-        before={task: _metrics(errors) for task, errors in trainer.reporter.before.items()},
-        step=trainer.step,
-        seconds=seconds,
-    )
 
 
 def _metrics(errors: Errors) -> dict[str, float]:

@@ -61,9 +61,6 @@ class StateBuilder:
     _step: int | None = field(default=None, init=False)
     _models: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        self.forget()
-
     def training(self, step: int, state: MakeState) -> dict[str, Any]:
         """Return the content of ``model.ckpt-<step>.pt``: raw weights, averages and everything that a restart needs."""
         content = {"model": self._weights(LIVE, step), **state(self.take)}

@@ -33,42 +33,32 @@ class Task:
     """A model with its loss and its data.
 
     Attributes:
-        config: sections of the task with ``sel`` resolved.
+        name: of the task; empty when there is only one.
+        config: its sections with ``sel`` resolved.
         train: training systems.
         valid: validation systems, empty without validation data.
         cache: neighbors found so far, of training and validation frames of all tasks.
         split: hash of the frames that were split off for validation; empty without.
-        models: the models of the run; this task trains the one of its name.
+        models: the models of the run, through which that of the task is called: ranks may have sharded them as a whole.
+        model: the one of its name, which it trains.
         loss: the weighted loss.
         accumulate: how many training batches a step takes.
         train_loader: training batches in their seeded order.
         display_loader: validation batches for the learning curve, or None.
     """
 
+    name: str
     config: TaskConfig
     train: Sequence[FrameSource]
     valid: Sequence[FrameSource]
     cache: PairCache
     split: str
     models: ModelSet
+    model: EnergyModel
     loss: EnergyLoss
     accumulate: int
     train_loader: Loader
     display_loader: Loader | None
-
-    @property
-    def name(self) -> str:
-        """Name of the task; empty when there is only one."""
-        return self.config.name
-
-    @property
-    def model(self) -> EnergyModel:
-        """The model that it trains. It is called through :attr:`models`, which ranks may have sharded as a whole."""
-        return self.models.by_task[self.name]
-
-    def next_batches(self) -> list[Batch | PackedBatch]:
-        """Return the training batches of the next step, in host memory."""
-        return [next(self.train_loader) for _ in range(self.accumulate)]
 
     def next_display_batches(self) -> list[Batch | PackedBatch]:
         """Return the validation batches of the next row of the learning curve, in host memory; maybe none."""
@@ -190,7 +180,7 @@ def build_task(
         seed: of the run.
         world: the processes that share each batch.
     """
-    task, layout, training = config.tasks[name], models.by_task[name].layout, config.training
+    task, model, training = config.tasks[name], models.by_task[name], config.training
     shown = task.displayed_data if training.disp_training else None
     # those of the next step are made beside a step
     ahead, pin = max(PREFETCH, training.accumulate), world.device.type == "cuda"
@@ -200,15 +190,17 @@ def build_task(
     ) -> Loader:
         of_run = {"seed": seed_for(stream_of(stream, name), seed), "rank": world.rank, "world_size": world.size}
         sampler = build_sampler(options, systems, **of_run)
-        return Loader(systems, sampler, layout, 0, ahead, pin, cache, task.loss.labels, pad)
+        return Loader(systems, sampler, model.layout, 0, ahead, pin, cache, task.loss.labels, pad)
 
-    pad, display_pad = pads(config, world, layout)
+    pad, display_pad = pads(config, world, model.layout)
     return Task(
+        name,
         task,
         *data,
         cache,
         split.digest if split is not None else "",
         models,
+        model,
         EnergyLoss(task.loss, config.learning_rate.start_lr, world),
         training.accumulate,
         loader(task.training_data, data.train, "frames", pad),

@@ -222,7 +222,7 @@ class Trainer:
             task, rate = self.tasks.draw(number), self.take_step.schedule(self.step)
             epoch = number / self.prepared.length.steps_per["epochs"]
             with self.times.of("data"):
-                batches: Sequence[Batch | PackedBatch] = task.next_batches()
+                batches: Sequence[Batch | PackedBatch] = [next(task.train_loader) for _ in range(task.accumulate)]
             # A GPU's own thread of the backward pass counts the operations of second derivatives apart. The order in
             # which gradients are added would depend on the steps before, and a restart would not be bitwise.
             with self.times.of("step"), torch.autograd.set_multithreading_enabled(False):

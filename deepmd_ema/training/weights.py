@@ -64,6 +64,7 @@ class Start:
         payload: content of the checkpoint that is continued, bitwise as without a break; None: the run is new.
         config: of the file, as its program has written it.
         saved: sections of the models of the file, by name of the task.
+        step: optimizer steps done before the start.
     """
 
     path: Path = Path()
@@ -72,19 +73,7 @@ class Start:
     payload: Mapping[str, Any] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     saved: Mapping[str, ModelConfig] = field(default_factory=dict)
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done before the start."""
-        return 0 if self.payload is None else int(self.payload["step"])
-
-    def needs_statistics(self, config: RunConfig) -> bool:
-        """Whether the file does not have all means, spreads and biases: of new tasks, elements or fitting networks."""
-        return bool(config.tasks.keys() - self.saved.keys()) or any(
-            source.fresh_fitting or set(config.tasks[name].model.type_map) - set(self.saved[name].type_map)
-            for name, source in self.sources.items()
-            if name in config.tasks
-        )
+    step: int = 0
 
     def fits_bias(self, task: str) -> bool:
         """Whether the output bias of a task is moved to the data before the first step."""
@@ -184,8 +173,16 @@ class Start:
             ConfigError: if a bias is to be kept for a fitting network that is fresh.
         """
         is_new, models = self.payload is None, {}
-        if is_new and self.sources and not self.fine_tunes:
-            self._check_tasks(config)
+        missing = [name for name in config.tasks if name not in self.saved]
+        if missing and self.sources and not self.fine_tunes:
+            has = f"the models {', '.join(self.saved)}" if "" not in self.saved else "one model without a name"
+            advice = "the input has one task. Choose a model with --model-branch."
+            if missing != [""]:
+                advice = (
+                    f"none for {', '.join(missing)} of the input: --init-model needs one for each task. Use "
+                    "--finetune, which also starts several tasks from one model."
+                )
+            raise CheckpointError(f"{self.path}: holds {has}, and {advice}")
         for name, task in config.tasks.items():
             if (saved := self.saved.get(name)) is None:
                 continue
@@ -211,24 +208,6 @@ class Start:
         if is_new or config.training.seed is not None:
             return config
         return replace(config, training=replace(config.training, seed=self.config["training"]["seed"]))
-
-    def _check_tasks(self, config: RunConfig) -> None:
-        """Check that the file has a model for each task.
-
-        Raises:
-            CheckpointError: naming what it has instead.
-        """
-        if not (missing := [name for name in config.tasks if name not in self.saved]):
-            return
-        has = f"the models {', '.join(self.saved)}" if "" not in self.saved else "one model without a name"
-        if missing == [""]:
-            text = f"{has}, and the input has one task. Choose a model with --model-branch."
-        else:
-            text = (
-                f"{has}, and none for {', '.join(missing)} of the input: --init-model needs one for each task. Use "
-                "--finetune, which also starts several tasks from one model."
-            )
-        raise CheckpointError(f"{self.path}: holds {text}")
 
     def load_weights(self, models: ModelSet) -> None:
         """Put the weights of the file into ``models``, also into what new tasks share with those of the file.
@@ -342,7 +321,8 @@ def load_restart(file: str, share: tuple[int, int] = (0, 1)) -> Start:
     payload = checkpoint.load_shards(path, share)
     checkpoint.require_training(payload, path)
     config = payload["config"]
-    return Start(path, payload=payload, config=config, saved=saved_models(config, str(path)).configs)
+    saved = saved_models(config, str(path)).configs
+    return Start(path, payload=payload, config=config, saved=saved, step=int(payload["step"]))
 
 
 def load_weights(file: str, head: str | None = None) -> Start:
