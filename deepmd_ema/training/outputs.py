@@ -60,15 +60,16 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
     """
     weights, output = request.init_model or request.finetune, request.output
     inputs = (request.file, request.restart, request.init_model, request.finetune)
-    real = Path(weights or "")
     if weights is not None:
-        real = (real if real.is_file() else checkpoint.resolve(real)).resolve()
-    if weights is not None and real in {path.resolve() for path in _in_the_way(config)}:
-        copy = "`cp -r {} start.dcp`" if is_sharded(real) else "`cp {} start.pt`"
-        raise CheckpointError(
-            f"{weights}: the file to start from belongs to an earlier run, in whose place this one writes files of the "
-            f"same names. Start this one in another folder, or from a copy: {copy.format(os.path.relpath(real))}."
-        )
+        file = Path(weights)
+        real = (file if file.is_file() else checkpoint.resolve(file)).resolve()
+        if real in {path.resolve() for path in _in_the_way(config)}:
+            copy = "`cp -r {} start.dcp`" if is_sharded(real) else "`cp {} start.pt`"
+            raise CheckpointError(
+                f"{weights}: the file to start from belongs to an earlier run, in whose place this one writes files of "
+                "the same names. Start this one in another folder, or from a copy: "
+                f"{copy.format(os.path.relpath(real))}."
+            )
     outputs = [Output("--output", "the normalized config", Path(output)), *Outputs(config)]
     problems = [
         f"{o.option}: {o.path} is a folder, and the run writes a file of that name. Move it away, or choose another "
@@ -83,13 +84,12 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
             checked.add(folder)
             with collect_problems(problems):
                 ensure_writable(folder, o.option)
-        with collect_problems(problems):
-            if o.has_rows:
+        if o.has_rows:
+            with collect_problems(problems):
                 refuse_to_lose(o.path, o.option, TABLE, inputs)
-    with collect_problems(problems):
-        refuse_to_lose(output, "--output", JSON, inputs)
-    with collect_problems(problems):
-        refuse_to_lose(RECORD, "the record of the run", RECORD_FILE, inputs)
+    for path, option, kind in ((output, "--output", JSON), (RECORD, "the record of the run", RECORD_FILE)):
+        with collect_problems(problems):
+            refuse_to_lose(path, option, kind, inputs)
     if problems:
         raise CheckpointError(problems)
 

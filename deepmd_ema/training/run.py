@@ -29,7 +29,7 @@ from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.distributed.launch import Launch, find_launch
-from deepmd_ema.distributed.world import open_world
+from deepmd_ema.distributed.world import World, open_world
 from deepmd_ema.errors import ConfigError, command, counted, every_steps
 from deepmd_ema.interop.pretrained import local_file
 from deepmd_ema.model.metrics import Errors
@@ -43,7 +43,7 @@ from deepmd_ema.training.prepare import Hook, prepare
 from deepmd_ema.training.request import TrainRequest
 from deepmd_ema.training.restart import check_resumable, warn_of_other_input
 from deepmd_ema.training.trainer import Callback, Trainer, restart_command
-from deepmd_ema.training.weights import Start, load_start
+from deepmd_ema.training.weights import Start, load_pretrained, load_restart, load_weights
 from deepmd_ema.utils import __version__, peak_memory
 
 __all__ = ["Callback", "TrainRequest", "TrainedRun", "run_training", "train"]
@@ -92,8 +92,7 @@ def run_training(
         with world.all_ranks_ok():
             if request.finetune is not None and (source := local_file(request.finetune)) != request.finetune:
                 request = replace(request, finetune=source)
-            start = load_start(request, (world.rank, world.size))
-            config = read_config(request, start, launch, world.size)
+            start, config = load_start(request, launch, world)
 
         def take_outputs() -> int:
             loggers_of(config)
@@ -163,21 +162,31 @@ def train(request: TrainRequest | str | Mapping[str, Any] | None = None, **optio
     return run_training(request, **options)
 
 
-def read_config(request: TrainRequest, start: Start, launch: Launch, num_ranks: int) -> RunConfig:
-    """Return the checked config, with what it leaves open as it is in the start file."""
+def load_start(request: TrainRequest, launch: Launch, world: World) -> tuple[Start, RunConfig]:
+    """Return the start of a run, and its checked config, with what it leaves open as it is in the start file."""
+    heads, start = request.heads(), Start()
+    if request.restart is not None:
+        start = load_restart(request.restart, (world.rank, world.size))
+    elif request.finetune is not None:
+        start = load_pretrained(request.finetune, heads)
+    elif request.init_model is not None:
+        start = load_weights(request.init_model, heads.get(""))
     if request.takes_saved_config:  # its notes are logged when it is compared with the checkpoint
         given = replace(saved_config(start.config, str(start.path), whole=True), notes=())
+    elif request.use_pretrain_script:
+        given = request.input.with_model(start.model_section).config
     else:
-        given = (request.input.with_model(start.model_section) if request.use_pretrain_script else request.input).config
-    if problems := launch_problems(given, num_ranks):
+        given = request.input.config
+    if problems := launch_problems(given, world.size):
         raise ConfigError(problems)
+    # what the input leaves open is as in the start file
     restart = request.restart if request.takes_saved_config else None
     config = start.adopt_from_checkpoint(as_launched(given, launch.launched, restart))
-    if start.payload is not None:
+    if request.restart is not None:
         check_resumable(start, config, request.allow_config_change)
-        if request.takes_saved_config:
-            warn_of_other_input(start, config)
-    return config
+    if request.takes_saved_config:
+        warn_of_other_input(start, config)
+    return start, config
 
 
 SHARED = {

@@ -24,7 +24,6 @@ from deepmd_ema.interop.pretrained import check_digest
 from deepmd_ema.model.element_mapping import ElementsError, carried_over, check_elements
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet, nested
-from deepmd_ema.training.request import TrainRequest
 from deepmd_ema.utils import __version__
 
 logger = logging.getLogger(__name__)
@@ -289,29 +288,16 @@ class Start:
             raise CheckpointError(f"{self.path}: {error}") from error
 
 
-def load_start(request: TrainRequest, share: tuple[int, int] = (0, 1)) -> Start:
-    """Load the file that a run starts from, if any.
+def load_restart(file: str, share: tuple[int, int] = (0, 1)) -> Start:
+    """Load the checkpoint that a run continues.
 
     Args:
-        request: with the file, and which of its models each task starts from.
+        file: the checkpoint.
         share: rank of this process and number of ranks, which check the shards of a sharded checkpoint together.
 
     Raises:
         CheckpointError: if it is missing, damaged, or of the wrong kind (an average cannot be restarted from).
-        UserError: if a head is given for a file without heads.
     """
-    heads = request.heads()
-    if request.restart is not None:
-        return load_restart(request.restart, share)
-    if request.finetune is not None:
-        return load_pretrained(request.finetune, heads)
-    if request.init_model is not None:
-        return load_weights(request.init_model, heads.get(""))
-    return Start()
-
-
-def load_restart(file: str, share: tuple[int, int] = (0, 1)) -> Start:
-    """Load the checkpoint that a run continues, see :func:`load_start`."""
     if Path(file).suffix.lower() in FROZEN_SUFFIXES:
         raise CheckpointError(
             f"--restart {file}: a frozen model holds weights only, not the state of a run. Use a training checkpoint "
