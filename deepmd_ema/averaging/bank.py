@@ -49,10 +49,7 @@ class AverageBank:
     """
 
     def __init__(
-        self,
-        modules: nn.Module | Mapping[str, nn.Module],
-        profiles: Sequence[Profile],
-        around: nn.Module | None = None,
+        self, modules: nn.Module | Mapping[str, nn.Module], profiles: Sequence[Profile], around: nn.Module | None = None
     ) -> None:
         self._modules = {"": modules} if isinstance(modules, nn.Module) else dict(modules)
         self._around = around
@@ -62,9 +59,7 @@ class AverageBank:
         self._profiles = tuple(profile.in_steps({"steps": 1.0}) for profile in profiles)
         names = [p.name for p in self._profiles]
         if len(set(names)) < len(names):
-            raise ConfigError(
-                f"averages {', '.join(names)}: the names must differ, because files are named after them."
-            )
+            raise ConfigError(f"averages {', '.join(names)}: the names must differ, files are named after them.")
         self._steps = 0
         self._averages: dict[str, Average] = {}
         self.num_bindings = 0
