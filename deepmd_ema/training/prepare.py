@@ -96,20 +96,23 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     results = {name: Outputs(config).checked_data(name) for name in config.tasks}
     systems: dict[str, TaskData] = {}
 
-    def open_first() -> dict[str, Any] | None:
+    def open_first() -> None:
         with suppress(UserError):  # which all ranks see in the next lines
             systems.update(open_run(config, results))
-        return content_of(systems) if systems and world.size > 1 else None
 
     # rank 0 first: of files that must be read completely it remembers what the others need
-    there = world.broadcast_from_rank0(open_first)
+    world.broadcast_from_rank0(open_first)
     with world.all_ranks_ok():
         systems = systems or open_run(config, results)
-        if there is not None and (found := difference(content_of(systems), there)):
-            raise DataError(
-                f"rank {world.rank} on {socket.gethostname()} has other data than rank 0: {found}. All ranks must "
-                "read the same frames: use a folder that they share, or copy it to each machine again."
-            )
+    if world.size > 1:
+        here = content_of(systems)
+        there = world.broadcast_from_rank0(lambda: here)
+        with world.all_ranks_ok():
+            if found := difference(here, there):
+                raise DataError(
+                    f"rank {world.rank} on {socket.gethostname()} has other data than rank 0: {found}. All ranks must "
+                    "read the same frames: use a folder that they share, or copy it to each machine again."
+                )
     # of rank 0: all ranks have the same frames in each part
     splits = world.broadcast_from_rank0(lambda: choose_validation(config, systems, seed, results))
     for name, split in splits.items():
