@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,8 +30,6 @@ from deepmd_ema.training.loss import LossOverBatches
 from deepmd_ema.training.modes import LAST_REPLICATED_STAGE
 from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.training.tasks import Task, TaskMixture
-
-logger = logging.getLogger(__name__)
 
 
 class Updated(NamedTuple):
