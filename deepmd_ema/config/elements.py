@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 _SYMBOLS = (
     "H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb "
     "Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au "
@@ -31,7 +29,12 @@ _MOVED: dict[str, tuple[Shell, Shell, int]] = {
 
 def electrons_of_shells(symbol: str) -> dict[Shell, int]:
     """Return the electrons in each shell of a free atom, shells sorted by n, then by l."""
-    electrons = dict(_filled(SYMBOLS.index(symbol) + 1))
+    # those of all elements, by n + l, then by n (Madelung rule)
+    shells = [(n, total - n) for total in range(1, 9) for n in range(total // 2 + 1, min(total, 7) + 1)]
+    electrons, left = {}, SYMBOLS.index(symbol) + 1
+    for n, l in shells:  # noqa: E741
+        electrons[n, l] = min(left, 2 * (2 * l + 1))
+        left -= electrons[n, l]
     if symbol in _MOVED:
         source, target, number = _MOVED[symbol]
         electrons[source] -= number
@@ -50,18 +53,6 @@ def occupied_states(symbol: str) -> list[bool]:
         orbitals = range(2 * l + 1)
         states += [occupied for k in orbitals for occupied in (number > len(orbitals) + k, number > k)]
     return states
-
-
-def _filled(number: int) -> Iterator[tuple[Shell, int]]:
-    """Yield all shells with their electrons: by n + l, then by n (Madelung rule), until ``number`` are placed."""
-    shells = sorted(((n, l) for n in range(1, 8) for l in range(n)), key=lambda shell: (sum(shell), shell[0]))  # noqa: E741
-    left = NUM_STATES
-    for n, l in shells:  # noqa: E741
-        if left == 0:
-            return
-        most = 2 * (2 * l + 1)
-        yield (n, l), min(number, most)
-        number, left = number - min(number, most), left - most
 
 
 # u: IUPAC 2016, as in ASE; of H to Lr

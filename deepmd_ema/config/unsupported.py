@@ -90,18 +90,15 @@ REMOVED_METRICS = dict.fromkeys(
 )
 
 # section -> values of its `type`, aliases included
-_DESCRIPTORS = (
-    "loc_frame", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2",
-    "se_a_tpe_v2", "se_a_mask",
-    "dpa4c", "DPA4C",
-)  # fmt: skip
 UNAVAILABLE_TYPES: dict[str, tuple[str, ...]] = {
     "model": ("frozen", "pairtab", "pairwise_dprc"),
     "model.models": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "linear_ener", "pairwise_dprc", "inner_potential"),
-    "model.descriptor": _DESCRIPTORS,
+    "model.descriptor": (
+        "loc_frame", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2", "se_a_tpe_v2", "se_a_mask", "dpa4c", "DPA4C",
+    ),
     "model.fitting_net": ("dos", "population", "property", "polar", "dipole"),
     "loss": ("dens", "ener_spin", "dos", "population", "property", "tensor"),
-}
+}  # fmt: skip
 
 # remedies for some of them
 _TENSORFLOW = "Only DeePMD-kit's TensorFlow backend has it"
@@ -157,9 +154,7 @@ def unavailable_type(section: Place, name: Any) -> str | None:
     """
     is_part = re.fullmatch(r"model\.models\[\d+\]", of_one_task(dotted(section))) is not None
     path = "model.models" if is_part else re.sub(r"\.list\[\d+\]\Z", "", _of_standard(section))
-    if name not in UNAVAILABLE_TYPES.get(path, ()):
-        return None
-    return INSTEAD_OF_TYPES.get(name, "")
+    return INSTEAD_OF_TYPES.get(name, "") if name in UNAVAILABLE_TYPES.get(path, ()) else None
 
 
 def _of_standard(path: Place) -> str:
