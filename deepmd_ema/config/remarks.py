@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import dotted, path_of, show
 from deepmd_ema.config.outputs import Schedule
 from deepmd_ema.config.schema.averaging import EmaProfile
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, ExpScheduleConfig, InvSqrtScheduleConfig, LKFConfig
-from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.errors import counted, every_steps
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import Link
     from deepmd_ema.config.schema.run import RunConfig
 
-Unused = Iterator[tuple[str, str]]
-"""Dotted path of an option and the reason why it does nothing."""
-
-_FULL_VALIDATION = (
-    "validation_freq", "save_best", "save_best_dir", "max_best_ckpt", "validation_metric", "early_stop",
-    "full_val_file", "full_val_start",
-)  # fmt: skip
 _MAX_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
 _MIN_SNAPSHOTS = 4  # of one average; from fewer, averages of other lengths cannot be reconstructed well
-_KEPT_BY_RATIO = "ckpt_keep_ratio says how many checkpoints are kept"
-_WHOLE = "every process holds all weights at zero_stage {0.run.training.zero_stage}"
 
 
 def ignored_options(config: RunConfig) -> list[str]:
@@ -36,8 +26,11 @@ def ignored_options(config: RunConfig) -> list[str]:
     found = list(config.unused)
     for path, why in _unused(config):
         if path_of(path) in config.source.given:
+            value: Any = config
+            for part in path_of(path):
+                value = getattr(value, part) if isinstance(part, str) and hasattr(value, part) else value[part]
             spelled = dotted(config.source.path(path))
-            found.append(f"{spelled} = {show(plain(_value_at(config, path)))}: no effect, {why}")
+            found.append(f"{spelled} = {show(plain(value))}: no effect, {why}")
     return list(dict.fromkeys(found))  # tasks share parts
 
 
@@ -119,119 +112,78 @@ def rows_of_tasks(rows: Mapping[str, Sequence[tuple[str, str]]], links: Sequence
 # ---- options without effect
 
 
-class _AverageOfRun(NamedTuple):
-    average: Profile
-    run: RunConfig
-
-
-def _unused(config: RunConfig) -> Unused:
-    """Yield options without effect, given or not, and why."""
-    averages = enumerate(config.training.averaging)
-    subjects: list[tuple[str, str, Any]] = [("", "run", config)]
-    subjects += [(section, section, getattr(config, section)) for section in ("learning_rate", "training")]
-    subjects += [(f"training.averaging[{n}]", "average", _AverageOfRun(average, config)) for n, average in averages]
-    for task in config.tasks.values():
-        subjects += [(task.place("model"), "model", task.model), (task.place("loss"), "loss", task.loss)]
-        subjects += [(task.place("training"), "task", task)]
-        yield from ((f"{task.place('model')}.{name}", why) for name, why in task.model.idle_options())
-    for place, about, subject in subjects:
-        for name, is_unused, why in _UNUSED[about]:
-            if is_unused(subject):
-                yield f"{place}.{name}".lstrip("."), why.format(subject)
-    yield from _of_validating(config)
-
-
-def _of_validating(config: RunConfig) -> Unused:
-    v = config.validating
-    names: tuple[str, ...] = _FULL_VALIDATION
-    if not config.fully_validated:
-        why = "full_validation and ema_full_validation are false"
-        why += ", and no entry of training.averaging has it" * bool(config.training.averaging)
-    elif v.full_val_start == 1:
-        names, why = ("full_validation", *_FULL_VALIDATION[:-1]), "full_val_start = 1 means never"
-    else:
-        names, why = ("save_best_dir", "max_best_ckpt") if not v.save_best else (), "save_best is false"
-    yield from ((f"validating.{name}", why) for name in names)
-
-
-def _has_no_modes(run: RunConfig) -> bool:
-    return not (run.compiles and run.training.compile_options.backend == "inductor")
-
-
-def _has_no_float32(run: RunConfig) -> bool:
-    return all("float32" not in task.model.precisions for task in run.tasks.values())
-
-
-_OF_DECAY = ("stop_lr", "stop_lr_ratio", "decay_type")
-_OF_TABLE = ("smin_alpha", "sw_rmin", "sw_rmax")
-_OF_BRIDGING = ("bridging_r_inner", "bridging_r_outer")
-# what an option belongs to -> option, whether it does nothing, and why; {0} is what it belongs to
-_UNUSED: dict[str, tuple[tuple[str, Callable[[Any], Any], str], ...]] = {
-    "model": (
-        ("data_bias_nsample", lambda _: True, "the bias is fitted on data_stat_nbatch batches"),
-        *((name, lambda model: model.use_srtab is None, "use_srtab is not given") for name in _OF_TABLE),
-        *((name, lambda model: model.bridging is None, "there is no bridging_method") for name in _OF_BRIDGING),
-    ),
-    "loss": (
-        ("use_huber", lambda loss: loss.loss_func == "mae", "loss_func is mae"),
-        ("huber_delta", lambda loss: loss.error != "huber", "the loss is not Huber's"),
-        ("use_default_pf", lambda loss: "pf" not in loss.weights, "the weights start_pref_pf and limit_pref_pf are 0"),
-        ("intensive_ener_virial", lambda loss: loss.error != "mse", "absolute and Huber errors are per atom anyway"),
-    ),
-    "task": (
-        ("training_data.auto_prob", lambda t: t.training_data.sys_probs, "sys_probs is given"),
-        ("validation_data.auto_prob", lambda t: getattr(t.validation_data, "sys_probs", None), "sys_probs is given"),
-        ("stat_file_mode", lambda task: task.data.stat_file is None, "there is no stat_file"),
-    ),
-    "learning_rate": (
-        ("scale_by_worker", lambda _: True, "the learning rate is taken as it is"),
-        ("warmup_start_factor", lambda lr: lr.warmup_steps == 0 and not lr.warmup_ratio, "there is no warm-up"),
-        *((name, lambda lr: getattr(lr, "decay_phase_ratio", 1) == 0, "decay_phase_ratio is 0") for name in _OF_DECAY),
-    ),
-    "run": (
-        ("learning_rate.start_lr", lambda run: isinstance(run.optimizer, LKFConfig), "LKF has no learning rate"),
-        ("model.model_branch_alias", lambda run: "" in run.tasks, "there is one task, so no head is chosen by a name"),
-        ("optimizer.lr_adjust_coeff", lambda run: getattr(run.optimizer, "lr_adjust", 0) > 0, "lr_adjust is above 0"),
-        ("training.mixed_precision", lambda _: True, "the precision is that of descriptor and fitting_net"),
-        ("training.enable_tf32", _has_no_float32, "no product is in float32"),
-        ("validating.tf32_infer", _has_no_float32, "no product is in float32"),
-        (
-            "validating.amp_infer",
-            lambda run: not any(task.model.has_mixed_precision for task in run.tasks.values()),
-            "no descriptor has use_amp",
-        ),
-        ("optimizer.flash_muon", lambda _: True, "it names a kernel of DeePMD-kit for the same numbers"),
-        ("training.compile_options", lambda run: not run.compiles, "enable_compile is false"),
-        ("training.compile_options.mode", _has_no_modes, "only the backend inductor has modes"),
-        ("training.compile_options.cache_dir", _has_no_modes, "only the backend inductor keeps code"),
-        ("validating.compiled_infer", lambda run: not run.has_validation_data, "there are no validation data"),
-    ),
-    "average": (
-        ("half_life_unit", lambda a: a.average.length[0] == "decay", "decay is given, and no half_life"),
-        ("snapshot_freq", lambda a: not a.average.snapshots, "snapshots is false"),
-        ("ckpt_keep", lambda a: a.run.training.ckpt_keep_ratio is not None, _KEPT_BY_RATIO),
-        (
-            "full_validation",
-            lambda a: a.run.validating.full_val_start == 1,
-            "validating.full_val_start = 1 means never",
-        ),
-        ("layout", lambda a: a.average.layout == "full_tensor" and not a.run.training.shards_weights, _WHOLE),
-    ),
-    "training": (
-        ("max_ckpt_keep", lambda training: training.ckpt_keep_ratio is not None, _KEPT_BY_RATIO),
-        ("tensorboard_log_dir", lambda training: not training.tensorboard, "training.tensorboard is false"),
-        ("tensorboard_freq", lambda training: not training.tensorboard, "training.tensorboard is false"),
-        ("time_training", lambda training: not training.time_training, "times are always shown"),
-        ("disp_file", lambda training: not training.disp_training, "disp_training is false"),
-    ),
-}
-
-
-def _value_at(config: RunConfig, path: str) -> Any:
-    value: Any = config
-    for part in path_of(path):
-        value = getattr(value, part) if isinstance(part, str) and hasattr(value, part) else value[part]
-    return value
+def _unused(config: RunConfig) -> list[tuple[str, str]]:
+    """Return dotted paths of the options without effect in this run, given or not, and why."""
+    training, validating, lr, tasks = config.training, config.validating, config.learning_rate, config.tasks.values()
+    has_modes = config.compiles and training.compile_options.backend == "inductor"
+    has_float32 = any("float32" in task.model.precisions for task in tasks)
+    has_amp = any(task.model.has_mixed_precision for task in tasks)
+    has_ratio, by_ratio = training.ckpt_keep_ratio is not None, "ckpt_keep_ratio says how many checkpoints are kept"
+    is_never, never = validating.full_val_start == 1, "full_val_start = 1 means never"
+    lasts = getattr(lr, "decay_phase_ratio", 1) != 0
+    # section, its options, whether they do nothing, and why
+    rows: list[tuple[str, str, Any, str]] = [
+        (task.place("model"), name, True, why) for task in tasks for name, why in task.model.idle_options()
+    ]
+    rows += [
+        ("learning_rate", "start_lr", isinstance(config.optimizer, LKFConfig), "LKF has no learning rate"),
+        ("model", "model_branch_alias", "" in config.tasks, "there is one task, so no head is chosen by a name"),
+        ("optimizer", "lr_adjust_coeff", getattr(config.optimizer, "lr_adjust", 0) > 0, "lr_adjust is above 0"),
+        ("training", "mixed_precision", True, "the precision is that of descriptor and fitting_net"),
+        ("training", "enable_tf32", not has_float32, "no product is in float32"),
+        ("validating", "tf32_infer", not has_float32, "no product is in float32"),
+        ("validating", "amp_infer", not has_amp, "no descriptor has use_amp"),
+        ("optimizer", "flash_muon", True, "it names a kernel of DeePMD-kit for the same numbers"),
+        ("training", "compile_options", not config.compiles, "enable_compile is false"),
+        ("training", "compile_options.mode", not has_modes, "only the backend inductor has modes"),
+        ("training", "compile_options.cache_dir", not has_modes, "only the backend inductor keeps code"),
+        ("validating", "compiled_infer", not config.has_validation_data, "there are no validation data"),
+        ("learning_rate", "scale_by_worker", True, "the learning rate is taken as it is"),
+        ("learning_rate", "warmup_start_factor", not (lr.warmup_steps or lr.warmup_ratio), "there is no warm-up"),
+        ("learning_rate", "stop_lr stop_lr_ratio decay_type", not lasts, "decay_phase_ratio is 0"),
+        ("training", "max_ckpt_keep", has_ratio, by_ratio),
+        ("training", "tensorboard_log_dir tensorboard_freq", not training.tensorboard, "training.tensorboard is false"),
+        ("training", "time_training", not training.time_training, "times are always shown"),
+        ("training", "disp_file", not training.disp_training, "disp_training is false"),
+    ]  # fmt: skip
+    for number, average in enumerate(training.averaging):
+        place, is_whole = (
+            f"training.averaging[{number}]",
+            average.layout == "full_tensor" and not training.shards_weights,
+        )
+        whole = f"every process holds all weights at zero_stage {training.zero_stage}"
+        rows += [
+            (place, "half_life_unit", average.length[0] == "decay", "decay is given, and no half_life"),
+            (place, "snapshot_freq", not average.snapshots, "snapshots is false"),
+            (place, "ckpt_keep", has_ratio, by_ratio),
+            (place, "full_validation", is_never, f"validating.{never}"),
+            (place, "layout", is_whole, whole),
+        ]
+    for task in tasks:
+        model, loss, in_model, in_loss, in_data = task.model, task.loss, *map(task.place, ("model", "loss", "training"))
+        has_probs = [bool(getattr(data, "sys_probs", None)) for data in (task.training_data, task.validation_data)]
+        rows += [
+            (in_model, "data_bias_nsample", True, "the bias is fitted on data_stat_nbatch batches"),
+            (in_model, "smin_alpha sw_rmin sw_rmax", model.use_srtab is None, "use_srtab is not given"),
+            (in_model, "bridging_r_inner bridging_r_outer", model.bridging is None, "there is no bridging_method"),
+            (in_loss, "use_huber", loss.loss_func == "mae", "loss_func is mae"),
+            (in_loss, "huber_delta", loss.error != "huber", "the loss is not Huber's"),
+            (in_loss, "use_default_pf", "pf" not in loss.weights, "the weights start_pref_pf and limit_pref_pf are 0"),
+            (in_loss, "intensive_ener_virial", loss.error != "mse", "absolute and Huber errors are per atom anyway"),
+            (in_data, "training_data.auto_prob", has_probs[0], "sys_probs is given"),
+            (in_data, "validation_data.auto_prob", has_probs[1], "sys_probs is given"),
+            (in_data, "stat_file_mode", task.data.stat_file is None, "there is no stat_file"),
+        ]
+    is_validated, of_best = bool(config.fully_validated), "save_best_dir max_best_ckpt"
+    names = f"validation_freq save_best {of_best} validation_metric early_stop full_val_file"
+    why = "full_validation and ema_full_validation are false"
+    why += ", and no entry of training.averaging has it" * bool(training.averaging)
+    rows += [
+        ("validating", f"{names} full_val_start", not is_validated, why),
+        ("validating", f"full_validation {names}", is_validated and is_never, never),
+        ("validating", of_best, is_validated and not is_never and not validating.save_best, "save_best is false"),
+    ]
+    return [(f"{place}.{name}", why) for place, names, is_idle, why in rows if is_idle for name in names.split()]
 
 
 # ---- allowed, but likely not meant
@@ -284,14 +236,24 @@ def _warnings_of_any_length(config: RunConfig) -> Iterator[str]:
 def _warnings_of_length(config: RunConfig, num_steps: int, steps_per: Mapping[str, float]) -> Iterator[str]:
     lr = config.learning_rate
     if isinstance(lr, ExpScheduleConfig) and (used := lr.used_decay_steps(num_steps)) != lr.decay_steps:
-        steps = counted(num_steps - lr.num_warmup_steps(num_steps), "step")
-        found = f"learning_rate.decay_steps = {lr.decay_steps}: not less than the {steps} of the decay"
+        length = counted(num_steps - lr.num_warmup_steps(num_steps), "step")
+        found = f"learning_rate.decay_steps = {lr.decay_steps}: not less than the {length} of the decay"
         yield f"{found}; {used} is used instead, as DeePMD-kit does."
     schedule = Schedule(config, num_steps)
     for number, average in enumerate(config.training.averaging):
-        path = f"training.averaging[{number}]"
-        if isinstance(average, EmaProfile):
-            yield from _long_window(config, path, average, num_steps, steps_per)
+        path, (name, value), longest = f"training.averaging[{number}]", average.length, _MAX_WINDOW * num_steps
+        # a window of much of the run
+        unit = "steps" if name == "decay" else getattr(average, "half_life_unit", "")
+        if isinstance(average, EmaProfile) and unit in steps_per:
+            found, steps = f"{dotted(config.source.path(f'{path}.{name}'))} = {value:g}", steps_per[unit]
+            if name == "decay":
+                window, better = 1 / (1 - value), max(0.0, 1 - 1 / max(1.0, longest / 2))
+            else:
+                window, better = 1 / -math.expm1(-math.log(2) / (value * steps)), math.log(2) * longest / 2 / steps
+                found += f" {unit}"
+            if window > longest:
+                why = f"more than a fifth of the run of {num_steps:,}, so it may lag behind the live weights"
+                yield f"{found}: the average is over about {window:,.0f} steps, {why}. Try {better:.3g}."
         path = dotted(config.source.path(path))
         # a start after the run, or few snapshots in it
         late, start = "start_step", float(average.start_step)
@@ -308,23 +270,6 @@ def _warnings_of_length(config: RunConfig, num_steps: int, steps_per: Mapping[st
             found = f"{counted(files, 'snapshot')} in the run of {counted(num_steps, 'step')}"
             found += f" ({often} = {due.steps.step}), too few for `dp-ema posthoc`"
             yield f'{path}.snapshots: {found}. Try "snapshot_freq": {better}.'
-
-
-def _long_window(
-    config: RunConfig, path: str, average: EmaProfile, num_steps: int, steps_per: Mapping[str, float]
-) -> Iterator[str]:
-    (name, value), longest = average.length, _MAX_WINDOW * num_steps
-    if name == "decay":
-        window, better, unit = 1 / (1 - value), max(0.0, 1 - 1 / max(1.0, longest / 2)), ""
-    elif average.half_life_unit in steps_per:
-        steps, unit = steps_per[average.half_life_unit], f" {average.half_life_unit}"
-        window, better = 1 / -math.expm1(-math.log(2) / (value * steps)), math.log(2) * longest / 2 / steps
-    else:
-        return
-    if window > longest:
-        found = f"{dotted(config.source.path(f'{path}.{name}'))} = {value:g}{unit}: the average is over about"
-        why = f"more than a fifth of the run of {num_steps:,}, so it may lag behind the live weights"
-        yield f"{found} {window:,.0f} steps, {why}. Try {better:.3g}."
 
 
 # ---- words of the summary
