@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_ema.config.fields import is_comment, options
-from deepmd_ema.config.messages import Place, Source, render
-from deepmd_ema.config.rules import model_problems, rule_problems
+from deepmd_ema.config.messages import Place, Source, render, section_at
+from deepmd_ema.config.rules import rule_problems
 from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.config.schema.model import Link, ModelConfig
 from deepmd_ema.config.schema.run import RunConfig, SingleTaskRun, to_dict
@@ -50,10 +50,8 @@ class InputFile:
 
         The only task of an input of one is called ``""``.
         """
-        model = self.values.get("model") if isinstance(self.values, Mapping) else None
-        model = model if isinstance(model, Mapping) else {}
-        models = model.get("model_dict") if has_tasks(self.values) else {"": model}
-        models = models if isinstance(models, Mapping) else {}
+        model = section_at(self.values, "model")
+        models = section_at(model, "model_dict") if has_tasks(self.values) else {"": model}
         heads = {
             task: {**model, **own}.get("finetune_head") if isinstance(own, Mapping) else None
             for task, own in models.items()
@@ -126,7 +124,7 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
     reading, _ = upgrade({"model": values}, {})
     declared = next(o for o in options(SingleTaskRun) if o.name == "model")
     model: ModelConfig = reading.value(declared, reading.values["model"], ("model",), ("model",))
-    problems = reading.problems + ([] if model is INVALID else model_problems(model))
+    problems = reading.problems + ([] if model is INVALID else rule_problems(model))
     if problems:
         raise ConfigError(render(problems, Source(source)))
     return model

@@ -1,10 +1,10 @@
-"""Problems of a config: where in the file, what was found, what is expected, what to do."""
+"""Problems of a config: where in the file, what was found, what is expected, what to do; and differences of two."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -18,6 +18,11 @@ NOT_AVAILABLE = f"known to DeePMD-kit, not available in dp-ema {__version__}"
 
 # sections of an input of several tasks, and what they are in that of one
 _OF_TASKS = ((r"model\.model_dict", "model"), ("loss_dict", "loss"), (r"training\.data_dict", "training"))
+_TASK = re.compile(f"(?:{'|'.join(of_tasks for of_tasks, _ in _OF_TASKS)})\\.([^.]+)")
+_SHARES = ("training.model_prob", "training.num_epoch_dict")  # of other tasks; they change when one comes or goes
+
+Difference = tuple[str, Any, Any]
+"""Path of an option in dots, and its values in two configs."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,8 @@ class Source:
     given: frozenset[Place] = frozenset()
 
     def path(self, canonical: str) -> Place:
-        """Return the path that the input spells for a canonical one in dots."""
-        return self.spelled(path_of(canonical))
-
-    def spelled(self, path: Place) -> Place:
-        """Return the path that the input spells for a canonical one, e.g. of an option that it gives by an alias."""
+        """Return the path that the input spells for a canonical one in dots, e.g. by an alias of the option."""
+        path = path_of(canonical)
         for depth in range(len(path), 0, -1):
             if path[:depth] in self.paths:
                 return (*self.paths[path[:depth]], *path[depth:])
@@ -83,6 +85,13 @@ def dotted(path: Place) -> str:
     return text
 
 
+def section_at(values: Any, *path: str | int) -> Any:
+    """Return the section at a path, or an empty one if there is none, or something else."""
+    for part in path:
+        values = values.get(part) if isinstance(values, Mapping) else None
+    return values if isinstance(values, Mapping) else {}
+
+
 def path_of(text: str) -> Place:
     """Return the path that :func:`dotted` writes as ``text``."""
     parts = re.findall(r"\[(\d+)\]|([^.\[\]]+)", text)
@@ -98,11 +107,13 @@ def of_one_task(path: str) -> str:
 
 def render(problems: Iterable[Problem], source: Source) -> list[Message]:
     """Return the messages in the order of the file, each beginning with ``source:line: path``."""
-    found = [(_line_of(problem.path, source.lines), problem) for problem in dict.fromkeys(problems)]
-    return [
-        Message.at(source.name, line, dotted(problem.path), problem.text)
-        for line, problem in sorted(found, key=lambda pair: pair[0])
-    ]
+    lines, found = source.lines, []
+    for problem in dict.fromkeys(problems):
+        path = problem.path
+        # the line of the path, or of the nearest thing around it that is in the file
+        line = next((lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in lines), 0)
+        found.append(Message.at(source.name, line, dotted(path), problem.text))
+    return sorted(found, key=lambda message: message.line)
 
 
 def show(value: Any, width: int = 60) -> str:
@@ -127,6 +138,29 @@ def close_names(key: str, known: Sequence[str]) -> list[str]:
     return [by_lower[k] for k in get_close_matches(key.lower(), list(by_lower), n=2, cutoff=0.68)]
 
 
-def _line_of(path: Place, lines: Mapping[Place, int]) -> int:
-    """Return the line of the path, or of the nearest thing around it that is in the file; 0 if there is none."""
-    return next((lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in lines), 0)
+def without_tasks(differences: Iterable[Difference], tasks: Collection[str]) -> Iterator[Difference]:
+    """Yield the differences of two configs that do not follow from ``tasks`` being in one of them only."""
+    for path, old, new in differences:
+        found = _TASK.match(path)
+        follows = path.startswith(_SHARES) or (path.startswith("model.shared_dict.") and None in (old, new))
+        if not (found and found[1] in tasks) and not (tasks and follows):
+            yield path, old, new
+
+
+def differences_of(old: Any, new: Any, path: str = "") -> Iterator[Difference]:
+    """Yield the path of each option that differs, with both values; None where a section is missing."""
+    are_lists = isinstance(old, list) and isinstance(new, list)
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted(set(old) | set(new)):
+            yield from differences_of(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif are_lists and len(old) == len(new) and all(isinstance(part, Mapping) for part in (*old, *new)):
+        for k, (one, other) in enumerate(zip(old, new)):
+            yield from differences_of(one, other, f"{path}[{k}]")
+    elif old != new:
+        yield path, old, new
+
+
+def shortened(value: Any, width: int = 200) -> str:
+    """Return a value as text, shortened: a table of pair energies has thousands of numbers."""
+    text = repr(value)
+    return text if len(text) <= width else f"{text[:width]}..."

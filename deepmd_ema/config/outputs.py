@@ -1,8 +1,9 @@
-"""Every file and folder that a run writes, with the option that names it, and the steps after which it does."""
+"""Files that a run reads, every file and folder that it writes, and the steps after which it does."""
 
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,10 +23,27 @@ CHECKED = ".checked"  # end of the name of a folder that remembers what was foun
 LOGGED = ".dp-ema.logged"  # what a restart needs to continue the runs of loggers
 BEST = "best"  # best files are called best.ckpt-<step>.t-<rank>.pt
 
+_READ = ("systems", "stat_file", "tab_file", "use_srtab")  # options that name files to read
+
 GATHERED_SUFFIX = ".pt"  # of a checkpoint that is one file
 SHARDED_SUFFIX = ".dcp"  # of one that is a folder, to which every rank writes: torch.distributed.checkpoint
 _MAX_PATH_BYTES = 4096  # on any system
 HEAD = "head.pt"  # in it: what a gathered checkpoint holds, without the tensors that are in the shards
+
+
+def with_absolute_paths(values: Any, folder: str | Path, option: str = "") -> Any:
+    """Return normalized values of an input with absolute paths of the files that are read.
+
+    Args:
+        values: the values.
+        folder: that relative paths begin in.
+        option: whose values they are; empty for those of a whole input.
+    """
+    if isinstance(values, Mapping):
+        return {name: with_absolute_paths(value, folder, name) for name, value in values.items()}
+    if isinstance(values, list):
+        return [with_absolute_paths(value, folder, option) for value in values]
+    return os.path.abspath(os.path.join(folder, values)) if option in _READ and isinstance(values, str) else values
 
 
 def is_sharded(path: Path) -> bool:
@@ -168,42 +186,35 @@ class Outputs:
         return Path(f".dp-ema{suffix_of(LIVE, task)}{CHECKED}")
 
     def __iter__(self) -> Iterator[Output]:
-        yield from self._files()
-        yield from self._folders()
-
-    def _files(self) -> Iterator[Output]:
-        training = self._config.training
+        training, names = self._config.training, (LIVE, *(a.name for a in self._config.training.averaging))
         yield Output("name of the newest file", "the newest checkpoint", Path(POINTER))
         if training.disp_training:
             for name in (LIVE, *(a.name for a in training.averaging if a.lcurve)):
                 yield Output("training.disp_file", f"the learning curve of {name}", self.lcurve(name), has_rows=True)
-        for name in (LIVE, *(a.name for a in training.averaging)):
+        for name in names:
             link = self.checkpoint_link(name)
             yield Output("training.save_ckpt", f"the link to the newest weights of {name}", link, is_link=True)
         for name in self._config.fully_validated:
-            for task in (name for name, task in self._config.tasks.items() if task.is_validated):
+            for task in (task for task, of in self._config.tasks.items() if of.is_validated):
                 content = f"validation of {name}" + f" in task {task}" * bool(task)
                 yield Output("validating.full_val_file", content, self.validation_log(name, task), has_rows=True)
                 if self.has_best:
+                    content = f"the link to the best weights of {name}"
                     link = self.best_folder / best_link(self.best_prefix(name, task), self.suffix)
-                    yield Output(
-                        "validating.save_best_dir", f"the link to the best weights of {name}", link, is_link=True
-                    )
-
-    def _folders(self) -> Iterator[Output]:
-        training = self._config.training
-        yield Output("training.save_dir", "checkpoints", self.checkpoint_folder, is_folder=True)
+                    yield Output("validating.save_best_dir", content, link, is_link=True)
+        folders = [("training.save_dir", "checkpoints", self.checkpoint_folder)]
         if self.has_best:
-            yield Output("validating.save_best_dir", "best files", self.best_folder, is_folder=True)
-        for task in self._config.tasks.values():
-            if task.data.stat_file is not None and task.data.stat_file_mode != "read":
-                option, folder = f"{task.place('training')}.stat_file", Path(task.data.stat_file).parent
-                yield Output(option, "statistics", folder, is_folder=True)
+            folders.append(("validating.save_best_dir", "best files", self.best_folder))
+        for of_task in self._config.tasks.values():
+            if of_task.data.stat_file is not None and of_task.data.stat_file_mode != "read":
+                option, folder = f"{of_task.place('training')}.stat_file", Path(of_task.data.stat_file).parent
+                folders.append((option, "statistics", folder))
         if training.tensorboard:
             folder = Path(training.tensorboard_log_dir)
-            yield Output("training.tensorboard_log_dir", "files of TensorBoard", folder, is_folder=True)
+            folders.append(("training.tensorboard_log_dir", "files of TensorBoard", folder))
         if any(average.snapshots for average in training.averaging):
-            yield Output("training.averaging", "snapshots", self.snapshot_folder, is_folder=True)
+            folders.append(("training.averaging", "snapshots", self.snapshot_folder))
+        yield from (Output(*folder, is_folder=True) for folder in folders)
 
 
 @dataclass(frozen=True)

@@ -14,41 +14,33 @@ from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 from deepmd_ema.config.schema.profile import NEEDS_DATA
-from deepmd_ema.config.schema.run import MultiTaskRun
+from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig
 from deepmd_ema.config.sections import InvalidOptionError
 from deepmd_ema.errors import command
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig
-    from deepmd_ema.config.schema.run import RunConfig, TaskConfig
+    from deepmd_ema.config.schema.run import TaskConfig
 
 Violations = Iterator[tuple[str, str]]
 """Dotted path of an option, as seen from the section that the rule is about, and the rest of the message."""
 
+_REMOVE_ONE = "Remove one of the two."
 
-def rule_problems(run: RunConfig) -> list[Problem]:
-    """Return the violations of the rules in a run; a rule ends where it reads an option that is wrong in itself."""
+
+def rule_problems(subject: RunConfig | ModelConfig) -> list[Problem]:
+    """Return the violations of the rules in a run, or in a section ``model`` without a run.
+
+    A rule ends where it reads an option that is wrong in itself.
+    """
     problems: list[Problem] = []
+    source = subject.source if isinstance(subject, RunConfig) else Source()
+    rules = _rules(subject) if isinstance(subject, RunConfig) else _model("model", subject)
     with suppress(InvalidOptionError):
-        for place, rule in _rules(run):
-            problems += _problems(run.source, place, rule)
-    return problems
-
-
-def model_problems(model: ModelConfig) -> list[Problem]:
-    """Return the violations of the rules in a section ``model`` without a run."""
-    problems: list[Problem] = []
-    with suppress(InvalidOptionError):
-        for place, rule in _model("model", model):
-            problems += _problems(Source(), place, rule)
-    return problems
-
-
-def _problems(source: Source, place: str, rule: Violations) -> list[Problem]:
-    problems = []
-    with suppress(InvalidOptionError):
-        for name, text in rule:
-            problems.append(Problem(source.path(".".join(filter(None, (place, name)))), text))
+        for place, rule in rules:
+            with suppress(InvalidOptionError):
+                for name, text in rule:
+                    problems.append(Problem(source.path(".".join(filter(None, (place, name)))), text))
     return problems
 
 
@@ -116,20 +108,16 @@ def as_launched(run: RunConfig, launched: bool, restart: str | None = None) -> R
 def _learning_rate(run: RunConfig) -> Violations:
     lr: Any = run.learning_rate
     if lr.stop_lr is not None and lr.stop_lr_ratio is not None:
-        text = f" = {lr.stop_lr_ratio:g}: stop_lr is given too. Remove one of the two."
-        yield "learning_rate.stop_lr_ratio", text
+        yield "learning_rate.stop_lr_ratio", f" = {lr.stop_lr_ratio:g}: stop_lr is given too. {_REMOVE_ONE}"
     if lr.warmup_steps > 0 and lr.warmup_ratio is not None:
-        text = f" = {lr.warmup_ratio:g}: warmup_steps is given too. Remove one of the two."
-        yield "learning_rate.warmup_ratio", text
+        yield "learning_rate.warmup_ratio", f" = {lr.warmup_ratio:g}: warmup_steps is given too. {_REMOVE_ONE}"
     if lr.stop_lr is not None and lr.stop_lr > lr.start_lr:
         yield "learning_rate.stop_lr", f" = {lr.stop_lr:g}: expected at most start_lr = {lr.start_lr:g}."
     # the inverse linear decay divides by the last rate
     if lr.stop_lr == 0 and getattr(lr, "decay_type", "") == "inverse_linear" and lr.decay_phase_ratio > 0:
-        text = " = 0: expected > 0 for decay_type inverse_linear. Or use decay_type linear."
-        yield "learning_rate.stop_lr", text
-    if run.training.numb_steps and lr.warmup_steps >= run.training.numb_steps:
-        text = f" = {lr.warmup_steps}: expected less than training.numb_steps = {run.training.numb_steps}."
-        yield "learning_rate.warmup_steps", text
+        yield "learning_rate.stop_lr", " = 0: expected > 0 for decay_type inverse_linear. Or use decay_type linear."
+    if (steps := run.training.numb_steps) and lr.warmup_steps >= steps:
+        yield "learning_rate.warmup_steps", f" = {lr.warmup_steps}: expected less than training.numb_steps = {steps}."
 
 
 def _lkf(run: RunConfig) -> Violations:
@@ -141,7 +129,7 @@ def _lkf(run: RunConfig) -> Violations:
         why = "LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon."
         yield "training.zero_stage", f" = {training.zero_stage}: {why}"
     if training.gradient_max_norm:  # the length of an update is the filter's, not the gradient's
-        text = f" = {training.gradient_max_norm:g}: not possible with optimizer.type LKF. Remove one of the two."
+        text = f" = {training.gradient_max_norm:g}: not possible with optimizer.type LKF. {_REMOVE_ONE}"
         yield "training.gradient_max_norm", text
     if training.accumulate > 1:  # there is no gradient to add up
         text = f" = {training.accumulate}: LKF updates weights with each batch. Use 1, or another optimizer."
@@ -175,7 +163,7 @@ def _lengths(run: RunConfig) -> Violations:
     if run.task_epochs:
         for name, value in (("numb_steps", steps), ("numb_epoch", epochs)):
             if value is not None:
-                yield f"training.{name}", f" = {value:g}: num_epoch_dict is given too. Remove one of the two."
+                yield f"training.{name}", f" = {value:g}: num_epoch_dict is given too. {_REMOVE_ONE}"
     elif steps is not None and epochs is not None:
         yield "training.numb_epoch", f" = {epochs:g}: numb_steps = {steps} is given too. Remove one."
     elif steps is None and epochs is None:
@@ -235,7 +223,7 @@ def _loss(task: TaskConfig) -> Violations:
     refused = {"relative_f": loss.relative_f is not None, "start_pref_pf": loss.start_pref_pf or loss.limit_pref_pf}
     refused |= {name: getattr(loss, name) for name in ("start_pref_h", "limit_pref_h")}
     for name in (name for name, is_given in refused.items() if is_given and is_huber):
-        yield name, f" = {getattr(loss, name):g}: not possible with use_huber. Remove one of the two."
+        yield name, f" = {getattr(loss, name):g}: not possible with use_huber. {_REMOVE_ONE}"
     if not loss.weights:
         yield "", ": every weight is 0, so nothing would be trained. Set start_pref_e, start_pref_f, ..."
 
@@ -245,8 +233,7 @@ def _data(task: TaskConfig) -> Violations:
     if data.stat_file_mode == "read" and data.stat_file is None:
         yield "stat_file_mode", ' = "read": needs stat_file beside it. Add it, or remove stat_file_mode.'
     if data.validation_fraction is not None and data.validation_data is not None:
-        text = f" = {data.validation_fraction:g}: validation_data is given too. Remove one of the two."
-        yield "validation_fraction", text
+        yield "validation_fraction", f" = {data.validation_fraction:g}: validation_data is given too. {_REMOVE_ONE}"
 
 
 # ---- several tasks
@@ -295,8 +282,7 @@ def _sections_of_tasks(run: MultiTaskRun) -> Violations:
 def _shares(run: MultiTaskRun) -> Violations:
     """``model_prob`` and ``num_epoch_dict`` exclude each other, and no two tasks have one ``stat_file``."""
     if run.task_weights and run.task_epochs:
-        text = ": num_epoch_dict is given too, from which shares follow. Remove one of the two."
-        yield "training.model_prob", text
+        yield "training.model_prob", f": num_epoch_dict is given too, from which shares follow. {_REMOVE_ONE}"
     first: dict[str, str] = {}
     for task in run.tasks.values():
         if task.data.stat_file is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deepmd_ema.config.fields import is_comment, options, type_names
-from deepmd_ema.config.messages import Place, close_names, dotted, path_of, show
+from deepmd_ema.config.messages import Place, close_names, dotted, path_of, section_at, show
 from deepmd_ema.config.schema.averaging import EmaShorthand, ScheduleFreeProfile
 from deepmd_ema.config.schema.bridging import method_name
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
@@ -20,15 +20,18 @@ from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig
 from deepmd_ema.config.schema.run import MultiTaskRun
 from deepmd_ema.config.sections import INVALID, Reading
 
-# keys of `training` that later became keys of another section, some by another name
-_TO_LEARNING_RATE = ("warmup_steps", "warmup_ratio", "warmup_start_factor")
-_TO_OPTIMIZER = (
-    "opt_type", "adam_beta1", "adam_beta2", "weight_decay", "kf_blocksize", "kf_start_pref_e", "kf_limit_pref_e",
-    "kf_start_pref_f", "kf_limit_pref_f", "momentum", "muon_momentum", "lr_adjust", "lr_adjust_coeff",
-)  # fmt: skip
 _RENAMED = {"opt_type": "type", "muon_momentum": "momentum"}
-# keys of `training` in version 1 that now stand in `training.training_data`
-_TO_TRAINING_DATA = ("systems", "batch_size", "auto_prob", "auto_prob_style", "sys_probs", "sys_weights")
+# keys of `training` of older versions -> their place today; those of version 1, of data, in an input of one task
+_PLACES_TODAY: dict[str, Place] = {
+    **{key: ("learning_rate", key) for key in ("warmup_steps", "warmup_ratio", "warmup_start_factor")},
+    **{key: ("optimizer", _RENAMED.get(key, key)) for key in (
+        "opt_type", "adam_beta1", "adam_beta2", "weight_decay", "kf_blocksize", "kf_start_pref_e", "kf_limit_pref_e",
+        "kf_start_pref_f", "kf_limit_pref_f", "momentum", "muon_momentum", "lr_adjust", "lr_adjust_coeff",
+    )},
+    **{key: ("training", "training_data", key) for key in (
+        "systems", "batch_size", "auto_prob", "auto_prob_style", "sys_probs", "sys_weights",
+    )},
+}  # fmt: skip
 # switches that DeePMD-kit's backend pt has in each model, and one in `training` for the whole run here
 _OF_MODELS = {"use_compile": "enable_compile", "enable_tf32": "enable_tf32"}
 
@@ -51,11 +54,8 @@ def upgrade(values: Any, lines: Mapping[Place, int]) -> tuple[Reading, tuple[Lin
 
 def has_tasks(values: Any) -> bool:
     """Whether an input is one of several tasks."""
-    if not isinstance(values, Mapping):
-        return False
-    model, training = (values.get(name) for name in ("model", "training"))
-    in_sections = ((model, "model_dict"), (training, "data_dict"))
-    return "loss_dict" in values or any(isinstance(section, Mapping) and key in section for section, key in in_sections)
+    sections = (((), "loss_dict"), (("model",), "model_dict"), (("training",), "data_dict"))
+    return any(key in section_at(values, *path) for path, key in sections)
 
 
 def _copied(values: Any) -> Any:
@@ -70,56 +70,47 @@ def _copied(values: Any) -> Any:
 
 def _move_old_keys(reading: Reading) -> None:
     """Move keys of ``training`` to the sections that they have today, and leave out those without effect."""
-    training = reading.values.get("training")
-    if not isinstance(training, dict):
-        return
-    moves: list[tuple[Place, str]] = [(("learning_rate",), key) for key in _TO_LEARNING_RATE]
-    moves += [(("optimizer",), key) for key in _TO_OPTIMIZER]
-    if "training_data" not in training and "data_dict" not in training:
-        moves += [(("training", "training_data"), key) for key in _TO_TRAINING_DATA]
-    for place, key in moves:
-        section = reading.values
-        for part in place if key in training else ():  # sections that are missing are made
-            section = section.setdefault(part, {}) if isinstance(section, dict) else None
-        if key not in training or not isinstance(section, dict):
+    training = section_at(reading.values, "training")
+    has_data = "training_data" in training or "data_dict" in training
+    for key, new in _PLACES_TODAY.items():
+        if key not in training or (new[0] == "training" and has_data):
             continue
-        value, old, new = training.pop(key), ("training", key), (*place, _RENAMED.get(key, key))
-        if key == "opt_type" and isinstance(value, str):
-            value = {"adam": "Adam", "adamw": "AdamW"}.get(value.lower(), value)
+        section = reading.values
+        for part in new[:-1]:  # sections that are missing are made
+            section = section.setdefault(part, {}) if isinstance(section, dict) else None
+        if not isinstance(section, dict):
+            continue
+        value, old = training.pop(key), ("training", key)
         if new[-1] in section:
             reading.refuse(old, f": the old place of {dotted(new)}, which is given too. Remove {dotted(old)}.")
             continue
+        if key == "opt_type" and isinstance(value, str):
+            value = {"adam": "Adam", "adamw": "AdamW"}.get(value.lower(), value)
         section[new[-1]] = value
         reading.lines |= {(*new, *path[2:]): line for path, line in reading.lines.items() if path[:2] == old}
         reading.notes.append(f"{dotted(old)} was moved to {dotted(new)}, its place today.")
-    tasks = training.get("data_dict")
-    of_tasks = [("training", "data_dict", name) for name in tasks] if isinstance(tasks, dict) else []
-    dropped: list[tuple[Place, str]] = [
-        (("training", "numb_test"), "validation is set by validation_data.numb_btch now")
-    ]
-    dropped += [((*folder, *inner, "set_prefix"), "sets are always found as set.*")
-                for folder in (("training",), *of_tasks)
-                for inner in ((), ("training_data",), ("validation_data",))]  # fmt: skip
-    for path, why in dropped:
-        section = reading.values
-        for part in path[:-1]:
-            section = section.get(part) if isinstance(section, dict) else None
-        if isinstance(section, dict) and path[-1] in section:
-            del section[path[-1]]
-            reading.notes.append(f"{dotted(path)} has no effect and was left out: {why}.")
+    folders: list[Place] = [(), *(("data_dict", task) for task in section_at(training, "data_dict"))]
+    dropped: list[tuple[Place, str, str]] = [((), "numb_test", "validation is set by validation_data.numb_btch now")]
+    dropped += [((*folder, *inner), "set_prefix", "sets are always found as set.*")
+                for folder in folders for inner in ((), ("training_data",), ("validation_data",))]  # fmt: skip
+    for place, key, why in dropped:
+        if section_at(training, *place).pop(key, dropped) is not dropped:
+            reading.notes.append(f"{dotted(('training', *place, key))} has no effect and was left out: {why}.")
 
 
 def _move_switches(reading: Reading) -> None:
     """Move switches of models that hold for the whole run here to ``training``; a model without a run has none."""
-    model, training = reading.values.get("model"), reading.values.get("training")
-    tasks = model.get("model_dict") if isinstance(model, dict) else None
-    owners: dict[Place, Any] = {("model",): model}
-    owners |= {("model", "model_dict", task): own for task, own in tasks.items()} if isinstance(tasks, dict) else {}
+    training = reading.values.get("training")
+    tasks = section_at(reading.values, "model", "model_dict")
+    places: list[Place] = [("model",), *(("model", "model_dict", task) for task in tasks)]
     for key, name in _OF_MODELS.items():
         new: Place = ("training", name)
         first = new
-        for place in (place for place, own in owners.items() if isinstance(own, dict) and key in own):
-            value, old = owners[place].pop(key), reading.moved.pop((*place, key), (*place, key))
+        for place in places:
+            section = section_at(reading.values, *place)
+            if key not in section:
+                continue
+            value, old = section.pop(key), reading.moved.pop((*place, key), (*place, key))
             if value is None or not isinstance(training, dict):
                 continue
             if name not in training:
@@ -133,21 +124,18 @@ def _move_switches(reading: Reading) -> None:
 
 # ---- averages
 
-_SHORT_FORM = (  # section and option of the short form -> option of the entry named `ema`
-    ("training", "ema_decay", "decay"),
-    ("training", "ema_warmup", "warmup"),
-    ("training", "ema_ckpt_keep", "ckpt_keep"),
-    ("validating", "ema_full_validation", "full_validation"),
-)
 _BANK: Place = ("training", "averaging")
+_SHORT_FORM: dict[str, Place] = {  # option of the entry named `ema` -> that of the short form
+    "decay": ("training", "ema_decay"),
+    "warmup": ("training", "ema_warmup"),
+    "ckpt_keep": ("training", "ema_ckpt_keep"),
+    "full_validation": ("validating", "ema_full_validation"),
+}
 
 
 def _add_averages(reading: Reading) -> None:
     """Put the average of ``enable_ema`` first into the list ``training.averaging``, and that of an optimizer last."""
-    training, validating, optimizer = (
-        section if isinstance(section := reading.values.get(name), dict) else {}
-        for name in ("training", "validating", "optimizer")
-    )
+    training, validating = section_at(reading.values, "training"), section_at(reading.values, "validating")
     entries = training.get("averaging", [])
     if not isinstance(entries, list):
         return
@@ -156,10 +144,8 @@ def _add_averages(reading: Reading) -> None:
     if "enable_ema" not in training and (not is_section or close_names("enable_ema", [*map(str, training)])):
         is_on = None  # there is no such section, or the key is misspelled
     entry = {"type": "ema", "name": "ema", "decay": EmaShorthand.ema_decay}
-    moved: dict[Place, Place] = {(*_BANK, 0): ("training", "enable_ema")}
-    for place, key, name in _SHORT_FORM:
-        section = training if place == "training" else validating
-        moved |= {(*_BANK, 0, name): (place, key)}
+    for name, (place, key) in _SHORT_FORM.items():
+        section = section_at(reading.values, place)
         if key in section:
             entry[name] = section[key]
             if is_on is False and name != "full_validation":
@@ -168,7 +154,7 @@ def _add_averages(reading: Reading) -> None:
     if is_validated and is_on is False:
         instead = ', and "full_validation": true in an entry of training.averaging' * bool(entries)
         text = f' = true: needs "enable_ema": true in training. Add it, or set this to false{instead}.'
-        reading.refuse(("validating", "ema_full_validation"), text)
+        reading.refuse(_SHORT_FORM["full_validation"], text)
     same = [n for n, e in enumerate(entries) if isinstance(e, dict) and str(e.get("name")).lower() == entry["name"]]
     if same and is_on is True:
         name = entries[same[0]]["name"]
@@ -177,11 +163,14 @@ def _add_averages(reading: Reading) -> None:
         reading.refuse((*_BANK, same[0], "name"), f"{text}Choose another name, or remove enable_ema.")
     # where only its validation is requested the input is refused; with the entry, the rules find its other mistakes
     if not same and (is_on is True or is_validated):
-        reading.moved |= moved | {(*_BANK, n + 1): (*_BANK, n) for n in range(len(entries))}
+        reading.moved |= {(*_BANK, n + 1): (*_BANK, n) for n in range(len(entries))}
+        reading.moved |= {(*_BANK, 0, name): old for name, old in _SHORT_FORM.items()}
+        reading.moved |= {(*_BANK, 0): ("training", "enable_ema")}
         training["averaging"] = entries = [entry, *entries]
     point = ScheduleFreeProfile.type
     is_missing = all(isinstance(e, dict) and e.get("type") != point for e in entries)
-    if optimizer.get("type") == AdamWScheduleFreeConfig.type and is_missing and is_section:
+    is_schedule_free = section_at(reading.values, "optimizer").get("type") == AdamWScheduleFreeConfig.type
+    if is_schedule_free and is_missing and is_section:
         is_live_validated = validating.get("full_validation") is True
         training["averaging"] = [*entries, {"type": point, "name": point, "full_validation": is_live_validated}]
 
@@ -194,9 +183,9 @@ _SHARED: Place = ("model", "shared_dict")
 
 def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
     """Give each model of ``model_dict`` the parts that it names and the keys that hold for all; return the parts."""
-    model = reading.values.get("model")
-    models = model.get("model_dict") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or not isinstance(models, dict):
+    model = section_at(reading.values, "model")
+    models = model.get("model_dict")
+    if not isinstance(models, dict):
         return ()
     shared = model.pop("shared_dict", None) or {}
     if not isinstance(shared, dict):
@@ -210,23 +199,21 @@ def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
             reading.unused.append(text)
     links: list[Link] = []
     for task, section in of_tasks.items():
-        place: Place = ("model", "model_dict", task)
         for key in for_all.keys() - section.keys():
             section[key] = copy.deepcopy(for_all[key])
-            reading.moved |= {(*place, key): ("model", key)}
+            reading.moved["model", "model_dict", task, key] = ("model", key)
         links += _replace_names(reading, task, section, shared)
-    unused = [] if shared is INVALID else [key for key in shared if key not in {link.key for link in links}]
-    text = ": no model of model.model_dict names it. Name it there instead of the part, or remove it."
-    for key in unused if not reading.problems else ():  # a misspelled name may have meant it
-        if not is_comment(key):
+    # a misspelled name may have meant a part that no model names
+    for key in shared if not reading.problems else ():
+        if not is_comment(key) and all(key != link.key for link in links):
+            text = ": no model of model.model_dict names it. Name it there instead of the part, or remove it."
             reading.refuse((*_SHARED, key), text)
     return tuple(links)
 
 
 def _replace_names(reading: Reading, task: str, section: dict[str, Any], shared: Any) -> Iterator[Link]:
     """Put parts in the places of their names in the model of a task, and yield where."""
-    parts = section.get("descriptor")
-    parts = parts.get("list") if isinstance(parts, dict) else None
+    parts = section_at(section, "descriptor").get("list")
     named: list[tuple[Any, Any, str]] = [(section, part, part) for part in PARTS if part in section]
     named += [(parts, n, f"descriptor.list[{n}]") for n in range(len(parts))] if isinstance(parts, list) else []
     for owner, key, part in named:
@@ -235,7 +222,7 @@ def _replace_names(reading: Reading, task: str, section: dict[str, Any], shared:
             continue
         place = ("model", "model_dict", task, *path_of(part))
         name, colon, level = text.partition(":")
-        is_descriptor = part.startswith("descriptor")
+        levels = ("0", "1") if part.startswith("descriptor") else ("0",)
         owner[key] = INVALID
         if shared is INVALID:  # the missing parts are already reported
             continue
@@ -245,9 +232,9 @@ def _replace_names(reading: Reading, task: str, section: dict[str, Any], shared:
             if close := close_names(name, names):
                 advice = f"Did you mean {' or '.join(close)}?"
             reading.refuse(place, f" = {show(text)}: not in model.shared_dict. {advice}")
-        elif colon and level not in (("0", "1") if is_descriptor else ("0",)):
-            levels = " or 1 (the embedding of elements only)" if is_descriptor else ""
-            reading.refuse(place, f" = {show(text)}: expected {name}, with level 0 (all of it){levels} after a colon.")
+        elif colon and level not in levels:
+            one = " or 1 (the embedding of elements only)" * ("1" in levels)
+            reading.refuse(place, f" = {show(text)}: expected {name}, with level 0 (all of it){one} after a colon.")
         else:
             owner[key] = copy.deepcopy(shared[name])
             reading.moved[place] = (*_SHARED, name)
@@ -265,45 +252,47 @@ _OF_WHOLE = ("type_map", "atom_exclude_types", "pair_exclude_types")
 
 def _spell_out_bridging(reading: Reading) -> None:
     """Turn sums with an ``inner_potential`` and ``standard`` models of the same parts into models of type ``dpa4``."""
-    model = reading.values.get("model")
-    tasks = model.get("model_dict") if isinstance(model, dict) else None
-    owners: list[tuple[Any, Any, Place]] = [(reading.values, "model", ("model",))]
+    model = section_at(reading.values, "model")
+    tasks, dpa4 = model.get("model_dict"), type_names([DESCRIPTORS["dpa4"].section])
+    places: list[Place] = [("model",)]
     if isinstance(tasks, dict):
-        owners = [(tasks, task, ("model", "model_dict", task)) for task in tasks]
-    for owner, key, place in owners:
-        section = owner.get(key)
-        if not isinstance(section, dict):
-            continue
+        places = [("model", "model_dict", task) for task in tasks]
+    for place in places:
+        section = section_at(reading.values, *place)
         kind, parts = section.get("type", "standard"), section.get("models")
         parts = [part if isinstance(part, dict) else {} for part in parts] if isinstance(parts, list) else []
         if kind == "linear_ener" and any(part.get("type") == INNER for part in parts):
-            owner[key] = _with_bridging(reading, section, parts, place)
+            _merge_parts(reading, section, parts, place)
             reading.notes.append(f"{dotted(place)} is a sum with {INNER}, which is the model dpa4 with bridging.")
-        elif kind == "standard" and _is_dpa4(section.get("descriptor")) and not section.get("use_srtab"):
-            method, fitting = section.get("bridging_method"), section.get("fitting_net")
-            is_bridged = isinstance(method, str) and method_name(method) is not None
+        elif (
+            kind == "standard"
+            and section_at(section, "descriptor").get("type") in dpa4
+            and not section.get("use_srtab")
+        ):
+            is_bridged = isinstance(method := section.get("bridging_method"), str) and method_name(method) is not None
             names = type_names([FITTINGS["dpa4_ener"].section])
-            if is_bridged or (isinstance(fitting, dict) and fitting.get("type") in names):
-                owner[key] = {name: v for name, v in section.items() if name not in _OF_TABLE} | {"type": "dpa4"}
+            if is_bridged or section_at(section, "fitting_net").get("type") in names:
+                section["type"] = "dpa4"
+                for name in _OF_TABLE:
+                    section.pop(name, None)
 
 
-def _with_bridging(
-    reading: Reading, section: dict[str, Any], parts: list[dict[str, Any]], place: Place
-) -> dict[str, Any]:
-    """Return a section of type ``linear_ener`` with an ``inner_potential`` as one of type ``dpa4``."""
+def _merge_parts(reading: Reading, section: dict[str, Any], parts: list[dict[str, Any]], place: Place) -> None:
+    """Turn a section of type ``linear_ener`` with an ``inner_potential`` into one of type ``dpa4``."""
     skipped = ("type", "models", "weights", *(() if section.get("shared_dict") else ("shared_dict",)))
-    whole = {key: value for key, value in section.items() if key not in skipped}
-    model = {"type": "dpa4", **whole, "bridging_method": "zbl"}
+    weights, whole = section.get("weights"), {key: value for key, value in section.items() if key not in skipped}
+    section.clear()
+    section.update({"type": "dpa4", **whole, "bridging_method": "zbl"})
     inner = [k for k, part in enumerate(parts) if part.get("type") == INNER]
     learned = [k for k, part in enumerate(parts) if isinstance(part.get("descriptor"), dict)]
-    if (weights := section.get("weights")) != "sum":
+    if weights != "sum":
         reading.refuse((*place, "weights"), f' = {show(weights)}: expected "sum" beside {INNER}.')
     if len(parts) != 2 or len(inner) != 1 or len(learned) != 1:
         reading.refuse((*place, "models"), f": expected a model with a descriptor and one {INNER}.")
-        return model
+        return
     part, here = parts[learned[0]], (*place, "models", learned[0])
     kind = part["descriptor"].get("type", "dpa4")
-    if not _is_dpa4({"type": kind}):
+    if kind not in type_names([DESCRIPTORS["dpa4"].section]):
         text = f" = {show(kind)}: {INNER} is for dpa4, as in DeePMD-kit. Use dpa4."
         reading.refuse((*here, "descriptor", "type"), text)
     defaults = {o.name: o.default for o in options(NetworkConfig)}
@@ -312,7 +301,7 @@ def _with_bridging(
         if key == "type":
             continue
         if key not in whole or (whole[key] == default != value and key not in _OF_WHOLE):
-            model[key] = value
+            section[key] = value
             reading.moved |= {(*place, key): (*here, key)}
         elif value not in (whole[key], None, default, []):
             text = f" = {show(value)}: {dotted((*place, key))} = {show(whole[key])}. Give one of the two."
@@ -320,12 +309,7 @@ def _with_bridging(
     here = (*place, "models", inner[0])
     for key, value in parts[inner[0]].items():
         if key in _OF_INNER:
-            model[_OF_INNER[key]] = value
+            section[_OF_INNER[key]] = value
             reading.moved |= {(*place, _OF_INNER[key]): (*here, key)}
         elif key != "type" and not is_comment(key):
             reading.refuse((*here, key), f": unknown key. Known: type, {', '.join(_OF_INNER)}.")
-    return model
-
-
-def _is_dpa4(section: Any) -> bool:
-    return isinstance(section, dict) and section.get("type") in type_names([DESCRIPTORS["dpa4"].section])

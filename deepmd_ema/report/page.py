@@ -19,8 +19,7 @@ from deepmd_ema import checkpoint
 from deepmd_ema.config import RunConfig, config_summary, saved_config
 from deepmd_ema.config.labels import ENERGY, FORCE, METRICS, VIRIAL
 from deepmd_ema.config.messages import as_text
-from deepmd_ema.config.outputs import is_sharded
-from deepmd_ema.config.paths import with_absolute_paths
+from deepmd_ema.config.outputs import is_sharded, with_absolute_paths
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.run import TaskData, open_split
 from deepmd_ema.data.source import FrameSource, evenly_spaced

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from deepmd_ema.config import RunConfig, to_dict
-from deepmd_ema.config.outputs import Schedule
-from deepmd_ema.config.paths import with_absolute_paths
+from deepmd_ema.config.outputs import Schedule, with_absolute_paths
 from deepmd_ema.distributed.launch import TURN_S
 from deepmd_ema.errors import Interrupted, UserError
 from deepmd_ema.training.run import TrainRequest, run_training

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from deepmd_ema.config import RunConfig, as_launched, read_input, saved_config, saved_models, to_dict
-from deepmd_ema.config.differences import differences_of, shortened, without_tasks
-from deepmd_ema.config.messages import of_one_task
+from deepmd_ema.config.messages import differences_of, of_one_task, shortened, without_tasks
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, LKFConfig
 from deepmd_ema.distributed.tensors import StoredTensor, check_weights, local_shard, shard_like
 from deepmd_ema.errors import ConfigError, UserError, command, first_few

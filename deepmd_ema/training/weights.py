@@ -15,8 +15,8 @@ from torch import Tensor
 
 from deepmd_ema import checkpoint
 from deepmd_ema.config import ModelConfig, RunConfig, choose_head, saved_models, to_dict
-from deepmd_ema.config.differences import differences_of, shortened
 from deepmd_ema.config.fields import plain
+from deepmd_ema.config.messages import differences_of, shortened
 from deepmd_ema.distributed.tensors import check_weights, prefix_of, whole
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_models

@@ -20,7 +20,7 @@ from deepmd_ema.averaging.posthoc.ranking import OVERALL, SHAPE, TRACKED, Postho
 from deepmd_ema.averaging.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.config import RunConfig, TaskConfig, saved_config
 from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
-from deepmd_ema.config.paths import with_absolute_paths
+from deepmd_ema.config.outputs import with_absolute_paths
 from deepmd_ema.config.schema.averaging import sigma_rel_of
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import atoms_at_once, prefetch, sequential_batches
