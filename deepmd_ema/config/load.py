@@ -26,7 +26,7 @@ class InputFile:
     """A parsed input file, which is checked when ``config`` is read for the first time.
 
     Attributes:
-        path: the file.
+        path: the file, or another name for messages.
         values: its content, right or wrong.
         lines: lines of the keys.
     """
@@ -42,7 +42,17 @@ class InputFile:
         Raises:
             ConfigError: with every mistake of the file, each with its line.
         """
-        return _load(self.values, self.path, self.lines)
+        reading, links = upgrade(self.values, self.lines)
+        sections = reading.options_of(reading.root, reading.values, (), ())
+        source = Source(self.path, reading.lines, reading.paths, frozenset(reading.given))
+        problems = reading.problems
+        if sections is not INVALID:
+            notes, unused = tuple(reading.notes), tuple(reading.unused)
+            config: RunConfig = build(reading.root, sections, source=source, notes=notes, unused=unused, links=links)
+            problems += rule_problems(config)
+        if problems:
+            raise ConfigError(render(problems, source))
+        return config
 
     @cached_property
     def heads(self) -> dict[str, str | None]:
@@ -90,7 +100,7 @@ def config_from_dict(values: Mapping[str, Any], source: str = "<dict>") -> RunCo
     Raises:
         ConfigError: with every mistake of the dictionary.
     """
-    return _load(values, source, {})
+    return InputFile(source, values, {}).config
 
 
 def saved_config(values: Mapping[str, Any], source: str = "<dict>", whole: bool = False) -> RunConfig:
@@ -162,17 +172,3 @@ def saved_models(values: Mapping[str, Any], source: str = "<dict>") -> SavedMode
     run = saved_config(values, source)
     configs = {name: task.model for name, task in run.tasks.items()}
     return SavedModels(configs, run.links, {name: to_dict(run.of_task(task)) for name, task in run.tasks.items()})
-
-
-def _load(values: Any, name: str, lines: Mapping[Place, int]) -> RunConfig:
-    reading, links = upgrade(values, lines)
-    sections = reading.options_of(reading.root, reading.values, (), ())
-    source = Source(name, reading.lines, reading.paths, frozenset(reading.given))
-    problems = reading.problems
-    if sections is not INVALID:
-        notes, unused = tuple(reading.notes), tuple(reading.unused)
-        config: RunConfig = build(reading.root, sections, source=source, notes=notes, unused=unused, links=links)
-        problems += rule_problems(config)
-    if problems:
-        raise ConfigError(render(problems, source))
-    return config

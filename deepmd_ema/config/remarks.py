@@ -23,8 +23,78 @@ _MIN_SNAPSHOTS = 4  # of one average; from fewer, averages of other lengths cann
 
 def ignored_options(config: RunConfig) -> list[str]:
     """Return the options that the input gives and that have no effect in this run, each with the reason."""
+    training, validating, lr, tasks = config.training, config.validating, config.learning_rate, config.tasks.values()
+    has_modes = config.compiles and training.compile_options.backend == "inductor"
+    has_float32 = any("float32" in task.model.precisions for task in tasks)
+    has_amp = any(task.model.has_mixed_precision for task in tasks)
+    has_ratio, by_ratio = training.ckpt_keep_ratio is not None, "ckpt_keep_ratio says how many checkpoints are kept"
+    is_never, never = validating.full_val_start == 1, "full_val_start = 1 means never"
+    lasts = getattr(lr, "decay_phase_ratio", 1) != 0
+    # section, its options, whether they do nothing, and why
+    rows: list[tuple[str, str, Any, str]] = [
+        (task.place("model"), name, True, why) for task in tasks for name, why in task.model.idle_options()
+    ]
+    rows += [
+        ("learning_rate", "start_lr", isinstance(config.optimizer, LKFConfig), "LKF has no learning rate"),
+        ("model", "model_branch_alias", "" in config.tasks, "there is one task, so no head is chosen by a name"),
+        ("optimizer", "lr_adjust_coeff", getattr(config.optimizer, "lr_adjust", 0) > 0, "lr_adjust is above 0"),
+        ("training", "mixed_precision", True, "the precision is that of descriptor and fitting_net"),
+        ("training", "enable_tf32", not has_float32, "no product is in float32"),
+        ("validating", "tf32_infer", not has_float32, "no product is in float32"),
+        ("validating", "amp_infer", not has_amp, "no descriptor has use_amp"),
+        ("optimizer", "flash_muon", True, "it names a kernel of DeePMD-kit for the same numbers"),
+        ("training", "compile_options", not config.compiles, "enable_compile is false"),
+        ("training", "compile_options.mode", not has_modes, "only the backend inductor has modes"),
+        ("training", "compile_options.cache_dir", not has_modes, "only the backend inductor keeps code"),
+        ("validating", "compiled_infer", not config.has_validation_data, "there are no validation data"),
+        ("learning_rate", "scale_by_worker", True, "the learning rate is taken as it is"),
+        ("learning_rate", "warmup_start_factor", not (lr.warmup_steps or lr.warmup_ratio), "there is no warm-up"),
+        ("learning_rate", "stop_lr stop_lr_ratio decay_type", not lasts, "decay_phase_ratio is 0"),
+        ("training", "max_ckpt_keep", has_ratio, by_ratio),
+        ("training", "tensorboard_log_dir tensorboard_freq", not training.tensorboard, "training.tensorboard is false"),
+        ("training", "time_training", not training.time_training, "times are always shown"),
+        ("training", "disp_file", not training.disp_training, "disp_training is false"),
+    ]  # fmt: skip
+    for number, average in enumerate(training.averaging):
+        place, is_whole = (
+            f"training.averaging[{number}]",
+            average.layout == "full_tensor" and not training.shards_weights,
+        )
+        whole = f"every process holds all weights at zero_stage {training.zero_stage}"
+        rows += [
+            (place, "half_life_unit", average.length[0] == "decay", "decay is given, and no half_life"),
+            (place, "snapshot_freq", not average.snapshots, "snapshots is false"),
+            (place, "ckpt_keep", has_ratio, by_ratio),
+            (place, "full_validation", is_never, f"validating.{never}"),
+            (place, "layout", is_whole, whole),
+        ]
+    for task in tasks:
+        model, loss, in_model, in_loss, in_data = task.model, task.loss, *map(task.place, ("model", "loss", "training"))
+        has_probs = [bool(getattr(data, "sys_probs", None)) for data in (task.training_data, task.validation_data)]
+        rows += [
+            (in_model, "data_bias_nsample", True, "the bias is fitted on data_stat_nbatch batches"),
+            (in_model, "smin_alpha sw_rmin sw_rmax", model.use_srtab is None, "use_srtab is not given"),
+            (in_model, "bridging_r_inner bridging_r_outer", model.bridging is None, "there is no bridging_method"),
+            (in_loss, "use_huber", loss.loss_func == "mae", "loss_func is mae"),
+            (in_loss, "huber_delta", loss.error != "huber", "the loss is not Huber's"),
+            (in_loss, "use_default_pf", "pf" not in loss.weights, "the weights start_pref_pf and limit_pref_pf are 0"),
+            (in_loss, "intensive_ener_virial", loss.error != "mse", "absolute and Huber errors are per atom anyway"),
+            (in_data, "training_data.auto_prob", has_probs[0], "sys_probs is given"),
+            (in_data, "validation_data.auto_prob", has_probs[1], "sys_probs is given"),
+            (in_data, "stat_file_mode", task.data.stat_file is None, "there is no stat_file"),
+        ]
+    is_validated, of_best = bool(config.fully_validated), "save_best_dir max_best_ckpt"
+    names = f"validation_freq save_best {of_best} validation_metric early_stop full_val_file"
+    why = "full_validation and ema_full_validation are false"
+    why += ", and no entry of training.averaging has it" * bool(training.averaging)
+    rows += [
+        ("validating", f"{names} full_val_start", not is_validated, why),
+        ("validating", f"full_validation {names}", is_validated and is_never, never),
+        ("validating", of_best, is_validated and not is_never and not validating.save_best, "save_best is false"),
+    ]
     found = list(config.unused)
-    for path, why in _unused(config):
+    idle = [(f"{place}.{name}", why) for place, names, is_idle, why in rows if is_idle for name in names.split()]
+    for path, why in idle:
         if path_of(path) in config.source.given:
             value: Any = config
             for part in path_of(path):
@@ -107,83 +177,6 @@ def rows_of_tasks(rows: Mapping[str, Sequence[tuple[str, str]]], links: Sequence
     for key, of in sharing.items():
         found.append(("shared", f"{key}: " + ", ".join(f"{place} of {' and '.join(own)}" for place, own in of.items())))
     return found
-
-
-# ---- options without effect
-
-
-def _unused(config: RunConfig) -> list[tuple[str, str]]:
-    """Return dotted paths of the options without effect in this run, given or not, and why."""
-    training, validating, lr, tasks = config.training, config.validating, config.learning_rate, config.tasks.values()
-    has_modes = config.compiles and training.compile_options.backend == "inductor"
-    has_float32 = any("float32" in task.model.precisions for task in tasks)
-    has_amp = any(task.model.has_mixed_precision for task in tasks)
-    has_ratio, by_ratio = training.ckpt_keep_ratio is not None, "ckpt_keep_ratio says how many checkpoints are kept"
-    is_never, never = validating.full_val_start == 1, "full_val_start = 1 means never"
-    lasts = getattr(lr, "decay_phase_ratio", 1) != 0
-    # section, its options, whether they do nothing, and why
-    rows: list[tuple[str, str, Any, str]] = [
-        (task.place("model"), name, True, why) for task in tasks for name, why in task.model.idle_options()
-    ]
-    rows += [
-        ("learning_rate", "start_lr", isinstance(config.optimizer, LKFConfig), "LKF has no learning rate"),
-        ("model", "model_branch_alias", "" in config.tasks, "there is one task, so no head is chosen by a name"),
-        ("optimizer", "lr_adjust_coeff", getattr(config.optimizer, "lr_adjust", 0) > 0, "lr_adjust is above 0"),
-        ("training", "mixed_precision", True, "the precision is that of descriptor and fitting_net"),
-        ("training", "enable_tf32", not has_float32, "no product is in float32"),
-        ("validating", "tf32_infer", not has_float32, "no product is in float32"),
-        ("validating", "amp_infer", not has_amp, "no descriptor has use_amp"),
-        ("optimizer", "flash_muon", True, "it names a kernel of DeePMD-kit for the same numbers"),
-        ("training", "compile_options", not config.compiles, "enable_compile is false"),
-        ("training", "compile_options.mode", not has_modes, "only the backend inductor has modes"),
-        ("training", "compile_options.cache_dir", not has_modes, "only the backend inductor keeps code"),
-        ("validating", "compiled_infer", not config.has_validation_data, "there are no validation data"),
-        ("learning_rate", "scale_by_worker", True, "the learning rate is taken as it is"),
-        ("learning_rate", "warmup_start_factor", not (lr.warmup_steps or lr.warmup_ratio), "there is no warm-up"),
-        ("learning_rate", "stop_lr stop_lr_ratio decay_type", not lasts, "decay_phase_ratio is 0"),
-        ("training", "max_ckpt_keep", has_ratio, by_ratio),
-        ("training", "tensorboard_log_dir tensorboard_freq", not training.tensorboard, "training.tensorboard is false"),
-        ("training", "time_training", not training.time_training, "times are always shown"),
-        ("training", "disp_file", not training.disp_training, "disp_training is false"),
-    ]  # fmt: skip
-    for number, average in enumerate(training.averaging):
-        place, is_whole = (
-            f"training.averaging[{number}]",
-            average.layout == "full_tensor" and not training.shards_weights,
-        )
-        whole = f"every process holds all weights at zero_stage {training.zero_stage}"
-        rows += [
-            (place, "half_life_unit", average.length[0] == "decay", "decay is given, and no half_life"),
-            (place, "snapshot_freq", not average.snapshots, "snapshots is false"),
-            (place, "ckpt_keep", has_ratio, by_ratio),
-            (place, "full_validation", is_never, f"validating.{never}"),
-            (place, "layout", is_whole, whole),
-        ]
-    for task in tasks:
-        model, loss, in_model, in_loss, in_data = task.model, task.loss, *map(task.place, ("model", "loss", "training"))
-        has_probs = [bool(getattr(data, "sys_probs", None)) for data in (task.training_data, task.validation_data)]
-        rows += [
-            (in_model, "data_bias_nsample", True, "the bias is fitted on data_stat_nbatch batches"),
-            (in_model, "smin_alpha sw_rmin sw_rmax", model.use_srtab is None, "use_srtab is not given"),
-            (in_model, "bridging_r_inner bridging_r_outer", model.bridging is None, "there is no bridging_method"),
-            (in_loss, "use_huber", loss.loss_func == "mae", "loss_func is mae"),
-            (in_loss, "huber_delta", loss.error != "huber", "the loss is not Huber's"),
-            (in_loss, "use_default_pf", "pf" not in loss.weights, "the weights start_pref_pf and limit_pref_pf are 0"),
-            (in_loss, "intensive_ener_virial", loss.error != "mse", "absolute and Huber errors are per atom anyway"),
-            (in_data, "training_data.auto_prob", has_probs[0], "sys_probs is given"),
-            (in_data, "validation_data.auto_prob", has_probs[1], "sys_probs is given"),
-            (in_data, "stat_file_mode", task.data.stat_file is None, "there is no stat_file"),
-        ]
-    is_validated, of_best = bool(config.fully_validated), "save_best_dir max_best_ckpt"
-    names = f"validation_freq save_best {of_best} validation_metric early_stop full_val_file"
-    why = "full_validation and ema_full_validation are false"
-    why += ", and no entry of training.averaging has it" * bool(training.averaging)
-    rows += [
-        ("validating", f"{names} full_val_start", not is_validated, why),
-        ("validating", f"full_validation {names}", is_validated and is_never, never),
-        ("validating", of_best, is_validated and not is_never and not validating.save_best, "save_best is false"),
-    ]
-    return [(f"{place}.{name}", why) for place, names, is_idle, why in rows if is_idle for name in names.split()]
 
 
 # ---- allowed, but likely not meant

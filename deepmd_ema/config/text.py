@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,11 +29,25 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], dict[Place, int]]:
     Raises:
         ConfigError: if the file is missing, is no JSON or YAML, names a key twice, or holds no section.
     """
-    text = _read_text(path)
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder, expected a .json, .yaml or .yml file.{_inputs_near(path)}")
+    suffix = path.suffix.lower()
+    if suffix not in JSON_SUFFIXES + YAML_SUFFIXES and path.exists():
+        raise ConfigError(f"{path}: expected a file that ends in .json, .yaml or .yml. Rename it after its format.")
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{path}: {path.stat().st_size} bytes is too large for an input. Is it a data file?")
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file.{_inputs_near(path.parent)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file (byte {error.start} is not UTF-8).") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
     if not text.strip():
         expected = "a JSON object {...} or YAML with the sections of a run"
         raise ConfigError(f"{path}: the file is empty. Expected {expected}.")
-    if path.suffix.lower() in YAML_SUFFIXES:
+    if suffix in YAML_SUFFIXES:
         from deepmd_ema.config.text_yaml import parse_yaml  # PyYAML takes time that an input in JSON need not spend
 
         values, lines = parse_yaml(text, str(path))
@@ -43,23 +58,6 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], dict[Place, int]]:
         expected = "an object {...} with the sections model, learning_rate, loss and training"
         raise ConfigError(f"{path}:1: expected {expected}, found {names.get(type(values), 'a number')}.")
     return values, lines
-
-
-def _read_text(path: Path) -> str:
-    if path.is_dir():
-        raise ConfigError(f"{path}: is a folder, expected a .json, .yaml or .yml file.{_inputs_near(path)}")
-    if path.suffix.lower() not in JSON_SUFFIXES + YAML_SUFFIXES and path.exists():
-        raise ConfigError(f"{path}: expected a file that ends in .json, .yaml or .yml. Rename it after its format.")
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{path}: {path.stat().st_size} bytes is too large for an input. Is it a data file?")
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file.{_inputs_near(path.parent)}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file (byte {error.start} is not UTF-8).") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
 
 
 def _inputs_near(folder: Path) -> str:
@@ -110,7 +108,8 @@ def _parse_json(text: str, source: str) -> tuple[Any, dict[Place, int]]:
 
     try:
         values = json.loads(text, parse_constant=refuse_constant)
-        tokens = _json_tokens(text)
+        breaks = [found.start() for found in re.finditer("\n", text)]
+        tokens = ((found[0], bisect(breaks, found.start()) + 1) for found in _TOKEN.finditer(text))
         return values, lines_of(_json_marks(*next(tokens), tokens, (), is_key=False), source)
     except json.JSONDecodeError as error:
         lines = [*text.splitlines(), ""]
@@ -123,16 +122,8 @@ def _parse_json(text: str, source: str) -> tuple[Any, dict[Place, int]]:
         raise ConfigError(f"{source}: {NEITHER}.") from None
 
 
+# texts, numbers, words and brackets of a text that is known to be JSON
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[^\s,:{}\[\]"]+')
-
-
-def _json_tokens(text: str) -> Iterator[tuple[str, int]]:
-    """Yield texts, numbers, words and brackets of a text that is known to be JSON, each with its line."""
-    line, end = 1, 0
-    for found in _TOKEN.finditer(text):
-        line += text.count("\n", end, found.start())
-        end = found.end()
-        yield found[0], line
 
 
 def _json_marks(token: str, line: int, tokens: Iterator[tuple[str, int]], place: Place, *, is_key: bool) -> Marks:
