@@ -11,7 +11,7 @@ import sys
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.errors import ConfigError
@@ -49,7 +49,7 @@ class Family:
         """
         name = getattr(self, part)
         try:
-            return find_object(name)
+            return resolve_name(name)
         except Exception as error:
             if not self.origin:
                 raise
@@ -104,7 +104,7 @@ class Registry(Mapping[str, Family]):
             return self._records, self._faults
         self._records, self._faults = {}, {}
         for name, place in self.own.items():
-            record = find_object(place)
+            record = resolve_name(place)
             # a section if there is nothing else to the types
             self._records[name] = record if isinstance(record, Family) else Family(record)
         if self.group:
@@ -172,9 +172,3 @@ class Registry(Mapping[str, Family]):
 def aliases_of(section: type) -> tuple[str, ...]:
     """Return the other values of ``type`` that choose a section."""
     return tuple(getattr(section, "aliases", ()))
-
-
-def find_object(place: str) -> Any:
-    """Return the object that ``package.module:name`` names."""
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
