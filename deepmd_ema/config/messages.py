@@ -69,13 +69,6 @@ class Message(str):
     line: int
     path: str
 
-    @classmethod
-    def at(cls, source: str, line: int, path: str, text: str) -> Message:
-        """Return the message ``source:line: path`` with ``text`` after it."""
-        message = cls(f"{source}{f':{line}' * (line > 0)}: {path or 'the config'}{text}")
-        message.line, message.path = line, path
-        return message
-
 
 def dotted(path: Place) -> str:
     """Return a path as people write it: ``training.training_data.systems[0]``; that of a whole input is empty."""
@@ -109,10 +102,12 @@ def render(problems: Iterable[Problem], source: Source) -> list[Message]:
     """Return the messages in the order of the file, each beginning with ``source:line: path``."""
     lines, found = source.lines, []
     for problem in dict.fromkeys(problems):
-        path = problem.path
+        path, where = problem.path, dotted(problem.path)
         # the line of the path, or of the nearest thing around it that is in the file
         line = next((lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in lines), 0)
-        found.append(Message.at(source.name, line, dotted(path), problem.text))
+        message = Message(f"{source.name}{f':{line}' * (line > 0)}: {where or 'the config'}{problem.text}")
+        message.line, message.path = line, where
+        found.append(message)
     return sorted(found, key=lambda message: message.line)
 
 
