@@ -13,7 +13,6 @@ from deepmd_ema.config import (
     as_launched,
     config_from_dict,
     ignored_options,
-    launch_problems,
     load_config,
     model_config_from_dict,
 )
@@ -501,16 +500,18 @@ def test_sharing_out_in_a_process_that_no_launcher_started_is_stage_0_with_a_not
 
 def test_the_kalman_filter_on_several_processes_is_refused_at_the_start():
     config = config_from_dict(spoiled({"optimizer": {"type": "LKF"}}))
-    (found,) = launch_problems(config, world_size=2)
-    assert found.startswith('<dict>: optimizer.type = "LKF": trains in one process only, and 2 were launched.')
-    assert launch_problems(config, world_size=1) == []
+    with pytest.raises(
+        ConfigError, match=r'^<dict>: optimizer.type = "LKF": .* one process only, and 2 were launched\.'
+    ):
+        as_launched(config, launched=True, num_ranks=2)
+    assert as_launched(config, launched=True, num_ranks=1) == config
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2])
 def test_processes_started_by_torchrun_may_train_at_every_stage(stage, size):
     config = config_from_dict(spoiled({"training.zero_stage": stage}))
-    assert launch_problems(config, size) == []
+    assert as_launched(config, launched=True, num_ranks=size) == config
 
 
 # text of a file -> what its one message holds

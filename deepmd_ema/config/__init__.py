@@ -16,7 +16,6 @@ from deepmd_ema.config.remarks import config_warnings as config_warnings
 from deepmd_ema.config.remarks import ignored_options as ignored_options
 from deepmd_ema.config.remarks import rows_of_tasks as rows_of_tasks
 from deepmd_ema.config.rules import as_launched as as_launched
-from deepmd_ema.config.rules import launch_problems as launch_problems
 from deepmd_ema.config.schema.averaging import CustomAverage as CustomAverage
 from deepmd_ema.config.schema.loggers import LoggedRun as LoggedRun
 from deepmd_ema.config.schema.loggers import Logger as Logger

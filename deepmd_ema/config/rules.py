@@ -16,7 +16,7 @@ from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 from deepmd_ema.config.schema.profile import NEEDS_DATA
 from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig
 from deepmd_ema.config.sections import InvalidOptionError
-from deepmd_ema.errors import command
+from deepmd_ema.errors import ConfigError, command
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig
@@ -68,32 +68,22 @@ def _model(place: str, model: ModelConfig) -> Iterator[tuple[str, Violations]]:
         yield f"{place}.{name}", part.problems(model.type_map)
 
 
-def launch_problems(run: RunConfig, world_size: int) -> list[str]:
-    """Return the messages of what cannot be trained by the processes that were started.
-
-    This is about a start, not about an input, so loading an input does not ask.
-
-    Args:
-        run: the run.
-        world_size: number of processes.
-    """
-    if not isinstance(run.optimizer, LKFConfig) or world_size == 1:
-        return []
-    text = (
-        f' = "LKF": trains in one process only, and {world_size} were launched. Start it without a launcher, '
-        "or choose Adam, AdamW, AdaMuon or HybridMuon."
-    )
-    return [*render([Problem(run.source.path("optimizer.type"), text)], run.source)]
-
-
-def as_launched(run: RunConfig, launched: bool, restart: str | None = None) -> RunConfig:
+def as_launched(run: RunConfig, launched: bool, restart: str | None = None, num_ranks: int = 1) -> RunConfig:
     """Return the run as a process trains it: at ``zero_stage`` 0, with a note, if no launcher has started it.
 
     Args:
         run: the run.
         launched: whether a launcher has started this process.
         restart: the checkpoint, if the config is that in it.
+        num_ranks: number of processes that were started.
+
+    Raises:
+        ConfigError: if so many processes cannot train it. Only a start asks, not the loading of an input.
     """
+    if isinstance(run.optimizer, LKFConfig) and num_ranks > 1:
+        why = f"trains in one process only, and {num_ranks} were launched"
+        text = f' = "LKF": {why}. Start it without a launcher, or choose Adam, AdamW, AdaMuon or HybridMuon.'
+        raise ConfigError(render([Problem(run.source.path("optimizer.type"), text)], run.source))
     stage = run.training.zero_stage
     if launched or not stage:
         return run

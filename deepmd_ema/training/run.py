@@ -16,21 +16,13 @@ from typing import Any
 
 import torch
 
-from deepmd_ema.config import (
-    RunConfig,
-    as_launched,
-    config_summary,
-    config_warnings,
-    ignored_options,
-    launch_problems,
-    saved_config,
-)
+from deepmd_ema.config import RunConfig, as_launched, config_summary, config_warnings, ignored_options, saved_config
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.distributed.launch import Launch, find_launch
 from deepmd_ema.distributed.world import World, open_world
-from deepmd_ema.errors import ConfigError, command, counted, every_steps
+from deepmd_ema.errors import command, counted, every_steps
 from deepmd_ema.interop.pretrained import local_file
 from deepmd_ema.model.metrics import Errors
 from deepmd_ema.optim.build import describe_groups
@@ -177,11 +169,9 @@ def load_start(request: TrainRequest, launch: Launch, world: World) -> tuple[Sta
         given = request.input.with_model(start.model_section).config
     else:
         given = request.input.config
-    if problems := launch_problems(given, world.size):
-        raise ConfigError(problems)
     # what the input leaves open is as in the start file
     restart = request.restart if request.takes_saved_config else None
-    config = start.adopt_from_checkpoint(as_launched(given, launch.launched, restart))
+    config = start.adopt_from_checkpoint(as_launched(given, launch.launched, restart, world.size))
     if request.restart is not None:
         check_resumable(start, config, request.allow_config_change)
     if request.takes_saved_config:
