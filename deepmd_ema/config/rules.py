@@ -78,7 +78,7 @@ def as_launched(run: RunConfig, launched: bool, restart: str | None = None, num_
         num_ranks: number of processes that were started.
 
     Raises:
-        ConfigError: if so many processes cannot train it. Only a start asks, not the loading of an input.
+        ConfigError: if so many processes cannot train it, which concerns a start and not the loading of an input.
     """
     if isinstance(run.optimizer, LKFConfig) and num_ranks > 1:
         why = f"trains in one process only, and {num_ranks} were launched"
