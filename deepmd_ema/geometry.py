@@ -205,23 +205,18 @@ class KeptPairs:
 
     def reaching(self, coord: Array, box: Array | None, rcut: float) -> Pairs:
         """Return those pairs and more, up to the skin farther, as they were found: the same object until a search."""
-        if self._pairs is None or not self._hold(coord, box, rcut):
-            self._pairs = None  # of the frame before, should this one be refused
-            self._pairs = find_pairs(coord, box, rcut + self.skin)
-            self._offset = 0.0 if box is None else self._pairs.shift @ box
-            self._searched = coord.copy(), None if box is None else box.copy(), rcut
-        return self._pairs
-
-    def _hold(self, coord: Array, box: Array | None, rcut: float) -> bool:
-        """Whether the pairs of the last search contain all pairs of this frame."""
-        assert self._searched is not None, "pairs come from a search"
-        start, cell, reach = self._searched
-        if reach != rcut or start.shape != coord.shape:
-            return False
-        if cell is not box and (cell is None or box is None or not np.array_equal(cell, box)):
-            return False
-        moved = np.square(coord - start).sum(axis=1).max(initial=0.0)
-        return bool(moved <= (0.5 * self.skin) ** 2)  # not so of nan
+        if self._pairs is not None and self._searched is not None:
+            start, cell, reach = self._searched
+            is_same_cell = cell is box or (cell is not None and box is not None and np.array_equal(cell, box))
+            if reach == rcut and start.shape == coord.shape and is_same_cell:
+                moved = np.square(coord - start).sum(axis=1).max(initial=0.0)
+                if moved <= (0.5 * self.skin) ** 2:  # not so of nan
+                    return self._pairs
+        self._pairs = None  # of the frame before, should this one be refused
+        self._pairs = pairs = find_pairs(coord, box, rcut + self.skin)
+        self._offset = 0.0 if box is None else pairs.shift @ box
+        self._searched = coord.copy(), None if box is None else box.copy(), rcut
+        return pairs
 
 
 def find_pairs_once(coord: Array, box: Array | None, rcut: float) -> tuple[Array, Array, Array, Array]:
