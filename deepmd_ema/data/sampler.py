@@ -109,22 +109,20 @@ class Sampler:
             ]
         )
         largest = [int(n.max(initial=0)) for n in self._natoms]
+        self.max_atoms = max(size * n for size, n in zip(self.batch_size, largest))
+        self.batches_per_epoch = self._total
+        shares = zip(self.probabilities, self.num_frames, self._units)
+        self.frames_per_step = sum(p * n / b for p, n, b in shares if b)
         if self._most_atoms is not None:
             trials = max(4, min(64, (1 << 20) // self._total))  # the time is that of at least a million frames
             orders = (self._order(epoch, _TRIAL_SEED) for epoch in range(trials))
             most = max(len(batch_edges(order[2], self._most_atoms)) for order in orders) - 1
             self.batches_per_epoch = -(-most // world_size)
             self.max_atoms = max(self._most_atoms, *largest)
-        else:
-            together = self.batch_size[0] * world_size if self._is_mixed else 1  # units of a batch
-            self.batches_per_epoch = -(-self._total // together)
-            sizes_of_largest = zip(self.batch_size, [max(largest)] if self._is_mixed else largest)
-            self.max_atoms = max(size * n for size, n in sizes_of_largest)
+        elif self._is_mixed:
+            self.batches_per_epoch = -(-self._total // (self.batch_size[0] * world_size))
         if self._is_mixed:
             self.frames_per_step = self._total / self.batches_per_epoch
-        else:
-            shares = zip(self.probabilities, self.num_frames, self._units)
-            self.frames_per_step = sum(p * n / b for p, n, b in shares if b)
 
     def batch(self, n: int) -> Frames:
         """Return the frames of batch ``n`` (from 0) of this rank: system and number of each."""
@@ -303,16 +301,13 @@ def system_probabilities(
     if sys_probs is not None:
         if len(sys_probs) != len(batches):
             raise ConfigError(f"sys_probs: {len(sys_probs)} numbers, expected one per system: {len(batches)}.")
-        weights = [Fraction(p) if p >= 0 else Fraction(0) for p in sys_probs]
-        rest = 1 - sum(weights)
-        if rest < Fraction(-1, 10**8):
-            said = f"the numbers that are not negative add up to {float(sum(weights)):g}"
+        given = sum((Fraction(p) for p in sys_probs if p >= 0), Fraction(0))
+        if given > 1 + Fraction(1, 10**8):
+            said = f"the numbers that are not negative add up to {float(given):g}"
             raise ConfigError(f"sys_probs: {said}, expected at most 1.")
-        share = [Fraction(b) if p < 0 else Fraction(0) for b, p in zip(batches, sys_probs)]
-        whole = sum(share)
-        if whole and rest > 0:
-            weights = [a + rest * s / whole for a, s in zip(weights, share)]
-        weights = [a if b else Fraction(0) for a, b in zip(weights, batches)]
+        whole = sum(b for b, p in zip(batches, sys_probs) if p < 0) or 1
+        rest = max(1 - given, Fraction(0)) / whole
+        weights = [(Fraction(p) if p >= 0 else rest * b) if b else Fraction(0) for b, p in zip(batches, sys_probs)]
     elif rule.kind == "prob_uniform":
         weights = [Fraction(1 if b else 0) for b in batches]
     else:
