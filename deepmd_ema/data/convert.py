@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +22,7 @@ from deepmd_ema.data.formats.properties import StoredFrame, kind_of, labels_of
 from deepmd_ema.data.formats.system import TYPES
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
 from deepmd_ema.data.split import FrameTable, split_frames
-from deepmd_ema.distributed.files import atomic_write, writing
+from deepmd_ema.distributed.files import atomic_write, taking_the_place_of, writing
 from deepmd_ema.errors import DataError, UserError, collect_problems, counted
 from deepmd_ema.geometry import Array
 
@@ -119,14 +117,10 @@ def convert_data(
     names = ("train", "validation") if validation else ("",)
     with writing(out):  # the folder appears when it is complete
         out.parent.mkdir(parents=True, exist_ok=True)
-        apart = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        try:
+        with taking_the_place_of(out) as half_written:
             for name, members in zip(names, parts):
                 lines.append(f"wrote {out / name}: {counted(len(members), 'frame')}")
-                lines += _write_part(apart / "whole" / name, members, type_map, mixed)
-            (apart / "whole").rename(out)
-        finally:
-            shutil.rmtree(apart, ignore_errors=True)
+                lines += _write_part(half_written / name, members, type_map, mixed)
     return lines
 
 

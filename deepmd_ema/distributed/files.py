@@ -100,7 +100,7 @@ def atomic_write(path: str | Path, advice: str = "") -> Iterator[Path]:
                 with part.open("rb") as source, final.open("wb") as sink:
                     shutil.copyfileobj(source, sink)
             return
-        with _taking_the_place_of(final) as part:
+        with taking_the_place_of(final) as part:
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
             yield part
             sync(part)
@@ -170,7 +170,7 @@ def size_of(path: Path) -> int:
 def link(path: Path, target: Path) -> None:
     """Let ``path`` be a link to ``target``, relative to its folder; what is there is replaced in one move."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _taking_the_place_of(path) as part:
+    with taking_the_place_of(path) as part:
         part.symlink_to(os.path.relpath(target, path.parent))
 
 
@@ -363,15 +363,15 @@ def locked(paths: Iterable[Path]) -> Iterator[None]:
 
 
 @contextmanager
-def _taking_the_place_of(final: Path) -> Iterator[Path]:
-    """Yield a path beside ``final`` for its half-written form, which is moved there at the end, or removed."""
+def taking_the_place_of(final: Path) -> Iterator[Path]:
+    """Yield a path beside ``final`` for a half-written file or folder, which is moved there at the end, or removed."""
     sweep(final.parent)
     part = part_of(final)
     try:
         yield part
         move(part, final)
     except BaseException:
-        part.unlink(missing_ok=True)
+        remove(part)
         raise
 
 
