@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 MIN_BRIDGED_DISTANCE = 0.01  # angstrom; the energy of bridging is finite but for atoms in one place
 _COMPARED_BYTES = 1 << 30  # of one file, about a second; of a larger one every rank compares parts
+_SLACK = 1 - 1e-12  # factor of steps before they are rounded up: a share of the steps is rounded itself
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
 
@@ -352,14 +353,10 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
     total, batches_of_step = sum(weights[name] for name in data), config.training.accumulate
     shares = {name: weights[name] / total for name in data}
     drawn = {name: sampler for name, sampler in samplers.items() if shares[name]}
-
-    def steps_for(batches: int, share: float) -> int:
-        return math.ceil(batches / share * (1 - 1e-12))  # a share is rounded
-
     epochs_of = config.task_epochs or dict.fromkeys(data, config.training.numb_epoch or 0)
     num_steps = config.training.numb_steps or max(
-        steps_for(sampler.batches_for_epochs(epochs_of[name]), shares[name] * batches_of_step)
-        for name, sampler in drawn.items()
+        math.ceil(of.batches_for_epochs(epochs_of[name]) / (shares[name] * batches_of_step) * _SLACK)
+        for name, of in drawn.items()
     )
     tasks = {
         name: TaskLength(
@@ -368,7 +365,7 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
         )
         for name, of in samplers.items()
     }  # fmt: skip
-    epoch = max(steps_for(of.batches_per_epoch, shares[name]) for name, of in drawn.items()) / batches_of_step
+    epoch = max(math.ceil(of.batches_per_epoch / shares[name] * _SLACK) for name, of in drawn.items()) / batches_of_step
     length = RunLength(num_steps, tasks, {})
     return length._replace(steps_per={"steps": 1.0, "frames": 1 / length.frames_per_step, "epochs": epoch})
 
