@@ -108,15 +108,16 @@ def test_a_frame_has_the_same_energy_in_any_batch_and_any_number_of_slots():
 
 
 def test_the_spline_is_clamped_and_has_two_continuous_derivatives():
-    table = PairTable.of_rows(TABLE["use_srtab"], 4.0)
+    table = PairTable(TABLE["use_srtab"], 4.0)
     assert table.rows[-1, 0] >= 4.0 > table.rows[-2, 0]
-    c0, c1, c2, c3 = np.moveaxis(table.coefficients()[0, 1], -1, 0)
+    coefficients = table.coefficients.view(3, 3, -1, 4).numpy()
+    c0, c1, c2, c3 = np.moveaxis(coefficients[0, 1], -1, 0)
     np.testing.assert_array_equal(c3, table.rows[:-1, 2])
     np.testing.assert_allclose((c0 + c1 + c2 + c3)[:-1], c3[1:], rtol=0, atol=1e-12 * c3.max())
     np.testing.assert_allclose((3 * c0 + 2 * c1 + c2)[:-1], c2[1:], rtol=0, atol=1e-12 * c3.max())
     np.testing.assert_allclose((3 * c0 + c1)[:-1], c1[1:], rtol=0, atol=1e-12 * c3.max())
     assert c2[0] == 0
-    np.testing.assert_array_equal(table.coefficients(), table.coefficients().transpose(1, 0, 2, 3))
+    np.testing.assert_array_equal(coefficients, coefficients.transpose(1, 0, 2, 3))
 
 
 @pytest.mark.parametrize("suffix", [".dp", ".yaml"])

@@ -9,7 +9,7 @@ from torch import nn
 
 from deepmd_ema.data.source import Frame
 from deepmd_ema.geometry import find_pairs
-from deepmd_ema.model.pair_table import PairEnergies
+from deepmd_ema.model.pair_table import PairTable
 
 SAME_PLACE = 1e-3  # angstrom; two atoms this close leave no direction between them
 
@@ -23,7 +23,7 @@ def describe_short_pair(frame: Frame, model: nn.Module, type_map: Sequence[str],
         type_map: names of the elements.
         rcut: cutoff radius of the model, angstrom.
     """
-    tables = [part.table for part in model.modules() if isinstance(part, PairEnergies)]
+    tables = [part for part in model.modules() if isinstance(part, PairTable)]
     first = max((table.first for table in tables), default=0.0)
     pairs = find_pairs(frame.coord, frame.box, rcut)
     if not pairs.nearest < max(first, SAME_PLACE):

@@ -403,7 +403,7 @@ def table_entries(table: PairTable, sel: int) -> Tree:
         VARIABLES: {
             "vdata": rows,
             "tab_info": np.array([table.first, table.step, num_intervals, num_types], dtype=np.float64),
-            "tab_data": table.coefficients().ravel(),
+            "tab_data": table.coefficients.flatten().cpu().numpy(),
         },
     }  # fmt: skip
     return {"tab": tab, "rcut": table.rcut, "sel": sel}

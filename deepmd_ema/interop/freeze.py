@@ -313,7 +313,7 @@ def _only_here(path: Path, model: EnergyModel, config: ModelConfig) -> str:
     feature, whole = "use_srtab" if config.use_srtab is not None else "", model.descriptor
     descriptors = [whole]
     if config.type == "linear_ener" and isinstance(whole, Composite):
-        feature, descriptors = config.type, whole.descriptors
+        feature, descriptors = config.type, list(whole.parts)
     if not feature or all(one.mixed_types for one in descriptors):
         return ""
     return f"DeePMD-kit's torch backend does not read it: it has {feature} for descriptors of mixed types only"

@@ -134,25 +134,19 @@ class Bridging(nn.Module):
         pairs: energies of pairs.
         window: of the clamped distances.
         rcut: cutoff of the network, which is that of the pair energies, angstrom.
-        num_types: T.
-        excluded_types: types whose atoms have no energy of their own, nor has a pair with one of them.
     """
 
-    def __init__(
-        self, pairs: ZblEnergies, window: Window, rcut: float, num_types: int, excluded_types: tuple[int, ...]
-    ) -> None:
+    def __init__(self, pairs: ZblEnergies, window: Window, rcut: float) -> None:
         super().__init__()
         self.pairs, self.window, self._rcut = pairs, window, rcut
-        counted = torch.tensor([t not in excluded_types for t in range(num_types)])
-        self._counted: Tensor
-        self.register_buffer("_counted", counted, persistent=False)
 
-    def forward(self, batch: Batch, network: Network) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, network: Network, counted: Tensor) -> tuple[Tensor, Tensor]:
         """Return the energies (A,), eV, and their gradient with respect to ``batch.vector`` (A, K, 3).
 
         Args:
             batch: frames with their neighbors.
             network: the rest of the model, which is given clamped vectors.
+            counted: (T,) 0 for types whose atoms have no energy of their own, nor has a pair with one of them; else 1.
         """
         distance = torch.linalg.vector_norm(batch.vector, dim=-1)
         clamped, slope = clamped_distance(distance, self.window)
@@ -160,7 +154,8 @@ class Bridging(nn.Module):
         energy, grad_features, vjp = network(replace(batch, vector=scale.unsqueeze(-1) * batch.vector))
         grad = vjp(grad_features)
         near = distance < self._rcut  # empty slots are at 2 * rcut
-        near = near & self._counted[batch.atom_type][:, None] & self._counted[batch.neighbor_type]
+        is_counted = counted.bool()
+        near = near & is_counted[batch.atom_type][:, None] & is_counted[batch.neighbor_type]
         pair, pair_slope = self.pairs(batch, distance, near)
         unit = batch.vector / distance.unsqueeze(-1)
         # the part of the gradient along the vector changes by the slope of the clamped distance, the rest by the scale

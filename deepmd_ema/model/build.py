@@ -93,20 +93,17 @@ def share_parts(models: Mapping[str, EnergyModel], links: Iterable[Link]) -> Non
 
 def network_parts(config: NetworkConfig, seed: int) -> Parts:
     """Return the parts of a model of one descriptor and one fitting network, and perhaps bridging or a table."""
-    window, section, num_types = config.bridging, config.descriptor, len(config.type_map)
-    excluded_types = tuple(config.atom_exclude_types)
+    window, section = config.bridging, config.descriptor
     short_range: ShortRange | None = None
     if window is not None:
         assert isinstance(section, HasBridging)
-        pairs = ZblEnergies(config.type_map)
-        short_range = Bridging(pairs, window, section.cutoff, num_types, excluded_types)
+        short_range = Bridging(ZblEnergies(config.type_map), window, section.cutoff)
         section = section.bridged(window)
     if isinstance(config, StandardConfig) and config.use_srtab is not None:
         assert config.sw_rmin is not None
         assert config.sw_rmax is not None
-        table = PairTable.of_rows(config.use_srtab, section.cutoff)
-        radii = config.sw_rmin, config.sw_rmax
-        short_range = TabulatedShortRange(table, config.smin_alpha, *radii, num_types, excluded_types)
+        table = PairTable(config.use_srtab, section.cutoff)
+        short_range = TabulatedShortRange(table, config.smin_alpha, config.sw_rmin, config.sw_rmax)
     return *build_networks(config, section, config.fitting_net, seed), short_range
 
 
@@ -114,8 +111,7 @@ def build_networks(
     config: ModelConfig, section: DescriptorConfig, fitting: Any, seed: int
 ) -> tuple[Descriptor, Fitting]:
     """Return a descriptor and the fitting network behind it, for the elements of ``config``."""
-    num_types, excluded_types = len(config.type_map), tuple(config.atom_exclude_types)
+    num_types = len(config.type_map)
     descriptor: Descriptor = DESCRIPTORS[section.type].load("module")(section, num_types, seed)
     build_fitting: Callable[..., Fitting] = FITTINGS[fitting.type].load("module")
-    mixed = descriptor.mixed_types
-    return descriptor, build_fitting(fitting, descriptor.dim_out, num_types, excluded_types, seed, mixed)
+    return descriptor, build_fitting(fitting, descriptor.dim_out, num_types, seed, descriptor.mixed_types)

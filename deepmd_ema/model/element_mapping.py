@@ -132,7 +132,7 @@ def _orders_of_slots(
     orders, problems = {}, []
     parts: list[tuple[str, NeighborLayout, NeighborLayout]] = [("descriptor.", old.layout, new.layout)]
     if isinstance(old.descriptor, Composite) and isinstance(new.descriptor, Composite):
-        both = zip(old.descriptor.descriptors, new.descriptor.descriptors, strict=True)
+        both = zip(old.descriptor.parts, new.descriptor.parts, strict=True)
         layouts = ((one.layout(frozenset()), two.layout(frozenset())) for one, two in both)
         parts = [(f"descriptor.parts.{k}.", *pair) for k, pair in enumerate(layouts)]
     for prefix, there, here in parts:

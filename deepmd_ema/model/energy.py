@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch
 from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.model.hessian import hessian
+from deepmd_ema.model.interface import Fitting
 from deepmd_ema.model.ops.gather import sum_over_reverse
 from deepmd_ema.model.ops.operations import OF_DEVICE, REFERENCE, use_operations, with_operations
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # of typing since Python 3.11
 
-    from deepmd_ema.model.interface import Block, Descriptor, Fitting, ShortRange, Vjp
+    from deepmd_ema.model.interface import Block, Descriptor, ShortRange, Vjp
     from deepmd_ema.model.statistics import Statistics
 
 # F frames, A atoms, K neighbor slots, T types, M reverse slots
@@ -61,7 +62,7 @@ class EnergyModel(nn.Module):
     ) -> None:
         super().__init__()
         self.descriptor: Descriptor = descriptor
-        self.fitting: Fitting = fitting
+        self.fitting = fitting
         self.short_range = short_range
         self.type_map = list(type_map)
         self.layout = descriptor.layout(excluded_pairs)
@@ -113,7 +114,7 @@ class EnergyModel(nn.Module):
     def energy_and_gradient(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energies of the atoms (A,), eV, and the gradient of their sum by ``batch.vector`` (A, K, 3)."""
         if self.short_range is not None:
-            atom_energy, pair = self.short_range(batch, self._network)
+            atom_energy, pair = self.short_range(batch, self._network, self._counted)
         else:
             atom_energy, grad_features, vjp = self._network(batch)
             pair = vjp(grad_features)
@@ -123,6 +124,9 @@ class EnergyModel(nn.Module):
         """Return the energies (A,) of the fitting network, their gradient by the features (A, D), and the vjp."""
         features, vjp = self.descriptor(batch)
         atom_energy, grad_features = self.fitting(features, batch)
+        if self.excluded_types:
+            counted = self._counted[batch.atom_type]
+            atom_energy, grad_features = atom_energy * counted, grad_features * counted[:, None].to(grad_features)
         return atom_energy, grad_features, vjp
 
     def blocks(self) -> list[Block]:
@@ -131,7 +135,9 @@ class EnergyModel(nn.Module):
 
     def evaluate_all_blocks(self) -> None:
         """From now on evaluate all blocks, whatever elements a batch has; needed where they are sharded."""
-        self.fitting.skips_absent = False
+        for part in self.modules():
+            if isinstance(part, Fitting):
+                part.skips_absent = False
 
     def apply_statistics(self, statistics: Statistics) -> None:
         """Write means, spreads and biases into the buffers."""

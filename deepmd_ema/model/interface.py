@@ -1,11 +1,11 @@
-"""Protocols of the descriptor and the fitting network of an ``EnergyModel``.
+"""Protocol of the descriptor and base of the fitting networks of an ``EnergyModel``.
 
 Both are ``torch.nn.Module``; their parameters and persistent buffers are what checkpoints and averages hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -33,12 +33,13 @@ Network: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor, Vjp]]
 class ShortRange(Protocol):
     """Pair energies that act at short distances beside a network, or instead of it; without parameters."""
 
-    def __call__(self, batch: Batch, network: Network) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Batch, network: Network, counted: Tensor) -> tuple[Tensor, Tensor]:
         """Return the energies of the atoms (A,), eV, and the gradient of their sum by ``batch.vector`` (A, K, 3).
 
         Args:
             batch: frames with their neighbors.
             network: evaluated once, on ``batch`` or with other vectors. Its energies are without the bias of elements.
+            counted: (T,) 0 for types whose atoms have no energy of their own, else 1.
         """
 
 
@@ -94,9 +95,7 @@ class Descriptor(Protocol):
 class Composite(Protocol):
     """A descriptor made of others, which are its modules ``parts.0``, ``parts.1``, ..."""
 
-    @property
-    def descriptors(self) -> list[Descriptor]:
-        """Return the parts, first to last."""
+    parts: Sequence[Any]
 
 
 @runtime_checkable
@@ -110,18 +109,18 @@ class HasBlocksInBfloat16(Protocol):
     infers_in_bfloat16: bool
 
 
-class Fitting(Protocol):
-    """Energy of each atom from its features.
+class Fitting(nn.Module):
+    """Base of what turns the features of atoms into their energies, here without networks and parameters.
+
+    ``forward(features, batch)`` returns the energies (A,) float64, eV, and their gradient with respect to the features
+    (A, D).
 
     Attributes:
         skips_absent: whether nets of elements that a batch does not have are left out in evaluation. False where
             parameters are sharded: to gather a net is a collective, so every rank must evaluate all of them.
     """
 
-    skips_absent: bool
-
-    def __call__(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the energies (A,) float64, eV, and their gradient with respect to the features (A, D)."""
+    skips_absent = True
 
     def share_networks(self, other: Any, whose: str) -> None:
         """Take the networks of another fitting of the same section; ``whose`` names both owners for messages.
@@ -132,7 +131,8 @@ class Fitting(Protocol):
 
     @property
     def case(self) -> int:
-        """Return the index of the task that :meth:`set_case` has set."""
+        """Index of the task that :meth:`set_case` has set; 0 if tasks are not distinguished."""
+        return 0
 
     def set_case(self, index: int) -> None:
         """Set the index of this task among those of the run."""
@@ -141,9 +141,10 @@ class Fitting(Protocol):
         """Set means and spreads of the conditions: (P, 3) sums by name, ``fparam`` and ``aparam``.
 
         Args:
-            sums: count, sum and sum of squares of each number.
+            sums: count, sum and sum of squares of each number; names that are not read may be among them.
             protect: smallest spread.
         """
 
     def blocks(self) -> list[Block]:
         """Return modules whose parameters may be sharded and gathered on their own."""
+        return []

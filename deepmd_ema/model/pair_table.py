@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -18,79 +17,44 @@ Array: TypeAlias = np.ndarray
 # R rows, P pairs of elements, T types, A atoms, K neighbor slots
 
 
-@dataclass(frozen=True, eq=False)
-class PairTable:
-    """Pair energies at evenly spaced distances, up to a cutoff.
+class PairTable(nn.Module):
+    """The energy of each pair and its derivative, from evenly spaced distances up to a cutoff; without parameters.
 
-    Attributes:
-        rows: (R, 1 + P) distance, angstrom, and energies, eV; with rows of zeros up to the cutoff.
-        rcut: distance from which the energy is 0, angstrom.
-    """
-
-    rows: Array
-    rcut: float
-
-    @classmethod
-    def of_rows(cls, rows: Sequence[Sequence[float]], rcut: float) -> PairTable:
-        """Return the table of a file, continued with zeros where it ends before the cutoff."""
-        table = np.array(rows, dtype=np.float64)
-        step = table[1, 0] - table[0, 0]
-        missing = math.ceil(rcut / step - table[0, 0] / step) - (len(table) - 1)
-        if rcut <= table[-1, 0] or missing <= 0:
-            return cls(table, rcut)
-        more = np.zeros((missing, table.shape[1]))
-        more[:, 0] = np.linspace(table[-1, 0] + step, table[-1, 0] + step * missing, missing)
-        return cls(np.concatenate([table, more]), rcut)
-
-    @property
-    def first(self) -> float:
-        """Distance of the first row, angstrom."""
-        return float(self.rows[0, 0])
-
-    @property
-    def step(self) -> float:
-        """Distance between two rows, angstrom."""
-        return float(self.rows[1, 0] - self.rows[0, 0])
-
-    @property
-    def num_types(self) -> int:
-        """T, from the number of pairs T (T + 1) / 2."""
-        return (math.isqrt(8 * (self.rows.shape[1] - 1) + 1) - 1) // 2
-
-    def coefficients(self) -> Array:
-        """Return (T, T, R - 1, 4): the energy in an interval is ``((c0 u + c1) u + c2) u + c3``, u from 0 to 1.
-
-        The spline has two continuous derivatives, and none at the first and the last row.
-        """
-        value = self.rows[:, 1:]
-        slope = _slopes(value)
-        rise, here, there = value[1:] - value[:-1], slope[:-1], slope[1:]
-        by_pair = np.stack([here + there - 2 * rise, 3 * rise - 2 * here - there, here, value[:-1]], -1)
-        num_types = self.num_types
-        out = np.empty((num_types, num_types, *by_pair[:, 0].shape))
-        for pair, (i, j) in enumerate(zip(*np.triu_indices(num_types))):
-            out[i, j] = out[j, i] = by_pair[:, pair]
-        return out
-
-
-class PairEnergies(nn.Module):
-    """The energy of each pair and its derivative, from a table; without parameters.
-
-    Its buffers are not saved: they follow from the config.
+    Its buffer is not saved: it follows from the config.
 
     Args:
-        table: pair energies of T elements.
+        rows: (R, 1 + P) distance, angstrom, and energies, eV, of a file, with P = T (T + 1) / 2.
+        rcut: distance from which the energy is 0, angstrom.
+
+    Attributes:
+        rows: continued with zeros where they end before the cutoff.
+        first: distance of the first row, angstrom.
+        step: distance between two rows, angstrom.
+        coefficients: (T T (R - 1), 4) buffer: the energy in an interval is ``((c0 u + c1) u + c2) u + c3``, u from 0 to
+            1. The spline has two continuous derivatives, and none at the first and the last row.
     """
 
-    def __init__(self, table: PairTable) -> None:
+    coefficients: Tensor
+
+    def __init__(self, rows: Sequence[Sequence[float]], rcut: float) -> None:
         super().__init__()
-        self.table, self.num_types = table, table.num_types
+        table = np.array(rows, dtype=np.float64)
         # plain numbers: torch.compile does not look into arrays of numpy
-        self._first, self._step, self.rcut = table.first, table.step, table.rcut
-        coefficients = torch.from_numpy(table.coefficients())
-        self._num_rows = coefficients.shape[2]
-        self._coefficients: Tensor
-        self.register_buffer("_coefficients", coefficients.view(-1, 4), persistent=False)
+        self.rcut, self.first, self.step = rcut, float(table[0, 0]), float(table[1, 0] - table[0, 0])
+        missing = math.ceil(rcut / self.step - self.first / self.step) - (len(table) - 1)
+        if rcut > table[-1, 0] and missing > 0:
+            more = np.zeros((missing, table.shape[1]))
+            more[:, 0] = np.linspace(table[-1, 0] + self.step, table[-1, 0] + self.step * missing, missing)
+            table = np.concatenate([table, more])
+        self.rows, self._num_intervals = table, len(table) - 1
+        self.num_types = (math.isqrt(8 * (table.shape[1] - 1) + 1) - 1) // 2
+        value, slope = table[:, 1:], _slopes(table[:, 1:])
+        rise, here, there = value[1:] - value[:-1], slope[:-1], slope[1:]
+        by_pair = np.stack([here + there - 2 * rise, 3 * rise - 2 * here - there, here, value[:-1]], -1)
+        out = np.empty((self.num_types, self.num_types, *by_pair[:, 0].shape))
+        for pair, (i, j) in enumerate(zip(*np.triu_indices(self.num_types))):
+            out[i, j] = out[j, i] = by_pair[:, pair]
+        self.register_buffer("coefficients", torch.from_numpy(out).view(-1, 4), persistent=False)
 
     def forward(self, batch: Batch, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
         """Return the energy (A, K) of each pair, eV, and its derivative, nan nearer than the first row.
@@ -100,16 +64,16 @@ class PairEnergies(nn.Module):
             distance: (A, K) of each pair, angstrom.
             near: (A, K) which pairs are nearer than the cutoff of the table; the others have no energy.
         """
-        place = (distance - self._first) / self._step
-        interval = place.floor().clamp(0, self._num_rows - 1)
+        place = (distance - self.first) / self.step
+        interval = place.floor().clamp(0, self._num_intervals - 1)
         u = place - interval
         kinds = batch.atom_type[:, None] * self.num_types + batch.neighbor_type
-        row = (kinds * self._num_rows + interval.long()).flatten()
-        c0, c1, c2, c3 = self._coefficients.index_select(0, row).view(*distance.shape, 4).unbind(-1)
-        counts = near & (place < self._num_rows)
+        row = (kinds * self._num_intervals + interval.long()).flatten()
+        c0, c1, c2, c3 = self.coefficients.index_select(0, row).view(*distance.shape, 4).unbind(-1)
+        counts = near & (place < self._num_intervals)
         bad = torch.where(place < 0, torch.nan, 0.0).to(distance)
         energy = torch.where(counts, ((c0 * u + c1) * u + c2) * u + c3 + bad, 0.0)
-        slope = torch.where(counts, ((3 * c0 * u + 2 * c1) * u + c2) / self._step + bad, 0.0)
+        slope = torch.where(counts, ((3 * c0 * u + 2 * c1) * u + c2) / self.step + bad, 0.0)
         return energy, slope
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.ops.environment import switch_and_derivative
-from deepmd_ema.model.pair_table import PairEnergies
 
 if TYPE_CHECKING:
     from deepmd_ema.model.interface import Network
@@ -26,40 +25,31 @@ if TYPE_CHECKING:
 class TabulatedShortRange(nn.Module):
     """Energies of a table, blended with those of a network; without parameters.
 
-    Its buffers are not saved: they follow from the config.
-
     Args:
         table: pair energies.
         alpha: decay length of the soft minimum, angstrom.
         inner: the table alone counts below, angstrom.
         outer: the network alone counts beyond, angstrom.
-        num_types: T.
-        excluded: types whose atoms have no energy of their own.
     """
 
-    def __init__(
-        self, table: PairTable, alpha: float, inner: float, outer: float, num_types: int, excluded: tuple[int, ...]
-    ) -> None:
+    def __init__(self, table: PairTable, alpha: float, inner: float, outer: float) -> None:
         super().__init__()
         self.table, self.alpha, self.inner, self.outer = table, alpha, inner, outer
-        self._pairs, self._rcut = PairEnergies(table), table.rcut
-        counted = torch.tensor([t not in excluded for t in range(num_types)], dtype=torch.float64)
-        self._counted: Tensor
-        self.register_buffer("_counted", counted, persistent=False)
 
-    def forward(self, batch: Batch, network: Network) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, network: Network, counted: Tensor) -> tuple[Tensor, Tensor]:
         """Return the energies (A,), eV, and their gradient with respect to ``batch.vector`` (A, K, 3).
 
         Args:
             batch: frames with their neighbors.
             network: the rest of the model.
+            counted: (T,) 0 for types whose atoms have no energy of their own, else 1.
         """
         energy, grad_features, vjp = network(batch)
         distance = torch.linalg.vector_norm(batch.vector, dim=-1)
-        near = distance < self._rcut  # empty slots are at 2 * rcut
-        pair, pair_slope = self._pairs(batch, distance, near)
+        near = distance < self.table.rcut  # empty slots are at 2 * rcut
+        pair, pair_slope = self.table(batch, distance, near)
         weight, weight_slope = self._weight(distance, near)
-        counted = self._counted[batch.atom_type]
+        counted = counted[batch.atom_type]
         tabulated = 0.5 * pair.sum(1) * counted
         keep = 1 - weight
         # d/dr_k of w E_table + (1 - w) E_network, but for what the features have of r_k
@@ -71,7 +61,7 @@ class TabulatedShortRange(nn.Module):
     def _weight(self, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weight (A,) of the table and its derivatives (A, K) with respect to the distances."""
         # measured from the nearest neighbor, so that the sums do not vanish where it is far away
-        limit = distance.new_full((distance.shape[0], 1), self._rcut)  # there may be no slot at all
+        limit = distance.new_full((distance.shape[0], 1), self.table.rcut)  # there may be no slot at all
         nearest = torch.cat([torch.where(near, distance, torch.inf), limit], 1).amin(1, keepdim=True)
         share = torch.where(near, torch.exp((nearest - distance) / self.alpha), 0.0)
         share = share / share.sum(1, keepdim=True).clamp(min=1)

@@ -19,7 +19,7 @@ class HybridTree(PartTree):
 
     def write(self, part: HybridDescriptor, config: StandardConfig) -> Tree:
         """Return the tree of a descriptor."""
-        both = zip(part.descriptors, part.section.list, strict=True)
+        both = zip(part.parts, part.section.list, strict=True)
         trees = [tree_by_type(DESCRIPTORS, s.type).write(one, replace(config, descriptor=s)) for one, s in both]
         return {"@class": "Descriptor", "type": "hybrid", "@version": 1, "list": trees}
 

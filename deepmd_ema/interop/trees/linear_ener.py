@@ -26,11 +26,11 @@ class LinearTree(dp.StandardTree):
         assert isinstance(model.descriptor, LinearDescriptor)
         assert isinstance(model.fitting, LinearFitting)
         parts = []
-        both = zip(model.descriptor.descriptors, model.fitting.fittings, strict=True)
+        both = zip(model.descriptor.parts, model.fitting.parts, strict=True)
         for section, (descriptor, fitting) in zip(config.models, both, strict=True):
             if isinstance(section, PairTableConfig):
                 assert isinstance(descriptor, PairTableDescriptor)
-                parts.append(dp.part_tree(whole, "pairtab", dp.table_entries(descriptor.pairs.table, descriptor.sel)))
+                parts.append(dp.part_tree(whole, "pairtab", dp.table_entries(descriptor.pairs, descriptor.sel)))
             else:
                 networks = dp.network_trees(descriptor, fitting, config.standard(section))
                 parts.append(dp.part_tree(whole, "standard", networks))

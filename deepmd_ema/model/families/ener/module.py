@@ -13,6 +13,7 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.config.labels import APARAM, FPARAM
 from deepmd_ema.distributed.tensors import precision
 from deepmd_ema.errors import ConfigError, DataError
+from deepmd_ema.model.interface import Block, Fitting
 from deepmd_ema.model.nn.layers import Network, freeze, module_list
 from deepmd_ema.model.ops.operations import Operations, UsesOperations
 from deepmd_ema.model.sums import mean_and_spread
@@ -20,7 +21,6 @@ from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.model.families.ener.section import EnerFittingConfig
-    from deepmd_ema.model.interface import Block
 
 # A atoms, D features, P frame parameters, Q atom parameters, T types
 
@@ -33,14 +33,13 @@ class FittingNetwork(Network):
         return operations.values_and_gradients(x, [self], [x.shape[0]])
 
 
-class EnergyFitting(UsesOperations):
+class EnergyFitting(UsesOperations, Fitting):
     """Atomic energies: one network per type that sees only the atoms of its type, or one network for all.
 
     Args:
         config: the section ``model.fitting_net``.
         dim_in: D.
         num_types: T.
-        excluded_types: types whose atoms have no energy of their own.
         seed: of the initial parameters when the section has none.
         mixed_types: whether one network serves all types, because the features distinguish them.
     """
@@ -50,7 +49,6 @@ class EnergyFitting(UsesOperations):
         config: EnerFittingConfig,
         dim_in: int,
         num_types: int,
-        excluded_types: tuple[int, ...],
         seed: int,
         mixed_types: bool,
     ) -> None:
@@ -58,12 +56,10 @@ class EnergyFitting(UsesOperations):
         self.mixed_types = mixed_types
         self.dtype = precision(config.precision)
         self.dim_in, self.num_fparam, self.num_aparam = dim_in, config.numb_fparam, config.numb_aparam
-        self.excluded_types = frozenset(excluded_types)
         # nets whose energy is measured from that of an atom without neighbors; DeePMD-kit measures that of one net for
         # all types so as soon as one type has an energy
         given = {t for t, energy in enumerate(config.atom_ener or ()) if energy is not None}
         self.from_vacuum = frozenset({0} if given and mixed_types else given)
-        self.skips_absent = True  # the nets of elements that a batch does not have, in evaluation
         start = seed if config.seed is None else config.seed
         self.case_is_input = not getattr(config, "case_film_embd", False)
         self.num_inputs = dim_in + config.numb_fparam + config.numb_aparam + config.dim_case_embd * self.case_is_input
@@ -71,9 +67,6 @@ class EnergyFitting(UsesOperations):
             self._network(config, seed_for("fitting", start, t)) for t in range(1 if mixed_types else num_types)
         )
         freeze(self, config.trainable)
-        counted = torch.tensor([t not in self.excluded_types for t in range(num_types)], dtype=torch.float64)
-        self._counted: Tensor
-        self.register_buffer("_counted", counted, persistent=False)
         self.bias_atom_e: Tensor
         self.register_buffer("bias_atom_e", torch.zeros(num_types, 1, dtype=torch.float64))
         for name, count in ((FPARAM, self.num_fparam), (APARAM, self.num_aparam)):
@@ -125,8 +118,10 @@ class EnergyFitting(UsesOperations):
             self.case_embd.zero_()[index] = 1
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray], protect: float) -> None:
-        """Set mean and inverse spread of the frame and atom parameters that the data have."""
+        """Set mean and inverse spread of the frame and atom parameters that the data have and the networks read."""
         for name, values in sums.items():
+            if not hasattr(self, f"{name}_avg"):
+                continue
             mean, spread = mean_and_spread(values, protect)
             getattr(self, f"{name}_avg").copy_(torch.as_tensor(mean))
             getattr(self, f"{name}_inv_std").copy_(torch.as_tensor(1 / spread))
@@ -161,11 +156,7 @@ class EnergyFitting(UsesOperations):
                 energies[index] = energies[index] - self._values(index, vacuum)
             energy = torch.cat(energies)
         energy = energy.double() + self.bias_atom_e.view(-1)[batch.atom_type]
-        gradient = gradient[:, : self.dim_in].to(features.dtype)
-        if not self.excluded_types:
-            return energy, gradient
-        counted = self._counted[batch.atom_type]
-        return energy * counted, gradient * counted[:, None].to(gradient)
+        return energy, gradient[:, : self.dim_in].to(features.dtype)
 
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
         """Return the outputs of the networks (A,) and their gradients with respect to the inputs (A, N)."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.model.descriptor.views import View, view_of
+from deepmd_ema.model.nn.layers import module_list
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
@@ -52,24 +53,19 @@ class HybridDescriptor(nn.Module):
     def __init__(self, config: HybridConfig, parts: Sequence[Descriptor]) -> None:
         super().__init__()
         self.section = config
-        self.parts = nn.ModuleList(cast("list[nn.Module]", list(parts)))
+        self.parts: Sequence[Any] = module_list(cast("Sequence[nn.Module]", parts))
         self.mixed_types = any(part.mixed_types for part in parts)
         self.passes_messages = any(part.passes_messages for part in parts)
         self.dtype = max((part.dtype for part in parts), key=lambda dtype: torch.finfo(dtype).bits)
 
     @property
-    def descriptors(self) -> list[Descriptor]:
-        """The parts, first to last."""
-        return cast("list[Descriptor]", list(self.parts))
-
-    @property
     def dim_out(self) -> int:
         """Number of features of an atom."""
-        return sum(part.dim_out for part in self.descriptors)
+        return sum(part.dim_out for part in self.parts)
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return a layout in which every part finds its neighbors."""
-        layouts = [part.layout(excluded_pairs) for part in self.descriptors]
+        layouts = [part.layout(excluded_pairs) for part in self.parts]
         rcut, num_types = max(one.rcut for one in layouts), layouts[0].num_types
         of_types = tuple(max(sel) for sel in zip(*(one.sel for one in layouts if one.by_type)))
         if all(one.by_type for one in layouts):
@@ -88,32 +84,30 @@ class HybridDescriptor(nn.Module):
     @property
     def sum_names(self) -> tuple[str, ...]:
         """The names of the sums of each part after its place in the list."""
-        return tuple(f"{k}_{name}" for k, part in enumerate(self.descriptors) for name in part.sum_names)
+        return tuple(f"{k}_{name}" for k, part in enumerate(self.parts) for name in part.sum_names)
 
     def measure(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return the sums of all parts."""
-        both = enumerate(zip(self.descriptors, self._views(batch), strict=True))
+        both = enumerate(zip(self.parts, self._views(batch), strict=True))
         return {f"{k}_{name}": sums for k, (part, view) in both for name, sums in part.measure(view.batch).items()}
 
     def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
         """Hand each part its own sums."""
-        for k, part in enumerate(self.descriptors):
+        for k, part in enumerate(self.parts):
             part.apply_statistics({name: sums[f"{k}_{name}"] for name in part.sum_names})
 
     def stat_settings(self) -> dict[str, Any]:
         """Return those of the parts."""
-        return {"list": [part.stat_settings() for part in self.descriptors]}
+        return {"list": [part.stat_settings() for part in self.parts]}
 
     def blocks(self) -> list[Block]:
         """Return those of the parts."""
-        return [block for part in self.descriptors for block in part.blocks()]
+        return [block for part in self.parts for block in part.blocks()]
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and their vector-Jacobian product, the sum of those of the parts."""
         views = self._views(batch)
-        features, vjps = zip(
-            *(part(view.batch) for part, view in zip(self.descriptors, views, strict=True)), strict=True
-        )
+        features, vjps = zip(*(part(view.batch) for part, view in zip(self.parts, views, strict=True)), strict=True)
         widths = [one.shape[1] for one in features]
 
         def vjp(grad_features: Tensor) -> Tensor:
@@ -125,4 +119,4 @@ class HybridDescriptor(nn.Module):
 
     def _views(self, batch: Batch) -> list[View]:
         whole = self.layout(frozenset())
-        return [view_of(batch, whole, part.layout(frozenset()), self.knows_cutoffs) for part in self.descriptors]
+        return [view_of(batch, whole, part.layout(frozenset()), self.knows_cutoffs) for part in self.parts]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor
-from deepmd_ema.model.pair_table import PairEnergies
+from deepmd_ema.model.interface import Fitting
 
 if TYPE_CHECKING:
-    from deepmd_ema.model.interface import Block, Sums, Vjp
+    from deepmd_ema.model.interface import Vjp
     from deepmd_ema.model.pair_table import PairTable
 
 # A atoms, K neighbor slots, T types
@@ -35,7 +35,7 @@ class PairTableDescriptor(EnvironmentDescriptor):
 
     def __init__(self, table: PairTable, sel: int) -> None:
         super().__init__()
-        self.pairs, self.sel, self.environments = PairEnergies(table), sel, []
+        self.pairs, self.sel, self.environments = table, sel, []
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return a layout of the nearest ``sel`` neighbors of all types."""
@@ -52,41 +52,9 @@ class PairTableDescriptor(EnvironmentDescriptor):
         return 0.5 * energy.sum(1, keepdim=True), lambda grad: grad.unsqueeze(-1) * along
 
 
-class PairTableFitting(nn.Module):
-    """The energy of an atom is the one feature that a table gives it.
-
-    Args:
-        num_types: T.
-        excluded_types: types whose atoms have no energy of their own.
-    """
-
-    skips_absent = True
-
-    def __init__(self, num_types: int, excluded_types: tuple[int, ...]) -> None:
-        super().__init__()
-        counted = torch.tensor([t not in excluded_types for t in range(num_types)], dtype=torch.float64)
-        self._counted: Tensor
-        self.register_buffer("_counted", counted, persistent=False)
+class PairTableFitting(Fitting):
+    """The energy of an atom is the one feature that a table gives it."""
 
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energies (A,), eV, and their gradient (A, 1) with respect to the features."""
-        counted = self._counted[batch.atom_type]
-        return features[:, 0] * counted, counted[:, None]
-
-    def share_networks(self, other: PairTableFitting, whose: str) -> None:
-        """Take nothing."""
-
-    @property
-    def case(self) -> int:
-        """0: a table does not distinguish tasks."""
-        return 0
-
-    def set_case(self, index: int) -> None:
-        """Take nothing: a table is the same for all tasks."""
-
-    def apply_statistics(self, sums: Sums, protect: float) -> None:
-        """Take nothing."""
-
-    def blocks(self) -> list[Block]:
-        """Return none."""
-        return []
+        return features[:, 0], torch.ones_like(features)

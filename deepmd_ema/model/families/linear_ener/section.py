@@ -14,6 +14,7 @@ from deepmd_ema.config.schema.descriptor import DescriptorConfig
 from deepmd_ema.config.schema.descriptor_bases import OneListSection, TotalNeighborList
 from deepmd_ema.config.schema.model import ModelConfig, StandardConfig
 from deepmd_ema.config.schema.pair_table import Table, pair_table, read_table, table_problems
+from deepmd_ema.model.families.ener.section import EnerFittingConfig
 from deepmd_ema.model.families.hybrid.section import HybridConfig
 
 _OF_WHOLE = "the energies of the elements are fitted for the whole model"
@@ -107,27 +108,6 @@ class PartDescriptors(HybridConfig):
         return f"models[{number}]" if is_table else f"models[{number}].descriptor"
 
 
-@dataclass(frozen=True)
-class PartFittings:
-    """Fitting networks of all parts together; no section of an input.
-
-    Attributes:
-        nets: of each part its section, or None for a table.
-        weights: of each part.
-        numb_fparam: the number that the parts agree on which read any; the same holds for the others.
-    """
-
-    nets: Sequence[Any]
-    weights: tuple[float, ...]
-    numb_fparam: int
-    numb_aparam: int
-    dim_case_embd: int
-    default_fparam: list[float] | None
-    type: ClassVar[str] = "linear_ener"
-    atom_ener: ClassVar[list[float | None]] = []
-    rcond: ClassVar[float | None] = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig(ModelConfig):
     """Several models of the same atoms, whose energies are added up with weights, and one energy of each element."""
@@ -155,17 +135,14 @@ class LinearConfig(ModelConfig):
         return PartDescriptors(list=parts)
 
     @property
-    def fitting_net(self) -> PartFittings:
-        """Return a section that represents the fitting networks of all parts."""
-        nets = [part.fitting_net if isinstance(part, NetworkPartConfig) else None for part in self.models]
-        networks = [net for net in nets if net is not None]
-        return PartFittings(
-            nets,
-            self.part_weights,
-            numb_fparam=max((net.numb_fparam for net in networks), default=0),
-            numb_aparam=max((net.numb_aparam for net in networks), default=0),
-            dim_case_embd=max((net.dim_case_embd for net in networks), default=0),
-            default_fparam=next((net.default_fparam for net in networks if net.numb_fparam), None),
+    def fitting_net(self) -> EnerFittingConfig:
+        """Return a section with the numbers of conditions that the parts agree on which read any."""
+        nets = [part.fitting_net for part in self.models if isinstance(part, NetworkPartConfig)]
+        return EnerFittingConfig(
+            numb_fparam=max((net.numb_fparam for net in nets), default=0),
+            numb_aparam=max((net.numb_aparam for net in nets), default=0),
+            dim_case_embd=max((net.dim_case_embd for net in nets), default=0),
+            default_fparam=next((net.default_fparam for net in nets if net.numb_fparam), None),
         )
 
     @property
