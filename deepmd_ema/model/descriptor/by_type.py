@@ -32,6 +32,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
         num_networks: how many networks there are.
 
     Attributes:
+        dim_out: number of features of an atom.
         num_columns: C, 4 or, of a descriptor that is radial only, 1.
     """
 
@@ -47,7 +48,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
         self.section = config
         self.rcut, self.rcut_smth, self.protection = config.rcut, config.rcut_smth, config.env_protection
         self.sel, self.num_types, self.num_channels = tuple(config.sel), num_types, config.neuron[-1]
-        self.dtype = precision(config.precision)
+        self.dim_out, self.dtype = self.num_channels, precision(config.precision)
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         start = seed if config.seed is None else config.seed
         self.embeddings = module_list(
@@ -57,11 +58,6 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
         freeze(self, config.trainable)
         add_normalisation(self, (num_types, sum(self.sel), self.num_columns), self.dtype)
         self.environments = [EnvironmentStatistics(self, config.exclude_types, config.set_davg_zero)]
-
-    @property
-    def dim_out(self) -> int:
-        """Number of features of an atom."""
-        return self.num_channels
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return the layout of neighbors of this descriptor."""

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.batch import Batch
+from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.ops.environment import environment_rows, switch, switch_and_derivative
 from deepmd_ema.model.sums import mean_and_spread, sum_by_type
@@ -109,15 +110,32 @@ class EnvironmentStatistics:
 
 
 class EnvironmentDescriptor(nn.Module):
-    """Base of descriptors that normalise environment matrices.
+    """Base of descriptors that normalise environment matrices or nothing, and of their layout.
 
     Attributes:
+        section: the section ``model.descriptor``.
+        num_types: number of elements.
         environments: what is measured, of each normalised matrix.
         excluded: pairs of types that do not see each other.
     """
 
-    environments: list[EnvironmentStatistics]
+    section: Any
+    num_types: int
+    environments: Sequence[EnvironmentStatistics] = ()
     excluded: ExcludedPairs
+
+    def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
+        """Return the layout of neighbors of this descriptor: one list for all elements."""
+        section = self.section
+        inner = section.inner_neighbors() if isinstance(section, HasInnerNeighbors) else ()
+        return NeighborLayout(
+            section.cutoff,
+            section.neighbors,
+            self.num_types,
+            by_type=False,
+            excluded_pairs=excluded_pairs,
+            inner=tuple((rcut, most) for _, rcut, most in inner),
+        )
 
     @property
     def sum_names(self) -> tuple[str, ...]:

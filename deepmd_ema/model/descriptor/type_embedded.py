@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
+from deepmd_ema.batch import Batch
 from deepmd_ema.distributed.tensors import precision
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
@@ -65,19 +64,6 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
     def dim_out(self) -> int:
         """Number of features of an atom."""
         return self.num_features + self._width * self.section.concat_output_tebd
-
-    def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
-        """Return the layout of neighbors of this descriptor."""
-        section = self.section
-        inner = section.inner_neighbors() if isinstance(section, HasInnerNeighbors) else ()
-        return NeighborLayout(
-            section.cutoff,
-            section.neighbors,
-            self.num_types,
-            by_type=False,
-            excluded_pairs=excluded_pairs,
-            inner=tuple((rcut, most) for _, rcut, most in inner),
-        )
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and their vector-Jacobian product."""

@@ -185,6 +185,7 @@ class DPA2Config(TypeEmbeddedOptions):
 
     type: ClassVar[str] = "dpa2"
     neighbors_option: ClassVar[str] = "repinit.nsel"
+    vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
 
     repinit: RepinitConfig = option(doc="The first features of an atom.")
     repformer: RepformerConfig = option(doc="The layers in which atoms and pairs exchange their features.")
@@ -267,11 +268,6 @@ class DPA2Config(TypeEmbeddedOptions):
             f"{later.rcut_smth:g}), nsel {later.nsel}, {later.g1_dim} features of an atom, {later.g2_dim} of a pair, "
             f"{common.dtype_name(self.precision)}"
         )
-
-    @property
-    def vacuum_needs(self) -> str:
-        """Return another descriptor: the layers give an isolated atom features, which are not zero."""
-        return 'type = "se_e2_a"'
 
     @property
     def first_block(self) -> SeAttenConfig:

@@ -175,6 +175,7 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions):
 
     type: ClassVar[str] = "dpa3"
     neighbors_option: ClassVar[str] = "repflow.e_sel"
+    vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
 
     repflow: RepflowConfig = option(doc="Layers of the descriptor.")
     concat_output_tebd: bool = redefined(TypeEmbeddedOptions, "concat_output_tebd", False)
@@ -232,8 +233,3 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions):
             f"{flow.e_rcut:g} angstrom (sel {flow.e_sel}), {angles if flow.update_angle else 'no angles'}, "
             f"{common.dtype_name(self.precision)}"
         )
-
-    @property
-    def vacuum_needs(self) -> str:
-        """Return the setting that makes the features of an isolated atom zero: another type of descriptor."""
-        return 'type = "se_e2_a"'

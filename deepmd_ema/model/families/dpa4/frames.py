@@ -180,7 +180,10 @@ class RadialMixer(nn.Module):
             edges: pairs.
         """
         weight = self.weight.unflatten(0, (self.counts[0], -1))
-        kernels = self._kernels(edges.radial.map(weight if project is None else project @ weight))
+        flat = edges.radial.map(weight if project is None else project @ weight).unflatten(1, (-1, self.rank))
+        # for each |m| (E, L + 1 - m, L + 1 - m, rank), from the degrees of a neighbor to those of the pair
+        parts = flat.split([count**2 for count in self.counts], 1)
+        kernels = [part.unflatten(1, (count, count)) for part, count in zip(parts, self.counts)]
         if self.is_full:
             turned = edges.turned(rows, x).split(self.frames.sizes, 1)
             found = [
@@ -202,11 +205,6 @@ class RadialMixer(nn.Module):
         ).permute(0, 3, 2, 1)  # E, rank, L + 1 - m, columns from degree m on
         turn = self.frames.of_order(edges, m)[:, None, :, None, m * m :]
         return nn.functional.pad((turn * columns[:, :, None]).flatten(2, 3), (m * m, 0))
-
-    def _kernels(self, flat: Tensor) -> list[Tensor]:
-        """Return for each |m| (E, L + 1 - m, L + 1 - m, rank), from the degrees of a neighbor to those of the pair."""
-        parts = flat.unflatten(1, (-1, self.rank)).split([count**2 for count in self.counts], 1)
-        return [part.unflatten(1, (count, count)) for part, count in zip(parts, self.counts)]
 
 
 class OrderLinear(nn.Module):
@@ -316,7 +314,10 @@ class Mixing(nn.Module):
             radial = edges.radial.map((eye if project is None else project)[None])
             near = (radial * edges.envelope.view(-1, 1)).unflatten(-1, (self.streams, -1)).transpose(0, 1)
         out = self._evaluated(x, near)
-        return out if self.streams == 1 else self._shared(out, x)
+        if self.streams == 1:
+            return out
+        # times the weights of the streams, by the scalars before the layers
+        return (out.unflatten(-1, (self.streams, -1)) * self.competition(x[:, 0])[:, None, :, None]).flatten(2)
 
     def _evaluated(self, x: Tensor, near: Tensor | None) -> Tensor:
         """Return the coefficients (E, R, W) after all layers; ``near`` (F, E, C) is a factor of the first bias."""
@@ -327,10 +328,6 @@ class Mixing(nn.Module):
             scale = None if self.adam_so2_layer_scales is None else self.adam_so2_layer_scales[index]
             parts = self._layer(parts, linear, norm, act, scale, near if index == 0 else None)
         return torch.cat(list(parts), -1).unflatten(-1, (-1, self.width)).movedim(0, 2).flatten(2)
-
-    def _shared(self, out: Tensor, before: Tensor) -> Tensor:
-        """Return the coefficients times the weights of their streams, by the scalars before the layers."""
-        return (out.unflatten(-1, (self.streams, -1)) * self.competition(before[:, 0])[:, None, :, None]).flatten(2)
 
     def competition(self, scalars: Tensor) -> Tensor:
         """Return the weights of the streams (E, F) by their scalars (E, W)."""
@@ -345,7 +342,10 @@ class Mixing(nn.Module):
         near: Tensor | None,
     ) -> list[Tensor]:  # fmt: skip
         """Return the coefficients of each |m| (F, E, rows C) after one layer."""
-        inputs = self._normed(parts, norm)
+        inputs = parts
+        if not isinstance(norm, nn.Identity):
+            whole: Tensor = norm(torch.cat(list(parts), -1).unflatten(-1, (-1, self.width)))
+            inputs = whole.flatten(2).split([part.shape[-1] for part in parts], -1)
         outputs = [torch.bmm(part, matrix) for part, matrix in zip(inputs, linear.matrices())]
         if linear.bias0 is not None:
             bias = linear.bias0.view(self.streams, 1, -1)
@@ -356,12 +356,6 @@ class Mixing(nn.Module):
         if scale is not None:
             outputs = [(part.unflatten(-1, (-1, self.width)) * scale[:, None, None]).flatten(2) for part in outputs]
         return [part + more for part, more in zip(parts, outputs)]
-
-    def _normed(self, parts: Sequence[Tensor], norm: nn.Module) -> Sequence[Tensor]:
-        if isinstance(norm, nn.Identity):
-            return parts
-        whole: Tensor = norm(torch.cat(list(parts), -1).unflatten(-1, (-1, self.width)))
-        return whole.flatten(2).split([part.shape[-1] for part in parts], -1)
 
     def _activated(self, parts: Sequence[Tensor], act: nn.Module) -> list[Tensor]:
         """Return the coefficients of each order after the function between two layers."""

@@ -7,7 +7,9 @@ shapes that they have in files of DeePMD-kit; optimizers choose by these names, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,10 @@ from torch import Tensor, nn
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.utils import seed_for
 
-# D coefficients of the degrees 0..L, N atoms or pairs, F streams, C channels of each
+if TYPE_CHECKING:
+    from deepmd_ema.model.families.dpa4.section import AllNeighborsSection
+
+# D coefficients of the degrees 0..L, N atoms or pairs (of functions: their number), F streams, C channels of each
 
 SMALL = 0.01  # spread of the first weights of gates and logits
 ALMOST_NONE = 1e-3  # first factor of what is added by layers that are to grow
@@ -66,17 +71,38 @@ class Source:
         return nn.Parameter(values.to(self.dtype))
 
 
+class DistanceFunctions(nn.Module):
+    """``sin(w r) / r`` or gaussians, functions of the distance of a pair.
+
+    Args:
+        config: the section ``model.descriptor``.
+        dtype: precision of the parameters.
+    """
+
+    def __init__(self, config: AllNeighborsSection, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.is_bessel, count = config.basis_type == "bessel", config.n_radial
+        self.coefficient = -0.5 * (max(count - 1, 1) / config.rcut) ** 2
+        start = (
+            torch.arange(1, count + 1, dtype=torch.float64) * (math.pi / config.rcut)
+            if self.is_bessel
+            else torch.linspace(0, config.rcut, count, dtype=torch.float64)
+        )
+        self.adam_freqs = nn.Parameter(start[None].to(dtype))
+
+    def functions(self, distance: Tensor) -> Tensor:
+        """Return (..., N) from distances (..., 1), angstrom, in their precision."""
+        freqs = self.adam_freqs.to(distance)
+        if self.is_bessel:
+            return torch.sin(distance * freqs) / distance
+        return torch.exp((distance - freqs).square() * self.coefficient)
+
+
 def by_degree(values: Tensor, dim: int = 0) -> Tensor:
     """Return the values of degrees, in a dimension of L + 1, for each coefficient."""
     parts = [part.expand(*part.shape[:dim], 2 * degree + 1, *part.shape[dim + 1 :])
              for degree, part in enumerate(values.split(1, dim))]  # fmt: skip
     return torch.cat(parts, dim)
-
-
-def map_degrees(x: Tensor, weights: Tensor) -> Tensor:
-    """Return the product of the coefficients of each degree (D, ..., I) with its matrix, of (L + 1, I, O)."""
-    found = [x[degree**2 : (degree + 1) ** 2] @ weight for degree, weight in enumerate(weights)]
-    return torch.cat(found) if len(found) > 1 else found[0]
 
 
 class Dense(nn.Module):
@@ -152,7 +178,8 @@ class DegreeLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (D, N, F O) from (D, N, F I)."""
         if self.streams == 1:
-            out = map_degrees(x, self.weight)
+            parts = [x[n**2 : (n + 1) ** 2] @ weight for n, weight in enumerate(self.weight)]
+            out = torch.cat(parts) if len(parts) > 1 else parts[0]
         else:
             streams = x.unflatten(-1, (self.streams, -1)).movedim(2, 1)  # D, F, N, I
             maps = self.weight.unflatten(-1, (self.streams, -1)).transpose(1, 2)  # L + 1, F, I, O

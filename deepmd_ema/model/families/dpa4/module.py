@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.batch import Batch, Neighborhood, NeighborLayout
+from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.distributed.tensors import precision
 from deepmd_ema.model.bridging import source_gate
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.families.dpa4.convolution import Block, FeedForward
 from deepmd_ema.model.families.dpa4.frames import Edges, Radial
 from deepmd_ema.model.families.dpa4.grids import GridOptions
-from deepmd_ema.model.families.dpa4.layers import Dense, ScalarNorm, Source, TypeTable
+from deepmd_ema.model.families.dpa4.layers import Dense, DistanceFunctions, ScalarNorm, Source, TypeTable
 from deepmd_ema.model.families.dpa4.rotations import FrameRotations, num_coefficients, quaternions
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import freeze, module_list
@@ -32,10 +32,8 @@ from deepmd_ema.utils import seed_for
 if TYPE_CHECKING:
     from typing_extensions import Self  # of typing since Python 3.11
 
-    from deepmd_ema.batch import Batch
     from deepmd_ema.model.families.dpa4.section import DPA4Config
-    from deepmd_ema.model.interface import Block as ShardedBlock
-    from deepmd_ema.model.interface import Sums, Vjp
+    from deepmd_ema.model.interface import Vjp
 
 # A atoms, S neighbor slots, N radial functions, C channels
 
@@ -81,8 +79,8 @@ class Pairs:
         return cls(distance, vector / distance[..., None], envelope, None if dropped is None else ~dropped)
 
 
-class RadialBasis(nn.Module):
-    """Functions of the distance that are 0 at the cutoff: ``sin(w r) / r`` or gaussians, times an envelope.
+class RadialBasis(DistanceFunctions):
+    """Functions of the distance times an envelope, which are 0 at the cutoff.
 
     Args:
         config: the section ``model.descriptor``.
@@ -90,24 +88,13 @@ class RadialBasis(nn.Module):
     """
 
     def __init__(self, config: DPA4Config, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.rcut, self.exponent, self.is_bessel = config.rcut, config.env_exp[0], config.basis_type == "bessel"
-        count = config.n_radial
-        start = (
-            torch.arange(1, count + 1, dtype=torch.float64) * (math.pi / config.rcut)
-            if self.is_bessel
-            else torch.linspace(0, config.rcut, count, dtype=torch.float64)
-        )
-        self.adam_freqs = nn.Parameter(start[None].to(dtype))
-        self.coefficient = -0.5 * (max(count - 1, 1) / config.rcut) ** 2
+        super().__init__(config, dtype)
+        self.rcut, self.exponent = config.rcut, config.env_exp[0]
 
     def forward(self, pairs: Pairs) -> Tensor:
         """Return (A, S, N)."""
         distance = pairs.distance[..., None]
-        if self.is_bessel:
-            found = torch.sin(distance * self.adam_freqs) / distance
-        else:
-            found = torch.exp((distance - self.adam_freqs).square() * self.coefficient)
+        found = self.functions(distance)
         envelope = cutoff_envelope(distance, self.rcut, self.exponent)
         if pairs.is_seen is not None:
             envelope = envelope * pairs.is_seen[..., None]
@@ -213,7 +200,7 @@ FLOOR = 0.25  # added to sums of squared envelopes before they are divided by
 FILM_STRENGTH = 0.01
 
 
-class DPA4Descriptor(nn.Module):
+class DPA4Descriptor(EnvironmentDescriptor):
     """Scalars of atoms after messages of spherical harmonics (DPA-4, arXiv:2606.02419).
 
     The rotation of each pair into its frame is free about the axis of the pair, and results do not depend on it, so it
@@ -232,7 +219,7 @@ class DPA4Descriptor(nn.Module):
     def __init__(self, config: DPA4Config, num_types: int, seed: int) -> None:
         super().__init__()
         self.section, self.num_types, self.infers_in_bfloat16 = config, num_types, False
-        self.dtype = precision(config.precision)
+        self.dim_out, self.dtype = config.channels, precision(config.precision)
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         source = Source(seed_for("dpa4", seed if config.seed is None else config.seed), self.dtype)
         lmax, channels = config.largest_degree + config.extra_node_l, config.channels
@@ -278,39 +265,6 @@ class DPA4Descriptor(nn.Module):
         self._version_vector = self.version_tensor.view(1)
         return found
 
-    @property
-    def dim_out(self) -> int:
-        """Number of features of an atom."""
-        return self.section.channels
-
-    def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
-        """Return the layout of neighbors: all within the cutoff."""
-        section = self.section
-        assert section.neighbors is not None
-        return NeighborLayout(
-            section.rcut, section.neighbors, self.num_types, by_type=False, excluded_pairs=excluded_pairs
-        )
-
-    @property
-    def sum_names(self) -> tuple[str, ...]:
-        """Names of the sums over data: none are needed."""
-        return ()
-
-    def measure(self, batch: Batch) -> Sums:
-        """Return no sums."""
-        return {}
-
-    def apply_statistics(self, sums: Mapping[str, np.ndarray]) -> None:
-        """Do nothing: no numbers of this descriptor come from data."""
-
-    def stat_settings(self) -> Mapping[str, Any]:
-        """Return no settings."""
-        return {}
-
-    def blocks(self) -> list[ShardedBlock]:
-        """Return none: all networks are used in every step."""
-        return []
-
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, C) and their vector-Jacobian product."""
         return with_vjp(lambda vector: self._features(vector, batch), batch.vector)
@@ -334,7 +288,11 @@ class DPA4Descriptor(nn.Module):
         scalar = own = own_type @ table
         if self.env_seed_embedding is not None:
             logits = self.env_seed_embedding(pairs, basis, gate, scale, batch)
-            scalar = self._conditioned(own, logits)
+            # the embeddings of atoms, scaled and shifted by their surroundings
+            by_scale, by_shift = logits.chunk(2, -1)
+            factor = self.film_scale_strength_log.exp() * torch.tanh(self.film_scale_norm(by_scale))
+            scalar = own * (1 + factor)
+            scalar = scalar + self.film_shift_strength_log.exp() * torch.tanh(self.film_shift_norm(by_shift))
         x = scalar[None]
         if self.env_seed_embedding is not None and rotation.shape[-1] > 1:
             weighted = (gate * scale[:, None])[..., None] * rotation[:, 0, 1:].unflatten(0, gate.shape)
@@ -368,8 +326,8 @@ class DPA4Descriptor(nn.Module):
         wants = self.section.use_amp if self.training else self.infers_in_bfloat16
         is_mixed = wants and x.device.type == "cuda"
         with torch.autocast("cuda", torch.bfloat16) if is_mixed else nullcontext():
-            for layer, size in zip(self.layers, self._sizes()):
-                x = layer(x[:size], edges)
+            for layer, lmax in zip(self.layers, self.section.degrees):
+                x = layer(x[: num_coefficients(lmax + self.section.extra_node_l)], edges)
         x = x.to(self.dtype)
         x = x[: num_coefficients(self.section.readout_degree)]
         for network in (*self.readout_pre_layers, self.output_ffn):
@@ -386,13 +344,3 @@ class DPA4Descriptor(nn.Module):
             is_near = is_near & pairs.is_seen
         of_atoms = source_gate(pairs.distance, is_near, window)
         return gather_neighbors(of_atoms[:, None], neighborhood.neighbor, neighborhood.reverse).squeeze(-1)
-
-    def _sizes(self) -> list[int]:
-        """Return the numbers of coefficients of an atom in each block."""
-        return [num_coefficients(lmax + self.section.extra_node_l) for lmax in self.section.degrees]
-
-    def _conditioned(self, own: Tensor, logits: Tensor) -> Tensor:
-        """Return the embeddings of atoms (A, C), scaled and shifted by their surroundings (A, 2 C)."""
-        scale, shift = logits.chunk(2, -1)
-        factor = self.film_scale_strength_log.exp() * torch.tanh(self.film_scale_norm(scale))
-        return own * (1 + factor) + self.film_shift_strength_log.exp() * torch.tanh(self.film_shift_norm(shift))

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.geometry import NeighborStatistics
 
-    pass
-
 MAX_DEGREE = 6
 
 _degree = Check(lambda v: 0 <= v <= MAX_DEGREE, f"a whole number from 0 to {MAX_DEGREE}")
@@ -35,7 +33,7 @@ def _flags(number: int) -> Check:
     return Check(lambda v: not isinstance(v, list) or len(v) == number, f"a list of {number} booleans")
 
 
-_widths = Check(
+some_widths = Check(
     lambda v: all(0 <= n <= common.MAX_SIZE for n in v), f"a list of whole numbers from 0 to {common.MAX_SIZE:,}"
 )
 _branches = Check(
@@ -49,6 +47,7 @@ class AllNeighborsSection(ChargeSpinOptions, NeighborList):
     """Options of descriptors of spherical harmonics, which see all neighbors inside the cutoff."""
 
     has_type_embedding: ClassVar[bool] = True
+    vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
 
     rcut: float = common.cutoff_option("Cutoff radius.", 6.0)
     basis_type: str = option("bessel", choices=("bessel", "gaussian"), doc="Functions of the distance.")
@@ -75,11 +74,6 @@ class AllNeighborsSection(ChargeSpinOptions, NeighborList):
         """Yield options that contradict each other."""
         yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
 
-    @property
-    def vacuum_needs(self) -> str:
-        """Return the setting that makes the features of an isolated atom zero: another type of descriptor."""
-        return 'type = "se_e2_a"'
-
 
 @dataclass(frozen=True, kw_only=True)
 class DPA4Config(AllNeighborsSection):
@@ -102,7 +96,7 @@ class DPA4Config(AllNeighborsSection):
     )
     channels: int = option(64, check=positive_int, doc="Channels of each coefficient of an atom.")
     radial_mlp: list[int] = option(
-        [0], check=_widths, doc="Widths of the hidden layers behind the functions of the distance; 0 is `channels`."
+        [0], check=some_widths, doc="Widths of the hidden layers behind the functions of the distance; 0 is `channels`."
     )
     edge_norm: bool = option(
         True,

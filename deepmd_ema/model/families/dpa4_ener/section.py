@@ -10,11 +10,8 @@ from deepmd_ema.config.fields import Check, option, redefined
 from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.text_options import ActivationName
+from deepmd_ema.model.families.dpa4.section import some_widths
 from deepmd_ema.model.families.ener.section import EnerFittingConfig
-
-_widths = Check(
-    lambda v: all(0 <= n <= common.MAX_SIZE for n in v), f"a list of whole numbers from 0 to {common.MAX_SIZE:,}"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +24,7 @@ class DPA4EnerConfig(EnerFittingConfig):
     neuron: list[int] = option(
         [0],
         alias=("n_neuron",),
-        check=_widths,
+        check=some_widths,
         doc="Widths of the hidden layers. 0 is `8/3` of the number of inputs, rounded up to a multiple of 32.",
     )
     activation_function: ActivationName = common.activation_option("Activation function of the gates.", "silu")

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.batch import Batch
 from deepmd_ema.distributed.tensors import precision
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.families.dpa4.layers import Source, TypeTable
 from deepmd_ema.model.families.dpa4c.moments import InvariantReadout, pair_numbers
@@ -26,7 +27,7 @@ from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa4c.section import DPA4CConfig
-    from deepmd_ema.model.interface import Block, Sums, Vjp
+    from deepmd_ema.model.interface import Vjp
 
 # A atoms, K neighbor slots, T types, S of them of the neighbors in a batch, C channels, M with modes, Q harmonics
 
@@ -35,7 +36,7 @@ NUM_MASSES = 2
 MAX_SPECIES = 8  # elements of a batch up to which sums over neighbors are kept apart by element
 
 
-class DPA4CDescriptor(UsesOperations):
+class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
     """Products of two, three and four moments of the neighbors of each atom (DPA4C).
 
     Args:
@@ -44,6 +45,7 @@ class DPA4CDescriptor(UsesOperations):
         seed: of the initial parameters when the section has none.
 
     Attributes:
+        dim_out: D, number of features of an atom.
         feature_mean: (D,) buffer, subtracted from the features.
         feature_spread: (D,) buffer, by which they are divided.
     """
@@ -64,22 +66,10 @@ class DPA4CDescriptor(UsesOperations):
         self.pair_film = PairNetwork(config, source.part("pairs"))
         self.readout = InvariantReadout(config, source.part("readout"))
         self.interpolation = Interpolation(config.interpolate, self.dtype, 3 * gated_width(config.channels))
+        self.dim_out = self.readout.dim_out + NUM_MASSES + config.channels
         self.register_buffer("feature_mean", torch.zeros(self.dim_out, dtype=self.dtype))
         self.register_buffer("feature_spread", torch.ones(self.dim_out, dtype=self.dtype))
         freeze(self, config.trainable)
-
-    @property
-    def dim_out(self) -> int:
-        """Number of features of an atom."""
-        return self.readout.dim_out + NUM_MASSES + self.section.channels
-
-    def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
-        """Return the layout of neighbors: all within the cutoff."""
-        section = self.section
-        assert section.neighbors is not None
-        return NeighborLayout(
-            section.rcut, section.neighbors, self.num_types, by_type=False, excluded_pairs=excluded_pairs
-        )
 
     @property
     def sum_names(self) -> tuple[str, ...]:
@@ -90,7 +80,7 @@ class DPA4CDescriptor(UsesOperations):
         return (f"{text.hexdigest()}/features",)
 
     @torch.no_grad()
-    def measure(self, batch: Batch) -> Sums:
+    def measure(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return counts, sums and sums of squares (G, 3) of the features but the embeddings of the elements."""
         features = self._invariants(batch)[0].double()
         count = torch.full_like(features[0], len(features))
@@ -117,14 +107,6 @@ class DPA4CDescriptor(UsesOperations):
         number = len(scale)
         self.feature_mean[:number] = torch.as_tensor(mean)
         self.feature_spread[:number] = torch.as_tensor(scale)
-
-    def stat_settings(self) -> Mapping[str, Any]:
-        """Return no settings: the name of the sums holds them."""
-        return {}
-
-    def blocks(self) -> list[Block]:
-        """Return none: all networks are used in every step."""
-        return []
 
     def radial_range(self, min_distance: float) -> tuple[float, float]:
         """Return the least and the largest number at which the radial network is evaluated, angstrom."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.model.families.dpa4.layers import Dense, Source, swiglu
+from deepmd_ema.model.families.dpa4.layers import Dense, DistanceFunctions, Source, swiglu
 from deepmd_ema.model.nn.layers import module_list
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class GatedNetwork(nn.Module):
         )
 
 
-class RadialNetwork(nn.Module):
+class RadialNetwork(DistanceFunctions):
     """Channels and modes of a distance.
 
     Called as a network of one number (`deepmd_ema.model.nn.layers.Network`), it computes in the precision of its input.
@@ -53,16 +53,8 @@ class RadialNetwork(nn.Module):
     """
 
     def __init__(self, config: DPA4CConfig, source: Source) -> None:
-        super().__init__()
+        super().__init__(config, source.dtype)
         count, hidden = config.n_radial, gated_width(config.channels)
-        self.is_bessel = config.basis_type == "bessel"
-        self.coefficient = -0.5 * (max(count - 1, 1) / config.rcut) ** 2
-        start = (
-            torch.arange(1, count + 1, dtype=torch.float64) * (math.pi / config.rcut)
-            if self.is_bessel
-            else torch.linspace(0, config.rcut, count, dtype=torch.float64)
-        )
-        self.adam_freqs = nn.Parameter(start[None].to(source.dtype))
         self.embedding = GatedNetwork(count, hidden, config.channels, source.part("channels"))
         self.mode_head = Dense(hidden, config.radial_modes, source.part("modes")) if config.radial_modes else None
 
@@ -74,12 +66,12 @@ class RadialNetwork(nn.Module):
 
     def forward(self, distance: Tensor) -> Tensor:
         """Return (..., M) from distances (..., 1), angstrom."""
-        return swiglu(self._basis(distance) @ self._first(distance)) @ self._last(distance)
+        return swiglu(self.functions(distance) @ self._first(distance)) @ self._last(distance)
 
     def value_and_derivative(self, distance: Tensor) -> tuple[Tensor, Tensor]:
         """Return the value (..., M) and its derivative (..., M) by the distances (..., 1)."""
-        basis, first, last = self._basis(distance), self._first(distance), self._last(distance)
-        freqs = self.adam_freqs[0].to(distance)
+        basis, first, last = self.functions(distance), self._first(distance), self._last(distance)
+        freqs = self.adam_freqs.to(distance)
         if self.is_bessel:
             slope = (freqs * torch.cos(distance * freqs) - basis) / distance
         else:
@@ -89,13 +81,6 @@ class RadialNetwork(nn.Module):
         silu = gate * sigmoid
         changed = sigmoid * (1 + gate - silu) * d_gate * value + silu * d_value
         return (silu * value) @ last, changed @ last
-
-    def _basis(self, distance: Tensor) -> Tensor:
-        """Return the radial functions (..., N)."""
-        freqs = self.adam_freqs[0].to(distance)
-        if self.is_bessel:
-            return torch.sin(distance * freqs) / distance
-        return torch.exp((distance - freqs).square() * self.coefficient)
 
     def _first(self, like: Tensor) -> Tensor:
         """Return the map (N, 2 H)."""

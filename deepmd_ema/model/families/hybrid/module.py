@@ -54,14 +54,10 @@ class HybridDescriptor(nn.Module):
         super().__init__()
         self.section = config
         self.parts: Sequence[Any] = module_list(cast("Sequence[nn.Module]", parts))
+        self.dim_out = sum(part.dim_out for part in parts)
         self.mixed_types = any(part.mixed_types for part in parts)
         self.passes_messages = any(part.passes_messages for part in parts)
         self.dtype = max((part.dtype for part in parts), key=lambda dtype: torch.finfo(dtype).bits)
-
-    @property
-    def dim_out(self) -> int:
-        """Number of features of an atom."""
-        return sum(part.dim_out for part in self.parts)
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return a layout in which every part finds its neighbors."""

@@ -35,7 +35,7 @@ class PairTableDescriptor(EnvironmentDescriptor):
 
     def __init__(self, table: PairTable, sel: int) -> None:
         super().__init__()
-        self.pairs, self.sel, self.environments = table, sel, []
+        self.pairs, self.sel = table, sel
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:
         """Return a layout of the nearest ``sel`` neighbors of all types."""

@@ -42,13 +42,9 @@ class SeE2ADescriptor(ByTypeDescriptor):
 
     def __init__(self, config: SeE2AConfig | SeE2RConfig, num_types: int, seed: int) -> None:
         super().__init__(config, num_types, seed, num_types if config.type_one_side else num_types**2)
-        self.one_side, self.num_axis = config.type_one_side, getattr(config, "axis_neuron", 0)
+        self.one_side, self.num_axis = config.type_one_side, getattr(config, "axis_neuron", 1)
+        self.dim_out = self.num_channels * self.num_axis
         self.interpolation = Interpolation(config.interpolate, self.dtype, sum(config.neuron))
-
-    @property
-    def dim_out(self) -> int:
-        """Number of features of an atom."""
-        return self.num_channels * self.num_axis
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, M X) and their vector-Jacobian product."""

@@ -29,11 +29,6 @@ class SeE2RDescriptor(SeE2ADescriptor):
 
     num_columns: ClassVar[int] = 1
 
-    @property
-    def dim_out(self) -> int:
-        """Number of features of an atom."""
-        return self.num_channels
-
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, M) and their vector-Jacobian product."""
         (sums, vjp), scale = self._sums(batch), SCALE / sum(self.sel)

@@ -17,6 +17,7 @@ class SeE3Config(PerElementSection):
 
     type: ClassVar[str] = "se_e3"
     aliases: ClassVar[tuple[str, ...]] = ("se_at", "se_a_3be", "se_t")
+    vacuum_needs: ClassVar[str] = ""  # the features of an isolated atom are zero
     type_one_side: ClassVar[bool] = True  # the networks do not know the element of the centre
 
     set_davg_zero: bool = redefined(SeE3TebdConfig, "set_davg_zero", False)
@@ -24,8 +25,3 @@ class SeE3Config(PerElementSection):
     def idle_options(self) -> Iterator[tuple[str, str]]:
         """Yield the option without effect, and why."""
         yield "set_davg_zero", "only angular columns enter, and their mean is zero"
-
-    @property
-    def vacuum_needs(self) -> str:
-        """Return nothing: the features of an isolated atom are zero."""
-        return ""
