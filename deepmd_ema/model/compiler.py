@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -137,7 +137,15 @@ class Compiler:
         (graphs, hits), began = _counts(), time.perf_counter()
         if self.options.mode in MODES_OF_CUDA_GRAPHS:
             torch.compiler.cudagraph_mark_step_begin()
-        with _settings():
+        import torch._dynamo
+        import torch.fx.experimental._config
+
+        with (
+            # DDP would have the graph cut at its buckets; it needs no more than gradients
+            torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS, optimize_ddp=False),
+            # two sizes that are equal in one batch are two sizes
+            torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        ):
             prediction: dict[str, Tensor] = self._run(model, batch)  # with virials: tasks without them share the graph
         graphs_now, hits_now = _counts()
         if graphs_now > graphs:
@@ -190,20 +198,6 @@ def _counts() -> tuple[int, int]:
         return 0, 0
     hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
     return counters["stats"]["unique_graphs"], hits
-
-
-@contextmanager
-def _settings() -> Iterator[None]:
-    """Apply what this needs of torch, within the body only."""
-    import torch._dynamo
-    import torch.fx.experimental._config
-
-    with ExitStack() as stack:
-        # DDP would have the graph cut at its buckets; it needs no more than gradients
-        stack.enter_context(torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS, optimize_ddp=False))
-        # two sizes that are equal in one batch are two sizes
-        stack.enter_context(torch.fx.experimental._config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
-        yield
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.batch import Batch, NeighborLayout
+from deepmd_ema.batch import Batch
 from deepmd_ema.config.labels import APARAM, FPARAM
 from deepmd_ema.config.schema.common import MAX_SIZE
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
@@ -32,36 +32,21 @@ class ExtendedBatch(Batch):
     """A batch made inside of a graph: which slots hold a neighbor is known, ``reverse`` is not and has no columns.
 
     Attributes:
-        filled: (A, K) bool, whether the slot holds a neighbor.
-        kind: (A, K) int64, type of each neighbor.
-        filler: (F,) int64, type of the first atom of each frame.
+        occupied: (A, K) bool, whether the slot holds a neighbor.
+        neighbor_type: (A, K) int64, type of each neighbor.
+        first_type: (F,) int64, type of the first atom of each frame.
     """
 
-    filled: Tensor = torch.zeros(0, 0, dtype=torch.bool)  # noqa: RUF009  # fields before it have defaults
-    kind: Tensor = torch.zeros(0, 0, dtype=torch.int64)  # noqa: RUF009
-    filler: Tensor = torch.zeros(0, dtype=torch.int64)  # noqa: RUF009
-
-    @property
-    def occupied(self) -> Tensor:
-        """(A, K) bool, whether the slot holds a neighbor, however far."""
-        return self.filled
-
-    @property
-    def first_type(self) -> Tensor:
-        """(F,) int64, type of the first atom of each frame."""
-        return self.filler
-
-    @property
-    def neighbor_type(self) -> Tensor:
-        """(A, K) int64, type of each neighbor."""
-        return self.kind
+    occupied: Tensor = torch.zeros(0, 0, dtype=torch.bool)  # noqa: RUF009  # fields before it have defaults
+    neighbor_type: Tensor = torch.zeros(0, 0, dtype=torch.int64)  # noqa: RUF009
+    first_type: Tensor = torch.zeros(0, dtype=torch.int64)  # noqa: RUF009
 
     def with_slots(self, slot: Tensor, **changes: Any) -> Batch:
         """Return the batch with other slots."""
-        is_none = slot == self.filled.numel()
-        kind = torch.where(is_none, 0, self.kind.flatten()[torch.where(is_none, 0, slot)])
-        filled = ~is_none & self.filled.flatten()[torch.where(is_none, 0, slot)]
-        return replace(self, filled=filled, kind=kind, **changes)
+        is_none = slot == self.occupied.numel()
+        place = torch.where(is_none, 0, slot)
+        kind = torch.where(is_none, 0, self.neighbor_type.flatten()[place])
+        return replace(self, occupied=~is_none & self.occupied.flatten()[place], neighbor_type=kind, **changes)
 
 
 class ExtendedModel(nn.Module):
@@ -151,15 +136,41 @@ def _batch(
     own = own[order]  # place of the atom in each row of the batch among all atoms and images
     given = torch.where(nlist >= 0, nlist + (frame * extended)[:, None, None], -1).flatten(0, 1)[order]
     flat_coord, flat_type = coord.flatten(0, 1), atype.flatten()
-    place, filled, slots = _sorted_slots(
-        given,
-        own,
-        flat_coord,
-        flat_type,
-        layout,
-        trims=isinstance(model.descriptor, ByTypeDescriptor),
-        keeps_order=keeps_order,
-    )
+    # the neighbors inside the cutoff, nearest first and by type where the layout wants it so
+    there = given >= 0
+    place = torch.where(there, given, own[:, None])
+    distance = torch.linalg.vector_norm(flat_coord[place] - flat_coord[own][:, None], dim=-1)
+    there = there & (distance < layout.rcut)
+    distance = torch.where(there, distance, torch.inf)
+    key, by_distance = torch.sort(distance, dim=1, stable=True)
+    if keeps_order:
+        # two images of the atom itself are at one distance, and rounding must not put them in order
+        rank = (key - key.roll(1, 1) > _ROUNDING).cumsum(1)  # the first is not after the last
+        by_distance = torch.zeros_like(rank).scatter(1, by_distance, rank).argsort(dim=1, stable=True)
+        key = distance.gather(1, by_distance)
+    place = place.gather(1, by_distance)
+    rank = torch.arange(place.shape[1], device=place.device)
+    there = (key < layout.rcut) & (rank < sum(layout.sel))
+    sections = [there & (flat_type[place] == t) for t in range(len(layout.sel))] if layout.by_type else [there]
+    if layout.excluded_pairs:  # after the nearest were chosen, as everywhere
+        near = [mine & (torch.cumsum(mine, 1) <= sel) for mine, sel in zip(sections, layout.sel)]
+        seen = torch.ones_like(there)
+        for a, b in sorted(layout.excluded_pairs):
+            seen = seen & ((flat_type[own][:, None] != a) | (flat_type[place] != b))
+        sections = [mine & seen for mine in near]
+    inside = [torch.cumsum(mine, 1) for mine in sections]
+    # those of a descriptor that keeps all neighbors are as many as are given
+    slots = layout.sel if sum(layout.sel) < MAX_SIZE else (given.shape[1],)
+    if isinstance(model.descriptor, ByTypeDescriptor):  # only as many slots as an atom needs
+        slots = tuple(_most(found[:, -1], sel) for found, sel in zip(inside, layout.sel))
+    total = sum(slots)
+    slot = torch.full_like(place, total)
+    for start, width, mine, found in zip(accumulate(slots, initial=0), slots, sections, inside):
+        slot = torch.where(mine & (found <= width), found - 1 + start, slot)
+    # the last column takes what is not kept, and is thrown away; split, not sliced: the graph knows its size then
+    empty = own[:, None].expand(-1, total + 1)
+    place, _ = empty.scatter(1, slot, place).split([total, 1], 1)
+    filled, _ = torch.zeros_like(empty, dtype=torch.bool).scatter(1, slot, torch.ones_like(there)).split([total, 1], 1)
     vector = flat_coord[place] - flat_coord[own][:, None]
     far = torch.tensor([2 * layout.rcut, 0.0, 0.0], dtype=coord.dtype, device=coord.device)
     row = torch.arange(order.shape[0], device=atype.device)
@@ -183,9 +194,9 @@ def _batch(
         reverse=row[:, None][:, :0],
         type_slots=layout.type_sel,
         inner=tuple((rcut, most, min(most, place.shape[1])) for rcut, most in layout.inner),
-        filled=filled,
-        filler=atype[:, 0],
-        kind=torch.where(filled, flat_type[place], flat_type[own][:, None]),
+        occupied=filled,
+        first_type=atype[:, 0],
+        neighbor_type=torch.where(filled, flat_type[place], flat_type[own][:, None]),
     )
     return batch, place
 
@@ -205,67 +216,6 @@ def _by_type(atype: Tensor, model: EnergyModel) -> tuple[Tensor, tuple[int, ...]
         counts.append(count)
         left = left - count
     return order, (*counts, left)
-
-
-def _sorted_slots(
-    given: Tensor,
-    own: Tensor,
-    coord: Tensor,
-    atype: Tensor,
-    layout: NeighborLayout,
-    *,
-    trims: bool,
-    keeps_order: bool,
-) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Return the neighbors inside the cutoff, nearest first and by type where the layout wants it so.
-
-    Args:
-        given: (A, L) places among all atoms and images, -1 is none.
-        own: (A,) places of the atoms themselves.
-        coord: (F E, 3), angstrom.
-        atype: (F E,).
-        layout: how the model wants its neighbors.
-        trims: whether there are only as many slots as an atom needs, not ``sel``.
-        keeps_order: whether neighbors at one distance stay in the order in which they are given.
-
-    Returns:
-        places (A, K), that of the atom itself where there is none; whether there is one (A, K); slots per section.
-    """
-    there = given >= 0
-    place = torch.where(there, given, own[:, None])
-    distance = torch.linalg.vector_norm(coord[place] - coord[own][:, None], dim=-1)
-    there = there & (distance < layout.rcut)
-    distance = torch.where(there, distance, torch.inf)
-    key, by_distance = torch.sort(distance, dim=1, stable=True)
-    if keeps_order:
-        # two images of the atom itself are at one distance, and rounding must not put them in order
-        rank = (key - key.roll(1, 1) > _ROUNDING).cumsum(1)  # the first is not after the last
-        by_distance = torch.zeros_like(rank).scatter(1, by_distance, rank).argsort(dim=1, stable=True)
-        key = distance.gather(1, by_distance)
-    place = place.gather(1, by_distance)
-    rank = torch.arange(place.shape[1], device=place.device)
-    there = (key < layout.rcut) & (rank < sum(layout.sel))
-    sections = [there & (atype[place] == t) for t in range(len(layout.sel))] if layout.by_type else [there]
-    if layout.excluded_pairs:  # after the nearest were chosen, as everywhere
-        near = [mine & (torch.cumsum(mine, 1) <= sel) for mine, sel in zip(sections, layout.sel)]
-        seen = torch.ones_like(there)
-        for a, b in sorted(layout.excluded_pairs):
-            seen = seen & ((atype[own][:, None] != a) | (atype[place] != b))
-        sections = [mine & seen for mine in near]
-    inside = [torch.cumsum(mine, 1) for mine in sections]
-    # those of a descriptor that keeps all neighbors are as many as are given
-    slots = layout.sel if sum(layout.sel) < MAX_SIZE else (given.shape[1],)
-    if trims:
-        slots = tuple(_most(found[:, -1], sel) for found, sel in zip(inside, layout.sel))
-    total = sum(slots)
-    slot = torch.full_like(place, total)
-    for start, width, mine, found in zip(accumulate(slots, initial=0), slots, sections, inside):
-        slot = torch.where(mine & (found <= width), found - 1 + start, slot)
-    # the last column takes what is not kept, and is thrown away; split, not sliced: the graph knows its size then
-    empty = own[:, None].expand(-1, total + 1)
-    placed, _ = empty.scatter(1, slot, place).split([total, 1], 1)
-    filled, _ = torch.zeros_like(empty, dtype=torch.bool).scatter(1, slot, torch.ones_like(there)).split([total, 1], 1)
-    return placed, filled, slots
 
 
 def _most(found: Tensor, sel: int) -> int:

@@ -98,17 +98,6 @@ class Composite(Protocol):
     parts: Sequence[Any]
 
 
-@runtime_checkable
-class HasBlocksInBfloat16(Protocol):
-    """A module of which parts may be computed in bfloat16 on GPUs.
-
-    Attributes:
-        infers_in_bfloat16: whether they are in evaluation; in training its section decides.
-    """
-
-    infers_in_bfloat16: bool
-
-
 class Fitting(nn.Module):
     """Base of what turns the features of atoms into their energies, here without networks and parameters.
 

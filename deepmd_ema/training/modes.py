@@ -28,7 +28,6 @@ from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import UserError, first_few
 from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
 from deepmd_ema.model.dummy_atoms import pad, to_eighth
-from deepmd_ema.model.interface import HasBlocksInBfloat16
 from deepmd_ema.model.model_set import ModelSet
 
 logger = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ Products: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
-def products_in(tf32: bool, bfloat16: Iterable[HasBlocksInBfloat16] = ()) -> Iterator[None]:
+def products_in(tf32: bool, bfloat16: Iterable[Any] = ()) -> Iterator[None]:
     """Multiply float32 matrices in TF32, and blocks of these parts of models in bfloat16, within this context."""
     before = torch.get_float32_matmul_precision()
     if tf32:
@@ -61,7 +60,7 @@ def contexts_of_products(config: RunConfig, models: nn.Module, device: torch.dev
             if is_on:
                 logger.warning("%s has no effect on a CPU: products of float32 matrices are in float32.", option)
         return nullcontext, nullcontext
-    parts = [part for part in models.modules() if isinstance(part, HasBlocksInBfloat16)] * config.validating.amp_infer
+    parts = [part for part in models.modules() if hasattr(part, "infers_in_bfloat16")] * config.validating.amp_infer
     return partial(products_in, in_training), partial(products_in, in_validation, parts)
 
 

@@ -50,15 +50,8 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         self.start = seed if config.seed is None else config.seed
         self._width = width
-        self.type_embedding = TypeEmbedding(
-            num_types,
-            width,
-            bias=config.use_tebd_bias,
-            trainable=config.trainable,
-            dtype=self.dtype,
-            seed=seed_for("type_embedding", self.start),
-            electrons=config.use_econf_tebd,
-        )
+        seed = seed_for("type_embedding", self.start)
+        self.type_embedding = TypeEmbedding(config, num_types, width, self.dtype, seed)
 
     @property
     def dim_out(self) -> int:

@@ -64,6 +64,4 @@ class AttentionLayer(nn.Module):
     def weights(self) -> Weights:
         """The parameters."""
         first, last, norm = self.attention.in_proj, self.attention.out_proj, self.norm
-        assert first.bias is not None
-        assert last.bias is not None
         return Weights(first.weight, first.bias, last.weight, last.bias, norm.weight, norm.bias)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class Layer(nn.Module):
             return nn.Parameter(values.to(dtype))
 
         self.weight = draw((num_in, num_out), 0.0, (num_in + num_out) ** -0.5)
-        self.bias = draw((num_out,), 0.0, 1.0) if bias else None
+        self.bias: Any = draw((num_out,), 0.0, 1.0) if bias else None  # a parameter, or None
         self.idt = draw((num_out,), 0.1, 0.001) if timestep and self.copies else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,41 +11,35 @@ from torch import Tensor, nn
 from deepmd_ema.config.elements import NUM_STATES, occupied_states
 from deepmd_ema.model.nn.layers import Network, freeze
 
+if TYPE_CHECKING:
+    from deepmd_ema.config.schema.descriptor_bases import TypeEmbeddedOptions
+
 
 class TypeEmbedding(nn.Module):
     """One dense layer of the one-hot vector of an element (DPA-1, Zhang et al., arXiv:2208.08236, eq. 7).
 
-    With ``electrons`` it is a layer of the occupied one-electron states of the element, 1 or -1 over the root of their
-    number. Elements then have names: ``name_elements`` must be called.
+    With ``use_econf_tebd`` it is a layer of the occupied one-electron states of the element, 1 or -1 over the root of
+    their number. Elements then have names: ``name_elements`` must be called.
 
     Args:
+        options: of the section ``model.descriptor``.
         num_types: T.
         width: numbers of an embedding.
-        bias: whether the layer has a bias.
-        trainable: whether it is trained.
         dtype: precision of the parameters.
         seed: of the initial parameters.
+
+    Attributes:
         electrons: whether elements are distinguished by electronic configurations.
     """
 
-    def __init__(
-        self,
-        num_types: int,
-        width: int,
-        *,
-        bias: bool,
-        trainable: bool,
-        dtype: torch.dtype,
-        seed: int,
-        electrons: bool = False,
-    ) -> None:
+    def __init__(self, options: TypeEmbeddedOptions, num_types: int, width: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        self.electrons = electrons
+        self.electrons, bias = options.use_econf_tebd, options.use_tebd_bias
         self._rows: Tensor  # the inputs of the layer
-        rows = torch.zeros(num_types, NUM_STATES, dtype=dtype) if electrons else torch.eye(num_types, dtype=dtype)
+        rows = torch.zeros(num_types, NUM_STATES, dtype=dtype) if self.electrons else torch.eye(num_types, dtype=dtype)
         self.register_buffer("_rows", rows, persistent=False)
         self.net = Network([rows.shape[1], width], "linear", timestep=False, dtype=dtype, seed=seed, bias=bias)
-        freeze(self.net, trainable)
+        freeze(self.net, options.trainable)
 
     def forward(self) -> Tensor:
         """Return the embeddings of all elements (T, width)."""

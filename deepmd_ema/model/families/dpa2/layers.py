@@ -184,9 +184,7 @@ class RepformerLayer(nn.Module):
         """
         weight, axis, width = around.weight[..., None], self.options.axis_neuron, pair.shape[2]
         assert self.node_mlp is not None
-        assert self.node_mlp.bias is not None
         assert self.conv is not None
-        assert self.linear_node.bias is not None
         own_weight, conv_weight, terms_weight = self.node_mlp.weight, self.conv.weight, self.linear_node.weight
         own_factor, conv_factor, terms_factor = self.node_update.each_factor(own_weight)
         scale, conv_factor = self.node_update.scale, conv_factor * around.per_neighbor

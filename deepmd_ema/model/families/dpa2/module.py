@@ -26,7 +26,7 @@ from deepmd_ema.model.ops.reference import vjp_of, with_vjp
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.model.families.dpa2.section import DPA2Config, RepformerConfig
+    from deepmd_ema.model.families.dpa2.section import DPA2Config
     from deepmd_ema.model.interface import Vjp
 
 COUNT_EPS = 1e-4  # added to the number of neighbors before division where it is counted; as DeePMD-kit
@@ -41,10 +41,8 @@ class Repformer(UsesOperations):
     and vector, both over the cutoff (``direct_dist``).
 
     Args:
-        options: the section ``repformer``, with ``nsel`` a number.
+        config: the section ``model.descriptor``, with numbers of neighbors.
         num_types: T.
-        smooth: whether messages vanish smoothly at the cutoff.
-        protection: added to distances before division, angstrom.
         dtype: precision of the parameters.
         seed: of the initial parameters.
     """
@@ -52,12 +50,10 @@ class Repformer(UsesOperations):
     mean: Tensor
     stddev: Tensor
 
-    def __init__(
-        self, options: RepformerConfig, num_types: int, *, smooth: bool, protection: float, dtype: torch.dtype,
-        seed: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: DPA2Config, num_types: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        self.options, self.smooth, self.protection, self.dtype = options, smooth, protection, dtype
+        options = self.options = config.repformer
+        self.smooth, self.protection, self.dtype = config.smooth, config.env_protection, dtype
         self.rcut, self.rcut_smth, self.sel = options.rcut, options.rcut_smth, int(options.nsel)
         self.act = activation(options.activation_function).value
         self.pair_embedding = linear(1, options.g2_dim, dtype, seed_for("pair_embedding", seed))
@@ -208,10 +204,7 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
             self.add_element = linear(
                 first.tebd_dim, later.g1_dim, self.dtype, seed_for("add_element", start), bias=False
             )
-        self.repformer = Repformer(
-            later, num_types, smooth=config.smooth, protection=config.env_protection, dtype=self.dtype,
-            seed=seed_for("repformer", start),
-        )  # fmt: skip
+        self.repformer = Repformer(config, num_types, self.dtype, seed_for("repformer", start))
         if not config.trainable:
             freeze(self, False)
         parts = (self.repinit, first), (self.repformer, later), (self.angles, first)

@@ -25,7 +25,7 @@ from deepmd_ema.model.ops.reference import with_vjp
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.model.families.dpa3.section import DPA3Config, RepflowConfig
+    from deepmd_ema.model.families.dpa3.section import DPA3Config
     from deepmd_ema.model.interface import Vjp
 
 # A atoms, K edges of an atom, J edges with angles (the first ones, J <= K; 0 where no layer looks at angles), N numbers
@@ -67,27 +67,23 @@ class RepflowLayer(UsesOperations):
     sum of maps of its parts, which are evaluated where they live: on nodes, not on every edge of a node.
 
     Args:
-        options: the section ``repflow`` with numbers of neighbors.
-        act: name of the activation function.
+        config: the section ``model.descriptor`` with numbers of neighbors.
+        index: number of the layer.
         dtype: precision of the parameters.
         seed: of the initial parameters.
+
+    Attributes:
         edges_matter: whether the edges after this layer have an effect; otherwise they are not updated.
         angles_matter: the same of the angles.
     """
 
-    def __init__(
-        self,
-        options: RepflowConfig,
-        act: str,
-        *,
-        dtype: torch.dtype,
-        seed: int,
-        edges_matter: bool = True,
-        angles_matter: bool = True,
-    ) -> None:
+    def __init__(self, config: DPA3Config, index: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        self.options, self.activation = options, activation(act)
-        self.edges_matter, self.angles_matter = edges_matter, angles_matter
+        options = config.repflow
+        self.options, self.activation = options, activation(config.activation_function)
+        # an angle acts on edges in the next layer, and these on nodes in the one after it
+        self.edges_matter = options.sequential_update or index + 1 < options.nlayers
+        self.angles_matter = options.sequential_update or index + 2 < options.nlayers
         n, e, a = options.n_dim, options.e_dim, options.a_dim
         generator = torch.Generator().manual_seed(seed_for("layers", seed))
 
@@ -238,17 +234,9 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
         generator = torch.Generator().manual_seed(seed_for("repflow", self.start))
         self.edge_embedding = linear(1, flow.e_dim, self.dtype, generator)
         self.angle_embedding = linear(1, flow.a_dim, self.dtype, generator, bias=False)
-        to_come = range(flow.nlayers - 1, -1, -1)  # layers after each: an angle acts on edges, and these on nodes
         self.layers = module_list(
-            RepflowLayer(
-                flow,
-                config.activation_function,
-                dtype=self.dtype,
-                seed=seed_for("repflow", self.start, index),
-                edges_matter=flow.sequential_update or after >= 1,
-                angles_matter=flow.sequential_update or after >= 2,
-            )
-            for index, after in enumerate(to_come)
+            RepflowLayer(config, index, self.dtype, seed_for("repflow", self.start, index))
+            for index in range(flow.nlayers)
         )
         self.has_angles = flow.update_angle and (flow.sequential_update or flow.nlayers >= 2)
         freeze(self, config.trainable)

@@ -254,28 +254,23 @@ class FeedForward(nn.Module):
     """A network of the coefficients of each atom, between two linear maps of the channels.
 
     Args:
+        config: the section ``model.descriptor``.
         lmax: largest degree.
-        channels: C.
         hidden: width of the hidden layer.
         grid: functions that are multiplied; None: gates instead.
-        act: name of the activation function of the gates.
-        gated: whether gates come from channels of their own.
-        bias: whether degree 0 has biases.
         source: of the initial parameters.
     """
 
-    def __init__(
-        self, lmax: int, channels: int, hidden: int, grid: GridOptions | None, *, act: str, gated: bool, bias: bool,
-        source: Source,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: DPA4Config, lmax: int, hidden: int, grid: GridOptions | None, source: Source) -> None:
         super().__init__()
-        self.has_two = grid is not None or gated
+        channels, bias = config.channels, config.mlp_bias
+        self.has_two = grid is not None or config.glu_activation
         wide = hidden * (1 if grid is None else grid.num_frames)
         self.so3_linear_1 = DegreeLinear(
             lmax, channels, wide * (2 if self.has_two else 1), source.part("first"), bias=bias
         )
         self.act: nn.Module = (
-            DegreeGate(lmax, hidden, act, source.part("gate"), bias=bias)
+            DegreeGate(lmax, hidden, config.activation_function, source.part("gate"), bias=bias)
             if grid is None
             else GridNet(hidden, grid, source.part("grid"), bias=bias)
         )
@@ -324,14 +319,10 @@ class Block(nn.Module):
         if config.ffn_so3_grid or config.s2_activation[1]:
             kmax = min(config.kmax, lmax) if config.ffn_so3_grid else None
             grid = GridOptions(of_atoms, of_atoms, kmax, places, *config.grid_operation(2))
+        hidden = config.hidden_width(config.glu_activation or grid is not None)
         self.ffns = module_list(
-            FeedForward(
-                of_atoms, channels, config.hidden_width(config.glu_activation or grid is not None), grid,
-                act=config.activation_function, gated=config.glu_activation, bias=config.mlp_bias,
-                source=source.part("network", k),
-            )
-            for k in networks
-        )  # fmt: skip
+            FeedForward(config, of_atoms, hidden, grid, source.part("network", k)) for k in networks
+        )
         self.adam_ffn_layer_scales: nn.ParameterList | None = None
         if config.layer_scale:
             self.adam_ffn_layer_scales = nn.ParameterList(source.filled((channels,), ALMOST_NONE) for _ in networks)

@@ -210,6 +210,9 @@ class DPA4Descriptor(EnvironmentDescriptor):
         config: the section ``model.descriptor``.
         num_types: T.
         seed: of the initial parameters when the section has none.
+
+    Attributes:
+        infers_in_bfloat16: whether blocks are computed in bfloat16 on GPUs in evaluation; ``use_amp`` is for training.
     """
 
     mixed_types = True
@@ -253,10 +256,7 @@ class DPA4Descriptor(EnvironmentDescriptor):
         if config.so3_readout != "none":
             places = range(num_coefficients(lmax))
             grid = GridOptions(lmax, lmax, min(config.kmax, lmax), places, config.so3_readout)
-        return FeedForward(
-            lmax, config.channels, config.hidden_width(config.glu_activation), grid, act=config.activation_function,
-            gated=config.glu_activation, bias=config.mlp_bias, source=source,
-        )  # fmt: skip
+        return FeedForward(config, lmax, config.hidden_width(config.glu_activation), grid, source)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert all tensors."""

@@ -44,14 +44,7 @@ class EnergyFitting(UsesOperations, Fitting):
         mixed_types: whether one network serves all types, because the features distinguish them.
     """
 
-    def __init__(
-        self,
-        config: EnerFittingConfig,
-        dim_in: int,
-        num_types: int,
-        seed: int,
-        mixed_types: bool,
-    ) -> None:
+    def __init__(self, config: EnerFittingConfig, dim_in: int, num_types: int, seed: int, mixed_types: bool) -> None:
         super().__init__()
         self.mixed_types = mixed_types
         self.dtype = precision(config.precision)

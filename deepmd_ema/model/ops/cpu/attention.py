@@ -34,7 +34,7 @@ from torch import Tensor
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.ops import attention
 from deepmd_ema.model.ops.attention import EPS, Attended, AttentionOptions
-from deepmd_ema.model.ops.cpu.engine import value_and_vjp
+from deepmd_ema.model.ops.cpu.engine import Value
 from deepmd_ema.model.ops.cpu.moments import portions
 
 # A atoms, K neighbor slots, N of them in a portion, M channels of a pair, H hidden width, C columns of rows or of h
@@ -64,7 +64,8 @@ def attended_moments(given: Attended, layers: Sequence[Weights], options: Attent
     mask, rows, switch, sides, *inputs = (t.index_select(0, order) for t in (mask, rows, switch, sides, *given.inputs))
     evaluation = _Attention(options, sized, None if smooth else mask, given.num_slots)
     weights = [weight for layer in layers for weight in layer]
-    found, _ = value_and_vjp(evaluation, (given.embed(*inputs), rows, switch, sides), weights)
+    tensors = given.embed(*inputs), rows, switch, sides
+    found: Tensor = Value.apply(evaluation, len(tensors), *tensors, *weights)
     return found.index_select(0, order.argsort())  # back in the order of the batch
 
 

@@ -4,7 +4,7 @@ A function D of inputs x and weights W is evaluated by an object that keeps the 
 whose first input alone may depend on parameters. Forces are made of the gradient ``J^T g``, of which a loss needs the
 gradient by g, by W and by that input. With the cotangent t of ``J^T g`` these are ``J t``, the change of D as x changes
 by t, and the gradient of ``g . J t``. That is computed in one pass with the gradient by D itself: :class:`_Gradient`
-leaves t in the evaluation, and returns zeros as the gradient by D, so that autograd calls :class:`_Value` in any case.
+leaves t in the evaluation, and returns zeros as the gradient by D, so that autograd calls :class:`Value` in any case.
 
 The object has ``past``, a list that is empty at first, and four methods:
 
@@ -17,7 +17,6 @@ The object has ``past``, a list that is empty at first, and four methods:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,35 +25,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def value_and_vjp(
-    evaluation: Any, inputs: Sequence[Tensor], weights: Sequence[Any]
-) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
-    """Return D and a function from the gradient by it to those by the inputs, which depends on the weights."""
-    number = len(inputs)
-    # D is an input of the gradient, so that in a backward pass the gradient comes before the value
-    found: Tensor = _Value.apply(evaluation, number, *inputs, *weights)
-    return found, lambda grad: _Gradient.apply(evaluation, SimpleNamespace(), number, grad, found, *inputs, *weights)
+class Value(torch.autograd.Function):
+    """D of an evaluation, the number of its inputs, these and the weights."""
 
-
-class _Value(torch.autograd.Function):
     @staticmethod
     def forward(evaluation: Any, number: int, *tensors: Any) -> Tensor:
+        """Return D."""
         value: Tensor = evaluation.value(tensors[:number], tensors[number:])
         return value
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # separate, as torch.func needs it
+        """Keep the evaluation and the tensors."""
         ctx.evaluation, ctx.number, *tensors = inputs
         ctx.save_for_backward(output, *tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients by inputs and weights."""
         output, *tensors = ctx.saved_tensors
         evaluation, number, needed = ctx.evaluation, ctx.number, ctx.needs_input_grad[2:]
         weights = tensors[number:]
         if torch.is_grad_enabled():  # the gradient is differentiated
             if any(needed[number:]):
                 raise NotImplementedError("second derivatives by parameters: use the reference operations")
+            # D is an input of the gradient, so that in a backward pass the gradient comes before the value
             found = _Gradient.apply(evaluation, SimpleNamespace(), number, grad, output, *tensors)
             return None, None, *found, *[None] * len(weights)
         # what was kept in another pass was left by one that did not reach the value, such as one that raised
@@ -95,7 +90,7 @@ class _Gradient(torch.autograd.Function):
         weights, evaluation = ctx.saved_tensors, ctx.evaluation
         change, details = evaluation.change(changes, weights)
         evaluation.past.append((backward_pass(), ctx.kept.cotangents, details))
-        # the gradients by inputs and weights come from _Value, to which zeros lead in any case; expanded, they take no
+        # the gradients by inputs and weights come from Value, to which zeros lead in any case; expanded, they take no
         # memory
         zeros = change.new_zeros(()).expand_as(change)
         return None, None, None, change, zeros, *[None] * (ctx.number + len(weights))

@@ -40,7 +40,6 @@ def triple_sums_and_vjp(
     if not net.is_tanh:
         return reference.triple_sums_and_vjp(products, types, mask, table, net)
     start, *later = net.layers
-    assert start.bias is not None
     shape = products.shape
     # picked, not masked: a slot without a neighbor would cost the net as much as one with two
     place = (mask[:, :, None] & mask[:, None]).view(-1).nonzero().squeeze(1)
@@ -54,7 +53,6 @@ def triple_sums_and_vjp(
     value = torch.addr(z, of_c[0], c).tanh()
     slope = torch.ops.aten.tanh_backward(of_c.T.expand_as(value), value)  # (M, P), the derivative by c
     for layer in later:
-        assert layer.bias is not None
         y = torch.addmm(layer.bias[:, None], layer.weight.T, value).tanh()
         dy = torch.ops.aten.tanh_backward(layer.weight.T @ slope, y)
         if layer.copies:
