@@ -101,11 +101,9 @@ class ZblEnergies(nn.Module):
         charge = torch.tensor([SYMBOLS.index(name) + 1 for name in type_map], dtype=torch.float64)
         power = charge**SCREENING_EXPONENT
         self.num_types = len(type_map)
-        self._strength: Tensor
-        self._inverse_length: Tensor
-        self.register_buffer("_strength", (COULOMB * charge[:, None] * charge).flatten(), persistent=False)
+        self._strength = nn.Buffer((COULOMB * charge[:, None] * charge).flatten(), persistent=False)
         inverse = (power[:, None] + power).flatten() / SCREENING_LENGTH
-        self.register_buffer("_inverse_length", inverse, persistent=False)
+        self._inverse_length = nn.Buffer(inverse, persistent=False)
 
     def forward(self, batch: Batch, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
         """Return the energy (A, K) of each pair, eV, and its derivative by the distance, eV/angstrom.

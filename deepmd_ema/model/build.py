@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from deepmd_ema.batch import both_orders
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, HasBridging
 from deepmd_ema.config.schema.model import FITTINGS, MODELS, NetworkConfig, StandardConfig
 from deepmd_ema.model.bridging import Bridging, ZblEnergies
@@ -35,15 +34,12 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
         config: ``model`` with the numbers of neighbors resolved.
         seed: for parts without a seed of their own (``training.seed``); None counts as 0.
     """
-    excluded_types = tuple(config.atom_exclude_types)
-    pairs = both_orders(config.pair_exclude_types)
-    start = seed_for("model", seed or 0)
     build_parts: Callable[[ModelConfig, int], Parts] = MODELS[config.type].load("module")
-    descriptor, fitting, short_range = build_parts(config, start)
+    descriptor, fitting, short_range = build_parts(config, seed_for("model", seed or 0))
     for module in cast("nn.Module", descriptor).modules():
         if isinstance(module, TypeEmbedding):
             module.name_elements(config.type_map)
-    return EnergyModel(descriptor, fitting, list(config.type_map), pairs, excluded_types, short_range)
+    return EnergyModel(config, descriptor, fitting, short_range)
 
 
 def build_models(

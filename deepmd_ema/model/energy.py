@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.batch import Batch
+from deepmd_ema.batch import Batch, both_orders
 from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.model.hessian import hessian
 from deepmd_ema.model.interface import Fitting
@@ -19,6 +19,7 @@ from deepmd_ema.model.ops.operations import OF_DEVICE, REFERENCE, use_operations
 if TYPE_CHECKING:
     from typing_extensions import Self  # of typing since Python 3.11
 
+    from deepmd_ema.config.schema.model import ModelConfig
     from deepmd_ema.model.interface import Block, Descriptor, ShortRange, Vjp
     from deepmd_ema.model.statistics import Statistics
 
@@ -36,14 +37,14 @@ class EnergyModel(nn.Module):
     be differentiated with respect to it as well, which takes longer.
 
     Args:
+        config: the section ``model``.
         descriptor: features of each atom and their vector-Jacobian product.
         fitting: energy of each atom and its gradient.
-        type_map: names of the elements.
-        excluded_pairs: pairs of types that do not see each other at all.
-        excluded_types: types whose atoms have no energy of their own.
         short_range: pair energies that act at short distances, or None.
 
     Attributes:
+        type_map: names of the elements.
+        excluded_types: types whose atoms have no energy of their own.
         layout: how ``batch`` must hold the neighbors.
         min_nbor_dist: shortest distance in the training data, angstrom, or None when it is not known.
         has_tables: whether embedding nets are read from tables, where no gradients by parameters are wanted.
@@ -52,30 +53,21 @@ class EnergyModel(nn.Module):
     """
 
     def __init__(
-        self,
-        descriptor: Descriptor,
-        fitting: Fitting,
-        type_map: list[str],
-        excluded_pairs: frozenset[tuple[int, int]],
-        excluded_types: tuple[int, ...],
-        short_range: ShortRange | None = None,
+        self, config: ModelConfig, descriptor: Descriptor, fitting: Fitting, short_range: ShortRange | None
     ) -> None:
         super().__init__()
         self.descriptor: Descriptor = descriptor
-        self.fitting = fitting
-        self.short_range = short_range
-        self.type_map = list(type_map)
-        self.layout = descriptor.layout(excluded_pairs)
-        self.excluded_types = frozenset(excluded_types)
+        self.fitting, self.short_range = fitting, short_range
+        self.type_map, self.excluded_types = list(config.type_map), frozenset(config.atom_exclude_types)
+        self.layout = descriptor.layout(both_orders(config.pair_exclude_types))
         self.min_nbor_dist: float | None = None
         self.has_tables = False
         self.out_bias: Tensor
         self.out_std: Tensor
-        self.register_buffer("out_bias", torch.zeros(1, len(type_map), 1, dtype=torch.float64))
-        counted = torch.tensor([t not in self.excluded_types for t in range(len(type_map))], dtype=torch.float64)
-        self._counted: Tensor
-        self.register_buffer("_counted", counted, persistent=False)
-        self.register_buffer("out_std", torch.ones(1, len(type_map), 1, dtype=torch.float64))
+        self.register_buffer("out_bias", torch.zeros(1, len(self.type_map), 1, dtype=torch.float64))
+        counted = torch.tensor([t not in self.excluded_types for t in range(len(self.type_map))], dtype=torch.float64)
+        self._counted = nn.Buffer(counted, persistent=False)
+        self.register_buffer("out_std", torch.ones(1, len(self.type_map), 1, dtype=torch.float64))
         use_operations(self, OF_DEVICE.get(self.out_bias.device.type, REFERENCE))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -34,8 +34,6 @@ class PairTable(nn.Module):
             1. The spline has two continuous derivatives, and none at the first and the last row.
     """
 
-    coefficients: Tensor
-
     def __init__(self, rows: Sequence[Sequence[float]], rcut: float) -> None:
         super().__init__()
         table = np.array(rows, dtype=np.float64)
@@ -54,7 +52,7 @@ class PairTable(nn.Module):
         out = np.empty((self.num_types, self.num_types, *by_pair[:, 0].shape))
         for pair, (i, j) in enumerate(zip(*np.triu_indices(self.num_types))):
             out[i, j] = out[j, i] = by_pair[:, pair]
-        self.register_buffer("coefficients", torch.from_numpy(out).view(-1, 4), persistent=False)
+        self.coefficients = nn.Buffer(torch.from_numpy(out).view(-1, 4), persistent=False)
 
     def forward(self, batch: Batch, distance: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
         """Return the energy (A, K) of each pair, eV, and its derivative, nan nearer than the first row.

@@ -22,9 +22,8 @@ class ExcludedPairs(nn.Module):
         super().__init__()
         excluded = both_orders(pairs)
         self.any = len(excluded) > 0
-        self._table: Tensor
         table = torch.tensor([[(i, j) in excluded for j in range(num_types)] for i in range(num_types)])
-        self.register_buffer("_table", table, persistent=False)
+        self._table = nn.Buffer(table, persistent=False)
 
     def forward(self, batch: Batch, neighborhood: Neighborhood | None = None) -> Tensor | None:
         """Return (A, K) bool, pairs of a neighborhood that are excluded at any distance, or None where there are none.

@@ -86,25 +86,18 @@ class ElementBlock(UsesOperations):
         num_types: T.
         dtype: precision of the parameters.
         seed: of the initial parameters.
-        num_elements: how many type embeddings a network sees at once.
     """
 
     mean: Tensor
     stddev: Tensor
 
-    def __init__(
-        self,
-        options: OneListSection,
-        sel: int,
-        num_types: int,
-        dtype: torch.dtype,
-        seed: int,
-        num_elements: int,
-    ) -> None:
+    def __init__(self, options: OneListSection, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         self.rcut, self.rcut_smth, self.protection = options.rcut, options.rcut_smth, options.env_protection
         self.sel, self.dtype, self.smooth = sel, dtype, options.smooth
-        self.num_channels, width = options.neuron[-1], num_elements * options.tebd_dim
+        # type embeddings that a network sees at once: that of the neighbor alone, or of two atoms
+        width = options.tebd_dim * (1 if getattr(options, "type_one_side", False) else 2)
+        self.num_channels = options.neuron[-1]
         strip = options.tebd_input_mode == "strip"
         self.embedding = embedding_network(options, 1 if strip else 1 + width, dtype, seed_for("embedding", seed))
         self.pair_embedding: Network | None = None

@@ -35,9 +35,8 @@ class TypeEmbedding(nn.Module):
     def __init__(self, options: TypeEmbeddedOptions, num_types: int, width: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         self.electrons, bias = options.use_econf_tebd, options.use_tebd_bias
-        self._rows: Tensor  # the inputs of the layer
         rows = torch.zeros(num_types, NUM_STATES, dtype=dtype) if self.electrons else torch.eye(num_types, dtype=dtype)
-        self.register_buffer("_rows", rows, persistent=False)
+        self._rows = nn.Buffer(rows, persistent=False)
         self.net = Network([rows.shape[1], width], "linear", timestep=False, dtype=dtype, seed=seed, bias=bias)
         freeze(self.net, options.trainable)
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.model.descriptor.symmetrization import symmetrized
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Layer, linear
 from deepmd_ema.model.nn.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.update import Update
 from deepmd_ema.model.ops.attention import LOGIT_SHIFT, masked_softmax, softmax_with_absent
 from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
+from deepmd_ema.model.ops.reference import symmetrized
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:

@@ -255,7 +255,17 @@ class DPA2Config(TypeEmbeddedOptions):
         """Yield options that contradict each other."""
         yield from ((f"repinit.{name}", text) for name, text in self.repinit.problems())
         yield from ((f"repformer.{name}", text) for name, text in self.repformer.problems())
-        yield from self._cutoffs_out_of_order()
+        first, later = self.repinit, self.repformer
+        if later.rcut >= first.rcut:
+            yield "repformer.rcut", f" = {later.rcut:g}: expected less than repinit.rcut = {first.rcut:g} (angstrom)."
+        # parts with a longer cutoff that keep fewer neighbors, which DeePMD-kit refuses
+        named = sorted((rcut, most, name) for name, rcut, most in self.inner_neighbors())
+        named += [(first.rcut, first.nsel, "repinit.nsel")] if isinstance(first.nsel, int) else []
+        for (_, fewer, name), (_, more, beyond) in pairwise(named):
+            if fewer > more:
+                yield name, f" = {fewer}: expected at most {beyond} = {more}, which is within a larger cutoff."
+        if isinstance(later.nsel, int) and later.nsel == first.nsel:
+            yield "repformer.nsel", f" = {later.nsel}: expected less than repinit.nsel = {first.nsel}."
         yield from self.element_problems(type_map)
 
     def summary(self) -> str:
@@ -287,19 +297,6 @@ class DPA2Config(TypeEmbeddedOptions):
             neuron=first.three_body_neuron,
             smooth=self.smooth,
         )
-
-    def _cutoffs_out_of_order(self) -> Iterator[tuple[str, str]]:
-        """Yield parts with a longer cutoff that keep fewer neighbors, which DeePMD-kit refuses."""
-        first, later = self.repinit, self.repformer
-        if later.rcut >= first.rcut:
-            yield "repformer.rcut", f" = {later.rcut:g}: expected less than repinit.rcut = {first.rcut:g} (angstrom)."
-        named = sorted((rcut, most, name) for name, rcut, most in self.inner_neighbors())
-        named += [(first.rcut, first.nsel, "repinit.nsel")] if isinstance(first.nsel, int) else []
-        for (_, fewer, name), (_, more, beyond) in pairwise(named):
-            if fewer > more:
-                yield name, f" = {fewer}: expected at most {beyond} = {more}, which is within a larger cutoff."
-        if isinstance(later.nsel, int) and later.nsel == first.nsel:
-            yield "repformer.nsel", f" = {later.nsel}: expected less than repinit.nsel = {first.nsel}."
 
 
 def _block(whole: DPA2Config, kind: type[Block], **changes: Any) -> Block:

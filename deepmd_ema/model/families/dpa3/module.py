@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics, add_normalisation, normalised
-from deepmd_ema.model.descriptor.symmetrization import symmetrized
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Layer, freeze, linear, module_list
@@ -21,7 +20,7 @@ from deepmd_ema.model.nn.update import Update
 from deepmd_ema.model.ops.environment import environment_rows, exponential_switch, switch
 from deepmd_ema.model.ops.gather import gather_neighbors
 from deepmd_ema.model.ops.operations import UsesOperations
-from deepmd_ema.model.ops.reference import with_vjp
+from deepmd_ema.model.ops.reference import symmetrized, with_vjp
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:

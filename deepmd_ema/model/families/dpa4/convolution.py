@@ -72,8 +72,7 @@ class Convolution(nn.Module):
             config.mixing_layers > 0 or self.radial_degree_mixer is not None or self.node_wise_grid_product is not None
         )
         factors = torch.tensor(truncation_factors(lmax, mmax), dtype=source.dtype)
-        self._enlarged: Tensor
-        self.register_buffer("_enlarged", by_degree(factors)[:, None, None], persistent=False)
+        self._enlarged = nn.Buffer(by_degree(factors)[:, None, None], persistent=False)
 
     def _build_products(self, config: DPA4Config, width: int, source: Source) -> None:
         self.node_wise_grid_product: GridNet | None = None

@@ -128,8 +128,7 @@ class Frames(nn.Module):
         self.lmax, self.mmax = lmax, mmax
         self.sizes = [(2 if m else 1) * (lmax + 1 - m) for m in range(mmax + 1)]
         is_of = torch.arange(lmax + 1)[:, None] == torch.tensor(degrees(lmax))
-        self._is_of_degree: Tensor  # (L + 1, D)
-        self.register_buffer("_is_of_degree", is_of.to(dtype), persistent=False)
+        self._is_of_degree = nn.Buffer(is_of.to(dtype), persistent=False)
 
     def of_order(self, edges: Edges, m: int) -> Tensor:
         """Return the elements of the Wigner matrices in the rows of -m and m, (E, 2, D), or (E, 1, D) of 0."""

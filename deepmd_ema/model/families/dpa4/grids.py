@@ -113,9 +113,8 @@ class DegreeMaps(nn.Module):
     def __init__(self, degrees: Sequence[int], num_in: int, num_out: int, source: Source) -> None:
         super().__init__()
         self.weight = source.uniform("weight", (max(degrees) + 1, num_in, num_out), num_in**-0.5)
-        self._degrees: Tensor
         one_hot = nn.functional.one_hot(torch.tensor(degrees), max(degrees) + 1).to(source.dtype)
-        self.register_buffer("_degrees", one_hot, persistent=False)
+        self._degrees = nn.Buffer(one_hot, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (J, N, F, O) from (J, N, F, I)."""

@@ -262,8 +262,7 @@ class DegreeNorm(nn.Module):
         self.adam_scale = source.filled((lmax + 1, 1, channels), 1.0)
         self.bias = source.filled((1, channels), 0.0)
         share = [1 / ((2 * degree + 1) * (lmax + 1) * channels) for degree in range(lmax + 1)]
-        self._share: Tensor
-        self.register_buffer("_share", by_degree(torch.tensor(share, dtype=source.dtype)), persistent=False)
+        self._share = nn.Buffer(by_degree(torch.tensor(share, dtype=source.dtype)), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (D, N, C) from (D, N, C)."""
@@ -289,11 +288,9 @@ class OrderedNorm(nn.Module):
         self.adam_scale = source.filled((streams, lmax + 1, channels), 1.0)
         self.bias0 = source.filled((streams, channels), 0.0)
         share = [1 / (degrees.count(degree) * (lmax + 1) * channels) for degree in degrees]
-        self._share: Tensor
-        self._degrees: Tensor
-        self.register_buffer("_share", torch.tensor(share, dtype=source.dtype), persistent=False)
+        self._share = nn.Buffer(torch.tensor(share, dtype=source.dtype), persistent=False)
         one_hot = nn.functional.one_hot(torch.tensor(degrees), lmax + 1).to(source.dtype)
-        self.register_buffer("_degrees", one_hot, persistent=False)
+        self._degrees = nn.Buffer(one_hot, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (F, E, R, C) from (F, E, R, C)."""

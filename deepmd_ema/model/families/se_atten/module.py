@@ -52,7 +52,7 @@ class SeAttenBlock(ElementBlock):
     """
 
     def __init__(self, options: SeAttenV2Config, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
-        super().__init__(options, sel, num_types, dtype, seed, num_elements=1 if options.type_one_side else 2)
+        super().__init__(options, sel, num_types, dtype, seed)
         self.one_side, self.num_axis = options.type_one_side, options.axis_neuron
         self.dim_out = self.num_channels * self.num_axis
         self.interpolation = Interpolation(options.interpolate, dtype, sum(options.neuron))

@@ -43,7 +43,7 @@ class SeTTebdBlock(ElementBlock):
     """
 
     def __init__(self, options: SeE3TebdConfig, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
-        super().__init__(options, sel, num_types, dtype, seed, num_elements=2)
+        super().__init__(options, sel, num_types, dtype, seed)
         self.dim_out = self.num_channels
         freeze(self, options.trainable)
 
