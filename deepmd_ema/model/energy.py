@@ -62,12 +62,10 @@ class EnergyModel(nn.Module):
         self.layout = descriptor.layout(both_orders(config.pair_exclude_types))
         self.min_nbor_dist: float | None = None
         self.has_tables = False
-        self.out_bias: Tensor
-        self.out_std: Tensor
-        self.register_buffer("out_bias", torch.zeros(1, len(self.type_map), 1, dtype=torch.float64))
+        self.out_bias = nn.Buffer(torch.zeros(1, len(self.type_map), 1, dtype=torch.float64))
         counted = torch.tensor([t not in self.excluded_types for t in range(len(self.type_map))], dtype=torch.float64)
         self._counted = nn.Buffer(counted, persistent=False)
-        self.register_buffer("out_std", torch.ones(1, len(self.type_map), 1, dtype=torch.float64))
+        self.out_std = nn.Buffer(torch.ones(1, len(self.type_map), 1, dtype=torch.float64))
         use_operations(self, OF_DEVICE.get(self.out_bias.device.type, REFERENCE))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

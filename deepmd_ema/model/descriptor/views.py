@@ -50,7 +50,8 @@ def view_of(batch: Batch, layout: NeighborLayout, part: NeighborLayout, inside: 
         part: of the part.
         inside: whether a part with a shorter cutoff sees only the neighbors inside of it.
     """
-    num_atoms, total = batch.neighbor.shape
+    (num_atoms, total), device = batch.neighbor.shape, batch.neighbor.device
+    own = torch.arange(num_atoms, device=device)[:, None]
     inside = inside and part.rcut < layout.rcut
     wanted = batch.type_slots if part.by_type and not layout.by_type else batch.slots
     slots = tuple(min(used, sel) for used, sel in zip(wanted, part.sel, strict=True))
@@ -61,55 +62,43 @@ def view_of(batch: Batch, layout: NeighborLayout, part: NeighborLayout, inside: 
         if slots == batch.slots and not inside:
             return View(batch)
         starts = [end - used for end, used in zip(accumulate(batch.slots), batch.slots)]
-        device = batch.neighbor.device
         columns = torch.cat([torch.arange(n, device=device) + start for n, start in zip(slots, starts)])
-        slot = torch.arange(num_atoms, device=device)[:, None] * total + columns
+        slot = own * total + columns
     else:
-        slot = _slots_by_type(batch, slots)
+        # sections by type, nearest first
+        num_types = len(slots)
+        types = torch.where(batch.occupied, batch.neighbor_type, num_types)
+        types, order = torch.sort(types, dim=1, stable=True)
+        ends = torch.searchsorted(types, torch.arange(num_types, device=device).repeat(num_atoms, 1), right=True)
+        firsts = torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], 1)
+        sections = []
+        for t, width in enumerate(slots):
+            place = firsts[:, t : t + 1] + torch.arange(width, device=device)
+            there = place < ends[:, t : t + 1]
+            flat = own * total + order.gather(1, torch.where(there, place, 0))
+            sections.append(torch.where(there, flat, num_atoms * total))
+        slot = torch.cat(sections, 1)
     if inside:
         distance = torch.linalg.vector_norm(batch.vector.detach(), dim=-1).flatten()
         far = torch.nn.functional.pad(distance >= part.rcut, (0, 1))
         slot = torch.where(far[slot], num_atoms * total, slot)
-    return _view(batch, slot, slots, layout.rcut)
-
-
-def _slots_by_type(batch: Batch, slots: tuple[int, ...]) -> Tensor:
-    """Return (A, V), the flat slot of the list in each slot of sections by type, nearest first; ``A * K`` is none."""
-    num_atoms, total = batch.neighbor.shape
-    device, num_types = batch.neighbor.device, len(slots)
-    types = torch.where(batch.occupied, batch.neighbor_type, num_types)
-    types, order = torch.sort(types, dim=1, stable=True)
-    ends = torch.searchsorted(types, torch.arange(num_types, device=device).repeat(num_atoms, 1), right=True)
-    starts = torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], 1)
-    sections = []
-    for t, width in enumerate(slots):
-        place = starts[:, t : t + 1] + torch.arange(width, device=device)
-        there = place < ends[:, t : t + 1]
-        flat = torch.arange(num_atoms, device=device)[:, None] * total + order.gather(1, torch.where(there, place, 0))
-        sections.append(torch.where(there, flat, num_atoms * total))
-    return torch.cat(sections, 1)
-
-
-def _view(batch: Batch, slot: Tensor, slots: tuple[int, ...], reach: float) -> View:
-    num_atoms, total = batch.neighbor.shape
-    device, width = slot.device, slot.shape[1]
+    width = slot.shape[1]
     none = num_atoms * width
     place = torch.full((num_atoms * total + 1,), none, device=device)
     # every slot of the list is named once, but for the last entry: that of none, which is not read
     place = place.index_put((slot,), torch.arange(none, device=device).view(num_atoms, width))
     place = torch.nn.functional.pad(place[:-1] - none, (0, 1)) + none  # torch.compile takes no filling but a number
     is_none = slot == num_atoms * total
-    own = torch.arange(num_atoms, device=device)[:, None]
     neighbor = torch.where(is_none, own, batch.neighbor.flatten()[torch.where(is_none, 0, slot)])
     vector = gather_neighbors(batch.vector.flatten(0, 1), slot, place[:-1, None])
-    far = torch.nn.functional.pad(vector.new_full((1,), 2 * reach), (0, 2))  # a tensor of a list would be waited for
+    beyond = torch.nn.functional.pad(vector.new_full((1,), 2 * layout.rcut), (0, 2))  # a list would be waited for
     seen = batch.with_slots(
         slot,
         slots=slots,
         type_slots=(),
         inner=tuple((rcut, most, min(used, width)) for rcut, most, used in batch.inner),
         neighbor=neighbor,
-        vector=torch.where(is_none[..., None], far, vector),
+        vector=torch.where(is_none[..., None], beyond, vector),
         reverse=place[batch.reverse],
     )
     return View(seen, slot, place[:-1, None])

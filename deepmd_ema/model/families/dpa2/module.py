@@ -83,7 +83,17 @@ class Repformer(UsesOperations):
         else:
             rows, rows_vjp = environment(self, vector, dropped, batch.atom_type)
         switch, switch_vjp = switch_and_vjp(vector, mask, self.rcut, self.rcut_smth)
-        around = self._surroundings(neighborhood, mask, switch.to(self.dtype))
+        # the factors of sums over neighbors
+        weight, root = switch.to(self.dtype) if self.smooth else mask.to(self.dtype), self.options.use_sqrt_nnei
+        per_neighbor: Tensor | float = 1 / self.sel
+        per_moment: Tensor | float = self.sel**-0.5 if root else 1 / self.sel
+        if not self.smooth:
+            count = weight.sum(1, keepdim=True)
+            per_neighbor = 1 / (COUNT_EPS + count)
+            per_moment = (1 / (COUNT_EPS + (count.sqrt() if root else count)))[..., None]
+        around = Surroundings(
+            neighborhood.neighbor, neighborhood.reverse, mask, weight, self.smooth, self.sel, per_neighbor, per_moment
+        )
         evaluated = self._written_out if self.layers[0].is_written_out else self._evaluated
         features, features_vjp = evaluated(node, rows, around)
 
@@ -153,20 +163,6 @@ class Repformer(UsesOperations):
             return slope(grad, first_node), torch.cat([by_radial, by_sides * of_sides], -1), by_weight.squeeze(-1)
 
         return node, vjp
-
-    def _surroundings(self, neighborhood: Neighborhood, mask: Tensor, switch: Tensor) -> Surroundings:
-        """Return the neighbors with the factors of sums over them."""
-        weight = switch if self.smooth else mask.to(switch)
-        root = self.options.use_sqrt_nnei
-        per_neighbor: Tensor | float = 1 / self.sel
-        per_moment: Tensor | float = self.sel**-0.5 if root else 1 / self.sel
-        if not self.smooth:
-            count = weight.sum(1, keepdim=True)
-            per_neighbor = 1 / (COUNT_EPS + count)
-            per_moment = (1 / (COUNT_EPS + (count.sqrt() if root else count)))[..., None]
-        return Surroundings(
-            neighborhood.neighbor, neighborhood.reverse, mask, weight, self.smooth, self.sel, per_neighbor, per_moment
-        )
 
 
 class DPA2Descriptor(TypeEmbeddedDescriptor):

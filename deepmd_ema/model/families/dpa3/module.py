@@ -260,7 +260,11 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
         node = self.ops.activated(pick(table, batch.atom_type), self.activation)
         for layer in self.layers:
             node, edge, angle = layer(node, edge, angle, geometry)
-        return node + self._nothing()
+        # parameters without effect are tied by 0: every parameter has a gradient, on every rank
+        idle = [p for layer in self.layers for p in layer.idle_parameters()]
+        if not self.has_angles:
+            idle += self.angle_embedding.parameters()
+        return node + (0 * torch.cat([p.flatten() for p in idle]).sum() if idle else 0)
 
     def _edges(self, vector: Tensor, mask: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the first edges (A, K, E), and weighted rows and switch of `Geometry`."""
@@ -290,12 +294,3 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
         angle = self.angle_embedding(cosine[..., None].to(self.dtype))
         weight = torch.where(has_angles, weight, 0) * flow.a_norm**-0.25
         return angle, has_angles, (weight[:, :, None] * weight[:, None]).to(self.dtype)
-
-    def _nothing(self) -> Tensor:
-        """Return 0, to which parameters without effect are tied: every parameter has a gradient, on every rank."""
-        idle = [p for layer in self.layers for p in layer.idle_parameters()]
-        if not self.has_angles:
-            idle += self.angle_embedding.parameters()
-        if not idle:
-            return self.mean.new_zeros(())
-        return 0 * torch.cat([parameter.flatten() for parameter in idle]).sum()

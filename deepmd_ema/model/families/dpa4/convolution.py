@@ -7,6 +7,7 @@ like a complex number, for each m > 0 (Passaro and Zitnick, arXiv:2302.03655).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,7 +66,20 @@ class Convolution(nn.Module):
             self.radial_degree_mixer = RadialMixer(
                 self.frames, wide, config.radial_so2_mode, config.radial_so2_rank, source.part("degrees")
             )
-        self._build_products(config, width, source)
+        kmax = min(config.kmax, lmax)
+
+        def product(place: int, part: str, order: int, places: Sequence[int], of_rotations: bool) -> GridNet:
+            operation = config.grid_operation(place)
+            options = GridOptions(lmax, order, kmax if of_rotations else None, places, *operation)
+            return GridNet(width, options, source.part(part), streams=self.streams, bias=bias, is_cross=True)
+
+        self.node_wise_grid_product: GridNet | None = None
+        self.message_node_grid_product: GridNet | None = None
+        if config.node_wise_s2 or config.node_wise_so3:
+            self.node_wise_grid_product = product(0, "pairs", mmax, pair_places(lmax, mmax), config.node_wise_so3)
+        if config.message_node_s2 or config.message_node_so3:
+            everything = range(num_coefficients(lmax))
+            self.message_node_grid_product = product(1, "atoms", lmax, everything, config.message_node_so3)
         self.pre_focus_mix = DegreeLinear(lmax, config.channels, wide, source.part("before"), bias=bias)
         self.post_focus_mix = DegreeLinear(lmax, wide, config.channels, source.part("after"), bias=bias, zero=True)
         self.needs_frame = (
@@ -73,28 +87,6 @@ class Convolution(nn.Module):
         )
         factors = torch.tensor(truncation_factors(lmax, mmax), dtype=source.dtype)
         self._enlarged = nn.Buffer(by_degree(factors)[:, None, None], persistent=False)
-
-    def _build_products(self, config: DPA4Config, width: int, source: Source) -> None:
-        self.node_wise_grid_product: GridNet | None = None
-        self.message_node_grid_product: GridNet | None = None
-        lmax, mmax = self.frames.lmax, self.frames.mmax
-        everything = list(range(num_coefficients(lmax)))
-        kmax = min(config.kmax, lmax)
-
-        def product(options: GridOptions, part: str) -> GridNet:
-            return GridNet(width, options, source.part(part), streams=self.streams, bias=config.mlp_bias, is_cross=True)
-
-        if config.node_wise_s2 or config.node_wise_so3:
-            options = GridOptions(
-                lmax, mmax, kmax if config.node_wise_so3 else None, pair_places(lmax, mmax),
-                *config.grid_operation(0),
-            )  # fmt: skip
-            self.node_wise_grid_product = product(options, "pairs")
-        if config.message_node_s2 or config.message_node_so3:
-            options = GridOptions(
-                lmax, lmax, kmax if config.message_node_so3 else None, everything, *config.grid_operation(1)
-            )
-            self.message_node_grid_product = product(options, "atoms")
 
     def forward(self, x: Tensor, edges: Edges) -> Tensor:
         """Return the messages (D, A, C) to atoms from their coefficients (D, A, C)."""
@@ -192,11 +184,9 @@ class Attention(nn.Module):
         self.attn_q_proj = StreamLinear(width, width, source.part("query"), streams=self.groups)
         self.attn_k_proj = StreamLinear(width, width, source.part("key"), streams=self.groups)
         self.attn_focus_mix = DegreeLinear(lmax, wide, wide, source.part("mix")) if config.atten_f_mix else None
-        self.attn_v_proj = (
-            DegreeLinear(lmax, width, width, source.part("value"), streams=self.groups) if config.atten_v_proj else None
-        )
-        self.attn_o_proj = (
-            DegreeLinear(lmax, width, width, source.part("out"), streams=self.groups) if config.atten_o_proj else None
+        self.attn_v_proj, self.attn_o_proj = (
+            DegreeLinear(lmax, width, width, source.part(part), streams=self.groups) if wanted else None
+            for part, wanted in (("value", config.atten_v_proj), ("out", config.atten_o_proj))
         )
         self.adamw_attn_logit_w = source.normal("logit", (width, self.groups, self.heads), SMALL)
         self.adamw_attn_z_bias_raw = source.filled((self.groups, self.heads), Z_BIAS)

@@ -217,7 +217,6 @@ class DPA4Descriptor(EnvironmentDescriptor):
 
     mixed_types = True
     passes_messages = True
-    version_tensor: Tensor
 
     def __init__(self, config: DPA4Config, num_types: int, seed: int) -> None:
         super().__init__()
@@ -246,7 +245,7 @@ class DPA4Descriptor(EnvironmentDescriptor):
             self._readout(config, source.part("readout", index)) for index in range(config.readout_layers - 1)
         )
         self.output_ffn = self._readout(config, source.part("output"))
-        self.register_buffer("version_tensor", torch.tensor(LATEST_VERSION, dtype=torch.float64))
+        self.version_tensor = nn.Buffer(torch.tensor(LATEST_VERSION, dtype=torch.float64))
         self._version_vector = self.version_tensor.view(1)
         freeze(self, config.trainable)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.distributed.tensors import precision
@@ -52,8 +52,6 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
 
     mixed_types = True
     passes_messages = False
-    feature_mean: Tensor
-    feature_spread: Tensor
 
     def __init__(self, config: DPA4CConfig, num_types: int, seed: int) -> None:
         super().__init__()
@@ -67,8 +65,8 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         self.readout = InvariantReadout(config, source.part("readout"))
         self.interpolation = Interpolation(config.interpolate, self.dtype, 3 * gated_width(config.channels))
         self.dim_out = self.readout.dim_out + NUM_MASSES + config.channels
-        self.register_buffer("feature_mean", torch.zeros(self.dim_out, dtype=self.dtype))
-        self.register_buffer("feature_spread", torch.ones(self.dim_out, dtype=self.dtype))
+        self.feature_mean = nn.Buffer(torch.zeros(self.dim_out, dtype=self.dtype))
+        self.feature_spread = nn.Buffer(torch.ones(self.dim_out, dtype=self.dtype))
         freeze(self, config.trainable)
 
     @property

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config.labels import APARAM, FPARAM
@@ -60,8 +60,7 @@ class EnergyFitting(UsesOperations, Fitting):
             self._network(config, seed_for("fitting", start, t)) for t in range(1 if mixed_types else num_types)
         )
         freeze(self, config.trainable)
-        self.bias_atom_e: Tensor
-        self.register_buffer("bias_atom_e", torch.zeros(num_types, 1, dtype=torch.float64))
+        self.bias_atom_e = nn.Buffer(torch.zeros(num_types, 1, dtype=torch.float64))
         for name, count in ((FPARAM, self.num_fparam), (APARAM, self.num_aparam)):
             if count:
                 self.register_buffer(f"{name}_avg", torch.zeros(count, dtype=self.dtype))
@@ -75,14 +74,8 @@ class EnergyFitting(UsesOperations, Fitting):
 
     def _network(self, config: Any, seed: int) -> Any:
         """Return a network with random parameters."""
-        return FittingNetwork(
-            [self.num_inputs, *config.neuron],
-            config.activation_function,
-            timestep=config.resnet_dt,
-            dtype=self.dtype,
-            seed=seed,
-            num_out=1,
-        )
+        widths, act = [self.num_inputs, *config.neuron], config.activation_function
+        return FittingNetwork(widths, act, timestep=config.resnet_dt, dtype=self.dtype, seed=seed, num_out=1)
 
     def share_networks(self, other: EnergyFitting, whose: str) -> None:
         """Take the networks of ``other`` and what their inputs are measured by; ``whose`` names both for messages.
