@@ -77,11 +77,13 @@ class FrameRotations(nn.Module):
                 if abs(order) <= degree:
                     rows[k, column] = table[:, degree * (degree + 1) + order, column]
         self._shape = rows.shape[:2]
-        self._table = nn.Buffer(torch.tensor(rows, dtype=dtype).flatten(0, 1), persistent=False)
+        self._table: Tensor
+        self.register_buffer("_table", torch.tensor(rows, dtype=dtype).flatten(0, 1), persistent=False)
         # of each variable, which power of it a monomial has
         exponents = torch.tensor(monomials(self._degree)).T
         powers = nn.functional.one_hot(exponents, self._degree + 1).to(dtype)
-        self._powers = nn.Buffer(powers, persistent=False)
+        self._powers: Tensor  # (4, P, 2 lmax + 1)
+        self.register_buffer("_powers", powers, persistent=False)
 
     def forward(self, quaternion: Tensor) -> Tensor:
         """Return (E, K, D): the element of the Wigner matrix in row (l, order) and column (l, m), 0 without that row.
