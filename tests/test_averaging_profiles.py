@@ -57,7 +57,7 @@ def test_a_width_and_its_exponent_are_each_others_inverse():
 
 @pytest.mark.parametrize("sigma", [0, -0.1, 0.29, math.nan, "0.1", True])
 def test_a_width_that_no_exponent_has_is_an_error(sigma):
-    with pytest.raises(ConfigError, match=r"average 'p': sigma_rel .*, expected a number > 0 and <= 0.288675"):
+    with pytest.raises(ConfigError, match=r"average 'p': sigma_rel = .*: expected a number > 0 and <= 0.288675"):
         PowerProfile.from_sigma_rel("p", sigma)
 
 
@@ -170,7 +170,7 @@ def test_a_half_life_is_what_its_name_says():
     assert float(weights[24]) == pytest.approx(0.5 * float(weights[32]))
     assert EmaProfile.from_half_life("e", 1).decay == 0.5
     assert EmaProfile("e", half_life=1, half_life_unit="epochs").in_steps({"epochs": 2}).decay == 0.5**0.5
-    with pytest.raises(ConfigError, match="average 'e': half_life 0, expected a number > 0"):
+    with pytest.raises(ConfigError, match="average 'e': half_life = 0: expected a number > 0"):
         EmaProfile.from_half_life("e", 0)
 
 
@@ -183,6 +183,12 @@ def test_the_host_and_the_device_compute_the_same_decay(profile):
     # without warm-up, and without gamma, no function is involved that two libraries round differently
     if profile.type == "swa":
         assert torch.equal(device, host)
+
+
+def test_a_start_in_epochs_after_any_run_is_never():
+    late = SwaProfile("s", start_epoch=1e300).in_steps({"epochs": 20.0})
+    assert late.start_epoch is None
+    assert not late.is_due(10**17)
 
 
 # settings
@@ -201,29 +207,32 @@ def test_settings_are_plain_values_that_rebuild_the_profile():
 @pytest.mark.parametrize(
     ("make", "phrase"),
     [
-        (lambda: EmaProfile("e", 1.0), "decay 1.0, expected a number >= 0 and < 1"),
-        (lambda: EmaProfile("e", -0.1), "decay -0.1, expected a number >= 0 and < 1"),
-        (lambda: EmaProfile("e", math.nan), "decay nan"),
-        (lambda: EmaProfile("e", "0.9"), "decay '0.9'"),
-        (lambda: EmaProfile("e", warmup=3), "warmup 3, expected true or false"),
-        (lambda: PowerProfile("e", -1.0), "gamma -1.0, expected a number >= 0"),
-        (lambda: SwaProfile("e", update_every=0), "update_every 0, expected a whole number > 0"),
-        (lambda: SwaProfile("e", start_step=-1), "start_step -1, expected a whole number >= 0"),
-        (lambda: SwaProfile("e", start_step=1.5), "start_step 1.5, expected a whole number"),
-        (lambda: SwaProfile("e", device="cuda"), "device 'cuda', expected one of: live, cpu"),
-        (lambda: SwaProfile("e", dtype="bfloat16"), "dtype 'bfloat16', expected one of: float32, float64"),
-        (lambda: SwaProfile("e", layout="whole"), "layout 'whole', expected one of: local_shard, full_tensor"),
-        (lambda: SwaProfile("e", buffers="none"), "buffers 'none', expected one of: copy, average"),
-        (lambda: SwaProfile("e", should_update=5), "should_update 5, expected a function"),
-        (lambda: SwaProfile("e", should_update=lambda step, epoch: True), "should_update cannot be pickled"),
+        (lambda: EmaProfile("e", 1.0), "decay = 1.0: expected a number >= 0 and < 1"),
+        (lambda: EmaProfile("e", -0.1), "decay = -0.1: expected a number >= 0 and < 1"),
+        (lambda: EmaProfile("e", math.nan), "decay = NaN: expected a number"),
+        (lambda: EmaProfile("e", "0.9"), 'decay = "0.9": expected a number'),
+        (lambda: EmaProfile("e", warmup=3), "warmup = 3: expected true or false"),
+        (lambda: PowerProfile("e", -1.0), "gamma = -1.0: expected a number >= 0"),
+        (lambda: SwaProfile("e", update_every=0), "update_every = 0: expected a whole number > 0"),
+        (lambda: SwaProfile("e", start_step=-1), "start_step = -1: expected a whole number >= 0"),
+        (lambda: SwaProfile("e", start_step=1.5), "start_step = 1.5: expected a whole number"),
+        (lambda: SwaProfile("e", device="cuda"), 'device = "cuda": unknown. Known: live, cpu'),
+        (
+            lambda: SwaProfile("e", dtype="bfloat16"),
+            'dtype = "bfloat16": unknown. Did you mean float64? Known',
+        ),
+        (lambda: SwaProfile("e", layout="whole"), 'layout = "whole": unknown. Known: local_shard, full_tensor'),
+        (lambda: SwaProfile("e", buffers="none"), 'buffers = "none": unknown. Known: copy, average'),
+        (lambda: SwaProfile("e", should_update=5), "should_update = 5: expected a function"),
+        (lambda: SwaProfile("e", should_update=lambda step, epoch: True), "should_update: cannot be pickled"),
         (
             lambda: bank_of(SwaProfile("e", should_update=EveryOther(0, 0), update_every=2)),
             "update_every = 2: should_update says itself which steps count. Remove it.",
         ),
         (lambda: bank_of(EmaProfile("e", 0.9, half_life=3)), "half_life = 3: decay = 0.9 is given too. Remove one"),
         (lambda: bank_of(PowerProfile("e")), "gamma or sigma_rel is required."),
-        (lambda: SwaProfile("live"), "average 'live': name 'live', expected a name of at most 40 letters"),
-        (lambda: SwaProfile("a/b"), "average 'a/b': name 'a/b', expected a name"),
+        (lambda: SwaProfile("live"), "average 'live': name = \"live\": expected a name of at most 40 letters"),
+        (lambda: SwaProfile("a/b"), "average 'a/b': name = \"a/b\": expected a name"),
     ],
 )
 def test_a_wrong_setting_is_reported_with_its_average(make, phrase):

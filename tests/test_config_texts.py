@@ -80,16 +80,16 @@ def test_texts_with_parts_survive_copies_and_the_way_to_other_ranks(made):
 @pytest.mark.parametrize(
     ("kind", "text", "phrase"),
     [
-        (BatchSizeRule, "auto:0", "is unknown. Known: a number, a list, auto, auto:N"),
-        (BatchSizeRule, "auto:²", "is unknown"),
-        (BatchSizeRule, "mixed", "is unknown.*mixed:N, mix:N"),
-        (BatchSizeRule, "mix:0", "is unknown"),
-        (SystemProbability, "prob_uniform;0:1:1", "is unknown. Known: prob_uniform, prob_sys_size"),
-        (SystemProbability, "prob_sys_size;0:1", '"0:1" is not start:stop:weight'),
-        (SystemProbability, "prob_sys_size;2:1:1", "expected start < stop"),
-        (SystemProbability, "prob_sys_size;0:1:0", "a weight above 0"),
-        (Metric, "E:ME", "Known: E, F, V or S"),
-        (ActivationName, "tanj", "Did you mean tanh?"),
+        (BatchSizeRule, "auto:0", 'batch_size = "auto:0": expected a whole number > 0, a list of them, or "auto"'),
+        (BatchSizeRule, "auto:²", 'batch_size = "auto:²": expected'),
+        (BatchSizeRule, "mixed", '"mixed": expected .*"mixed:N" or "mix:N"'),
+        (BatchSizeRule, "mix:0", '"mix:0": expected'),
+        (SystemProbability, "prob_uniform;0:1:1", '"prob_uniform;0:1:1": expected "prob_uniform", "prob_sys_size"'),
+        (SystemProbability, "prob_sys_size;0:1", "expected .*begin:end:weight"),
+        (SystemProbability, "prob_sys_size;2:1:1", "expected .*begin:end:weight"),
+        (SystemProbability, "prob_sys_size;0:1:0", "expected .*begin:end:weight"),
+        (Metric, "E:ME", 'metric = "E:ME": expected E, F, V or S'),
+        (ActivationName, "tanj", 'activation_function = "tanj": expected one of tanh, relu'),
     ],
 )
 def test_a_text_that_cannot_be_read_is_reported(kind, text, phrase):

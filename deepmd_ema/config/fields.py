@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from deepmd_ema.config.messages import NOT_AVAILABLE, close_names, show
 from deepmd_ema.config.registry import Registry, aliases_of
 from deepmd_ema.utils import Check as Check
 from deepmd_ema.utils import fraction as fraction
@@ -27,6 +30,7 @@ class Option:
         name: canonical key.
         types: types of a plain value in the file, without None (``float`` also takes whole numbers).
         classes: dataclasses of a nested section, as the annotation names them.
+        by_type: whether the nested section is one of several, distinguished by the key ``type``.
         many: whether the value is a list of such sections.
         named: whether the value is a mapping of such sections, by names that the user chooses.
         nullable: whether null is a value.
@@ -50,6 +54,7 @@ class Option:
     name: str
     types: tuple[Any, ...]
     classes: tuple[type, ...]
+    by_type: bool
     many: bool
     named: bool
     nullable: bool
@@ -70,45 +75,101 @@ class Option:
     own: bool = False
 
     @property
-    def sections(self) -> tuple[type, ...]:
+    def sections(self) -> tuple[Any, ...]:
         """The dataclasses of a nested section; those with a ``type`` are chosen by the key ``type``."""
         return self.classes if self.registry is None else self.registry.sections(self.left_out)
 
-    @property
-    def by_type(self) -> bool:
-        """Whether the nested section is one of several, distinguished by the key ``type``."""
-        return bool(self.sections) and hasattr(self.sections[0], "type")
-
-    def section_of(self, value: Any) -> type | None:
+    def section_of(self, value: Any) -> type[Any] | None:
         """Return the section that a value chooses by its key ``type``, or None if it has an unknown one."""
         if not self.by_type or not isinstance(value, dict):
             return self.sections[0]
         name = value.get("type", self.default_type)
-        return next((s for s in self.sections if name in type_names([s])), None)
+        return next((section for section in self.sections if name in type_names([section])), None)
+
+    @property
+    def wants(self) -> str:
+        """Text about the values: ``a number > 0``, ``one of tanh, relu``."""
+        if self.many:
+            return "a list of sections [{...}, {...}]"
+        if self.named:
+            return 'sections by name {"a": {...}, "b": {...}}'
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.check is not None:
+            return self.check.wants
+        words = []
+        for kind in self.types:
+            inner = members(typing.get_args(kind)[0]) if typing.get_origin(kind) is list else ()
+            plurals = " or ".join(_PLURAL.get(p, "lists") for p in inner)
+            words.append(f"a list of {plurals}" if inner else _WORDS.get(kind, "a section {...}"))
+        return " or ".join(words)
+
+    def fault(self, value: Any) -> str:
+        """Return the rest of the message about a value that the option does not take, or an empty string.
+
+        Refused are also what Python would take for a number: true and false, infinity and nan, whole numbers that do
+        not fit 64 bits; and texts that no file can have as its name.
+        """
+        if value is None and self.nullable:
+            return ""
+        if self.unavailable is not None and isinstance(value, str) and re.match(self.unavailable, value):
+            return f" = {show(value)}: {NOT_AVAILABLE}. Use {self.wants}."
+        if self.removed and isinstance(value, str) and value in self.removed:
+            return f" = {show(value)}: was removed. {self.removed[value]}"
+        if not any(_is_of(value, kind) for kind in self.types):
+            return self.wrong_type(value)
+        parts = list(_leaves(value))
+        if any(isinstance(v, int) and abs(v) >= MAX_INTEGER for v in parts):
+            return bad_value(value, f"a number of at most {len(str(MAX_INTEGER)) - 1} digits")
+        if any(isinstance(v, str) and _NO_NAME.search(v) for v in parts):
+            text = "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name has"
+            return bad_value(value, text)
+        takes_bool = any(bool in (t, *typing.get_args(t)) for t in self.types)
+        if not takes_bool and any(isinstance(v, bool) for v in parts):  # of options that take any value in a list
+            return self.wrong_type(value)
+        is_right = value in self.choices or (not self.choices if self.check is None else self.check.test(value))
+        if not is_right:
+            return unknown_choice(value, self.choices) if self.choices else bad_value(value, self.wants)
+        is_finite = not any(isinstance(v, float) and not math.isfinite(v) for v in parts)
+        return "" if is_finite else bad_value(value, "a finite number")
+
+    def wrong_type(self, value: Any) -> str:
+        """Return the message of a value of the wrong type, with the way to mend it when it can be guessed."""
+        scalars, hint = {t for t in self.types if typing.get_origin(t) is None}, ""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if self.many and isinstance(value, dict):
+            hint = "Put [ ] around the section."
+        elif value is None:
+            hint = "Remove the key to get the default."
+        elif isinstance(value, str) and bool in scalars and value.lower() in _SWITCHES:
+            hint = f"Write {_SWITCHES[value.lower()]}, without quotes."
+        elif isinstance(value, str) and scalars & {int, float} and _NUMBER.fullmatch(value):
+            hint = "Write the number without quotes."
+        elif is_number and bool in scalars and value in (0, 1):
+            hint = f"Write {'true' if value else 'false'}."
+        elif is_number and int in scalars and float(value).is_integer():
+            hint = f"{show(value)} is a number with a fraction part; write {int(value)}."
+        elif is_number and any(typing.get_origin(t) is list for t in self.types):
+            hint = f"Write [{show(value)}]."
+        return bad_value(value, self.wants, hint)
 
 
 def option(default: Any = dataclasses.MISSING, *, doc: str, **about: Any) -> Any:
     """Declare one option of a section; ``about`` are the attributes of ``Option``: alias, unit, choices, ...
 
     ``also`` names types that the file may hold and that ``convert`` turns into the annotated one. A default that is a
-    list, a dict or a section is copied for each owner.
+    list or a dict is copied for each owner.
     """
-    metadata = {"doc": doc, **about}
+    metadata = {"default": default, "doc": doc, **about}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
-    if dataclasses.is_dataclass(default):
-        return dataclasses.field(default_factory=lambda: default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def redefined(section: type, name: str, default: Any = dataclasses.MISSING) -> Any:
     """Declare an option as the class ``section`` has it, with another default or with the same."""
-    declared = next(f for f in dataclasses.fields(section) if f.name == name)
-    if default is not dataclasses.MISSING:
-        return option(default, **declared.metadata)
-    if declared.default_factory is not dataclasses.MISSING:
-        return dataclasses.field(default_factory=declared.default_factory, metadata=declared.metadata)
-    return dataclasses.field(default=declared.default, metadata=declared.metadata)
+    declared = next(f.metadata for f in dataclasses.fields(section) if f.name == name)
+    return option(**declared if default is dataclasses.MISSING else {**declared, "default": default})
 
 
 @cache
@@ -120,7 +181,36 @@ def options(section: type) -> tuple[Option, ...]:
     hints, first = typing.get_type_hints(section), getattr(section, "first_options", ())
     declared = {f.name: f for f in dataclasses.fields(section) if f.metadata}
     names = dict.fromkeys([*(name for name in first if name in declared), *declared])
-    return tuple(_read_option(declared[name], hints[name]) for name in names)
+    found = []
+    for name in names:
+        hint, about = hints[name], dict(declared[name].metadata)
+        container = typing.get_origin(hint)
+        inner = members(typing.get_args(hint)[-1]) if container in (list, dict) else ()
+        several = bool(inner) and ("registry" in about or any(dataclasses.is_dataclass(p) for p in inner))
+        parts = inner if several else members(hint)
+        classes = tuple(p for p in parts if isinstance(p, type) and dataclasses.is_dataclass(p))
+        if "registry" in about:  # its annotation is a protocol
+            classes, parts = (), tuple(part for part in parts if part is type(None))
+        kinds = (part for part in parts if part is not type(None) and part not in classes)
+        found.append(
+            Option(
+                name=name,
+                types=(
+                    # a text with parts, which `convert` makes, is a text in the file
+                    *(str if isinstance(kind, type) and issubclass(kind, str) else kind for kind in kinds),
+                    *about.pop("also", ()),
+                ),
+                classes=classes,
+                by_type="registry" in about or any(hasattr(kind, "type") for kind in classes),
+                many=several and container is list,
+                named=several and container is dict,
+                nullable=type(None) in parts,
+                required=about["default"] is dataclasses.MISSING,
+                keys=(name, *about.get("alias", ())),
+                **about,
+            )
+        )
+    return tuple(found)
 
 
 @cache
@@ -143,55 +233,9 @@ def is_comment(key: Any) -> bool:
     return isinstance(key, str) and (key.startswith("_") or key == "$schema")
 
 
-def type_names(sections: Iterable[Any]) -> list[str]:
+def type_names(sections: Sequence[Any]) -> list[str]:
     """Return the values of ``type`` that choose one of ``sections``, aliases last."""
-    chosen: list[Any] = list(sections)
-    return [s.type for s in chosen] + [a for s in chosen for a in aliases_of(s)]
-
-
-def listed_types(sections: Iterable[Any]) -> list[str]:
-    """Return the values of ``type`` to choose from; those that are read for another program's sake are not listed."""
-    return [section.type for section in sections]
-
-
-def wants(option: Option) -> str:
-    """Return text about the values of an option: ``a number > 0``, ``one of tanh, relu``."""
-    if option.many:
-        return "a list of sections [{...}, {...}]"
-    if option.named:
-        return 'sections by name {"a": {...}, "b": {...}}'
-    if option.choices:
-        return "one of " + ", ".join(option.choices)
-    return option.check.wants if option.check is not None else " or ".join(_type_words(t) for t in option.types)
-
-
-def _read_option(field: dataclasses.Field[Any], hint: Any) -> Option:
-    container = typing.get_origin(hint)
-    inner = members(typing.get_args(hint)[-1]) if container in (list, dict) else ()
-    default, about = field.default, dict(field.metadata)
-    several = bool(inner) and ("registry" in about or any(dataclasses.is_dataclass(p) for p in inner))
-    parts = inner if several else members(hint)
-    if field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
-    if "registry" in about:  # its annotation is a protocol
-        parts = tuple(p for p in parts if p is type(None))
-    plain_parts = (p for p in parts if p is not type(None) and not dataclasses.is_dataclass(p))
-    return Option(
-        name=field.name,
-        types=(
-            # a text with parts, which `convert` makes, is a text in the file
-            *(str if isinstance(p, type) and issubclass(p, str) else p for p in plain_parts),
-            *about.pop("also", ()),
-        ),
-        classes=tuple(p for p in parts if isinstance(p, type) and dataclasses.is_dataclass(p)),
-        many=several and container is list,
-        named=several and container is dict,
-        nullable=type(None) in parts,
-        default=default,
-        required=default is dataclasses.MISSING,
-        keys=(field.name, *about.get("alias", ())),
-        **about,
-    )
+    return [s.type for s in sections] + [a for s in sections for a in aliases_of(s)]
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -219,13 +263,43 @@ def plain(value: Any, for_deepmd: bool = False) -> Any:
     return str(value) if isinstance(value, str) else value  # a text with parts is a text in a file
 
 
-def _type_words(kind: Any) -> str:
-    if typing.get_origin(kind) is list:
-        inner = typing.get_args(kind)[0]
-        return "a list of " + " or ".join(_PLURAL.get(p, "lists") for p in members(inner))
-    return _WORDS.get(kind, "a section {...}")
+def bad_value(value: Any, expected: str, hint: str = "") -> str:
+    """Return the rest of the message about a value of which another one was ``expected``."""
+    return f" = {show(value)}: expected {expected}." + (f" {hint}" if hint else "")
 
 
+def unknown_choice(value: Any, known: Sequence[str]) -> str:
+    """Return the message of a value that is none of the ``known`` ones."""
+    close = close_names(str(value), known)
+    mean = f" Did you mean {close[0]}?" if close else ""
+    return f" = {show(value)}: unknown.{mean} Known: {', '.join(known)}."
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type as options declare them: whole numbers are numbers, true and false are not."""
+    container, inner = typing.get_origin(kind), typing.get_args(kind)
+    if container is list:
+        return isinstance(value, list) and all(any(_is_of(v, k) for k in members(inner[0])) for v in value)
+    if container is dict:
+        return isinstance(value, dict) and all(isinstance(k, str) and _is_of(v, inner[1]) for k, v in value.items())
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    return kind is Any or isinstance(value, kind)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the values of nested lists and dictionaries."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    if inner is None:
+        yield value
+    for item in inner or ():
+        yield from _leaves(item)
+
+
+MAX_INTEGER = 10**18  # whole numbers fit 64 bits wherever they go
+_NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
+_SWITCHES = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
+_NO_NAME = re.compile("[\0\ud800-\udfff]")  # JSON can write them, files and terminals cannot
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a section {...}"}
 _PLURAL = {bool: "true or false", int: "whole numbers", float: "numbers", str: "texts", type(None): "null"}
 

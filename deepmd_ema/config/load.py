@@ -43,7 +43,7 @@ class InputFile:
             ConfigError: with every mistake of the file, each with its line.
         """
         reading, links = upgrade(self.values, self.lines)
-        sections = reading.options_of(reading.root, reading.values, (), ())
+        sections = reading.options_of(reading.root, reading.values, ())
         source = Source(self.path, reading.lines, reading.paths, frozenset(reading.given))
         problems = reading.problems
         if sections is not INVALID:
@@ -133,7 +133,7 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
     """
     reading, _ = upgrade({"model": values}, {})
     declared = next(o for o in options(SingleTaskRun) if o.name == "model")
-    model: ModelConfig = reading.value(declared, reading.values["model"], ("model",), ("model",))
+    model: ModelConfig = reading.value(declared, reading.values["model"], ("model",))
     problems = reading.problems + ([] if model is INVALID else rule_problems(model))
     if problems:
         raise ConfigError(render(problems, Source(source)))

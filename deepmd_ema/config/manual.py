@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from deepmd_ema.config.fields import Option, input_options, listed_types, options, plain, type_names, wants
+from deepmd_ema.config.fields import Option, input_options, members, plain, type_names
 from deepmd_ema.config.messages import close_names, show
 from deepmd_ema.config.schema.run import ModelsConfig, MultiTaskRun, SingleTaskRun
 from deepmd_ema.config.schema.training import MultiTaskTrainingConfig, TrainingConfig
-from deepmd_ema.config.sections import value_fault
 from deepmd_ema.config.upgrade import PARTS
 from deepmd_ema.errors import ConfigError
 
@@ -62,10 +59,18 @@ class Entry:
         o = self.option
         if o is None:
             return ""
-        default = "required" if o.required else f"default {_default_words(o)}"
+        kind = o.wants + " or null" * o.nullable
+        if o.sections:
+            kind = "sections by name" if o.named else "list of sections" if o.many else "section"
+            kind += f"; type is {' or '.join(s.type for s in o.sections)}" if o.by_type else ""
+            kind += f" ({o.default_type} if not given)" if o.many and o.default_type else ""
+        default = show(o.default)
+        if o.sections and o.default is not None and not (o.many or o.named):
+            default = f"type {o.default_type}" if o.by_type else "all defaults"
+        default = "required" if o.required else f"default {default}"
         aliases = f"also spelled {', '.join(o.alias)}" if o.alias else ""
         types = f"of {', '.join(self.types)}" if self.types else ""
-        return "; ".join(filter(None, [_kind_words(o), o.unit, default, aliases, types]))
+        return "; ".join(filter(None, [kind, o.unit, default, aliases, types]))
 
     def is_under(self, topic: str) -> bool:
         """Whether the option is ``topic`` or in it."""
@@ -80,23 +85,34 @@ def manual(topic: str | None = None) -> str:
     """
     entries = manual_entries()
     topic = re.sub(r"\[\d+\]", "", topic or "")  # as messages name the entries of a list
-    if not topic:
-        return "\n\n".join([_INTRO.rstrip("\n"), *map(_entry_text, entries)])
-    meanings: list[Callable[[Entry], bool]] = [
-        lambda entry: entry.is_under(topic),
-        lambda entry: topic in entry.keys,
-        lambda entry: any(topic in key.split("_") for key in entry.keys),  # `ema` finds ema_decay, enable_ema, ...
-    ]
-    for is_meant in meanings:
-        chosen = [_entry_text(entry) for entry in entries if is_meant(entry)]
-        if chosen:
-            return "\n\n".join(chosen)
-    raise ConfigError(f"doc {topic}: no such option. Try {', '.join(_like(topic, entries))}.")
+    chosen = (
+        [entry for entry in entries if not topic or entry.is_under(topic)]
+        or [entry for entry in entries if topic in entry.keys]
+        # `ema` finds ema_decay, enable_ema, ...
+        or [entry for entry in entries if any(topic in key.split("_") for key in entry.keys)]
+    )
+    if not chosen:
+        raise ConfigError(f"doc {topic}: no such option. Try {', '.join(_like(topic, entries))}.")
+    texts = [] if topic else [_INTRO.rstrip("\n")]
+    for entry in chosen:
+        paragraphs = (text for text in (entry.facts, entry.doc) if text)
+        filled = (textwrap.fill(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT) for text in paragraphs)
+        texts.append("\n".join([entry.path, *filled]))
+    return "\n\n".join(texts)
 
 
 def manual_entries() -> list[Entry]:
     """Return all options, and the types of sections, in the order of the manual."""
-    return [*_entries(SingleTaskRun, ""), *_entries_of_tasks()]
+    entries = list(_entries((SingleTaskRun,), "", ()))
+    # options that only an input of several tasks has; sections by task are those of an input of one task
+    for place, section, of_one_task in (
+        ("model.", ModelsConfig, SingleTaskRun),
+        ("training.", MultiTaskTrainingConfig, TrainingConfig),
+        ("", MultiTaskRun, SingleTaskRun),
+    ):
+        known = {o.name for o in input_options(of_one_task)}
+        entries += [Entry(f"{place}{o.name}", o, o.doc) for o in input_options(section) if o.name not in known]
+    return entries
 
 
 def _like(topic: str, entries: Sequence[Entry]) -> list[str]:
@@ -130,88 +146,40 @@ def json_schema() -> dict[str, Any]:
 # ---- manual
 
 
-def _entries(section: type, path: str) -> Iterator[Entry]:
-    for o in input_options(section):
-        yield from _option_entries(o, f"{path}.{o.name}" if path else o.name, ())
-
-
-def _entries_of_tasks() -> Iterator[Entry]:
-    """Yield the options that only an input of several tasks has; sections by task are those of an input of one task."""
-    places = {"model": ModelsConfig, "training": MultiTaskTrainingConfig, "": MultiTaskRun}
-    for place, section in places.items():
-        known = {o.name for o in input_options({"training": TrainingConfig}.get(place, SingleTaskRun))}
-        for o in input_options(section):
-            if o.name not in known:
-                yield Entry(f"{place}.{o.name}".lstrip("."), o, o.doc)
-
-
 def _option_entries(option: Option, here: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
     """Yield an option and those of its sections, unless it or the sections are already ``listed``."""
     yield Entry(here, option, option.doc)
     if option.by_type:
-        yield Entry(f"{here}.type", None, _type_words(option))
-    if option in listed or all(section in listed for section in option.sections):
-        return
-    if len(option.sections) == 1:
-        yield from _entries(option.sections[0], here)
-    elif option.sections:
-        yield from _choice_entries(option.sections, here, listed)
+        names, known = type_names(option.sections), [s.type for s in option.sections]
+        others = ", ".join(name for name in names if name not in known)
+        read = f" DeePMD-kit's {others} is read as well." if others else ""
+        default = f"{option.default_type} if not given" if option.default_type else "required"
+        yield Entry(f"{here}.type", None, f"one of {', '.join(known)}; {default}.{read}")
+    if option not in listed and not all(section in listed for section in option.sections):
+        yield from _entries(option.sections, here, listed)
 
 
-def _choice_entries(sections: tuple[Any, ...], path: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
+def _entries(sections: tuple[Any, ...], path: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
     """Yield the options that sections declare alike, then each type with its own; the usual one has plain paths."""
     listed = (*listed, *sections)
     declared: dict[str, list[Option]] = {}
-    for o in (o for s in sections for o in options(s)):
+    for o in (o for s in sections for o in input_options(s)):
         declared.setdefault(o.name, []).append(o)
     shared = [same[0] for same in declared.values() if len(same) > 1 and all(o == same[0] for o in same)]
     for o in shared:
-        having = tuple(s.type for s in sections if o in options(s))
+        having = tuple(s.type for s in sections if o in input_options(s))
         first, *inner = _option_entries(o, f"{path}.{o.name}", listed)
         yield replace(first, types=having if len(having) < len(sections) else ())
         yield from inner
     for s in sections:
-        is_usual = getattr(s, "is_usual", False)
+        is_usual = len(sections) == 1 or getattr(s, "is_usual", False)
         there = path if is_usual else f"{path}[{s.type}]"
         if not is_usual:
             yield Entry(there, None, _class_doc(s))
-        for o in options(s):
+        for o in input_options(s):
             if o not in shared:
-                yield from _option_entries(o, f"{there}.{o.name}", listed)
-        listed = (*listed, *options(s), *(inner for o in options(s) for inner in o.sections))
-
-
-def _type_words(option: Option) -> str:
-    """Return text about the values of the key ``type`` of a section."""
-    others = [name for name in type_names(option.sections) if name not in listed_types(option.sections)]
-    read = f" DeePMD-kit's {', '.join(others)} is read as well." if others else ""
-    default = f"; {option.default_type} if not given" if option.default_type else "; required"
-    return f"one of {', '.join(listed_types(option.sections))}{default}.{read}"
-
-
-def _entry_text(entry: Entry) -> str:
-    texts = [textwrap.fill(text, _WIDTH - len(_INDENT)) for text in (entry.facts, entry.doc) if text or entry.option]
-    return "\n".join([entry.path, *(textwrap.indent(text, _INDENT) for text in texts)])
-
-
-def _kind_words(option: Option) -> str:
-    if option.by_type:
-        names = " or ".join(listed_types(option.sections))
-        if option.named:
-            return f"sections by name; type is {names}"
-        if not option.many:
-            return f"section; type is {names}"
-        default = f" ({option.default_type} if not given)" if option.default_type else ""
-        return f"list of sections; type is {names}{default}"
-    if option.sections:
-        return "sections by name" if option.named else "list of sections" if option.many else "section"
-    return wants(option) + " or null" * option.nullable
-
-
-def _default_words(option: Option) -> str:
-    if option.sections and not (option.many or option.named):
-        return "null" if option.default is None else f"type {option.default_type}" if option.by_type else "all defaults"
-    return show(option.default)
+                yield from _option_entries(o, f"{there}.{o.name}".lstrip("."), listed)
+        listed = (*listed, *input_options(s), *(inner for o in input_options(s) for inner in o.sections))
 
 
 def _class_doc(section: type) -> str:
@@ -227,11 +195,26 @@ def _section_schema(section: type, *, top: bool = False) -> dict[str, Any]:
         properties["type"] = {"enum": type_names([section])}
     needed = []
     for o in input_options(section):
-        schema = _option_schema(o)
+        null = [{"type": "null"}] if o.nullable else []
+        if o.sections:
+            choices = []
+            for kind in o.sections:  # editors offer the keys of the type that is given
+                is_default = not o.by_type or o.default_type in type_names([kind])
+                choices.append(_section_schema(kind) | ({} if is_default else {"required": ["type"]}))
+            schema = _one_of("oneOf", choices)
+            schema = {"type": "array", "items": schema} if o.many else schema
+            schema = {"type": "object", "additionalProperties": schema} if o.named else schema
+            schema = _one_of("anyOf", [schema, *null])
+        elif o.choices and o.check is None:
+            schema = {"enum": [*o.choices, *([None] if o.nullable else [])]}
+        else:
+            schema = _one_of("anyOf", [*map(_type_schema, o.types), *null])
+        schema = {**schema, "description": o.doc + f" Unit: {o.unit}." * bool(o.unit)}
+        schema |= {} if o.required else {"default": plain(o.default)}
         for key in o.keys:
             properties[key] = schema if key == o.name else {**schema, "description": f"The same as `{o.name}`."}
         if o.required:
-            needed.append({"required": [o.name]} if not o.alias else {"anyOf": [{"required": [k]} for k in o.keys]})
+            needed.append(_one_of("anyOf", [{"required": [key]} for key in o.keys]))
     out: dict[str, Any] = {"type": "object", "description": _class_doc(section), "properties": properties}
     out |= {"patternProperties": _COMMENTS, "additionalProperties": False}
     return out | ({"allOf": needed} if needed else {})
@@ -253,31 +236,6 @@ def _schema_of_tasks() -> dict[str, Any]:
     return schema
 
 
-def _option_schema(option: Option) -> dict[str, Any]:
-    null = [{"type": "null"}] if option.nullable else []
-    if option.by_type:  # editors offer the keys of the type that is given
-        choices = [
-            _section_schema(s) | ({} if option.default_type in type_names([s]) else {"required": ["type"]})
-            for s in option.sections
-        ]
-        schema = _one_of("oneOf", choices)
-    elif option.sections:
-        schema = _section_schema(option.sections[0])
-    elif option.choices and option.check is None:
-        schema = {"enum": [*option.choices, *([None] if option.nullable else [])]}
-    else:
-        schema = _one_of("anyOf", [*map(_type_schema, option.types), *null])
-    if option.many:
-        schema = {"type": "array", "items": schema}
-    if option.named:
-        schema = {"type": "object", "additionalProperties": schema}
-    if option.sections:
-        schema = _one_of("anyOf", [schema, *null])
-    unit = f" Unit: {option.unit}." if option.unit else ""
-    schema = {**schema, "description": option.doc + unit}
-    return schema if option.required else {**schema, "default": plain(option.default)}
-
-
 def _one_of(word: str, schemas: list[dict[str, Any]]) -> dict[str, Any]:
     return schemas[0] if len(schemas) == 1 else {word: schemas}
 
@@ -288,8 +246,8 @@ def _type_schema(kind: Any) -> dict[str, Any]:
         return {"type": "array", "items": _type_schema(inner[0])}
     if origin is dict:
         return {"type": "object", "additionalProperties": _type_schema(inner[1])}
-    if origin in (types.UnionType, typing.Union):
-        return {"anyOf": [_type_schema(k) for k in inner]}
+    if len(members(kind)) > 1:
+        return {"anyOf": [_type_schema(k) for k in members(kind)]}
     return {} if kind is Any else {"type": _SCALARS[kind]}
 
 
@@ -319,26 +277,20 @@ def _arguments(section: type) -> tuple[Argument, ...]:
 
     declared = []
     for o in input_options(section):
-        null, tag = [type(None)] if o.nullable else [], o.default_type or ""
+        dtype = [list if o.many else dict] if o.sections else list(o.types)
         about: dict[str, Any] = {"optional": not o.required, "alias": list(o.alias), "doc": o.doc}
         about |= {} if o.required else {"default": plain(o.default)}
-        if not o.sections:
-            about |= {"extra_check": partial(_is_right, o), "extra_check_errmsg": wants(o)}
-            declared.append(Argument(o.name, [*o.types, *null], **about))
-            continue
-        about |= {"dtype": [list if o.many else dict, *null], "repeat": o.many or o.named}
+        about |= {"repeat": o.many or o.named} if o.sections else {}
         if o.by_type:
-            kinds: tuple[Any, ...] = o.sections
             choices = [
                 Argument(s.type, dict, _arguments(s), alias=getattr(s, "aliases", ()), doc=s.__doc__ or "")
-                for s in kinds
+                for s in o.sections
             ]
+            tag = o.default_type or ""
             about["sub_variants"] = [Variant("type", choices, optional=bool(tag), default_tag=tag)]
-        else:
+        elif o.sections:
             about["sub_fields"] = _arguments(o.sections[0])
-        declared.append(Argument(o.name, **about))
+        else:
+            about |= {"extra_check": lambda value, o=o: not o.fault(value), "extra_check_errmsg": o.wants}
+        declared.append(Argument(o.name, [*dtype, *([type(None)] if o.nullable else [])], **about))
     return tuple(declared)
-
-
-def _is_right(option: Option, value: Any) -> bool:
-    return not value_fault(option, value)

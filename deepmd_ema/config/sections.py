@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import re
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from deepmd_ema.config.fields import (
-    Option,
-    input_options,
-    is_comment,
-    keys_of,
-    listed_types,
-    members,
-    options,
-    wants,
-)
+from deepmd_ema.config.fields import Option, input_options, is_comment, keys_of, options, unknown_choice
 from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Problem, close_names, dotted, show
 from deepmd_ema.config.schema.run import SingleTaskRun
 from deepmd_ema.config.unsupported import unavailable_key, unavailable_type
 
 INVALID: Any = object()  # in place of a value that cannot be used
-MAX_INTEGER = 10**18  # whole numbers fit 64 bits wherever they go
-_NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
-_NO_NAME = re.compile("[\0\ud800-\udfff]")  # JSON can write them, files and terminals cannot
 
 
 class InvalidOptionError(Exception):
@@ -43,7 +28,7 @@ class Reading:
         root: class of the whole input.
         moved: place of a key, after it was moved -> its path in the input.
         given: canonical paths of the options that the input names.
-        paths: canonical path of an option -> the path as the input spells it.
+        paths: canonical path of an option or of an entry -> the path as the input spells it.
         notes: what was changed or left out, one sentence each.
         unused: options that were left out because they do nothing here, with the reason.
         problems: all mistakes, at paths of the input.
@@ -64,7 +49,7 @@ class Reading:
         self.problems.append(Problem(path, text))
         return INVALID
 
-    def options_of(self, kind: Any, raw: Any, path: Place, spelled: Place, others: Sequence[Any] = ()) -> Any:
+    def options_of(self, kind: Any, raw: Any, path: Place, others: Sequence[Any] = ()) -> Any:
         """Return the values of a section by canonical key, ``INVALID`` where one is wrong or missing.
 
         Comments are left out, and so are options of DeePMD-kit with values that ask for nothing.
@@ -73,11 +58,11 @@ class Reading:
             kind: class of the section.
             raw: what the input has for it, right or wrong; if it is no section, the result is ``INVALID``.
             path: canonical path of the section.
-            spelled: the same as the input has it.
             others: the other classes of which ``type`` chooses one.
         """
+        spelled = self.paths.get(path, path)
         if not isinstance(raw, dict):
-            return self.refuse(spelled, bad_value(raw, "a section {...}"))
+            return self.refuse(spelled, f" = {show(raw)}: expected a section {{...}}.")
         by_key = {key: option for option in input_options(kind) for key in option.keys}
         values: dict[str, Any] = {}
         unknown = []
@@ -93,7 +78,7 @@ class Reading:
                 continue
             self.given.add(here)
             self.paths[here] = there
-            values[option.name] = self.value(option, value, here, there)
+            values[option.name] = self.value(option, value, here)
         missing = [o for o in input_options(kind) if o.required and o.name not in values]
         meant: set[str] = set()  # options that unknown keys may mean: no rule says that they are missing
         replaced: set[str] = set()  # required options that are misspelled
@@ -116,40 +101,45 @@ class Reading:
                 self.notes.append(f"{dotted((*path, key))} has no effect and was left out: it only informs.")
         for o in missing:
             if o.name not in replaced:
-                expected = f"a section {{...}}: {o.doc.lower()}" if o.sections else f"{wants(o)}."
+                expected = f"a section {{...}}: {o.doc.lower()}" if o.sections else f"{o.wants}."
                 self.refuse((*spelled, o.name), f": required, but missing. Expected {expected}")
         return dict.fromkeys([*meant, *(o.name for o in missing)], INVALID) | values
 
-    def value(self, option: Option, value: Any, path: Place, spelled: Place) -> Any:
+    def value(self, option: Option, value: Any, path: Place) -> Any:
         """Return the value of an option as its section has it, ``INVALID`` if it is wrong."""
         if value is INVALID or (value is None and option.nullable):
             return value
         if not option.sections:
-            text = value_fault(option, value)
-            if text:
-                return self.refuse(spelled, text)
-            value = _with_floats(option, value)
+            if text := option.fault(value):
+                return self.refuse(self.paths.get(path, path), text)
+            # whole numbers are floats where the declaration says float
+            if type(value) is int and float in option.types and int not in option.types:
+                value = float(value)
+            elif isinstance(value, list) and any("float" in str(t) for t in option.types):
+                value = [float(v) if isinstance(v, int) else v for v in value]
             return value if option.convert is None else option.convert(value)
         if not (option.many or option.named):
-            return self.section(option, value, path, spelled)
+            return self.section(option, value, path)
+        spelled = self.paths.get(path, path)
         if not isinstance(value, list if option.many else dict):
-            return self.refuse(spelled, wrong_type(option, value))
+            return self.refuse(spelled, option.wrong_type(value))
         items = enumerate(value) if isinstance(value, list) else value.items()
         inner = {}
-        for key, item in ((k, v) for k, v in items if not is_comment(k)):
-            here, there = (*path, key), self.moved.get((*path, key), (*spelled, key))
-            section = self.section(option, item, here, there)
-            # of a wrong entry nothing can be read
-            inner[key] = build_invalid(option.sections[0]) if section is INVALID else section
+        for key, item in ((key, item) for key, item in items if not is_comment(key)):
+            self.paths.setdefault((*path, key), (*spelled, key))
+            inner[key] = self.section(option, item, (*path, key))
+        # of a wrong entry nothing can be read
+        unreadable = dict.fromkeys((o.name for o in options(option.sections[0])), INVALID)
+        inner = {k: build(option.sections[0], unreadable) if one is INVALID else one for k, one in inner.items()}
         return list(inner.values()) if option.many else inner
 
-    def section(self, option: Option, raw: Any, path: Place, spelled: Place) -> Any:
+    def section(self, option: Option, raw: Any, path: Place) -> Any:
         """Return the section of an option as an object, ``INVALID`` if it has no known ``type``."""
-        kind = option.section_of(raw)
+        sections, kind = option.sections, option.section_of(raw)
         if kind is not None:
-            values = self.options_of(kind, raw, path, spelled, [s for s in option.sections if s is not kind])
+            values = self.options_of(kind, raw, path, [s for s in sections if s is not kind])
             return INVALID if values is INVALID else build(kind, values)
-        known, name = listed_types(option.sections), raw.get("type")
+        known, name = [section.type for section in sections], raw.get("type")
         if "type" not in raw:
             text = f": required, but missing. Expected one of {', '.join(known)}."
         elif (instead := unavailable_type(path, name)) is not None:
@@ -161,7 +151,7 @@ class Reading:
             text = unknown_choice(name, known)
             if option.registry is not None and option.registry.group and "Did you mean" not in text:
                 text += " A type of another package is known where that package is installed."
-        return self.refuse((*spelled, "type"), text)  # the keys of an unknown type cannot be judged
+        return self.refuse((*self.paths.get(path, path), "type"), text)  # the keys of an unknown type cannot be judged
 
 
 def build(kind: type, values: Mapping[str, Any], **more: Any) -> Any:
@@ -185,109 +175,8 @@ def build(kind: type, values: Mapping[str, Any], **more: Any) -> Any:
     return section
 
 
-def build_invalid(kind: type) -> Any:
-    """Return a section of which no option can be read."""
-    return build(kind, {o.name: INVALID for o in options(kind)})
-
-
 def _refuse_reading(section: Any) -> NoReturn:
     raise InvalidOptionError
-
-
-def _with_floats(option: Option, value: Any) -> Any:
-    """Return whole numbers as floats where the declaration says float."""
-    if float in option.types and int not in option.types and isinstance(value, int) and bool not in option.types:
-        return float(value)
-    if isinstance(value, list) and any("float" in str(t) for t in option.types):
-        return [float(v) if isinstance(v, int) else v for v in value]
-    return value
-
-
-# ---- values
-
-
-def value_fault(option: Option, value: Any) -> str:
-    """Return the rest of the message about a value that the option does not take, or an empty string.
-
-    Refused are also what Python would take for a number: true and false, infinity and nan, whole numbers that do not
-    fit 64 bits; and texts that no file can have as its name.
-    """
-    if value is None and option.nullable:
-        return ""
-    if option.unavailable is not None and isinstance(value, str) and re.match(option.unavailable, value):
-        return f" = {show(value)}: {NOT_AVAILABLE}. Use {wants(option)}."
-    if option.removed and isinstance(value, str) and value in option.removed:
-        return f" = {show(value)}: was removed. {option.removed[value]}"
-    if not any(_is_of(value, kind) for kind in option.types):
-        return wrong_type(option, value)
-    parts = list(_leaves(value))
-    if any(isinstance(v, int) and abs(v) >= MAX_INTEGER for v in parts):
-        return bad_value(value, f"a number of at most {len(str(MAX_INTEGER)) - 1} digits")
-    if any(isinstance(v, str) and _NO_NAME.search(v) for v in parts):
-        return bad_value(value, "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name has")
-    takes_bool = any(bool in (t, *typing.get_args(t)) for t in option.types)
-    if not takes_bool and any(isinstance(v, bool) for v in parts):  # of options that take any value in a list
-        return wrong_type(option, value)
-    if option.choices and value not in option.choices and (option.check is None or not option.check.test(value)):
-        return unknown_choice(value, option.choices)
-    if not option.choices and option.check is not None and not option.check.test(value):
-        return bad_value(value, wants(option))
-    is_finite = not any(isinstance(v, float) and not math.isfinite(v) for v in parts)
-    return "" if is_finite else bad_value(value, "a finite number")
-
-
-def bad_value(value: Any, expected: str, hint: str = "") -> str:
-    """Return the rest of the message about a value of which another one was ``expected``."""
-    return f" = {show(value)}: expected {expected}." + (f" {hint}" if hint else "")
-
-
-def unknown_choice(value: Any, known: Sequence[str]) -> str:
-    """Return the message of a value that is none of the ``known`` ones."""
-    close = close_names(str(value), known)
-    mean = f" Did you mean {close[0]}?" if close else ""
-    return f" = {show(value)}: unknown.{mean} Known: {', '.join(known)}."
-
-
-def wrong_type(option: Option, value: Any) -> str:
-    """Return the message of a value of the wrong type, with the way to mend it when it can be guessed."""
-    scalars, hint = {t for t in option.types if typing.get_origin(t) is None}, ""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if option.many and isinstance(value, dict):
-        hint = "Put [ ] around the section."
-    elif value is None:
-        hint = "Remove the key to get the default."
-    elif isinstance(value, str) and bool in scalars and value.lower() in ("true", "false", "yes", "no", "on", "off"):
-        hint = f"Write {'true' if value.lower() in ('true', 'yes', 'on') else 'false'}, without quotes."
-    elif isinstance(value, str) and scalars & {int, float} and _NUMBER.fullmatch(value):
-        hint = "Write the number without quotes."
-    elif is_number and bool in scalars and value in (0, 1):
-        hint = f"Write {'true' if value else 'false'}."
-    elif is_number and int in scalars and float(value).is_integer():
-        hint = f"{show(value)} is a number with a fraction part; write {int(value)}."
-    elif is_number and any(typing.get_origin(t) is list for t in option.types):
-        hint = f"Write [{show(value)}]."
-    return bad_value(value, wants(option), hint)
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type as options declare them: whole numbers are numbers, true and false are not."""
-    container, inner = typing.get_origin(kind), typing.get_args(kind)
-    if container is list:
-        return isinstance(value, list) and all(any(_is_of(v, k) for k in members(inner[0])) for v in value)
-    if container is dict:
-        return isinstance(value, dict) and all(isinstance(k, str) and _is_of(v, inner[1]) for k, v in value.items())
-    if kind in (int, float):
-        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    return kind is Any or isinstance(value, kind)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the values of nested lists and dictionaries."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    if inner is None:
-        yield value
-    for item in inner or ():
-        yield from _leaves(item)
 
 
 # ---- unknown keys

@@ -120,6 +120,7 @@ class SwaProfile(Profile):
     """Stochastic weight averaging: equal weights of all steps since the start; the same as `power` with gamma 0."""
 
     type: ClassVar[str] = "swa"
+    gamma: ClassVar[float | None] = 0.0  # all steps weigh the same
 
     snapshots: bool = option(  # type: ignore[misc]
         False,
@@ -132,7 +133,8 @@ class SwaProfile(Profile):
 
     def decay_at(self, done: Any) -> Any:
         """Return the decay of a step."""
-        return done / (done + 1)
+        assert self.gamma is not None, "in_steps() takes it from sigma_rel"
+        return (done / (done + 1)) ** (self.gamma + 1)
 
     def decay_of_update(self, updates: Any) -> Any:
         """Return the decay of an update, which is that of a step: both follow the number of those before."""
@@ -161,7 +163,7 @@ class PowerProfile(SwaProfile):
     formula: ClassVar[tuple[str, ...]] = ("gamma",)
     lengths: ClassVar[tuple[str, ...]] = ("gamma", "sigma_rel")
 
-    gamma: float | None = option(
+    gamma: float | None = option(  # type: ignore[misc]
         None,
         check=not_negative,
         doc="Power of the step in its weight: 0 is equal weights, larger is shorter. Exactly one of `gamma` and "
@@ -192,11 +194,6 @@ class PowerProfile(SwaProfile):
         elif self.gamma is None:
             raise ConfigError(f"average {self.name!r}: gamma or sigma_rel is required.")
         return super().in_steps(steps_per, **changes)
-
-    def decay_at(self, done: Any) -> Any:
-        """Return the decay of a step."""
-        assert self.gamma is not None, "in_steps() takes it from sigma_rel"
-        return (done / (done + 1)) ** (self.gamma + 1)
 
     def describe_length(self, steps_per: Mapping[str, float]) -> str:
         """Return the width or the power."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.fields import Check, not_negative, option
 from deepmd_ema.config.messages import NOT_AVAILABLE, show
-from deepmd_ema.config.schema.text_options import ActivationName, is_readable
+from deepmd_ema.config.schema.text_options import ActivationName
 
 if TYPE_CHECKING:
     from deepmd_ema.geometry import NeighborStatistics
@@ -28,17 +27,11 @@ _cutoff = Check(lambda v: 0 < v <= 100, "a number > 0 and at most 100")  # angst
 type_pairs = Check(
     lambda v: all(len(pair) == 2 and min(pair) >= 0 for pair in v), "a list of pairs of type numbers, e.g. [[0, 1]]"
 )
-_bent_silu = Check(lambda v: v.startswith("silut:") and is_readable(ActivationName, v), "silut:T, e.g. silut:3")
+_bent_silu = Check(lambda v: v.startswith("silut:") and ActivationName.is_readable(v), "silut:T, e.g. silut:3")
 
 
 MAX_SEL_RATIO = 100  # of `sel: auto` to the neighbors found
 SEL_MULTIPLE = 4  # `sel: auto` is rounded up to a multiple of this, as DeePMD-kit does
-
-
-def is_auto_sel(value: str) -> bool:
-    """Whether a text says that the number of neighbors is counted: ``auto`` or ``auto:1.2``."""
-    found = re.fullmatch(r"auto(?::(\d+(?:\.\d*)?))?", value)
-    return found is not None and (found[1] is None or 1 <= float(found[1]) <= MAX_SEL_RATIO)
 
 
 def auto_sel(max_neighbors: Iterable[int], ratio: float = 1.1) -> list[int]:
@@ -55,35 +48,32 @@ def ratio_of(sel: str) -> float:
     return float(sel.partition(":")[2] or 1.1)
 
 
-def are_counts(value: int | list[int]) -> bool:
-    """Whether a number of neighbors, or a list of them, has a sum above 0 that a model can have."""
+def _is_sel(value: Any) -> bool:
+    """Whether numbers of neighbors have a sum above 0 that a model can have, or a text is ``auto`` or ``auto:1.2``."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"auto(?::(\d+(?:\.\d*)?))?", value)
+        return found is not None and (found[1] is None or 1 <= float(found[1]) <= MAX_SEL_RATIO)
     numbers = value if isinstance(value, list) else [value]
     return len(numbers) > 0 and min(numbers) >= 0 and 0 < sum(numbers) <= MAX_SIZE
 
 
-def sel_option(doc: str, numbers: str, is_right: Callable[[Any], bool], default: Any = MISSING) -> Any:
+def sel_option(doc: str, default: Any = MISSING, numbers: str = f"a whole number > 0, at most {MAX_SIZE:,}") -> Any:
     """Declare an option of the most neighbors, of which ``auto`` is a value.
 
     Args:
         doc: beginning of its manual text.
-        numbers: its other values, for messages.
-        is_right: whether one of these can be used.
         default: its default; without it the option is required.
+        numbers: its other values, for messages; one number for all elements together if not given.
     """
     return option(
         default,
         check=Check(
-            lambda v: is_auto_sel(v) if isinstance(v, str) else is_right(v),
+            _is_sel,
             f'{numbers}, or "auto" or "auto:1.2", the number from 1 to {MAX_SEL_RATIO}',
         ),
         doc=f"{doc} `auto` counts the neighbors in the training data and takes 1.1 times the largest number, rounded "
         "up to a multiple of 4; `auto:1.2` takes 1.2 times.",
     )
-
-
-def one_sel_option(doc: str, default: Any = MISSING) -> Any:
-    """Declare an option of the most neighbors of all elements together, which is one number."""
-    return sel_option(doc, f"a whole number > 0, at most {MAX_SIZE:,}", lambda v: 0 < v <= MAX_SIZE, default)
 
 
 def auto_sel_within(sel: int | str, rcut: float, found: NeighborStatistics) -> int:
@@ -102,6 +92,19 @@ def with_sel_of(section: Section, saved: Section, *names: str) -> Section:
 def sel_text(sel: int | list[int] | str) -> str:
     """Return ``sel`` as text."""
     return " ".join(map(str, sel)) if isinstance(sel, list) else str(sel)
+
+
+def in_order(first: tuple[str, float], last: tuple[str, float], rcut: float) -> Iterator[tuple[str, str]]:
+    """Yield an option and the rest of a message if the last of two distances is not between the first and the cutoff.
+
+    Args:
+        first: name and value of the option, angstrom.
+        last: name and value of the option, angstrom.
+        rcut: cutoff of the descriptor, angstrom.
+    """
+    if not first[1] < last[1] <= rcut:
+        expected = f"more than {first[0]} = {first[1]:g}, at most rcut = {rcut:g} (angstrom)"
+        yield last[0], f" = {last[1]:g}: expected {expected}."
 
 
 def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -194,14 +197,6 @@ def unknown_types(name: str, types: Iterable[int], type_map: Sequence[str]) -> I
     if bad:
         expected = f"0 to {len(type_map) - 1}, places in type_map = {show(type_map)}"
         yield name, f": type {bad[0]} does not exist, expected {expected}."
-
-
-def elements_known(electrons: bool, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield an option and the rest of a message if names without electronic configurations need them."""
-    unknown = [name for name in type_map if name not in SYMBOLS] if electrons else []
-    if unknown:
-        expected = "symbols of elements, whose electronic configurations are known"
-        yield "use_econf_tebd", f" = true: type_map has {show(unknown[0])}, expected {expected}."
 
 
 def dashes(numbers: Iterable[int]) -> str:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.fields import not_negative, not_negative_int, option, positive_int
+from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.text_options import ActivationName
 
@@ -63,7 +65,10 @@ class TypeEmbeddedOptions(DescriptorOptions):
     def element_problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield options that contradict the elements."""
         yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
-        yield from common.elements_known(self.use_econf_tebd, type_map)
+        unknown = [name for name in type_map if name not in SYMBOLS] if self.use_econf_tebd else []
+        if unknown:
+            expected = "symbols of elements, whose electronic configurations are known"
+            yield "use_econf_tebd", f" = true: type_map has {show(unknown[0])}, expected {expected}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +80,28 @@ class NeighborList:
         sel: Any
 
     neighbors_option: ClassVar[str] = "sel"
+    counts_elements: ClassVar[bool] = False  # whether `sel` is a list of numbers by element, or one for all
 
     @property
     def cutoff(self) -> float:
         """Return ``rcut``."""
         return self.rcut
+
+    @property
+    def neighbors(self) -> tuple[int, ...] | None:
+        """Return ``sel`` as numbers, by element or one for all, or None while it is ``auto``."""
+        if isinstance(self.sel, str):
+            return None
+        numbers = self.sel if isinstance(self.sel, list) else [self.sel]
+        return tuple(numbers) if self.counts_elements else (sum(numbers),)
+
+    def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
+        """Return the section with ``sel: auto`` as a number, or as one for each element."""
+        if not isinstance(self.sel, str):
+            return self
+        most = found.max_neighbors if self.counts_elements else [found.max_total]
+        sel = common.auto_sel(most, common.ratio_of(self.sel))
+        return replace(self, sel=sel if self.counts_elements else sel[0])
 
     def with_neighbors_of(self: Section, saved: DescriptorConfig) -> Section:
         """Return the section with ``sel: auto`` as in ``saved``."""
@@ -92,24 +114,6 @@ class ChargeSpinOptions:
 
     add_chg_spin_ebd: bool = common.unavailable_option(False, "charge and spin as an input are")
     default_chg_spin: list[float] | None = common.unavailable_option(None, "charge and spin of frames without them are")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TotalNeighborList(NeighborList):
-    """Sections that keep the nearest ``sel`` neighbors in one list for all elements."""
-
-    @property
-    def neighbors(self) -> tuple[int, ...] | None:
-        """Return ``sel`` as one number for all elements, or None while it is ``auto``."""
-        if isinstance(self.sel, str):
-            return None
-        return (sum(self.sel) if isinstance(self.sel, list) else self.sel,)
-
-    def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
-        """Return the section with ``sel: auto`` as a number."""
-        if not isinstance(self.sel, str):
-            return self
-        return replace(self, sel=common.auto_sel([found.max_total], common.ratio_of(self.sel))[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +160,7 @@ class PerElementSection(ListSection):
     """Sections that keep the nearest ``sel`` neighbors of each element, with a network for each."""
 
     has_type_embedding: ClassVar[bool] = False
+    counts_elements: ClassVar[bool] = True
 
     if TYPE_CHECKING:
         set_davg_zero: bool
@@ -166,21 +171,9 @@ class PerElementSection(ListSection):
 
     sel: list[int] | str = common.sel_option(
         "Most neighbors kept of each element, the nearest first.",
-        f"a list with one whole number per element of type_map, e.g. [46, 92], at most {common.MAX_SIZE:,} together",
-        common.are_counts,
         "auto",
+        f"a list with one whole number per element of type_map, e.g. [46, 92], at most {common.MAX_SIZE:,} together",
     )
-
-    @property
-    def neighbors(self) -> tuple[int, ...] | None:
-        """Return ``sel`` as numbers, or None while it is ``auto``."""
-        return None if isinstance(self.sel, str) else tuple(self.sel)
-
-    def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
-        """Return the section with ``sel: auto`` as numbers."""
-        if not isinstance(self.sel, str):
-            return self
-        return replace(self, sel=common.auto_sel(found.max_neighbors, common.ratio_of(self.sel)))
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other."""
@@ -196,7 +189,7 @@ class PerElementSection(ListSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneListSection(TypeEmbeddedOptions, TotalNeighborList, ListSection):
+class OneListSection(TypeEmbeddedOptions, ListSection):
     """Options of descriptors with one list of neighbors for all elements, and embeddings of elements."""
 
     if TYPE_CHECKING:
@@ -211,8 +204,7 @@ class OneListSection(TypeEmbeddedOptions, TotalNeighborList, ListSection):
 
     sel: int | list[int] | str = common.sel_option(
         "Most neighbors kept, of all elements together, the nearest first; a list is added up.",
-        f"a whole number > 0 (or a list of them, which are added up), at most {common.MAX_SIZE:,}",
-        common.are_counts,
         "auto",
+        f"a whole number > 0 (or a list of them, which are added up), at most {common.MAX_SIZE:,}",
     )
     tebd_dim: int = option(8, check=positive_int, doc="Numbers of the embedding of an element.")

@@ -8,20 +8,14 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.fields import Check, not_negative, option, plain, positive, positive_int
 from deepmd_ema.config.messages import Place, path_of, show
 from deepmd_ema.config.registry import Family, Registry
 from deepmd_ema.config.schema import common
-from deepmd_ema.config.schema.bridging import (
-    DEFAULT_INNER,
-    DEFAULT_OUTER,
-    Window,
-    bridging_method,
-    method_name,
-    window_problems,
-)
+from deepmd_ema.config.schema.bridging import DEFAULT_INNER, DEFAULT_OUTER, Window, bridging_method, method_name
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasBridging, HasIdleOptions
-from deepmd_ema.config.schema.pair_table import pair_table, read_table, switch_problems, table_problems
+from deepmd_ema.config.schema.pair_table import pair_table, read_table, table_problems
 from deepmd_ema.utils import is_number
 
 _types = Check(lambda v: all(t >= 0 for t in v), "a list of type numbers, e.g. [0]")
@@ -202,8 +196,11 @@ class NetworkConfig(ModelConfig):
         yield from super().problems()
         if self.bridging is None:
             return
-        names = ("bridging_r_inner", "bridging_r_outer")
-        yield from window_problems(self.bridging, names, self.type_map, self.descriptor.cutoff)
+        first, last = ("bridging_r_inner", self.bridging_r_inner), ("bridging_r_outer", self.bridging_r_outer)
+        yield from common.in_order(first, last, self.descriptor.cutoff)
+        unknown = [name for name in self.type_map if name not in SYMBOLS]
+        if unknown:
+            yield "type_map", f" = {show(self.type_map)}: {unknown[0]} is no element, whose charge zbl needs."
         if not isinstance(self.descriptor, HasBridging):
             text = f" = {show(self.bridging_method)}: the descriptor {self.descriptor.type} does not have it"
             yield "bridging_method", f"{text}, nor in DeePMD-kit. Use the descriptor dpa4, or use_srtab, a table."
@@ -268,7 +265,11 @@ class StandardConfig(NetworkConfig):
             if self.bridging is not None:
                 both = "bridging_method is given too, and both act at short distances. Remove one of the two."
                 yield "use_srtab", f": {both}"
-        yield from switch_problems(self.use_srtab, self.sw_rmin, self.sw_rmax, self.descriptor.cutoff)
+            for name in ("sw_rmin", "sw_rmax"):
+                if getattr(self, name) is None:
+                    yield name, ": required beside use_srtab, in angstrom, but missing."
+        if self.sw_rmin is not None and self.sw_rmax is not None:
+            yield from common.in_order(("sw_rmin", self.sw_rmin), ("sw_rmax", self.sw_rmax), self.descriptor.cutoff)
 
 
 @dataclass(frozen=True)

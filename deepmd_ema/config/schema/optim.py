@@ -210,8 +210,10 @@ class AdamWScheduleFreeConfig(AdamWConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MuonConfig:
-    """Options of optimizers with orthogonal updates of matrices."""
+class AdaMuonConfig:
+    """Orthogonal momentum with an adaptive step for matrices, Adam for vectors and scalars."""
+
+    type: ClassVar[str] = "AdaMuon"
 
     momentum: float = option(
         0.95, check=fraction, alias=("muon_momentum",), doc="Decay of the mean gradient of a matrix."
@@ -230,20 +232,13 @@ class _MuonConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaMuonConfig(_MuonConfig):
-    """Orthogonal momentum with an adaptive step for matrices, Adam for vectors and scalars."""
-
-    type: ClassVar[str] = "AdaMuon"
-
-
-@dataclass(frozen=True, kw_only=True)
-class HybridMuonConfig(_MuonConfig):
+class HybridMuonConfig(AdaMuonConfig):
     """Orthogonal momentum for matrices, damped where gradients disagree; Adam for the rest, and by name."""
 
     type: ClassVar[str] = "HybridMuon"
 
-    lr_adjust: float = redefined(_MuonConfig, "lr_adjust", 0.0)
-    lr_adjust_coeff: float = redefined(_MuonConfig, "lr_adjust_coeff", 0.18)
+    lr_adjust: float = redefined(AdaMuonConfig, "lr_adjust", 0.0)
+    lr_adjust_coeff: float = redefined(AdaMuonConfig, "lr_adjust_coeff", 0.18)
     muon_mode: str = option(
         "slice",
         choices=("slice", "flat", "2d"),

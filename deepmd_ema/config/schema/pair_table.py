@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from deepmd_ema.config.fields import Check
-from deepmd_ema.config.messages import show
 
 Table = list[list[float]]
 """Rows of a distance, angstrom, and an energy for each pair of elements, eV: O-O, O-H, H-H for ["O", "H"]."""
@@ -41,15 +41,14 @@ def _is_table(value: Any) -> bool:
     except (OSError, ValueError, TypeError):
         return False
     widths = {len(row) for row in table}
-    if (
-        len(table) < 3
-        or len(widths) != 1
-        or widths.pop() < 2
-        or not all(math.isfinite(v) for row in table for v in row)
-    ):
+    if len(table) < 3 or len(widths) != 1 or min(widths) < 2 or not all(map(math.isfinite, chain(*table))):
         return False
     first, step = table[0][0], (table[-1][0] - table[0][0]) / (len(table) - 1)
-    return step > 0 and all(abs(row[0] - first - k * step) < _UNEVEN * step for k, row in enumerate(table))
+    return (
+        len(table[0]) > 1
+        and step > 0
+        and all(abs(row[0] - first - k * step) < _UNEVEN * step for k, row in enumerate(table))
+    )
 
 
 pair_table = Check(
@@ -57,12 +56,3 @@ pair_table = Check(
     "a text file that can be read, of at least three rows: a distance in even steps, then an energy for each pair of "
     "elements",
 )
-
-
-def switch_problems(table: Any, first: float | None, last: float | None, rcut: float) -> Iterator[tuple[str, str]]:
-    """Yield an option and the rest of a message if the two distances of the switch do not fit to the table."""
-    for name, distance in (("sw_rmin", first), ("sw_rmax", last)):
-        if table is not None and distance is None:
-            yield name, ": required beside use_srtab, in angstrom, but missing."
-    if first is not None and last is not None and not first < last <= rcut:
-        yield "sw_rmax", f" = {show(last)}: expected more than sw_rmin = {first:g}, at most rcut = {rcut:g} (angstrom)."

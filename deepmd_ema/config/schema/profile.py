@@ -7,10 +7,10 @@ import pickle
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from deepmd_ema.config.fields import option, options
+from deepmd_ema.config.fields import MAX_INTEGER, option, options
 from deepmd_ema.errors import ConfigError, every_steps
 from deepmd_ema.utils import LIVE, POSTHOC, Check, not_negative, not_negative_int, positive_int
 
@@ -23,10 +23,10 @@ _WITH_CHECKPOINTS = "with the checkpoints"
 NEEDS_DATA = " = true: needs training.validation_data (or validation_fraction). Add it, or set this to false."
 
 
-def _is_name(value: Any) -> bool:
+def _is_name(value: str) -> bool:
     # `model_a-10.pt`, the link of an average a-10, would be the file of step 10 of an average a
     pattern = r"(?!.*-[0-9]+$)[A-Za-z0-9][A-Za-z0-9_-]{0,39}"
-    return isinstance(value, str) and bool(re.fullmatch(pattern, value)) and value.lower() not in (LIVE, POSTHOC)
+    return bool(re.fullmatch(pattern, value)) and value.lower() not in (LIVE, POSTHOC)
 
 
 _name = Check(
@@ -37,16 +37,7 @@ _name = Check(
 
 
 @dataclass(frozen=True)
-class _Named:
-    name: str = option(
-        check=_name,
-        doc="Name of the average in the log, in checkpoints and in names of files: `model_NAME.ckpt-*`, "
-        "`best_NAME.ckpt-*`, `val_NAME.log`, `lcurve_NAME.out`.",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profile(_Named, ABC):
+class Profile(ABC):
     """One average: use :class:`EmaProfile`, :class:`PowerProfile` or :class:`SwaProfile`.
 
     All follow ``s <- d * s + (1 - d) * w`` (s: average, w: live weights); they differ in the decay d. No update comes
@@ -74,6 +65,12 @@ class Profile(_Named, ABC):
         counts_on_tensors: whether the formula takes tensors only.
     """
 
+    name: str = option(
+        check=_name,
+        doc="Name of the average in the log, in checkpoints and in names of files: `model_NAME.ckpt-*`, "
+        "`best_NAME.ckpt-*`, `val_NAME.log`, `lcurve_NAME.out`.",
+    )
+    _: KW_ONLY
     type: ClassVar[str]
     formula: ClassVar[tuple[str, ...]] = ()
     lengths: ClassVar[tuple[str, ...]] = ()
@@ -142,28 +139,16 @@ class Profile(_Named, ABC):
         if hook is None and callable(type(self).should_update):
             object.__delattr__(self, "should_update")  # it would hide the method of a subclass
             hook = self.should_update
-        problems = []
-        for o in options(type(self)):
-            value = getattr(self, o.name)
-            if value is None and o.nullable:
-                continue
-            if o.choices and value not in o.choices:
-                problems.append(f"{o.name} {value!r}, expected one of: {', '.join(o.choices)}.")
-            elif o.check is not None and not o.check.test(value):
-                problems.append(f"{o.name} {value!r}, expected {o.check.wants}.")
-            elif isinstance(value, float) and not math.isfinite(value):
-                problems.append(f"{o.name} {value!r}, expected a finite number.")
-            elif o.types == (bool,) and not isinstance(value, bool):
-                problems.append(f"{o.name} {value!r}, expected true or false.")
+        faults = ((o.name, o.fault(getattr(self, o.name))) for o in options(type(self)))
+        problems = [f"{name}{fault}" for name, fault in faults if fault]
         if hook is not None and not callable(hook):
-            problems.append(
-                f"should_update {hook!r}, expected a function of (step, epoch) or an object that can be called."
-            )
+            expected = "a function of (step, epoch) or an object that can be called"
+            problems.append(f"should_update = {hook!r}: expected {expected}.")
         elif "should_update" in vars(self) and hook is not None:
             try:
                 pickle.dumps(hook)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
-                problems.append(f"should_update cannot be pickled ({error}); use a function or a class of a module.")
+                problems.append(f"should_update: cannot be pickled ({error}); use a function or a class of a module.")
         if problems:
             raise ConfigError([f"average {self.name!r}: {problem}" for problem in problems])
 
@@ -202,7 +187,8 @@ class Profile(_Named, ABC):
             changes: other settings.
         """
         if self.start_epoch is not None:
-            changes |= {"start_step": math.ceil(self.start_epoch * steps_per["epochs"]), "start_epoch": None}
+            start = min(self.start_epoch * steps_per["epochs"], MAX_INTEGER - 1)  # any later one is as good as never
+            changes |= {"start_step": math.ceil(start), "start_epoch": None}
         return replace(self, **{"should_update": vars(self).get("should_update"), **changes})
 
     def settings(self) -> dict[str, Any]:

@@ -6,15 +6,52 @@ They compare, print and are written to files as the text.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from deepmd_ema.config.labels import METRICS
-from deepmd_ema.errors import ConfigError, did_you_mean
+from deepmd_ema.errors import ConfigError
+
+T = TypeVar("T", bound="TextOption")
 
 
-class BatchSizeRule(str):
+class TextOption(str):
+    """Base class: a text that is read when the object is made.
+
+    Attributes:
+        option: name, for messages.
+        wants: what such a text is, for messages.
+    """
+
+    option: ClassVar[str]
+    wants: ClassVar[str]
+
+    def __new__(cls: type[T], text: str) -> T:
+        """Read a text.
+
+        Raises:
+            ConfigError: if it cannot be understood.
+        """
+        self = super().__new__(cls, text)
+        if not self.read():
+            raise ConfigError(f'{cls.option} = "{self}": expected {cls.wants}.')
+        return self
+
+    def read(self) -> bool:
+        """Set the parts, and return whether the text can be understood."""
+        raise NotImplementedError
+
+    @classmethod
+    def is_readable(cls, text: str) -> bool:
+        """Whether a text can be understood."""
+        try:
+            cls(text)
+        except ConfigError:
+            return False
+        return True
+
+
+class BatchSizeRule(TextOption):
     """Frames of a batch.
 
     Attributes:
@@ -24,24 +61,17 @@ class BatchSizeRule(str):
         number: of atoms or frames; that of a plain ``auto`` is 32, as in DeePMD-kit.
     """
 
+    option = "batch_size"
+    wants = 'a whole number > 0, a list of them, or "auto", "auto:N", "max:N", "filter:N", "mixed:N" or "mix:N"'
     kind: str
     number: int
 
-    def __new__(cls, text: str) -> BatchSizeRule:
-        """Read a text.
-
-        Raises:
-            ConfigError: if it cannot be understood.
-        """
-        self = super().__new__(cls, text)
+    def read(self) -> bool:
+        """Set kind and number."""
         found = re.fullmatch(r"(auto|max|filter|mixed|mix):([0-9]{1,18})|auto", self)
-        if found is None or (found[2] is not None and int(found[2]) < 1):
-            raise ConfigError(
-                f'batch_size = "{self}" is unknown. Known: a number, a list, auto, auto:N, max:N, filter:N, mixed:N, '
-                "mix:N."
-            )
-        self.kind, self.number = found[1] or "auto", int(found[2] or 32)
-        return self
+        if found is not None:
+            self.kind, self.number = found[1] or "auto", int(found[2] or 32)
+        return found is not None and self.number > 0
 
     @property
     def is_mixed(self) -> bool:
@@ -49,7 +79,7 @@ class BatchSizeRule(str):
         return self.kind in ("mixed", "mix")
 
 
-class SystemProbability(str):
+class SystemProbability(TextOption):
     """Probability of a system: ``auto_prob``.
 
     Attributes:
@@ -57,35 +87,24 @@ class SystemProbability(str):
         blocks: ``(start, stop, weight)`` of blocks of systems, within which ``kind`` holds; empty for one block of all.
     """
 
+    option = "auto_prob"
+    wants = '"prob_uniform", "prob_sys_size" or "prob_sys_size;begin:end:weight;..."'
     kind: str
     blocks: tuple[tuple[int, int, Fraction], ...]
 
-    def __new__(cls, text: str) -> SystemProbability:
-        """Read a text.
-
-        Raises:
-            ConfigError: if it cannot be understood.
-        """
-        self = super().__new__(cls, text)
+    def read(self) -> bool:
+        """Set kind and blocks, of which a begin is before its end, and one has a weight above 0."""
         self.kind, *texts = (part.strip() for part in self.split(";"))
+        block = re.compile(r"([0-9]{1,18}):([0-9]{1,18}):([0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?)")
+        found = [block.fullmatch(text) for text in texts if text]
+        self.blocks = tuple((int(m[1]), int(m[2]), Fraction(float(m[3]))) for m in found if m is not None)
         if self.kind not in ("prob_uniform", "prob_sys_size") or (texts and self.kind == "prob_uniform"):
-            raise ConfigError(
-                f'auto_prob = "{self}" is unknown. Known: prob_uniform, prob_sys_size, '
-                "prob_sys_size;start:stop:weight;..."
-            )
-        blocks = []
-        for text in filter(None, texts):
-            found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18}):([0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,2})?)", text)
-            if found is None:
-                raise ConfigError(f'auto_prob = "{self}": "{text}" is not start:stop:weight.')
-            blocks.append((int(found[1]), int(found[2]), Fraction(float(found[3]))))
-        if any(start >= stop for start, stop, _ in blocks) or (texts and not sum(weight for *_, weight in blocks)):
-            raise ConfigError(f'auto_prob = "{self}": expected start < stop, and a weight above 0.')
-        self.blocks = tuple(blocks)
-        return self
+            return False
+        in_order = None not in found and all(start < stop for start, stop, _ in self.blocks)
+        return in_order and (not texts or any(weight for *_, weight in self.blocks))
 
 
-class ActivationName(str):
+class ActivationName(TextOption):
     """An activation function.
 
     Attributes:
@@ -97,27 +116,19 @@ class ActivationName(str):
     known: ClassVar[tuple[str, ...]] = (
         "tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "linear", "none", "None",
     )  # fmt: skip
+    option = "activation_function"
+    wants = f"one of {', '.join(known)}, or silut:T, e.g. silut:3"
     kind: str
     bend: float
 
-    def __new__(cls, text: str) -> ActivationName:
-        """Read a text.
-
-        Raises:
-            ConfigError: if it cannot be understood.
-        """
-        self = super().__new__(cls, text)
+    def read(self) -> bool:
+        """Set kind and bend."""
         found = re.fullmatch(r"silut:(\d+(?:\.\d*)?)", self.lower())
-        if found is None and self.lower() not in self.known:
-            raise ConfigError(f'activation_function "{self}" is unknown. {did_you_mean(self, self.known)}')
         self.kind, self.bend = self.partition(":")[0].lower(), float(found[1]) if found else 3.0
-        return self
+        return found is not None or self.lower() in self.known
 
 
-METRIC_WORDS = "E, F, V or S (energy, force, virial, stress), a colon, and MAE or RMSE: e.g. E:MAE"
-
-
-class Metric(str):
+class Metric(TextOption):
     """The error that ranks weights.
 
     Attributes:
@@ -125,26 +136,16 @@ class Metric(str):
         error: ``MAE`` or ``RMSE``.
     """
 
+    option = "metric"
+    wants = "E, F, V or S (energy, force, virial, stress), a colon, and MAE or RMSE: e.g. E:MAE"
     quantity: str
     error: str
 
     def __new__(cls, text: str) -> Metric:
-        """Read a text.
+        """Read a text, in upper or lower case."""
+        return super().__new__(cls, text.upper())
 
-        Raises:
-            ConfigError: if it cannot be understood.
-        """
-        self = super().__new__(cls, text.upper())
+    def read(self) -> bool:
+        """Set quantity and error."""
         self.quantity, _, self.error = self.partition(":")
-        if self.quantity not in METRICS or self.error not in ("MAE", "RMSE"):
-            raise ConfigError(f'"{self}" is no metric. Known: {METRIC_WORDS}.')
-        return self
-
-
-def is_readable(kind: Callable[[str], str], text: str) -> bool:
-    """Whether a text can be read as that kind of option."""
-    try:
-        kind(text)
-    except ConfigError:
-        return False
-    return True
+        return self.quantity in METRICS and self.error in ("MAE", "RMSE")

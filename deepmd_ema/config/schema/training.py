@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,15 +9,8 @@ from deepmd_ema.config.fields import Check, file_name, not_negative, not_negativ
 from deepmd_ema.config.schema.averaging import AVERAGES, EmaShorthand, EmaValidationShorthand
 from deepmd_ema.config.schema.loggers import LOGGERS, Logger
 from deepmd_ema.config.schema.profile import Profile
-from deepmd_ema.config.schema.text_options import (
-    METRIC_WORDS,
-    BatchSizeRule,
-    Metric,
-    SystemProbability,
-    is_readable,
-)
+from deepmd_ema.config.schema.text_options import BatchSizeRule, Metric, SystemProbability
 from deepmd_ema.config.unsupported import REMOVED_METRICS
-from deepmd_ema.utils import is_number
 
 _MAX_PAIR_DISTANCE = 5.0  # angstrom, longer than any bond
 MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # of torch.compile
@@ -27,7 +18,7 @@ MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # of torch.compile
 
 def _is_batch_size(value: Any) -> bool:
     if isinstance(value, str):
-        return is_readable(BatchSizeRule, value)
+        return BatchSizeRule.is_readable(value)
     return len(value) > 0 and min(value) > 0 if isinstance(value, list) else value > 0
 
 
@@ -41,30 +32,14 @@ def _is_pattern(value: str) -> bool:
     return bool(value.strip("./ ")) and parts[0] != "" and all(part == "**" or "**" not in part for part in parts)
 
 
-_systems = Check(
-    lambda v: len(v) > 0 and (isinstance(v, str) or all(s.strip() for s in v)), "a folder or a list of folders"
-)
-_patterns = Check(
-    lambda v: all(map(_is_pattern, v)),
-    'patterns of paths below the folders of systems, e.g. ["water*", "*/bulk"], none of them beginning with /',
-)
-_batch_size = Check(
-    _is_batch_size,
-    'a whole number > 0, a list of them, or "auto", "auto:N", "max:N", "filter:N", "mixed:N" or "mix:N"',
-)
-_auto_prob = Check(
-    lambda v: is_readable(SystemProbability, v),
-    '"prob_uniform", "prob_sys_size" or "prob_sys_size;begin:end:weight;..."',
-)
-_probs = Check(_is_probs, "probabilities that add up to 1; negative ones share what the others leave")
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Data:
     """Options of training and of validation data."""
 
     systems: list[str] = option(
-        check=_systems,
+        check=Check(
+            lambda v: len(v) > 0 and (isinstance(v, str) or all(s.strip() for s in v)), "a folder or a list of folders"
+        ),
         also=(str,),
         convert=lambda v: [v] if isinstance(v, str) else v,
         doc="Folders of systems (`deepmd/npy` or mixed), folders to search for them, HDF5 files `file.h5` and "
@@ -73,12 +48,15 @@ class _Data:
     )
     rglob_patterns: list[str] | None = option(
         None,
-        check=_patterns,
+        check=Check(
+            lambda v: all(map(_is_pattern, v)),
+            'patterns of paths below the folders of systems, e.g. ["water*", "*/bulk"], none of them beginning with /',
+        ),
         doc="Patterns that folders of systems must match when parent folders are searched.",
     )
     batch_size: int | list[int] | BatchSizeRule = option(
         BatchSizeRule("auto"),
-        check=_batch_size,
+        check=Check(_is_batch_size, BatchSizeRule.wants),
         convert=lambda v: BatchSizeRule(v) if isinstance(v, str) else v,
         unit="frames",
         doc="Frames of a batch: a number; one number per system; `auto:N`: as few frames as have N atoms (`auto` is "
@@ -89,7 +67,7 @@ class _Data:
     auto_prob: SystemProbability = option(
         SystemProbability("prob_sys_size"),
         alias=("auto_prob_style",),
-        check=_auto_prob,
+        check=Check(SystemProbability.is_readable, SystemProbability.wants),
         convert=SystemProbability,
         doc="Probability with which a system is drawn: `prob_uniform`: the same for all; `prob_sys_size`: by its "
         "number of batches; `prob_sys_size;0:2:0.7;2:5:0.3`: blocks of systems with weights, by size within a block.",
@@ -97,7 +75,7 @@ class _Data:
     sys_probs: list[float] | None = option(
         None,
         alias=("sys_weights",),
-        check=_probs,
+        check=Check(_is_probs, "probabilities that add up to 1; negative ones share what the others leave"),
         doc="Probability of each system, instead of `auto_prob`; systems with a negative number share what is left, "
         "by their number of batches.",
     )
@@ -309,20 +287,6 @@ class TrainingConfig(TrainingOptions, TaskDataConfig):
     """Length and data of the run, and what it writes."""
 
 
-def _are_numbers(by_task: Mapping[str, Any]) -> bool:
-    return all(is_number(v) and math.isfinite(v) for v in by_task.values())
-
-
-_shares = Check(
-    lambda v: not v or (_are_numbers(v) and min(v.values()) >= 0 and sum(v.values()) > 0),
-    'numbers >= 0, not all 0, by task, e.g. {"water": 0.7, "ice": 0.3}',
-)
-_epochs = Check(
-    lambda v: not v or (_are_numbers(v) and min(v.values()) > 0),
-    'numbers > 0 by task, e.g. {"water": 20, "ice": 50}',
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TasksData:
     """The data of several tasks, and how often each task is trained."""
@@ -330,12 +294,18 @@ class TasksData:
     data_dict: dict[str, TaskDataConfig] = option(doc="Data of each task, by its name.")
     model_prob: dict[str, float] = option(
         {},
-        check=_shares,
+        check=Check(
+            lambda v: not v or (min(v.values()) >= 0 and sum(v.values()) > 0),
+            'numbers >= 0, not all 0, by task, e.g. {"water": 0.7, "ice": 0.3}',
+        ),
         doc="Probability of each task to be the one that a step trains; empty: by the number of its training systems.",
     )
     num_epoch_dict: dict[str, float] = option(
         {},
-        check=_epochs,
+        check=Check(
+            lambda v: not v or min(v.values()) > 0,
+            'numbers > 0 by task, e.g. {"water": 20, "ice": 50}',
+        ),
         unit="epochs",
         doc="Passes over the training data of each task, instead of `numb_steps` and `model_prob`, both of which "
         "follow from them.",
@@ -345,9 +315,6 @@ class TasksData:
 @dataclass(frozen=True, kw_only=True)
 class MultiTaskTrainingConfig(TrainingOptions, TasksData):
     """Length and data of a run of several tasks, and what it writes."""
-
-
-_metric = Check(lambda v: is_readable(Metric, v), METRIC_WORDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,7 +328,7 @@ class EarlyStopConfig:
     )
     metric: Metric | None = option(
         None,
-        check=_metric,
+        check=Check(Metric.is_readable, Metric.wants),
         convert=Metric,
         removed=REMOVED_METRICS,
         doc="The error that must fall; null: `validation_metric`.",
@@ -397,7 +364,7 @@ class ValidatingConfig:
     max_best_ckpt: int = option(1, check=positive_int, doc="Best weights kept.")
     validation_metric: Metric = option(
         Metric("E:MAE"),
-        check=_metric,
+        check=Check(Metric.is_readable, Metric.wants),
         convert=Metric,
         unavailable="F[RM]:|f[rm]:",
         removed=REMOVED_METRICS,

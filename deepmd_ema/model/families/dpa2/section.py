@@ -28,7 +28,7 @@ class RepinitConfig:
 
     rcut: float = common.cutoff_option("Cutoff radius, the largest of this descriptor: above all others.")
     rcut_smth: float = common.switch_option("1/r is")
-    nsel: int | str = common.one_sel_option("Most neighbors of an atom, the nearest first.")
+    nsel: int | str = common.sel_option("Most neighbors of an atom, the nearest first.")
     neuron: list[int] = redefined(SeAttenConfig, "neuron", [25, 50, 100])
     axis_neuron: int = option(
         16,
@@ -48,7 +48,7 @@ class RepinitConfig:
     three_body_neuron: list[int] = option(
         [2, 4, 8], check=common.layer_widths, doc="Widths of the hidden layers of the embedding network of angles."
     )
-    three_body_sel: int | str = common.one_sel_option("Most neighbors of an atom that form angles.", 40)
+    three_body_sel: int | str = common.sel_option("Most neighbors of an atom that form angles.", 40)
     three_body_rcut: float = common.cutoff_option("Cutoff radius of the angles, at most `rcut`.", 4.0)
     three_body_rcut_smth: float = common.switch_option("1/r is", "three_body_rcut", 0.5)
 
@@ -69,7 +69,7 @@ class RepformerConfig:
 
     rcut: float = common.cutoff_option("Cutoff radius of the messages, below `repinit.rcut`.")
     rcut_smth: float = common.switch_option("messages are")
-    nsel: int | str = common.one_sel_option("Most neighbors of an atom, the nearest first.")
+    nsel: int | str = common.sel_option("Most neighbors of an atom, the nearest first.")
     nlayers: int = option(3, check=positive_int, doc="Number of layers.")
     g1_dim: int = option(128, check=positive_int, doc="Features of an atom.")
     g2_dim: int = option(16, check=positive_int, doc="Features of a pair.")

@@ -29,10 +29,10 @@ class RepflowConfig:
     nlayers: int = option(6, check=positive_int, doc="Number of layers. One layer sees as far as `e_rcut`, two twice.")
     e_rcut: float = common.cutoff_option("Cutoff radius of edges.")
     e_rcut_smth: float = common.switch_option("edges are", "e_rcut")
-    e_sel: int | str = common.one_sel_option("Most edges of an atom, the nearest first.")
+    e_sel: int | str = common.sel_option("Most edges of an atom, the nearest first.")
     a_rcut: float = common.cutoff_option("Cutoff radius of the neighbors that have angles; at most `e_rcut`.")
     a_rcut_smth: float = common.switch_option("angles are", "a_rcut")
-    a_sel: int | str = common.one_sel_option("Most neighbors of an atom that have angles, the nearest first.")
+    a_sel: int | str = common.sel_option("Most neighbors of an atom that have angles, the nearest first.")
     a_compress_rate: int = option(
         0,
         check=not_negative_int,
