@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
-from deepmd_ema.config import RunConfig
 from deepmd_ema.config.outputs import Outputs
-from deepmd_ema.data.run import RunLength
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import counted
 from deepmd_ema.model.metrics import Errors
@@ -29,6 +27,7 @@ from deepmd_ema.report.loggers import Loggers, named
 from deepmd_ema.report.table import render, table_of_errors
 from deepmd_ema.training.loss import LossOverBatches, constant_prediction
 from deepmd_ema.training.modes import Products
+from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.training.tasks import Task, TaskMixture
 from deepmd_ema.utils import LIVE
 
@@ -42,10 +41,9 @@ class Reporter:
     """Shows the progress of a run: a row holds the values of all tasks.
 
     Args:
-        config: of the run.
+        prepared: config and length of the run.
         tasks: whose errors are shown.
         bank: averages; some have learning curves of their own.
-        length: of the run.
         run_id: of the trajectory of weights, which loggers continue at a restart.
         world: the processes over whose frames errors are summed.
         times: stopwatch of the run.
@@ -61,19 +59,12 @@ class Reporter:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        tasks: TaskMixture,
-        bank: AverageBank,
-        length: RunLength,
-        run_id: str,
-        world: World,
-        times: RunTimes,
-        products: Products = nullcontext,
-    ) -> None:
-        self._products = products
+        self, prepared: PreparedRun, tasks: TaskMixture, bank: AverageBank, run_id: str, world: World, times: RunTimes,
+        products: Products,
+    ) -> None:  # fmt: skip
+        config, length = prepared.config, prepared.length
         training, outputs = config.training, Outputs(config)
-        self._tasks, self._bank, self._world, self.times = tasks, bank, world, times
+        self._tasks, self._bank, self._world, self.times, self._products = tasks, bank, world, times, products
         self._progress = Progress(length.num_steps, times, None if world.is_main else False, length.frames_per_step)
         # a row shows the mean over its interval, or the last batch of each task
         self._shows_means = training.disp_avg
@@ -111,12 +102,7 @@ class Reporter:
             self._loggers.log(step, {"lr": rate, **named("train", LIVE, errors)}, due)
 
     def show(
-        self,
-        step: int,
-        task: Task,
-        batches: Sequence[Batch | PackedBatch],
-        rate: float,
-        values: Mapping[str, Tensor],
+        self, step: int, task: Task, batches: Sequence[Batch | PackedBatch], rate: float, values: Mapping[str, Tensor]
     ) -> None:
         """Write the row of ``step`` and a line with losses, speed and the split of the interval's time.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from deepmd_ema.optim.build import (
 from deepmd_ema.optim.schedule import build_schedule
 from deepmd_ema.report.log import Laps
 from deepmd_ema.training.loss import LossOverBatches
-from deepmd_ema.training.modes import LAST_REPLICATED_STAGE
+from deepmd_ema.training.modes import LAST_REPLICATED_STAGE, Products
 from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.training.tasks import Task, TaskMixture
 
@@ -238,13 +238,7 @@ class GraphedSteps:
         products: context of matrix products in a step.
     """
 
-    def __init__(
-        self,
-        take_step: GradientStep,
-        bank: AverageBank,
-        device: torch.device,
-        products: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
+    def __init__(self, take_step: GradientStep, bank: AverageBank, device: torch.device, products: Products) -> None:
         self._take_step, self._bank, self._products = take_step, bank, products
         self._pool: Any = None  # memory that all graphs share, of which one runs at a time
         self._numbers = torch.zeros(2, dtype=torch.float64, device=device)  # learning rate and step

@@ -131,9 +131,9 @@ class Trainer:
         if schedule.validation is not None:
             due["validation"] = schedule.validation
         self.times = RunTimes(due, {"validation": validation_steps})
-        self.reporter = Reporter(config, self.tasks, self.bank, prepared.length, run, world, self.times, in_validation)
+        self.reporter = Reporter(prepared, self.tasks, self.bank, run, world, self.times, in_validation)
         writers = world.for_writer() if training.writes_shards else None
-        self.validator = FullValidation(prepared, self.bank, num_steps, writers, world, in_validation)
+        self.validator = FullValidation(prepared, self.bank, writers, world, in_validation)
         bests = [row.best for row in self.validator.rows if row.best is not None]
         logs = [row.log for row in self.validator.rows if row.log is not None]
         tables = [*filter(None, self.reporter.curves.values()), *logs]

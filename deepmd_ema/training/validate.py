@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -79,7 +78,6 @@ class FullValidation:
     Args:
         prepared: models and data of the run.
         bank: averages, maybe none.
-        num_steps: of the whole run.
         writers: the processes that write sharded files together, or None.
         world: the processes that share the batches.
         products: context of matrix products.
@@ -92,17 +90,10 @@ class FullValidation:
     """
 
     def __init__(
-        self,
-        prepared: PreparedRun,
-        bank: AverageBank,
-        num_steps: int,
-        writers: World | None,
-        world: World,
-        products: Products = nullcontext,
+        self, prepared: PreparedRun, bank: AverageBank, writers: World | None, world: World, products: Products
     ) -> None:
-        self._products = products
         config, validating, outputs = prepared.config, prepared.config.validating, Outputs(prepared.config)
-        self.models, self._bank, self._world = prepared.models, bank, world
+        self.models, self._bank, self._world, self._products = prepared.models, bank, world, products
         self.tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
         self._metric = validating.validation_metric
         early_stop = validating.early_stop
@@ -111,7 +102,7 @@ class FullValidation:
         for weights in config.fully_validated:
             for task in self.tasks:
                 file = outputs.validation_log(weights, task)
-                log = ValidationLog(file, num_steps, self._metric) if world.is_main else None
+                log = ValidationLog(file, prepared.length.num_steps, self._metric) if world.is_main else None
                 prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
                 best = BestFiles(prefix, folder, keep, self._metric, writes=world.is_main, writers=writers)
                 self.rows.append(Validated(weights, task, log, best if validating.save_best else None))
