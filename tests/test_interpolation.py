@@ -141,7 +141,7 @@ def controlled(descriptor="se_e2_a", activation="tanh", choice="auto", natoms=40
     _, model = toy_model(descriptor, changes)
     control = InterpolationControl(ModelSet({"": model}), World(), interval=1)
     batch = one_batch(model, natoms)
-    control.begin({"": batch}, None)
+    control.begin({"": batch}, {})
     return model.descriptor.interpolation, control, batch
 
 

@@ -49,14 +49,14 @@ class InterpolationControl:
                 named.setdefault(interpolation, prefix_of(task) + name)
         self._named = {name: interpolation for interpolation, name in named.items()}
 
-    def begin(self, batches: Mapping[str, Batch], saved: Mapping[str, Any] | None) -> None:
+    def begin(self, batches: Mapping[str, Batch], saved: Mapping[str, Any]) -> None:
         """Choose which nets are interpolated, and their number of terms.
 
         Must be called by every rank.
 
         Args:
             batches: one of each task, the same on all ranks, on the device of the models, which are not yet sharded.
-            saved: what :meth:`state_dict` returned in the run that is continued.
+            saved: what :meth:`state_dict` returned in the run that is continued; empty in a new one.
         """
         on_cpu = self.world.device.type == "cpu"
         chosen = {name: one for name, one in self._named.items() if one.choice != NEVER and on_cpu}
@@ -73,7 +73,7 @@ class InterpolationControl:
         # rank 0 decides: another kind of processor may round differently
         begun = self.world.broadcast_from_rank0(lambda: {name: _first_terms(one) for name, one in chosen.items()})
         # files of 0.1.0 have other names, and some have less
-        state = {part: dict((saved or {}).get(part, {})) for part in ("terms", "needed", "wanted", "choice")}
+        state = {part: dict(saved.get(part, {})) for part in ("terms", "needed", "wanted", "choice")}
         state["choice"] = {k: interpolate_choice(v) for k, v in state["wanted"].items()} | state["choice"]
         known = {part: {k.removesuffix(".spline"): v for k, v in of.items()} for part, of in state.items()}
         for name, one in chosen.items():

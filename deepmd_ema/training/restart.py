@@ -128,7 +128,7 @@ def warn_of_other_input(start: Start, config: RunConfig) -> None:
 
 def reads_shards(start: Start, config: RunConfig) -> bool:
     """Whether each rank reads its shards only, once the models are sharded: no step before needs the weights."""
-    if start.payload is None or not config.training.shards_weights:
+    if not start.payload or not config.training.shards_weights:
         return False
     is_unchanged = to_dict(config)["model"] == start.config["model"] and not config.training.enable_compile
     return is_unchanged and any(isinstance(tensor, StoredTensor) for tensor in start.payload["model"].values())
@@ -136,7 +136,6 @@ def reads_shards(start: Start, config: RunConfig) -> bool:
 
 def read_shards(start: Start, models: ModelSet) -> None:
     """Put this rank's shards of the weights of the checkpoint into ``models``, which are sharded."""
-    assert start.payload is not None
     tensors, stored = models.state_dict(), start.payload["model"]
     check_weights({name: tuple(tensor.shape) for name, tensor in tensors.items()}, stored, start.path)
     with torch.no_grad():
@@ -153,7 +152,7 @@ def state_of_tasks(start: Start, models: ModelSet, streams: Mapping[str, Any]) -
         models: those of the restarted run.
         streams: those of the restarted run before anything is loaded, for new tasks.
     """
-    payload = start.payload or {}
+    payload = start.payload
     if start.saved.keys() == models.by_task.keys():
         return payload
     saved = saved_models(start.config, str(start.path))

@@ -110,8 +110,8 @@ class Trainer:
         first = world.broadcast_from_rank0(lambda: {task.name: task.train_loader.batch(0) for task in self.tasks})
         batches = {name: batch.to(world.device) for name, batch in first.items()}
         self.interpolation = InterpolationControl(models, world)
-        saved = start.payload or {}
-        self.interpolation.begin(batches, saved.get("interpolation", saved.get("splines")))  # as it was called in 0.1.0
+        state = start.payload.get("interpolation", start.payload.get("splines", {}))  # as it was called in 0.1.0
+        self.interpolation.begin(batches, state)
 
         # before the models are sharded: one rank may then compile while others wait for its code
         self.products, in_validation = contexts_of_products(config, models, world.device)
@@ -159,7 +159,7 @@ class Trainer:
         self.step, self.stop, self.is_out_of_time = 0, StopRequest(), False
         self._validation_pending, self._saved, self._windows = False, -1, ""
         self._validates_before = bool(start.sources)  # of a restart they are in the checkpoint
-        if start.payload is not None:
+        if start.payload:
             logger.info(
                 "restart after step %d of %s: weights, optimizer, averages, order of frames, learning rate and logs "
                 "are continued", start.step, start.path,
@@ -397,9 +397,8 @@ def restart_command(trainer: Trainer) -> str:
 class StopRequest:
     """The first SIGTERM, SIGHUP or Ctrl-C, which the loop checks after a step; a second Ctrl-C ends at once."""
 
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self._since = 0.0
+    signal: signal.Signals | None = None
+    _since = 0.0
 
     def request(self, number: int, _frame: FrameType | None = None) -> None:
         """Ask the run to stop, as the signal ``number`` does."""

@@ -60,7 +60,7 @@ class Start:
         fine_tunes: whether these may have other elements, and their bias is moved to the data. Elements that the file
             does not have get the parameters of the seed and statistics of the data. The bias is moved by a fit of label
             minus prediction, or, with a fresh fitting network, set by a fit of the labels.
-        payload: content of the checkpoint that is continued, bitwise as without a break; None: the run is new.
+        payload: content of the checkpoint that is continued, bitwise as without a break; empty: the run is new.
         config: of the file, as its program has written it.
         saved: sections of the models of the file, by name of the task.
         step: optimizer steps done before the start.
@@ -69,7 +69,7 @@ class Start:
     path: Path = Path()
     sources: Mapping[str, Source] = field(default_factory=dict)
     fine_tunes: bool = False
-    payload: Mapping[str, Any] | None = None
+    payload: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     saved: Mapping[str, ModelConfig] = field(default_factory=dict)
     step: int = 0
@@ -80,7 +80,7 @@ class Start:
 
     def min_nbor_dist(self, task: str, in_data: float | None) -> float | None:
         """Return the nearest pair that the model of a task has seen, angstrom: in its data, or as the file records."""
-        if self.payload is not None:
+        if self.payload:
             recorded: float | None = nested(self.payload.get("min_nbor_dist"), (task,)).get(task)
             return recorded
         if task not in self.sources:
@@ -90,7 +90,7 @@ class Start:
 
     def run_id(self, config: RunConfig) -> str:
         """Return the identifier of this trajectory of weights: the same config and start always give the same."""
-        if self.payload is not None and self.payload.get("run"):  # files of 0.1.0 have none
+        if self.payload.get("run"):  # files of 0.1.0 have none
             return str(self.payload["run"])
         origin = f"{self.path}{' fine-tuned' * self.fine_tunes}" if self.sources else ""
         text = json.dumps([__version__, self.config if self.payload else to_dict(config), origin], sort_keys=True)
@@ -171,7 +171,7 @@ class Start:
             CheckpointError: if the file holds models of other elements or tasks.
             ConfigError: if a bias is to be kept for a fitting network that is fresh.
         """
-        is_new, models = self.payload is None, {}
+        is_new, models = not self.payload, {}
         missing = [name for name in config.tasks if name not in self.saved]
         if missing and self.sources and not self.fine_tunes:
             has = f"the models {', '.join(self.saved)}" if "" not in self.saved else "one model without a name"
@@ -222,7 +222,7 @@ class Start:
     def _take_all(self, by_task: Mapping[str, EnergyModel]) -> None:
         """Put all weights of the file into the models of the same tasks: a restart may have new ones, and fewer."""
         taken = ModelSet({task: model for task, model in by_task.items() if task in self.saved})
-        if self.payload is not None:
+        if self.payload:
             state: Mapping[str, Tensor] = whole(self.payload["model"])  # whatever was made of them after training
             weights, step = self.payload["weights"], self.payload["step"]
         else:
@@ -318,18 +318,13 @@ def load_weights(file: str, head: str | None = None) -> Start:
         file: a checkpoint of any kind or a frozen model, also of DeePMD-kit.
         head: the model of a file with several that the only task starts from; None: each starts from that of its name.
     """
-
-    def choose(names: Mapping[str, Sequence[str]]) -> Iterable[str]:
-        return names if head is None else [_named(names, head, file)]
-
-    loaded = load_models(file, choose=choose)
-    models, config = loaded.models, loaded.config
-    if head is not None:  # whatever the name of the model is
-        (model,) = models.values()
-        models, config = {"": model}, {"model": model.info.config["model"]}
-    sources = {name: Source(model) for name, model in models.items()}
-    path = next(iter(models.values())).info.path
-    return Start(path, sources, config=config, saved={name: model.config for name, model in models.items()})
+    loaded = load_models(file, choose=lambda names: names if head is None else [_named(names, head, file)])
+    # whatever the name of the model is
+    sources = {name if head is None else "": Source(model) for name, model in loaded.models.items()}
+    saved = {name: source.loaded.config for name, source in sources.items()}
+    first = next(iter(loaded.models.values()))
+    config = loaded.config if head is None else {"model": first.info.config["model"]}
+    return Start(first.info.path, sources, config=config, saved=saved)
 
 
 def load_pretrained(file: str, heads: Mapping[str, str | None] | None = None) -> Start:
