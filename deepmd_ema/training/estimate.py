@@ -77,12 +77,6 @@ class Cost:
     measured: int
 
     @property
-    def steps(self) -> float:
-        """Seconds of all steps."""
-        new = min(self.num_steps, self.epoch_steps)
-        return new * self.new_step + (self.num_steps - new) * self.step
-
-    @property
     def events(self) -> float:
         """Seconds of rows, validations and checkpoints but the last one, which is a part of ``end``."""
         validations = self.first_validation + (self.validations - 1) * self.validation if self.validations else 0.0
@@ -91,7 +85,8 @@ class Cost:
     @property
     def total(self) -> float:
         """Seconds of the run."""
-        return self.start + self.steps + self.events + self.end
+        new = min(self.num_steps, self.epoch_steps)
+        return self.start + new * self.new_step + (self.num_steps - new) * self.step + self.events + self.end
 
 
 def measure_steps(config: RunConfig, device: str | None = None, seconds: float = 15.0) -> Cost:

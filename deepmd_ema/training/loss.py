@@ -280,9 +280,7 @@ def _label(batch: Batch, name: str) -> tuple[Tensor, Tensor]:
         return batch.labels[name], batch.has_label[name]
     has_label = torch.zeros(batch.num_frames, dtype=torch.float64, device=batch.num_atoms.device)
     label = LABELS[name]
-    rows = (
-        sum(map(label.num_rows, batch.sizes))
-        if label.per_pair
-        else len(batch.atom_type if label.per_atom else has_label)
-    )
+    rows = len(batch.atom_type if label.per_atom else has_label)
+    if label.per_pair:
+        rows = sum(map(label.num_rows, batch.sizes))
     return has_label.new_zeros(()).expand(rows, *label.shape), has_label

@@ -72,19 +72,19 @@ def compiled_modes(config: RunConfig) -> tuple[bool, bool]:
 
 def why_no_graphs(config: RunConfig, world: World) -> str:
     """Return the reason why steps are not launched as CUDA graphs; empty if they are."""
-    if world.device.type != "cuda":
-        return "there are none on a CPU"
-    if isinstance(config.optimizer, LKFConfig):
-        return "LKF draws numbers on the host in each step"
-    if isinstance(config.optimizer, SOAPConfig):
-        return "SOAP changes its bases in some steps only"
-    if world.size > 1:
-        return "ranks exchange gradients in a step"
-    if config.training.accumulate > 1:
-        return "a step of several batches (training.accumulate) would be a graph for each combination of their shapes"
-    if config.training.enable_compile and config.training.compile_options.makes_cuda_graphs:
-        return "compile_options makes CUDA graphs of its own"
-    return ""
+    training, optimizer = config.training, config.optimizer
+    of_batches = "a step of several batches (training.accumulate) would be a graph for each combination of their shapes"
+    reasons = {
+        "there are none on a CPU": world.device.type != "cuda",
+        "LKF draws numbers on the host in each step": isinstance(optimizer, LKFConfig),
+        "SOAP changes its bases in some steps only": isinstance(optimizer, SOAPConfig),
+        "ranks exchange gradients in a step": world.size > 1,
+        of_batches: training.accumulate > 1,
+        "compile_options makes CUDA graphs of its own": (
+            training.enable_compile and training.compile_options.makes_cuda_graphs
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def pads(config: RunConfig, world: World, layout: NeighborLayout) -> tuple[Pad | None, Pad | None]:

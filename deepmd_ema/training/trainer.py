@@ -349,14 +349,14 @@ class Trainer:
 
     def state_dict(self, take: Take) -> dict[str, Any]:
         """Return everything a restart needs beside weights and averages, with what ``take`` saves of each tensor."""
-        state: dict[str, Any] = {
+        return {
             "optimizer": self.take_step.state_dict(take),
             "streams": self.tasks.state_dict(),
             "display": map_tensors(take, self.reporter.state_dict()),
             "validation_pending": self._validation_pending,
             "interpolation": self.interpolation.state_dict(),
+            **self.validator.state_dict(),
         }
-        return state | self.validator.state_dict()
 
     def load_state_dict(self, step: int, state: Mapping[str, Any]) -> None:
         """Continue after ``step``: the next step is the one that an uninterrupted run would have taken."""
