@@ -139,9 +139,8 @@ def controlled(descriptor="se_e2_a", activation="tanh", choice="auto", natoms=40
     """Return the interpolation of a model after a run has begun with it, its control and a batch."""
     changes |= {"interpolate": choice, "activation_function": activation}
     _, model = toy_model(descriptor, changes)
-    control = InterpolationControl(ModelSet({"": model}), World(), interval=1)
     batch = one_batch(model, natoms)
-    control.begin({"": batch}, {})
+    control = InterpolationControl(ModelSet({"": model}), World(), {"": batch}, {}, interval=1)
     return model.descriptor.interpolation, control, batch
 
 
@@ -441,7 +440,8 @@ def test_former_names_of_the_option_and_of_its_state_in_checkpoints_are_read(old
     assert model_config_from_dict(section(embedding_eval=old)) == config
     assert config.descriptor.interpolate == new
     _, control, batch = controlled(choice=new)
-    control.begin({"": batch}, {"wanted": {"descriptor.spline": old}, "terms": {"descriptor.spline": 52}})
+    saved = {"wanted": {"descriptor.spline": old}, "terms": {"descriptor.spline": 52}}
+    control = InterpolationControl(control.models, World(), {"": batch}, saved)
     assert control.state_dict() == {
         "choice": {"descriptor": new},
         "terms": {"descriptor": 0 if new == "never" else 52},

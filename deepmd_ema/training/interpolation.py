@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from deepmd_ema.batch import Batch
@@ -24,7 +23,6 @@ MIN_GROWTH_OF_GRAPHS = 1.5  # of the number of terms
 MIN_NUMBERS_PER_SITE = 3000  # of layers, from which on "auto" uses series (decision 0016)
 
 
-@dataclass
 class InterpolationControl:
     """The series of the models of a run.
 
@@ -32,32 +30,26 @@ class InterpolationControl:
     length with which evaluations begin follows what those since the last check needed: only their time depends on it.
     It is the same on all ranks, and after a restart that of the run without a break.
 
-    Attributes:
-        models: of the run.
+    Must be made by every rank. It chooses which nets are interpolated, and their number of terms.
+
+    Args:
+        models: of the run, not yet sharded.
         world: the processes of the run.
+        batches: one of each task, the same on all ranks, on the device of the models.
+        saved: what :meth:`state_dict` returned in the run that is continued; empty in a new one.
         interval: steps between two checks.
     """
 
-    models: ModelSet
-    world: World
-    interval: int = CHECK_INTERVAL
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, models: ModelSet, world: World, batches: Mapping[str, Batch], saved: Mapping[str, Any],
+        interval: int = CHECK_INTERVAL,
+    ) -> None:  # fmt: skip
+        self.models, self.world, self.interval = models, world, interval
         named: dict[Interpolation, str] = {}  # one that tasks share has the name of the first
-        for task, model in self.models.by_task.items():
+        for task, model in models.by_task.items():
             for name, interpolation in interpolations_of(model).items():
                 named.setdefault(interpolation, prefix_of(task) + name)
         self._named = {name: interpolation for interpolation, name in named.items()}
-
-    def begin(self, batches: Mapping[str, Batch], saved: Mapping[str, Any]) -> None:
-        """Choose which nets are interpolated, and their number of terms.
-
-        Must be called by every rank.
-
-        Args:
-            batches: one of each task, the same on all ranks, on the device of the models, which are not yet sharded.
-            saved: what :meth:`state_dict` returned in the run that is continued; empty in a new one.
-        """
         on_cpu = self.world.device.type == "cpu"
         chosen = {name: one for name, one in self._named.items() if one.choice != NEVER and on_cpu}
         if not on_cpu and any(one.choice == ALWAYS for one in self._named.values()):

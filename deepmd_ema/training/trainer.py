@@ -109,9 +109,8 @@ class Trainer:
         # of rank 0: all ranks choose series and compile for the same frames, and so does a restart
         first = world.broadcast_from_rank0(lambda: {task.name: task.train_loader.batch(0) for task in self.tasks})
         batches = {name: batch.to(world.device) for name, batch in first.items()}
-        self.interpolation = InterpolationControl(models, world)
         state = start.payload.get("interpolation", start.payload.get("splines", {}))  # as it was called in 0.1.0
-        self.interpolation.begin(batches, state)
+        self.interpolation = InterpolationControl(models, world, batches, state)
 
         # before the models are sharded: one rank may then compile while others wait for its code
         self.products, in_validation = contexts_of_products(config, models, world.device)
