@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import huber_loss, mse_loss
+from torch.nn.functional import huber_loss, l1_loss, mse_loss
 
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, HESSIAN, LABELS, VIRIAL
@@ -47,6 +47,7 @@ class EnergyLoss:
         self.world = world
         self._mae = config.loss_func == "mae"
         self._kind = "mae" if self._mae else "rmse"
+        self._size = partial(l1_loss if self._mae else mse_loss, reduction="none")
         # error**2 / 2 where |error| <= delta, and delta * (|error| - delta / 2) elsewhere
         self._huber = partial(huber_loss, reduction="none") if config.use_huber and not self._mae else None
         delta = config.huber_delta
@@ -193,9 +194,6 @@ class EnergyLoss:
         size = self._size(prediction[HESSIAN], label)
         mean = torch.stack([one.mean() for one in size.split([LABELS[HESSIAN].num_rows(n) for n in batch.sizes])])
         return _sums(mean, mean, has_label)
-
-    def _size(self, found: Tensor, label: Tensor) -> Tensor:
-        return (found - label).abs() if self._mae else mse_loss(found, label, reduction="none")
 
 
 def constant_prediction(batch: Batch, bias: Tensor) -> dict[str, Tensor]:
