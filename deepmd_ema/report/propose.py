@@ -115,7 +115,7 @@ class Proposal:
         if file.suffix.lower() in JSON_SUFFIXES:
             commented = {"_comment": self.head, **_with_comments(self.values, self.why)}
             return json.dumps(commented, indent=2, ensure_ascii=False) + "\n"
-        return "\n".join([*(f"# {line}" for line in self.head), *_yaml(self.values, self.why)]) + "\n"
+        return "\n".join([*(f"# {line}" for line in self.head), *_yaml(_with_comments(self.values, self.why))]) + "\n"
 
 
 def propose(wishes: Wishes) -> Proposal:
@@ -263,19 +263,24 @@ def _assemble(wishes: Wishes, data: _Data, source: LoadedModel | None, old: _Dat
     if VIRIAL not in data.labels:  # others that the data do not have are mentioned
         del weights["v"]
     prefactors = {f"{when}_pref_{letter}": value for letter, value in weights.items() for when in ("start", "limit")}
-    rate = common["learning_rate"]
-    section = wishes.data_section()
+    section, start_lr = wishes.data_section(), recipe["start_lr"]
+    if source is None:
+        model = {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": fitting}
+        of_model = f"{descriptor['type']} {wishes.size}"
+    else:
+        model, start_lr = _model_section(source, list(type_map), wishes.head), _rounded(start_lr * _SLOWER)
+        of_model = f"{source.config.descriptor.type} of {wishes.finetune}"
     section["training_data"]["batch_size"] = "auto"
     if not wishes.validation and not data.is_split:
         del section["validation_fraction"]
     values: dict[str, Any] = {
-        "model": {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": fitting},
+        "model": model,
         "optimizer": {**common["optimizer"], "lr_adjust": recipe["lr_adjust"]},
         "learning_rate": {
-            **rate,
-            "warmup_steps": min(rate["warmup_steps"], steps // 5),
-            "start_lr": recipe["start_lr"],
-            "stop_lr": recipe["start_lr"] / 100,
+            **common["learning_rate"],
+            "warmup_steps": min(common["learning_rate"]["warmup_steps"], steps // 5),
+            "start_lr": start_lr,
+            "stop_lr": _rounded(start_lr / 100),
         },
         "loss": {"type": "ener", **prefactors},
         "training": {
@@ -285,7 +290,7 @@ def _assemble(wishes: Wishes, data: _Data, source: LoadedModel | None, old: _Dat
             "disp_freq": max(1, steps // (2 * _EVENTS)),
             "save_freq": max(1, steps // _EVENTS),
             "enable_ema": True,
-            "ema_decay": float(f"{1 - 1 / window:.6g}"),
+            "ema_decay": _rounded(1 - 1 / window),
         },
     }
     # of forces, or of energies; none where validation frames have neither
@@ -305,8 +310,10 @@ def _assemble(wishes: Wishes, data: _Data, source: LoadedModel | None, old: _Dat
         "why_split": data.why_split, "window": window, "events": _EVENTS,
         "file": source.info.path if source is not None else "",
     }  # fmt: skip
-    why = {path: text.format(**known) for path, text in reasons["of_all"].items()}
-    why |= {f"loss.start_pref_{q[0]}": "no such labels" for q in (ENERGY, FORCE) if q not in data.labels}
+    parts = ["of_all", "of_new_model" if source is None else "of_fine_tuning", *["of_replay"] * (old is not None)]
+    why = {path: text.format(**known) for part in parts for path, text in reasons[part].items()}
+    loss = "loss" if old is None else "loss_dict.new"
+    why |= {f"{loss}.start_pref_{q[0]}": "no such labels" for q in (ENERGY, FORCE) if q not in data.labels}
     if wishes.steps is not None:
         why["training.numb_steps"] = "as given"
     labels = ", ".join(label for label in _LABELS.values() if label in data.labels)
@@ -315,34 +322,24 @@ def _assemble(wishes: Wishes, data: _Data, source: LoadedModel | None, old: _Dat
     warnings = list(data.report.warnings)
     if data.why_split and not data.is_split:
         warnings.append(f"no validation frames: {data.why_split}")
-    of_model = f"{descriptor['type']} {wishes.size}"
-    if source is not None:
-        of_model = f"{source.config.descriptor.type} of {wishes.finetune}"
-        _set_model(values, source, wishes.head)
-        why = {path: text for path, text in why.items() if not path.startswith("model.")}
-        why |= {path: text.format(**known) for path, text in reasons["of_fine_tuning"].items()}
-    rate = values["learning_rate"]["start_lr"]
     if old is not None:
-        values, why = _with_replay(values, why, wishes.replay, old)
-        why |= reasons["of_replay"]
+        values = _with_replay(values, wishes.replay, old)
         warnings += [f"old data: {line}" for line in old.report.warnings]
     head = [
         f"Written by dp-ema init {__version__}. Try others: dp-ema init --help; every option: dp-ema doc.",
         f"Data: {kind} ({why_kind}); labels: {labels}.",
-        f"Model: {of_model}. {values['optimizer']['type']}, rate {rate:g}, {steps:,} steps.",
+        f"Model: {of_model}. {values['optimizer']['type']}, rate {start_lr:g}, {steps:,} steps.",
     ]
     return Proposal(values, why, head, warnings)
 
 
-def _set_model(values: dict[str, Any], source: LoadedModel, head: str | None) -> None:
-    """Put the model of a file into the input in place of its own, and lower the learning rate."""
+def _model_section(source: LoadedModel, type_map: Sequence[str], head: str | None) -> dict[str, Any]:
+    """Return the section ``model`` that fine-tunes the model of a file."""
     config = source.config
-    parts = {"type_map": values["model"]["type_map"], "descriptor": _changed(config.descriptor)}
+    parts = {"type_map": type_map, "descriptor": _changed(config.descriptor)}
     parts["fitting_net"] = _changed(config.fitting_net)
     others = {n: v for n, v in _changed(config).items() if n not in (*parts, *_OF_START, "type")}
-    values["model"] = {**parts, **others, "finetune_head": head or "Default", "finetune_bias": "keep"}
-    for name in ("start_lr", "stop_lr"):
-        values["learning_rate"][name] = float(f"{values['learning_rate'][name] * _SLOWER:.6g}")
+    return {**parts, **others, "finetune_head": head or "Default", "finetune_bias": "keep"}
 
 
 def _changed(section: Any) -> dict[str, Any]:
@@ -353,10 +350,12 @@ def _changed(section: Any) -> dict[str, Any]:
     return {name: value for name, value in plain(section).items() if name not in defaults or value != defaults[name]}
 
 
-def _with_replay(
-    values: Mapping[str, Any], why: Mapping[str, str], systems: Sequence[str], old: _Data
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return an input of fine-tuning, and its reasons, with the tasks ``new`` and ``old``, which have one model."""
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _with_replay(values: Mapping[str, Any], systems: Sequence[str], old: _Data) -> dict[str, Any]:
+    """Return an input of fine-tuning with the tasks ``new`` and ``old``, which have one model."""
     model, training = dict(values["model"]), dict(values["training"])
     shared = {key: model.pop(name) for name, key in _NAMED.items()}
     task = _NAMED | {name: model.pop(name) for name in _OF_START}
@@ -373,15 +372,7 @@ def _with_replay(
             **training,
         },
     }
-    rest = {name: value for name, value in values.items() if name not in (*result, "loss")}
-    moved = {f"model.{name}": f"model.shared_dict.{key}" for name, key in _NAMED.items()}
-    moved |= {f"model.{name}": f"model.model_dict.new.{name}" for name in _OF_START}
-    moved |= {f"training.{name}": f"training.data_dict.new.{name}" for name in _OF_TASK} | {"loss": "loss_dict.new"}
-    reasons = {}
-    for path, text in why.items():
-        before = next((place for place in moved if f"{path}.".startswith(f"{place}.")), "")
-        reasons[moved.get(before, "") + path.removeprefix(before)] = text
-    return {**result, **rest}, reasons
+    return result | {name: value for name, value in values.items() if name not in (*result, "loss")}
 
 
 def _steps_in(seconds: float, cost: Cost) -> int:
@@ -404,11 +395,12 @@ def _steps_in(seconds: float, cost: Cost) -> int:
     return steps // unit * unit
 
 
-def _yaml(values: Mapping[str, Any], why: Mapping[str, str], place: str = "") -> Iterator[str]:
-    """Yield lines of YAML, each option with its reason."""
-    indent = "  " * place.count(".")
-    for key, value in values.items():
-        reason, is_section = why.get(f"{place}{key}", ""), isinstance(value, Mapping)
+def _yaml(commented: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Yield lines of YAML, each option with its reason, which is under its name with ``_`` before it."""
+    for key, value in commented.items():
+        if key.startswith("_"):
+            continue
+        reason, is_section = commented.get(f"_{key}", ""), isinstance(value, Mapping)
         line = f"{indent}{key}:" + f" {json.dumps(value, ensure_ascii=False)}" * (not is_section)
         beside = f"{line}  # {reason}" if reason else line
         if len(beside) > _MAX_LINE:
@@ -416,7 +408,7 @@ def _yaml(values: Mapping[str, Any], why: Mapping[str, str], place: str = "") ->
             beside = line
         yield beside
         if is_section:
-            yield from _yaml(value, why, f"{place}{key}.")
+            yield from _yaml(value, f"{indent}  ")
 
 
 def _with_comments(values: Mapping[str, Any], why: Mapping[str, str], place: str = "") -> dict[str, Any]:
