@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -42,9 +43,7 @@ class Loggers:
 
     def __init__(self, config: RunConfig, run_id: str) -> None:
         self._config, self._run_id = config, run_id
-        self._active: dict[
-            str, tuple[Logger, dict[str, int], dict[str, int]]
-        ] = {}  # and last steps, before and of the run
+        self._active: dict[str, tuple[Logger, dict[str, int]]] = {}  # and the last step of each value
         self._logged: dict[str, dict[str, Any]] = {}  # id and last steps of each logger that a restart can continue
 
     def start(self, step: int) -> None:
@@ -63,21 +62,20 @@ class Loggers:
             earlier = self._logged.get(key, {"id": None, "last": {}})
             with self._reported(place, to):
                 run = to.start(LoggedRun(to_dict(self._config), step, Path.cwd(), earlier["id"]))
-                last = dict(earlier["last"]) if run is not None and run == earlier["id"] else {}
-                self._active[place] = to, dict(last), last
+                last = earlier["last"] if run is not None and run == earlier["id"] else {}
+                self._active[place] = to, last
                 if run is not None:
                     self._logged[key] = {"id": run, "last": last}
         self._write()
 
     def log(self, step: int, values: Mapping[str, float], to: Callable[[Logger], bool] = lambda _: True) -> None:
         """Log the values that are finite, of steps that were not logged before a restart, to some of the loggers."""
-        for place, (one, earlier, last) in list(self._active.items()):
-            if to(one):
-                new = {n: v for n, v in values.items() if math.isfinite(v) and step > earlier.get(n, -1)}
+        for place, (one, last) in list(self._active.items()):
+            new = {n: v for n, v in values.items() if math.isfinite(v) and step > last.get(n, -1)}
+            if new and to(one):
                 with self._reported(place, one):
-                    if new:
-                        one.log(step, new)
-                        last |= dict.fromkeys(new, step)
+                    one.log(step, new)
+                    last |= dict.fromkeys(new, step)
         self._write()
 
     def takes_training_errors(self, step: int) -> Callable[[Logger], bool] | None:
@@ -86,11 +84,11 @@ class Loggers:
         def is_due(to: Logger) -> bool:
             return to.freq is not None and (step == 1 or step % to.freq == 0)
 
-        return is_due if any(is_due(one) for one, _, _ in self._active.values()) else None
+        return is_due if any(is_due(one) for one, _ in self._active.values()) else None
 
     def finish(self, status: str) -> None:
         """Finish all loggers."""
-        for place, (one, _, _) in list(self._active.items()):
+        for place, (one, _) in list(self._active.items()):
             with self._reported(place, one):
                 one.finish(status)
         self._active.clear()
@@ -168,14 +166,8 @@ class TensorBoardLogger(Logger):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add points; training errors have DeePMD-kit's tags: ``Default/rmse_f``, or that of the task."""
         for name, value in values.items():
-            tag = "Default/lr" if name == "lr" else name
-            group, _, rest = name.partition("/")
-            if name.startswith("train/live/"):
-                error = name.removeprefix("train/live/")
-                tag = error if "/" in error else f"Default/{error}"
-            elif group == "val":
-                tag = f"validation/{rest}"
-            self._writer.add_scalar(tag, value, step)
+            tag = re.sub("^val/", "validation/", name.removeprefix("train/live/"))
+            self._writer.add_scalar(tag if "/" in tag else f"Default/{tag}", value, step)
 
     def finish(self, status: str) -> None:
         """Close the files."""
