@@ -32,7 +32,7 @@ from deepmd_ema.model.model_set import nested
 from deepmd_ema.report.curves import read_curves
 from deepmd_ema.report.plots import Figure, Key, curve_figures, parity_figures
 from deepmd_ema.report.record import Part, table_of_times
-from deepmd_ema.report.status import ENDED, RunStatus, describe_row, read_status, run_folder
+from deepmd_ema.report.status import ENDED, RunStatus, describe_row, read_status
 from deepmd_ema.report.table import Cell, Column, Table, duration, significant
 from deepmd_ema.utils import LIVE
 
@@ -96,7 +96,7 @@ def write_report(
     file = checkpoint.resolve(run)
     if status is None:
         with suppress(UserError):  # a checkpoint that lies elsewhere
-            status = read_status(run_folder(file.parent))
+            status = read_status(file.parent)
     payload = checkpoint.load(file)
     if payload["kind"] != "training":
         raise UserError(
@@ -116,8 +116,8 @@ def write_report(
         remarks.append(f"Status: {status.describe()}. The page shows the checkpoint of step {payload['step']:,}.")
     weights.sort(key=lambda name: (name != LIVE, name != chosen))
     title = folder.resolve().name
-    page = _Page(folder, file, payload, config, status, data, tested, weights, chosen)
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as scratch:
+        page = _Page(folder, file, payload, config, status, data, tested, weights, chosen)
         body = "\n".join(page.parts(title, remarks, Path(scratch)))
     # its style is for screens of any width and for paper; pictures are dark on white in both modes: they are drawn once
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -267,18 +267,15 @@ class _Page:
         except UserError:
             yield _paragraph("No rows were written yet.")
             return
-        for number, task in enumerate(self.config.tasks):
+        for task in self.config.tasks:
             if of_task := [curve for curve in curves if curve.task == task]:
-                folder = scratch / f"curves{number}"
-                folder.mkdir()
-                figures, keys = curve_figures(of_task, folder)
+                figures, keys = curve_figures(of_task, Path(tempfile.mkdtemp(dir=scratch)))
                 yield f"<h3>{escape(task)}</h3>" * bool(task) + _keys(keys) + _figures(figures)
 
     def _parity(self, scratch: Path) -> Iterator[str]:
-        for number, one in enumerate(self._of_chosen()):
-            folder = scratch / f"parity{number}"
-            folder.mkdir()
-            yield _paragraph(one.describe()) + _figures(parity_figures(one.report.pairs(), folder))
+        for one in self._of_chosen():
+            figures = parity_figures(one.report.pairs(), Path(tempfile.mkdtemp(dir=scratch)))
+            yield _paragraph(one.describe()) + _figures(figures)
         if self.tested:
             words = "Where dots would hide each other, the color shows their number: yellow is most."
             yield _paragraph(words, "soft")

@@ -92,7 +92,6 @@ class _Style(NamedTuple):
 
     Attributes:
         color: of the whole validation set.
-        batches: colors of training and validation batches.
         line: dashes, which distinguish weights where colors distinguish runs.
         run: name of the run, where there are several.
         weights: name of the weights with these errors.
@@ -100,7 +99,6 @@ class _Style(NamedTuple):
     """
 
     color: str
-    batches: tuple[str, str]
     line: str
     run: str
     weights: str
@@ -131,22 +129,19 @@ class CurvePlot:
         titles = {f: n if names.count(n) == 1 else str(f) for f, n in zip(folders, names)} if len(folders) > 1 else {}
         self.has_several, self._has_several_runs = len(groups) > 1, len(folders) > 1
         # the average called ema comes first, so that it has its color whatever is beside it
-        weights = sorted(dict.fromkeys(c.weights for c in curves if c.weights != LIVE), key=lambda name: name != "ema")
-        averages, marker = (AVERAGE_COLOR, *OTHER_COLORS), "o" if len(weights) <= MAX_MARKED_AVERAGES else ""
+        averages = sorted(dict.fromkeys(c.weights for c in curves if c.weights != LIVE), key=lambda name: name != "ema")
+        colors, marker = (AVERAGE_COLOR, *OTHER_COLORS), "o" if len(averages) <= MAX_MARKED_AVERAGES else ""
         self.styles: dict[tuple[Path, str], _Style] = {}
         for curve in curves:
-            place = 0 if curve.weights == LIVE else 1 + weights.index(curve.weights)
-            words = "live weights" if place == 0 else curve.weights
-            folder = curve.path.parent
+            is_live, folder = curve.weights == LIVE, curve.path.parent
+            words, place = ("live weights", 0) if is_live else (curve.weights, 1 + averages.index(curve.weights))
             if self.has_several:
                 color = RUN_COLORS[groups.index((folder, curve.task)) % len(RUN_COLORS)]
                 title = ", ".join(filter(None, (titles.get(folder, ""), curve.task))) or folder.resolve().name
-                style = _Style(color, (color, color), LINES[place % len(LINES)], title, words)
-            elif place == 0:
-                style = _Style(LIVE_COLOR, (TRAIN_COLOR, LIVE_BATCHES), "-", "", words, marker)
+                style = _Style(color, LINES[place % len(LINES)], title, words)
             else:
-                color = averages[(place - 1) % len(averages)]
-                style = _Style(color, (color, color), "-", "", words, marker)
+                color = LIVE_COLOR if is_live else colors[(place - 1) % len(colors)]
+                style = _Style(color, "-", "", words, marker)
             self.styles[curve.path, curve.task] = style
 
     def draw(self, axis: Any, panel: Panel, log_steps: bool = False) -> None:
@@ -177,8 +172,9 @@ class CurvePlot:
                     train = name.startswith(f"{panel.batch}_trn")
                     # where nothing is validated, there is nothing that a line would hide
                     width, alpha = (0.9, 0.45 if train else 0.8) if validated else (1.4, 0.9)
-                    axis.plot(curve.steps, panel.factor * values, color=style.batches[not train], lw=width,
-                              ls=style.line, alpha=alpha, zorder=TRAIN_LEVEL + (not train),
+                    color = style.color if curve.weights != LIVE else TRAIN_COLOR if train else LIVE_BATCHES
+                    axis.plot(curve.steps, panel.factor * values, color=color, lw=width, ls=style.line,
+                              alpha=alpha, zorder=TRAIN_LEVEL + (not train),
                               label=f"{'training batch' if train else 'validation batches'}, {style.weights}",
                               )  # fmt: skip
         axis.set(title=panel.title, xlabel="Optimizer step", ylabel=panel.label, yscale="log")
