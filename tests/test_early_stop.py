@@ -18,7 +18,7 @@ from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.config.schema.training import EarlyStopConfig
 from deepmd_ema.model.metrics import Errors
 from deepmd_ema.report.record import read_record
-from deepmd_ema.report.status import read_status
+from deepmd_ema.report.status import RunStatus
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.validate import EarlyStop
 
@@ -131,7 +131,7 @@ def test_a_run_that_no_longer_improves_ends_as_after_its_last_step(start, caplog
     assert {f"model_ema.ckpt-{END}.pt", f"model_p05.ckpt-{END}.pt", "model_p05.ckpt-7.pt"} <= names
     assert (Path("snapshots") / f"model_p05.ckpt-{END}.pt").exists()
     assert read_record(".")[-1].ended.startswith("ended early: F:RMSE")
-    assert "ended (early: F:RMSE has not fallen" in str(read_status(".").describe())
+    assert "ended (early: F:RMSE has not fallen" in str(RunStatus(".").describe())
 
 
 @pytest.mark.parametrize(("step", "in_validation"), [(5, False), (8, False), (8, True), (END, True)])

@@ -17,7 +17,7 @@ from deepmd_ema.config.outputs import LOCK, RECORD
 from deepmd_ema.distributed.files import this_machine
 from deepmd_ema.errors import CheckpointError, Interrupted
 from deepmd_ema.report.record import MAX_WARNINGS, RunRecord, read_record
-from deepmd_ema.report.status import read_status
+from deepmd_ema.report.status import RunStatus
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 from deepmd_ema.training.weights import load_restart
@@ -121,7 +121,7 @@ def test_a_run_that_trains_has_a_time_left_that_runs_down(runs, capsys):
     written = (datetime.now().astimezone() - timedelta(seconds=100)).isoformat(" ", "seconds")
     change_record(folder, ended="", left=1000.0, elapsed=50.0, updated=written)
     take_lock(folder, os.getpid())
-    found = read_status(folder)
+    found = RunStatus(folder)
     assert found.state == "training"
     assert found.left == pytest.approx(900, abs=10)
     assert found.elapsed == pytest.approx(150, abs=10)
@@ -135,10 +135,10 @@ def test_a_lock_of_another_machine_counts_while_it_is_renewed(runs):
     folder = runs / "stopped"
     change_record(folder, ended="")
     take_lock(folder, 1, machine="other")
-    assert read_status(folder).state == "training"
+    assert RunStatus(folder).state == "training"
     long_ago = time.time() - 3600
     os.utime(folder / LOCK, (long_ago, long_ago))
-    assert read_status(folder).state == "killed"
+    assert RunStatus(folder).state == "killed"
 
 
 def test_a_run_that_reads_its_data_is_not_called_training(runs, capsys):

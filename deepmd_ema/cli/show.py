@@ -26,10 +26,10 @@ def run(args: argparse.Namespace) -> None:
     """Print the content of the file, or the status of the run."""
     folder = Path(args.file)
     if folder.is_dir() and not args.config and not is_sharded(folder):
-        from deepmd_ema.report.status import read_status
+        from deepmd_ema.report.status import RunStatus
         from deepmd_ema.report.table import render
 
-        status = read_status(folder)
+        status = RunStatus(folder)
         print(json.dumps(status.to_dict(), indent=2) if args.json else "\n".join(render(status.table(), "  ")))
         return
     if args.json:

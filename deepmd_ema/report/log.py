@@ -126,9 +126,8 @@ class RunTimes:
 
     def waiting_share(self) -> float:
         """Return the share of the time since the first batch was there that was spent waiting for others, 0 to 1."""
-        first = self._first_wait or 0.0
-        total = max(time.perf_counter() - self._began - first, 1e-9)
-        return min(1.0, max(0.0, self.seconds["data"] - first) / total)
+        total = max(time.perf_counter() - self._began, 1e-9)
+        return min(1.0, max(0.0, self.seconds["data"] - (self._first_wait or 0.0)) / total)
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
@@ -141,7 +140,7 @@ class RunTimes:
             self.seconds[part] = self.seconds.get(part, 0.0) + end - begin
             self._counts[part] += 1
             if part == "data" and self._first_wait is None:
-                self._first_wait, self._began = end - begin, begin
+                self._first_wait, self._began = end - begin, end
             if part == "step" and self._counts[part] == _FIRST:
                 self._measured_from = end, sum(self.seconds.get(part, 0.0) for part in self._due)
 

@@ -13,10 +13,9 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config import RunConfig, config_summary, saved_config
+from deepmd_ema.config import config_summary, saved_config
 from deepmd_ema.config.labels import ENERGY, FORCE, METRICS, VIRIAL
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.outputs import is_sharded, with_absolute_paths
@@ -32,7 +31,7 @@ from deepmd_ema.model.model_set import nested
 from deepmd_ema.report.curves import read_curves
 from deepmd_ema.report.plots import Figure, Key, curve_figures, parity_figures
 from deepmd_ema.report.record import Part, table_of_times
-from deepmd_ema.report.status import ENDED, RunStatus, describe_row, read_status
+from deepmd_ema.report.status import ENDED, RunStatus, describe_row
 from deepmd_ema.report.table import Cell, Column, Table, duration, significant
 from deepmd_ema.utils import LIVE
 
@@ -85,47 +84,17 @@ def write_report(
     import matplotlib  # noqa: F401 - reported before the work, not after it
 
     check_output(output, "-o", HTML)
-    run, status = Path(run), None
-    if run.is_dir() and not is_sharded(run):
-        status = read_status(run)
-        if not status.checkpoint:
-            raise UserError(
-                f"{run}: no checkpoint yet ({status.describe()}), and a report shows the newest. "
-                f"`{command('dp-ema', 'show', run)}` says how far the run is."
-            )
-    file = checkpoint.resolve(run)
-    if status is None:
-        with suppress(UserError):  # a checkpoint that lies elsewhere
-            status = read_status(file.parent)
-    payload = checkpoint.load(file)
-    if payload["kind"] != "training":
-        raise UserError(
-            f"{file}: is of the kind {payload['kind']}. Expected the folder of a run, or its model.ckpt.pt."
-        )
-    weights = [LIVE, *payload.get("averages", {}).get("profiles", {})]
-    chosen = weights[min(1, len(weights) - 1)] if average is None else checkpoint.choose_profile(payload, file, average)
-    folder = status.folder if status is not None else file.parent
-    config = saved_config(with_absolute_paths(payload["config"], folder), str(file))
-    remarks, data, tested = list[str](), None, list[Tested]()
-    try:
-        data = open_split(config)
-        tested = list(_evaluate(file, data, weights, num_frames, device))
-    except UserError as error:
-        remarks.append(f"The errors of single frames are missing: {error.problems[0]}")
-    if status is not None and status.state != ENDED:
-        remarks.append(f"Status: {status.describe()}. The page shows the checkpoint of step {payload['step']:,}.")
-    weights.sort(key=lambda name: (name != LIVE, name != chosen))
-    title = folder.resolve().name
+    page = _Page(Path(run), num_frames, device, average)
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as scratch:
-        page = _Page(folder, file, payload, config, status, data, tested, weights, chosen)
-        body = "\n".join(page.parts(title, remarks, Path(scratch)))
+        body = "\n".join(page.parts(Path(scratch)))
     # its style is for screens of any width and for paper; pictures are dark on white in both modes: they are drawn once
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     with atomic_write(output) as part:
-        part.write_text(template.substitute(title=escape(title), body=body), encoding="utf-8")
-    if len(weights) > 2 and average is None:
-        remarks.append(f"Details are of the average {chosen}; --average shows another: {', '.join(weights[2:])}.")
-    return remarks
+        part.write_text(template.substitute(title=escape(page.title), body=body), encoding="utf-8")
+    if len(page.weights) > 2 and average is None:
+        others = ", ".join(page.weights[2:])
+        page.remarks.append(f"Details are of the average {page.chosen}; --average shows another: {others}.")
+    return page.remarks
 
 
 def _evaluate(
@@ -146,35 +115,69 @@ def _evaluate(
                     yield Tested(task, name, part, report)
 
 
-@dataclass(frozen=True)
 class _Page:
-    """The parts of the page as HTML.
+    """The parts of the page as HTML; arguments are those of :func:`write_report`.
 
     Attributes:
-        folder: of the run.
+        status: how far the run is; None of a checkpoint that lies elsewhere.
         file: its newest training checkpoint.
         payload: content of that.
+        folder: of the run.
+        title: its name.
         config: of the run, with absolute paths of its data.
-        status: how far it is; None of a checkpoint that lies elsewhere.
         data: frames of each task; None where they cannot be read.
         tested: errors of all weights; none where there are no data.
+        remarks: what the page lacks, and why.
         weights: ``live`` and the names of the averages, the chosen one first.
         chosen: the weights of which details are shown.
+        shown: by task, the errors in the order of the weights, on validation frames if there are any.
+        details: those of the chosen weights, for each task.
     """
 
-    folder: Path
-    file: Path
-    payload: Mapping[str, Any]
-    config: RunConfig
-    status: RunStatus | None
-    data: Mapping[str, TaskData] | None
-    tested: Sequence[Tested]
-    weights: Sequence[str]
-    chosen: str
+    def __init__(self, run: Path, num_frames: int, device: str | None, average: str | None) -> None:
+        self.status: RunStatus | None = None
+        if run.is_dir() and not is_sharded(run):
+            self.status = RunStatus(run)
+            if not self.status.checkpoint:
+                raise UserError(
+                    f"{run}: no checkpoint yet ({self.status.describe()}), and a report shows the newest. "
+                    f"`{command('dp-ema', 'show', run)}` says how far the run is."
+                )
+        self.file = file = checkpoint.resolve(run)
+        if self.status is None:
+            with suppress(UserError):  # a checkpoint that lies elsewhere
+                self.status = RunStatus(file.parent)
+        self.payload = payload = checkpoint.load(file)
+        if payload["kind"] != "training":
+            raise UserError(
+                f"{file}: is of the kind {payload['kind']}. Expected the folder of a run, or its model.ckpt.pt."
+            )
+        weights = [LIVE, *payload.get("averages", {}).get("profiles", {})]
+        first = weights[min(1, len(weights) - 1)]
+        self.chosen = first if average is None else checkpoint.choose_profile(payload, file, average)
+        self.folder = self.status.folder if self.status is not None else file.parent
+        self.title = self.folder.resolve().name
+        self.config = saved_config(with_absolute_paths(payload["config"], self.folder), str(file))
+        self.data: Mapping[str, TaskData] | None = None
+        self.tested, self.remarks = list[Tested](), list[str]()
+        try:
+            self.data = open_split(self.config)
+            self.tested = list(_evaluate(file, self.data, weights, num_frames, device))
+        except UserError as error:
+            self.remarks.append(f"The errors of single frames are missing: {error.problems[0]}")
+        if self.status is not None and self.status.state != ENDED:
+            step = f"The page shows the checkpoint of step {payload['step']:,}."
+            self.remarks.append(f"Status: {self.status.describe()}. {step}")
+        self.weights = sorted(weights, key=lambda name: (name != LIVE, name != self.chosen))
+        parts = {task: VALIDATION if of_task.valid else TRAINING for task, of_task in (self.data or {}).items()}
+        shown = [one for one in self.tested if one.part == parts[one.task]]
+        shown.sort(key=lambda one: self.weights.index(one.weights))
+        self.shown = {task: [one for one in shown if one.task == task] for task in self.config.tasks}
+        self.details = [one for of_task in self.shown.values() for one in of_task if one.weights == self.chosen]
 
-    def parts(self, title: str, remarks: Sequence[str], scratch: Path) -> Iterator[str]:
+    def parts(self, scratch: Path) -> Iterator[str]:
         """Yield the parts of the page from top to bottom; pictures are made in the folder ``scratch``."""
-        yield f"<header><h1>{escape(title)}</h1>"
+        yield f"<header><h1>{escape(self.title)}</h1>"
         for name, task in self.config.tasks.items():
             words = f"potential {task.model.descriptor.type} for {', '.join(task.model.type_map)}"
             if self.data is not None:
@@ -182,7 +185,7 @@ class _Page:
                 words += f", trained on {_amount(self.data[name].train)}"
                 words += f", validated on {_amount(valid)}" if valid else ", without validation frames"
             yield _paragraph(f"{name}: {words}." if name else f"{words[0].upper()}{words[1:]}.", "lead")
-        yield "".join(_paragraph(remark, "notice") for remark in remarks)
+        yield "".join(_paragraph(remark, "notice") for remark in self.remarks)
         yield from self._final_errors()
         yield _list(self._first_facts()) + "</header>"
         records = self.status.parts if self.status is not None else ()
@@ -193,7 +196,7 @@ class _Page:
             "Learning curves": list(self._curves(scratch)),
             "Parity": list(self._parity(scratch)),
             "Errors in detail": list(self._details()),
-            "Worst frames": [part for one in self._of_chosen() for part in self._worst(one)],
+            "Worst frames": [part for one in self.details for part in self._worst(one)],
             "Averages": list(self._averages()),
             "Time": [_table(times) if times.rows else _paragraph("Not known: the folder has no record of the run.")],
             "Data": [_table(_table_of_data(self.data))] if self.data is not None else [],
@@ -212,16 +215,6 @@ class _Page:
             yield from body
             yield "</section>"
 
-    def _of(self, task: str) -> list[Tested]:
-        """Return the errors of a task, in the order of the weights, on validation frames if there are any."""
-        of_task = [one for one in self.tested if one.task == task]
-        part = VALIDATION if any(one.part == VALIDATION for one in of_task) else TRAINING
-        return sorted((one for one in of_task if one.part == part), key=lambda one: self.weights.index(one.weights))
-
-    def _of_chosen(self) -> list[Tested]:
-        """Return the errors of the chosen weights for each task."""
-        return [one for task in self.config.tasks for one in self._of(task) if one.weights == self.chosen]
-
     def _first_facts(self) -> Iterator[tuple[str, str]]:
         status = self.status
         if status is not None:
@@ -239,7 +232,7 @@ class _Page:
         display = self.payload["display"]
         before = nested(display["before"], tuple(self.config.tasks)) if "before" in display else {}
         for task in self.config.tasks:
-            tested = [one for one in self._of(task) if one.weights in self.weights[: 1 + _MAX_SHOWN]]
+            tested = [one for one in self.shown[task] if one.weights in self.weights[: 1 + _MAX_SHOWN]]
             if not tested:
                 continue
             frames, part = len(tested[0].report.frames), tested[0].part
@@ -273,7 +266,7 @@ class _Page:
                 yield f"<h3>{escape(task)}</h3>" * bool(task) + _keys(keys) + _figures(figures)
 
     def _parity(self, scratch: Path) -> Iterator[str]:
-        for one in self._of_chosen():
+        for one in self.details:
             figures = parity_figures(one.report.pairs(), Path(tempfile.mkdtemp(dir=scratch)))
             yield _paragraph(one.describe()) + _figures(figures)
         if self.tested:
@@ -285,7 +278,7 @@ class _Page:
         if self.tested:
             rows = {f"{one.task} {one.weights}, {one.part}".strip(): one.report.total for one in self.tested}
             yield _table(_table_of_errors("", "weights, frames", rows, _quantities(self.tested)))
-        for one in self._of_chosen():
+        for one in self.details:
             report, quantities = one.report, _quantities([one])
             yield _paragraph(one.describe())
             elements = dict(zip(report.type_map, force_errors_by_type(report.frames, len(report.type_map))))

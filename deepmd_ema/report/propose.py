@@ -20,7 +20,6 @@ from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.config.presets import MODELS, REASONS, Kind, read_preset
 from deepmd_ema.config.text import JSON_SUFFIXES
 from deepmd_ema.data.check.physics import COVALENT_RADII
-from deepmd_ema.data.check.report import DataReport
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off
@@ -144,8 +143,8 @@ def propose(wishes: Wishes) -> Proposal:
         wishes = replace(wishes, rcut=source.config.descriptor.cutoff, model=source.config.descriptor.type)
     wishes = replace(wishes, type_map=elements)
     try:
-        data = _read(wishes)
-        old = _read(replace(wishes, systems=wishes.replay, validation=())) if wishes.replay else None
+        data = _Data(wishes)
+        old = _Data(replace(wishes, systems=wishes.replay, validation=())) if wishes.replay else None
     except DataError as error:  # there is no input that has a type_map yet
         raise DataError(problem.replace("model.type_map", "-t") for problem in error.problems) from None
     proposal = _assemble(wishes, data, source, old)
@@ -158,9 +157,11 @@ def propose(wishes: Wishes) -> Proposal:
     return proposal
 
 
-@dataclass(frozen=True)
 class _Data:
     """The facts about data that the choices depend on.
+
+    Args:
+        wishes: which data, and the cutoff.
 
     Attributes:
         kind: of most of the frames.
@@ -170,49 +171,40 @@ class _Data:
         is_split: whether validation frames are split off.
         why_split: which, or why not.
         wider: most neighbors within the cutoff and a larger one.
-    """
-
-    kind: Kind
-    frames: str
-    labels: frozenset[str]
-    report: DataReport
-    is_split: bool
-    why_split: str
-    wider: tuple[int, int]
-
-
-def _read(wishes: Wishes) -> _Data:
-    """Return the facts about the data.
 
     Raises:
         DataError: with every mistake that would end a run.
     """
-    type_map = wishes.type_map or ()
-    descriptor = {"type": "se_e2_a", "rcut": wishes.rcut, "rcut_smth": min(0.5, wishes.rcut / 2)}
-    values = {  # nothing of the model is trained
-        "model": {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": {}},
-        "learning_rate": {"start_lr": 1e-3, "stop_lr": 1e-5},
-        "training": {**wishes.data_section(), "numb_steps": 1, "seed": 1},
-    }
-    config = config_from_dict(values, "init")
-    data = open_run(config)
-    is_split, why_split = not wishes.validation, ""
-    if is_split:
-        try:
-            split = choose_validation(config, data, 1)[""]
-        except DataError as error:
-            is_split, why_split = False, str(error).partition("validation_fraction: ")[2]
-        else:
-            data, why_split = split_off(config, data, {"": split}), split.lines[0].partition(": ")[2]
-    report = check_task(config.task(None), data[""])
-    labels = frozenset(name for scan in report.training for name, n in scan.label_frames.items() if n)
-    report.raise_problems()
-    frames = [source.frame(k) for source in evenly_spaced(data[""].train, _SAMPLE) for k in range(source.num_frames)]
-    votes = Counter(_kind_of(frame, type_map) for frame in frames)
-    kind, number = votes.most_common(1)[0]
-    near = neighbor_statistics(((f.coord, f.box, f.atom_type) for f in frames), wishes.rcut * _WIDER, len(type_map))
-    wider = near.max_within(wishes.rcut), near.max_total
-    return _Data(kind, f"{number} of {len(frames)}", labels, report, is_split, why_split, wider)
+
+    def __init__(self, wishes: Wishes) -> None:
+        type_map = wishes.type_map or ()
+        descriptor = {"type": "se_e2_a", "rcut": wishes.rcut, "rcut_smth": min(0.5, wishes.rcut / 2)}
+        values = {  # nothing of the model is trained
+            "model": {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": {}},
+            "learning_rate": {"start_lr": 1e-3, "stop_lr": 1e-5},
+            "training": {**wishes.data_section(), "numb_steps": 1, "seed": 1},
+        }
+        config = config_from_dict(values, "init")
+        data = open_run(config)
+        self.is_split, self.why_split = not wishes.validation, ""
+        if self.is_split:
+            try:
+                split = choose_validation(config, data, 1)[""]
+            except DataError as error:
+                self.is_split, self.why_split = False, str(error).partition("validation_fraction: ")[2]
+            else:
+                data, self.why_split = split_off(config, data, {"": split}), split.lines[0].partition(": ")[2]
+        self.report = check_task(config.task(None), data[""])
+        self.labels = {name for scan in self.report.training for name, n in scan.label_frames.items() if n}
+        self.report.raise_problems()
+        sample = evenly_spaced(data[""].train, _SAMPLE)
+        frames = [source.frame(k) for source in sample for k in range(source.num_frames)]
+        votes = Counter(_kind_of(frame, type_map) for frame in frames)
+        self.kind, number = votes.most_common(1)[0]
+        self.frames = f"{number} of {len(frames)}"
+        geometries = ((f.coord, f.box, f.atom_type) for f in frames)
+        near = neighbor_statistics(geometries, wishes.rcut * _WIDER, len(type_map))
+        self.wider = near.max_within(wishes.rcut), near.max_total
 
 
 def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:

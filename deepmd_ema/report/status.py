@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -25,11 +24,17 @@ PREPARING, TRAINING, ENDED, INTERRUPTED, KILLED, UNKNOWN = (
 )  # fmt: skip
 _DIGITS = 4
 _MAX_WARNINGS = 3
+_IN_JSON = (
+    "state", "remark", "step", "num_steps", "elapsed", "left", "last_row", "validation", "best", "metric",
+    "checkpoint", "averages",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
 class RunStatus:
-    """Progress of a run.
+    """Progress of a run, read from its files.
+
+    Args:
+        folder: of the run.
 
     Attributes:
         folder: of the run.
@@ -46,22 +51,63 @@ class RunStatus:
         checkpoint: the newest, relative to the folder; empty without one.
         averages: newest file of each average, relative to the folder.
         parts: record of the run; empty where there is none.
+
+    Raises:
+        UserError: if there is no run in the folder.
     """
 
-    folder: Path
-    state: str
-    remark: str
-    step: int
-    num_steps: int
-    elapsed: float | None
-    left: float | None
-    last_row: Mapping[str, float]
-    validation: Mapping[str, Mapping[str, float]]
-    best: Mapping[str, Mapping[str, float]]
-    metric: str
-    checkpoint: str
-    averages: Mapping[str, str] = field(default_factory=dict)
-    parts: Sequence[Part] = ()
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = folder = run_folder(folder)
+        config = None
+        with suppress(UserError):  # the normalized input is not there, or of another version
+            config = load_config(folder / "out.json")
+        self.parts, holder, curves = read_record(folder), read_holder(folder / LOCK), list[Curve]()
+        with suppress(UserError):  # there are no files of rows
+            for file in curve_files(folder):
+                with suppress(UserError):  # it has no rows yet, or is being replaced
+                    curves.append(read_curve(file))
+        last = self.parts[-1] if self.parts else Part()
+        self.num_steps = last.num_steps or (config.training.numb_steps or 0 if config is not None else 0)
+        self.step = max([last.step, *(int(curve.steps[-1]) for curve in curves)])
+        self.state, self.remark = INTERRUPTED, last.ended.removeprefix(f"{INTERRUPTED} ")
+        if holder is not None and holder.is_alive:
+            has_begun = not last.ended and last.num_steps > 0
+            self.state, self.remark = TRAINING if has_begun else PREPARING, f"process {holder.pid} on {holder.host}"
+        elif not self.parts:
+            is_whole = self.num_steps and self.step >= self.num_steps
+            self.state, self.remark = (ENDED, "") if is_whole else (UNKNOWN, "it has left no record")
+        elif last.ended.startswith(ENDED):
+            self.state, self.remark = ENDED, last.ended.removeprefix(ENDED).strip()
+        elif not last.ended:
+            self.state, self.remark = KILLED, "without a last entry in its record"
+        running = 0.0
+        if self.state == TRAINING:
+            running = (datetime.now().astimezone() - datetime.fromisoformat(last.updated)).total_seconds()
+        self.elapsed = sum(part.elapsed for part in self.parts) + running if self.parts else None
+        self.left = None if last.left is None or self.state != TRAINING else max(0.0, last.left - running)
+        self.last_row = next((_row(curve, -1) for curve in curves if curve.kind == LCURVE), {})
+        validated = {f"{curve.task} {curve.weights}".strip(): curve for curve in curves if curve.kind == VALIDATION}
+        self.validation = {weights: _row(curve, -1) for weights, curve in validated.items()}
+        self.metric = ""
+        if validated:
+            name = config.validating.validation_metric if config is not None else "F:RMSE"
+            self.metric = f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})"
+            if any(self.metric not in curve.columns for curve in validated.values()):
+                self.metric = next(iter(next(iter(validated.values())).columns))
+        errors = {weights: curve.columns.get(self.metric, np.full(1, np.nan)) for weights, curve in validated.items()}
+        self.best = {w: _row(validated[w], int(np.nanargmin(e))) for w, e in errors.items() if np.isfinite(e).any()}
+        self.checkpoint = ""
+        with suppress(OSError, ValueError):
+            if (folder / POINTER).is_file():
+                newest = read_pointer(folder / POINTER)
+                self.checkpoint = os.path.relpath(newest, folder) if newest.is_file() or is_sharded(newest) else ""
+        self.averages = dict[str, str]()
+        if config is not None:
+            for average in config.training.averaging:
+                link = folder / Outputs(config).checkpoint_link(average.name)
+                with suppress(OSError):
+                    link = link.parent / os.readlink(link)
+                self.averages[average.name] = os.path.relpath(link, folder) if link.exists() else ""
 
     def describe(self) -> str:
         """Return one line: ``training, step 240 of 2,000 (12 %)``."""
@@ -80,9 +126,7 @@ class RunStatus:
 
     def to_dict(self) -> dict[str, object]:
         """Return the status for programs; times in seconds, errors by column of the files, None in place of nan."""
-        values = {name: value for name, value in vars(self).items() if name not in ("folder", "parts")}
-        for name in ("last_row", "validation", "best"):
-            values[name] = _without_nan(values[name])
+        values = {name: _without_nan(getattr(self, name)) for name in _IN_JSON}
         return {"folder": str(self.folder), **values, "warnings": self.parts[-1].warnings if self.parts else []}
 
     def _rows(self) -> Iterator[tuple[str, str]]:
@@ -144,79 +188,6 @@ def run_folder(path: str | Path) -> Path:
         number = counted(len(below), "run")
         raise UserError(f"{path}: no run here, but {number} in folders: {first_few(below)}. Give one of them.")
     raise UserError(f"{path}: no run here. {where}")
-
-
-def read_status(folder: str | Path) -> RunStatus:
-    """Return the status of the run in a folder.
-
-    Raises:
-        UserError: if there is none.
-    """
-    folder = run_folder(folder)
-    config = None
-    with suppress(UserError):  # the normalized input is not there, or of another version
-        config = load_config(folder / "out.json")
-    parts, holder = read_record(folder), read_holder(folder / LOCK)
-    files, curves = list[Path](), list[Curve]()
-    with suppress(UserError):
-        files = curve_files(folder)
-    for file in files:
-        with suppress(UserError):  # it has no rows yet, or is being replaced
-            curves.append(read_curve(file))
-    last = parts[-1] if parts else Part()
-    num_steps = last.num_steps or (config.training.numb_steps or 0 if config is not None else 0)
-    step = max([last.step, *(int(curve.steps[-1]) for curve in curves)])
-    state, remark = INTERRUPTED, last.ended.removeprefix(f"{INTERRUPTED} ")
-    if holder is not None and holder.is_alive:
-        has_begun = not last.ended and last.num_steps > 0
-        state, remark = TRAINING if has_begun else PREPARING, f"process {holder.pid} on {holder.host}"
-    elif not parts:
-        is_whole = num_steps and step >= num_steps
-        state, remark = (ENDED, "") if is_whole else (UNKNOWN, "it has left no record")
-    elif last.ended.startswith(ENDED):
-        state, remark = ENDED, last.ended.removeprefix(ENDED).strip()
-    elif not last.ended:
-        state, remark = KILLED, "without a last entry in its record"
-    running = 0.0
-    if state == TRAINING:
-        running = (datetime.now().astimezone() - datetime.fromisoformat(last.updated)).total_seconds()
-    learning = [curve for curve in curves if curve.kind == LCURVE]
-    validated = {f"{curve.task} {curve.weights}".strip(): curve for curve in curves if curve.kind == VALIDATION}
-    metric = ""
-    if validated:
-        name = config.validating.validation_metric if config is not None else "F:RMSE"
-        metric = f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})"
-        if any(metric not in curve.columns for curve in validated.values()):
-            metric = next(iter(next(iter(validated.values())).columns))
-    measured = {w: curve for w, curve in validated.items() if np.isfinite(curve.columns.get(metric, np.nan)).any()}
-    newest = ""
-    with suppress(OSError, ValueError):
-        if (folder / POINTER).is_file():
-            file = read_pointer(folder / POINTER)
-            newest = os.path.relpath(file, folder) if file.is_file() or is_sharded(file) else ""
-    averages = {}
-    if config is not None:
-        for average in config.training.averaging:
-            link = folder / Outputs(config).checkpoint_link(average.name)
-            with suppress(OSError):
-                link = link.parent / os.readlink(link)
-            averages[average.name] = os.path.relpath(link, folder) if link.exists() else ""
-    return RunStatus(
-        folder=folder,
-        state=state,
-        remark=remark,
-        step=step,
-        num_steps=num_steps,
-        elapsed=sum(part.elapsed for part in parts) + running if parts else None,
-        left=None if last.left is None or state != TRAINING else max(0.0, last.left - running),
-        last_row=_row(learning[0], -1) if learning else {},
-        validation={weights: _row(curve, -1) for weights, curve in validated.items()},
-        best={w: _row(curve, int(np.nanargmin(curve.columns[metric]))) for w, curve in measured.items()},
-        metric=metric,
-        checkpoint=newest,
-        averages=averages,
-        parts=parts,
-    )
 
 
 def _is_run(folder: Path) -> bool:
