@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import common
 from common import median_and_each
 
-from deepmd_ema.report.curves import read_curve
+from deepmd_ema.report.curves import Curve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -185,7 +185,7 @@ def _train(program: common.Program, env: dict[str, str], run: Run) -> str | None
     common.write_input(run.folder, run.config)
     common.run_text(program, run.folder, env, "train", "input.json", "-l", "train.log")
     files = {LIVE: "val.log"} | {words: f"val_{section['name']}.log" for words, section in bank(run.steps).items()}
-    curves = {words: read_curve(run.folder / file) for words, file in files.items()}
+    curves = {words: Curve(run.folder / file) for words, file in files.items()}
     errors = {
         words: {
             name: curve.columns[column].tolist()

@@ -16,7 +16,7 @@ from deepmd_ema import checkpoint, cli
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.report.curves import read_curve
+from deepmd_ema.report.curves import Curve
 
 STEPS = 12
 
@@ -61,7 +61,7 @@ def test_the_log_the_test_and_the_frozen_file_say_the_same(run, water_like_valid
     inside = measure(run / "model.ckpt.pt", [water_like_valid], use_average=use_average).total.summary()
     frozen = measure(tmp_path / "m.dp", [water_like_valid]).total.summary()
     assert str(inside) == str(frozen)
-    log = read_curve(run / ("val_ema.log" if use_average else "val.log"))
+    log = Curve(run / ("val_ema.log" if use_average else "val.log"))
     assert log.steps[-1] == STEPS
     np.testing.assert_allclose(log.columns["F_RMSE(meV/Å)"][-1], 1000 * inside["rmse_f"], rtol=1e-4)
 

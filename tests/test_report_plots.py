@@ -9,7 +9,7 @@ import pytest
 from helpers import tiny_input
 
 from deepmd_ema.errors import UserError
-from deepmd_ema.report.curves import LCURVE, VALIDATION, curve_files, read_curve
+from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files
 from deepmd_ema.report.plots import plot_curves, plot_parity
 
 LCURVE_TEXT = """\
@@ -39,7 +39,7 @@ def run(tmp_path):
 
 
 def test_a_learning_curve_is_read_by_its_columns(run):
-    curve = read_curve(run / "lcurve.out")
+    curve = Curve(run / "lcurve.out")
     assert curve.kind == LCURVE
     assert curve.steps.tolist() == [1, 100]
     assert curve.columns["rmse_f_trn"].tolist() == [0.784, 0.484]
@@ -47,7 +47,7 @@ def test_a_learning_curve_is_read_by_its_columns(run):
 
 
 def test_a_validation_log_knows_its_weights_and_its_best_steps(run):
-    live, averaged = read_curve(run / "val.log"), read_curve(run / "val_ema.log")
+    live, averaged = Curve(run / "val.log"), Curve(run / "val_ema.log")
     assert live.kind == averaged.kind == VALIDATION
     assert (live.weights, averaged.weights) == ("live", "ema")
     assert live.best_steps == [50]
@@ -71,12 +71,12 @@ def test_the_name_of_a_file_reports_its_weights(tmp_path, name, files, weights):
         (tmp_path / "out.json").write_text(json.dumps({"training": files}))
     text = VAL_TEXT.replace("# saved best", "# not saved") if name.startswith("val") else LCURVE_TEXT
     (tmp_path / name).write_text(text, encoding="utf-8")
-    assert read_curve(tmp_path / name).weights == weights
+    assert Curve(tmp_path / name).weights == weights
 
 
 def test_the_best_files_report_the_weights_whatever_the_name(tmp_path):
     (tmp_path / "copy.log").write_text(VAL_TEXT.replace("best.ckpt", "runs/best_slow.ckpt"), encoding="utf-8")
-    assert read_curve(tmp_path / "copy.log").weights == "slow"
+    assert Curve(tmp_path / "copy.log").weights == "slow"
 
 
 def test_every_average_has_a_name_of_its_own_in_the_legend(run):
@@ -108,13 +108,13 @@ def run_of_tasks(tmp_path):
 
 
 def test_files_of_tasks_know_their_task_and_weights(run_of_tasks):
-    found = [read_curve(run_of_tasks / f"val_{name}.log") for name in ("ice", "ice_ih", "ice_ema", "ice_ih_ema")]
+    found = [Curve(run_of_tasks / f"val_{name}.log") for name in ("ice", "ice_ih", "ice_ema", "ice_ih_ema")]
     assert [(c.task, c.weights) for c in found] == [
         ("ice", "live"), ("ice_ih", "live"), ("ice", "ema"), ("ice_ih", "ema"),
     ]  # fmt: skip
-    (whole,) = read_curve(run_of_tasks / "val_ice.log").of_tasks()
+    (whole,) = Curve(run_of_tasks / "val_ice.log").of_tasks()
     assert whole.task == "ice"
-    first, second = read_curve(run_of_tasks / "lcurve.out").of_tasks()
+    first, second = Curve(run_of_tasks / "lcurve.out").of_tasks()
     assert (first.task, second.task) == ("ice", "ice_ih")
     assert {"rmse_e_val", "rmse_f_trn", "lr"} <= set(first.columns)
     assert first.columns.keys() == second.columns.keys()
@@ -134,7 +134,7 @@ def test_a_header_and_steps_that_a_restart_wrote_again_count_once(run):
     again = [rows[1].replace("2.86e-02", "9.99e-02"), rows[1].replace("    100", "    200")]
     path = run / "lcurve.out"
     path.write_text("\n".join([*header, *rows, *header, *again]) + "\n")
-    curve = read_curve(path)
+    curve = Curve(path)
     assert curve.steps.tolist() == [1, 100, 200]
     assert curve.columns["rmse_e_val"].tolist() == [0.0586, 0.0999, 0.0286]
 
@@ -157,7 +157,7 @@ def test_a_file_that_is_no_curve_is_refused_with_its_line(tmp_path, text, messag
     path = tmp_path / "lcurve.out"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
-        read_curve(path)
+        Curve(path)
 
 
 def test_a_missing_curve_is_named(tmp_path):

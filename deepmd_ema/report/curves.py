@@ -9,9 +9,9 @@ import re
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,9 +168,13 @@ class NoRowsError(UserError):
     """A file of rows does not exist, or has no rows: perhaps nothing was due yet."""
 
 
-@dataclass(frozen=True)
 class Curve:
-    """One file of a run: what was measured at which steps.
+    """One file of a run, read: what was measured at which steps.
+
+    A header that is repeated after a restart is skipped, and of a step that was done twice the last row counts.
+
+    Args:
+        path: a learning curve or validation log.
 
     Attributes:
         path: the file.
@@ -180,15 +184,61 @@ class Curve:
         columns: column name to (R,) float64, in the units of the file.
         best_steps: steps whose weights were kept as the best.
         task: whose errors these are; empty in a run of one task, and of a learning curve of all tasks.
+
+    Raises:
+        NoRowsError: if the file is missing or has no rows.
+        UserError: if it is neither of the two.
     """
 
-    path: Path
-    kind: str
-    weights: str
-    steps: NDArray[np.int64]
-    columns: Mapping[str, NDArray[np.float64]]
-    best_steps: Sequence[int]
-    task: str
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not a text file"
+            raised = NoRowsError if isinstance(error, FileNotFoundError) else UserError
+            raise raised(f"{path}: cannot be read: {reason}. Give lcurve.out, val.log or val_ema.log.") from error
+        lines = text.splitlines()
+        header = next((line.lstrip("# ").split() for line in lines if re.match(r"#\s*step\s", line)), None)
+        if header is None:
+            raise UserError(f"{path}: has no header line '# step ...'. Give lcurve.out, val.log or val_ema.log.")
+        rows: dict[int, list[float]] = {}  # in the order of their steps
+        for number, line in enumerate(lines, 1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            try:
+                step, *values = map(float, line.split())
+                if len(values) != len(header) - 1:
+                    raise ValueError(f"{len(values) + 1} numbers, expected {len(header)} as in the header")
+                if not (0 <= step < MAX_STEP and step == int(step)):
+                    raise ValueError(f"step {step:g}, expected a whole number")
+            except ValueError as error:
+                if number == len(lines) and not text.endswith("\n"):
+                    break  # a run is writing it
+                raise UserError(f"{path}, line {number}: {error}.") from error
+            if rows and step <= next(reversed(rows)):
+                rows = {earlier: row for earlier, row in rows.items() if earlier < step}
+            rows[int(step)] = values
+        if not rows:
+            raise NoRowsError(f"{path}: has a header but no rows yet.")
+        table = np.array(list(rows.values()), np.float64)
+        self.steps = np.array(list(rows), np.int64)
+        self.columns = {name: table[:, k] for k, name in enumerate(header[1:])}
+        self.kind = VALIDATION if any("(" in name for name in header) else LCURVE
+        best = [match for line in lines if (match := _BEST_LINE.match(line))]
+        self.best_steps = [int(match[2]) for match in best]
+        # whose errors these are: a line of a best file says it, otherwise the name of the file
+        self.task, tasks, name = "", list[str](), ""
+        with suppress(OSError, ValueError, AttributeError):  # there is no input, or that of another program
+            values = json.loads(path.with_name("out.json").read_text(encoding="utf-8"))
+            tasks = list(values.get("model", {}).get("model_dict", {}))
+            name = weights_of_rows(path, values)
+        self.weights = (best[0][1] or LIVE) if best else name or weights_of_rows(path, {})
+        for task in sorted(tasks, key=len, reverse=True):  # of ice and ice_ih, ice_ih_ema belongs to the second
+            if self.weights == task or self.weights.startswith(f"{task}_"):
+                self.task = task if self.kind == VALIDATION else ""
+                self.weights = self.weights[len(task) + 1 :] or LIVE
+                break
 
     def of_tasks(self) -> list[Curve]:
         """Return the learning curve of each task; of another file, or of one task, the curve itself."""
@@ -198,7 +248,10 @@ class Curve:
                 of_tasks.setdefault(match[2], {})[match[1]] = values
             else:
                 shared[name] = values
-        return [replace(self, task=task, columns=shared | own) for task, own in of_tasks.items()] or [self]
+        curves = [copy(self) for _ in of_tasks]
+        for curve, (task, own) in zip(curves, of_tasks.items()):
+            curve.task, curve.columns = task, shared | own
+        return curves or [self]
 
 
 def curve_files(path: str | Path) -> list[Path]:
@@ -224,71 +277,6 @@ def curve_files(path: str | Path) -> list[Path]:
     return files
 
 
-def read_curve(path: str | Path) -> Curve:
-    """Return the content of a learning curve or validation log.
-
-    A header that is repeated after a restart is skipped, and of a step that was done twice the last row counts.
-
-    Raises:
-        NoRowsError: if the file is missing or has no rows.
-        UserError: if it is neither of the two.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raised = NoRowsError if isinstance(error, FileNotFoundError) else UserError
-        raise raised(f"{path}: cannot be read: {reason}. Give lcurve.out, val.log or val_ema.log.") from error
-    lines = text.splitlines()
-    header = next((line.lstrip("# ").split() for line in lines if re.match(r"#\s*step\s", line)), None)
-    if header is None:
-        raise UserError(f"{path}: has no header line '# step ...'. Give lcurve.out, val.log or val_ema.log.")
-    rows: dict[int, list[float]] = {}  # in the order of their steps
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        try:
-            step, *values = map(float, line.split())
-            if len(values) != len(header) - 1:
-                raise ValueError(f"{len(values) + 1} numbers, expected {len(header)} as in the header")
-            if not (0 <= step < MAX_STEP and step == int(step)):
-                raise ValueError(f"step {step:g}, expected a whole number")
-        except ValueError as error:
-            if number == len(lines) and not text.endswith("\n"):
-                break  # a run is writing it
-            raise UserError(f"{path}, line {number}: {error}.") from error
-        if rows and step <= next(reversed(rows)):
-            rows = {earlier: row for earlier, row in rows.items() if earlier < step}
-        rows[int(step)] = values
-    if not rows:
-        raise NoRowsError(f"{path}: has a header but no rows yet.")
-    table = np.array(list(rows.values()), np.float64)
-    kind = VALIDATION if any("(" in name for name in header) else LCURVE
-    best = [match for line in lines if (match := _BEST_LINE.match(line))]
-    # whose errors these are: a line of a best file says it, otherwise the name of the file
-    values_of_input: Mapping[str, Any] = {}
-    name, task, tasks = "", "", list[str]()
-    with suppress(OSError, ValueError, AttributeError):  # there is no input, or that of another program
-        values_of_input = json.loads(path.with_name("out.json").read_text(encoding="utf-8"))
-        tasks = list(values_of_input.get("model", {}).get("model_dict", {}))
-        name = weights_of_rows(path, values_of_input)
-    name = (best[0][1] or LIVE) if best else name or weights_of_rows(path, {})
-    for candidate in sorted(tasks, key=len, reverse=True):  # of ice and ice_ih, ice_ih_ema belongs to the second
-        if name == candidate or name.startswith(f"{candidate}_"):
-            task, name = candidate, name[len(candidate) + 1 :] or LIVE
-            break
-    return Curve(
-        path=path,
-        kind=kind,
-        weights=name,
-        steps=np.array(list(rows), np.int64),
-        columns={name: table[:, k] for k, name in enumerate(header[1:])},
-        best_steps=[int(match[2]) for match in best],
-        task=task if kind == VALIDATION else "",
-    )
-
-
 def read_curves(files: Sequence[str | Path]) -> list[Curve]:
     """Return the curves of files, or of folders of runs, one for each task; files without rows are named in the log.
 
@@ -299,7 +287,7 @@ def read_curves(files: Sequence[str | Path]) -> list[Curve]:
     curves, without_rows = list[Curve](), list[str]()
     for file in (file for path in files for file in curve_files(path)):
         with collect_problems(without_rows, kind=NoRowsError):
-            curves += read_curve(file).of_tasks()
+            curves += Curve(file).of_tasks()
     if not curves:
         raise NoRowsError(without_rows)
     for problem in without_rows:

@@ -15,7 +15,7 @@ from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.outputs import LOCK, POINTER, RECORD, Outputs, is_sharded, read_pointer
 from deepmd_ema.distributed.files import read_holder
 from deepmd_ema.errors import UserError, counted, first_few
-from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files, read_curve
+from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files
 from deepmd_ema.report.record import Part, read_record
 from deepmd_ema.report.table import Table, duration, facts, significant
 
@@ -65,7 +65,7 @@ class RunStatus:
         with suppress(UserError):  # there are no files of rows
             for file in curve_files(folder):
                 with suppress(UserError):  # it has no rows yet, or is being replaced
-                    curves.append(read_curve(file))
+                    curves.append(Curve(file))
         last = self.parts[-1] if self.parts else Part()
         self.num_steps = last.num_steps or (config.training.numb_steps or 0 if config is not None else 0)
         self.step = max([last.step, *(int(curve.steps[-1]) for curve in curves)])
