@@ -93,9 +93,14 @@ class Wishes:
         return {**section, "validation_fraction": _FRACTION}
 
 
-@dataclass
 class Proposal:
-    """An input with a reason for each choice.
+    """An input with a reason for each choice, by default for the steps of the recipe, or of fine-tuning a model.
+
+    Args:
+        wishes: of the user, with the elements.
+        data: facts about the data.
+        source: the model that is fine-tuned; None for a new one.
+        old: facts about the data of a replay; None without.
 
     Attributes:
         values: of the input.
@@ -104,10 +109,90 @@ class Proposal:
         warnings: what the user should look at.
     """
 
-    values: dict[str, Any]
-    why: dict[str, str]
-    head: list[str]
-    warnings: list[str]
+    def __init__(self, wishes: Wishes, data: _Data, source: LoadedModel | None, old: _Data | None) -> None:
+        type_map, presets = wishes.type_map or (), read_preset(MODELS)
+        name = wishes.model or ("se_e2_a" if len(type_map) <= _MAX_ELEMENTS else "se_atten_v2")
+        preset = presets.get(name, presets["se_e2_a"])  # of a model that init does not make
+        recipes, kind, size = read_preset(preset["recipes"]), wishes.kind or data.kind, preset["sizes"][wishes.size]
+        recipe = {**recipes[kind], **preset.get("instead", {}).get(kind, {})}
+        common, steps = recipes["common"], wishes.steps or recipe["steps"]
+        window = max(10, steps // _WINDOW)
+        # type and rcut come first
+        descriptor = {"type": "", "rcut": wishes.rcut, **preset["descriptor"], **size["descriptor"]}
+        if "rcut_smth" in descriptor:
+            descriptor["rcut_smth"] = min(descriptor["rcut_smth"], wishes.rcut / 2)
+        fitting = {**preset["fitting_net"], **size["fitting_net"]}
+        weights = {k: weight if _LABELS[k] in data.labels else 0 for k, weight in recipe["prefactors"].items()}
+        if VIRIAL not in data.labels:  # others that the data do not have are mentioned
+            del weights["v"]
+        prefactors = {f"{when}_pref_{k}": weight for k, weight in weights.items() for when in ("start", "limit")}
+        section, start_lr = wishes.data_section(), recipe["start_lr"]
+        if source is None:
+            model = {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": fitting}
+            of_model = f"{descriptor['type']} {wishes.size}"
+        else:
+            model, start_lr = _model_section(source, list(type_map), wishes.head), _rounded(start_lr * _SLOWER)
+            of_model = f"{source.config.descriptor.type} of {wishes.finetune}"
+        section["training_data"]["batch_size"] = "auto"
+        if not wishes.validation and not data.is_split:
+            del section["validation_fraction"]
+        values: dict[str, Any] = {
+            "model": model,
+            "optimizer": {**common["optimizer"], "lr_adjust": recipe["lr_adjust"]},
+            "learning_rate": {
+                **common["learning_rate"],
+                "warmup_steps": min(common["learning_rate"]["warmup_steps"], steps // 5),
+                "start_lr": start_lr,
+                "stop_lr": _rounded(start_lr / 100),
+            },
+            "loss": {"type": "ener", **prefactors},
+            "training": {
+                **section,
+                "numb_steps": steps,
+                "seed": 1,
+                "disp_freq": max(1, steps // (2 * _EVENTS)),
+                "save_freq": max(1, steps // _EVENTS),
+                "enable_ema": True,
+                "ema_decay": _rounded(1 - 1 / window),
+            },
+        }
+        # of forces, or of energies; none where validation frames have neither
+        metrics = [q for q in (FORCE, ENERGY) for scan in data.report.validation if scan.label_frames.get(q)]
+        if metrics:
+            values["validating"] = {
+                "full_validation": True,
+                "ema_full_validation": True,
+                "validation_freq": max(1, steps // _EVENTS),
+                "validation_metric": f"{metrics[0][0].upper()}:RMSE",
+                "full_val_start": 0.0,
+            }
+        reasons = read_preset(REASONS)
+        known = {
+            "size": wishes.size, "about": preset["about"], "most": data.wider[0], "more": data.wider[1],
+            "wider": f"{wishes.rcut * _WIDER:.3g}", "why": common["why"], "kind": kind, "about_kind": recipe["about"],
+            "why_split": data.why_split, "window": window, "events": _EVENTS,
+            "file": source.info.path if source is not None else "",
+        }  # fmt: skip
+        parts = ["of_all", "of_new_model" if source is None else "of_fine_tuning", *["of_replay"] * (old is not None)]
+        self.why = why = {path: text.format(**known) for part in parts for path, text in reasons[part].items()}
+        loss = "loss" if old is None else "loss_dict.new"
+        why |= {f"{loss}.start_pref_{q[0]}": "no such labels" for q in (ENERGY, FORCE) if q not in data.labels}
+        if wishes.steps is not None:
+            why["training.numb_steps"] = "as given"
+        labels = ", ".join(label for label in _LABELS.values() if label in data.labels)
+        about = recipe["about"].partition(";")[0]
+        why_kind = f"{about}, in {data.frames} frames looked at" if wishes.kind is None else "as given"
+        self.warnings = list(data.report.warnings)
+        if data.why_split and not data.is_split:
+            self.warnings.append(f"no validation frames: {data.why_split}")
+        if old is not None:
+            self.warnings += [f"old data: {line}" for line in old.report.warnings]
+        self.values = values if old is None else _with_replay(values, wishes.replay, old)
+        self.head = [
+            f"Written by dp-ema init {__version__}. Try others: dp-ema init --help; every option: dp-ema doc.",
+            f"Data: {kind} ({why_kind}); labels: {labels}.",
+            f"Model: {of_model}. {values['optimizer']['type']}, rate {start_lr:g}, {steps:,} steps.",
+        ]
 
     def text(self, file: Path) -> str:
         """Return the text of the input: YAML with comments, or JSON whose comments are keys that begin with ``_``."""
@@ -147,10 +232,10 @@ def propose(wishes: Wishes) -> Proposal:
         old = _Data(replace(wishes, systems=wishes.replay, validation=())) if wishes.replay else None
     except DataError as error:  # there is no input that has a type_map yet
         raise DataError(problem.replace("model.type_map", "-t") for problem in error.problems) from None
-    proposal = _assemble(wishes, data, source, old)
+    proposal = Proposal(wishes, data, source, old)
     if wishes.hours is not None:
         cost = measure_steps(config_from_dict(proposal.values, "the proposed input"), wishes.device)
-        proposal = _assemble(replace(wishes, steps=_steps_in(3600 * wishes.hours, cost)), data, source, old)
+        proposal = Proposal(replace(wishes, steps=_steps_in(3600 * wishes.hours, cost)), data, source, old)
         proposal.why["training.numb_steps"] = (
             f"{wishes.hours:g} h on this machine: {cost.step:.2g} s per step, in {counted(cost.measured, 'step')}"
         )
@@ -235,94 +320,6 @@ def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:
                     return "solid"  # bonds lead from an atom to an image of it
     volume = abs(np.linalg.det(frame.box.reshape(3, 3)))
     return "molecules" if number == 1 or volume / len(frame.atom_type) > _ROOMY else "liquid"
-
-
-def _assemble(wishes: Wishes, data: _Data, source: LoadedModel | None, old: _Data | None) -> Proposal:
-    """Return the input of a run, by default for the number of steps of the recipe, or that of fine-tuning a model."""
-    type_map, presets = wishes.type_map or (), read_preset(MODELS)
-    name = wishes.model or ("se_e2_a" if len(type_map) <= _MAX_ELEMENTS else "se_atten_v2")
-    preset = presets.get(name, presets["se_e2_a"])  # of a model that init does not make
-    recipes, kind, size = read_preset(preset["recipes"]), wishes.kind or data.kind, preset["sizes"][wishes.size]
-    recipe = {**recipes[kind], **preset.get("instead", {}).get(kind, {})}
-    common, steps = recipes["common"], wishes.steps or recipe["steps"]
-    window = max(10, steps // _WINDOW)
-    # type and rcut come first
-    descriptor = {"type": "", "rcut": wishes.rcut, **preset["descriptor"], **size["descriptor"]}
-    if "rcut_smth" in descriptor:
-        descriptor["rcut_smth"] = min(descriptor["rcut_smth"], wishes.rcut / 2)
-    fitting = {**preset["fitting_net"], **size["fitting_net"]}
-    weights = {letter: recipe["prefactors"][letter] if label in data.labels else 0 for letter, label in _LABELS.items()}
-    if VIRIAL not in data.labels:  # others that the data do not have are mentioned
-        del weights["v"]
-    prefactors = {f"{when}_pref_{letter}": value for letter, value in weights.items() for when in ("start", "limit")}
-    section, start_lr = wishes.data_section(), recipe["start_lr"]
-    if source is None:
-        model = {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": fitting}
-        of_model = f"{descriptor['type']} {wishes.size}"
-    else:
-        model, start_lr = _model_section(source, list(type_map), wishes.head), _rounded(start_lr * _SLOWER)
-        of_model = f"{source.config.descriptor.type} of {wishes.finetune}"
-    section["training_data"]["batch_size"] = "auto"
-    if not wishes.validation and not data.is_split:
-        del section["validation_fraction"]
-    values: dict[str, Any] = {
-        "model": model,
-        "optimizer": {**common["optimizer"], "lr_adjust": recipe["lr_adjust"]},
-        "learning_rate": {
-            **common["learning_rate"],
-            "warmup_steps": min(common["learning_rate"]["warmup_steps"], steps // 5),
-            "start_lr": start_lr,
-            "stop_lr": _rounded(start_lr / 100),
-        },
-        "loss": {"type": "ener", **prefactors},
-        "training": {
-            **section,
-            "numb_steps": steps,
-            "seed": 1,
-            "disp_freq": max(1, steps // (2 * _EVENTS)),
-            "save_freq": max(1, steps // _EVENTS),
-            "enable_ema": True,
-            "ema_decay": _rounded(1 - 1 / window),
-        },
-    }
-    # of forces, or of energies; none where validation frames have neither
-    metrics = [q for q in (FORCE, ENERGY) for scan in data.report.validation if scan.label_frames.get(q)]
-    if metrics:
-        values["validating"] = {
-            "full_validation": True,
-            "ema_full_validation": True,
-            "validation_freq": max(1, steps // _EVENTS),
-            "validation_metric": f"{metrics[0][0].upper()}:RMSE",
-            "full_val_start": 0.0,
-        }
-    reasons = read_preset(REASONS)
-    known = {
-        "size": wishes.size, "about": preset["about"], "most": data.wider[0], "more": data.wider[1],
-        "wider": f"{wishes.rcut * _WIDER:.3g}", "why": common["why"], "kind": kind, "about_kind": recipe["about"],
-        "why_split": data.why_split, "window": window, "events": _EVENTS,
-        "file": source.info.path if source is not None else "",
-    }  # fmt: skip
-    parts = ["of_all", "of_new_model" if source is None else "of_fine_tuning", *["of_replay"] * (old is not None)]
-    why = {path: text.format(**known) for part in parts for path, text in reasons[part].items()}
-    loss = "loss" if old is None else "loss_dict.new"
-    why |= {f"{loss}.start_pref_{q[0]}": "no such labels" for q in (ENERGY, FORCE) if q not in data.labels}
-    if wishes.steps is not None:
-        why["training.numb_steps"] = "as given"
-    labels = ", ".join(label for label in _LABELS.values() if label in data.labels)
-    about = recipe["about"].partition(";")[0]
-    why_kind = f"{about}, in {data.frames} frames looked at" if wishes.kind is None else "as given"
-    warnings = list(data.report.warnings)
-    if data.why_split and not data.is_split:
-        warnings.append(f"no validation frames: {data.why_split}")
-    if old is not None:
-        values = _with_replay(values, wishes.replay, old)
-        warnings += [f"old data: {line}" for line in old.report.warnings]
-    head = [
-        f"Written by dp-ema init {__version__}. Try others: dp-ema init --help; every option: dp-ema doc.",
-        f"Data: {kind} ({why_kind}); labels: {labels}.",
-        f"Model: {of_model}. {values['optimizer']['type']}, rate {start_lr:g}, {steps:,} steps.",
-    ]
-    return Proposal(values, why, head, warnings)
 
 
 def _model_section(source: LoadedModel, type_map: Sequence[str], head: str | None) -> dict[str, Any]:
