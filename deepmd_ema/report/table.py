@@ -32,6 +32,15 @@ class Column:
     unit: str = ""
     spec: str = ""
 
+    def text(self, value: Cell) -> str:
+        """Return a cell of this column as text."""
+        if isinstance(value, str):
+            return value
+        if value is None or math.isnan(value):
+            return "-"
+        is_huge = abs(value) >= 1e9 and self.spec.endswith("f")  # a label that is a mistake may be
+        return format(value, ".3g" if is_huge else self.spec)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -49,19 +58,7 @@ class Table:
 
     def texts(self) -> list[list[str]]:
         """Return the cells of every row as text."""
-        texts = []
-        for row in self.rows:
-            cells = []
-            for value, column in zip(row, self.columns):
-                if isinstance(value, str):
-                    cells.append(value)
-                elif value is None or math.isnan(value):
-                    cells.append("-")
-                else:  # a label that is a mistake may be huge
-                    is_huge = abs(value) >= 1e9 and column.spec.endswith("f")
-                    cells.append(format(value, ".3g" if is_huge else column.spec))
-            texts.append(cells)
-        return texts
+        return [[column.text(value) for value, column in zip(row, self.columns)] for row in self.rows]
 
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
