@@ -321,11 +321,8 @@ class Progress:
 def _force_errors(name: str, errors: Mapping[str, float]) -> str:
     """Return force errors by task, given in eV/angstrom, as ``ema F 44.4 meV/Å``; nothing where there are none."""
     factor, unit = METRICS["F"].display_factor, METRICS["F"].display_unit
-    shown = [
-        f"{task} {significant(factor * force, _DIGITS)}".strip()
-        for task, force in errors.items()
-        if not math.isnan(force)
-    ]
+    known = {task: factor * force for task, force in errors.items() if not math.isnan(force)}
+    shown = [f"{task} {significant(force, _DIGITS)}".strip() for task, force in known.items()]
     return f"{name} F {', '.join(shown)} {unit}" if shown else ""
 
 

@@ -125,15 +125,13 @@ def loggers_of(config: RunConfig) -> dict[str, Logger]:
         loggers["training.tensorboard"] = board
     for number, section in enumerate(training.loggers):
         loggers[dotted(("training", "loggers", number))] = replace(section)  # the config stays as it is
-    problems = []
-    for place, one in loggers.items():
-        for module, package in one.needs.items():
-            spec = find_spec(module)
-            if spec is None or spec.origin is None:  # a folder without code, as wandb makes one, has no origin
-                problems.append(
-                    f'{place} ("{one.type}"): the package {module} is not installed. Install it with `pip install '
-                    f'"{package}"`, or remove the option.'
-                )
+    problems = [
+        f'{place} ("{one.type}"): the package {module} is not installed. Install it with `pip install "{package}"`, or '
+        "remove the option."
+        for place, one in loggers.items()
+        for module, package in one.needs.items()
+        if getattr(find_spec(module), "origin", None) is None  # a folder without code, as wandb makes one, has none
+    ]
     if problems:
         raise ConfigError(problems)
     return loggers
