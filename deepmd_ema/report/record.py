@@ -176,14 +176,11 @@ class RunRecord:
                 how = f"ended early: {self.early_end}"
             else:
                 how = "ended" if self.part.step >= self.part.num_steps else "interrupted before its last step"
-        except Interrupted as error:
-            how = f"interrupted by {Signals(error.signal_number).name}"
-            raise
-        except KeyboardInterrupt:
-            how = "interrupted by Ctrl-C"
-            raise
         except BaseException as error:
             how = f"failed: {' '.join(str(error).split()) or type(error).__name__}"
+            if isinstance(error, Interrupted | KeyboardInterrupt):
+                name = Signals(error.signal_number).name if isinstance(error, Interrupted) else "Ctrl-C"
+                how = f"interrupted by {name}"
             raise
         finally:
             self.write(ended=how, left=None)
