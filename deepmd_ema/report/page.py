@@ -126,6 +126,7 @@ class _Page:
         title: its name.
         config: of the run, with absolute paths of its data.
         data: frames of each task; None where they cannot be read.
+        base: folder that all systems are in, which is left out of their names.
         tested: errors of all weights; none where there are no data.
         remarks: what the page lacks, and why.
         weights: ``live`` and the names of the averages, the chosen one first.
@@ -162,6 +163,8 @@ class _Page:
         self.tested, self.remarks = list[Tested](), list[str]()
         try:
             self.data = open_split(self.config)
+            sources = [source for of_task in self.data.values() for part in of_task for source in part]
+            self.base = os.path.commonpath([os.path.dirname(os.path.abspath(source.name)) for source in sources])
             self.tested = list(_evaluate(file, self.data, weights, num_frames, device))
         except UserError as error:
             self.remarks.append(f"The errors of single frames are missing: {error.problems[0]}")
@@ -294,12 +297,6 @@ class _Page:
                     title = f"by {name}{more}" + f", in {self.base}" * (name == "system")
                     first = dict(list(of_groups.items())[:_MAX_GROUPS])
                     yield _table(_table_of_errors(title, name, first, quantities), long=("system",))
-
-    @property
-    def base(self) -> str:
-        """Folder that all systems are in, which is left out of their names."""
-        parts = [part for of_task in (self.data or {}).values() for part in of_task]
-        return os.path.commonpath({os.path.dirname(os.path.abspath(source.name)) for part in parts for source in part})
 
     def _worst(self, one: Tested) -> Iterator[str]:
         """Yield the frames of largest force error, or energy error without forces, and where they are."""
