@@ -23,7 +23,7 @@ from toy_models import SECTIONS, TABLE, TRICLINIC, VARIANTS, evaluate, toy_atoms
 from deepmd_ema import cli
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_model, load_models
-from deepmd_ema.interop.deepmd_pt import WrittenModel, write_deepmd_pt
+from deepmd_ema.interop.deepmd_pt import write_deepmd_pt
 from deepmd_ema.interop.dp import write_dp
 
 PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
@@ -56,7 +56,7 @@ def made(name):
 
 
 def write_one(path, config, model):
-    write_deepmd_pt(Path(path), {"": WrittenModel(config, model, FACTS)})
+    write_deepmd_pt(Path(path), {"": (config, model, FACTS)})
 
 
 def convert(*words):
@@ -87,7 +87,7 @@ def test_what_pt_does_not_have_is_named(name, tmp_path):
 
 
 def test_a_descriptor_of_another_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("deepmd_ema.interop.trees.se_e2_a.SeE2ATree.modules", {})
+    monkeypatch.setattr("deepmd_ema.interop.trees.by_type.SeE2ATree.modules", {})
     for name in ("se_e2_a", "hybrid_by_type"):
         with pytest.raises(CheckpointError, match="does not have the type se_e2_a"):
             write_one(tmp_path / "model.pt", *toy_model(name))
@@ -104,7 +104,7 @@ def test_a_table_for_descriptors_of_single_types_is_named(name, tmp_path, capsys
 
 @pytest.mark.parametrize("task", ["keys", "a.b", "Default"])
 def test_a_task_has_a_name_that_a_module_may_have(task, tmp_path):
-    own = WrittenModel(*toy_model(), FACTS)
+    own = (*toy_model(), FACTS)
     with pytest.raises(CheckpointError, match=f"does not have a task of the name '{task}'"):
         write_deepmd_pt(tmp_path / "model.pt", {"water": own, task: own})
 
@@ -243,7 +243,7 @@ def test_what_cannot_be_written_is_a_message(words, message, tmp_path, monkeypat
 
 def test_a_file_that_is_not_the_same_model_is_not_kept(tmp_path, monkeypatch, capsys):
     run, _ = write_run(tmp_path / "run")
-    monkeypatch.setattr("deepmd_ema.interop.trees.se_e2_a.SeE2ATree.modules", {"pt": ((r"^", "sea."),)})
+    monkeypatch.setattr("deepmd_ema.interop.trees.by_type.SeE2ATree.modules", {"pt": ((r"^", "sea."),)})
     monkeypatch.setattr("deepmd_ema.interop.deepmd_pt._is_weight", lambda name, _: "filter_layers" in name)
     assert convert(run, tmp_path / "x.pt") == 2
     assert "missing: " in capsys.readouterr().err

@@ -13,7 +13,7 @@ from toy_models import batch_of, evaluate
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.interop.deepmd_pt import WrittenModel, write_deepmd_pt
+from deepmd_ema.interop.deepmd_pt import write_deepmd_pt
 from deepmd_ema.interop.dp import read_dp, rewrite_bias, write_dp
 from deepmd_ema.interop.tree_files import read_tree, write_tree
 from deepmd_ema.interop.trees.dpa4 import DPA4Tree
@@ -66,7 +66,7 @@ def assert_same_weights(one, other):
 def test_a_file_gives_back_the_bits(tmp_path, case, suffix):
     config, model = made(CASES[case])
     if suffix == ".pt":
-        write_deepmd_pt(tmp_path / "a.pt", {"": WrittenModel(config, model, {})})
+        write_deepmd_pt(tmp_path / "a.pt", {"": (config, model, {})})
     else:
         write_dp(tmp_path / f"a{suffix}", model, config)
     loaded = load_model(tmp_path / f"a{suffix}")
@@ -85,7 +85,7 @@ def test_bridging_case_embedding_excluded_types_and_version_are_kept(tmp_path, s
     model.descriptor.version_tensor.fill_(1.0)
     file = tmp_path / f"a{suffix}"
     if suffix == ".pt":
-        write_deepmd_pt(file, {"": WrittenModel(config, model, {})})
+        write_deepmd_pt(file, {"": (config, model, {})})
         charges = torch.load(file, weights_only=True)["model"]["model.Default.inter_potential.atomic_numbers"]
         assert charges.tolist() == [8.0, 1.0, 11.0]
     else:
@@ -114,7 +114,7 @@ def test_files_of_deepmd_kit_give_its_energies_forces_and_virials(name):
 @pytest.mark.parametrize("name", [name for name in NUMBERS if name.endswith(".pt")])
 def test_arrays_that_follow_from_options_are_written_as_deepmd_kit_writes_them(tmp_path, name):
     loaded, theirs = load_model(GOLDEN / name), torch.load(GOLDEN / name, weights_only=True)["model"]
-    write_deepmd_pt(tmp_path / "a.pt", {"": WrittenModel(loaded.config, loaded.model, {})})
+    write_deepmd_pt(tmp_path / "a.pt", {"": (loaded.config, loaded.model, {})})
     ours = torch.load(tmp_path / "a.pt", weights_only=True)["model"]
     assert set(ours) == set(theirs)
     for key, tensor in theirs.items():
@@ -137,7 +137,7 @@ def test_a_model_that_was_copied_and_converted_has_a_version_of_its_own():
 
 def test_a_checkpoint_of_before_versions_is_of_the_first(tmp_path):
     config, model = made()
-    write_deepmd_pt(tmp_path / "a.pt", {"": WrittenModel(config, model, {})})
+    write_deepmd_pt(tmp_path / "a.pt", {"": (config, model, {})})
     payload = torch.load(tmp_path / "a.pt", weights_only=True)
     del payload["model"]["model.Default.atomic_model.descriptor.version_tensor"]
     torch.save(payload, tmp_path / "b.pt")
@@ -146,7 +146,7 @@ def test_a_checkpoint_of_before_versions_is_of_the_first(tmp_path):
 
 def test_arrays_that_a_model_does_not_have_are_named(tmp_path):
     config, model = made()
-    write_deepmd_pt(tmp_path / "a.pt", {"": WrittenModel(config, model, {})})
+    write_deepmd_pt(tmp_path / "a.pt", {"": (config, model, {})})
     payload = torch.load(tmp_path / "a.pt", weights_only=True)
     place = "model.Default.atomic_model.descriptor.blocks.0.so2_conv.so2_linears.0"
     payload["model"][f"{place}.A_m0"] = torch.ones(2, 2)
@@ -188,7 +188,7 @@ def test_models_of_several_tasks_are_in_one_checkpoint(tmp_path):
     _, second = made(None, fitting)
     for index, model in enumerate((first, second)):
         model.fitting.set_case(index)
-    models = {name: WrittenModel(config, model, {}) for name, model in (("a", first), ("b", second))}
+    models = {name: (config, model, {}) for name, model in (("a", first), ("b", second))}
     write_deepmd_pt(tmp_path / "a.pt", models)
     for name, model in (("a", first), ("b", second)):
         loaded = load_model(tmp_path / "a.pt", head=name)

@@ -256,7 +256,7 @@ def test_every_kind_of_model_is_read_to_the_bit(tmp_path):
     for name, expected in known.items():
         for backend in ("pt", "pt_expt"):
             path = tmp_path / f"{name}.{backend}.pt"
-            found = read_deepmd_pt(torch.load(path, weights_only=True), path).model.state_dict()
+            found = read_deepmd_pt(torch.load(path, weights_only=True), path)[1].state_dict()
             assert list(found) == list(expected)
             for key, value in expected.items():
                 # pt_expt has zeros for the networks of pairs that se_e3 excludes

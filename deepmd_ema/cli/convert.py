@@ -100,7 +100,7 @@ def _convert_model(args: argparse.Namespace) -> None:
     with loading():
         from deepmd_ema.config import choose_head
         from deepmd_ema.infer.load import load_models
-        from deepmd_ema.interop.freeze import WEIGHTS, convert, convert_to_deepmd
+        from deepmd_ema.interop.freeze import WEIGHTS, convert
 
     is_weights = args.output.lower().endswith(WEIGHTS)
     if args.to is not None and not is_weights:
@@ -111,7 +111,7 @@ def _convert_model(args: argparse.Namespace) -> None:
     file = load_models(source, args.use_ema, args.average,
                        lambda names: names if takes_all else [choose_head(names, args.head, source)])  # fmt: skip
     loaded = next(iter(file.models.values()))
-    written = convert_to_deepmd(file, args.output) if args.to == "deepmd" else convert(loaded, args.output, args.dp)
+    written = convert(file, args.output, args.to == "deepmd", args.dp)
     say(f"read {loaded.info.path}: {loaded.info.version}, elements {' '.join(loaded.config.type_map)}, "
         f"{loaded.config.descriptor.summary()}")  # fmt: skip
     say(f"wrote {written.text()}")

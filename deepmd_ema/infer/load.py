@@ -176,7 +176,7 @@ def load_models(
         try:
             found = _load_checkpoint(path, checkpoint.load(path), use_average, average, choose)
         except checkpoint.DeepmdCheckpointError as error:
-            return models_of_deepmd(path, error.content, use_average, average, choose)
+            return _load_deepmd(path, error.content, use_average, average, choose)
     info = next(iter(found.models.values())).info
     if wants_live and info.weights != LIVE:
         raise CheckpointError(
@@ -233,29 +233,20 @@ def _load_checkpoint(
     return ModelFile(found, payload["config"])
 
 
-@without_modes()
-def models_of_deepmd(
-    path: Path,
-    payload: Mapping[str, Any],
-    use_average: bool = False,
-    average: str | None = None,
-    choose: Choose = lambda names: names,
+def _load_deepmd(
+    path: Path, payload: Mapping[str, Any], use_average: bool, average: str | None, choose: Choose
 ) -> ModelFile:
-    """Return the models in the content of a checkpoint of DeePMD-kit, see :func:`load_models`."""
+    """Return the models in the content of a checkpoint of DeePMD-kit."""
     found = {}
     for head in choose(deepmd_pt.heads_of(payload, path) or {"": ()}):
-        own = deepmd_pt.read_deepmd_pt(payload, path, head or None, use_average)
-        if average not in (None, own.weights):
+        config, model, facts = deepmd_pt.read_deepmd_pt(payload, path, head or None, use_average)
+        if average not in (None, deepmd_pt.EMA):
             raise CheckpointError(
                 f"{path}: a checkpoint of DeePMD-kit, no average is called {average!r}. Use --use-ema."
             )
-        facts = {"weights": own.weights, "step": own.step, "average": own.average, "bias": {}} | {
-            name: own.facts[name] for name in ("weights", "step", "average", "bias") if name in own.facts
-        }
-        version, config = "dp-ema" if own.facts else "DeePMD-kit", {"model": to_dict(own.config)}
-        info = Provenance(path, "deepmd", **facts, min_nbor_dist=own.model.min_nbor_dist, version=version,
-                          config=config, head=head)  # fmt: skip
-        found[head] = LoadedModel(own.model, own.config, info)
+        info = Provenance(path, "deepmd", **facts, min_nbor_dist=model.min_nbor_dist,
+                          config={"model": to_dict(config)}, head=head)  # fmt: skip
+        found[head] = LoadedModel(model, config, info)
     sections = {head: loaded.info.config["model"] for head, loaded in found.items()}
     return ModelFile(found, {"model": sections.get("", {"model_dict": sections})})
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.distributed.tensors import on_cpu
 from deepmd_ema.errors import CheckpointError, ConfigError, command, first_few
 from deepmd_ema.interop.dp import EXTRA, INSIDE, PARTS, faults_as_messages, fill_model, model_tree, normalized
-from deepmd_ema.interop.parts import PartTree, tree_by_type
+from deepmd_ema.interop.parts import PartTree, chosen, tree_by_type
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import EnergyModel
@@ -35,6 +34,7 @@ from deepmd_ema.utils import LIVE
 
 EMA = "ema"  # the one average that such a checkpoint may hold
 _EXTRA = "_extra_state"
+_FACTS = ("weights", "step", "average", "bias")  # that dp-ema says of the weights in a file that it has written
 _ONLY = "Default"  # name of the model in a file that has one
 # options of a section ``model`` that are about how it was trained
 _OF_TRAINING = ("finetune_head", "finetune_bias", "model_branch_alias", "info", "hessian_mode")
@@ -46,44 +46,14 @@ _SMIN_ALPHA = 0.1  # angstrom; the backend pt takes no other one from a section 
 _CONVERT = "With DeePMD-kit: `dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth model.dp`."
 
 
-@dataclass(frozen=True)
-class DeepmdCheckpoint:
-    """One model of a checkpoint of DeePMD-kit.
+def read_deepmd_pt(
+    payload: Any, path: Path, head: str | None = None, use_average: bool = False
+) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]:
+    """Return one model of a checkpoint of DeePMD-kit: its section, itself in evaluation mode, and facts.
 
-    Attributes:
-        config: its section ``model``.
-        model: in evaluation mode; ``min_nbor_dist`` is set.
-        weights: ``live``, ``ema``, or empty: a file with weights only does not say what they are.
-        step: optimizer steps of the weights, or None.
-        average: facts of the average; empty for other weights.
-        facts: what dp-ema says of the weights in a file that it has written; empty in others.
-    """
-
-    config: ModelConfig
-    model: EnergyModel
-    weights: str
-    step: int | None
-    average: Mapping[str, Any] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class WrittenModel:
-    """One model for a checkpoint of DeePMD-kit.
-
-    Attributes:
-        config: its section ``model``.
-        model: as built from it; ``min_nbor_dist`` is set if it is known.
-        facts: plain facts about the weights, for :attr:`DeepmdCheckpoint.facts`.
-    """
-
-    config: ModelConfig
-    model: EnergyModel
-    facts: Mapping[str, Any]
-
-
-def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_average: bool = False) -> DeepmdCheckpoint:
-    """Return one model of a checkpoint of DeePMD-kit.
+    ``min_nbor_dist`` of the model is set. The facts are ``weights`` (``live``, ``ema``, or empty: a file with weights
+    only does not say what they are), ``step`` (optimizer steps of the weights, or None), ``average`` (empty for other
+    weights), ``bias``, and ``version``, the program that wrote the file.
 
     Args:
         payload: the content of the file.
@@ -100,9 +70,9 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
         section = section if head is None else section["model_dict"][head]
         state, prefix = payload.get("model", payload), f"model.{name}."
         tensors = {str(key).removeprefix(prefix): value for key, value in state.items() if str(key).startswith(prefix)}
-        facts: dict[str, Any] = {}
+        average: dict[str, Any] = {}
         if use_average:
-            averaged, facts = _average(payload, path, "" if name == _ONLY else f"{name}.")
+            averaged, average = _average(payload, path, "" if name == _ONLY else f"{name}.")
             tensors |= averaged
         options = {name: value for name, value in section.items() if name not in _OF_TRAINING}
         try:
@@ -115,22 +85,26 @@ def read_deepmd_pt(payload: Any, path: Path, head: str | None = None, use_averag
         fill_model(model, config, normalized(tree))
         distance = float(tensors.get("min_nbor_dist", tensors.get("_min_nbor_dist", -1.0)))
         model.min_nbor_dist = distance if distance > 0 else None  # -1 where it is not known
-        written = (payload.get(EXTRA) or {}).get(head or "", {})
         weights = EMA if use_average else LIVE if "optimizer" in payload else ""
         step = (extra.get("train_infos") or {}).get("step")
         # pt counts from 0 and saves the number of the last step; pt_expt saves how many there were
         step = step + ("min_nbor_dist" in tensors) if isinstance(step, int) else None
-        return DeepmdCheckpoint(config, model.eval(), weights, step, facts, written)
+        written = (payload.get(EXTRA) or {}).get(head or "", {})
+        facts = {"weights": weights, "step": step, "average": average, "bias": {}, **chosen(written, _FACTS)}
+        return config, model.eval(), {**facts, "version": "dp-ema" if written else "DeePMD-kit"}
 
 
 def write_deepmd_pt(
-    path: Path, models: Mapping[str, WrittenModel], check: Callable[[Path], None] | None = None
+    path: Path,
+    models: Mapping[str, tuple[ModelConfig, EnergyModel, Mapping[str, Any]]],
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write models as a checkpoint of DeePMD-kit's backend pt; the file appears whole or not at all.
 
     Args:
         path: ends in ``.pt``.
-        models: by name of the task; one without a name is called ``""``.
+        models: by name of the task: the section ``model``, the model as built from it, with ``min_nbor_dist`` if that
+            is known, and plain facts about the weights. One without a name is called ``""``.
         check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
 
     Raises:
@@ -139,20 +113,19 @@ def write_deepmd_pt(
     """
     sections: dict[str, Tree] = {}
     state: dict[str, Any] = {_EXTRA: {}}
-    for task, written in models.items():
-        lacking = _not_in_pt(task, written.config)
+    for task, (config, model, _) in models.items():
+        lacking = _not_in_pt(task, config)
         if lacking:
             raise CheckpointError(
                 f"{path}: DeePMD-kit's backend pt does not have {lacking}. Without --to deepmd the file is for dp-ema."
             )
-        sections[task] = deepmd_section(written.config)
-        state |= {f"model.{task or _ONLY}.{name}": tensor for name, tensor in _tensors(written)}
-    first = next(iter(models.values()))
+        sections[task] = deepmd_section(config)
+        state |= {f"model.{task or _ONLY}.{name}": tensor for name, tensor in _tensors(model, config)}
+    facts = {task: dict(of_weights) for task, (_, _, of_weights) in models.items()}
     # the number of the last step, counted from 0
-    train_infos = {"lr": 0.0, "step": max(0, (first.facts.get("step") or 0) - 1)}
+    train_infos = {"lr": 0.0, "step": max(0, (next(iter(facts.values())).get("step") or 0) - 1)}
     params = sections.get("") or {"model_dict": sections}
     state[_EXTRA] = {"model_params": params, "train_infos": train_infos}
-    facts = {task: dict(written.facts) for task, written in models.items()}
     # DeePMD-kit starts no run from a checkpoint without the entry `optimizer`, and makes a new one of None
     payload = {"model": state, "optimizer": None, EXTRA: facts}
     with atomic_write(path, "Choose another OUT, or make room.") as part:
@@ -243,17 +216,17 @@ def _parts(config: ModelConfig) -> Sequence[Any]:
     return parts
 
 
-def _tensors(written: WrittenModel) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: EnergyModel, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a model by the names of a checkpoint."""
-    distance = -1.0 if written.model.min_nbor_dist is None else written.model.min_nbor_dist
+    distance = -1.0 if model.min_nbor_dist is None else model.min_nbor_dist
     yield "min_nbor_dist", torch.tensor(distance, dtype=torch.float64)
-    if written.config.bridging is not None:
-        charges = [SYMBOLS.index(name) + 1 for name in written.config.type_map]
+    if config.bridging is not None:
+        charges = [SYMBOLS.index(name) + 1 for name in config.type_map]
         yield "inter_potential.atomic_numbers", torch.tensor(charges, dtype=torch.float64)
-    tree = model_tree(written.model, written.config)
-    table = {"tab_data": (len(written.config.type_map), len(written.config.type_map), -1, 4)}
+    tree = model_tree(model, config)
+    table = {"tab_data": (len(config.type_map), len(config.type_map), -1, 4)}
     for place, array in [*((place, node[key]) for place, node, key in _arrays(tree)), *_added(tree)]:
-        name, reader, _ = _name_of(place, written.config, "pt")
+        name, reader, _ = _name_of(place, config, "pt")
         if name is None:
             continue
         tensor = torch.from_numpy(np.asarray(array))

@@ -22,7 +22,7 @@ from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import CheckpointError, UserError, command, counted
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, ModelFile, load_model, load_models
 from deepmd_ema.interop import deepmd_kit, dp
-from deepmd_ema.interop.deepmd_pt import WrittenModel, write_deepmd_pt
+from deepmd_ema.interop.deepmd_pt import write_deepmd_pt
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interface import Composite
 from deepmd_ema.model.tabulated import make_tables, min_table_distance, tabulate
@@ -74,27 +74,33 @@ class Frozen:
         return "\n".join(filter(None, lines))
 
 
-def convert_to_deepmd(file: ModelFile, output: str | Path) -> Frozen:
-    """Write models to a checkpoint of DeePMD-kit, read it back, and compare them before the file takes its name.
+def convert(file: ModelFile, output: str | Path, for_deepmd: bool = False, program: str | None = None) -> Frozen:
+    """Write models to another kind of file, read it back, and compare them before the file takes its name.
 
     Args:
-        file: the models; a single one gets no name there.
-        output: ends in ``.pt``.
+        file: the models with where their weights come from, which the file records; a single one gets no name there,
+            and only a checkpoint of DeePMD-kit holds several.
+        output: as for :func:`freeze`, or ``.pt``: a file of kind ``weights``, without what a restart needs, or a
+            checkpoint of DeePMD-kit.
+        for_deepmd: which of these a ``.pt`` is.
+        program: the command of DeePMD-kit, for the formats that it writes.
 
     Raises:
-        UserError: if there is something else.
+        UserError: if the name says no format, or there is something else.
         CheckpointError: if DeePMD-kit does not have such a model, the file cannot be written or is not the same models;
             an older file of that name stays.
     """
     path = Path(output)
     models = file.models if len(file.models) > 1 else {"": next(iter(file.models.values()))}
-    info = next(iter(models.values())).info
-    _check_new_weights(path, info.path)
-    for loaded in models.values():
-        only_here = _only_here(path, loaded.model, loaded.config)
-        if only_here:
-            raise CheckpointError(f"{path}: {only_here}. Without --to deepmd the file is for dp-ema.")
-    difference: dict[str, float] = {}
+    loaded = next(iter(models.values()))
+    info, difference = loaded.info, dict[str, float]()
+    if path.suffix.lower() not in (*SUFFIXES, *deepmd_kit.SUFFIXES, *FOLDERS, WEIGHTS):
+        raise UserError(f"OUT {path}: expected a name that ends in {', '.join(SUFFIXES)} or {WEIGHTS}.")
+    if path.suffix.lower() != WEIGHTS:
+        return freeze(loaded, path, "OUT", program=program)
+    _check_folder(path, "OUT")
+    checkpoint.refuse_to_replace(path, "OUT")
+    refuse_to_lose(path, "OUT", None, [info.path])
 
     def read_back(part: Path) -> None:
         back = load_models(part).models
@@ -102,41 +108,23 @@ def convert_to_deepmd(file: ModelFile, output: str | Path) -> Frozen:
             for name, value in compare(one.model, back[task].model, one.config).items():
                 difference[name] = max(value, difference.get(name, 0.0))
 
-    own = {task: WrittenModel(one.config, one.model, one.info.as_dict()) for task, one in models.items()}
-    write_deepmd_pt(path, own, check=read_back)
-    source = f"{', '.join(models)}: {replace(info, head='').describe()}" if len(models) > 1 else info.describe()
-    use = "for DeePMD-kit: dp --pt test, freeze, change-bias, and train with --init-model or --finetune"
+    source = info.describe()
+    if for_deepmd:
+        for one in models.values():
+            if only_here := _only_here(path, one.model, one.config):
+                raise CheckpointError(f"{path}: {only_here}. Without --to deepmd the file is for dp-ema.")
+        own = {task: (one.config, one.model, one.info.as_dict()) for task, one in models.items()}
+        write_deepmd_pt(path, own, check=read_back)
+        if len(models) > 1:
+            source = f"{', '.join(models)}: {replace(info, head='').describe()}"
+        use = "for DeePMD-kit: dp --pt test, freeze, change-bias, and train with --init-model or --finetune"
+    else:
+        head = checkpoint.payload_head("weights", info.weights, info.step, info.config, info.min_nbor_dist)
+        facts = {name: dict(fact) for name, fact in (("average", info.average), ("bias", info.bias)) if fact}
+        weights = {**head, **facts, "model": dict(loaded.model.state_dict())}
+        checkpoint.save(path, weights, check=read_back, option="OUT")
+        use = f"start a run from it: {command('dp-ema', 'train', 'INPUT', '--init-model', path)}"
     return Frozen(path, f"{source}, from {info.path}", path.stat().st_size, difference, use)
-
-
-def convert(loaded: LoadedModel, output: str | Path, program: str | None = None) -> Frozen:
-    """Write a model to another kind of file, read it back, and compare the two before the file takes its name.
-
-    Args:
-        loaded: the model with where its weights come from, which the file records.
-        output: as for :func:`freeze`, or ``.pt``: then a file of kind ``weights``, without what a restart needs.
-        program: the command of DeePMD-kit, for the formats that it writes.
-
-    Raises:
-        UserError: if the name says no format, or there is something else.
-        CheckpointError: if the file cannot be written or is not the same model; an older file of that name stays.
-    """
-    path, info = Path(output), loaded.info
-    if path.suffix.lower() not in (*SUFFIXES, *deepmd_kit.SUFFIXES, *FOLDERS, WEIGHTS):
-        raise UserError(f"OUT {path}: expected a name that ends in {', '.join(SUFFIXES)} or {WEIGHTS}.")
-    if path.suffix.lower() != WEIGHTS:
-        return freeze(loaded, path, "OUT", program=program)
-    _check_new_weights(path, info.path)
-    difference: dict[str, float] = {}
-
-    def read_back(part: Path) -> None:
-        difference.update(compare(loaded.model, load_model(part).model, loaded.config))
-
-    head = checkpoint.payload_head("weights", info.weights, info.step, info.config, info.min_nbor_dist)
-    facts = {name: dict(fact) for name, fact in (("average", info.average), ("bias", info.bias)) if fact}
-    checkpoint.save(path, {**head, **facts, "model": dict(loaded.model.state_dict())}, check=read_back, option="OUT")
-    use = f"start a run from it: {command('dp-ema', 'train', 'INPUT', '--init-model', path)}"
-    return Frozen(path, f"{info.describe()}, from {info.path}", path.stat().st_size, difference, use)
 
 
 def freeze(
@@ -377,13 +365,6 @@ def _made_up_frames(model: EnergyModel, config: ModelConfig, smallest: float) ->
         for cell in (box, None)
     ]
     return collate(frames, model.layout).to(model.out_bias.device)
-
-
-def _check_new_weights(path: Path, source: Path) -> None:
-    """Check that a file of weights may be written to ``path``."""
-    _check_folder(path, "OUT")
-    checkpoint.refuse_to_replace(path, "OUT")
-    refuse_to_lose(path, "OUT", None, [source])
 
 
 def _check_folder(path: Path, option: str) -> None:

@@ -148,7 +148,7 @@ def _outcome(job: dict[str, Any]) -> Outcome:
     """Return the comparison of the peer's answer to an option set with ours."""
     from deepmd_ema.config import model_config_from_dict
     from deepmd_ema.errors import CheckpointError, ConfigError
-    from deepmd_ema.interop.deepmd_pt import WrittenModel, read_deepmd_pt, write_deepmd_pt
+    from deepmd_ema.interop.deepmd_pt import read_deepmd_pt, write_deepmd_pt
     from deepmd_ema.interop.dp import read_dp
 
     out, one = Path(job["out"]), Outcome(job)
@@ -176,9 +176,9 @@ def _outcome(job: dict[str, Any]) -> Outcome:
         one.notes += [f"option {text}" for text in _other_options(config, read)]
     one.notes += [f"file: {text}" for text in other_entries(Path(f"{out}.dp"), Path(f"{out}.ours.dp"), read, model)]
     one.worst = worst_of(predictions(Path(f"{out}.dp"), job), Path(f"{out}.npz"))
-    write_deepmd_pt(Path(f"{out}.ours.pt"), {"": WrittenModel(read, model, {"weights": "live"})})
-    again = read_deepmd_pt(torch.load(f"{out}.ours.pt", weights_only=True), Path(f"{out}.ours.pt"))
-    known = again.model.state_dict()
+    write_deepmd_pt(Path(f"{out}.ours.pt"), {"": (read, model, {"weights": "live"})})
+    _, again, _ = read_deepmd_pt(torch.load(f"{out}.ours.pt", weights_only=True), Path(f"{out}.ours.pt"))
+    known = again.state_dict()
     if not all(torch.equal(value, known[name]) for name, value in model.state_dict().items()):
         one.notes.append("its tensors are other ones in a checkpoint")
     return one

@@ -9,7 +9,7 @@ from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.interop import parts
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
-from deepmd_ema.interop.trees.se_atten import block_tree
+from deepmd_ema.interop.trees.type_embedded import block_tree
 from deepmd_ema.model.families.dpa2.layers import RepformerLayer
 from deepmd_ema.model.families.dpa2.module import DPA2Descriptor
 from deepmd_ema.model.nn.norm import eps_of

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import NetworkConfig
 from deepmd_ema.interop.parts import BACKENDS, PartTree, array, chosen, env_mat_tree, precision_of
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
-from deepmd_ema.model.families.dpa4.frames import OrderLinear, RadialMixer
+from deepmd_ema.model.families.dpa4.frames import OrderLinear, RadialMixer, pair_degrees
 from deepmd_ema.model.families.dpa4.layers import DegreeGate, DegreeLinear, DegreeNorm, OrderedNorm
+from deepmd_ema.model.families.dpa4.rotations import degrees, orders
 
 if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa4.module import DPA4Descriptor
@@ -80,74 +81,49 @@ def _constants(part: DPA4Descriptor, section: DPA4Config) -> Iterator[tuple[str,
         yield f"{rotation}.l1_perm", np.array([1, 2, 0])
         yield f"{rotation}.l1_sign_outer", np.outer(sign, sign)
     if has_start:
-        degrees = _degrees(lmax)[1:]
-        yield "gie.non_scalar_row_index", np.arange(1, len(degrees) + 1)
-        yield "gie.zonal_m0_col_index_for_row", degrees * (degrees + 1)
-        yield "gie.radial_slot_index_for_row", degrees - 1
+        by_row = np.array(degrees(lmax)[1:])
+        yield "gie.non_scalar_row_index", np.arange(1, len(by_row) + 1)
+        yield "gie.zonal_m0_col_index_for_row", by_row * (by_row + 1)
+        yield "gie.radial_slot_index_for_row", by_row - 1
     for place, module in part.named_modules():
         found = re.match(r"layers\.(\d+)\.", place)
         block = int(found[1]) if found else 0
         of_pairs = (section.degrees[block], section.orders[block]) if found else (0, 0)
-        for name, values in _constants_of(module, of_pairs, ".mixing." in place):
-            yield f"{_name(place)}.{name}", values.astype(dtype) if values.dtype.kind == "f" else values
+        for name, values in _constants_of(module, *of_pairs, ".mixing." in place):
+            yield f"{_name(place)}.{name}", np.array(values)
 
 
-def _constants_of(module: Any, of_pairs: tuple[int, int], in_frames: bool) -> Iterator[tuple[str, np.ndarray]]:
+def _constants_of(module: Any, lmax: int, mmax: int, in_frames: bool) -> Iterator[tuple[str, ArrayLike]]:
     """Yield the index arrays and weights of one module.
 
     Args:
         module: of a descriptor.
-        of_pairs: largest degree and order in the frames of pairs of its block.
+        lmax: largest degree in the frames of pairs of its block.
+        mmax: largest order there.
         in_frames: whether the module is in these frames.
     """
-    reduced = np.array(_degrees_by_order(*of_pairs))
+    of_pairs, order = pair_degrees(lmax, mmax), np.repeat(orders(mmax), [lmax + 1 - abs(m) for m in orders(mmax)])
     if isinstance(module, DegreeLinear):
-        yield "expand_index", _degrees(len(module.weight) - 1)
+        yield "expand_index", degrees(len(module.weight) - 1)
     elif isinstance(module, DegreeNorm):
-        degrees, channels = _degrees(len(module.adam_scale) - 1), module.adam_scale.shape[-1]
-        yield "expand_index", degrees
-        yield "balance_weight", 1 / ((2 * degrees + 1) * (degrees[-1] + 1) * channels)
+        yield "expand_index", degrees(len(module.adam_scale) - 1)
+        yield "balance_weight", module._share.cpu()
     elif isinstance(module, OrderedNorm):
-        yield "degree_index_m", reduced
-        kept = 2 * np.minimum(reduced, of_pairs[1]) + 1
-        yield "balance_weight", 1 / (kept * (of_pairs[0] + 1) * module.adam_scale.shape[-1])
+        yield "degree_index_m", of_pairs
+        yield "balance_weight", module._share.cpu()
     elif isinstance(module, DegreeGate):
-        yield "expand_index", (reduced if in_frames else _degrees(module.lmax))[1:] - 1
+        yield "expand_index", np.array(of_pairs if in_frames else degrees(module.lmax))[1:] - 1
     elif isinstance(module, OrderLinear):
-        groups = _groups(*of_pairs)
-        yield "m0_idx", np.array(groups[0])
-        yield "pos_indices", np.array([*chain(*groups[2::2])], np.int64)
-        yield "neg_indices", np.array([*chain(*groups[1::2])], np.int64)
+        yield "m0_idx", np.flatnonzero(order == 0)
+        yield "pos_indices", np.flatnonzero(order > 0)
+        yield "neg_indices", np.flatnonzero(order < 0)
     elif isinstance(module, RadialMixer):
-        compact, dense = zip(*_kernel_places(*of_pairs), strict=True)
-        yield "kernel_compact_index", np.array(compact)
-        yield "kernel_dense_index", np.array(dense)
-
-
-def _degrees(lmax: int) -> np.ndarray:
-    """Return the degree of each coefficient, those of a degree together."""
-    return np.repeat(np.arange(lmax + 1), 2 * np.arange(lmax + 1) + 1)
-
-
-def _groups(lmax: int, mmax: int) -> Sequence[list[int]]:
-    """Return the places of the coefficients of m = 0, -1, 1, -2, 2, ... in the frames of pairs."""
-    sizes = [lmax + 1, *(lmax + 1 - m for m in range(1, mmax + 1) for _ in range(2))]
-    ends = np.cumsum(sizes).tolist()
-    return [list(range(end - size, end)) for size, end in zip(sizes, ends)]
-
-
-def _degrees_by_order(lmax: int, mmax: int) -> list[int]:
-    """Return the degree of each coefficient in the frames of pairs, those of an order together."""
-    return [lmax + 1 - len(group) + k for group in _groups(lmax, mmax) for k in range(len(group))]
-
-
-def _kernel_places(lmax: int, mmax: int) -> Iterator[tuple[int, int]]:
-    """Yield the place of each entry of a matrix between degrees among those that are kept, and in the whole matrix."""
-    groups, start = _groups(lmax, mmax), 0
-    width = groups[-1][-1] + 1
-    for m in range(mmax + 1):
-        size = lmax + 1 - m
-        for group in groups[max(0, 2 * m - 1) : 2 * m + 1]:
-            for i, j in np.ndindex(size, size):
-                yield start + i * size + j, group[j] * width + group[i]
-        start += size * size
+        # of each entry of the matrices between degrees, one for each |m|: its place among all of them, and its place in
+        # a whole matrix between coefficients, by the coefficient of the neighbor first
+        compact, dense = [], []
+        for m in orders(mmax):
+            places = np.flatnonzero(order == m)
+            compact.append(sum((lmax + 1 - k) ** 2 for k in range(abs(m))) + np.arange(len(places) ** 2))
+            dense.append(np.add.outer(places, len(order) * places).ravel())
+        yield "kernel_compact_index", np.concatenate(compact)
+        yield "kernel_dense_index", np.concatenate(dense)

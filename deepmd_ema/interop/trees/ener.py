@@ -1,4 +1,4 @@
-"""The tree of the fitting network ener."""
+"""The trees of the fitting networks ener and dpa4_ener."""
 
 from __future__ import annotations
 
@@ -7,17 +7,7 @@ from typing import Any, ClassVar, cast
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import StandardConfig
-from deepmd_ema.interop.parts import (
-    BACKENDS,
-    Names,
-    PartTree,
-    array,
-    chosen,
-    collection_tree,
-    layer_tree,
-    node,
-    precision_of,
-)
+from deepmd_ema.interop import parts
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.families.ener.module import EnergyFitting
 from deepmd_ema.model.families.ener.section import EnerFittingConfig
@@ -25,7 +15,7 @@ from deepmd_ema.model.families.ener.section import EnerFittingConfig
 STATISTICS = ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
 
 
-class EnerTree(PartTree):
+class EnerTree(parts.PartTree):
     """Tree of ener.
 
     Attributes:
@@ -33,28 +23,28 @@ class EnerTree(PartTree):
     """
 
     networks: ClassVar[str] = "fitting_network"
-    modules: ClassVar[Names] = dict.fromkeys(BACKENDS, ())
+    modules: ClassVar[parts.Names] = dict.fromkeys(parts.BACKENDS, ())
 
     def write(self, part: EnergyFitting, config: StandardConfig) -> Tree:
         """Return the tree of a fitting network."""
         section = cast("EnerFittingConfig", config.fitting_net)
         ntypes = len(config.type_map)
-        options = plain(section) | {"precision": precision_of(part.dtype)}
-        common = chosen(options, ("neuron", "activation_function", "resnet_dt", "precision"))
+        options = plain(section) | {"precision": parts.precision_of(part.dtype)}
+        common = parts.chosen(options, ("neuron", "activation_function", "resnet_dt", "precision"))
         trained = section.trainable if isinstance(section.trainable, bool) else all(section.trainable)
         more, networks = self._networks(part, section, common)
         return {
-            **node("Fitting", 4), "var_name": "energy", "ntypes": ntypes, "dim_descrpt": part.dim_in, **common,
-            **chosen(options, ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam", "rcond")),
+            **parts.node("Fitting", 4), "var_name": "energy", "ntypes": ntypes, "dim_descrpt": part.dim_in, **common,
+            **parts.chosen(options, ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam", "rcond")),
             "mixed_types": part.mixed_types, "exclude_types": list(config.atom_exclude_types),
             VARIABLES: {
-                "bias_atom_e": array(part.bias_atom_e), "case_embd": array(part.case_embd),
-                **{name: array(getattr(part, name, None)) for name in STATISTICS},
+                "bias_atom_e": parts.array(part.bias_atom_e), "case_embd": parts.array(part.case_embd),
+                **{name: parts.array(getattr(part, name, None)) for name in STATISTICS},
             },
             "type_map": list(config.type_map), "tot_ener_zero": False, "layer_name": options["layer_name"],
             "use_aparam_as_mask": False, "spin": None, "dim_out": 1, "atom_ener": options["atom_ener"],
             "trainable": [trained] * (len(section.neuron) + 1),
-            "nets": collection_tree(self.networks, networks, 0 if part.mixed_types else 1, ntypes),
+            "nets": parts.collection_tree(self.networks, networks, 0 if part.mixed_types else 1, ntypes),
             **more,
         }  # fmt: skip
 
@@ -69,9 +59,9 @@ class EnerTree(PartTree):
         first = {"in_dim": part.nets[0].layers[0].weight.shape[0], "out_dim": 1, **common, "bias_out": True}
         networks = [
             {
-                **node("FittingNetwork", 1),
+                **parts.node("FittingNetwork", 1),
                 **first,
-                "layers": [layer_tree(layer, resnet=layer is not net.layers[-1]) for layer in net.layers],
+                "layers": [parts.layer_tree(layer, resnet=layer is not net.layers[-1]) for layer in net.layers],
             }
             for net in part.nets
         ]
@@ -81,3 +71,24 @@ class EnerTree(PartTree):
         """Return the options of the section ``model.fitting_net``."""
         trained = all(tree.get("trainable", [True]))  # one for each layer; here all of them or none are trained
         return {**super().section(tree), "atom_ener": tree.get("atom_ener") or [], "trainable": trained}
+
+
+class DPA4EnerTree(EnerTree):
+    """Tree of dpa4_ener."""
+
+    networks: ClassVar[str] = "sezm_fitting_network"
+    has_second_names = False
+    modules: ClassVar[parts.Names] = {
+        "pt": (),
+        "pt_expt": ((r"\.linear\.", "."), (r"\.matrix$", ".w"), (r"\.bias$", ".b")),
+    }
+
+    def _networks(self, part: Any, section: Any, common: Tree) -> tuple[Tree, list[Tree]]:
+        """Return entries that depend on the type of the fitting network, and the trees of its networks."""
+        widths, film = section.widths(part.num_inputs), {"case_film_embd": section.case_film_embd}
+        shape = {
+            **parts.node("GLUFittingNet", 1), "in_dim": part.num_inputs, "out_dim": 1, **common, "neuron": widths,
+            "bias_out": False, "descriptor_dim": part.dim_in, "dim_case_embd": section.dim_case_embd, **film,
+        }  # fmt: skip
+        states = [{name: parts.array(tensor) for name, tensor in net.state_dict().items()} for net in part.nets]
+        return {"type": "sezm_ener", "neuron": widths, **film}, [{**shape, VARIABLES: state} for state in states]

@@ -1,4 +1,4 @@
-"""The trees of the descriptors se_atten (DPA-1) and se_atten_v2."""
+"""The trees of the descriptors se_atten (DPA-1), se_atten_v2 and se_e3_tebd."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepmd_ema.interop import parts
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.descriptor.type_embedded import OneBlockDescriptor
 from deepmd_ema.model.families.se_atten.module import DPA1Descriptor, SeAttenBlock
-from deepmd_ema.model.families.se_e3_tebd.module import SeTTebdBlock
+from deepmd_ema.model.families.se_e3_tebd.module import SeE3TebdDescriptor, SeTTebdBlock
 from deepmd_ema.model.nn.norm import eps_of
 
 
@@ -39,6 +39,27 @@ class SeAttenTree(parts.PartTree):
         """Return the options of its section that the tree gives."""
         # files of version 1 do not say that the type embedding has a bias
         return {"use_tebd_bias": True, **super().section(tree)}
+
+
+class SeE3TebdTree(parts.PartTree):
+    """Tree of se_e3_tebd."""
+
+    version: ClassVar[float] = 1
+    modules = dict.fromkeys(parts.BACKENDS, ((r"^(?!type_embedding\.)", "se_ttebd."), *parts.STATISTICS))
+
+    def write(self, part: SeE3TebdDescriptor, config: StandardConfig) -> Tree:
+        """Return the tree of a descriptor."""
+        return {"type": "se_e3_tebd", "@version": 1, **one_block_tree(part, config, "sel", "use_tebd_bias")}
+
+    def section(self, tree: Mapping[str, Any]) -> Tree:
+        """Return the options of its section that the tree gives."""
+        # this option is only in the tree of the type embedding
+        return {**super().section(tree), "use_tebd_bias": bool(tree["type_embedding"].get("use_tebd_bias", True))}
+
+    def upgraded(self, tree: Tree) -> Tree:
+        """Return the tree if its statistics are those of a block of pairs of neighbors."""
+        parts.refuse_angular_means(tree)
+        return tree
 
 
 def one_block_tree(part: OneBlockDescriptor, config: StandardConfig, *left_out: str) -> Tree:
