@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,21 +14,6 @@ from deepmd_ema.data.source import Frame
 from deepmd_ema.geometry import Pairs, rank_in_group, stable_argsort
 
 # N atoms, P pairs, K slots, S sections
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A frame with its neighbors in slots.
-
-    Attributes:
-        batch: of the frame alone.
-        most: per section the most neighbors inside the cutoff that an atom has.
-        nearest: shortest distance of two atoms, angstrom.
-    """
-
-    batch: Batch
-    most: Sequence[int]
-    nearest: float
 
 
 class MovingFrame:
@@ -72,8 +56,12 @@ class MovingFrame:
         """Whether these are the slots of ``frame``, whose pairs are ``pairs``."""
         return pairs is self.pairs and np.array_equal(frame.atom_type, self._types)
 
-    def at(self, frame: Frame) -> Placed | None:
-        """Return ``frame`` with its neighbors in slots; None if an atom has more than the model keeps."""
+    def at(self, frame: Frame) -> tuple[Batch, list[int], float] | None:
+        """Return ``frame`` with its neighbors in slots; None if an atom has more than the model keeps.
+
+        Beside it: per section the most neighbors inside the cutoff that an atom has, and the shortest distance of two
+        atoms, angstrom.
+        """
         natoms, layout = frame.num_atoms, self._layout
         coord = frame.coord[self._order]
         vector = np.take(coord, self._neighbor, axis=0)
@@ -112,4 +100,4 @@ class MovingFrame:
             reverse=torch.from_numpy(reverse),
             conditions=conditions_of([frame], self._order),
         )
-        return Placed(batch, most.tolist(), math.sqrt(square.min(initial=np.inf)))
+        return batch, most.tolist(), math.sqrt(square.min(initial=np.inf))

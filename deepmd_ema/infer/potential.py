@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.batch import Batch
 from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
-from deepmd_ema.data.collate import PairedFrame, collate, pair_frame
+from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.loader import atoms_at_once
 from deepmd_ema.data.sampler import batch_edges
 from deepmd_ema.data.source import Frame
@@ -26,7 +26,7 @@ from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.geometry import KeptPairs, find_pairs
 from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.infer.guards import refrain_from_lost_threads, without_modes
-from deepmd_ema.infer.kept_slots import MovingFrame, Placed
+from deepmd_ema.infer.kept_slots import MovingFrame
 from deepmd_ema.infer.load import LoadedModel, load_model
 from deepmd_ema.infer.short_pairs import describe_short_pair
 from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
@@ -202,40 +202,35 @@ class Potential:
         """Return the arrays of one batch after the other."""
         if isinstance(self._model, CompiledModel):
             return [self._run(self._model, frame, pairs) for frame, pairs in zip(frames, kept)]
-        parts, rows, most = [], list(zip(frames, kept)), atoms_at_once(self.device)
+        parts, rows, limit = [], list(zip(frames, kept)), atoms_at_once(self.device)
         # on a CPU a large frame whose pairs are kept is evaluated alone
         most_shared = MAX_ATOMS_SHARING if self.device.type == "cpu" else math.inf
-        sizes = [most if pairs is not None and f.num_atoms > most_shared else f.num_atoms for f, pairs in rows]
-        for begin, end in pairwise(batch_edges(np.array(sizes), most)):
+        sizes = [limit if pairs is not None and f.num_atoms > most_shared else f.num_atoms for f, pairs in rows]
+        for begin, end in pairwise(batch_edges(np.array(sizes), limit)):
             group = rows[begin:end]
-            first, kept_pairs = group[0]
-            if len(group) == 1 and kept_pairs is not None:
-                placed = self._placed(first, kept_pairs)
-            else:
+            placed, (first, first_pairs) = None, group[0]
+            if len(group) == 1 and first_pairs is not None and self._keeps_slots:
+                placed = self._placed(first, first_pairs)
+            if placed is None:
                 found = [(frame, find_pairs if pairs is None else pairs.find) for frame, pairs in group]
-                placed = _together([pair_frame(frame, self._layout, find) for frame, find in found], self._layout)
-            parts.append(self._predict(self._model, placed))
+                paired = [pair_frame(frame, self._layout, find) for frame, find in found]
+                most = np.max([frame.most for frame in paired], axis=0).tolist()
+                placed = collate(paired, self._layout), most, min(frame.nearest for frame in paired)
+            batch, most, nearest = placed
+            self._warn_once(most, nearest)
+            batch = batch.to(self.device)
+            outputs = self._model(batch)
+            outputs |= {name: batch.in_file_order(outputs[name]) for name in (FORCE, ATOM_ENERGY)}
+            parts.append({name: of.detach().to("cpu", torch.float64).numpy() for name, of in outputs.items()})
         return parts
 
-    def _placed(self, frame: Frame, kept: KeptPairs) -> Placed:
-        """Return a frame with its neighbors in slots, by pairs that are kept."""
-        where = frame.coord, frame.box, self.rcut
-        if self._keeps_slots:
-            pairs = kept.reaching(*where)
-            moving = self._moving.get(kept)
-            if moving is None or not moving.holds(frame, pairs):
-                moving = self._moving[kept] = MovingFrame(frame, pairs, self._layout)
-            if (found := moving.at(frame)) is not None:
-                return found
-        return _together([pair_frame(frame, self._layout, kept.find)], self._layout)
-
-    def _predict(self, model: EnergyModel, placed: Placed) -> dict[str, NDArray[np.float64]]:
-        self._warn_once(list(placed.most), placed.nearest)
-        batch = placed.batch.to(self.device)
-        found = model(batch)
-        per_atom = (FORCE, ATOM_ENERGY)
-        ordered = {k: batch.in_file_order(v) if k in per_atom else v for k, v in found.items()}
-        return {name: value.detach().to("cpu", torch.float64).numpy() for name, value in ordered.items()}
+    def _placed(self, frame: Frame, kept: KeptPairs) -> tuple[Batch, list[int], float] | None:
+        """Return a frame by pairs that are kept, see :meth:`MovingFrame.at`."""
+        pairs = kept.reaching(frame.coord, frame.box, self.rcut)
+        moving = self._moving.get(kept)
+        if moving is None or not moving.holds(frame, pairs):
+            moving = self._moving[kept] = MovingFrame(frame, pairs, self._layout)
+        return moving.at(frame)
 
     def _run(self, model: CompiledModel, frame: Frame, kept: KeptPairs | None) -> dict[str, NDArray[np.float64]]:
         from deepmd_ema.infer.images import Images
@@ -300,12 +295,6 @@ def _lone_atom(frames: Sequence[Frame], force: NDArray[np.float64], potential: P
     return None
 
 
-def _together(paired: Sequence[PairedFrame], layout: NeighborLayout) -> Placed:
-    """Return frames as one batch."""
-    most = np.max([frame.most for frame in paired], axis=0).tolist()
-    return Placed(collate(paired, layout), most, min(frame.nearest for frame in paired))
-
-
 def _frames(potential: Potential, coord: Any, types: Any, box: Any, fparam: Any, aparam: Any) -> list[Frame]:
     kinds = _type_numbers(types, potential.type_map)
     natoms = kinds.shape[-1]
@@ -354,10 +343,7 @@ def _type_numbers(types: Any, type_map: Sequence[str]) -> NDArray[np.int64]:
 def _boxes(box: Any, count: int) -> Rows:
     if box is None:
         return [None] * count
-    found = _numbers("box", box)
-    boxes = _for_each_frame(found, count, (3, 3))
-    if boxes is None:
-        raise UserError(f"box: shape {found.shape}, expected ({count}, 3, 3), ({count}, 9), (3, 3), (9,) or None.")
+    boxes = _rows("box", box, count, (3, 3), f"({count}, 3, 3), ({count}, 9), (3, 3), (9,) or None")
     flat = np.flatnonzero(np.abs(np.linalg.det(boxes)) < 1e-6)
     if len(flat):
         raise UserError(f"box: frame {flat[0]} has a cell without volume. Give None for an open system.")
@@ -366,26 +352,22 @@ def _boxes(box: Any, count: int) -> Rows:
 
 def _parameters(name: str, value: Any, count: int, shape: tuple[int, ...]) -> Rows:
     """Return (F, *shape) parameters, or F times None when the model takes none."""
-    wanted = " x ".join(map(str, shape))
     if shape[-1] == 0:
         if value is not None:
             raise UserError(f"{name}: given, but this model takes none. Leave it out.")
         return [None] * count
     if value is None:
-        raise UserError(f"{name}: this model needs {wanted} numbers per frame.")
+        raise UserError(f"{name}: this model needs {' x '.join(map(str, shape))} numbers per frame.")
+    return _rows(name, value, count, shape, f"{(count, *shape)} or {shape}")
+
+
+def _rows(name: str, value: Any, count: int, shape: tuple[int, ...], expected: str) -> NDArray[np.float64]:
+    """Return (F, *shape) numbers that are given for each frame or once for all of them; ``expected`` tells how."""
     found = _numbers(name, value)
-    rows = _for_each_frame(found, count, shape)
-    if rows is None:
-        raise UserError(f"{name}: shape {found.shape}, expected {(count, *shape)} or {shape}.")
-    return rows
-
-
-def _for_each_frame(found: NDArray[np.float64], count: int, shape: tuple[int, ...]) -> NDArray[np.float64] | None:
-    """Return (F, *shape) numbers that are given for each frame or once for all of them; None if they are neither."""
     for given in (shape, (math.prod(shape),)):
         if found.shape in (given, (count, *given)):
             return np.broadcast_to(found.reshape(-1, *shape), (count, *shape))
-    return None
+    raise UserError(f"{name}: shape {found.shape}, expected {expected}.")
 
 
 def _numbers(name: str, value: Any) -> NDArray[np.float64]:
