@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the numbers."""
     with loading():
-        from deepmd_ema.infer.neighbors import find_statistics
+        from deepmd_ema.infer.neighbors import describe_neighbors
 
     systems, patterns = chosen_systems(args, ["."])
-    say(find_statistics(systems, args.rcut, args.type_map, args.mixed_type, patterns).text())
+    say(describe_neighbors(systems, args.rcut, args.type_map, args.mixed_type, patterns))

@@ -41,7 +41,6 @@ class BiasRequest:
     Attributes:
         mode: ``change`` adds what makes the mean residual per atom zero, ``set`` takes the fit of the labels alone.
         systems: systems, or folders searched for systems.
-        patterns: names of systems to search for in folders.
         num_frames: frames of each system, from its first; 0 takes all.
         values: eV, one per element of the model, instead of a fit.
         source: what the record in the file names; by default the systems.
@@ -49,7 +48,6 @@ class BiasRequest:
 
     mode: str = CHANGE
     systems: Sequence[str] = ()
-    patterns: Sequence[str] | None = None
     num_frames: int = 0
     values: Sequence[float] | None = None
     source: str = ""
@@ -162,9 +160,8 @@ def write_changed(
     head = choose_head({name: each.config.model_branch_alias for name, each in file.models.items()}, head, str(model))
     loaded = file.models[head]
     path = _target(loaded, model, output)
-    before = loaded.model.out_bias.view(-1).numpy().copy()
+    before, type_map = loaded.model.out_bias.view(-1).numpy().copy(), loaded.config.type_map
     if request.values is not None:
-        type_map = loaded.config.type_map
         if len(request.values) != len(type_map):
             raise UserError(
                 f"-b: {counted(len(request.values), 'value')}, expected one for each of the {len(type_map)} elements "
@@ -176,11 +173,10 @@ def write_changed(
         done = ChangedBias(path, file, head, {"mode": GIVEN, "source": "values given"}, before, after)
         _write(done, None)
         return done
-    systems = open_labelled(request.systems, loaded.config, (ENERGY,), request.patterns)
+    systems = open_labelled(request.systems, loaded.config, (ENERGY,))
     where, names = select_device(device), list(map(str, request.systems))
     network, chosen = loaded.model.to(where), first_frames(systems, request.num_frames)
-    most = atoms_at_once(where)
-    batches = sequential_batches(systems, network.layout, max_atoms=most, labels=(ENERGY,), frames=chosen)
+    batches = sequential_batches(systems, network.layout, None, atoms_at_once(where), labels=(ENERGY,), frames=chosen)
     frames = energies_of(network, loaded.config, batches)
     if not len(frames):
         raise UserError(f"no frame of {', '.join(names)} has an energy to fit the bias to.")

@@ -101,22 +101,17 @@ class ErrorReport:
             " or ".join(KIND_NAMES): group_frames(self.frames, kind_of),
             "composition": group_frames(self.frames, lambda f: describe_composition(f.atom_type, self.type_map)),
         }
-        return [self._by_group(title, found) for title, found in groups.items() if len(found) > 1]
-
-    def _by_group(self, title: str, groups: Mapping[str, Errors]) -> Table:
-        shown = [quantity for quantity in "EFS" if not math.isnan(self.total.metric(f"{quantity}:RMSE"))]
-        by = "F:RMSE" if "F" in shown else "E:RMSE"
-        # those without the label last
-        order = sorted(groups.items(), key=lambda item: -np.nan_to_num(item[1].metric(by), nan=-1.0))[:MAX_GROUPS]
-        errors = [(quantity, kind) for quantity in shown for kind in ("MAE", "RMSE")]
-        factors = {quantity: METRICS[quantity].display_factor for quantity in shown}
-        rows: list[list[float | str]] = [
-            [name, of.summary()["num_frames"], *(factors[q] * of.metric(f"{q}:{kind}") for q, kind in errors)]
-            for name, of in order
-        ]
-        columns = [Column(f"{quantity} {kind}", METRICS[quantity].display_unit, ".3f") for quantity, kind in errors]
-        more = f", the {MAX_GROUPS} of largest error of {len(groups):,}" * (len(groups) > MAX_GROUPS)
-        return Table(f"# errors by {title}{more}", (Column(title), Column("frames", "", ".0f"), *columns), rows)
+        metrics = [f"{name}:{kind}" for name in "EFS" for kind in ("MAE", "RMSE")]
+        metrics = [metric for metric in metrics if not math.isnan(self.total.metric(metric))]
+        by, tables = "F:RMSE" if "F:RMSE" in metrics else "E:RMSE", []
+        for title, found in groups.items():
+            # those without the label last
+            order = sorted(found.items(), key=lambda item: -np.nan_to_num(item[1].metric(by), nan=-1.0))[:MAX_GROUPS]
+            rows: list[list[Any]] = [[name, of.summary()["num_frames"], *_shown(of, metrics)] for name, of in order]
+            more = f", the {MAX_GROUPS} of largest error of {len(found):,}" * (len(found) > MAX_GROUPS)
+            columns = (Column(title), Column("frames", "", ".0f"), *_columns(metrics))
+            tables += [Table(f"# errors by {title}{more}", columns, rows)] if len(found) > 1 else []
+        return tables
 
     def write_details(self, prefix: str | Path) -> list[Path]:
         """Write labels beside predictions to ``<prefix>.e.out``, ``.f.out``, ``.v.out`` and so on; return the files.
@@ -161,13 +156,12 @@ class ErrorReport:
 
     def forces_by_element(self) -> Table:
         """Return the errors of the forces on the atoms of each element that has some, in meV/Å."""
-        unit, factor = METRICS["F"].display_unit, METRICS["F"].display_factor
-        rows = []
+        rows: list[list[Any]] = []
+        metrics = ("F:MAE", "F:RMSE")
         for name, errors in zip(self.type_map, force_errors_by_type(self.frames, len(self.type_map))):
             if atoms := errors.summary()["num_atoms"]:
-                rows.append((name, atoms, factor * errors.metric("F:MAE"), factor * errors.metric("F:RMSE")))
-        numbers = (Column("atoms", "", ".0f"), Column("F MAE", unit, ".3f"), Column("F RMSE", unit, ".3f"))
-        return Table("# forces by element", (Column("element"), *numbers), rows)
+                rows.append([name, atoms, *_shown(errors, metrics)])
+        return Table("# forces by element", (Column("element"), Column("atoms", "", ".0f"), *_columns(metrics)), rows)
 
     def worst(self) -> Table:
         """Return the frames of largest force error (energy error without forces), in meV, and where they are."""
@@ -176,11 +170,9 @@ class ErrorReport:
         rows: list[list[float | str]] = []
         for frame in frames if len(frames) > 1 else ():
             place = self.systems[frame.source[0]].where(frame.source[1])
-            errors = [METRICS[name].display_factor * frame.errors.metric(f"{name}:RMSE") for name in "FE"]
-            rows.append([*errors, f"{place.file} frame {place.frame}"])
-        force, energy = (Column(title, METRICS[title[0]].display_unit, ".3f") for title in ("F RMSE", "E error"))
+            rows.append([*_shown(frame.errors, ("F:RMSE", "E:RMSE")), f"{place.file} frame {place.frame}"])
         title = f"# the {len(rows)} frames of largest {by} error (frames count from 0)"
-        return Table(title, (force, energy, Column("where")), rows)
+        return Table(title, (*_columns(("F:RMSE", "E:error")), Column("where")), rows)
 
 
 def measure(
@@ -356,6 +348,15 @@ def describe_composition(atom_type: NDArray[Any], type_map: Sequence[str]) -> st
     """Return the formula of a frame, such as ``H8 C5 O2``."""
     counts = np.bincount(atom_type, minlength=len(type_map))
     return " ".join(f"{name}{n}" for name, n in zip(type_map, counts) if n)
+
+
+def _shown(errors: Errors, metrics: Sequence[str]) -> list[float]:
+    """Return errors such as ``F:RMSE`` in the units of :func:`_columns`."""
+    return [METRICS[metric[0]].display_factor * errors.metric(metric) for metric in metrics]
+
+
+def _columns(metrics: Sequence[str]) -> list[Column]:
+    return [Column(metric.replace(":", " "), METRICS[metric[0]].display_unit, ".3f") for metric in metrics]
 
 
 def _error_lines(errors: Errors) -> list[str]:

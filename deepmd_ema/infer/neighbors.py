@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,47 +10,23 @@ import numpy as np
 from deepmd_ema.data.formats.discover import stored_type_map
 from deepmd_ema.data.source import ReadSpec
 from deepmd_ema.errors import DataError
-from deepmd_ema.geometry import NeighborStatistics, neighbor_statistics
+from deepmd_ema.geometry import neighbor_statistics
 from deepmd_ema.infer.evaluate import open_checked
 
 
-@dataclass(frozen=True)
-class NeighborReport:
-    """Neighbor statistics of a data set.
-
-    Attributes:
-        type_map: the elements, in the order of the numbers.
-        found: the statistics.
-        mixed_type: whether neighbors of all types are counted together.
-        given: whether ``type_map`` was given, not read.
-    """
-
-    type_map: Sequence[str]
-    found: NeighborStatistics
-    mixed_type: bool
-    given: bool
-
-    def text(self) -> str:
-        """Return the lines of ``dp neighbor-stat``."""
-        most = [self.found.max_total] if self.mixed_type else self.found.max_neighbors
-        lines = [] if self.given else [f"type_map: {list(self.type_map)}"]
-        numbers = np.array2string(np.array(most), max_line_width=10**6, threshold=10**6)
-        return "\n".join([*lines, f"min_nbor_dist: {self.found.min_distance:f}", f"max_nbor_size: {numbers}"])
-
-
-def find_statistics(
+def describe_neighbors(
     systems: Sequence[str | Path],
     rcut: float,
     type_map: Sequence[str] | None = None,
     mixed_type: bool = False,
     rglob_patterns: Sequence[str] | None = None,
-) -> NeighborReport:
-    """Return shortest distance and most neighbors within a cutoff over all frames of systems.
+) -> str:
+    """Return the lines of ``dp neighbor-stat``: shortest distance and most neighbors over all frames of systems.
 
     Args:
         systems: systems, or folders searched for systems.
         rcut: cutoff radius, angstrom.
-        type_map: the elements; by default those of the systems' type_map.raw.
+        type_map: the elements; by default those of the systems' type_map.raw, in a line of their own.
         mixed_type: whether neighbors of all types are counted together.
         rglob_patterns: names of systems to search for in folders.
 
@@ -69,4 +44,7 @@ def find_statistics(
         system, k = places[number]
         place, (a, b) = system.where(k), found.frame_pair[number]
         raise DataError(f"{place.file}: frame {place.frame} (from 0): atoms {a} and {b} are in one place.")
-    return NeighborReport(names, found, mixed_type, bool(type_map))
+    lines = [] if type_map else [f"type_map: {names}"]
+    most = np.array([found.max_total] if mixed_type else found.max_neighbors)
+    numbers = np.array2string(most, max_line_width=10**6, threshold=10**6)
+    return "\n".join([*lines, f"min_nbor_dist: {found.min_distance:f}", f"max_nbor_size: {numbers}"])

@@ -45,7 +45,6 @@ class Frozen:
     Attributes:
         path: the file.
         source: description of the weights that were frozen.
-        num_bytes: its size.
         difference: largest difference to the checkpoint, by quantity, in eV and eV/angstrom.
         use: line about what the file is for.
         tables: line about the tables of its networks, or an empty string.
@@ -54,24 +53,18 @@ class Frozen:
 
     path: Path
     source: str
-    num_bytes: int
     difference: Mapping[str, float]
-    use: str = ""
+    use: str
     tables: str = ""
     lammps: str = ""
 
     def text(self) -> str:
         """Return lines about the file: size, largest difference to the checkpoint, and programs that read it."""
         each = ", ".join(f"{name} {value:.1e}" for name, value in self.difference.items())
-        lines = [
-            f"{self.path}: {self.source}; {self.num_bytes / 1e6:.2f} MB",
-            self.tables,
-            f"read back and compared on two made-up frames: largest difference {max(self.difference.values()):.1e} "
-            f"({each})",
-            self.use,
-            self.lammps,
-        ]
-        return "\n".join(filter(None, lines))
+        written = f"{self.path}: {self.source}; {self.path.stat().st_size / 1e6:.2f} MB"
+        most = f"largest difference {max(self.difference.values()):.1e} ({each})"
+        compared = f"read back and compared on two made-up frames: {most}"
+        return "\n".join(filter(None, (written, self.tables, compared, self.use, self.lammps)))
 
 
 def convert(file: ModelFile, output: str | Path, for_deepmd: bool = False, program: str | None = None) -> Frozen:
@@ -124,7 +117,7 @@ def convert(file: ModelFile, output: str | Path, for_deepmd: bool = False, progr
         weights = {**head, **facts, "model": dict(loaded.model.state_dict())}
         checkpoint.save(path, weights, check=read_back, option="OUT")
         use = f"start a run from it: {command('dp-ema', 'train', 'INPUT', '--init-model', path)}"
-    return Frozen(path, f"{source}, from {info.path}", path.stat().st_size, difference, use)
+    return Frozen(path, f"{source}, from {info.path}", difference, use)
 
 
 def freeze(
@@ -202,7 +195,7 @@ def freeze(
         use = only_here or f"for LAMMPS with DeePMD-kit: {freeze_it}"
     lammps = format_lammps_lines(path, loaded) if path.suffix in IN_LAMMPS else ""
     text = f"{info.describe()}, from {info.path}"
-    return Frozen(path, text, path.stat().st_size, difference, use, tables, lammps)
+    return Frozen(path, text, difference, use, tables, lammps)
 
 
 def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
