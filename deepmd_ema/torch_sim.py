@@ -54,6 +54,10 @@ class DPModel(ModelInterface):
         compute_stress: whether results have ``stress``; that of an open system is 0.
     """
 
+    # attributes that can be set; in the base class they are properties that cannot
+    compute_forces: bool = True
+    compute_stress: bool = True
+
     def __init__(
         self,
         model: str | Path | Potential,
@@ -76,7 +80,7 @@ class DPModel(ModelInterface):
                     "have. Use a model without, or one with default_fparam."
                 )
         self._device, self._dtype = self.potential.device, dtype
-        self._compute_forces, self._compute_stress = compute_forces, compute_stress
+        self.compute_forces, self.compute_stress = compute_forces, compute_stress
         self._memory_scales_with = "n_atoms_x_density"
         self._skin, self._kept = skin, list[KeptPairs]()
         # (118,) the type of each atomic number from 1, or -1
@@ -84,24 +88,6 @@ class DPModel(ModelInterface):
         for number, name in enumerate(self.potential.type_map):
             if name in SYMBOLS:
                 self._type_of[SYMBOLS.index(name) + 1] = number
-
-    @property
-    def compute_forces(self) -> bool:
-        """Whether results have ``forces``."""
-        return self._compute_forces
-
-    @compute_forces.setter
-    def compute_forces(self, compute_forces: bool) -> None:
-        self._compute_forces = compute_forces
-
-    @property
-    def compute_stress(self) -> bool:
-        """Whether results have ``stress``."""
-        return self._compute_stress
-
-    @compute_stress.setter
-    def compute_stress(self, compute_stress: bool) -> None:
-        self._compute_stress = compute_stress
 
     def forward(self, state: Any, **_: Any) -> dict[str, Tensor]:
         """Return the results for the S systems of a state, with N atoms together.
@@ -136,9 +122,9 @@ class DPModel(ModelInterface):
             return torch.as_tensor(values, dtype=self._dtype, device=state.positions.device)
 
         results = {"energy": tensor([float(one.energy[0]) for one in found])}
-        if self._compute_forces:
+        if self.compute_forces:
             results["forces"] = torch.cat([tensor(one.force[0]) for one in found])
-        if self._compute_stress:
+        if self.compute_stress:
             volumes = torch.linalg.det(state.row_vector_cell.detach().to(self._dtype)).abs()
             virials = torch.stack([tensor(one.virial[0]).view(3, 3) for one in found])
             results["stress"] = -virials / volumes[:, None, None] if periodic else torch.zeros_like(virials)

@@ -138,21 +138,20 @@ class ErrorReport:
 
     def pairs(self) -> dict[str, tuple[NDArray[Any], NDArray[Any], str]]:
         """Return labels, predictions and unit by quantity; energies and virials per atom. Empty without a label."""
-
-        def pair(name: str, per_atom: bool) -> tuple[NDArray[Any], NDArray[Any]]:
-            pairs = [(np.zeros(0), np.zeros(0))]
+        found = {}
+        for title, name, unit in (
+            ("Energy", ENERGY, "eV/atom"),
+            ("Force", FORCE, "eV/Å"),
+            ("Virial", VIRIAL, "eV/atom"),
+        ):
+            rows = [(np.zeros(0), np.zeros(0))]
             for f in self.frames:
                 if name in f.label:
-                    scale = f.num_atoms if per_atom else 1
-                    pairs.append((np.ravel(f.label[name]) / scale, np.ravel(f.prediction[name]) / scale))
-            labels, predictions = map(np.concatenate, zip(*pairs))
-            return labels, predictions
-
-        return {
-            "Energy": (*pair(ENERGY, True), "eV/atom"),
-            "Force": (*pair(FORCE, False), "eV/Å"),
-            "Virial": (*pair(VIRIAL, True), "eV/atom"),
-        }
+                    scale = 1 if name == FORCE else f.num_atoms
+                    rows.append((np.ravel(f.label[name]) / scale, np.ravel(f.prediction[name]) / scale))
+            labels, predictions = map(np.concatenate, zip(*rows))
+            found[title] = labels, predictions, unit
+        return found
 
     def forces_by_element(self) -> Table:
         """Return the errors of the forces on the atoms of each element that has some, in meV/Å."""

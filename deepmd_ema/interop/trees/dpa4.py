@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -35,7 +35,8 @@ class DPA4Tree(PartTree):
 
     def write(self, part: DPA4Descriptor, config: NetworkConfig) -> Tree:
         """Return the tree of a descriptor."""
-        section, window = cast("DPA4Config", config.descriptor), config.bridging
+        section: Any = config.descriptor
+        window = config.bridging
         options = {**plain(section), "precision": precision_of(part.dtype)}
         del options["type"]
         trained = {_name(name): array(tensor) for name, tensor in part.state_dict().items()}

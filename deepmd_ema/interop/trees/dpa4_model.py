@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +12,6 @@ from deepmd_ema.interop.dp import INSIDE, StandardTree, network_sections, networ
 from deepmd_ema.interop.parts import chosen, node
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.energy import EnergyModel
-
-if TYPE_CHECKING:
-    from deepmd_ema.model.families.dpa4_model.section import DPA4ModelConfig
 
 _OF_BRIDGING = ("bridging_method", "bridging_r_inner", "bridging_r_outer")
 _FORCE_SPREAD = "dens_force_rmsd"  # of another fitting network; 1 without it
@@ -27,7 +24,6 @@ class DPA4ModelTree(StandardTree):
 
     def write(self, whole: Tree, model: EnergyModel, config: Any) -> Tree:
         """Return the tree of a model."""
-        section = cast("DPA4ModelConfig", config)
         networks = network_trees(model.descriptor, model.fitting, config)
         networks["fitting"]["exclude_types"] = []  # the model excludes them, not its network
         return {
@@ -37,8 +33,8 @@ class DPA4ModelTree(StandardTree):
                 VARIABLES: {**whole[VARIABLES], _FORCE_SPREAD: np.ones(())}, **networks, "dens_fitting": None,
                 "active_mode": "ener",
             },
-            "bridging_method": (section.bridging_method or "none").upper(),
-            "bridging_r_inner": section.bridging_r_inner, "bridging_r_outer": section.bridging_r_outer,
+            "bridging_method": (config.bridging_method or "none").upper(),
+            "bridging_r_inner": config.bridging_r_inner, "bridging_r_outer": config.bridging_r_outer,
             "lora": None,
         }  # fmt: skip
 

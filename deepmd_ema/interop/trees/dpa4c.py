@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.interop import parts
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
-from deepmd_ema.model.families.dpa4.layers import Dense
 from deepmd_ema.model.families.dpa4c.module import DPA4CDescriptor
 from deepmd_ema.model.families.dpa4c.moments import EXPONENT, InvariantReadout
 from deepmd_ema.model.families.dpa4c.radial import PAIR_SCALE, GatedNetwork
@@ -48,7 +47,7 @@ class DPA4CTree(parts.PartTree):
                 VARIABLES: {"adam_freqs": parts.array(part.radial.adam_freqs)},
             },
             "radial_embedding": _gated_tree(part.radial.embedding, 1.0, common),
-            "radial_mode_head": None if part.radial.mode_head is None else _dense_tree(part.radial.mode_head, common),
+            "radial_mode_head": _dense_tree(part.radial.mode_head, common),
             "pair_film": {
                 **parts.node("OrderedPairFiLM", 1), **parts.chosen(options, ("channels", "radial_modes")),
                 "spin_channels": 0, **common,
@@ -67,14 +66,11 @@ class DPA4CTree(parts.PartTree):
 
 def _readout_tree(readout: InvariantReadout, options: Tree) -> Tree:
     """Return the tree of the maps of moments before their products."""
-    common, probes = parts.chosen(options, ("precision", "trainable")), readout.probe_projections
+    common, probes = parts.chosen(options, ("precision", "trainable")), dict(readout.probe_projections.items())
     return {
         **parts.node("InvariantReadout", 1), **options,
         "channel_alignment": [_dense_tree(one, common, resnet=True) for one in readout.channel_alignment],
-        "probe_projections": [
-            _dense_tree(cast("Dense", probes[str(k)]), common) if str(k) in probes else None
-            for k in range(len(readout.ranks))
-        ],
+        "probe_projections": [_dense_tree(probes.get(str(k)), common) for k in range(len(readout.ranks))],
     }  # fmt: skip
 
 
@@ -88,9 +84,9 @@ def _gated_tree(network: GatedNetwork, scale: float, common: Tree) -> Tree:
     }  # fmt: skip
 
 
-def _dense_tree(layer: Dense, common: Tree, resnet: bool = False) -> Tree:
-    """Return the tree of a linear layer without bias."""
-    return {
+def _dense_tree(layer: Any, common: Tree, resnet: bool = False) -> Tree | None:
+    """Return the tree of a linear layer without bias, or None if there is none."""
+    return None if layer is None else {
         **parts.node("Layer", 2), "bias": False, "use_timestep": False, "activation_function": "none",
         "resnet": resnet, **common,
         VARIABLES: {"w": parts.array(layer.matrix), "b": None, "idt": None},

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import StandardConfig
 from deepmd_ema.interop import parts
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.families.ener.module import EnergyFitting
-from deepmd_ema.model.families.ener.section import EnerFittingConfig
 
 STATISTICS = ("fparam_avg", "fparam_inv_std", "aparam_avg", "aparam_inv_std")
 
@@ -27,7 +26,7 @@ class EnerTree(parts.PartTree):
 
     def write(self, part: EnergyFitting, config: StandardConfig) -> Tree:
         """Return the tree of a fitting network."""
-        section = cast("EnerFittingConfig", config.fitting_net)
+        section: Any = config.fitting_net
         ntypes = len(config.type_map)
         options = plain(section) | {"precision": parts.precision_of(part.dtype)}
         common = parts.chosen(options, ("neuron", "activation_function", "resnet_dt", "precision"))
