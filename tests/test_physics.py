@@ -189,12 +189,17 @@ def test_a_scan_ends_where_the_atom_would_meet_a_third_one():
     assert scan.distance[-1] > 2.2
 
 
+def jumps(model, frame):
+    """Return the jumps of energy and force at the cutoff and the error of the force there, in eV and angstrom."""
+    return [1e-3 * row.value for row in scan_cutoff(Surface(model, frame))]
+
+
 def test_a_truncated_energy_jumps_at_the_cutoff_by_its_value_there():
-    cut = scan_cutoff(Surface(PairModel(rcut=4.0), line(0, 3.9)))
+    energy_jump, force_jump, force_error = jumps(PairModel(rcut=4.0), line(0, 3.9))
     energy, slope = morse(np.array(4.0))
-    assert cut.energy_jump == pytest.approx(abs(energy), rel=1e-3)
-    assert cut.force_jump == pytest.approx(abs(slope), rel=1e-3)
-    assert cut.force_error > 1
+    assert energy_jump == pytest.approx(abs(energy), rel=1e-3)
+    assert force_jump == pytest.approx(abs(slope), rel=1e-3)
+    assert force_error > 1
 
 
 def test_a_smooth_energy_has_no_jump_at_the_cutoff():
@@ -203,16 +208,16 @@ def test_a_smooth_energy_has_no_jump_at_the_cutoff():
         rest = np.clip(4.0 - r, 0, None)
         return energy * rest**4, slope * rest**4 - 4 * energy * rest**3
 
-    cut = scan_cutoff(Surface(PairModel(smooth, rcut=4.0), line(0, 2.0, 3.9)))
-    assert cut.energy_jump < 1e-8
-    assert cut.force_jump < 1e-3
-    assert cut.force_error < 2e-3
-    forces_of_another = scan_cutoff(Surface(PairModel(smooth, rcut=4.0, excess=1.1), line(0, 2.2, 3.9)))
-    assert forces_of_another.force_error > 0.01
+    energy_jump, force_jump, force_error = jumps(PairModel(smooth, rcut=4.0), line(0, 2.0, 3.9))
+    assert energy_jump < 1e-8
+    assert force_jump < 1e-3
+    assert force_error < 2e-3
+    assert jumps(PairModel(smooth, rcut=4.0, excess=1.1), line(0, 2.2, 3.9))[2] > 0.01
 
 
 def test_a_single_atom_has_no_cutoff_to_pass():
-    assert scan_cutoff(Surface(PairModel(), line(0))) is None
+    (row,) = scan_cutoff(Surface(PairModel(), line(0)))
+    assert (row.value, row.ok, row.note) == (None, None, "no pair of atoms")
 
 
 # ---- report
@@ -227,7 +232,7 @@ def test_the_report_names_what_fails():
                                 "raise --md-steps")  # fmt: skip
     assert all(row.ok is None for row in good.rows if row.quantity.startswith(("NVE", "time to failure")))
     long = physics_of(PairModel(rcut=12.0), frames, PhysicsOptions())
-    assert long.cold.time_step * long.cold.steps == 1000
+    assert long.run["time_step"] * long.run["steps"] == 1000
     assert "too short" not in long.text()
     assert all(row.ok is not None for row in long.rows if row.quantity.startswith(("NVE", "time to failure")))
     bad = physics_of(PairModel(with_bump), frames, PhysicsOptions(md_steps=50))

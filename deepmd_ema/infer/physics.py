@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,20 +96,12 @@ class Dynamics:
     """A run of molecular dynamics.
 
     Attributes:
-        temperature: of the first velocities and the thermostat, K.
-        time_step: fs.
-        steps: number of steps without a failure.
-        seed: of velocities and noise.
         time: until the failure, or the end, ps.
         failure: what failed, or empty.
         drift: slope of the total energy, eV/atom/ps; nan if the run failed.
         spread: RMS deviation of the total energy from the straight line, eV/atom; nan if the run failed.
     """
 
-    temperature: float
-    time_step: float
-    steps: int
-    seed: int
     time: float
     failure: str
     drift: float
@@ -127,78 +119,22 @@ class BondScan:
 
 
 @dataclass(frozen=True)
-class CutoffScan:
-    """The surface where one atom enters the cutoff of another.
-
-    Attributes:
-        elements: names of the two.
-        energy_jump: eV.
-        force_jump: largest change of the force on an atom, eV/angstrom.
-        force_error: force of the moved atom plus the difference quotient of the energy over the cutoff, eV/angstrom.
-    """
-
-    elements: tuple[str, str]
-    energy_jump: float
-    force_jump: float
-    force_error: float
-
-
-@dataclass(frozen=True)
 class PhysicsReport:
     """Results of all tests of a model at frames of the data.
 
     Attributes:
         source: system and number of the frame of dynamics and scans.
-        cold: run without thermostat.
-        hot: run with a thermostat at twice the temperature.
+        run: temperature of the run without thermostat (K), time_step (fs), steps and seed of the dynamics.
+        rows: the lines of the table.
         bonds: one scan for each pair of elements.
-        cutoff: smoothness at the cutoff, or None.
+        is_short: whether the dynamics are too short for a verdict, unless they fail.
     """
 
     source: tuple[str, int]
-    cold: Dynamics
-    hot: Dynamics
+    run: Mapping[str, float]
+    rows: Sequence[Row]
     bonds: Sequence[BondScan]
-    cutoff: CutoffScan | None
-
-    @property
-    def is_short(self) -> bool:
-        """Whether the dynamics are too short for a verdict, unless they fail."""
-        return self.cold.time_step * self.cold.steps < 1e3 * MIN_TIME - 1e-9
-
-    @property
-    def rows(self) -> list[Row]:
-        """The lines of the table."""
-        cold, hot = self.cold, self.hot
-
-        def kept(failure: str, ok: bool) -> bool | None:
-            return False if failure else None if self.is_short else ok
-
-        about = f"{cold.time:g} ps from {cold.temperature:g} K by {cold.time_step:g} fs"
-        about = f"failed after {cold.time:g} ps: {cold.failure}" if cold.failure else about
-        drift, spread = (None if cold.failure else 1e3 * value for value in (cold.drift, cold.spread))
-        rows = [
-            Row("NVE energy drift", drift, "meV/atom/ps", f"|x| <= {1e3 * MAX_DRIFT:g}",
-                kept(cold.failure, abs(cold.drift) <= MAX_DRIFT), about),
-            Row("NVE energy spread", spread, "meV/atom", f"<= {1e3 * MAX_SPREAD:g}",
-                kept(cold.failure, cold.spread <= MAX_SPREAD)),
-            Row(f"time to failure at {hot.temperature:g} K", hot.time, "ps", f">= {1e-3 * hot.time_step * hot.steps:g}",
-                kept(hot.failure, True), hot.failure or "no failure"),
-        ]  # fmt: skip
-        for bond in self.bonds:
-            about = f"{bond.distance[0]:.2f} to {bond.distance[-1]:.2f} Å"
-            name = f"extrema beyond one well, {'-'.join(bond.elements)}"
-            rows.append(Row(name, bond.extrema, "", "0", not bond.extrema, about))
-        if (cut := self.cutoff) is None:
-            return [*rows, Row("jumps at the cutoff", None, note="no pair of atoms")]
-        for name, value, unit, most, about in (
-            ("energy jump at the cutoff", cut.energy_jump, "meV", MAX_ENERGY_JUMP,
-             f"{'-'.join(cut.elements)} passes the cutoff"),
-            ("force jump at the cutoff", cut.force_jump, "meV/Å", MAX_FORCE_JUMP, ""),
-            ("force less -dE/dr there", cut.force_error, "meV/Å", MAX_FORCE_ERROR, ""),
-        ):  # fmt: skip
-            rows.append(Row(name, 1e3 * value, unit, f"<= {1e3 * most:g}", value <= most, about))
-        return rows
+    is_short: bool
 
     @property
     def failed(self) -> list[Row]:
@@ -223,11 +159,11 @@ class PhysicsReport:
 
     def document(self) -> dict[str, Any]:
         """Return everything as values of JSON, with None in place of nan."""
-        run = {name: getattr(self.cold, name) for name in ("temperature", "time_step", "steps", "seed")}
         bonds = [
             {"elements": b.elements, "distance": b.distance.tolist(), "energy": b.energy.tolist()} for b in self.bonds
         ]
-        return {"frame": list(self.source), "run": run, "rows": [asdict(row) for row in self.rows], "bonds": bonds}
+        rows = [asdict(row) for row in self.rows]
+        return {"frame": list(self.source), "run": dict(self.run), "rows": rows, "bonds": bonds}
 
 
 def measure_physics(
@@ -271,15 +207,32 @@ def physics_of(model: Potential, frames: Sequence[Frame], options: PhysicsOption
     """Return the physics of a model at the first of some frames; of all of them distances are taken."""
     shortest = shortest_distances(frames, len(model.type_map), model.rcut)
     least = MIN_DISTANCE_RATIO * np.where(np.isfinite(shortest), shortest, 0.0)
-    surface = Surface(model, frames[0])
-    bonds, cutoff = scan_bonds(surface, shortest, MIN_DISTANCE_RATIO), scan_cutoff(surface)
+    surface, temperature, seed = Surface(model, frames[0]), options.temperature, options.seed
+    bonds, at_cutoff = scan_bonds(surface, shortest, MIN_DISTANCE_RATIO), scan_cutoff(surface)
     time_step = options.time_step or (0.5 if surface.masses.min() < 3 else 1.0)
     steps = math.ceil(1e3 * MIN_TIME / time_step) if options.md_steps is None else options.md_steps
-    cold, hot = (
-        run_dynamics(surface, least, factor * options.temperature, time_step, steps, options.seed, friction)
-        for factor, friction in ((1, 0.0), (2, FRICTION))
-    )
-    return PhysicsReport(frames[0].source, cold, hot, bonds, cutoff)
+    is_short = time_step * steps < 1e3 * MIN_TIME - 1e-9
+    cold = run_dynamics(surface, least, temperature, time_step, steps, seed)
+    about = f"{cold.time:g} ps from {temperature:g} K by {time_step:g} fs"
+    about = f"failed after {cold.time:g} ps: {cold.failure}" if cold.failure else about
+    rows = []
+    for name, value, unit, limit, most, note in (
+        ("drift", cold.drift, "meV/atom/ps", "|x| <= ", MAX_DRIFT, about),
+        ("spread", cold.spread, "meV/atom", "<= ", MAX_SPREAD, ""),
+    ):
+        ok = False if cold.failure else None if is_short else abs(value) <= most
+        shown = None if cold.failure else 1e3 * value
+        rows.append(Row(f"NVE energy {name}", shown, unit, f"{limit}{1e3 * most:g}", ok, note))
+    hot = run_dynamics(surface, least, 2 * temperature, time_step, steps, seed, FRICTION)
+    ok = False if hot.failure else None if is_short else True
+    name, limit = f"time to failure at {2 * temperature:g} K", f">= {1e-3 * time_step * steps:g}"
+    rows.append(Row(name, hot.time, "ps", limit, ok, hot.failure or "no failure"))
+    for bond in bonds:
+        about = f"{bond.distance[0]:.2f} to {bond.distance[-1]:.2f} Å"
+        name = f"extrema beyond one well, {'-'.join(bond.elements)}"
+        rows.append(Row(name, bond.extrema, "", "0", not bond.extrema, about))
+    run = {"temperature": temperature, "time_step": time_step, "steps": steps, "seed": seed}
+    return PhysicsReport(frames[0].source, run, [*rows, *at_cutoff], bonds, is_short)
 
 
 def shortest_distances(frames: Sequence[Frame], num_types: int, within: float) -> Array:
@@ -389,7 +342,7 @@ def run_dynamics(
         slope, offset = np.polyfit(time, energies, 1)
         rest = np.array(energies) - (slope * time + offset)
         drift, spread = (float(value) / len(surface.coord) for value in (slope, np.sqrt(np.mean(rest**2))))
-    return Dynamics(temperature, time_step, steps, seed, 1e-3 * time_step * step, failure, drift, spread)
+    return Dynamics(1e-3 * time_step * step, failure, drift, spread)
 
 
 def trajectory(
@@ -464,26 +417,34 @@ def scan_bonds(surface: Surface, shortest: Array, fraction: float) -> list[BondS
     return scans
 
 
-def scan_cutoff(surface: Surface) -> CutoffScan | None:
-    """Return jumps of the surface where the pair that is nearest to the cutoff passes it; None without a pair.
+def scan_cutoff(surface: Surface) -> list[Row]:
+    """Return jumps of the surface where the pair that is nearest to the cutoff passes it.
 
     E+ and E- are the energies ``CUTOFF_GAP`` outside and inside, and their jump is E+ - E- + 2 gap F, with F the force
-    on the moved atom along the line. The force error is |F + (E(r + h) - E(r - h)) / (2 h)|, h = ``CUTOFF_STEP``.
+    on the moved atom along the line. The jump of the force is the largest change of that on an atom. The force error is
+    |F + (E(r + h) - E(r - h)) / (2 h)|, h = ``CUTOFF_STEP``.
     """
     i, j, vector, distance = find_pairs_once(surface.coord, surface.box, surface.rcut + CUTOFF_SEARCH)
     movable = np.flatnonzero(i != j)
     if not len(movable):
-        return None
+        return [Row("jumps at the cutoff", None, note="no pair of atoms")]
     pair = movable[np.argmin(np.abs(distance[movable] - surface.rcut))]
     axis, to_cutoff = vector[pair] / distance[pair], surface.rcut - distance[pair]
     shifts = to_cutoff + np.array([-CUTOFF_STEP, -CUTOFF_GAP, 0.0, CUTOFF_GAP, CUTOFF_STEP])
     at = surface.at(surface.moved(j[pair], axis, shifts))
     along = float(at.force[2, j[pair]] @ axis)
     jump = float(at.energy[3] - at.energy[1]) + 2 * CUTOFF_GAP * along
-    change = np.linalg.norm(at.force[3] - at.force[1], axis=1).max()
+    change = float(np.linalg.norm(at.force[3] - at.force[1], axis=1).max())
     slope = float(at.energy[4] - at.energy[0]) / (2 * CUTOFF_STEP)
-    names = (surface.elements[surface.types[i[pair]]], surface.elements[surface.types[j[pair]]])
-    return CutoffScan(names, abs(jump), float(change), abs(slope + along))
+    names = [surface.elements[surface.types[atom[pair]]] for atom in (i, j)]
+    return [
+        Row(name, 1e3 * value, unit, f"<= {1e3 * most:g}", value <= most, note)
+        for name, value, unit, most, note in (
+            ("energy jump at the cutoff", abs(jump), "meV", MAX_ENERGY_JUMP, f"{'-'.join(names)} passes the cutoff"),
+            ("force jump at the cutoff", change, "meV/Å", MAX_FORCE_JUMP, ""),
+            ("force less -dE/dr there", abs(slope + along), "meV/Å", MAX_FORCE_ERROR, ""),
+        )
+    ]
 
 
 def count_extrema(energy: Array, barrier: float) -> tuple[int, int]:

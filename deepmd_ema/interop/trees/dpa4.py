@@ -108,10 +108,10 @@ def _constants_of(module: Any, lmax: int, mmax: int, in_frames: bool) -> Iterato
         yield "expand_index", degrees(len(module.weight) - 1)
     elif isinstance(module, DegreeNorm):
         yield "expand_index", degrees(len(module.adam_scale) - 1)
-        yield "balance_weight", module._share.cpu()
+        yield "balance_weight", module._share.cpu().numpy()
     elif isinstance(module, OrderedNorm):
         yield "degree_index_m", of_pairs
-        yield "balance_weight", module._share.cpu()
+        yield "balance_weight", module._share.cpu().numpy()
     elif isinstance(module, DegreeGate):
         yield "expand_index", np.array(of_pairs if in_frames else degrees(module.lmax))[1:] - 1
     elif isinstance(module, OrderLinear):
