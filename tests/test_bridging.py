@@ -23,6 +23,7 @@ from toy_models import (
     numerical_forces,
     toy_atoms,
     toy_model,
+    write_dp,
 )
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
@@ -32,7 +33,6 @@ from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.run import check_task, open_run
 from deepmd_ema.errors import CheckpointError, ConfigError, Interrupted
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.interop.dp import write_dp
 from deepmd_ema.model.bridging import ZblEnergies, clamped_distance, pair_switch, source_gate
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.energy import run

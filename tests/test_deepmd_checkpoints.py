@@ -18,13 +18,12 @@ from infer_models import write_run
 from test_interchange import VARIANTS as OPTIONS
 from test_interchange import same_bits
 from test_train_sharing import input_of
-from toy_models import SECTIONS, TABLE, TRICLINIC, VARIANTS, evaluate, toy_atoms, toy_model
+from toy_models import SECTIONS, TABLE, TRICLINIC, VARIANTS, evaluate, toy_atoms, toy_model, write_dp
 
 from deepmd_ema import cli
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_model, load_models
 from deepmd_ema.interop.deepmd_pt import write_deepmd_pt
-from deepmd_ema.interop.dp import write_dp
 
 PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
 needs_peer = pytest.mark.skipif(PEER is None, reason="set DP_PEER to a virtual environment with DeePMD-kit 3.2.0")

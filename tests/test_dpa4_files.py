@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from toy_models import batch_of, evaluate
+from toy_models import batch_of, evaluate, write_dp
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interop.deepmd_pt import write_deepmd_pt
-from deepmd_ema.interop.dp import read_dp, rewrite_bias, write_dp
+from deepmd_ema.interop.dp import read_dp, rewrite_bias
 from deepmd_ema.interop.tree_files import read_tree, write_tree
 from deepmd_ema.interop.trees.dpa4 import DPA4Tree
 from deepmd_ema.model.build import build_model

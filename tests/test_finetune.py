@@ -11,14 +11,13 @@ from unittest import mock
 import pytest
 import torch
 from helpers import tiny_input, write_system
-from toy_models import TYPES, toy_model
+from toy_models import TYPES, toy_model, write_dp
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import config_from_dict, load
 from deepmd_ema.distributed.tensors import content_digest
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.interop.dp import write_dp
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.element_mapping import carried_over
 from deepmd_ema.model.model_set import ModelSet

@@ -18,6 +18,7 @@ from toy_models import (
     evaluate,
     numerical_forces,
     toy_atoms,
+    write_dp,
 )
 
 from deepmd_ema import checkpoint, cli
@@ -28,7 +29,7 @@ from deepmd_ema.distributed.tensors import content_digest
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.geometry import neighbor_statistics
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.interop.dp import read_dp, write_dp
+from deepmd_ema.interop.dp import read_dp
 from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.interop.tree_files import read_tree
 from deepmd_ema.model.build import build_model

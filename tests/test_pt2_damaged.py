@@ -7,12 +7,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from toy_models import toy_model
+from toy_models import toy_model, write_dp
 
 import deepmd_ema
 from deepmd_ema import cli
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.interop.dp import read_dp, write_dp
+from deepmd_ema.interop.dp import read_dp
 from deepmd_ema.interop.pt2 import load_compiled
 from deepmd_ema.interop.tree_files import PACKAGED_TREE, packaged_text, read_tree
 

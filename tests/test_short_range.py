@@ -15,13 +15,14 @@ from toy_models import (
     numerical_forces,
     toy_atoms,
     toy_model,
+    write_dp,
 )
 
 from deepmd_ema.config import model_config_from_dict, to_dict
 from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.interop.dp import read_dp, write_dp
+from deepmd_ema.interop.dp import read_dp
 from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.interop.tree_files import read_tree
 from deepmd_ema.model.build import build_model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.interop.dp import read_dp, write_dp
+from deepmd_ema.interop.dp import file_tree, read_dp
 from deepmd_ema.interop.tree_files import read_tree, write_tree
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.interpolation.interpolation import Interpolation
@@ -258,6 +260,11 @@ def assert_parameter_gradients(model, loss, chosen=slice(None)):
                 parameter.sub_(direction, alpha=step)
         expected = (ends[0] - ends[1]) / 2e-5
         assert abs(expected - float((parameter.grad * direction).sum())) < 1e-6 * max(1.0, abs(expected)), name
+
+
+def write_dp(path, model, config, **facts):
+    """Write a ``.dp`` or ``.yaml`` file of a model; ``facts`` are those of ``file_tree``."""
+    write_tree(Path(path), file_tree(model, config, **facts))
 
 
 def assert_tree_refused(folder, config, model, change, phrase):

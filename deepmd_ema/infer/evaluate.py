@@ -37,7 +37,7 @@ from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.distributed.files import TABLE, atomic_write, check_output
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
-from deepmd_ema.infer.short_pairs import SAME_PLACE, describe_short_pair
+from deepmd_ema.infer.potential import SAME_PLACE, describe_short_pair
 from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames

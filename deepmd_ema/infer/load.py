@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,7 +18,6 @@ from deepmd_ema.distributed.tensors import check_weights
 from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.infer.compiled import CompiledModel
-from deepmd_ema.infer.guards import without_modes
 from deepmd_ema.interop import deepmd_kit, deepmd_pt, dp
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
@@ -131,6 +131,20 @@ class ModelFile:
 
     models: Mapping[str, LoadedModel]
     config: Mapping[str, Any]
+
+
+@contextmanager
+def without_modes(device: torch.device | None = None) -> Iterator[None]:
+    """Switch off inference mode, autocast on ``device`` and a default device of the caller within it."""
+    with ExitStack() as stack:
+        # checked first: to enter them takes time in each step of MD
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        if device is not None and torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
 
 
 def load_model(

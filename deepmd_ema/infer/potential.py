@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,6 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import nn
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
@@ -25,12 +27,11 @@ from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import UserError, did_you_mean
 from deepmd_ema.geometry import KeptPairs, find_pairs
 from deepmd_ema.infer.compiled import CompiledModel
-from deepmd_ema.infer.guards import refrain_from_lost_threads, without_modes
 from deepmd_ema.infer.kept_slots import MovingFrame
-from deepmd_ema.infer.load import LoadedModel, load_model
-from deepmd_ema.infer.short_pairs import describe_short_pair
+from deepmd_ema.infer.load import LoadedModel, load_model, without_modes
 from deepmd_ema.model.descriptor.env_statistics import has_equal_slots
 from deepmd_ema.model.energy import EnergyModel
+from deepmd_ema.model.pair_table import PairTable
 from deepmd_ema.model.tabulated import tabulate
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ LONE_ATOM = (
 )
 
 Rows: TypeAlias = "NDArray[np.float64] | list[None]"  # one per frame
+SAME_PLACE = 1e-3  # angstrom; two atoms this close leave no direction between them
+_THREADS_OF = os.getpid()  # the process in which torch may have started threads
 _ROUNDING = 1e-6  # of a distance that was found twice
 # a frame of more atoms whose pairs are kept is evaluated alone on a CPU: keeping its slots as well is worth more than
 # sharing a batch (water, se_e2_a: 1.2 times at 96 atoms; at 12 atoms a batch of 64 frames is 5 times as fast)
@@ -187,7 +190,7 @@ class Potential:
 
     def _arrays(self, frames: Sequence[Frame], kept: Sequence[KeptPairs] | None) -> dict[str, NDArray[np.float64]]:
         """Return the numbers of all frames, one after the other."""
-        refrain_from_lost_threads()
+        _refrain_from_lost_threads()
         with without_modes(self.device):
             parts = self._parts(frames, [None] * len(frames) if kept is None else kept)
         names = (ENERGY, FORCE, VIRIAL, ATOM_ENERGY)
@@ -269,6 +272,41 @@ class Potential:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning(text, *values)
+
+
+def describe_short_pair(frame: Frame, model: nn.Module, type_map: Sequence[str], rcut: float) -> str | None:
+    """Describe the shortest pair of a frame if a model has no energy for it, else return None.
+
+    Args:
+        frame: atoms are numbered as in its file.
+        model: may have tables of pair energies.
+        type_map: names of the elements.
+        rcut: cutoff radius of the model, angstrom.
+    """
+    tables = [part for part in model.modules() if isinstance(part, PairTable)]
+    first = max((table.first for table in tables), default=0.0)
+    pairs = find_pairs(frame.coord, frame.box, rcut)
+    if not pairs.nearest < max(first, SAME_PLACE):
+        return None
+    distance = np.linalg.norm(pairs.vector(frame.coord, frame.box), axis=1)
+    one, other = (frame.describe_atom(side[distance.argmin()], type_map) for side in (pairs.i, pairs.j))
+    who = f"atoms {one} and {other} are" if one != other else f"atom {one} and an image of it are"
+    if pairs.nearest < first:
+        last = max(table.rcut for table in tables)
+        why = f"the table of pair energies of the model covers {first:g} to {last:g} angstrom"
+    else:
+        why = "the model has no direction between them"
+    return f"{who} {pairs.nearest:.4g} angstrom apart, and {why}. Move them apart."
+
+
+def _refrain_from_lost_threads() -> None:
+    """Let torch compute with one thread in a process that forked: it would wait for the threads of its parent."""
+    if os.getpid() != _THREADS_OF and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+        logger.warning(
+            "this process was forked from another that uses torch, whose threads it does not have: torch computes "
+            "with one thread here. Start processes with multiprocessing.set_start_method('spawn') to have more."
+        )
 
 
 def _refuse_without_energy(frames: Sequence[Frame], potential: Potential) -> None:

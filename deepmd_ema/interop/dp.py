@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,34 +37,6 @@ PARTS: Mapping[str, tuple[Registry, str]] = {
 _SWITCH = ("sw_rmin", "sw_rmax", "smin_alpha")
 
 
-def write_dp(
-    path: str | Path,
-    model: EnergyModel,
-    config: ModelConfig | Mapping[str, Any],
-    min_nbor_dist: float | None = None,
-    extra: Mapping[str, Any] | None = None,
-    check: Callable[[Path], None] | None = None,
-    *,
-    for_deepmd: bool = False,
-) -> None:
-    """Write a model in DeePMD-kit's format; the file appears whole or not at all.
-
-    Args:
-        path: ends in ``.dp`` or ``.yaml``.
-        model: as built from ``config``.
-        config: the section ``model``.
-        min_nbor_dist: shortest distance in the training data, angstrom; by default ``model.min_nbor_dist``.
-        extra: plain facts about the weights, returned by ``read_dp`` under ``dp_ema``.
-        check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
-        for_deepmd: whether DeePMD-kit converts the file: the section ``model`` in it then has only options that it
-            knows and that have a value, because ``dp compress`` builds the model from them.
-
-    Raises:
-        WriteError: if the file cannot be written.
-    """
-    write_tree(Path(path), file_tree(model, config, min_nbor_dist, extra, for_deepmd=for_deepmd), check)
-
-
 def file_tree(
     model: EnergyModel,
     config: ModelConfig | Mapping[str, Any],
@@ -73,7 +45,16 @@ def file_tree(
     *,
     for_deepmd: bool = False,
 ) -> Tree:
-    """Return the whole content of a model file; arguments are those of ``write_dp``."""
+    """Return the whole content of a model file, for :func:`write_tree`.
+
+    Args:
+        model: as built from ``config``.
+        config: the section ``model``.
+        min_nbor_dist: shortest distance in the training data, angstrom; by default ``model.min_nbor_dist``.
+        extra: plain facts about the weights, returned by ``read_dp`` under ``dp_ema``.
+        for_deepmd: whether DeePMD-kit converts the file: the section ``model`` in it then has only options that it
+            knows and that have a value, because ``dp compress`` builds the model from them.
+    """
     section = model_config_from_dict(config) if isinstance(config, Mapping) else config
     distance = model.min_nbor_dist if min_nbor_dist is None else min_nbor_dist
     tree: Tree = {

@@ -23,6 +23,7 @@ from deepmd_ema.errors import CheckpointError, UserError, command, counted
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, ModelFile, load_model, load_models
 from deepmd_ema.interop import deepmd_kit, dp
 from deepmd_ema.interop.deepmd_pt import write_deepmd_pt
+from deepmd_ema.interop.tree_files import write_tree
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interface import Composite
 from deepmd_ema.model.tabulated import make_tables, min_table_distance, tabulate
@@ -161,8 +162,9 @@ def freeze(
         if only_here:
             raise UserError(f"{path}: {only_here}. Write a .dp or a .pt2 file.")
         kit = deepmd_kit.find_deepmd_kit(path, program)
-    content = (loaded.model, dict(info.config["model"]), info.min_nbor_dist,
-               {**info.as_dict(), "config": dict(info.config)})  # fmt: skip
+    facts = {**info.as_dict(), "config": dict(info.config)}
+    section, for_deepmd = dict(info.config["model"]), kit is not None
+    tree = dp.file_tree(loaded.model, section, info.min_nbor_dist, facts, for_deepmd=for_deepmd)
     difference: dict[str, float] = {}
     tables = ""
 
@@ -181,16 +183,16 @@ def freeze(
         check_compiler(path)
         target = select_device(device)
         model, tables = _with_tables(loaded, target, compress)
-        write_pt2(path, model, loaded.config, dp.file_tree(*content), target, check=read_back)
+        write_pt2(path, model, loaded.config, tree, target, check=read_back)
         use = "for deepmd_ema.calculator.DP, dp-ema test and DeePMD-kit 3.2.0, on machines like this one"
     elif kit is not None:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "model.dp"
-            dp.write_dp(source, *content, check=read_back, for_deepmd=True)
+            write_tree(source, tree, read_back)
             kit.write(["convert-backend", str(source), "{}"], path)
         use = f"written by {kit} from the .dp file that was compared"
     else:
-        dp.write_dp(path, *content, check=read_back)
+        write_tree(path, tree, read_back)
         freeze_it = command("dp-ema", "freeze", "-c", path, "-o", path.with_suffix(COMPILED_SUFFIX))
         use = only_here or f"for LAMMPS with DeePMD-kit: {freeze_it}"
     lammps = format_lammps_lines(path, loaded) if path.suffix in IN_LAMMPS else ""

@@ -70,10 +70,10 @@ def largest_difference(found: np.ndarray, reference: np.ndarray) -> float:
 
 def other_entries(theirs: Path, ours: Path, config: Any, model: Any) -> Iterator[str]:
     """Write the model again, and yield the entries of the file that are not those of the peer's."""
-    from deepmd_ema.interop.dp import write_dp
-    from deepmd_ema.interop.tree_files import read_tree
+    from deepmd_ema.interop.dp import file_tree
+    from deepmd_ema.interop.tree_files import read_tree, write_tree
 
-    write_dp(ours, model, config)
+    write_tree(ours, file_tree(model, config))
     found = differences(read_tree(theirs)["model"], read_tree(ours)["model"], "")
     for place in _of_se_e3(config.descriptor):  # one of the two networks of a pair is not used
         found = [text for text in found if f"{place}.embeddings.networks[" not in text]
