@@ -9,14 +9,24 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_input
-from toy_models import REPFORMER, REPINIT, TRICLINIC, batch_of, evaluate, model_section, toy_atoms, toy_model
+from toy_models import (
+    REPFORMER,
+    REPINIT,
+    TRICLINIC,
+    batch_of,
+    evaluate,
+    model_from_tree,
+    model_section,
+    toy_atoms,
+    toy_model,
+)
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict
 from deepmd_ema.config.remarks import ignored_options
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.interop.dp import config_from_tree, model_from_tree, model_tree
+from deepmd_ema.interop.dp import config_from_tree, model_tree
 from deepmd_ema.model.families.dpa2.layers import RepformerLayer
 from deepmd_ema.model.ops.operations import REFERENCE, with_operations
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_input
-from toy_models import FLOW, TRICLINIC, batch_of, evaluate, model_section, toy_atoms, toy_model
+from toy_models import FLOW, TRICLINIC, batch_of, evaluate, model_from_tree, model_section, toy_atoms, toy_model
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict
 from deepmd_ema.config.remarks import ignored_options
@@ -16,7 +16,7 @@ from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.geometry import neighbor_statistics
-from deepmd_ema.interop.dp import config_from_tree, model_from_tree, model_tree
+from deepmd_ema.interop.dp import config_from_tree, model_tree
 
 SAME_MATH = 1e-11
 DIFFERENCES = 2e-7  # central differences of step 1e-4

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from toy_models import TRICLINIC, TYPES, evaluate, toy_atoms, toy_model, write_dp
+from toy_models import TRICLINIC, TYPES, evaluate, model_from_tree, toy_atoms, toy_model, write_dp
 
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.errors import CheckpointError, WriteError
-from deepmd_ema.interop.dp import config_from_tree, model_from_tree, model_tree, read_dp
+from deepmd_ema.interop.dp import config_from_tree, model_tree, read_dp
 from deepmd_ema.interop.parts import types_with_tree
 
 GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md

@@ -15,7 +15,7 @@ from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.interop.dp import file_tree, read_dp
+from deepmd_ema.interop.dp import file_tree, fill_model, read_dp
 from deepmd_ema.interop.tree_files import read_tree, write_tree
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.interpolation.interpolation import Interpolation
@@ -265,6 +265,13 @@ def assert_parameter_gradients(model, loss, chosen=slice(None)):
 def write_dp(path, model, config, **facts):
     """Write a ``.dp`` or ``.yaml`` file of a model; ``facts`` are those of ``file_tree``."""
     write_tree(Path(path), file_tree(model, config, **facts))
+
+
+def model_from_tree(config, tree):
+    """Return the model of a section ``model`` with the arrays of a tree."""
+    model = build_model(config)
+    fill_model(model, config, tree)
+    return model
 
 
 def assert_tree_refused(folder, config, model, change, phrase):

@@ -111,7 +111,8 @@ def read_dp(path: str | Path) -> tuple[ModelConfig, EnergyModel, dict[str, Any]]
         _check_available(path, tree["model"])
         tree["model"] = normalized(tree["model"])
         config = config_from_tree(tree)
-        model = model_from_tree(config, tree["model"])
+        model = build_model(config)
+        fill_model(model, config, tree["model"])
         distance = tree.get(VARIABLES, {}).get("min_nbor_dist")
         # DeePMD-kit writes -1 for a distance that it does not know
         model.min_nbor_dist = None if distance is None or float(distance) < 0 else float(distance)
@@ -192,17 +193,6 @@ def config_from_tree(tree: Mapping[str, Any]) -> ModelConfig:
     }
     more = _reader_of(model).section(model, script)
     return model_config_from_dict({**section, **more}, "model")
-
-
-def model_from_tree(config: ModelConfig, tree: Tree) -> EnergyModel:
-    """Return the model that a normalized tree describes.
-
-    Raises:
-        ValueError: if a shape or the number of networks or layers differs.
-    """
-    model = build_model(config)
-    fill_model(model, config, tree)
-    return model
 
 
 def fill_model(model: EnergyModel, config: ModelConfig, tree: Tree) -> None:

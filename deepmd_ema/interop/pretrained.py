@@ -45,10 +45,9 @@ class PublishedModel:
     sha256: str
 
 
-# all of DeePMD-kit 3.2.0: descriptor, digest, name, and if others: the file after a download, and on the sites
+# all of DeePMD-kit 3.2.0: descriptor, digest, name
 _MODELS = (
-    ("dpa2", "904eb5560af9ff644347dedd3ebf1e9c97929d02ee37ce3cbe895de3df711198", "DPA-2.4-7M", "dpa-2.4-7M.pt",
-     "DPA-2.4-7M-patched-mt.pt"),
+    ("dpa2", "904eb5560af9ff644347dedd3ebf1e9c97929d02ee37ce3cbe895de3df711198", "DPA-2.4-7M"),
     ("dpa3", "86dd3a804d78ca5d203ebf98747e8f16dff9713ba8950097ceb760b161e19907", "DPA-3.1-3M"),
     ("dpa3", "876354744aeaae17b2639a6a690514470273784f2b4836280850f50cbb799165", "DPA-3.2-5M"),
     ("dpa3", "36fe440c111108d60cda54aa7d3fccac743794de25abef4d49564b9fb896a55b", "DPA-3.3-1M"),
@@ -58,16 +57,15 @@ _MODELS = (
     ("dpa4", "ded047546c2b44a50e2c850680d77279e2bf3e107c10f1c2fe39a5c344e693f6", "DPA4-Nano-OMat24-v20260805"),
     ("dpa4", "fd7f34ae28f921201e4a0328ddf56179892752084f8363e7796038201471c989", "DPA4-Neo-OMat24-v20260805"),
     ("dpa4", "6820a320dc241a4002e6c257ad21983950df178b1f80271a6e6af199adb18567", "DPA4-Plus-OMat24-v20260805"),
-)  # fmt: skip
-
-
-def _published(descriptor: str, sha256: str, name: str, file: str = "", source: str = "") -> PublishedModel:
-    repository = "DPA4-OMat24" if descriptor == "dpa4" else name
-    urls = tuple(site.format(repository, source or f"{name}.pt") for site in _SITES)
-    return PublishedModel(name, descriptor, file or f"{name}.pt", urls, sha256)
-
-
-PUBLISHED = tuple(_published(*model) for model in _MODELS)
+)
+# names of the file after a download and on the sites, where they are not that of the model
+_FILES = {"DPA-2.4-7M": ("dpa-2.4-7M.pt", "DPA-2.4-7M-patched-mt.pt")}
+PUBLISHED = tuple(
+    PublishedModel(name, descriptor, file, tuple(site.format(repository, on_site) for site in _SITES), sha256)
+    for descriptor, sha256, name in _MODELS
+    for file, on_site in [_FILES.get(name, (f"{name}.pt", f"{name}.pt"))]
+    for repository in ["DPA4-OMat24" if descriptor == "dpa4" else name]
+)
 
 
 def download(name: str, folder: Path | None = None) -> Path:
