@@ -240,12 +240,11 @@ def predict(
     made = partial(
         sequential_batches, systems, network.layout, cache, atoms_at_once(where), labels=labels, frames=frames
     )
-    first = next(made(), None)
     if isinstance(network, EnergyModel) and not compiled:  # in compiled code tables are slower
         tabulate(network)
     evaluated: nn.Module = network
     pad: Pad | None = None
-    if compiled and first is not None:
+    if compiled and (first := next(made(), None)) is not None:
         if not isinstance(network, EnergyModel):
             raise UserError("--compile: the file holds compiled code already. Leave it out.")
         models = ModelSet({"": network})

@@ -31,7 +31,9 @@ class Images:
 
     def __init__(self, frame: Frame, pairs: Pairs, layout: NeighborLayout, close: float, device: torch.device) -> None:
         self.pairs, self._types, self._layout, self._box = pairs, frame.atom_type, layout, frame.box
-        natoms = frame.num_atoms
+        natoms, sections = frame.num_atoms, len(layout.sel)
+        # of each pair: the atom and the section of its neighbor
+        self._group = pairs.i * sections + (frame.atom_type[pairs.j] if layout.by_type else 0)
         distance = np.linalg.norm(pairs.vector(frame.coord, frame.box), axis=1)
         self._close = np.flatnonzero(distance < close)
         self._most = self._count(np.ones(len(distance), bool))
@@ -78,19 +80,14 @@ class Images:
         """Return the least distance at which an atom has one neighbor more in a section than are kept."""
         if all(most <= sel for most, sel in zip(self._most, self._layout.sel)):
             return np.inf
-        section, sections = self._sections()
         # pairs come by atom, then by distance
-        order = np.argsort(self.pairs.i * sections + section, kind="stable")
-        rank, _ = rank_in_group((self.pairs.i * sections + section)[order], len(self._types) * sections)
-        dropped = rank >= np.array(self._layout.sel)[section[order]]
+        order, sections = np.argsort(self._group, kind="stable"), len(self._layout.sel)
+        group = self._group[order]
+        rank, _ = rank_in_group(group, len(self._types) * sections)
+        dropped = rank >= np.array(self._layout.sel)[group % sections]
         return float(distance[order][dropped].min(initial=np.inf))
 
-    def _sections(self) -> tuple[NDArray[np.int64], int]:
-        """Return the section of each pair, and how many there are."""
-        sections = len(self._layout.sel)
-        return self._types[self.pairs.j] if self._layout.by_type else np.zeros(len(self.pairs.j), np.int64), sections
-
     def _count(self, there: NDArray[np.bool_]) -> tuple[int, ...]:
-        section, sections = self._sections()
-        counts = np.bincount((self.pairs.i * sections + section)[there], minlength=len(self._types) * sections)
+        sections = len(self._layout.sel)
+        counts = np.bincount(self._group[there], minlength=len(self._types) * sections)
         return tuple(counts.reshape(-1, sections).max(axis=0).tolist())
