@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import CheckpointError, counted
 from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.interop import deepmd_kit, deepmd_pt, dp
+from deepmd_ema.interop.parts import chosen
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import nested
@@ -267,16 +269,17 @@ def _load_deepmd(
 
 def _load_frozen(path: Path) -> LoadedModel:
     if path.suffix.lower() in deepmd_kit.SUFFIXES and path.is_file():
-        with deepmd_kit.as_dp(path) as converted:
+        kit = deepmd_kit.find_deepmd_kit(path)
+        with tempfile.TemporaryDirectory() as folder:
+            converted = Path(folder) / "model.dp"
+            kit.write(["convert-backend", str(path.absolute()), "{}"], converted)
             loaded = _load_frozen(converted)
         return replace(loaded, info=replace(loaded.info, path=path))
     config, model, found = dp.read_dp(path)
     ours = found[dp.EXTRA]
     if not isinstance(ours, dict) or not isinstance(ours.get("average", {}), dict):
         raise CheckpointError(f"{path}: the section {dp.EXTRA} is not as dp-ema writes it. Freeze it again.")
-    facts = {"weights": ""} | {
-        name: ours[name] for name in ("weights", "step", "average", "bias", "head") if name in ours
-    }
+    facts = {"weights": "", **chosen(ours, ("weights", "step", "average", "bias", "head"))}
     version = f"{found.get('software', 'unknown')} {found.get('version', '')}".strip()
     config_of_run = ours.get("config") or {"model": found.get("model_def_script", {})}
     info = Provenance(path, "frozen", **facts, min_nbor_dist=found.get("min_nbor_dist"), version=version,

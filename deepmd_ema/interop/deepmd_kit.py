@@ -6,8 +6,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,20 +89,6 @@ def find_deepmd_kit(path: Path, program: str | None = None) -> DeepmdKit:
             f"{_last_lines(done.stderr or done.stdout)}. {INSTALL}."
         )
     return DeepmdKit(command, f"DeePMD-kit {version[1]}")
-
-
-@contextmanager
-def as_dp(path: Path, program: str | None = None) -> Iterator[Path]:
-    """Give the body a ``.dp`` file with the model of a file that only DeePMD-kit reads.
-
-    Raises:
-        UserError: if there is no DeePMD-kit, or it cannot read the file.
-    """
-    kit = find_deepmd_kit(path, program)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.dp"
-        kit.write(["convert-backend", str(path.absolute()), "{}"], file)
-        yield file
 
 
 def _last_lines(text: str) -> str:

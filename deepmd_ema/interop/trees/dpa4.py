@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _SEL = 256  # of DeePMD-kit, without effect
 FIRST_VERSION = 1.0  # of files that do not say which
-# places in the module -> names of DeePMD-kit
-_NAMES = ((r"\blayers\.", "blocks."), (r"\bso2_conv\.(mixing|attention)\.", "so2_conv."))
 
 
 class DPA4Tree(PartTree):
@@ -65,10 +63,9 @@ class DPA4Tree(PartTree):
         return {**tree, VARIABLES: {"version_tensor": version, **tree[VARIABLES]}}
 
 
-def _name(name: str) -> str:
-    for pattern, replacement in _NAMES:
-        name = re.sub(pattern, replacement, name)
-    return name
+def _name(place: str) -> str:
+    """Return the name of DeePMD-kit of a place in the module."""
+    return re.sub(r"\bso2_conv\.(mixing|attention)\.", "so2_conv.", re.sub(r"\blayers\.", "blocks.", place))
 
 
 def _constants(part: DPA4Descriptor, section: DPA4Config) -> Iterator[tuple[str, np.ndarray]]:
