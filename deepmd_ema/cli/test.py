@@ -74,20 +74,13 @@ def run(args: argparse.Namespace) -> None:
 
         picture_file(args.plot, "--plot")
     systems, patterns = chosen_systems(args, ["."])
-    common = {
-        "num_frames": args.numb_test,
-        "use_average": args.use_ema,
-        "average": args.average,
-        "head": args.head,
-        "device": args.device,
-        "rglob_patterns": patterns,
-    }
-    report = measure(args.model, systems, atomic=args.atomic, compiled=args.compile, **common)
+    weights = (args.use_ema, args.average, args.head, args.device)
+    report = measure(args.model, systems, args.numb_test, args.atomic, *weights, patterns, args.compile)
     if not args.json:
         print(report.text(), flush=True)
     physics = None
     if args.physics:
-        physics = measure_physics(args.model, systems, PhysicsOptions(**options), **common)
+        physics = measure_physics(args.model, report, PhysicsOptions(**options), *weights)
     if args.json:
         print(json.dumps(_document(report, physics), indent=2))
     elif physics is not None:

@@ -15,7 +15,7 @@ from deepmd_ema.config.elements import MASSES
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.geometry import KeptPairs, find_pairs_once
-from deepmd_ema.infer.evaluate import first_frames, open_labelled
+from deepmd_ema.infer.evaluate import ErrorReport
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential, Prediction
 from deepmd_ema.report.table import Column, Table, render
@@ -168,39 +168,32 @@ class PhysicsReport:
 
 def measure_physics(
     model: str | Path,
-    systems: Sequence[str | Path],
-    options: PhysicsOptions | None = None,
-    num_frames: int = 0,
+    errors: ErrorReport,
+    options: PhysicsOptions,
     use_average: bool = False,
     average: str | None = None,
     head: str | None = None,
     device: str | None = None,
-    rglob_patterns: Sequence[str] | None = None,
 ) -> PhysicsReport:
-    """Return the physics of a model; the first frame of the first system is that of dynamics and scans.
+    """Return the physics of a model at frames whose errors were measured; the first is that of dynamics and scans.
 
     Args:
         model: a ``.pt`` checkpoint or a frozen file.
-        systems: systems, or folders searched for systems.
+        errors: of the model.
         options: of the dynamics.
-        num_frames: frames of each system, from its first; 0 takes all.
         use_average: takes the averaged weights of a training checkpoint.
         average: which average, when there are several; implies ``use_average``.
         head: which model of a file that holds several.
         device: ``cpu``, ``cuda``; CUDA when there is one if not given.
-        rglob_patterns: names of systems to search for in folders.
 
     Raises:
         UserError: if the model or the data cannot be read, or an element has no mass.
     """
-    loaded = load_model(model, use_average=use_average, average=average, head=head)
-    opened = open_labelled(systems, loaded.config, (), rglob_patterns)
-    every = [(system, k) for system, chosen in zip(opened, first_frames(opened, num_frames)) for k in chosen]
-    if not every:
-        raise UserError("--physics: there is no frame. Give systems with -s.")
-    places = np.unique(np.linspace(0, len(every) - 1, min(MAX_FRAMES, len(every))).round().astype(int))
-    frames = [system.frame(number) for system, number in (every[place] for place in places)]
-    return physics_of(Potential(loaded, device), frames, options or PhysicsOptions())
+    loaded, number = load_model(model, use_average, average, head), len(errors.frames)
+    places = np.unique(np.linspace(0, number - 1, min(MAX_FRAMES, number)).round().astype(int))
+    sources = [errors.frames[place].source for place in places]
+    frames = [errors.systems[system].frame(frame) for system, frame in sources]
+    return physics_of(Potential(loaded, device), frames, options)
 
 
 def physics_of(model: Potential, frames: Sequence[Frame], options: PhysicsOptions) -> PhysicsReport:
