@@ -25,7 +25,9 @@ DPA4 = Family(DPA4Config, f"{_FAMILIES}.dpa4.module:DPA4Descriptor", f"{_TREES}.
 DPA4C = Family(DPA4CConfig, f"{_FAMILIES}.dpa4c.module:DPA4CDescriptor", f"{_TREES}.dpa4c:DPA4CTree")
 HYBRID = Family(HybridConfig, f"{_FAMILIES}.hybrid.module:build_hybrid", f"{_TREES}.hybrid:HybridTree")
 SE_ATTEN = Family(SeAttenConfig, f"{_FAMILIES}.se_atten.module:DPA1Descriptor", f"{_TREES}.type_embedded:SeAttenTree")
-SE_ATTEN_V2 = Family(SeAttenV2Config, f"{_FAMILIES}.se_atten.module:DPA1Descriptor", f"{_TREES}.type_embedded:SeAttenTree")
+SE_ATTEN_V2 = Family(
+    SeAttenV2Config, f"{_FAMILIES}.se_atten.module:DPA1Descriptor", f"{_TREES}.type_embedded:SeAttenTree"
+)
 SE_E2_A = Family(SeE2AConfig, f"{_FAMILIES}.se_e2_a.module:SeE2ADescriptor", f"{_TREES}.by_type:SeE2ATree")
 SE_E2_R = Family(SeE2RConfig, f"{_FAMILIES}.se_e2_r.module:SeE2RDescriptor", f"{_TREES}.by_type:SeE2RTree")
 SE_E3 = Family(SeE3Config, f"{_FAMILIES}.se_e3.module:SeE3Descriptor", f"{_TREES}.by_type:SeE3Tree")
