@@ -400,7 +400,7 @@ def _parameters(name: str, value: Any, count: int, shape: tuple[int, ...]) -> Ro
 
 
 def _rows(name: str, value: Any, count: int, shape: tuple[int, ...], expected: str) -> NDArray[np.float64]:
-    """Return (F, *shape) numbers that are given for each frame or once for all of them; ``expected`` names the shapes."""
+    """Return (F, *shape) numbers that are given for each frame or once for all of them, in shapes ``expected``."""
     found = _numbers(name, value)
     for given in (shape, (math.prod(shape),)):
         if found.shape in (given, (count, *given)):
