@@ -134,8 +134,8 @@ def split_off(config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[s
             for part, frames in zip(parts, (np.flatnonzero(~own), np.flatnonzero(own))):
                 if len(frames):
                     part.append(FrameSubset(source, frames))
-        why = "are for validation"
-        _refuse_to_lose(config.tasks[name], sources, parts.train, "validation_fraction", why, "Use another seed")
+        reason = "validation_fraction", "are for validation", "Use another seed"
+        _lost_systems(config.tasks[name], sources, parts.train, reason)
         divided[name] = parts
     return divided
 
@@ -174,35 +174,35 @@ def _without_close_pairs(task: TaskConfig, sources: Sequence[FrameSource], resul
             left_out = f"leaves out {len(close):,} of {counted(source.num_frames, 'frame')}"
             rest.notes = [*source.notes, f"{left_out}: two atoms are closer than min_pair_dist = {bound:g} angstrom"]
             remaining.append(rest)
-    why, option = f"have atoms closer than {bound:g} angstrom", "training_data.min_pair_dist"
-    lost = _refuse_to_lose(task, sources, remaining, option, why, "Use a smaller distance")
-    if lost:
-        place = f"{task.place('training')}.{option}"
-        logger.warning("%s: all frames of %s %s: the systems are left out.", place, first_few(lost), why)
+    why = f"have atoms closer than {bound:g} angstrom"
+    reason = "training_data.min_pair_dist", why, "Use a smaller distance"
+    if lost := _lost_systems(task, sources, remaining, reason):
+        logger.warning("%s: the systems are left out.", lost)
     return remaining
 
 
-def _refuse_to_lose(
-    task: TaskConfig,
-    sources: Sequence[FrameSource],
-    remaining: Sequence[FrameSource],
-    option: str,
-    why: str,
-    advice: str,
-) -> list[str]:
-    """Return the systems of which nothing is left.
+def _lost_systems(
+    task: TaskConfig, sources: Sequence[FrameSource], remaining: Sequence[FrameSource], reason: tuple[str, str, str]
+) -> str:
+    """Return the place of an option, the systems of which nothing is left, and why; empty if there is none.
+
+    Args:
+        task: whose data.
+        sources: all training systems.
+        remaining: those with the frames that are left.
+        reason: the option, what the frames that are left out have in common, and what the user can do.
 
     Raises:
         DataError: if no training system is left, or fewer than an option has numbers for.
     """
-    options, names = task.training_data, {source.name for source in remaining}
-    lost = sorted({source.name for source in sources} - names)
+    options, (option, why, advice) = task.training_data, reason
+    lost = sorted({source.name for source in sources} - {source.name for source in remaining})
     place = f"{task.place('training')}.{option}: all frames of {first_few(lost)} {why}"
     if lost and not remaining:
         raise DataError(f"{place}. {advice}.")
     if lost and (isinstance(options.batch_size, list) or options.sys_probs is not None or options.auto_prob.blocks):
         raise DataError(f"{place}, and batch_size, sys_probs or auto_prob counts systems. {advice}, or none of these.")
-    return lost
+    return place if lost else ""
 
 
 def content_of(data: Mapping[str, TaskData]) -> dict[str, Any]:

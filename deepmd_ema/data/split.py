@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple, TypeAlias
@@ -155,11 +155,9 @@ def find_near_copies(training: Sequence[FrameSource], validation: Sequence[Frame
     num_training = sum(source.num_frames for source in training)
     copy_of: dict[int, int] = {}
     for members in _groups(table.compositions).values():
-        bound = max(_COPY, _NEAR * _scale(points, members))
-        for a, b, distance in _neighbors(points, members):
-            low, high = np.minimum(a, b), np.maximum(a, b)
-            near = (distance < bound) & (low < num_training) & (high >= num_training)
-            copy_of |= dict(zip(high[near].tolist(), low[near].tolist()))
+        low, high = np.sort(_near_pairs(points, members, max(_COPY, _NEAR * _scale(points, members))), axis=0)
+        across = (low < num_training) & (high >= num_training)
+        copy_of |= dict(zip(high[across].tolist(), low[across].tolist()))
     ends = np.cumsum([0, *(source.num_frames for source in sources)])
     by_system = np.histogram(list(copy_of), ends)[0].tolist() if sources else []
 
@@ -230,18 +228,17 @@ def _moments(coord: Array, weight: Array) -> Array:
 def _clusters(table: FrameTable, strata: Sequence[Stratum]) -> tuple[list[list[int]], Array]:
     """Return the frames of each set of near copies, in order, and for each frame the first that it is a copy of."""
     points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
-    copies, near = [np.zeros((2, 0), np.int64)], list[Array]()  # pairs of frames
-    for members in _groups(table.compositions).values():
-        copies += [np.stack([a, b])[:, distance < _COPY] for a, b, distance in _neighbors(points, members)]
+    copies = [_near_pairs(points, members, _COPY) for members in _groups(table.compositions).values()]
+    near = [np.zeros((2, 0), np.int64)]
     for members in _groups(list(zip(strata, table.compositions))).values():
         scale = _scale(points, members)
-        near += [np.stack([a, b])[:, distance < _NEAR * scale] for a, b, distance in _neighbors(points, members)]
+        near.append(_near_pairs(points, members, _NEAR * scale))
         numbers, places = np.array(members), np.array([table.places[k] for k in members])
         distance = np.linalg.norm(np.diff(points[members], axis=0), axis=1)
         following = np.stack([numbers[:-1], numbers[1:]])
         near.append(following[:, (distance < _NEXT * scale) & (places[1:] == places[:-1])])
     joined = _joined(len(points), np.concatenate([*copies, *near], axis=1))
-    return list(_groups(joined.tolist()).values()), _joined(len(points), np.concatenate(copies, axis=1))
+    return list(_groups(joined.tolist()).values()), _joined(len(points), np.concatenate([near[0], *copies], axis=1))
 
 
 def _joined(number: int, pairs: Array) -> Array:
@@ -275,15 +272,16 @@ def _scale(points: Array, members: Sequence[int]) -> float:
     return float(np.median(distance)) if len(distance) else 0.0
 
 
-def _neighbors(points: Array, members: Sequence[int]) -> Iterator[tuple[Array, Array, Array]]:
-    """Yield pairs of frames that are near in the order of a number, and their distances."""
-    own = np.array(members)
+def _near_pairs(points: Array, members: Sequence[int], bound: float) -> Array:
+    """Return pairs of frames (2, P) nearer than ``bound``, of those that follow each other in the order of a number."""
+    own, found = np.array(members), [np.zeros((2, 0), np.int64)]
     columns = np.argsort(-points[own].var(axis=0), kind="stable")[:_COLUMNS]
     for column in columns:
         order = own[np.argsort(points[own, column], kind="stable")]
         for step in range(1, min(_WINDOW, len(own) - 1) + 1):
             a, b = order[:-step], order[step:]
-            yield a, b, np.linalg.norm(points[a] - points[b], axis=1)
+            found.append(np.stack([a, b])[:, np.linalg.norm(points[a] - points[b], axis=1) < bound])
+    return np.concatenate(found, axis=1)
 
 
 def _stratified(
