@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeGuard
 
@@ -75,14 +75,7 @@ class StoredTensor:
 
 def whole(tree: Any) -> Any:
     """Return nested dictionaries, lists and tuples with every :class:`StoredTensor` read; one of two names once."""
-    seen: dict[int, Tensor] = {}
-
-    def read(stored: StoredTensor) -> Tensor:
-        if id(stored) not in seen:
-            seen[id(stored)] = stored.whole()
-        return seen[id(stored)]
-
-    return map_tensors(read, tree, StoredTensor)
+    return map_tensors(cache(StoredTensor.whole), tree, StoredTensor)
 
 
 def precision(name: str) -> torch.dtype:
