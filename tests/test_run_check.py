@@ -169,5 +169,5 @@ def test_steps_of_an_epoch_of_several_tasks_are_those_of_the_run(tmp_path, monke
             found.append(trainer.prepared.length.steps_per)
 
     run_training("input.json", device="cpu", callback=Look())
-    assert found == [check.length.steps_per]
-    assert check.length.steps_per["epochs"] == 34
+    assert found == [check.steps_per]
+    assert check.steps_per["epochs"] == 34

@@ -135,7 +135,7 @@ def config_summary(
     num_steps = training.numb_steps or num_steps
     passes = [f"{task} {epochs:g} epochs" for task, epochs in config.task_epochs.items()]
     length = counted(num_steps, "step") if num_steps else ", ".join(passes) or f"{training.numb_epoch or 0:g} epochs"
-    if steps_per is not None and "" in config.tasks:  # several tasks see their data more or less often
+    if steps_per and "" in config.tasks:  # several tasks see their data more or less often
         batches = round(steps_per["epochs"] * training.accumulate)
         epochs = num_steps * training.accumulate / batches
         length = f"{counted(num_steps, 'step')} = {epochs:.1f} epochs of {counted(batches, 'batch', 'batches')}"

@@ -16,7 +16,6 @@ import numpy as np
 
 from deepmd_ema.config import config_summary, config_warnings, ignored_options, to_dict
 from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
-from deepmd_ema.config.messages import Message
 from deepmd_ema.errors import YELLOW, DataError, UserError, colored, counted
 from deepmd_ema.report.table import Cell, Column, Table, duration, facts, render
 from deepmd_ema.utils import __version__
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from deepmd_ema.config import RunConfig
     from deepmd_ema.data.check.report import DataReport
     from deepmd_ema.data.check.scan import SystemScan
-    from deepmd_ema.data.run import RunLength, TaskData
+    from deepmd_ema.data.run import TaskLength
     from deepmd_ema.data.split import Split
     from deepmd_ema.training.estimate import Cost
 
@@ -33,12 +32,19 @@ FORMAT = 3  # rises when a key changes its meaning or goes
 MAX_ROWS = 12  # of a table; `--json` has all
 _MAX_NAME = 24  # letters of the name of a system in a table
 _F_RMS, _F_MAX = "force_rms_eV_per_angstrom", "force_max_eV_per_angstrom"
+_LENGTH_KEYS = ("share_of_steps", "epochs", "batches_per_epoch", "frames_per_step", "max_atoms_per_batch")
 _UNITS = {ENERGY: "eV_per_atom", FORCE: "eV_per_angstrom", VIRIAL: "eV_per_atom"}
 _LABEL_COLUMNS = {  # of what is shown of a label: the range of energies, the size of the others
     ENERGY: (Column("E min", "eV/atom", ".3f"), Column("E max", "eV/atom", ".3f")),
     FORCE: (Column("F RMS", "eV/Å", ".3f"), Column("F max", "eV/Å", ".2f")),
     VIRIAL: (Column("V RMS", "eV/atom", ".3f"), Column("V max", "eV/atom", ".2f")),
 }
+_ELEMENT_COLUMNS = {
+    "element": Column("element"), "training_atoms": Column("training", "atoms", ",d"),
+    "validation_atoms": Column("validation", "atoms", ",d"), _F_RMS: Column("F RMS", "eV/Å", ".3f"),
+    _F_MAX: Column("F max", "eV/Å", ".2f"), "nearest": Column("nearest", "Å"),
+    "max_neighbors": Column("neighbors", "at most", "d"),
+}  # fmt: skip
 # by name of a check: its name in the table, which frame is named, and what the frames are
 _CHECKS = {
     "duplicates": ("duplicates", "first", "training frames are copies of others"),
@@ -57,7 +63,9 @@ class RunCheck:
         splits: validation frames that are split off, by task.
         reports: of the data, by task.
         problems: of the data.
-        length: of the run; None while it is not known.
+        num_steps: of the run; 0 while it is not known.
+        tasks: length of the training of each task; empty while it is not known.
+        steps_per: steps of one of ``frames`` and ``epochs``; empty while they are not known.
         groups: of parameters with learning rates of their own, a line each.
         parameters: number of trained parameters; None while it is not known.
         cost: measured; None unless it was requested.
@@ -68,7 +76,9 @@ class RunCheck:
         self.splits: Mapping[str, Split] = {}
         self.reports: dict[str, DataReport] = {}
         self.problems: list[str] = []
-        self.length: RunLength | None = None
+        self.num_steps = 0
+        self.tasks: Mapping[str, TaskLength] = {}
+        self.steps_per: Mapping[str, float] = {}
         self.groups: list[str] = []
         self.parameters: int | None = None
         self.cost: Cost | None = None
@@ -79,14 +89,16 @@ class RunCheck:
         Raises:
             DataError: if data cannot be opened or split.
         """
+        from deepmd_ema.data import run
         from deepmd_ema.data.check.report import NEAR_COPIES, SHARED
-        from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off
         from deepmd_ema.data.split import find_near_copies
+        from deepmd_ema.model.build import build_models
+        from deepmd_ema.optim.build import describe_groups
 
-        data = open_run(self.config)
-        self.splits = choose_validation(self.config, data, self.config.training.seed or 0)
-        data = split_off(self.config, data, self.splits)
-        self.reports = {name: check_task(task, data[name]) for name, task in self.config.tasks.items()}
+        data = run.open_run(self.config)
+        self.splits = run.choose_validation(self.config, data, self.config.training.seed or 0)
+        data = run.split_off(self.config, data, self.splits)
+        self.reports = {name: run.check_task(task, data[name]) for name, task in self.config.tasks.items()}
         for name, report in self.reports.items():
             if data[name].valid and name not in self.splits and not report.problems:  # a split has no near copies
                 near = find_near_copies(*data[name], len(report.type_map))
@@ -94,26 +106,18 @@ class RunCheck:
                 if near.num_frames > report.suspects[SHARED].num_frames:
                     report.warnings.append(f"task {name}: " * bool(name) + near.warning)
         self.problems = [problem for report in self.reports.values() for problem in report.problems]
-        if not self.problems:
-            try:
-                self._plan(data)
-            except UserError as error:
-                self.problems = list(error.problems)
-
-    def _plan(self, data: Mapping[str, TaskData]) -> None:
-        """Set the length of the run and its parameters."""
-        from deepmd_ema.data.run import run_length, with_neighbors
-        from deepmd_ema.model.build import build_models
-        from deepmd_ema.optim.build import describe_groups
-
-        self.length = run_length(self.config, data)
-        neighbors = {name: of.neighbors for name, of in self.reports.items() if of.neighbors is not None}
-        self.config = config = with_neighbors(self.config, neighbors)
-        models = build_models({name: task.model for name, task in config.tasks.items()}, config.links)
-        if groups := config.optimizer.groups:
-            named = dict(models.named_parameters())
-            self.groups = describe_groups(groups, models.first_names(), named, config.source)
-        self.parameters = sum(parameter.numel() for parameter in models.parameters() if parameter.requires_grad)
+        if self.problems:
+            return
+        try:  # what the data and the models say of the run
+            self.num_steps, self.tasks, self.steps_per = run.run_length(self.config, data)
+            neighbors = {name: of.neighbors for name, of in self.reports.items() if of.neighbors is not None}
+            self.config = config = run.with_neighbors(self.config, neighbors)
+            models = build_models({name: task.model for name, task in config.tasks.items()}, config.links)
+            parameters = dict(models.named_parameters())
+            self.groups = describe_groups(config.optimizer.groups, models.first_names(), parameters, config.source)
+            self.parameters = sum(parameter.numel() for parameter in parameters.values() if parameter.requires_grad)
+        except UserError as error:
+            self.problems = list(error.problems)
 
     def raise_problems(self) -> None:
         """Raise the problems of the data.
@@ -124,20 +128,11 @@ class RunCheck:
         if self.problems:
             raise DataError(self.problems)
 
-    def summary(self) -> list[tuple[str, str]]:
-        """Return names and texts of the main settings."""
-        if self.length is None:
-            return config_summary(self.config)
-        return config_summary(self.config, self.length.num_steps, self.length.steps_per)
-
     @property
     def warnings(self) -> list[str]:
         """Everything that the user should look at."""
-        if self.length is None:
-            found = config_warnings(self.config)
-        else:
-            found = config_warnings(self.config, self.length.num_steps or None, self.length.steps_per)
-            found += [text for of in self.length.tasks.values() for text in of.warnings]
+        found = config_warnings(self.config, self.num_steps or None, self.steps_per)
+        found += [text for of in self.tasks.values() for text in of.warnings]
         for name, split in self.splits.items():
             found += [f"task {name}: {text}" if name else text for text in split.warnings]
         return found + [text for report in self.reports.values() for text in report.warnings]
@@ -151,22 +146,14 @@ def data_lines(check: RunCheck) -> Iterator[str]:
         for part, scans in (("Training", report.training), ("Validation", report.validation)):
             if scans or part == "Training":
                 yield from _system_table(f"{part} data{of}", scans, report)
-        rows: list[list[Cell]] = []
-        for row in _elements(report):
+        rows = [row for row in _elements(report) if row["training_atoms"] or row["validation_atoms"]]
+        for row in rows:
             nearest = row["nearest_angstrom"]
-            text = "-" if nearest is None else f"{nearest:.3f} ({row['nearest_element']})"
-            if row["training_atoms"] or row["validation_atoms"]:
-                atoms, forces = (row["training_atoms"], row["validation_atoms"]), (row[_F_RMS], row[_F_MAX])
-                rows.append([row["element"], *atoms, *forces, text, row["max_neighbors"]])
+            row["nearest"] = "-" if nearest is None else f"{nearest:.3f} ({row['nearest_element']})"
         more = [f"  ... and {len(rows) - MAX_ROWS} more elements"] * (len(rows) > MAX_ROWS)
         if more:
-            rows.sort(key=lambda row: -(row[4] if isinstance(row[4], float) else 0.0))
-        columns = [
-            Column("element"), Column("training", "atoms", ",d"), Column("validation", "atoms", ",d"),
-            Column("F RMS", "eV/Å", ".3f"), Column("F max", "eV/Å", ".2f"), Column("nearest", "Å"),
-            Column("neighbors", "at most", "d"),
-        ]  # fmt: skip
-        yield from (*render(Table("Elements", columns, rows[:MAX_ROWS]), "  "), *more)
+            rows.sort(key=lambda row: -(row[_F_MAX] or 0.0))
+        yield from (*render(_table("Elements", _ELEMENT_COLUMNS, rows[:MAX_ROWS]), "  "), *more)
         yield from render(facts(f"Checks of the data{of}", _results(check, task, report)), "  ")
 
 
@@ -188,37 +175,44 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
     conditions = [name for name in (FPARAM, APARAM) if any(name in scan.conditions for scan in scans)]
     labels = [name for name in _LABEL_COLUMNS if any(name in scan.ranges for scan in scans)]
 
-    def label_cells(of: Sequence[SystemScan]) -> Iterator[Cell]:
+    columns = {"system": Column("system"), "frames": Column("frames", "", ",d"), "atoms": Column("atoms", "", "s")}
+    columns |= {"cell": Column("cell")} if has_several else {}
+    columns |= {f"{name} {k}": column for name in labels for k, column in enumerate(_LABEL_COLUMNS[name])}
+    columns |= {name: Column(name) for name in conditions}
+    if any(suspects[id(scan)] for scan in scans):
+        columns["suspicious"] = Column("suspicious", "frames", "d")
+
+    def numbers_of(of: Sequence[SystemScan]) -> dict[str, Cell]:
+        numbers: dict[str, Cell] = {"frames": sum(scan.system.num_frames for scan in of)}
         for name in labels:
             one = Range.of([scan.ranges[name] for scan in of if name in scan.ranges])
-            yield from ((one.low, one.high) if name == ENERGY else (one.rms, one.size)) if one.count else (None, None)
+            pair = (one.low, one.high) if name == ENERGY else (one.rms, one.size)
+            numbers |= {f"{name} {k}": value if one.count else None for k, value in enumerate(pair)}
+        return numbers | {"suspicious": sum(suspects[id(scan)] for scan in of)}
 
-    columns = [Column("system"), Column("frames", "", ",d"), Column("atoms", "", "s"), *[Column("cell")] * has_several]
-    columns += [column for name in labels for column in _LABEL_COLUMNS[name]]
-    columns += [Column(name) for name in conditions]
-    columns += [Column("suspicious", "frames", "d")] * any(suspects[id(scan)] for scan in scans)
-    rows = list[list[Cell]]()
+    rows = list[dict[str, Cell]]()
     for scan in shown[:MAX_ROWS]:
-        name, sizes = scan.system.name, scan.type_counts.sum(axis=1)
-        half = _MAX_NAME // 2 - 1
-        row: list[Cell] = [name if len(name) <= _MAX_NAME else f"{name[:half]}..{name[-half:]}", scan.system.num_frames]
-        row += [f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"]
-        row += [cells[id(scan)]] * has_several
-        row += label_cells([scan])
+        name, sizes, half = scan.system.name, scan.type_counts.sum(axis=1), _MAX_NAME // 2 - 1
+        row: dict[str, Cell] = {"system": name if len(name) <= _MAX_NAME else f"{name[:half]}..{name[-half:]}"}
+        row["atoms"] = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
         for name in conditions:
             low, high, numbers = scan.conditions.get(name, (math.nan, math.nan, 0))
-            row.append(f"{low:.4g} to {high:.4g}" + f" ({numbers} numbers)" * (numbers > 1) if numbers else "-")
-        rows.append([*row, suspects[id(scan)]])
+            row[name] = f"{low:.4g} to {high:.4g}" + f" ({numbers} numbers)" * (numbers > 1) if numbers else "-"
+        rows.append(row | {"cell": cells[id(scan)]} | numbers_of([scan]))
     if len(scans) > MAX_ROWS:
-        rows.append([f"... and {len(scans) - MAX_ROWS} more", *[""] * (len(columns) - 1)])
+        rows.append({"system": f"... and {len(scans) - MAX_ROWS} more"})
     if len(scans) > 1:
-        row = ["all", frames, "", *[""] * has_several, *label_cells(scans), *[""] * len(conditions)]
-        rows.append([*row, sum(suspects[id(scan)] for scan in scans)])
-    yield from render(Table(f"{title}: {size}", columns, [row[: len(columns)] for row in rows]), "  ")
+        rows.append({"system": "all", **numbers_of(scans)})
+    yield from render(_table(f"{title}: {size}", columns, rows), "  ")
     for label in LABELS:  # others, and those that some frames lack
         having = sum(scan.label_frames.get(label, 0) for scan in scans)
         if having and (having < frames or label not in (ENERGY, FORCE, VIRIAL)):
             yield f"  {label}: {having:,} of {counted(frames, 'frame')}"
+
+
+def _table(title: str, columns: Mapping[str, Column], rows: Sequence[Mapping[str, Cell]]) -> Table:
+    """Return a table of columns and cells by key; a cell that a row does not have is empty."""
+    return Table(title, [*columns.values()], [[row.get(key, "") for key in columns] for row in rows])
 
 
 def _suspicious_frames(report: DataReport) -> dict[int, int]:
@@ -259,9 +253,9 @@ def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[s
 
 def plan_lines(check: RunCheck) -> list[str]:
     """Return the table of what will be trained, how, and for how long."""
-    pairs, tasks = check.summary(), check.length.tasks if check.length is not None else {}
-    for name, of in tasks.items():
-        part = f"{name}: {100 * of.share:.3g} % of the steps = {of.epochs:.1f} epochs, " * (len(tasks) > 1)
+    pairs = config_summary(check.config, check.num_steps, check.steps_per)
+    for name, of in check.tasks.items():
+        part = f"{name}: {100 * of.share:.3g} % of the steps = {of.epochs:.1f} epochs, " * (len(check.tasks) > 1)
         frames = f"{of.frames:.4g} {'frame' if of.frames == 1 else 'frames'} in a step"
         atoms = f"at most {counted(of.max_atoms, 'atom')}" + " in a batch" * (check.config.training.accumulate > 1)
         pairs.append(("batch", f"{part}{frames}, {atoms}, in one process"))
@@ -324,42 +318,37 @@ def document(input_file: str, check: RunCheck | None, problems: Sequence[str]) -
         check: what is known of the run; None if the input has problems.
         problems: messages, those about the input with their places.
     """
-    plan = cost = None
-    if check is not None:
-        tasks = check.length.tasks if check.length is not None else {}
-        plan = {
-            "num_steps": (check.length.num_steps if check.length else check.config.training.numb_steps) or None,
-            "parameters": check.parameters,
-            "tasks": [
-                {
-                    "task": name,
-                    "share_of_steps": of.share,
-                    "epochs": of.epochs,
-                    "batches_per_epoch": of.batches,
-                    "frames_per_step": of.frames,
-                    "max_atoms_per_batch": of.max_atoms,
-                }
-                for name, of in tasks.items()
-            ],
-            "summary": [list(row) for row in check.summary()],
-            "input_with_defaults": to_dict(check.config),
-        }
-        cost = _cost(check) if check.reports or problems else None
-    places = [text if isinstance(text, Message) else None for text in problems]
-    return {
+    found: dict[str, Any] = {
         "format": FORMAT,
         "version": __version__,
         "input": input_file,
         "problems": [
-            {"path": at.path if at else None, "line": at.line or None if at else None, "message": str(text)}
-            for at, text in zip(places, problems)
+            {"path": getattr(text, "path", None), "line": getattr(text, "line", None) or None, "message": str(text)}
+            for text in problems
         ],
-        "warnings": check.warnings if check is not None else [],
-        "without_effect": ignored_options(check.config) if check is not None else [],
-        "notes": list(check.config.notes) if check is not None else [],
+        "warnings": [],
+        "without_effect": [],
+        "notes": [],
+        "plan": None,
+        "data": [],
+        "cost": None,
+    }
+    if check is None:
+        return found
+    plan = {
+        "num_steps": check.num_steps or check.config.training.numb_steps or None,
+        "parameters": check.parameters,
+        "tasks": [{"task": name, **dict(zip(_LENGTH_KEYS, of))} for name, of in check.tasks.items()],
+        "summary": [list(row) for row in config_summary(check.config, check.num_steps, check.steps_per)],
+        "input_with_defaults": to_dict(check.config),
+    }
+    return found | {
+        "warnings": check.warnings,
+        "without_effect": ignored_options(check.config),
+        "notes": list(check.config.notes),
         "plan": plan,
-        "data": [_data(name, report) for name, report in check.reports.items()] if check is not None else [],
-        "cost": cost,
+        "data": [_data(name, report) for name, report in check.reports.items()],
+        "cost": {"measured": _measured(check.cost)} if check.reports or problems else None,
     }
 
 
@@ -424,12 +413,11 @@ def _elements(report: DataReport) -> Iterator[dict[str, Any]]:
         }
 
 
-def _cost(check: RunCheck) -> dict[str, Any]:
-    cost, measured = check.cost, None
-    if cost is not None:
-        of_times = ("total", "start", "step", "row", "first_validation", "validation", "checkpoint", "end")
-        measured = {f"{name}_s": getattr(cost, name) for name in of_times}
-        measured |= {name: getattr(cost, name) for name in ("rows", "validations", "checkpoints")}
-        measured |= {"steps": cost.num_steps, "step_of_first_epoch_s": cost.new_step, "steps_measured": cost.measured}
-        measured |= {"memory_bytes": cost.memory, "gpu_memory_bytes": cost.gpu_memory}
-    return {"measured": measured}
+def _measured(cost: Cost | None) -> dict[str, float] | None:
+    if cost is None:
+        return None
+    of_times = ("total", "start", "step", "row", "first_validation", "validation", "checkpoint", "end")
+    measured = {f"{name}_s": getattr(cost, name) for name in of_times}
+    measured |= {name: getattr(cost, name) for name in ("rows", "validations", "checkpoints")}
+    measured |= {"steps": cost.num_steps, "step_of_first_epoch_s": cost.new_step, "steps_measured": cost.measured}
+    return measured | {"memory_bytes": cost.memory, "gpu_memory_bytes": cost.gpu_memory}
