@@ -326,12 +326,8 @@ def document(input_file: str, check: RunCheck | None, problems: Sequence[str]) -
             {"path": getattr(text, "path", None), "line": getattr(text, "line", None) or None, "message": str(text)}
             for text in problems
         ],
-        "warnings": [],
-        "without_effect": [],
-        "notes": [],
-        "plan": None,
-        "data": [],
-        "cost": None,
+        **{name: [] for name in ("warnings", "without_effect", "notes")},
+        **{"plan": None, "data": [], "cost": None},
     }
     if check is None:
         return found
