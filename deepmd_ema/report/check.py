@@ -32,6 +32,7 @@ FORMAT = 3  # rises when a key changes its meaning or goes
 MAX_ROWS = 12  # of a table; `--json` has all
 _MAX_NAME = 24  # letters of the name of a system in a table
 _F_RMS, _F_MAX = "force_rms_eV_per_angstrom", "force_max_eV_per_angstrom"
+# of the numbers of a TaskLength, in their order
 _LENGTH_KEYS = ("share_of_steps", "epochs", "batches_per_epoch", "frames_per_step", "max_atoms_per_batch")
 _UNITS = {ENERGY: "eV_per_atom", FORCE: "eV_per_angstrom", VIRIAL: "eV_per_atom"}
 _LABEL_COLUMNS = {  # of what is shown of a label: the range of energies, the size of the others
