@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from bad_inputs import GOOD, USER, sit_down, write_systems
 
-from deepmd_ema.cli.options import chosen_systems
+from deepmd_ema.cli.read import chosen_systems
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ def test_lack_of_memory_is_reported_with_what_to_do(desk, monkeypatch, error):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr("deepmd_ema.cli.check.run", fail)
+    monkeypatch.setattr("deepmd_ema.cli.inputs.check", fail)
     reported = desk.run("check", "input.json")
     reported.must_say("dp-ema: out of memory", "Use a smaller batch_size")
     assert "8000000000000 bytes" in reported.text or "8000000000000" not in str(error)

@@ -38,7 +38,7 @@ def failing(monkeypatch):
         def run(_):
             raise error
 
-        monkeypatch.setattr("deepmd_ema.cli.show.run", run)
+        monkeypatch.setattr("deepmd_ema.cli.models.show", run)
 
     return install
 
@@ -137,7 +137,7 @@ def test_no_command_prints_the_help_and_leaves_with_2(capsys):
         (["train", "a.json", "--mpi-log", "master"], "rank 0 speaks"),
         (["train", "a.json", "--pt"], "train --pt: give the backend before the command, or leave it out"),
         (["--tf", "train", "a.json"], "--tf: there is one backend, PyTorch: leave it out, or use --pt"),
-        (["-b", "jax", "train", "a.json"], "'jax': dp-ema trains with PyTorch: pt, pytorch, pt-expt, pytorch-export"),
+        (["-b", "jax", "train", "a.json"], "'jax': expected a backend that uses PyTorch: pt, pytorch, pt-expt"),
         (["--pt", "-b", "pt", "train", "a.json"], "-b/--backend: not allowed with argument --pt"),
         (["freeze", "--lower-kind", "edges"], "argument --lower-kind: invalid choice: 'edges'"),
         (["freeze", "--lower-kind", "graph"], "--lower-kind graph: frozen_model.dp takes neighbor lists (nlist)"),
@@ -148,7 +148,7 @@ def test_no_command_prints_the_help_and_leaves_with_2(capsys):
         (["freeze", "--dp", ""], "argument --dp: '': expected a path, and this is empty"),
         (["test", "--shuffle-test"], "frames are taken in order"),
         (["test", "-s", "x", "-f", "y"], "-f/--datafile: not allowed with argument -s/--system"),
-        (["show", "x", "-v", "7"], "'7' is none of DEBUG, INFO, WARNING, ERROR"),
+        (["show", "x", "-v", "7"], "'7': expected DEBUG, INFO, WARNING or ERROR"),
         (["show", "x", "y"], "show does not know what to do with: y"),
     ],
 )
@@ -232,7 +232,7 @@ def test_what_another_rank_reports_is_not_said_again(failing, capsys, error, cod
 
 def test_a_reader_that_leaves_early_is_no_error():
     code = "import sys; from deepmd_ema import cli; " \
-           "from deepmd_ema.cli import show; show.run = lambda args: print('x\\n' * 200000); " \
+           "from deepmd_ema.cli import models; models.show = lambda args: print('x\\n' * 200000); " \
            "sys.exit(cli.main(['show', 'x']))"  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.readline()

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from deepmd_ema.cli import completion
+from deepmd_ema.cli.commands import SHELLS
 from deepmd_ema.cli.main import main
 
 shtab = pytest.importorskip("shtab")
 
 
-@pytest.mark.parametrize("shell", completion.SHELLS)
+@pytest.mark.parametrize("shell", SHELLS)
 def test_the_script_of_every_shell_has_commands_and_options(shell, capsys):
     assert shell in shtab.SUPPORTED_SHELLS
     assert main(["completion", shell]) == 0

@@ -14,7 +14,7 @@ from infer_models import write_run
 from kept_runs import write_kept_run
 
 from deepmd_ema import cli
-from deepmd_ema.cli.options import chosen_systems
+from deepmd_ema.cli.read import chosen_systems
 from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.errors import ConfigError, UserError

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from helpers import toy_frame, write_system
 
-from deepmd_ema.cli import init
+from deepmd_ema.cli import commands
 from deepmd_ema.cli.main import main
 from deepmd_ema.config import load_config, to_dict
 from deepmd_ema.config.presets import KINDS, MODELS, SIZES, read_preset
@@ -118,8 +118,9 @@ def test_every_model_and_size_can_be_trained(name, size, tmp_path):
     assert main(["train", "solid.yaml"]) == 0
 
 
-def test_the_command_offers_the_models_of_the_presets():
-    assert set(init.MODEL_NAMES) == set(read_preset(MODELS))
+def test_the_command_offers_the_models_sizes_and_kinds_of_the_presets():
+    assert set(commands.MODELS) == set(read_preset(MODELS))
+    assert (commands.SIZES, commands.KINDS) == (SIZES, KINDS)
 
 
 def test_steps_fill_the_time_that_is_given(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""The command ``dp-ema``: one file per sub-command, and one place where errors become messages and exit codes."""
+"""The command ``dp-ema``: the table of commands, their functions, and the messages and exit codes of errors."""
 
 from deepmd_ema.cli.main import COMMANDS, EXIT_PIPE, MAX_PROBLEMS, build_parser, main
 

@@ -12,74 +12,26 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from deepmd_ema.cli import unsupported
-from deepmd_ema.cli.options import BACKENDS, backend, file_to_write
+from deepmd_ema import errors
+from deepmd_ema.cli import read, unsupported
+from deepmd_ema.cli.commands import BEFORE_COMMAND, COMMANDS, COMMON, add_options
 from deepmd_ema.cli.streams import flush_results, prepare_streams, say_error, settle_streams
 from deepmd_ema.distributed.launch import Launch, find_launch, write_error_file
-from deepmd_ema.errors import (
-    ConfigError,
-    DataError,
-    Interrupted,
-    RankLostError,
-    ReportedElsewhere,
-    Terminated,
-    UserError,
-    WriteError,
-    did_you_mean,
-    is_out_of_memory,
-    os_error_message,
-)
-from deepmd_ema.utils import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
-LEVELS = {"0": "ERROR", "1": "WARNING", "2": "INFO", "3": "DEBUG"}
 MAX_PROBLEMS = 25  # problems on one screen; `dp-ema check` shows all
 LESS_MEMORY = (
     "Use a smaller batch_size, fewer neighbors (rcut, sel) or smaller layers (neuron), or a machine with more memory; "
     "`dp-ema check` estimates what the largest batch takes."
 )
-# of options that may be given before the command, where those of a parser would overwrite them
-DEFAULTS = {"debug": False, "log_level": "INFO", "log_path": None, "backend": None}
 EXIT_BUG, EXIT_USER, EXIT_PIPE = 1, 2, 141
 
-# modules of optional extras, and how to get them
-INSTALL = {
-    "torch": "pip install torch",
-    "h5py": "pip install h5py",
-    "ase": "pip install 'dp-ema[ase]'",
-    "dpdata": "pip install dpdata",
-    "matplotlib": "pip install 'dp-ema[plot]'",
-    "lmdb": "pip install 'dp-ema[lmdb]'",
-    "msgpack": "pip install 'dp-ema[lmdb]'",
-    "shtab": "pip install 'dp-ema[completion]'",
-    "tensorboard": "pip install 'dp-ema[tensorboard]'",
-}
-
-
-# each is a module with add_options and run, which is imported when its command is given
-COMMANDS = {
-    "init": "write an input for data, with a reason for each choice",
-    "train": "train a model",
-    "check": "check an input and its data; show plan and cost of the run",
-    "freeze": "write a checkpoint as a .dp, .pt2 or .pth file, which DeePMD-kit and LAMMPS read",
-    "compress": "write a frozen .pt2 or .pth file again with tables of its embedding networks",
-    "test": "errors of a model on labelled frames, and its physics: dynamics and bonds",
-    "model-devi": "deviations of several models from each other",
-    "neighbor-stat": "shortest distance and most neighbors of data",
-    "report": "one page about a run: errors of all weights, curves, parity, worst frames, averages, time",
-    "posthoc": "the average of any length or shape, from the snapshots of a run",
-    "change-bias": "the energy of each element in a model, from data or given",
-    "convert": "a model file as another kind of file, or data of any format as deepmd/npy folders or extended XYZ",
-    "pretrained": "list published models that can be fine-tuned, or download one",
-    "show": "what is in a checkpoint or a frozen file, or how far a run is",
-    "plot": "learning curves as a picture",
-    "doc": "the manual of the input",
-    "completion": "completion of commands, options and files, for a shell",
-}
-# they print their result and nothing else
-WITHOUT_LOG = ("init", "check", "neighbor-stat", "pretrained", "show", "plot", "report", "doc", "completion")
+# what pip installs for a module
+INSTALL = {"torch": "torch", "h5py": "h5py", "dpdata": "dpdata", "ase": "'dp-ema[ase]'", "matplotlib": "'dp-ema[plot]'",
+           "lmdb": "'dp-ema[lmdb]'", "msgpack": "'dp-ema[lmdb]'", "shtab": "'dp-ema[completion]'",
+           "tensorboard": "'dp-ema[tensorboard]'"}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,20 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parse(words)
         args.launch, args.words = (launch := find_launch()), words
-        if args.command not in WITHOUT_LOG:
+        command = COMMANDS[args.command]
+        if command.keeps_log:
             from deepmd_ema.report.log import set_up_logging
 
             set_up_logging(args.log_level, args.log_path, is_main=launch.is_main)
             if args.backend is not None and args.command not in ("freeze", "compress"):
                 logging.getLogger(__name__).info("backend %s: accepted, dp-ema has one backend", args.backend)
-        args.run(args)
+        module = import_module(f"deepmd_ema.cli.{command.module}")
+        getattr(module, args.command.replace("-", "_"))(args)
         flush_results()
     except BrokenPipeError:  # the reader of the pipe has left
         return EXIT_PIPE
     except (Exception, KeyboardInterrupt) as error:
-        elsewhere = isinstance(error, ReportedElsewhere)
+        elsewhere = isinstance(error, errors.ReportedElsewhere)
         code, message = _explain((error.__cause__ or error) if elsewhere else error, words, launch)
-        with suppress(OSError, WriteError):
+        with suppress(OSError, errors.WriteError):
             flush_results()
         if not elsewhere:
             if "--debug" in words:
@@ -120,69 +74,72 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def build_parser(is_whole: bool = True) -> _Parser:
-    """Return the parser of the command line; not as a whole, a command has its options once it is given."""
-    common = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
-    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    common.add_argument("-v", "--log-level", type=_level, metavar="LEVEL", help="DEBUG, INFO (default), WARNING, ERROR")
-    common.add_argument("-l", "--log-path", metavar="FILE", type=file_to_write,
-                        help="write the log to a file as well")  # fmt: skip
-    parser = _Parser(prog="dp-ema", description="Train Deep Potential models with averaged weights.",
-                     parents=[common], allow_abbrev=False, argument_default=argparse.SUPPRESS)  # fmt: skip
-    backends = parser.add_mutually_exclusive_group()
-    backends.add_argument("-b", "--backend", type=backend, metavar="NAME",
-                          help="as for DeePMD-kit: pytorch or pytorch-exportable; it sets the suffix of the file that "
-                          "freeze and compress write where -o has none, and nothing else")  # fmt: skip
-    for name in ("pt", "pt-expt"):
-        backends.add_argument(f"--{name}", dest="backend", action="store_const", const=BACKENDS[name],
-                              help=f"-b {BACKENDS[name]}")  # fmt: skip
-    parser.add_argument("--version", action="version", version=f"dp-ema {__version__}")
+def build_parser(words: Collection[str] = COMMANDS) -> _Parser:
+    """Return the parser of the command line, with the options of the commands that are among ``words``."""
+    description = "Train Deep Potential models with averaged weights."
+    parser = _Parser(prog="dp-ema", description=description, allow_abbrev=False)
+    add_options(parser, (*COMMON, *BEFORE_COMMAND))
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
-    for name, line in COMMANDS.items():
-        sub = commands.add_parser(name, help=line, description=line, parents=[common], allow_abbrev=False)
-        sub.command = name
-        if is_whole:
-            sub.add_own_options()
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(
+            name, help=command.help, description=command.help, epilog=command.epilog, allow_abbrev=False
+        )
+        if name in words:
+            add_options(sub, (*COMMON, *command.options))
+            sub.set_defaults(parser=sub)
     return parser
+
+
+def completion(args: argparse.Namespace) -> None:
+    """Print the script with which a shell completes commands, options and files."""
+    import shtab
+
+    parser = build_parser()
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for one in (parser, *commands.choices.values()):
+        for action in one._actions:
+            if action.type in (read.path, read.file):
+                action.complete = shtab.FILE
+    print(shtab.complete(parser, args.shell))
 
 
 def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tuple[int, str]:
     """Return the exit code and the message of an error."""
     head = "dp-ema" if launch.size == 1 else f"dp-ema (rank {launch.rank})"
-    if isinstance(error, Interrupted):
+    if isinstance(error, errors.Interrupted):
         return 128 + error.signal_number, str(error)
-    if isinstance(error, UserError):
+    if isinstance(error, errors.UserError):
         # the rank that has ended knows whose fault it is
-        return EXIT_BUG if isinstance(error, RankLostError) else EXIT_USER, _one_screen(error, words, head)
-    if isinstance(error, Terminated):
+        return EXIT_BUG if isinstance(error, errors.RankLostError) else EXIT_USER, _one_screen(error, words, head)
+    if isinstance(error, errors.Terminated):
         return 128 + error.signal_number, f"{head}: {error}"
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, "dp-ema: stopped by Ctrl-C"
-    if is_out_of_memory(error):
+    if errors.is_out_of_memory(error):
         size = re.search(r"Unable to allocate [^.]*?iB|tried to allocate [\d.,]+ \w+", str(error), re.IGNORECASE)
         refused = f"out of memory ({size[0].lower()})" if size else "out of memory"
         return EXIT_USER, f"{head}: {refused}. {LESS_MEMORY}"
-    message = os_error_message(error) if isinstance(error, OSError) else None
+    message = errors.os_error_message(error) if isinstance(error, OSError) else None
     if message is not None:
         return EXIT_USER, f"{head}: {message}"
     top = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if top in INSTALL:
-        return EXIT_USER, f"dp-ema: this needs {top}, which is not installed. {INSTALL[top]}"
+        return EXIT_USER, f"dp-ema: this needs {top}, which is not installed. pip install {INSTALL[top]}"
     line = f"{head}: {type(error).__name__}: {' '.join(str(error).split())[:400] or 'no message'}"
     if "--debug" in words:
         return EXIT_BUG, line
     return EXIT_BUG, f"{line}\nThis should not happen. Run again with --debug for the traceback."
 
 
-def _one_screen(error: UserError, words: Sequence[str], head: str) -> str:
+def _one_screen(error: errors.UserError, words: Sequence[str], head: str) -> str:
     """Return the problems of an error as one screen: a line alone, or a numbered list."""
     problems = error.problems
     if len(problems) == 1:
         return f"{head}: {problems[0]}"
     is_given = words[:1] != ["init"]  # which writes an input
     where = next((w for w in words if is_given and w.endswith((".json", ".yaml", ".yml"))), None)
-    place = f" in {where}" if where and isinstance(error, ConfigError) else ""
-    place = f" in the data of {where}" if where and isinstance(error, DataError) else place
+    place = f" in {where}" if where and isinstance(error, errors.ConfigError) else ""
+    place = f" in the data of {where}" if where and isinstance(error, errors.DataError) else place
     shown = problems if words[:1] == ["check"] else problems[:MAX_PROBLEMS]
     lines = [f"{head}: {len(problems)} problems{place}"]
     lines += [f"{number:3d}. {problem}" for number, problem in enumerate(shown, 1)]
@@ -194,24 +151,10 @@ def _one_screen(error: UserError, words: Sequence[str], head: str) -> str:
 class _Parser(argparse.ArgumentParser):
     """A parser that answers a mistake with one screen instead of a page of usage, and knows -1e2 for a number."""
 
-    command = ""
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         # that of Python before 3.14 takes -1e2 for an option
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-
-    def add_own_options(self) -> None:
-        """Add the options of the command, once."""
-        if self.command:
-            module = import_module(f"deepmd_ema.cli.{self.command.replace('-', '_')}")
-            module.add_options(self)
-            self.set_defaults(run=module.run, parser=self)
-            self.command = ""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.add_own_options()
-        return super().parse_known_args(args, namespace)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         print(message, end="", file=file or sys.stderr)  # argparse says nothing of a disk that is full
@@ -220,23 +163,25 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         found = re.search(r"argument COMMAND: invalid choice: '([^']*)'", message)
         if found is None:
-            raise UserError(f"{message}. `{self.prog} --help` shows what it takes.")
+            raise errors.UserError(f"{message}. `{self.prog} --help` shows what it takes.")
         name = found.group(1)
         if name in unsupported.COMMANDS:
-            raise UserError(f"{name} is a command of DeePMD-kit: {unsupported.COMMANDS[name]}.")
-        raise UserError(f"the command {name!r} is unknown. {did_you_mean(name, list(COMMANDS))}")
+            raise errors.UserError(f"{name} is a command of DeePMD-kit: {unsupported.COMMANDS[name]}.")
+        raise errors.UserError(f"the command {name!r} is unknown. {errors.did_you_mean(name, list(COMMANDS))}")
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     """Return the parsed words; options of DeePMD-kit are refused by name, others with the nearest that is known."""
-    parser = build_parser(is_whole=False)
+    parser = build_parser(words)
     if not words:
         parser.print_help()
         raise SystemExit(EXIT_USER)
-    args, rest = parser.parse_known_args(list(words), argparse.Namespace(**DEFAULTS))
-    if args.log_path is not None and args.command in WITHOUT_LOG:
+    args, rest = parser.parse_known_args(list(words), argparse.Namespace(log_level="INFO", log_path=None))
+    if args.log_path is not None and not COMMANDS[args.command].keeps_log:
         name = args.command
-        raise UserError(f"-l {args.log_path}: {name} keeps no log. Its output is kept by `dp-ema {name} ... > FILE`.")
+        raise errors.UserError(
+            f"-l {args.log_path}: {name} keeps no log. Its output is kept by `dp-ema {name} ... > FILE`."
+        )
     if not rest:
         return args
     of_peer = unsupported.OPTIONS[""] | unsupported.OPTIONS.get(args.command, {})
@@ -248,12 +193,5 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         if name in refused:
             problems.append(f"{args.command} {name}: {refused[name]}.")
         elif name.startswith("-") and name.lstrip("-"):
-            problems.append(f"{args.command} has no option {name}. {did_you_mean(name, options)}")
-    raise UserError(problems or f"{args.command} does not know what to do with: {' '.join(rest)}")
-
-
-def _level(text: str) -> str:
-    name = LEVELS.get(text, text.upper())
-    if name not in LEVELS.values():
-        raise argparse.ArgumentTypeError(f"{text!r} is none of DEBUG, INFO, WARNING, ERROR")
-    return name
+            problems.append(f"{args.command} has no option {name}. {errors.did_you_mean(name, options)}")
+    raise errors.UserError(problems or f"{args.command} does not know what to do with: {' '.join(rest)}")

@@ -1,4 +1,4 @@
-"""``dp-ema test``."""
+"""Commands that evaluate models, data and runs: test, model-devi, neighbor-stat, report, posthoc, plot."""
 
 from __future__ import annotations
 
@@ -9,18 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.options import (
-    EVALUATED,
-    add_device,
-    add_systems,
-    add_weights,
-    chosen_systems,
-    file_to_write,
-    num_frames,
-    num_steps,
-    path,
-    positive,
-)
+from deepmd_ema.cli.read import chosen_systems
+from deepmd_ema.cli.streams import say
 from deepmd_ema.errors import UserError
 from deepmd_ema.utils import keep_freed_memory
 
@@ -30,32 +20,7 @@ if TYPE_CHECKING:
     from deepmd_ema.model.metrics import Errors
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("-m", "--model", metavar="MODEL", type=path, default="frozen_model.dp",
-                        help=f"a .pt checkpoint or a frozen .dp, .yaml or {EVALUATED} (frozen_model.dp)")  # fmt: skip
-    add_systems(parser)
-    parser.add_argument("-n", "--numb-test", metavar="N", type=num_frames, default=0,
-                        help="frames of each system, from its first (0: all)")  # fmt: skip
-    parser.add_argument("-d", "--detail-file", metavar="PREFIX", type=file_to_write,
-                        help="write PREFIX.e.out, .f.out, .v.out, ... per frame")  # fmt: skip
-    parser.add_argument("-a", "--atomic", action="store_true", help="test atomic energies as well")
-    parser.add_argument("--plot", metavar="PNG", nargs="?", const="parity.png", type=file_to_write,
-                        help="parity plots (parity.png)")  # fmt: skip
-    parser.add_argument("--compile", action="store_true", help="compile the model first: for many frames; needs g++")
-    parser.add_argument("--physics", action="store_true",
-                        help="dynamics, bond scans and cutoff as well (doc/physics.md)")  # fmt: skip
-    parser.add_argument("--temperature", metavar="K", type=positive,
-                        help="with --physics: of the run without thermostat, half of the other (300)")  # fmt: skip
-    parser.add_argument("--md-steps", metavar="N", type=num_steps, help="with --physics: steps of each run (1 ps)")
-    parser.add_argument("--time-step", metavar="FS", type=positive,
-                        help="with --physics: in femtoseconds (0.5 with hydrogen, else 1)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
-    add_weights(parser)
-    add_device(parser)
-
-
-def run(args: argparse.Namespace) -> None:
+def test(args: argparse.Namespace) -> None:
     """Print the errors, and the physics where requested, and write the requested files."""
     names = ("temperature", "md_steps", "time_step")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
@@ -104,3 +69,56 @@ def _document(report: ErrorReport, physics: PhysicsReport | None) -> dict[str, A
         "systems": {name: numbers(errors) for name, errors in report.by_system.items()},
         "physics": None if physics is None else physics.document(),
     }
+
+
+def model_devi(args: argparse.Namespace) -> None:
+    """Write the table and print the models and the largest deviations."""
+    with loading():
+        from deepmd_ema.infer.deviation import DeviationOptions, measure_deviation, refuse_output
+
+    refuse_output(args.output, args.models)
+    options = DeviationOptions(args.real_error, args.atomic, args.relative, args.relative_v, args.frequency)
+    systems, patterns = chosen_systems(args, ["."])
+    averages = args.average or ()
+    report = measure_deviation(
+        args.models, systems, options, args.use_ema, averages, args.head, device=args.device, rglob_patterns=patterns
+    )
+    print(report.text())
+    print(f"wrote {report.write(args.output)}")
+
+
+def neighbor_stat(args: argparse.Namespace) -> None:
+    """Print the numbers."""
+    with loading():
+        from deepmd_ema.infer.neighbors import describe_neighbors
+
+    systems, patterns = chosen_systems(args, ["."])
+    say(describe_neighbors(systems, args.rcut, args.type_map, args.mixed_type, patterns))
+
+
+def report(args: argparse.Namespace) -> None:
+    """Write the page."""
+    keep_freed_memory()
+    with loading():
+        from deepmd_ema.report.page import write_report
+
+    remarks = write_report(args.folder, args.output, args.numb_test, args.device, args.average)
+    print("\n".join([f"wrote {args.output}", *remarks]))
+
+
+def posthoc(args: argparse.Namespace) -> None:
+    """Print the errors over the length, and write the best average, the table and the picture."""
+    with loading():
+        from deepmd_ema.averaging.posthoc.run import run_posthoc
+
+    systems, patterns = chosen_systems(args, [])
+    run_posthoc(args.run_dir, args.sigma_rel, args.step, shapes=args.shapes, metric=args.metric,
+                systems=systems or None, rglob_patterns=patterns, output=args.output, plot=args.plot,
+                table=args.table, head=args.head, device=args.device, say=print)  # fmt: skip
+
+
+def plot(args: argparse.Namespace) -> None:
+    """Draw the curves."""
+    from deepmd_ema.report.plots import plot_curves
+
+    print(f"wrote {plot_curves(args.files, args.output, args.log_steps)}")

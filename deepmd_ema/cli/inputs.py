@@ -1,0 +1,107 @@
+"""Commands about inputs: init, check, doc."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+
+from deepmd_ema.cli.loading import loading
+from deepmd_ema.cli.streams import say, say_error
+from deepmd_ema.distributed.files import atomic_write
+from deepmd_ema.distributed.launch import find_launch
+from deepmd_ema.errors import ReportedElsewhere, UserError, command
+
+SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def init(args: argparse.Namespace) -> None:
+    """Write the input and print what was chosen."""
+    file = Path(args.output)
+    if file.suffix.lower() not in SUFFIXES:
+        raise UserError(f"-o {file}: expected a file that ends in {', '.join(SUFFIXES)}.")
+    if file.exists():
+        raise UserError(f"{file}: is there already. Name another file with -o, or remove it.")
+    if not os.access(file.parent, os.W_OK):  # --hours measures before the file is written
+        raise UserError(f"-o {file}: {file.parent} is no folder that can be written to. Make it, or name another.")
+    if args.finetune is None:
+        idle = {"--replay": args.replay, "--head": args.head}
+        why = "is an option for fine-tuning. Name the model with --finetune, or leave it out."
+    else:
+        idle = {"--model": args.model, "--size": args.size, "--rcut": args.rcut}
+        why = "the model is that of --finetune. Leave it out."
+    if without_effect := [option for option, value in idle.items() if value]:
+        raise UserError(f"init {without_effect[0]}: {why}")
+    with loading():
+        from deepmd_ema.report.propose import Wishes, propose
+    given = {wish.name: getattr(args, wish.name) for wish in fields(Wishes)}
+    proposal = propose(Wishes(**{name: value for name, value in given.items() if value is not None}))
+    with atomic_write(file) as part:
+        part.write_text(proposal.text(file), encoding="utf-8")
+    start = ["--finetune", args.finetune] if args.finetune else []
+    say("\n".join([f"wrote {file}", *(f"  {line}" for line in proposal.head[1:]),
+                   *(f"  warning: {line}" for line in proposal.warnings),
+                   f"  next      {command('dp-ema', 'check', file)}",
+                   f"            {command('dp-ema', 'train', *start, file)}"]))  # fmt: skip
+
+
+def check(args: argparse.Namespace) -> None:
+    """Print the report, section by section as it becomes known, or as one document, also of an input with problems.
+
+    Raises:
+        UserError: if there are problems, with ``--json`` as the cause of a :class:`ReportedElsewhere`.
+    """
+    from deepmd_ema.config import as_launched, load_config
+    from deepmd_ema.report.check import RunCheck, closing_lines, cost_lines, data_lines, document, plan_lines
+
+    def show(*parts: Iterable[str]) -> None:
+        if not args.json:
+            say("\n".join(line for part in parts for line in part))
+
+    run, problem = None, None
+    try:
+        run = RunCheck(as_launched(load_config(args.input), find_launch().launched))
+        show([f"{args.input}: the options are good"])
+        if args.config_only:
+            show(plan_lines(run))
+        else:
+            with loading():
+                from deepmd_ema.training.estimate import measure_steps
+            run.read_data()
+            show(data_lines(run), plan_lines(run))
+            if args.time and not run.problems and run.config.training.numb_steps != 0:
+                run.cost = measure_steps(run.config, args.device)
+            show(cost_lines(run))
+            run.raise_problems()
+    except UserError as error:
+        problem = error
+        if run is not None and not run.reports:
+            show(plan_lines(run))
+    if run is not None:
+        show(closing_lines(run))
+    if args.json:
+        print(json.dumps(document(args.input, run, problem.problems if problem else []), indent=2))
+    if problem is not None:
+        if args.json:
+            raise ReportedElsewhere from problem
+        raise problem
+    if not args.json and not args.config_only:
+        say(f"\nnext: {command('dp-ema', 'train', args.input)}")
+
+
+def doc(args: argparse.Namespace) -> None:
+    """Print the manual, one option of it, or the schema."""
+    from deepmd_ema.config.manual import json_schema_text, manual
+    from deepmd_ema.config.schema.averaging import AVERAGES
+    from deepmd_ema.config.schema.descriptor import DESCRIPTORS
+    from deepmd_ema.config.schema.loggers import LOGGERS
+
+    for what, section, registry in (
+        ("descriptor", "descriptor", DESCRIPTORS), ("average", "averaging", AVERAGES), ("logger", "loggers", LOGGERS)
+    ):  # fmt: skip
+        for name, fault in registry.faults.items() if section in (args.option or section) else ():
+            say_error(f'{what} "{name}" is not listed: {fault}')
+    print(json_schema_text() if args.json_schema else manual(args.option))
