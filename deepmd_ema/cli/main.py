@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import re
 import signal
@@ -43,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.launch, args.words = (launch := find_launch()), words
         command = COMMANDS[args.command]
         if command.keeps_log:
+            import logging  # takes time, which --help need not
+
             from deepmd_ema.report.log import set_up_logging
 
             set_up_logging(args.log_level, args.log_path, is_main=launch.is_main)
