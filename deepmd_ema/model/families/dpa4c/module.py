@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,14 +15,14 @@ from deepmd_ema.distributed.tensors import precision
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.families.dpa4.layers import Source, TypeTable
-from deepmd_ema.model.families.dpa4c.moments import InvariantReadout, pair_numbers
+from deepmd_ema.model.families.dpa4c.moments import InvariantReadout, pair_numbers, slopes
 from deepmd_ema.model.families.dpa4c.radial import PairNetwork, PairTables, RadialNetwork, gated_width
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.sums import DirectSum
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
 from deepmd_ema.model.ops.operations import UsesOperations
-from deepmd_ema.model.ops.reference import vjp_of, with_vjp
+from deepmd_ema.model.ops.reference import vjp_of
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         self.excluded = ExcludedPairs(config.exclude_types, num_types)
         source = Source(seed_for("dpa4c", seed if config.seed is None else config.seed), self.dtype)
         self.type_embedding = TypeTable(num_types, config.channels, source.part("elements"))
+        self._slopes = nn.Buffer(slopes(config.lmax).to(self.dtype), persistent=False)
         self.radial = RadialNetwork(config, source.part("radial"))
         self.pair_film = PairNetwork(config, source.part("pairs"))
         self.readout = InvariantReadout(config, source.part("readout"))
@@ -129,15 +130,20 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
 
         Amplitudes are computed for each pair of atoms.
         """
-        return with_vjp(lambda vector: self._of_pairs(*self._numbers(vector, batch), batch), batch.vector)
+        numbers, back = self._numbers(batch)
+        found, of_pairs = vjp_of(lambda *parts: self._of_pairs(parts, batch), *numbers)
+        return found, lambda grad_features: back(*of_pairs(grad_features))
 
-    def _numbers(self, vector: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows, distances and sums of envelopes of the pairs of vectors (A, K, 3)."""
+    def _numbers(self, batch: Batch) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[..., Tensor]]:
+        """Return rows, distances and sums of envelopes of the pairs, and their vector-Jacobian product."""
         dropped = self.excluded(batch, batch.within()) if self.excluded.any else None
-        return pair_numbers(vector, dropped, self.section.rcut, self.section.lmax, self.dtype)
+        vector, section = batch.vector.to(self.dtype), self.section
+        numbers, vjp = pair_numbers(vector, dropped, section.rcut, section.lmax, self._slopes)
+        return numbers, lambda *grads: vjp(*grads).double()
 
-    def _of_pairs(self, rows: Tensor, distance: Tensor, masses: Tensor, batch: Batch) -> Tensor:
+    def _of_pairs(self, numbers: tuple[Tensor, ...], batch: Batch) -> Tensor:
         """Return the features (A, G) from the numbers of pairs."""
+        rows, distance, masses = numbers
         section, widths = self.section, self.section.widths
         tables = self.pair_film(self.type_embedding())
         own = _of_centres(tables, batch.atom_type)
@@ -159,8 +165,7 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
 
         The network of the distance then has one output for all pairs of elements.
         """
-        numbers = torch.func.vjp(lambda vector: self._numbers(vector, batch), batch.vector)
-        (rows, distance, masses), back = cast("Any", numbers)
+        (rows, distance, masses), back = self._numbers(batch)
         kinds = torch.tensor(species, device=rows.device)[:, None]
         of_type = (batch.neighbor_type[:, None] == kinds).to(rows)  # A, S, K
         left = (rows[:, :, None] * of_type[:, None]).flatten(1, 2).transpose(1, 2)  # A, K, Q S
@@ -182,7 +187,7 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
             parts = by_left.transpose(1, 2).unflatten(1, (-1, len(species))).unbind(2)
             for part, mask in zip(parts, of_type.unbind(1)):
                 by_rows = torch.addcmul(by_rows, part, mask[:, None])
-            return cast("Tensor", back((by_rows, by_distance, by_masses))[0])
+            return back(by_rows, by_distance, by_masses)
 
         return found, vjp
 

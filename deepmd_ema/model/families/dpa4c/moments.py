@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import combinations_with_replacement, permutations, product
 from typing import TYPE_CHECKING
@@ -190,31 +190,62 @@ def _digits(degrees: Triple) -> str:
 # A atoms, K neighbor slots, Q = (L + 1)^2 harmonics of degrees 0 to L
 
 EXPONENT = 5  # of the envelope
+SLOPE = EXPONENT * math.comb(EXPONENT + 3, 3)  # the derivative of the envelope is -SLOPE x^4 (1 - x)^3
 EPS = 1e-7  # angstrom
 
 
 def pair_numbers(
-    vector: Tensor, dropped: Tensor | None, rcut: float, lmax: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return envelopes, harmonics and distances of pairs, in the precision of the descriptor.
+    vector: Tensor, dropped: Tensor | None, rcut: float, lmax: int, slopes: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Return envelopes, harmonics and distances of pairs, and their vector-Jacobian product.
+
+    The product is written out: with that of autograd a training step took 1.06 times as long (water, L = 2).
 
     Args:
-        vector: (A, K, 3) angstrom.
+        vector: (A, K, 3) angstrom, in the precision of the descriptor.
         dropped: (A, K) bool, pairs that do not see each other, or None.
         rcut: cutoff, angstrom.
         lmax: L.
-        dtype: of the results.
+        slopes: of :func:`slopes`, in that precision.
 
     Returns:
         Rows (A, Q, K), the envelope, then the squared envelope times the harmonics from degree 1 on; distances (A, K),
-        at most the cutoff; and sums (A, 2) of the second and fourth powers of the envelopes.
+        at most the cutoff; and sums (A, 2) of the second and fourth powers of the envelopes. Then a function of the
+        gradients by these three, which returns that by the vectors.
     """
-    vector = vector.to(dtype).movedim(-1, 1).contiguous()  # A, 3, K
+    vector = vector.movedim(-1, 1).contiguous()  # A, 3, K
     length = (vector.square().sum(1) + EPS**2).sqrt()
     envelope = cutoff_envelope(length, rcut, EXPONENT)
     if dropped is not None:
         envelope = envelope.masked_fill(dropped, 0)
     squared = envelope * envelope
-    angular = torch.stack(harmonics((vector / length[:, None]).unbind(1), lmax), 1)
+    unit = vector / length[:, None]
+    angular = torch.stack(harmonics(unit.unbind(1), lmax), 1)
     rows = torch.cat([envelope[:, None], squared[:, None] * angular], 1)
-    return rows, length.clamp(max=rcut), torch.stack([squared.sum(1), (squared * squared).sum(1)], 1)
+    masses = torch.stack([squared.sum(1), (squared * squared).sum(1)], 1)
+    inside, share = envelope > 0, (length / rcut).clamp(max=1)
+    slope = share.square().square() * (1 - share) ** 3 * (-SLOPE / rcut) * inside
+
+    def vjp(by_rows: Tensor, by_distance: Tensor, by_masses: Tensor) -> Tensor:
+        by_angular, second, fourth = by_rows[:, 1:], by_masses[:, :1], by_masses[:, 1:]
+        by_squared = (by_angular * angular).sum(1) + second + 2 * squared * fourth
+        along = (by_rows[:, 0] + 2 * envelope * by_squared) * slope + by_distance * inside
+        terms = (slopes.flatten(0, 1) @ by_angular).unflatten(1, slopes.shape[:2])
+        # degree 0 is 1
+        by_unit = terms[:, :, 0] + (terms[:, :, 1:] * angular[:, None, : slopes.shape[1] - 1]).sum(2)
+        by_unit = by_unit * (squared / length)[:, None]
+        along = along - (unit * by_unit).sum(1)
+        return (by_unit + unit * along[:, None]).movedim(1, -1)
+
+    return (rows, length.clamp(max=rcut), masses), vjp
+
+
+@lru_cache(maxsize=8)
+def slopes(lmax: int) -> Tensor:
+    """Return (3, L^2, Q - 1) float64, the derivatives of harmonics of degrees 1 to L as sums of those up to L - 1."""
+    points = sphere()[0]
+    basis = torch.stack([torch.ones_like(points[0]), *harmonics(points.unbind(0), lmax)[: lmax**2 - 1]], 1)
+    derivatives = torch.func.jacrev(lambda u: torch.stack(harmonics(u.unbind(0), lmax)))
+    of_points = torch.vmap(derivatives)(points.T)  # P, Q - 1, 3
+    found = torch.linalg.lstsq(basis, of_points.flatten(1)).solution.unflatten(1, of_points.shape[1:])
+    return torch.where(found.abs() > math.sqrt(NEGLIGIBLE), found, 0.0).permute(2, 0, 1).contiguous()
