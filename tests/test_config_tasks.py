@@ -157,6 +157,12 @@ def test_a_task_without_a_loss_has_the_defaults():
     assert config_from_dict(values).tasks["ice"].loss.start_pref_f == 1000
 
 
+def test_an_unknown_part_in_a_list_is_one_mistake():
+    hybrid = {"type": "hybrid", "list": ["dpa", "dpaa"]}
+    (problem,) = problems_of(tasks(model__model_dict__ice__descriptor=hybrid))
+    assert 'model.model_dict.ice.descriptor.list[1] = "dpaa": not in model.shared_dict. Did you mean dpa?' in problem
+
+
 def test_mistakes_in_a_shared_part_are_reported_once_and_where_the_input_has_it(tmp_path):
     values = tasks(model__shared_dict__dpa={**DPA, "rcutt": 5.0, "neuron": "many"}, model__data_stat_nbatch=-1)
     path = write(tmp_path, values)

@@ -127,7 +127,8 @@ class Reading:
         inner = {}
         for key, item in ((key, item) for key, item in items if not is_comment(key)):
             self.paths.setdefault((*path, key), (*spelled, key))
-            inner[key] = self.section(option, item, (*path, key))
+            # a shared part that is missing is reported already
+            inner[key] = item if item is INVALID else self.section(option, item, (*path, key))
         # of a wrong entry nothing can be read
         unreadable = dict.fromkeys((o.name for o in options(option.sections[0])), INVALID)
         inner = {k: build(option.sections[0], unreadable) if one is INVALID else one for k, one in inner.items()}
