@@ -65,20 +65,20 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
 
 # lines of code, without blank lines, comments and docstrings; a number may only fall, and falls with the code
 MAX_LINES = {
-    "all": 31536,
-    "averaging": 1328,
-    "checkpoint": 791,
-    "cli": 1196,
-    "config": 4256,
-    "data": 4024,
-    "distributed": 947,
-    "infer": 1723,
-    "interop": 2096,
-    "model": 7911,
-    "modules": 892,
-    "optim": 868,
-    "report": 2400,
-    "training": 3104,
+    "all": 30112,
+    "averaging": 1327,
+    "checkpoint": 784,
+    "cli": 1010,
+    "config": 4029,
+    "data": 3912,
+    "distributed": 941,
+    "infer": 1633,
+    "interop": 1987,
+    "model": 7525,
+    "modules": 877,
+    "optim": 865,
+    "report": 2283,
+    "training": 2939,
 }
 SKIPPED = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 
@@ -105,7 +105,7 @@ def test_no_package_has_more_lines_than_its_budget():
 
 
 # of examples/water without validation and averages, by tests/first_step.py; they may only fall
-MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 582, 104, 8
+MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 545, 102, 8
 
 
 @pytest.mark.slow

@@ -135,7 +135,8 @@ def test_the_lines_for_a_pt2_arrive_at_the_compiler(line, tmp_path, monkeypatch)
 
     def freeze(loaded, output, **how):
         frozen.append((loaded.info.path.name, output, how))
-        return export.Frozen(Path(output), "", 0, {"energy": 0.0})
+        Path(output).touch()
+        return export.Frozen(Path(output), "", {"energy": 0.0}, "")
 
     monkeypatch.setattr(export, "freeze", freeze)
     assert cli.main(line.split()) == 0
