@@ -134,7 +134,8 @@ class SwaProfile(Profile):
     def decay_at(self, done: Any) -> Any:
         """Return the decay of a step."""
         assert self.gamma is not None, "in_steps() takes it from sigma_rel"
-        return (done / (done + 1)) ** (self.gamma + 1)
+        decay = done / (done + 1)
+        return decay ** (self.gamma + 1) if self.gamma else decay  # one kernel less on a GPU
 
     def decay_of_update(self, updates: Any) -> Any:
         """Return the decay of an update, which is that of a step: both follow the number of those before."""
