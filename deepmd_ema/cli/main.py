@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MAX_PROBLEMS = 25  # problems on one screen; `dp-ema check` shows all
 LESS_MEMORY = (
     "Use a smaller batch_size, fewer neighbors (rcut, sel) or smaller layers (neuron), or a machine with more memory; "
-    "`dp-ema check` estimates what the largest batch takes."
+    "`dp-ema check --time` measures the memory of some steps."
 )
 EXIT_BUG, EXIT_USER, EXIT_PIPE = 1, 2, 141
 
