@@ -138,17 +138,18 @@ def test_every_operation_of_a_cpu_has_the_values_and_gradients_of_the_reference(
 
 @pytest.mark.parametrize("shares", [(4, 0, 2), (2, 2, 2), (6,)], ids=str)
 @pytest.mark.parametrize("parts", [(0,), (1,), (0, 1)], ids=str)
-def test_fitting_networks_on_a_gpu_have_the_values_and_gradients_of_the_reference(shares, parts):
+@pytest.mark.parametrize("operations", [CPU, GPU], ids=["cpu", "gpu"])
+def test_fitting_networks_have_the_values_and_gradients_of_the_reference(shares, parts, operations):
     x, nets = draw(6, 4), fitting_networks()[: len(shares)]
     results = []
-    for ops in (GPU, REFERENCE):
+    for ops in (operations, REFERENCE):
         found = ops.values_and_gradients(x, nets, shares)
         loss = sum((found[k] * draw(*found[k].shape, seed=k).detach()).sum() for k in parts)
         leaves = [x, *(p for net in nets for p in net.parameters())]
         grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         results.append([*found, *(torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads))])
-    for gpu, reference in zip(*results, strict=True):
-        close(gpu, reference)
+    for written_out, reference in zip(*results, strict=True):
+        close(written_out, reference)
 
 
 def test_moments_on_a_gpu_have_the_values_and_gradients_of_the_reference():

@@ -43,4 +43,4 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     if not (single and a[0].numel() * b.shape[2] >= MIN_WORK and uses_onednn()):
         return torch.bmm(a, b)
     # oneDNN has no product of batches here: a loop pays as soon as each matrix alone is large enough
-    return torch.stack([by_onednn(x, y) for x, y in zip(a, b)])
+    return torch.stack([by_onednn(x, y) for x, y in zip(a, b)]) if len(a) > 1 else by_onednn(a[0], b[0])[None]

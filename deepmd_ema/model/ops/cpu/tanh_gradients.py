@@ -7,8 +7,8 @@ layers, like a change of the inputs, and then the gradient P by y goes down::
     h = H W,                 H_above = h d idt + skip(H),      W gets H^T q,   t gets c = -2 h G t idt
     p = (P idt + c) d,       P_below = p W^T + skip^T(P),      W gets x^T p,   b gets p,   idt gets h G d + P t
 
-Autograd takes some 40 operations for each layer. On a GPU, where launching an operation costs more than its arithmetic,
-T networks are evaluated together, as stacks of matrices (T, B, ...) in place of (B, ...).
+Autograd takes some 40 operations for each layer. T networks are stacks of matrices (T, B, ...) in place of (B, ...): on
+a GPU, where launching an operation costs more than its arithmetic, all are evaluated together, on a CPU each alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deepmd_ema.model.nn.layers import Network
+from deepmd_ema.model.ops.cpu.product import products
 from deepmd_ema.model.ops.reference import values_and_gradients
 
 # inputs of networks with those of rows that fill up: more are bound by arithmetic, and fewer by launches
@@ -29,28 +30,26 @@ MAX_STACKED = 1 << 22
 # A rows of all networks, B rows of one of T, N inputs and M outputs of a layer
 
 
-def stacked_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the outputs (A,) of networks and their gradients by the inputs (A, N), together if they are of tanh.
-
-    A network of few rows has rows of zeros after them.
+def tanh_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the outputs (A,) of networks and their gradients by the inputs (A, N), one after the other.
 
     Args:
         x: (A, N), the rows of each network one after the other.
         nets: of the same options, with a last layer of one output.
         shares: rows of each network.
     """
+    if not nets[0].is_scalar_tanh:
+        return values_and_gradients(x, nets, shares)
+    found = [_of_stack(own[None], [net]) for net, own in zip(nets, x.split(list(shares)), strict=True)]
+    return torch.cat([values[0] for values, _ in found]), torch.cat([grads[0] for _, grads in found])
+
+
+def stacked_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Do :func:`tanh_values_and_gradients` together, with rows of zeros after those of a network of few rows."""
     most = max(shares)
     if len(nets) == 1 or not nets[0].is_scalar_tanh or len(nets) * most * x.shape[1] > MAX_STACKED:
         return values_and_gradients(x, nets, shares)
-    rows = nn.utils.rnn.pad_sequence(list(x.split(list(shares))), batch_first=True)  # (T, B, N)
-    flat: list[Tensor | None] = []
-    *hidden, last = zip(*(net.layers for net in nets))
-    for layers in hidden:
-        flat += [_stack([layer.weight for layer in layers]), _stack([layer.bias for layer in layers])]
-        flat.append(None if layers[0].idt is None else _stack([layer.idt for layer in layers]))
-    flat += [_stack([layer.weight for layer in last]), _stack([layer.bias for layer in last])]
-    copies = tuple(layers[0].copies for layers in hidden)
-    values, grads = _ValuesAndGradients.apply(rows, copies, *flat)
+    values, grads = _of_stack(nn.utils.rnn.pad_sequence(list(x.split(list(shares))), batch_first=True), nets)
     flat_values, flat_grads = values.flatten(), grads.flatten(0, 1)
     if min(shares) == most:
         return flat_values, flat_grads
@@ -58,9 +57,21 @@ def stacked_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Seq
     return torch.cat([flat_values[at] for at in own]), torch.cat([flat_grads[at] for at in own])
 
 
-def _stack(parameters: Sequence[Tensor | None]) -> Tensor:
+def _of_stack(x: Tensor, nets: Sequence[Network]) -> tuple[Tensor, Tensor]:
+    """Return the outputs (T, B) of T networks and their gradients (T, B, N)."""
+    flat: list[Tensor | None] = []
+    *hidden, last = zip(*(net.layers for net in nets))
+    for layers in hidden:
+        flat += [_stack([layer.weight for layer in layers]), _stack([layer.bias for layer in layers])]
+        flat.append(None if layers[0].idt is None else _stack([layer.idt for layer in layers]))
+    flat += [_stack([layer.weight for layer in last]), _stack([layer.bias for layer in last])]
+    copies = tuple(layers[0].copies for layers in hidden)
+    return cast("Any", _ValuesAndGradients.apply(x, copies, *flat))
+
+
+def _stack(parameters: Sequence[Any]) -> Tensor:
     """Return (T, N, M) of weights, (T, 1, M) of vectors."""
-    stacked = torch.stack(cast("list[Tensor]", list(parameters)))
+    stacked: Tensor = torch.stack(list(parameters)) if len(parameters) > 1 else parameters[0][None]
     return stacked if stacked.ndim > 2 else stacked[:, None]
 
 
@@ -80,7 +91,7 @@ class _Layer(NamedTuple):
 
     def below(self, by_z: Tensor, by_y: Tensor) -> Tensor:
         """Return the gradient by x (T, B, N) from those by ``x W + b`` and by y (T, B, M)."""
-        out = torch.bmm(by_z, self.weight.mT)
+        out = products(by_z, self.weight.mT)
         for part in by_y.chunk(self.copies, -1) if self.copies else ():
             out.add_(part)
         return out
@@ -94,7 +105,7 @@ class _ValuesAndGradients(torch.autograd.Function):
         layers, (last, bias) = _layers(flat, copies), flat[-2:]
         inputs, tanhs = [x], []
         for layer in layers:
-            tanhs.append(torch.bmm(x, layer.weight).add_(layer.bias).tanh_())
+            tanhs.append(products(x, layer.weight).add_(layer.bias).tanh_())
             # a copy, because the skip connection is added in place and t is kept
             y = tanhs[-1].clone() if layer.idt is None else tanhs[-1] * layer.idt
             x = layer.add_skip(y, x)
@@ -109,7 +120,7 @@ class _ValuesAndGradients(torch.autograd.Function):
             ctx.copies, ctx.num_flat = copies, len(flat)
             ctx.save_for_backward(*flat, *kept)
             ctx.set_materialize_grads(False)  # a loss of energies alone has no gradient H, nor the work for it
-        return torch.bmm(x, last).add_(bias).squeeze(-1), grad
+        return products(x, last).add_(bias).squeeze(-1), grad
 
     @staticmethod
     @once_differentiable
@@ -118,13 +129,13 @@ class _ValuesAndGradients(torch.autograd.Function):
         layers, last, wants_x = _layers(flat, ctx.copies), flat[-2], ctx.needs_input_grad[0]
         grad_value = (top.new_zeros(top.shape[:-1]) if grad_values is None else grad_values).unsqueeze(-1)
         values = [kept[start : start + 5] for start in range(0, len(kept), 5)]
-        of_last = torch.bmm(top.mT, grad_value)
+        of_last = products(top.mT, grad_value)
         past: list[tuple[Tensor, Tensor, Tensor]] = []  # gradients by W and by t, and that by idt for each row
         if grad_grads is not None:
             for layer, (_, tanh, slope, by_z, grad) in zip(layers, values):
-                change = torch.bmm(grad_grads, layer.weight)
+                change = products(grad_grads, layer.weight)
                 of_slope = change * grad
-                of_weight, of_idt = torch.bmm(grad_grads.mT, by_z), of_slope * slope
+                of_weight, of_idt = products(grad_grads.mT, by_z), of_slope * slope
                 past.append((of_weight, layer.times_idt_(of_slope.mul_(tanh).mul_(-2)), of_idt))
                 # in place: `change` is not read any more
                 grad_grads = layer.add_skip(layer.times_idt_(change.mul_(slope)), grad_grads)
@@ -135,7 +146,9 @@ class _ValuesAndGradients(torch.autograd.Function):
             layer, (x, tanh, slope, _, _) = layers[k], values[k]
             by_tanh = grad if layer.idt is None else grad * layer.idt
             by_z = by_tanh * slope if not past else (by_tanh + past[k][1]).mul_(slope)
-            of_weight = past[k][0].baddbmm_(x.mT, by_z) if past else torch.bmm(x.mT, by_z)
+            of_weight = products(x.mT, by_z) if x.is_cpu or not past else past[k][0].baddbmm_(x.mT, by_z)
+            if x.is_cpu and past:
+                of_weight += past[k][0]
             of_idt = torch.addcmul(past[k][2], grad, tanh) if past else grad * tanh
             by_idt = None if layer.idt is None else of_idt.sum(-2).view(layer.idt.shape)
             found = [of_weight, by_z.sum(-2).view(layer.bias.shape), by_idt, *found]
