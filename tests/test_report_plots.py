@@ -299,3 +299,12 @@ def test_parity_is_drawn_for_few_and_for_many_points(tmp_path, count):
 def test_parity_without_labels_is_refused(tmp_path):
     with pytest.raises(UserError, match="nothing to draw"):
         plot_parity({"Energy": (np.zeros(0), np.zeros(0), "eV/atom")}, tmp_path / "p.png", "a model")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_curves_without_a_finite_error_are_refused(tmp_path, monkeypatch, value):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lcurve.out").write_text(f"# step rmse_trn lr\n1 {value} {value}\n2 {value} {value}\n")
+    with pytest.raises(UserError, match=r"lcurve\.out: nothing to draw, no number of an error is finite"):
+        plot_curves(["lcurve.out"], "curves.png")
+    assert not (tmp_path / "curves.png").exists()

@@ -12,7 +12,7 @@ import numpy as np
 
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.distributed.files import PICTURE, atomic_write, check_output
-from deepmd_ema.errors import UserError
+from deepmd_ema.errors import UserError, first_few
 from deepmd_ema.geometry import Array
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, read_curves
 from deepmd_ema.report.table import significant
@@ -217,6 +217,10 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
 
     output = picture_file(output)
     plot = CurvePlot(read_curves(files))
+    if not any(_series(curve, panel) for curve in plot.curves for panel in plot.panels):
+        raise UserError(
+            f"{first_few([str(file) for file in files])}: nothing to draw, no number of an error is finite."
+        )
     keys: dict[str, Any] = {}  # of several runs: the color of each run, the dashes of each set of weights
     if plot.has_several:
         styles = plot.styles.values()
