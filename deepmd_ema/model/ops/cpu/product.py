@@ -38,9 +38,9 @@ def by_onednn(a: Tensor, b: Tensor) -> Tensor:
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` (B, N, M) of matrices (B, N, K) and (B, K, M), without a gradient of its own."""
-    single = a.dtype == torch.float32 and a.device.type == "cpu"
-    if not (single and a[0].numel() * b.shape[2] >= MIN_WORK and uses_onednn()):
-        return torch.bmm(a, b)
+    """Return ``a @ b`` (..., N, M) of matrices (..., N, K) and (..., K, M) or stacks of them, without a gradient."""
+    single, is_stack = a.dtype == torch.float32 and a.device.type == "cpu", a.ndim > 2
+    if not (single and a.shape[-2] * a.shape[-1] * b.shape[-1] >= MIN_WORK and uses_onednn()):
+        return torch.bmm(a, b) if is_stack else torch.mm(a, b)
     # oneDNN has no product of batches here: a loop pays as soon as each matrix alone is large enough
-    return torch.stack([by_onednn(x, y) for x, y in zip(a, b)]) if len(a) > 1 else by_onednn(a[0], b[0])[None]
+    return torch.stack([by_onednn(x, y) for x, y in zip(a, b)]) if is_stack else by_onednn(a, b)

@@ -40,8 +40,9 @@ def tanh_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequen
     """
     if not nets[0].is_scalar_tanh:
         return values_and_gradients(x, nets, shares)
-    found = [_of_stack(own[None], [net]) for net, own in zip(nets, x.split(list(shares)), strict=True)]
-    return torch.cat([values[0] for values, _ in found]), torch.cat([grads[0] for _, grads in found])
+    found = [_of_stack(own, [net]) for net, own in zip(nets, x.split(list(shares)), strict=True)]
+    values, grads = zip(*found, strict=True)
+    return torch.cat(values), torch.cat(grads)
 
 
 def stacked_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -58,7 +59,7 @@ def stacked_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Seq
 
 
 def _of_stack(x: Tensor, nets: Sequence[Network]) -> tuple[Tensor, Tensor]:
-    """Return the outputs (T, B) of T networks and their gradients (T, B, N)."""
+    """Return the outputs (T, B) of T networks and their gradients (T, B, N); of one network without the dimension T."""
     flat: list[Tensor | None] = []
     *hidden, last = zip(*(net.layers for net in nets))
     for layers in hidden:
@@ -70,8 +71,10 @@ def _of_stack(x: Tensor, nets: Sequence[Network]) -> tuple[Tensor, Tensor]:
 
 
 def _stack(parameters: Sequence[Any]) -> Tensor:
-    """Return (T, N, M) of weights, (T, 1, M) of vectors."""
-    stacked: Tensor = torch.stack(list(parameters)) if len(parameters) > 1 else parameters[0][None]
+    """Return (T, N, M) of weights, (T, 1, M) of vectors; what is of one network as it is."""
+    if len(parameters) == 1:
+        return cast("Tensor", parameters[0])
+    stacked = torch.stack(list(parameters))
     return stacked if stacked.ndim > 2 else stacked[:, None]
 
 
