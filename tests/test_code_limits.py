@@ -65,11 +65,11 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
 
 # lines of code, without blank lines, comments and docstrings; a number may only fall, and falls with the code
 MAX_LINES = {
-    "all": 30129,
+    "all": 30127,
     "averaging": 1327,
     "checkpoint": 784,
     "cli": 1010,
-    "config": 4030,
+    "config": 4028,
     "data": 3912,
     "distributed": 941,
     "infer": 1633,

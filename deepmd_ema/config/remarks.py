@@ -56,10 +56,8 @@ def ignored_options(config: RunConfig) -> list[str]:
         ("training", "disp_file", not training.disp_training, "disp_training is false"),
     ]  # fmt: skip
     for number, average in enumerate(training.averaging):
-        place, is_whole = (
-            f"training.averaging[{number}]",
-            average.layout == "full_tensor" and not training.shards_weights,
-        )
+        place = f"training.averaging[{number}]"
+        is_whole = average.layout == "full_tensor" and not training.shards_weights
         whole = f"every process holds all weights at zero_stage {training.zero_stage}"
         rows += [
             (place, "half_life_unit", average.length[0] == "decay", "decay is given, and no half_life"),
