@@ -121,7 +121,7 @@ def test_bfloat16_is_for_gpus_and_a_run_on_a_cpu_says_so():
     line = "validating.amp_infer = true: no effect on a CPU, which multiplies in the precision of the parameters"
     infers = config_from_dict(spoiled({"model": section(), "validating.amp_infer": True}))
     assert remarks_on_mixed_precision(infers, torch.device("cpu")) == [line]
-    assert infers.model.has_mixed_precision
+    assert infers.model.descriptor.use_amp
     by_default = config_from_dict(spoiled({"model": section()}))
     assert by_default.model.descriptor.use_amp
     assert remarks_on_mixed_precision(by_default, torch.device("cpu")) == []

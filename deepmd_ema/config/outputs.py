@@ -130,10 +130,23 @@ class Outputs:
 
     Learning curves and checkpoints hold all tasks of a run; logs of full validation, best files and cached statistics
     are one per task.
+
+    Attributes:
+        suffix: end of the names of checkpoints, averages, snapshots and best weights.
+        checkpoint_folder: of the numbered checkpoints.
+        snapshot_folder: of the kept copies of averages.
+        best_folder: of the best files.
+        has_best: whether the run keeps best files.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._config = config
+        self._config, training, validating = config, config.training, config.validating
+        self.suffix = SHARDED_SUFFIX if training.writes_shards else GATHERED_SUFFIX
+        of_prefix = Path(training.save_ckpt).parent
+        self.checkpoint_folder = of_prefix if training.save_dir is None else Path(training.save_dir)
+        self.snapshot_folder = self.checkpoint_folder / SNAPSHOTS
+        self.best_folder = Path(validating.save_best_dir or of_prefix)
+        self.has_best = bool(config.fully_validated and validating.save_best)
 
     def lcurve(self, weights: str) -> Path:
         """Return the learning curve of some weights."""
@@ -147,32 +160,6 @@ class Outputs:
         """Return the link to the newest checkpoint of some weights."""
         prefix = suffixed(self._config.training.save_ckpt, suffix_of(weights))
         return prefix.with_name(f"{prefix.name}{self.suffix}")
-
-    @property
-    def suffix(self) -> str:
-        """End of the names of checkpoints, averages, snapshots and best weights."""
-        return SHARDED_SUFFIX if self._config.training.writes_shards else GATHERED_SUFFIX
-
-    @property
-    def checkpoint_folder(self) -> Path:
-        """Folder of the numbered checkpoints."""
-        training = self._config.training
-        return Path(training.save_dir if training.save_dir is not None else Path(training.save_ckpt).parent)
-
-    @property
-    def snapshot_folder(self) -> Path:
-        """Folder of the kept copies of averages."""
-        return self.checkpoint_folder / SNAPSHOTS
-
-    @property
-    def best_folder(self) -> Path:
-        """Folder of the best files."""
-        return Path(self._config.validating.save_best_dir or Path(self._config.training.save_ckpt).parent)
-
-    @property
-    def has_best(self) -> bool:
-        """Whether the run keeps best files."""
-        return bool(self._config.fully_validated and self._config.validating.save_best)
 
     def best_prefix(self, weights: str, task: str) -> str:
         """Return the prefix of the names of the best files of some weights."""

@@ -24,9 +24,11 @@ _MIN_SNAPSHOTS = 4  # of one average; from fewer, averages of other lengths cann
 def ignored_options(config: RunConfig) -> list[str]:
     """Return the options that the input gives and that have no effect in this run, each with the reason."""
     training, validating, lr, tasks = config.training, config.validating, config.learning_rate, config.tasks.values()
-    has_modes = config.compiles and training.compile_options.backend == "inductor"
-    has_float32 = any("float32" in task.model.precisions for task in tasks)
-    has_amp = any(task.model.has_mixed_precision for task in tasks)
+    compiles = training.enable_compile or validating.compiled_infer
+    has_modes = compiles and training.compile_options.backend == "inductor"
+    models = [plain(task.model) for task in tasks]
+    has_float32 = any("float32" in _values_of("precision", model) for model in models)
+    has_amp = any(True for model in models for _ in _values_of("use_amp", model))
     has_ratio, by_ratio = training.ckpt_keep_ratio is not None, "ckpt_keep_ratio says how many checkpoints are kept"
     is_never, never = validating.full_val_start == 1, "full_val_start = 1 means never"
     lasts = getattr(lr, "decay_phase_ratio", 1) != 0
@@ -43,7 +45,7 @@ def ignored_options(config: RunConfig) -> list[str]:
         ("validating", "tf32_infer", not has_float32, "no product is in float32"),
         ("validating", "amp_infer", not has_amp, "no descriptor has use_amp"),
         ("optimizer", "flash_muon", True, "it names a kernel of DeePMD-kit for the same numbers"),
-        ("training", "compile_options", not config.compiles, "enable_compile is false"),
+        ("training", "compile_options", not compiles, "enable_compile is false"),
         ("training", "compile_options.mode", not has_modes, "only the backend inductor has modes"),
         ("training", "compile_options.cache_dir", not has_modes, "only the backend inductor keeps code"),
         ("validating", "compiled_infer", not config.has_validation_data, "there are no validation data"),
@@ -57,7 +59,7 @@ def ignored_options(config: RunConfig) -> list[str]:
     ]  # fmt: skip
     for number, average in enumerate(training.averaging):
         place = f"training.averaging[{number}]"
-        is_whole = average.layout == "full_tensor" and not training.shards_weights
+        is_whole = average.layout == "full_tensor" and training.zero_stage <= 1
         whole = f"every process holds all weights at zero_stage {training.zero_stage}"
         rows += [
             (place, "half_life_unit", average.length[0] == "decay", "decay is given, and no half_life"),
@@ -114,8 +116,49 @@ def config_warnings(
             warnings about these.
     """
     steps = config.training.numb_steps or num_steps
-    of_length = _warnings_of_length(config, steps, {"steps": 1.0, **(steps_per or {})}) if steps else ()
-    return [*of_length, *_warnings_of_any_length(config)]
+    found = list(_warnings_of_length(config, steps, {"steps": 1.0, **(steps_per or {})})) if steps else []
+    for name, task in config.tasks.items():
+        of = f"task {name}: " * bool(name)
+        found += [f"{of}{text}" for text in task.model.warnings()]
+        valid = task.validation_data.systems if task.validation_data is not None else []
+        if both := set(task.training_data.systems) & set(valid):
+            place = f"{task.place('training')}.validation_data.systems"
+            found.append(f"{place}: {', '.join(sorted(both))} is training data too; it validates nothing.")
+    lr = config.learning_rate
+    falls = isinstance(lr, InvSqrtScheduleConfig) or lr.end_lr < lr.start_lr
+    if isinstance(config.optimizer, AdamWScheduleFreeConfig) and falls:
+        found.append(
+            f"learning_rate: the rate falls ({lr.summary()}). AdamWScheduleFree averages in place of a schedule and is "
+            f'made for a constant rate: "stop_lr": {lr.start_lr:g}, with type exp, cosine or wsd.'
+        )
+    # tasks without steps, and tasks whose models differ in the energies of the elements only
+    for option, numbers in (("model_prob", config.task_weights), ("num_epoch_dict", config.task_epochs)):
+        why = "no step trains this task, only what it shares with others is trained."
+        found += [f"training.{option}.{name} = 0: {why}" for name, number in numbers.items() if not number]
+    fittings = [link for link in config.links if link.part == "fitting_net"]
+    for key in dict.fromkeys(link.key for link in fittings):
+        tasks = [link.task for link in fittings if link.key == key]
+        models = [config.tasks[name].model for name in tasks]
+        # tasks that keep the energies of a file are declared to have labels of one method
+        one_method = all(model.finetune_bias == "keep" for model in models)
+        if len(tasks) > 1 and not models[0].fitting_net.dim_case_embd and not one_method:
+            text = f"the tasks {', '.join(tasks)} share this network and differ only in the energies of the elements"
+            instead = f'For labels of different methods give it "dim_case_embd": {len(config.tasks)}'
+            found.append(f"model.shared_dict.{key}: {text}. {instead}.")
+    # snapshots that do not combine
+    stored = [average for average in config.training.averaging if average.snapshots]
+    if len({a.length for a in stored}) == 1:
+        found.append(
+            f"training.averaging: all snapshots are of averages of one length ({stored[0].name}). `dp-ema posthoc` "
+            "finds other lengths best from two: add a power average of another sigma_rel with snapshots."
+        )
+    if len({a.buffers for a in stored}) > 1:
+        names = ", ".join(f"{a.name} {a.buffers}" for a in stored)
+        found.append(
+            f"training.averaging: snapshots are of averages with different buffers ({names}). `dp-ema posthoc` takes "
+            "averages of the same tensors only: give them the same."
+        )
+    return found
 
 
 def config_summary(
@@ -144,13 +187,25 @@ def config_summary(
     batch = ", ".join(show(task.training_data.batch_size) for task in config.tasks.values())
     several = f", {training.accumulate} batches a step" * (training.accumulate > 1)
     seed = "random" if training.seed is None else training.seed
+    numbers = [data.numb_btch for task in config.tasks.values() if (data := task.displayed_data) is not None]
+    validation = "none (training.validation_data is missing)"
+    if numbers:
+        validation = f"{counted(sum(numbers), 'batch', 'batches')} {every_steps(training.disp_freq)}"
+    if numbers and config.fully_validated and (v := config.validating).full_val_start != 1:
+        *others, last = config.fully_validated
+        weights = f"{', '.join(others)} and {last}" if others else last
+        which = f"{weights} weights, best by {v.validation_metric}"
+        if v.early_stop is not None:
+            metric, patience = v.early_stop.metric or v.validation_metric, counted(v.early_stop.patience, "validation")
+            which += f"; the run ends after {patience} without a lower {metric}"
+        validation += f"; all data {every_steps(v.validation_freq)} and after the last ({which})"
     return [
         *rows_of_tasks(rows, config.links),
         ("learning rate", config.learning_rate.summary(num_steps)),
         ("optimizer", "".join([config.optimizer.type, f", weight decay {decay:g}" * (decay > 0), groups])),
         ("run", f"{length}, batch_size {batch}{several}, seed {seed}"),
         *(averages or [("average", "none")]),
-        ("validation", _validation_words(config)),
+        ("validation", validation),
     ]
 
 
@@ -175,53 +230,6 @@ def rows_of_tasks(rows: Mapping[str, Sequence[tuple[str, str]]], links: Sequence
     for key, of in sharing.items():
         found.append(("shared", f"{key}: " + ", ".join(f"{place} of {' and '.join(own)}" for place, own in of.items())))
     return found
-
-
-# ---- allowed, but likely not meant
-
-
-def _warnings_of_any_length(config: RunConfig) -> Iterator[str]:
-    for name, task in config.tasks.items():
-        of = f"task {name}: " * bool(name)
-        yield from (f"{of}{text}" for text in task.model.warnings())
-        valid = task.validation_data.systems if task.validation_data is not None else []
-        if both := set(task.training_data.systems) & set(valid):
-            place = f"{task.place('training')}.validation_data.systems"
-            yield f"{place}: {', '.join(sorted(both))} is training data too; it validates nothing."
-    lr = config.learning_rate
-    falls = isinstance(lr, InvSqrtScheduleConfig) or lr.end_lr < lr.start_lr
-    if isinstance(config.optimizer, AdamWScheduleFreeConfig) and falls:
-        yield (
-            f"learning_rate: the rate falls ({lr.summary()}). AdamWScheduleFree averages in place of a schedule and is "
-            f'made for a constant rate: "stop_lr": {lr.start_lr:g}, with type exp, cosine or wsd.'
-        )
-    # tasks without steps, and tasks whose models differ in the energies of the elements only
-    for option, numbers in (("model_prob", config.task_weights), ("num_epoch_dict", config.task_epochs)):
-        for name in (name for name, number in numbers.items() if not number):
-            yield f"training.{option}.{name} = 0: no step trains this task, only what it shares with others is trained."
-    fittings = [link for link in config.links if link.part == "fitting_net"]
-    for key in dict.fromkeys(link.key for link in fittings):
-        tasks = [link.task for link in fittings if link.key == key]
-        models = [config.tasks[name].model for name in tasks]
-        # tasks that keep the energies of a file are declared to have labels of one method
-        one_method = all(model.finetune_bias == "keep" for model in models)
-        if len(tasks) > 1 and not models[0].fitting_net.dim_case_embd and not one_method:
-            text = f"the tasks {', '.join(tasks)} share this network and differ only in the energies of the elements"
-            instead = f'For labels of different methods give it "dim_case_embd": {len(config.tasks)}'
-            yield f"model.shared_dict.{key}: {text}. {instead}."
-    # snapshots that do not combine
-    stored = [average for average in config.training.averaging if average.snapshots]
-    if len({a.length for a in stored}) == 1:
-        yield (
-            f"training.averaging: all snapshots are of averages of one length ({stored[0].name}). `dp-ema posthoc` "
-            "finds other lengths best from two: add a power average of another sigma_rel with snapshots."
-        )
-    if len({a.buffers for a in stored}) > 1:
-        names = ", ".join(f"{a.name} {a.buffers}" for a in stored)
-        yield (
-            f"training.averaging: snapshots are of averages with different buffers ({names}). `dp-ema posthoc` takes "
-            "averages of the same tensors only: give them the same."
-        )
 
 
 def _warnings_of_length(config: RunConfig, num_steps: int, steps_per: Mapping[str, float]) -> Iterator[str]:
@@ -263,23 +271,9 @@ def _warnings_of_length(config: RunConfig, num_steps: int, steps_per: Mapping[st
             yield f'{path}.snapshots: {found}. Try "snapshot_freq": {better}.'
 
 
-# ---- words of the summary
-
-
-def _validation_words(config: RunConfig) -> str:
-    t, v = config.training, config.validating
-    numbers = [data.numb_btch for task in config.tasks.values() if (data := task.displayed_data) is not None]
-    if not numbers:
-        return "none (training.validation_data is missing)"
-    validated = config.fully_validated
-    batches = counted(sum(numbers), "batch", "batches")
-    shown = f"{batches} {every_steps(t.disp_freq)}"
-    if not validated or v.full_val_start == 1:
-        return shown
-    *others, last = validated
-    weights = f"{', '.join(others)} and {last}" if others else last
-    which = f"{weights} weights, best by {v.validation_metric}"
-    if v.early_stop is not None:
-        metric, patience = v.early_stop.metric or v.validation_metric, counted(v.early_stop.patience, "validation")
-        which += f"; the run ends after {patience} without a lower {metric}"
-    return f"{shown}; all data {every_steps(v.validation_freq)} and after the last ({which})"
+def _values_of(key: str, tree: Any) -> Iterator[Any]:
+    """Yield the values of ``key`` anywhere in nested dictionaries and lists."""
+    if isinstance(tree, dict):
+        yield from (value for name, value in tree.items() if name == key)
+    for child in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _values_of(key, child)

@@ -128,7 +128,7 @@ def warn_of_other_input(start: Start, config: RunConfig) -> None:
 
 def reads_shards(start: Start, config: RunConfig) -> bool:
     """Whether each rank reads its shards only, once the models are sharded: no step before needs the weights."""
-    if not start.payload or not config.training.shards_weights:
+    if not start.payload or config.training.zero_stage <= 1:
         return False
     is_unchanged = to_dict(config)["model"] == start.config["model"] and not config.training.enable_compile
     return is_unchanged and any(isinstance(tensor, StoredTensor) for tensor in start.payload["model"].values())

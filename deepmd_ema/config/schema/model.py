@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.fields import Check, not_negative, option, plain, positive, positive_int
+from deepmd_ema.config.fields import Check, not_negative, option, positive, positive_int
 from deepmd_ema.config.messages import Place, path_of, show
 from deepmd_ema.config.registry import Family, Registry
 from deepmd_ema.config.schema import common
@@ -94,16 +94,6 @@ class ModelConfig:
         @property
         def fitting_net(self) -> Any:
             """Return the section of the fitting network, or one that represents those of all parts."""
-
-    @property
-    def precisions(self) -> set[str]:
-        """Names of the numbers in which its parts are computed."""
-        return {common.dtype_name(name) for name in _values_of("precision", plain(self))}
-
-    @property
-    def has_mixed_precision(self) -> bool:
-        """Whether a part of it may be computed in bfloat16."""
-        return any(True for _ in _values_of("use_amp", plain(self)))
 
     def with_descriptor(self, descriptor: DescriptorConfig) -> ModelConfig:
         """Return the section with another one, such as ``descriptor`` with its number of neighbors."""
@@ -311,14 +301,6 @@ MODELS = Registry(
         "linear_ener": "deepmd_ema.model.families.records:LINEAR_ENER",
     }
 )
-
-
-def _values_of(key: str, tree: Any) -> Iterator[Any]:
-    """Yield the values of ``key`` anywhere in nested dictionaries and lists."""
-    if isinstance(tree, dict):
-        yield from (value for name, value in tree.items() if name == key)
-    for child in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
-        yield from _values_of(key, child)
 
 
 def _is_bias(value: Any) -> bool:

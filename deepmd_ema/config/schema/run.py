@@ -152,11 +152,6 @@ class RunConfig:
         return any(task.is_validated for task in self.tasks.values())
 
     @property
-    def compiles(self) -> bool:
-        """Whether training or validation may run compiled code."""
-        return bool(self.training.enable_compile or self.validating.compiled_infer)
-
-    @property
     def fully_validated(self) -> list[str]:
         """Names of the weights that are validated on all validation data: ``live``, then those of averages."""
         live = [LIVE] if self.validating.full_validation else []

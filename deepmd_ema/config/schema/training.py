@@ -276,11 +276,6 @@ class TrainingOptions:
         """Whether every process writes its own part of a checkpoint."""
         return self.checkpoint_format == "sharded"
 
-    @property
-    def shards_weights(self) -> bool:
-        """Whether every process holds a part of the weights only."""
-        return self.zero_stage > 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(TrainingOptions, TaskDataConfig):
