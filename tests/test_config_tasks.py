@@ -46,8 +46,8 @@ def test_tasks_have_the_parts_that_they_name():
     assert water.model.descriptor.type == "se_atten"
     assert water.model.type_map == ["O", "H"]
     assert (water.loss.start_pref_e, ice.loss.start_pref_e) == (0.02, 0.2)
-    assert water.validation_data.systems == ["more_water"]
-    assert ice.validation_data is None
+    assert water.data.validation_data.systems == ["more_water"]
+    assert ice.data.validation_data is None
     assert [(link.task, link.part, link.key, link.level) for link in config.links] == [
         ("water", "type_map", "elements", 0), ("water", "descriptor", "dpa", 0),
         ("ice", "type_map", "elements", 0), ("ice", "descriptor", "dpa", 0),
@@ -135,8 +135,8 @@ def test_every_option_of_deepmd_kit_for_data_is_read_in_a_task():
     data = tasks()["training"]["data_dict"] | {"water": {"training_data": training, "validation_data": validation}}
     config = config_from_dict(tasks(training__data_dict=data))
     read = config.tasks["water"]
-    assert (read.training_data.batch_size, read.training_data.min_pair_dist) == ("mix:64", 0.5)
-    assert (read.validation_data.numb_btch, read.validation_data.sys_probs) == (2, [1.0])
+    assert (read.data.training_data.batch_size, read.data.training_data.min_pair_dist) == ("mix:64", 0.5)
+    assert (read.data.validation_data.numb_btch, read.data.validation_data.sys_probs) == (2, [1.0])
     places = [f"training.data_dict.water.{part}_data.set_prefix" for part in ("training", "validation")]
     assert [note.split(" has no effect")[0] for note in config.notes] == places
 

@@ -98,7 +98,7 @@ def chosen_systems(args: argparse.Namespace, default: list[str]) -> tuple[list[s
         from deepmd_ema.config import load_config
 
         task = load_config(args.valid_data).task(given.get("head"))
-        data = task.validation_data
+        data = task.data.validation_data
         if data is None and task.is_validated:
             raise ConfigError(
                 f"{args.valid_data}: {task.place('training')}.validation_fraction splits validation frames off while "

@@ -70,7 +70,7 @@ def ignored_options(config: RunConfig) -> list[str]:
         ]
     for task in tasks:
         model, loss, in_model, in_loss, in_data = task.model, task.loss, *map(task.place, ("model", "loss", "training"))
-        has_probs = [bool(getattr(data, "sys_probs", None)) for data in (task.training_data, task.validation_data)]
+        train, valid = task.data.training_data, task.data.validation_data
         rows += [
             (in_model, "data_bias_nsample", True, "the bias is fitted on data_stat_nbatch batches"),
             (in_model, "smin_alpha sw_rmin sw_rmax", model.use_srtab is None, "use_srtab is not given"),
@@ -79,8 +79,8 @@ def ignored_options(config: RunConfig) -> list[str]:
             (in_loss, "huber_delta", loss.error != "huber", "the loss is not Huber's"),
             (in_loss, "use_default_pf", "pf" not in loss.weights, "the weights start_pref_pf and limit_pref_pf are 0"),
             (in_loss, "intensive_ener_virial", loss.error != "mse", "absolute and Huber errors are per atom anyway"),
-            (in_data, "training_data.auto_prob", has_probs[0], "sys_probs is given"),
-            (in_data, "validation_data.auto_prob", has_probs[1], "sys_probs is given"),
+            (in_data, "training_data.auto_prob", train.sys_probs, "sys_probs is given"),
+            (in_data, "validation_data.auto_prob", valid and valid.sys_probs, "sys_probs is given"),
             (in_data, "stat_file_mode", task.data.stat_file is None, "there is no stat_file"),
         ]
     is_validated, of_best = bool(config.fully_validated), "save_best_dir max_best_ckpt"
@@ -120,8 +120,8 @@ def config_warnings(
     for name, task in config.tasks.items():
         of = f"task {name}: " * bool(name)
         found += [f"{of}{text}" for text in task.model.warnings()]
-        valid = task.validation_data.systems if task.validation_data is not None else []
-        if both := set(task.training_data.systems) & set(valid):
+        valid = task.data.validation_data
+        if both := set(task.data.training_data.systems) & set(valid.systems if valid is not None else ()):
             place = f"{task.place('training')}.validation_data.systems"
             found.append(f"{place}: {', '.join(sorted(both))} is training data too; it validates nothing.")
     lr = config.learning_rate
@@ -184,7 +184,7 @@ def config_summary(
     decay = getattr(config.optimizer, "weight_decay", 0.0)
     number = len(config.optimizer.groups)
     groups = f", {counted(number, 'group')} of parameters" * (number > 0)
-    batch = ", ".join(show(task.training_data.batch_size) for task in config.tasks.values())
+    batch = ", ".join(show(task.data.training_data.batch_size) for task in config.tasks.values())
     several = f", {training.accumulate} batches a step" * (training.accumulate > 1)
     seed = "random" if training.seed is None else training.seed
     numbers = [data.numb_btch for task in config.tasks.values() if (data := task.displayed_data) is not None]

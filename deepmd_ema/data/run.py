@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 MIN_BRIDGED_DISTANCE = 0.01  # angstrom; the energy of bridging is finite but for atoms in one place
 _COMPARED_BYTES = 1 << 30  # of one file, about a second; of a larger one every rank compares parts
 _SLACK = 1 - 1e-12  # factor of steps before they are rounded up: a share of the steps is rounded itself
+_SECTIONS = ("training_data", "validation_data")  # of the parts of TaskData
 REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
 
@@ -62,13 +63,12 @@ def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> di
         spec = ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels))))
         spec = replace(spec, results=results[name] if results is not None else None)
         data[name] = TaskData([], [])
-        sections = {"training_data": task.training_data, "validation_data": task.validation_data}
-        for (section, options), sources in zip(sections.items(), data[name]):
-            if options is not None:
+        for section, sources in zip(_SECTIONS, data[name]):
+            if (options := getattr(task.data, section)) is not None:
                 where = f"{task.place('training')}.{section}.systems"
                 with collect_problems(problems):
                     sources += open_systems(options.systems, spec, options.rglob_patterns, where)
-        if task.training_data.min_pair_dist:
+        if task.data.training_data.min_pair_dist:
             with collect_problems(problems):
                 train = _without_close_pairs(task, data[name].train, spec.results)
                 data[name] = data[name]._replace(train=train)
@@ -152,7 +152,7 @@ def open_split(config: RunConfig) -> dict[str, TaskData]:
 
 def _without_close_pairs(task: TaskConfig, sources: Sequence[FrameSource], results: Path | None) -> list[FrameSource]:
     """Return training data without the frames that have two atoms closer than ``min_pair_dist``."""
-    bound, remaining = task.training_data.min_pair_dist, list[FrameSource]()
+    bound, remaining = task.data.training_data.min_pair_dist, list[FrameSource]()
 
     def close_frames(source: FrameSource) -> dict[str, Any]:
         close = list[int]()
@@ -195,7 +195,7 @@ def _lost_systems(
     Raises:
         DataError: if no training system is left, or fewer than an option has numbers for.
     """
-    options, (option, why, advice) = task.training_data, reason
+    options, (option, why, advice) = task.data.training_data, reason
     lost = sorted({source.name for source in sources} - {source.name for source in remaining})
     place = f"{task.place('training')}.{option}: all frames of {first_few(lost)} {why}"
     if lost and not remaining:
@@ -242,9 +242,9 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
             one without problems is added. None to check the data always.
     """
     model, descriptor, bridging = task.model, task.model.descriptor, task.model.bridging
+    chosen = task.data.training_data.min_pair_dist
     # frames in which atoms are closer than a larger min_pair_dist are left out
-    chosen, least = task.training_data.min_pair_dist, MIN_DISTANCE if bridging is None else MIN_BRIDGED_DISTANCE
-    least = min(chosen, least) if chosen > 0 else least
+    least = min(chosen or math.inf, MIN_DISTANCE if bridging is None else MIN_BRIDGED_DISTANCE)
     report: DataReport | None = None
 
     def check() -> dict[str, Any]:
@@ -276,9 +276,8 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
     stored = recall_or_find(results, [file for source in sources for file in source.files()], about, check)
     report = report or DataReport.from_dict(stored, model.type_map, descriptor.cutoff)
     problems = list[str]()  # of options that do not fit the number and sizes of the systems
-    sections = {"training_data": task.training_data, "validation_data": task.validation_data}
-    for (section, options), systems in zip(sections.items(), data):
-        if options is not None:
+    for section, systems in zip(_SECTIONS, data):
+        if (options := getattr(task.data, section)) is not None:
             with collect_problems(problems, f"{task.place('training')}.{section}."):
                 build_sampler(options, systems)
     report.problems[:0] = problems
@@ -344,7 +343,7 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
     Raises:
         UserError: if options do not fit the systems.
     """
-    options = {name: config.tasks[name].training_data for name in data}
+    options = {name: config.tasks[name].data.training_data for name in data}
     samplers = {name: build_sampler(options[name], of.train, world_size=num_ranks) for name, of in data.items()}
     # a task has the share of the steps that is given, or that of its epochs, or of its systems
     weights = dict(config.task_weights) or {name: float(len(of.train)) for name, of in data.items()}

@@ -118,15 +118,42 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
         (kind, "", "") if kind else ("", f"{place:08d}", f"{composition.hex()} {periodic}")
         for kind, place, (composition, periodic) in zip(table.kinds, table.places, table.compositions)
     ]
-    clusters, copies = _clusters(table, strata)
+    # the frames of each set of near copies, in order, and for each frame the first that it is a copy of
+    points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
+    pairs = [np.zeros((2, 0), np.int64)]
+    pairs += [_near_pairs(points, members, _COPY) for members in _groups(table.compositions).values()]
+    copies = _joined(len(points), np.concatenate(pairs, axis=1))
+    for members in _groups(list(zip(strata, table.compositions))).values():
+        scale = _scale(points, members)
+        pairs.append(_near_pairs(points, members, _NEAR * scale))
+        numbers, places = np.array(members), np.array([table.places[k] for k in members])
+        distance = np.linalg.norm(np.diff(points[members], axis=0), axis=1)
+        following = np.stack([numbers[:-1], numbers[1:]])
+        pairs.append(following[:, (distance < _NEXT * scale) & (places[1:] == places[:-1])])
+    clusters = list(_groups(_joined(len(points), np.concatenate(pairs, axis=1)).tolist()).values())
+    # Where the data name no kind, the only clusters of their files are together by composition. Structures of a
+    # composition that nothing else has are together as well; too few of them are for training.
+    of_composition = Counter(table.compositions[cluster[0]] for cluster in clusters)
+    of_stratum = Counter(strata[cluster[0]] for cluster in clusters)
+    divided: dict[Stratum, list[list[int]]] = {}
+    for cluster in clusters:
+        kind, place, composition = strata[cluster[0]]
+        lone = of_composition[table.compositions[cluster[0]]] == 1 and len(_groups(copies[cluster].tolist())) < _MIN_CUT
+        if lone:
+            place, composition = "", "lone"
+        elif of_stratum[kind, place, composition] == 1:
+            place = ""
+        divided.setdefault((kind, place, composition), []).append(cluster)
     chosen, seen = np.zeros(len(strata), bool), 0
-    for name, members in sorted(_stratified(table, clusters, strata, copies, fraction).items()):
-        number = sum(map(len, members))
+    for name, sets in sorted(divided.items()):
+        if name[2] == "lone" and len(sets) * fraction < 1:
+            continue
+        number = sum(map(len, sets))
         seen += number
         least, most = math.floor(fraction * number), math.ceil(fraction * number)
         wanted = min(max(round(fraction * seen) - int(chosen.sum()), least), most)
-        order = permutation(len(members), seed_for(f"validation of {'/'.join(name)}", seed))
-        chosen[_taken([members[k] for k in order], copies, wanted, fraction)] = True
+        order = permutation(len(sets), seed_for(f"validation of {'/'.join(name)}", seed))
+        chosen[_taken([sets[k] for k in order], copies, wanted, fraction)] = True
     # frames that have an element which no training frame has are for training
     present = np.array([np.frombuffer(counts, np.int32) > 0 for counts, _ in table.compositions])
     trained = present[~chosen].any(axis=0)
@@ -187,8 +214,21 @@ def describe_frames(chunk: Chunk, num_types: int) -> Array:
     coord = np.where(exists[..., None], chunk.arrays[COORD], 0.0)
     out = np.zeros((len(coord), _NUMBERS), np.float32)
     if BOX not in chunk.arrays:
-        moments = _moments(coord, weight)
-        out[:, : moments.shape[1]] = moments
+        rows, total = np.arange(len(coord)), weight.sum(axis=1, keepdims=True)
+        total = np.where(total > 0, total, 1.0)
+        point = (weight[..., None] * coord).sum(axis=1) / total
+        for reference in range(4):
+            distance = np.linalg.norm(coord - point[:, None], axis=2)
+            mean = (weight * distance).sum(axis=1) / total[:, 0]
+            away = distance - mean[:, None]
+            variance, third = ((weight * away**k).sum(axis=1) / total[:, 0] for k in (2, 3))
+            out[:, 3 * reference : 3 * reference + 3] = np.stack([mean, np.sqrt(variance), np.cbrt(third)], axis=1)
+            # the next: the atom nearest to the center, the one farthest from it, the one farthest from that
+            if reference == 0:
+                nearest = np.where(weight > 0, distance, np.inf).argmin(axis=1)
+            if reference != 1:
+                farthest = np.where(weight > 0, distance, -np.inf).argmax(axis=1)
+            point = coord[rows, nearest if reference == 0 else farthest]
         return out
     box = chunk.arrays[BOX].reshape(-1, 3, 3)
     box = np.where(np.abs(np.linalg.det(box))[:, None, None] > 0, box, np.eye(3))  # such a frame is refused later
@@ -202,43 +242,6 @@ def describe_frames(chunk: Chunk, num_types: int) -> Array:
         out[:, column] = np.abs((weight * waves).sum(axis=1)) / root * spacing / (2 * np.pi)
     out[:, len(_WAVES) :] = np.linalg.norm(_EDGES @ box, axis=2) / math.sqrt(12)
     return out
-
-
-def _moments(coord: Array, weight: Array) -> Array:
-    """Return (C, 12) moments, angstrom, of the distances of atoms from four points of each open frame."""
-    rows, total = np.arange(len(coord)), weight.sum(axis=1, keepdims=True)
-    total = np.where(total > 0, total, 1.0)
-    point = (weight[..., None] * coord).sum(axis=1) / total
-    moments = []
-    for reference in range(4):
-        distance = np.linalg.norm(coord - point[:, None], axis=2)
-        mean = (weight * distance).sum(axis=1) / total[:, 0]
-        away = distance - mean[:, None]
-        variance, third = ((weight * away**k).sum(axis=1) / total[:, 0] for k in (2, 3))
-        moments += [mean, np.sqrt(variance), np.cbrt(third)]
-        # the next: the atom nearest to the center, the one farthest from it, the one farthest from that
-        if reference == 0:
-            nearest = np.where(weight > 0, distance, np.inf).argmin(axis=1)
-        if reference != 1:
-            farthest = np.where(weight > 0, distance, -np.inf).argmax(axis=1)
-        point = coord[rows, nearest if reference == 0 else farthest]
-    return np.stack(moments, axis=1)
-
-
-def _clusters(table: FrameTable, strata: Sequence[Stratum]) -> tuple[list[list[int]], Array]:
-    """Return the frames of each set of near copies, in order, and for each frame the first that it is a copy of."""
-    points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
-    copies = [_near_pairs(points, members, _COPY) for members in _groups(table.compositions).values()]
-    near = [np.zeros((2, 0), np.int64)]
-    for members in _groups(list(zip(strata, table.compositions))).values():
-        scale = _scale(points, members)
-        near.append(_near_pairs(points, members, _NEAR * scale))
-        numbers, places = np.array(members), np.array([table.places[k] for k in members])
-        distance = np.linalg.norm(np.diff(points[members], axis=0), axis=1)
-        following = np.stack([numbers[:-1], numbers[1:]])
-        near.append(following[:, (distance < _NEXT * scale) & (places[1:] == places[:-1])])
-    joined = _joined(len(points), np.concatenate([*copies, *near], axis=1))
-    return list(_groups(joined.tolist()).values()), _joined(len(points), np.concatenate([near[0], *copies], axis=1))
 
 
 def _joined(number: int, pairs: Array) -> Array:
@@ -282,28 +285,6 @@ def _near_pairs(points: Array, members: Sequence[int], bound: float) -> Array:
             a, b = order[:-step], order[step:]
             found.append(np.stack([a, b])[:, np.linalg.norm(points[a] - points[b], axis=1) < bound])
     return np.concatenate(found, axis=1)
-
-
-def _stratified(
-    table: FrameTable, clusters: Sequence[list[int]], strata: Sequence[Stratum], copies: Array, fraction: float
-) -> dict[Stratum, list[list[int]]]:
-    """Return the clusters of each stratum, without those that are for training in any case.
-
-    Where the data name no kind, the only clusters of their files are together by composition. Structures of a
-    composition that nothing else has are together as well; too few of them are for training.
-    """
-    of_composition = Counter(table.compositions[cluster[0]] for cluster in clusters)
-    of_stratum = Counter(strata[cluster[0]] for cluster in clusters)
-    divided: dict[Stratum, list[list[int]]] = {}
-    for cluster in clusters:
-        kind, place, composition = strata[cluster[0]]
-        lone = of_composition[table.compositions[cluster[0]]] == 1 and len(_groups(copies[cluster].tolist())) < _MIN_CUT
-        if lone:
-            place, composition = "", "lone"
-        elif of_stratum[kind, place, composition] == 1:
-            place = ""
-        divided.setdefault((kind, place, composition), []).append(cluster)
-    return {name: own for name, own in divided.items() if name[2] != "lone" or len(own) * fraction >= 1}
 
 
 def _taken(clusters: Sequence[list[int]], copies: Array, wanted: int, fraction: float) -> list[int]:

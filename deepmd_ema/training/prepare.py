@@ -233,7 +233,7 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
 def _statistics_batches(task: Task, seed: int, num_ranks: int, max_atoms: int | None = None) -> Iterator[Batch]:
     """Yield the frames of the statistics, eight at once, or fewer if they had more than ``max_atoms``."""
     train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
-    sizes, taken, _ = batch_sizes(task.config.training_data.batch_size, [system.frame_sizes for system in train])
+    sizes, taken, _ = batch_sizes(task.config.data.training_data.batch_size, [system.frame_sizes for system in train])
     for number, (system, size, frames) in enumerate(zip(train, sizes, taken)):
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
         order = frames[permutation(len(frames), seed_for(stream, seed, number))]
@@ -300,7 +300,7 @@ def _fit_bias(task: Task, model: EnergyModel | TaskModel, batches: Iterable[Batc
 def chosen_frames(task: TaskConfig, train: Sequence[FrameSource], seed: int, most: int) -> list[Sequence[int]]:
     """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
     # frames that `filter:N` leaves out were not trained on
-    _, frames, _ = batch_sizes(task.training_data.batch_size, [system.frame_sizes for system in train])
+    _, frames, _ = batch_sizes(task.data.training_data.batch_size, [system.frame_sizes for system in train])
     counts = [len(own) for own in frames]
     total = sum(counts)
     if total <= most:

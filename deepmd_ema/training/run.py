@@ -317,7 +317,7 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     # the averaged point of a schedule-free optimizer is the model that it trains
     own = [averages[a.name] for a in config.training.averaging if isinstance(a, ScheduleFreeProfile)]
     model = [*own, *averages.values(), saver.live.link][0]
-    validated = [name for name, task in config.tasks.items() if task.validation_data is not None]
+    validated = [name for name, task in config.tasks.items() if task.data.validation_data is not None]
     if validated:
         head = ["--head", validated[0]] * bool(heads)
         words = ["dp-ema", "test", "-m", model, *head, "--valid-data", trainer.input_file, "--plot"]

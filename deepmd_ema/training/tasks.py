@@ -203,6 +203,6 @@ def build_task(
         model,
         EnergyLoss(task.loss, config.learning_rate.start_lr, world),
         training.accumulate,
-        loader(task.training_data, data.train, "frames", pad),
+        loader(task.data.training_data, data.train, "frames", pad),
         loader(shown, data.valid, "display frames", display_pad) if shown is not None else None,
     )

@@ -275,7 +275,7 @@ def _open(
         return open_labelled([str(path) for path in systems], task.model, LABELS, patterns)
     if task.data.validation_fraction is not None:
         return open_split(config)[task.name].valid
-    data = task.validation_data
+    data = task.data.validation_data
     if data is None:
         raise ConfigError(
             f"{run.reference}: the run has no {task.place('training')}.validation_data to rank averages with. Give "

@@ -14,7 +14,6 @@ from deepmd_ema.config.schema.training import (
     MultiTaskTrainingConfig,
     TaskDataConfig,
     TrainingConfig,
-    TrainingDataConfig,
     TrainingOptions,
     ValidatingConfig,
     ValidationDataConfig,
@@ -40,27 +39,17 @@ class TaskConfig:
     data: TaskDataConfig
 
     @property
-    def training_data(self) -> TrainingDataConfig:
-        """Frames it is trained on."""
-        return self.data.training_data
-
-    @property
-    def validation_data(self) -> ValidationDataConfig | None:
-        """Frames it is validated on, or None."""
-        return self.data.validation_data
-
-    @property
     def is_validated(self) -> bool:
         """Whether it has validation frames, of their own or split off."""
-        return self.validation_data is not None or self.data.validation_fraction is not None
+        return self.data.validation_data is not None or self.data.validation_fraction is not None
 
     @property
     def displayed_data(self) -> ValidationDataConfig | None:
         """Sampling of validation frames for the learning curve; split-off frames are drawn as training frames."""
         if self.data.validation_fraction is None:
-            return self.validation_data
-        size = self.training_data.batch_size
-        auto = ValidationDataConfig(systems=self.training_data.systems)
+            return self.data.validation_data
+        size = self.data.training_data.batch_size
+        auto = ValidationDataConfig(systems=self.data.training_data.systems)
         return auto if isinstance(size, list) else replace(auto, batch_size=size)
 
     def place(self, section: str) -> str:
