@@ -161,4 +161,4 @@ def test_statistics_do_not_depend_on_the_number_of_threads():
     [((38, 72), 1.1, (44, 80)), ((40,), 1.0, (40,)), ((41, 0), 1.1, (48, 0)), ((0, 0), 1.1, (4, 4))],
 )
 def test_auto_sel_is_the_peers_rule(most, ratio, sel):
-    assert tuple(auto_sel(most, ratio)) == sel
+    assert tuple(auto_sel(most, f"auto:{ratio}")) == sel

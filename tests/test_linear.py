@@ -246,7 +246,7 @@ def test_the_number_of_neighbors_of_each_part_is_counted_inside_its_cutoff(tmp_p
     inside = [found.max_within(rcut) for rcut in (4.0, 4.8)]
     assert inside[0] < inside[1]
     assert [part.neighbors for part in resolved.descriptor.list] == [
-        tuple(auto_sel([inside[0]], 1.1)), tuple(auto_sel([inside[1]], 1.5))
+        tuple(auto_sel([inside[0]])), tuple(auto_sel([inside[1]], "auto:1.5"))
     ]  # fmt: skip
     (tmp_path / "table.txt").unlink()
     assert model_config_from_dict(to_dict(resolved)) == resolved

@@ -72,10 +72,6 @@ class Entry:
         types = f"of {', '.join(self.types)}" if self.types else ""
         return "; ".join(filter(None, [kind, o.unit, default, aliases, types]))
 
-    def is_under(self, topic: str) -> bool:
-        """Whether the option is ``topic`` or in it."""
-        return any(p == topic or p.startswith((f"{topic}.", f"{topic}[")) for p in (self.path, self.plain_path))
-
 
 def manual(topic: str | None = None) -> str:
     """Return the manual of all options, or of those under the dotted path ``topic``, or with that word in their name.
@@ -85,8 +81,9 @@ def manual(topic: str | None = None) -> str:
     """
     entries = manual_entries()
     topic = re.sub(r"\[\d+\]", "", topic or "")  # as messages name the entries of a list
+    inside = (f"{topic}.", f"{topic}[")
     chosen = (
-        [entry for entry in entries if not topic or entry.is_under(topic)]
+        [e for e in entries if not topic or any(f"{path}.".startswith(inside) for path in (e.path, e.plain_path))]
         or [entry for entry in entries if topic in entry.keys]
         # `ema` finds ema_decay, enable_ema, ...
         or [entry for entry in entries if any(topic in key.split("_") for key in entry.keys)]

@@ -13,7 +13,7 @@ from deepmd_ema.config.messages import Problem, Source, dotted, render, show
 from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
-from deepmd_ema.config.schema.profile import NEEDS_DATA
+from deepmd_ema.config.schema.profile import NEEDS_DATA, REMOVE_ONE
 from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig
 from deepmd_ema.config.sections import InvalidOptionError
 from deepmd_ema.errors import ConfigError, command
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 Violations = Iterator[tuple[str, str]]
 """Dotted path of an option, as seen from the section that the rule is about, and the rest of the message."""
-
-_REMOVE_ONE = "Remove one of the two."
 
 
 def rule_problems(subject: RunConfig | ModelConfig) -> list[Problem]:
@@ -98,9 +96,9 @@ def as_launched(run: RunConfig, launched: bool, restart: str | None = None, num_
 def _learning_rate(run: RunConfig) -> Violations:
     lr: Any = run.learning_rate
     if lr.stop_lr is not None and lr.stop_lr_ratio is not None:
-        yield "learning_rate.stop_lr_ratio", f" = {lr.stop_lr_ratio:g}: stop_lr is given too. {_REMOVE_ONE}"
+        yield "learning_rate.stop_lr_ratio", f" = {lr.stop_lr_ratio:g}: stop_lr is given too. {REMOVE_ONE}"
     if lr.warmup_steps > 0 and lr.warmup_ratio is not None:
-        yield "learning_rate.warmup_ratio", f" = {lr.warmup_ratio:g}: warmup_steps is given too. {_REMOVE_ONE}"
+        yield "learning_rate.warmup_ratio", f" = {lr.warmup_ratio:g}: warmup_steps is given too. {REMOVE_ONE}"
     if lr.stop_lr is not None and lr.stop_lr > lr.start_lr:
         yield "learning_rate.stop_lr", f" = {lr.stop_lr:g}: expected at most start_lr = {lr.start_lr:g}."
     # the inverse linear decay divides by the last rate
@@ -119,7 +117,7 @@ def _lkf(run: RunConfig) -> Violations:
         why = "LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon."
         yield "training.zero_stage", f" = {training.zero_stage}: {why}"
     if training.gradient_max_norm:  # the length of an update is the filter's, not the gradient's
-        text = f" = {training.gradient_max_norm:g}: not possible with optimizer.type LKF. {_REMOVE_ONE}"
+        text = f" = {training.gradient_max_norm:g}: not possible with optimizer.type LKF. {REMOVE_ONE}"
         yield "training.gradient_max_norm", text
     if training.accumulate > 1:  # there is no gradient to add up
         text = f" = {training.accumulate}: LKF updates weights with each batch. Use 1, or another optimizer."
@@ -153,7 +151,7 @@ def _lengths(run: RunConfig) -> Violations:
     if run.task_epochs:
         for name, value in (("numb_steps", steps), ("numb_epoch", epochs)):
             if value is not None:
-                yield f"training.{name}", f" = {value:g}: num_epoch_dict is given too. {_REMOVE_ONE}"
+                yield f"training.{name}", f" = {value:g}: num_epoch_dict is given too. {REMOVE_ONE}"
     elif steps is not None and epochs is not None:
         yield "training.numb_epoch", f" = {epochs:g}: numb_steps = {steps} is given too. Remove one."
     elif steps is None and epochs is None:
@@ -213,7 +211,7 @@ def _loss(task: TaskConfig) -> Violations:
     refused = {"relative_f": loss.relative_f is not None, "start_pref_pf": loss.start_pref_pf or loss.limit_pref_pf}
     refused |= {name: getattr(loss, name) for name in ("start_pref_h", "limit_pref_h")}
     for name in (name for name, is_given in refused.items() if is_given and is_huber):
-        yield name, f" = {getattr(loss, name):g}: not possible with use_huber. {_REMOVE_ONE}"
+        yield name, f" = {getattr(loss, name):g}: not possible with use_huber. {REMOVE_ONE}"
     if not loss.weights:
         yield "", ": every weight is 0, so nothing would be trained. Set start_pref_e, start_pref_f, ..."
 
@@ -223,7 +221,7 @@ def _data(task: TaskConfig) -> Violations:
     if data.stat_file_mode == "read" and data.stat_file is None:
         yield "stat_file_mode", ' = "read": needs stat_file beside it. Add it, or remove stat_file_mode.'
     if data.validation_fraction is not None and data.validation_data is not None:
-        yield "validation_fraction", f" = {data.validation_fraction:g}: validation_data is given too. {_REMOVE_ONE}"
+        yield "validation_fraction", f" = {data.validation_fraction:g}: validation_data is given too. {REMOVE_ONE}"
 
 
 # ---- several tasks
@@ -272,7 +270,7 @@ def _sections_of_tasks(run: MultiTaskRun) -> Violations:
 def _shares(run: MultiTaskRun) -> Violations:
     """``model_prob`` and ``num_epoch_dict`` exclude each other, and no two tasks have one ``stat_file``."""
     if run.task_weights and run.task_epochs:
-        yield "training.model_prob", f": num_epoch_dict is given too, from which shares follow. {_REMOVE_ONE}"
+        yield "training.model_prob", f": num_epoch_dict is given too, from which shares follow. {REMOVE_ONE}"
     first: dict[str, str] = {}
     for task in run.tasks.values():
         if task.data.stat_file is not None:

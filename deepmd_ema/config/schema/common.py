@@ -34,18 +34,14 @@ MAX_SEL_RATIO = 100  # of `sel: auto` to the neighbors found
 SEL_MULTIPLE = 4  # `sel: auto` is rounded up to a multiple of this, as DeePMD-kit does
 
 
-def auto_sel(max_neighbors: Iterable[int], ratio: float = 1.1) -> list[int]:
-    """Return ``sel`` for the largest numbers of neighbors found: ``ratio`` times, up to a multiple of four.
+def auto_sel(max_neighbors: Iterable[int], sel: str = "auto") -> list[int]:
+    """Return the numbers for ``auto`` or ``auto:1.2``: the largest found times 1.1 or 1.2, up to a multiple of four.
 
     Where no atom has a neighbor it is four: sums over neighbors are divided by it.
     """
-    sel = [SEL_MULTIPLE * math.ceil(int(n * ratio) / SEL_MULTIPLE) for n in max_neighbors]
-    return sel if any(sel) else [SEL_MULTIPLE for _ in sel]
-
-
-def ratio_of(sel: str) -> float:
-    """Return the ratio of ``auto:1.2``; that of ``auto`` is 1.1."""
-    return float(sel.partition(":")[2] or 1.1)
+    ratio = float(sel.partition(":")[2] or 1.1)
+    numbers = [SEL_MULTIPLE * math.ceil(int(n * ratio) / SEL_MULTIPLE) for n in max_neighbors]
+    return numbers if any(numbers) else [SEL_MULTIPLE for _ in numbers]
 
 
 def _is_sel(value: Any) -> bool:
@@ -78,9 +74,7 @@ def sel_option(doc: str, default: Any = MISSING, numbers: str = f"a whole number
 
 def auto_sel_within(sel: int | str, rcut: float, found: NeighborStatistics) -> int:
     """Return ``sel`` of neighbors nearer than ``rcut`` with ``auto`` as the number that follows from the data."""
-    if not isinstance(sel, str):
-        return sel
-    return auto_sel([found.max_within(rcut)], ratio_of(sel))[0]
+    return auto_sel([found.max_within(rcut)], sel)[0] if isinstance(sel, str) else sel
 
 
 def with_sel_of(section: Section, saved: Section, *names: str) -> Section:

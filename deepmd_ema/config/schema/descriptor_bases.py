@@ -100,7 +100,7 @@ class NeighborList:
         if not isinstance(self.sel, str):
             return self
         most = found.max_neighbors if self.counts_elements else [found.max_total]
-        sel = common.auto_sel(most, common.ratio_of(self.sel))
+        sel = common.auto_sel(most, self.sel)
         return replace(self, sel=sel if self.counts_elements else sel[0])
 
     def with_neighbors_of(self: Section, saved: DescriptorConfig) -> Section:

@@ -296,11 +296,10 @@ def _weight(default: float, doc: str) -> Any:
     return option(default, check=not_negative, doc=doc)
 
 
-def _is_delta(value: Any) -> bool:
-    return len(value) == 3 and min(value) > 0 if isinstance(value, list) else value > 0
-
-
-_delta = Check(_is_delta, "a number > 0, or three of them for energy, force and virial")
+_delta = Check(
+    lambda v: len(v) == 3 and min(v) > 0 if isinstance(v, list) else v > 0,
+    "a number > 0, or three of them for energy, force and virial",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

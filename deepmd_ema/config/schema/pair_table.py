@@ -44,11 +44,7 @@ def _is_table(value: Any) -> bool:
     if len(table) < 3 or len(widths) != 1 or min(widths) < 2 or not all(map(math.isfinite, chain(*table))):
         return False
     first, step = table[0][0], (table[-1][0] - table[0][0]) / (len(table) - 1)
-    return (
-        len(table[0]) > 1
-        and step > 0
-        and all(abs(row[0] - first - k * step) < _UNEVEN * step for k, row in enumerate(table))
-    )
+    return step > 0 and all(abs(row[0] - first - k * step) < _UNEVEN * step for k, row in enumerate(table))
 
 
 pair_table = Check(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.run import RunConfig
 
 P = TypeVar("P", bound="Profile")
-_REMOVE_ONE = "Remove one of the two."
+REMOVE_ONE = "Remove one of the two."
 _WITH_CHECKPOINTS = "with the checkpoints"
 NEEDS_DATA = " = true: needs training.validation_data (or validation_fraction). Add it, or set this to false."
 
@@ -204,14 +204,14 @@ class Profile(ABC):
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield each option that another one excludes, with the rest of the message."""
         if self.start_step > 0 and self.start_epoch is not None:
-            yield "start_epoch", f" = {self.start_epoch:g}: start_step = {self.start_step} is given too. {_REMOVE_ONE}"
+            yield "start_epoch", f" = {self.start_epoch:g}: start_step = {self.start_step} is given too. {REMOVE_ONE}"
         if self.should_update is not None and self.update_every != 1:
             who = "should_update" if "should_update" in vars(self) else f"type {self.type}"
             yield "update_every", f" = {self.update_every}: {who} says itself which steps count. Remove it."
         lengths = [(name, value) for name in self.lengths if (value := getattr(self, name)) is not None]
         if len(lengths) > 1:
             (first, a), (second, b) = lengths
-            yield second, f" = {b:g}: {first} = {a:g} is given too. {_REMOVE_ONE}"
+            yield second, f" = {b:g}: {first} = {a:g} is given too. {REMOVE_ONE}"
 
     def problems(self, run: RunConfig) -> Iterator[tuple[str, str]]:
         """Yield each option that does not fit to others of a run, with the rest of the message."""

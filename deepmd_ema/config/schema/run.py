@@ -133,7 +133,9 @@ class RunConfig:
 
     def with_models(self, models: Mapping[str, ModelConfig]) -> RunConfig:
         """Return the run with the sections ``model`` of some tasks, by name of the task, replaced."""
-        raise NotImplementedError
+        if "" in self.tasks:
+            return replace(self, model=models.get("", self.model))
+        return replace(self, model=replace(self.model, model_dict={**self.model.model_dict, **models}))
 
     @property
     def has_validation_data(self) -> bool:
@@ -159,10 +161,6 @@ class SingleTaskRun(RunConfig):
     def tasks(self) -> dict[str, TaskConfig]:
         """The only task, called ``""``."""
         return {"": TaskConfig("", self.model, self.loss, self.training)}
-
-    def with_models(self, models: Mapping[str, ModelConfig]) -> SingleTaskRun:
-        """Return the run with its section ``model`` replaced."""
-        return replace(self, model=models.get("", self.model))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,10 +205,6 @@ class MultiTaskRun(RunConfig):
             for name, model in self.model.model_dict.items()
             if name in data
         }
-
-    def with_models(self, models: Mapping[str, ModelConfig]) -> MultiTaskRun:
-        """Return the run with the models of some tasks replaced."""
-        return replace(self, model=replace(self.model, model_dict={**self.model.model_dict, **models}))
 
 
 def to_dict(config: RunConfig | ModelConfig) -> dict[str, Any]:
