@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from deepmd_ema.data.formats.properties import (
     kind_of,
     make_frame,
     numbers,
-    parse_choice,
 )
 from deepmd_ema.data.formats.stores import is_there, readable
 from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, rows_per
@@ -84,12 +82,7 @@ def is_extxyz(path: Path) -> bool:
     return path.suffix.lower() in XYZ_SUFFIXES and path.exists() and not path.is_dir()
 
 
-def find_extxyz(file: Path, choice: str) -> list[partial[ExtxyzFile]]:
-    """Return the function that opens ``file``; ``choice`` is the text after ``#`` in the input."""
-    return [partial(_open, file, parse_choice(choice))]
-
-
-def _open(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzFile:
+def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzFile:
     """Return the frames of a file, after reading all of it once.
 
     Args:
@@ -203,8 +196,37 @@ def read_block(block: bytes) -> StoredFrame:
     for name in ("virial", "stress"):  # these two are stored column by column, as ASE reads and writes them
         if name in values and len(nine := re.split(r"[\s,]+", values[name].strip())) == 9:
             values[name] = " ".join(nine[k] for k in (0, 3, 6, 1, 4, 7, 2, 5, 8))
-    columns, width = _columns(special.get("properties", _PLAIN))
-    box = _cell(special.get("lattice"), special.get("pbc"))
+    properties, lattice, pbc = special.get("properties", _PLAIN), special.get("lattice"), special.get("pbc")
+    # first and last column of each array, and the number of all
+    words = properties.split(":")
+    columns, width = dict[str, tuple[int, int]](), 0
+    for name, kind, number in zip(words[::3], words[1::3], words[2::3]):
+        if kind not in ("S", "R", "I", "L") or not re.fullmatch(r"[1-9]\d{0,3}", number):
+            columns = {}
+            break
+        columns[name] = (width, width + int(number))
+        width += int(number)
+    width_of = {name: last - start for name, (start, last) in columns.items()}
+    if len(words) % 3 or width_of.get("pos") != 3 or 1 not in (width_of.get("species"), width_of.get("Z")):
+        raise DataError(f"Properties={show_text(properties)}: expected name:kind:columns, such as {_PLAIN}.")
+    # the cell of a frame, None of an open one
+    words = list(filter(None, re.split(r"[\s,\[\]]+", pbc or "")))
+    if any(word not in _BOOLEANS for word in words):
+        raise DataError(f"pbc = {show_text(pbc or '')}: expected T or F for each direction.")
+    periodic = {_BOOLEANS[word] for word in words} or {lattice is not None}
+    if len(periodic) > 1:
+        raise DataError(
+            f'pbc = "{pbc}": periodic in some directions only, which models do not know. Write pbc="T T T", with a '
+            "vacuum larger than the cutoff along the open directions."
+        )
+    box = None
+    if periodic == {True}:
+        if lattice is None:
+            raise DataError(f'pbc = "{pbc}" without Lattice. Expected nine numbers, or pbc="F F F".')
+        box = numbers("Lattice", lattice)
+        if box.size != 9:
+            raise DataError(f"Lattice: has {box.size} numbers, expected 9.")
+        box = box.reshape(3, 3)
     rows = lines[2 : natoms + 2]
     words = [word for row in rows for word in row.split()]
     if len(words) != natoms * width:
@@ -248,42 +270,6 @@ def _read_values(line: str) -> dict[str, str]:
     if line[place:].strip():
         raise DataError(f"line 2 of the frame: a quote or bracket does not end: {show_text(line.strip())}.")
     return values
-
-
-def _cell(lattice: str | None, pbc: str | None) -> Array | None:
-    """Return the cell of a frame, None of an open one."""
-    words = list(filter(None, re.split(r"[\s,\[\]]+", pbc or "")))
-    if any(word not in _BOOLEANS for word in words):
-        raise DataError(f"pbc = {show_text(pbc or '')}: expected T or F for each direction.")
-    periodic = {_BOOLEANS[word] for word in words} or {lattice is not None}
-    if len(periodic) > 1:
-        raise DataError(
-            f'pbc = "{pbc}": periodic in some directions only, which models do not know. Write pbc="T T T", with a '
-            "vacuum larger than the cutoff along the open directions."
-        )
-    if periodic == {False}:
-        return None
-    if lattice is None:
-        raise DataError(f'pbc = "{pbc}" without Lattice. Expected nine numbers, or pbc="F F F".')
-    cell = numbers("Lattice", lattice)
-    if cell.size != 9:
-        raise DataError(f"Lattice: has {cell.size} numbers, expected 9.")
-    return cell.reshape(3, 3)
-
-
-def _columns(properties: str) -> tuple[dict[str, tuple[int, int]], int]:
-    words = properties.split(":")
-    columns, first = dict[str, tuple[int, int]](), 0
-    for name, kind, number in zip(words[::3], words[1::3], words[2::3]):
-        if kind not in ("S", "R", "I", "L") or not re.fullmatch(r"[1-9]\d{0,3}", number):
-            columns = {}
-            break
-        columns[name] = (first, first + int(number))
-        first += int(number)
-    width_of = {name: last - start for name, (start, last) in columns.items()}
-    if len(words) % 3 or width_of.get("pos") != 3 or 1 not in (width_of.get("species"), width_of.get("Z")):
-        raise DataError(f"Properties={show_text(properties)}: expected name:kind:columns, such as {_PLAIN}.")
-    return columns, first
 
 
 def _unquoted(text: str) -> str:

@@ -152,8 +152,25 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     num_types, num_frames = len(names if names is not None else spec.type_map), meta["nframes"]
     options = [list(spec.labels), spec.numb_fparam, spec.numb_aparam, spec.default_fparam]
     about = {"lmdb": str(path), "frames": num_frames, "types": num_types, "format": key_format, "read": options}
-    read = partial(_read_all, store, num_frames, num_types, spec)
-    contents = recall_or_find(spec.results, [store.file], about, read)
+
+    def read_all() -> dict[str, Any]:
+        """Return the sizes of all frames, types that occur, and the number of frames with each name."""
+        sizes, types, occurring, problems = list[int](), set[int](), Counter[str](), list[str]()
+        plain, elements = np.append(np.arange(num_types), -1), [str(t) for t in range(num_types)]
+        for index in range(num_frames):
+            with collect_problems(problems, f"{store.path}: frame {index} (from 0): "):
+                record = store.frame(index)
+                sizes.append(len(record[_ATYPE]))
+                types.update(np.unique(record[_ATYPE]).tolist())
+                _frame(record, plain, replace(spec, type_map=elements), ("", index))
+                occurring.update(record.keys())
+            if len(problems) >= _MAX_PROBLEMS:
+                raise DataError([*problems, f"{store.path}: the frames after this one were not read."])
+        if problems:
+            raise DataError(problems)
+        return {"sizes": sizes, "types": sorted(t for t in types if t >= 0), "names": dict(occurring)}
+
+    contents = recall_or_find(spec.results, [store.file], about, read_all)
     sizes, problems = np.array(contents["sizes"], np.int64), []
     if not sizes.size:
         problems.append(f"{path}: no frames. Leave it out.")
@@ -177,28 +194,6 @@ def lmdb_frames(path: Path) -> Iterator[StoredFrame]:
     file = open_lmdb(path, ReadSpec(SYMBOLS, tuple(LABELS), takes_numbers=False))
     for index in range(file.num_frames):
         yield _stored(file.store.frame(index), file.index_of, SYMBOLS)[0]
-
-
-def _read_all(store: _Store, num_frames: int, num_types: int, spec: ReadSpec) -> dict[str, Any]:
-    """Return the sizes of all frames, types that occur, and the number of frames with each name.
-
-    Raises:
-        DataError: with the first problems of the frames.
-    """
-    sizes, types, names, problems = list[int](), set[int](), Counter[str](), list[str]()
-    plain, any_type = np.append(np.arange(num_types), -1), replace(spec, type_map=[str(t) for t in range(num_types)])
-    for index in range(num_frames):
-        with collect_problems(problems, f"{store.path}: frame {index} (from 0): "):
-            record = store.frame(index)
-            sizes.append(len(record[_ATYPE]))
-            types |= set(np.unique(record[_ATYPE]).tolist())
-            _frame(record, plain, any_type, ("", index))
-            names.update(record.keys())
-        if len(problems) >= _MAX_PROBLEMS:
-            raise DataError([*problems, f"{store.path}: the frames after this one were not read."])
-    if problems:
-        raise DataError(problems)
-    return {"sizes": sizes, "types": sorted(t for t in types if t >= 0), "names": dict(names)}
 
 
 def _frame(record: Mapping[str, Array], index_of: Array, spec: ReadSpec, source: tuple[str, int]) -> Frame:
