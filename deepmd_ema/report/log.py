@@ -222,7 +222,7 @@ class Progress:
         self._bar: tqdm | None = None
         self._error, self._is_validated = "", False
         self._step = self._shown = 0
-        self._line_at = time.perf_counter()
+        self._line_at = self._shown_at = time.perf_counter()
 
     def start_at(self, step: int) -> None:
         """Count from ``step``, at a restart."""
@@ -265,30 +265,23 @@ class Progress:
             facts.pop()
         return ", ".join(facts)
 
-    def show(
-        self,
-        step: int,
-        lr: float,
-        training: ValuesByTask,
-        validation: ValuesByTask,
-        seconds_per_step: float,
-        split: str = "",
-    ) -> None:
-        """Log the errors of a displayed step, the time of its interval, and when the run will end."""
+    def show(self, step: int, lr: float, training: ValuesByTask, validation: ValuesByTask) -> None:
+        """Log the errors of a displayed step, the time of its interval with its parts, and when the run will end."""
         for task, of_task in training.items():
             _log(step, task, "trn", of_task, f", lr = {lr:8.2e}")
             _log(step, task, "val", validation.get(task, {}))
-        rate = 1 / seconds_per_step if seconds_per_step > 0 else 0.0
+        now = time.perf_counter()
+        seconds = now - self._shown_at
+        rate = (step - self._shown) / seconds if seconds > 0 else 0.0
         more = f", {rate * self._frames:.4g} frames/s" if self._frames is not None else ""
-        more += f"; {split}" if split else ""
         left = self._times.left(step, self._num_steps)  # nothing is known after the first steps
         eta = ""
         if left is not None:
             end = (datetime.now() + timedelta(seconds=left)).strftime("%Y-%m-%d %H:%M")
             eta = f", eta = {timedelta(seconds=int(left))} at {end}"
-        seconds = seconds_per_step * (step - self._shown)
+        more += f"; {self._times.split()}"
         logger.info("Batch %7d: total wall time = %.2f s (%.1f steps/s%s)%s", step, seconds, rate, more, eta)
-        self._shown, self._line_at = step, time.perf_counter()
+        self._shown, self._shown_at, self._line_at = step, now, now
         if not self._is_validated:  # beside the bar: of validation frames if there are any
             name, values = ("val batch", validation) if any(validation.values()) else ("trn batch", training)
             self._error = _force_errors(name, {task: of.get("rmse_f", math.nan) for task, of in values.items()})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,7 +74,6 @@ class Reporter:
         self.curves = {w: LcurveFile(outputs.lcurve(w), names, with_valid) if world.is_main else None for w in shown}
         has_loggers = training.tensorboard or training.loggers
         self._loggers = Loggers(config, run_id) if world.is_main and has_loggers else None
-        self._shown_step, self._shown_at = 0, time.perf_counter()
         # by task: values of its last step, and their mean over its steps in the current interval
         self._last: dict[str, Mapping[str, Tensor]] = {}
         self._means = {task.name: _Mean() for task in tasks}
@@ -139,10 +137,7 @@ class Reporter:
                 if name == LIVE:  # not to loggers that take training errors at their own pace
                     self._loggers.log(step, {"lr": rate, **errors}, lambda logger: logger.freq is None)
                 self._loggers.log(step, of_row)
-        now = time.perf_counter()
-        seconds = (now - self._shown_at) / max(1, step - self._shown_step)
-        self._progress.show(step, rate, train, valid, seconds, self.times.split())
-        self._shown_step, self._shown_at = step, now
+        self._progress.show(step, rate, train, valid)
         self._means = {name: _Mean() for name in self._means}
 
     def warn_if_nothing_is_learned(self, step: int, remedy: str, at_least: int = 1) -> None:
@@ -201,7 +196,6 @@ class Reporter:
         self.before = {name: Errors(sums) for name, sums in before.items()}
         for name, values in state.get("last", {}).items():
             self._last[name] = {key: value.to(device) for key, value in values.items()}
-        self._shown_step = step
         for file in self.curves.values():
             if file is not None:
                 file.cut_after(step)
