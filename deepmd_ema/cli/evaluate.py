@@ -90,7 +90,7 @@ def model_devi(args: argparse.Namespace) -> None:
 def neighbor_stat(args: argparse.Namespace) -> None:
     """Print the numbers."""
     with loading():
-        from deepmd_ema.infer.neighbors import describe_neighbors
+        from deepmd_ema.infer.evaluate import describe_neighbors
 
     systems, patterns = chosen_systems(args, ["."])
     say(describe_neighbors(systems, args.rcut, args.type_map, args.mixed_type, patterns))

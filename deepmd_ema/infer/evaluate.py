@@ -1,4 +1,4 @@
-"""Errors of a model on labelled frames, measured as full validation does: tables, detail files, figures."""
+"""Errors of a model on labelled frames, measured as full validation does, and numbers of neighbors of frames."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from deepmd_ema.config.labels import (
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
-from deepmd_ema.data.formats.discover import open_systems
+from deepmd_ema.data.formats.discover import open_systems, stored_type_map
 from deepmd_ema.data.formats.properties import KIND_NAMES
 from deepmd_ema.data.loader import Pad, atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.distributed.files import TABLE, atomic_write, check_output
 from deepmd_ema.errors import DataError, UserError, counted
+from deepmd_ema.geometry import neighbor_statistics
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import SAME_PLACE, describe_short_pair
 from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
@@ -43,7 +44,7 @@ from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.tabulated import tabulate
-from deepmd_ema.report.table import Column, Table, render
+from deepmd_ema.report.table import KINDS, Column, Table, labelled, render
 
 WORST = 10  # frames shown at the end
 MAX_GROUPS = 20  # rows of a table of compositions or kinds of calculation
@@ -74,6 +75,23 @@ class ErrorReport:
         """Errors of each system, in the order in which they were given."""
         return group_frames(self.frames, lambda frame: frame.source[0])
 
+    @property
+    def by_kind(self) -> dict[str, Errors]:
+        """Errors of each kind of calculation; ``none`` is a frame that names none."""
+        kinds = {name: source.kinds for name, source in self.systems.items()}
+        return group_frames(self.frames, lambda f: (k[f.source[1]] if (k := kinds[f.source[0]]) else "") or "none")
+
+    @property
+    def by_composition(self) -> dict[str, Errors]:
+        """Errors of each composition."""
+        return group_frames(self.frames, lambda frame: describe_composition(frame.atom_type, self.type_map))
+
+    @property
+    def by_element(self) -> dict[str, Errors]:
+        """Errors of the forces on the atoms of each element that has some."""
+        every = zip(self.type_map, force_errors_by_type(self.frames, len(self.type_map)))
+        return {name: errors for name, errors in every if errors.summary()["num_atoms"]}
+
     def text(self) -> str:
         """Return errors per system and over all, forces per element, and the worst frames."""
         systems = self.by_system
@@ -91,18 +109,8 @@ class ErrorReport:
 
     def groups(self) -> list[Table]:
         """Return errors by kind of calculation and by composition, where there are several; the worst first."""
-        kinds = {name: source.kinds for name, source in self.systems.items()}
-
-        def kind_of(frame: FrameResult) -> str:
-            of_system = kinds[frame.source[0]]
-            return (of_system[frame.source[1]] if of_system else "") or "none"
-
-        groups = {
-            " or ".join(KIND_NAMES): group_frames(self.frames, kind_of),
-            "composition": group_frames(self.frames, lambda f: describe_composition(f.atom_type, self.type_map)),
-        }
-        metrics = [f"{name}:{kind}" for name in "EFS" for kind in ("MAE", "RMSE")]
-        metrics = [metric for metric in metrics if not math.isnan(self.total.metric(metric))]
+        groups = {" or ".join(KIND_NAMES): self.by_kind, "composition": self.by_composition}
+        metrics = [f"{quantity}:{kind}" for quantity in labelled(self.total).replace("V", "") for kind in KINDS]
         by, tables = "F:RMSE" if "F:RMSE" in metrics else "E:RMSE", []
         for title, found in groups.items():
             # those without the label last
@@ -155,11 +163,10 @@ class ErrorReport:
 
     def forces_by_element(self) -> Table:
         """Return the errors of the forces on the atoms of each element that has some, in meV/Å."""
-        rows: list[list[Any]] = []
         metrics = ("F:MAE", "F:RMSE")
-        for name, errors in zip(self.type_map, force_errors_by_type(self.frames, len(self.type_map))):
-            if atoms := errors.summary()["num_atoms"]:
-                rows.append([name, atoms, *_shown(errors, metrics)])
+        rows: list[list[Any]] = []
+        for name, errors in self.by_element.items():
+            rows.append([name, errors.summary()["num_atoms"], *_shown(errors, metrics)])
         return Table("# forces by element", (Column("element"), Column("atoms", "", ".0f"), *_columns(metrics)), rows)
 
     def worst(self) -> Table:
@@ -318,6 +325,42 @@ def open_checked(
 def first_frames(systems: Sequence[FrameSource], most: int) -> list[range]:
     """Return the first ``most`` frames of each system; 0 takes all."""
     return [range(min(s.num_frames, most) if most > 0 else s.num_frames) for s in systems]
+
+
+def describe_neighbors(
+    systems: Sequence[str | Path],
+    rcut: float,
+    type_map: Sequence[str] | None = None,
+    mixed_type: bool = False,
+    rglob_patterns: Sequence[str] | None = None,
+) -> str:
+    """Return the lines of ``dp neighbor-stat``: shortest distance and most neighbors over all frames of systems.
+
+    Args:
+        systems: systems, or folders searched for systems.
+        rcut: cutoff radius, angstrom.
+        type_map: the elements; by default those of the systems' type_map.raw, in a line of their own.
+        mixed_type: whether neighbors of all types are counted together.
+        rglob_patterns: names of systems to search for in folders.
+
+    Raises:
+        DataError: if the data cannot be read, or two atoms are in one place.
+    """
+    paths = [str(path) for path in systems]
+    names = list(type_map) if type_map else stored_type_map(paths, rglob_patterns)
+    opened = open_checked(paths, ReadSpec(names), rcut, rglob_patterns)
+    places = [(system, k) for system in opened for k in range(system.num_frames)]
+    frames = (system.frame(k) for system, k in places)
+    found = neighbor_statistics(((f.coord, f.box, f.atom_type) for f in frames), rcut, len(names))
+    if found.min_distance == 0:
+        number = int(np.argmin(found.frame_min))
+        system, k = places[number]
+        place, (a, b) = system.where(k), found.frame_pair[number]
+        raise DataError(f"{place.file}: frame {place.frame} (from 0): atoms {a} and {b} are in one place.")
+    lines = [] if type_map else [f"type_map: {names}"]
+    most = np.array([found.max_total] if mixed_type else found.max_neighbors)
+    numbers = np.array2string(most, max_line_width=10**6, threshold=10**6)
+    return "\n".join([*lines, f"min_nbor_dist: {found.min_distance:f}", f"max_nbor_size: {numbers}"])
 
 
 def _refuse_non_finite(report: ErrorReport, loaded: LoadedModel) -> None:

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from html import escape
 from pathlib import Path
 from string import Template
@@ -26,7 +25,7 @@ from deepmd_ema.distributed.files import HTML, atomic_write, check_output
 from deepmd_ema.errors import UserError, command, counted
 from deepmd_ema.infer.evaluate import WORST, ErrorReport, describe_composition, predict
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.model.metrics import Errors, FrameResult, force_errors_by_type, group_frames, worst_frames
+from deepmd_ema.model.metrics import Errors, worst_frames
 from deepmd_ema.model.model_set import nested
 from deepmd_ema.report.curves import read_curves
 from deepmd_ema.report.plots import Figure, Key, curve_figures, parity_figures
@@ -284,13 +283,10 @@ class _Page:
         for one in self.details:
             report, quantities = one.report, _quantities([one])
             yield _paragraph(one.describe())
-            elements = dict(zip(report.type_map, force_errors_by_type(report.frames, len(report.type_map))))
-            if elements := {name: of for name, of in elements.items() if of.summary()["num_atoms"]}:
+            if elements := report.by_element:
                 yield _table(_table_of_errors("forces by element", "element", elements, "F", "atoms"))
-            groups = {"system": {os.path.relpath(name, self.base): of for name, of in report.by_system.items()}}
-            groups["composition"] = group_frames(report.frames, partial(_formula, report))
-            if any(source.kinds for source in report.systems.values()):
-                groups["kind of calculation"] = group_frames(report.frames, partial(_kind_of_calculation, report))
+            systems = {os.path.relpath(name, self.base): of for name, of in report.by_system.items()}
+            groups = {"system": systems, "composition": report.by_composition, "kind of calculation": report.by_kind}
             for name, of_groups in groups.items():
                 if len(of_groups) > 1:
                     more = f" (the first {_MAX_GROUPS} of {len(of_groups)})" * (len(of_groups) > _MAX_GROUPS)
@@ -307,7 +303,7 @@ class _Page:
             place = one.report.systems[frame.source[0]].where(frame.source[1])
             errors = [_error(frame.errors, q, "RMSE") for q in quantities]
             file = os.path.relpath(place.file, self.base)
-            rows.append((str(place.frame), *errors, _formula(one.report, frame), file))
+            rows.append((str(place.frame), *errors, describe_composition(frame.atom_type, one.report.type_map), file))
         columns = [Column(f"{METRICS[q].title} RMSE", METRICS[q].display_unit, "s") for q in quantities]
         title = f"the {len(rows)} frames of largest {by} error; frames of a file count from 0; files in {self.base}"
         yield _paragraph(one.describe())
@@ -400,15 +396,6 @@ def _quantities(tested: Sequence[Tested]) -> str:
 def _error(errors: Errors, quantity: str, kind: str) -> str:
     value = METRICS[quantity].display_factor * errors.metric(f"{quantity}:{kind}")
     return significant(value, _DIGITS) if math.isfinite(value) else "–"
-
-
-def _formula(report: ErrorReport, frame: FrameResult) -> str:
-    return describe_composition(frame.atom_type, report.type_map)
-
-
-def _kind_of_calculation(report: ErrorReport, frame: FrameResult) -> str:
-    kinds = report.systems[frame.source[0]].kinds
-    return (kinds[frame.source[1]] if kinds else "") or "none"
 
 
 def _amount(sources: Sequence[FrameSource]) -> str:
