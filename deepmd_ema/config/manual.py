@@ -79,27 +79,6 @@ def manual(topic: str | None = None) -> str:
     Raises:
         ConfigError: if there is no such option; the message names those that look like it.
     """
-    entries = manual_entries()
-    topic = re.sub(r"\[\d+\]", "", topic or "")  # as messages name the entries of a list
-    inside = (f"{topic}.", f"{topic}[")
-    chosen = (
-        [e for e in entries if not topic or any(f"{path}.".startswith(inside) for path in (e.path, e.plain_path))]
-        or [entry for entry in entries if topic in entry.keys]
-        # `ema` finds ema_decay, enable_ema, ...
-        or [entry for entry in entries if any(topic in key.split("_") for key in entry.keys)]
-    )
-    if not chosen:
-        raise ConfigError(f"doc {topic}: no such option. Try {', '.join(_like(topic, entries))}.")
-    texts = [] if topic else [_INTRO.rstrip("\n")]
-    for entry in chosen:
-        paragraphs = (text for text in (entry.facts, entry.doc) if text)
-        filled = (textwrap.fill(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT) for text in paragraphs)
-        texts.append("\n".join([entry.path, *filled]))
-    return "\n\n".join(texts)
-
-
-def manual_entries() -> list[Entry]:
-    """Return all options, and the types of sections, in the order of the manual."""
     entries = list(_entries((SingleTaskRun,), "", ()))
     # options that only an input of several tasks has; sections by task are those of an input of one task
     for place, section, of_one_task in (
@@ -109,20 +88,31 @@ def manual_entries() -> list[Entry]:
     ):
         known = {o.name for o in input_options(of_one_task)}
         entries += [Entry(f"{place}{o.name}", o, o.doc) for o in input_options(section) if o.name not in known]
-    return entries
-
-
-def _like(topic: str, entries: Sequence[Entry]) -> list[str]:
-    """Return paths of options that look like a topic that is none: by their last name, one word of it, or in all."""
-    paths: dict[str, str] = {}
-    for key, path in ((key, entry.plain_path) for entry in entries for key in entry.keys):
-        paths.setdefault(key, path)  # of sections in sections, the outermost
-    last = topic.split(".")[-1]
-    same = [entry.plain_path for entry in entries if last in entry.keys]
-    words = [path for key, path in paths.items() if last in key.split("_")]
-    close = [paths[key] for key in close_names(last, list(paths))]
-    found = same or words or get_close_matches(topic, [e.plain_path for e in entries], 3, cutoff=0.75) or close
-    return list(dict.fromkeys(found))[:_MAX_SIMILAR] or ["model", "training", "or no name at all"]
+    topic = re.sub(r"\[\d+\]", "", topic or "")  # as messages name the entries of a list
+    inside = (f"{topic}.", f"{topic}[")
+    chosen = (
+        [e for e in entries if not topic or any(f"{path}.".startswith(inside) for path in (e.path, e.plain_path))]
+        or [entry for entry in entries if topic in entry.keys]
+        # `ema` finds ema_decay, enable_ema, ...
+        or [entry for entry in entries if any(topic in key.split("_") for key in entry.keys)]
+    )
+    if not chosen:  # paths of options that look like the topic: by its last name, one word of it, or in all
+        paths: dict[str, str] = {}
+        for key, path in ((key, entry.plain_path) for entry in entries for key in entry.keys):
+            paths.setdefault(key, path)  # of sections in sections, the outermost
+        last = topic.split(".")[-1]
+        close = [entry.plain_path for entry in entries if last in entry.keys]
+        close = close or [path for key, path in paths.items() if last in key.split("_")]
+        close = close or get_close_matches(topic, [entry.plain_path for entry in entries], 3, cutoff=0.75)
+        close = close or [paths[key] for key in close_names(last, list(paths))]
+        shown = list(dict.fromkeys(close))[:_MAX_SIMILAR] or ["model", "training", "or no name at all"]
+        raise ConfigError(f"doc {topic}: no such option. Try {', '.join(shown)}.")
+    texts = [] if topic else [_INTRO.rstrip("\n")]
+    for entry in chosen:
+        paragraphs = (text for text in (entry.facts, entry.doc) if text)
+        filled = (textwrap.fill(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT) for text in paragraphs)
+        texts.append("\n".join([entry.path, *filled]))
+    return "\n\n".join(texts)
 
 
 def json_schema_text() -> str:

@@ -318,18 +318,15 @@ class RunLength(NamedTuple):
     Attributes:
         num_steps: of the run.
         tasks: length of the training of each task.
+        frames_per_step: mean number of frames in a step of all ranks together.
         steps_per: steps of one of ``steps``, ``frames`` and ``epochs``, in which lengths of averages are given. In an
             epoch every task has, on average, seen all of its frames at least once.
     """
 
     num_steps: int
     tasks: Mapping[str, TaskLength]
+    frames_per_step: float
     steps_per: Mapping[str, float]
-
-    @property
-    def frames_per_step(self) -> float:
-        """Mean number of frames in a step of all ranks together."""
-        return sum(of.share * of.frames for of in self.tasks.values() if of.share)
 
 
 def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int = 1) -> RunLength:
@@ -365,8 +362,8 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
         for name, of in samplers.items()
     }  # fmt: skip
     epoch = max(math.ceil(of.batches_per_epoch / shares[name] * _SLACK) for name, of in drawn.items()) / batches_of_step
-    length = RunLength(num_steps, tasks, {})
-    return length._replace(steps_per={"steps": 1.0, "frames": 1 / length.frames_per_step, "epochs": epoch})
+    frames = sum(of.share * of.frames for of in tasks.values() if of.share)
+    return RunLength(num_steps, tasks, frames, {"steps": 1.0, "frames": 1 / frames, "epochs": epoch})
 
 
 def with_neighbors(config: RunConfig, found: Mapping[str, NeighborStatistics]) -> RunConfig:

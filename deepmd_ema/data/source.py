@@ -146,11 +146,6 @@ class FrameSource(ABC):
         return len(self.frame_sizes)
 
     @property
-    def whole_source(self) -> FrameSource:
-        """The source that was opened, of which these may be some frames."""
-        return self
-
-    @property
     def numbers(self) -> Array:
         """(num_frames,) numbers of the frames in the source that was opened."""
         return np.arange(self.num_frames)
@@ -191,24 +186,21 @@ class FrameSubset(FrameSource):
     """Some frames of a source, which keep their names and their numbers in the whole one.
 
     Args:
-        whole: the source.
-        frames: (num_frames,) numbers of the frames in it, rising.
+        whole: the source, of which ``self.whole`` is the one that was opened.
+        frames: (num_frames,) numbers of the frames in it, rising; ``self.frames`` are those in ``self.whole``.
     """
 
     def __init__(self, whole: FrameSource, frames: Array) -> None:
         kinds = None if whole.kinds is None else [whole.kinds[k] for k in frames.tolist()]
         super().__init__(whole.name, whole.frame_sizes[frames], whole.unread, whole.notes, kinds, whole.is_slow)
+        if isinstance(whole, FrameSubset):
+            whole, frames = whole.whole, whole.frames[frames]
         self.whole, self.frames = whole, frames
 
     @property
-    def whole_source(self) -> FrameSource:
-        """The source that was opened."""
-        return self.whole.whole_source
-
-    @property
     def numbers(self) -> Array:
-        """(num_frames,) numbers of the frames in the whole source."""
-        return self.whole.numbers[self.frames]
+        """(num_frames,) numbers of the frames in the source that was opened."""
+        return self.frames
 
     def files(self) -> Sequence[Path]:
         """Return every file of the whole source."""

@@ -33,7 +33,7 @@ from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats.discover import open_systems, stored_type_map
 from deepmd_ema.data.formats.properties import KIND_NAMES
 from deepmd_ema.data.loader import Pad, atoms_at_once, prefetch, sequential_batches
-from deepmd_ema.data.source import FrameSource, ReadSpec
+from deepmd_ema.data.source import FrameSource, FrameSubset, ReadSpec
 from deepmd_ema.distributed.files import TABLE, atomic_write, check_output
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.geometry import neighbor_statistics
@@ -264,9 +264,8 @@ def predict(
         # a compiled file has no second derivatives
         has_hessian = not loaded.is_compiled
         total = evaluate(evaluated, batches, where, progress=bar.update, collect=True, hessian=has_hessian)
-    report = ErrorReport(
-        loaded.info, loaded.config.type_map, total, total.frames, {s.name: s.whole_source for s in systems}
-    )
+    opened = {s.name: s.whole if isinstance(s, FrameSubset) else s for s in systems}
+    report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, opened)
     _refuse_non_finite(report, loaded)
     return report
 
