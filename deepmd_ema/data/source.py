@@ -193,9 +193,8 @@ class FrameSubset(FrameSource):
     def __init__(self, whole: FrameSource, frames: Array) -> None:
         kinds = None if whole.kinds is None else [whole.kinds[k] for k in frames.tolist()]
         super().__init__(whole.name, whole.frame_sizes[frames], whole.unread, whole.notes, kinds, whole.is_slow)
-        if isinstance(whole, FrameSubset):
-            whole, frames = whole.whole, whole.frames[frames]
-        self.whole, self.frames = whole, frames
+        self.whole: FrameSource = whole.whole if isinstance(whole, FrameSubset) else whole
+        self.frames: Array = whole.frames[frames] if isinstance(whole, FrameSubset) else frames
 
     @property
     def numbers(self) -> Array:

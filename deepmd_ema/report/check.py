@@ -110,7 +110,7 @@ class RunCheck:
         if self.problems:
             return
         try:  # what the data and the models say of the run
-            self.num_steps, self.tasks, self.steps_per = run.run_length(self.config, data)
+            self.num_steps, self.tasks, _, self.steps_per = run.run_length(self.config, data)
             neighbors = {name: of.neighbors for name, of in self.reports.items() if of.neighbors is not None}
             self.config = config = run.with_neighbors(self.config, neighbors)
             models = build_models({name: task.model for name, task in config.tasks.items()}, config.links)
