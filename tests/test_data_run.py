@@ -119,7 +119,7 @@ def test_tasks_are_distinguished_and_each_has_its_share_of_the_length(water_like
     assert not reports["a"].warnings
     text = "task b: type_map has Xe, but no training frame does: their networks stay untrained, but for"
     assert reports["b"].warnings[0].startswith(text)
-    steps, lengths, _ = run_length(config, data)
+    steps, lengths, *_ = run_length(config, data)
     assert steps == 3 * 8 + data["b"].train[0].num_frames
     assert lengths["a"].share == pytest.approx(24 / steps)
     assert lengths["a"].epochs == pytest.approx(3)

@@ -122,11 +122,23 @@ def json_schema_text() -> str:
 
 def json_schema() -> dict[str, Any]:
     """Return a JSON Schema (draft-07, which editors read) of the input, with aliases and comments."""
+    # in an input of several tasks parts of models may be names, and keys may hold for all
+    of_tasks = _section_schema(MultiTaskRun, top=True)
+    models: dict[str, Any] = of_tasks["properties"]["model"]
+    kinds: list[dict[str, Any]] = models["properties"]["model_dict"]["additionalProperties"]["oneOf"]
+    of_all: dict[str, Any] = {}
+    for kind in kinds:
+        own = kind["properties"]
+        own |= {part: {"anyOf": [{"type": "string"}, own[part]]} for part in PARTS if part in own}
+        del kind["allOf"]  # what all models need may stand beside model_dict
+        of_all = {**own, **of_all}
+    of_all["type"] = {"enum": [name for kind in kinds for name in kind["properties"]["type"]["enum"]]}
+    models["properties"] = {**of_all, **models["properties"]}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "input of dp-ema",
         "type": "object",
-        "anyOf": [_section_schema(SingleTaskRun, top=True), _schema_of_tasks()],
+        "anyOf": [_section_schema(SingleTaskRun, top=True), of_tasks],
     }
 
 
@@ -205,22 +217,6 @@ def _section_schema(section: type, *, top: bool = False) -> dict[str, Any]:
     out: dict[str, Any] = {"type": "object", "description": _class_doc(section), "properties": properties}
     out |= {"patternProperties": _COMMENTS, "additionalProperties": False}
     return out | ({"allOf": needed} if needed else {})
-
-
-def _schema_of_tasks() -> dict[str, Any]:
-    """Return the schema of an input of several tasks: parts of models may be names, and keys may hold for all."""
-    schema = _section_schema(MultiTaskRun, top=True)
-    models: dict[str, Any] = schema["properties"]["model"]
-    kinds: list[dict[str, Any]] = models["properties"]["model_dict"]["additionalProperties"]["oneOf"]
-    of_all: dict[str, Any] = {}
-    for kind in kinds:
-        own = kind["properties"]
-        own |= {part: {"anyOf": [{"type": "string"}, own[part]]} for part in PARTS if part in own}
-        del kind["allOf"]  # what all models need may stand beside model_dict
-        of_all = {**own, **of_all}
-    of_all["type"] = {"enum": [name for kind in kinds for name in kind["properties"]["type"]["enum"]]}
-    models["properties"] = {**of_all, **models["properties"]}
-    return schema
 
 
 def _one_of(word: str, schemas: list[dict[str, Any]]) -> dict[str, Any]:

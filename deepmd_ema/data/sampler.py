@@ -172,7 +172,19 @@ class Sampler:
                 order = plain[:, permutation(self._total, self._seed, _SYSTEMS, epoch, attempt)]
                 if attempt > _MAX_TRIES:  # few frames of very different sizes, drawn with probabilities of their own
                     limit += limit // 50 + 1
-            edges = _halve_largest(edges, order[2], wanted)
+            # the batches of most atoms are halved until there are as many as wanted, or as can be
+            ends = np.concatenate([[0], np.cumsum(order[2])])
+            largest = [(int(ends[a] - ends[b]), a, b) for a, b in pairwise(edges) if b - a > 1]
+            heapq.heapify(largest)
+            more = list[int]()
+            while largest and len(edges) - 1 + len(more) < wanted:
+                _, first, last = heapq.heappop(largest)
+                middle = (first + last) // 2
+                more.append(middle)
+                for a, b in ((first, middle), (middle, last)):
+                    if b - a > 1:
+                        heapq.heappush(largest, (int(ends[a] - ends[b]), a, b))
+            edges = sorted([*edges, *more])
         return order[:2].copy(), edges
 
     def _order(self, epoch: int, seed: int) -> Array:
@@ -224,22 +236,6 @@ def batch_edges(natoms: Array, limit: int) -> list[int]:
     while edges[-1] < len(following):
         edges.append(following[edges[-1]])
     return edges
-
-
-def _halve_largest(edges: Sequence[int], natoms: Array, number: int) -> list[int]:
-    """Return the edges of ``number`` batches, or as many as there can be: those of most atoms are halved."""
-    ends = np.concatenate([[0], np.cumsum(natoms)])
-    largest = [(int(ends[a] - ends[b]), a, b) for a, b in pairwise(edges) if b - a > 1]
-    heapq.heapify(largest)
-    more = list[int]()
-    while largest and len(edges) - 1 + len(more) < number:
-        _, first, last = heapq.heappop(largest)
-        middle = (first + last) // 2
-        more.append(middle)
-        for a, b in ((first, middle), (middle, last)):
-            if b - a > 1:
-                heapq.heappush(largest, (int(ends[a] - ends[b]), a, b))
-    return sorted([*edges, *more])
 
 
 def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[Array], list[str]]:
