@@ -11,6 +11,7 @@ import sys
 import types
 
 import pytest
+import torch
 from helpers import tiny_input
 
 from deepmd_ema import __version__, cli, utils
@@ -191,6 +192,24 @@ def test_an_error_becomes_a_message_and_an_exit_code(failing, error, code, messa
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("error", "size"),
+    [
+        (MemoryError(), ""),
+        (MemoryError("Unable to allocate 7.45 GiB for an array"), " (unable to allocate 7.45 GiB)"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"),
+         " (tried to allocate 20.00 GiB)"),
+    ],
+)  # fmt: skip
+def test_where_memory_runs_out_the_message_says_how_much_and_what_needs_less(failing, error, size, capsys):
+    failing(error)
+    assert cli.main(["show", "x"]) == 2
+    assert capsys.readouterr().err == (
+        f"dp-ema: out of memory{size}. Use a smaller batch_size, fewer neighbors (rcut, sel) or smaller layers "
+        "(neuron), or a machine with more memory; `dp-ema check --time` measures the memory of some steps.\n"
+    )
 
 
 @pytest.mark.parametrize("words", [["--debug", "show", "x"], ["show", "--debug", "x"], ["show", "x", "--debug"]])

@@ -117,8 +117,8 @@ def _explain(error: BaseException, words: Sequence[str], launch: Launch) -> tupl
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, "dp-ema: stopped by Ctrl-C"
     if errors.is_out_of_memory(error):
-        size = re.search(r"Unable to allocate [^.]*?iB|tried to allocate [\d.,]+ \w+", str(error), re.IGNORECASE)
-        refused = f"out of memory ({size[0].lower()})" if size else "out of memory"
+        size = re.search(r"(Unable|tried) to allocate [\d.,]+ \w+", str(error), re.IGNORECASE)
+        refused = f"out of memory ({size[0][0].lower()}{size[0][1:]})" if size else "out of memory"
         return EXIT_USER, f"{head}: {refused}. {LESS_MEMORY}"
     message = errors.os_error_message(error) if isinstance(error, OSError) else None
     if message is not None:
