@@ -59,13 +59,13 @@ def test_validations_and_checkpoints_of_the_run_are_counted_as_they_come(written
     cost = measure_steps(written(**changes), "cpu", seconds=0.0)
     watch = Count()
     run_training("input.json", device="cpu", callback=watch)
-    assert cost.num_steps == changes["num_steps"]
+    assert cost.steps == changes["num_steps"]
     assert cost.validations == watch.phases.count("validation")
     assert cost.checkpoints == watch.phases.count("checkpoint")
-    assert (cost.validation > 0) == (cost.validations > 0)
-    assert cost.step > 0
-    assert cost.memory > 100e6
-    assert cost.total > cost.num_steps * cost.step
+    assert (cost.validation_s > 0) == (cost.validations > 0)
+    assert cost.step_s > 0
+    assert cost.memory_bytes > 100e6
+    assert cost.total_s > cost.steps * cost.step_s
 
 
 def test_nothing_is_left_of_the_steps_that_were_measured(written):
@@ -88,9 +88,9 @@ def test_check_says_how_long_the_run_takes(written, capsys):
 
 def test_the_memory_is_that_of_the_run_however_much_the_parent_process_has(written):
     config = written(num_steps=8)
-    before = measure_steps(config, "cpu", seconds=0.0).memory
+    before = measure_steps(config, "cpu", seconds=0.0).memory_bytes
     held = np.ones(125_000_000)  # 1 GB, all of it touched
-    assert measure_steps(config, "cpu", seconds=0.0).memory < before + 0.5e9
+    assert measure_steps(config, "cpu", seconds=0.0).memory_bytes < before + 0.5e9
     assert held[-1] == 1
 
 
@@ -99,7 +99,7 @@ def test_statistics_that_are_only_read_are_found_from_the_folder_of_the_run(writ
     run_training("input.json", device="cpu")
     config = written(num_steps=6, training__stat_file="stat.h5", training__stat_file_mode="read")
     before = Path("stat.h5").read_bytes()
-    assert measure_steps(config, "cpu", seconds=0.0).num_steps == 6
+    assert measure_steps(config, "cpu", seconds=0.0).steps == 6
     assert Path("stat.h5").read_bytes() == before
 
 

@@ -20,8 +20,9 @@ from deepmd_ema.report.propose import Wishes, propose
 from deepmd_ema.training.estimate import Cost
 
 COST = Cost(
-    num_steps=1000, epoch_steps=10, rows=20, validations=10, checkpoints=10, start=10.0, new_step=0.5, step=0.5,
-    row=0.0, first_validation=1.0, validation=1.0, checkpoint=0.0, end=0.0, memory=1, gpu_memory=0, measured=9,
+    steps=1000, steps_of_first_epoch=10, rows=20, validations=10, checkpoints=10, start_s=10.0, end_s=0.0,
+    step_of_first_epoch_s=0.5, step_s=0.5, row_s=0.0, first_validation_s=1.0, validation_s=1.0, checkpoint_s=0.0,
+    memory_bytes=1, gpu_memory_bytes=0, steps_measured=9,
 )  # fmt: skip
 
 
@@ -134,7 +135,8 @@ def test_steps_fill_the_time_that_is_given(monkeypatch, tmp_path):
 
 def test_too_little_time_says_how_much_is_needed(monkeypatch, tmp_path, capsys):
     data = str(write_system(tmp_path / "data", frames=8))
-    monkeypatch.setattr(proposal, "measure_steps", lambda config, device: replace(COST, new_step=2.0, step=2.0))
+    slow = replace(COST, step_of_first_epoch_s=2.0, step_s=2.0)
+    monkeypatch.setattr(proposal, "measure_steps", lambda config, device: slow)
     assert main(["init", data, "--validation", data, "--hours", "0.01"]) == 2
     assert "a run needs 3 min 40 s (--hours 0.07) for 100 steps" in capsys.readouterr().err
     assert not Path("input.yaml").exists()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -271,21 +272,21 @@ def cost_lines(check: RunCheck) -> list[str]:
     cost = check.cost
     if cost is None:
         return ["", *render(facts("Cost", [("time", "not measured, nor is memory; --time measures some steps")]), "  ")]
-    end = datetime.now() + timedelta(seconds=cost.total)
-    step = f"{counted(cost.num_steps, 'step')} of {_seconds(cost.step)}"
-    if cost.new_step > 1.1 * cost.step:
-        step += f" ({_seconds(cost.new_step)} in the first epoch, when neighbors are searched)"
-    parts = [f"start {_seconds(cost.start)}", step, f"{counted(cost.rows, 'row')} of {_seconds(cost.row)}"]
+    end = datetime.now() + timedelta(seconds=cost.total_s)
+    step = f"{counted(cost.steps, 'step')} of {_seconds(cost.step_s)}"
+    if cost.step_of_first_epoch_s > 1.1 * cost.step_s:
+        step += f" ({_seconds(cost.step_of_first_epoch_s)} in the first epoch, when neighbors are searched)"
+    parts = [f"start {_seconds(cost.start_s)}", step, f"{counted(cost.rows, 'row')} of {_seconds(cost.row_s)}"]
     if cost.validations:
-        parts.append(f"{counted(cost.validations, 'validation')} of {_seconds(cost.validation)}")
-    parts.append(f"{counted(cost.checkpoints, 'checkpoint')} of {_seconds(cost.checkpoint)}")
-    on_gpu = f", {_size(cost.gpu_memory)} of the GPU" if cost.gpu_memory else ""
+        parts.append(f"{counted(cost.validations, 'validation')} of {_seconds(cost.validation_s)}")
+    parts.append(f"{counted(cost.checkpoints, 'checkpoint')} of {_seconds(cost.checkpoint_s)}")
+    on_gpu = f", {_size(cost.gpu_memory_bytes)} of the GPU" if cost.gpu_memory_bytes else ""
     pairs = [
-        ("time", f"{duration(cost.total)}; started now, it ends at {end:%Y-%m-%d %H:%M}"),
+        ("time", f"{duration(cost.total_s)}; started now, it ends at {end:%Y-%m-%d %H:%M}"),
         ("", ", ".join(parts)),
-        ("memory", f"{_size(cost.memory)} at most{on_gpu}"),
+        ("memory", f"{_size(cost.memory_bytes)} at most{on_gpu}"),
     ]
-    title = f"Cost on this machine as it is now ({counted(cost.measured, 'step')} measured)"
+    title = f"Cost on this machine as it is now ({counted(cost.steps_measured, 'step')} measured)"
     return ["", *render(facts(title, pairs), "  ")]
 
 
@@ -339,13 +340,14 @@ def document(input_file: str, check: RunCheck | None, problems: Sequence[str]) -
         "summary": [list(row) for row in config_summary(check.config, check.num_steps, check.steps_per)],
         "input_with_defaults": to_dict(check.config),
     }
+    measured = None if check.cost is None else {"total_s": check.cost.total_s, **asdict(check.cost)}
     return found | {
         "warnings": check.warnings,
         "without_effect": ignored_options(check.config),
         "notes": list(check.config.notes),
         "plan": plan,
         "data": [_data(name, report) for name, report in check.reports.items()],
-        "cost": {"measured": _measured(check.cost)} if check.reports or problems else None,
+        "cost": {"measured": measured} if check.reports or problems else None,
     }
 
 
@@ -408,13 +410,3 @@ def _elements(report: DataReport) -> Iterator[dict[str, Any]]:
             "nearest_element": report.type_map[int(nearest.argmin())] if nearest is not None else None,
             "max_neighbors": int(near.max_neighbors[k]) if near is not None else None,
         }
-
-
-def _measured(cost: Cost | None) -> dict[str, float] | None:
-    if cost is None:
-        return None
-    of_times = ("total", "start", "step", "row", "first_validation", "validation", "checkpoint", "end")
-    measured = {f"{name}_s": getattr(cost, name) for name in of_times}
-    measured |= {name: getattr(cost, name) for name in ("rows", "validations", "checkpoints")}
-    measured |= {"steps": cost.num_steps, "step_of_first_epoch_s": cost.new_step, "steps_measured": cost.measured}
-    return measured | {"memory_bytes": cost.memory, "gpu_memory_bytes": cost.gpu_memory}

@@ -236,9 +236,8 @@ def propose(wishes: Wishes) -> Proposal:
     if wishes.hours is not None:
         cost = measure_steps(config_from_dict(proposal.values, "the proposed input"), wishes.device)
         proposal = Proposal(replace(wishes, steps=_steps_in(3600 * wishes.hours, cost)), data, source, old)
-        proposal.why["training.numb_steps"] = (
-            f"{wishes.hours:g} h on this machine: {cost.step:.2g} s per step, in {counted(cost.measured, 'step')}"
-        )
+        measured = f"{cost.step_s:.2g} s per step, in {counted(cost.steps_measured, 'step')}"
+        proposal.why["training.numb_steps"] = f"{wishes.hours:g} h on this machine: {measured}"
     return proposal
 
 
@@ -370,13 +369,14 @@ def _steps_in(seconds: float, cost: Cost) -> int:
     Raises:
         UserError: if they are too few.
     """
-    fixed = cost.start + cost.events + cost.end  # rows, validations and checkpoints are as many in a run of any length
-    left, in_first_epoch = seconds - fixed, cost.epoch_steps * (cost.new_step - cost.step)
-    steps = int(max((left - in_first_epoch) / cost.step, min(left / cost.new_step, cost.epoch_steps)))
+    # rows, validations and checkpoints are as many in a run of any length
+    fixed, new, new_s = cost.start_s + cost.events_s + cost.end_s, cost.steps_of_first_epoch, cost.step_of_first_epoch_s
+    left, in_first_epoch = seconds - fixed, new * (new_s - cost.step_s)
+    steps = int(max((left - in_first_epoch) / cost.step_s, min(left / new_s, new)))
     if steps < _MIN_STEPS:
-        needed = fixed + _MIN_STEPS * cost.new_step
+        needed = fixed + _MIN_STEPS * new_s
         raise UserError(
-            f"--hours {seconds / 3600:g}: a step takes {cost.step:.2g} s here, and a run needs {duration(needed)} "
+            f"--hours {seconds / 3600:g}: a step takes {cost.step_s:.2g} s here, and a run needs {duration(needed)} "
             f"(--hours {math.ceil(needed / 36) / 100:g}) for {_MIN_STEPS} steps. Give more time, a smaller model "
             "(--size S) or a shorter cutoff (--rcut)."
         )

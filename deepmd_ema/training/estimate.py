@@ -38,55 +38,56 @@ _SHOWN_EVERY = 8  # steps between two rows, of which some must be measured
 
 @dataclass(frozen=True)
 class Cost:
-    """The measured cost of a run; times are in seconds.
+    """The measured cost of a run, by the names in the document of ``dp-ema check --json``; the unit ends a name.
 
     Attributes:
-        num_steps: steps of the run.
-        epoch_steps: steps of the first epoch.
+        start_s: from the command to the first step, with the checks of the data.
+        step_s: mean time of a step after the first epoch.
+        row_s: mean time of a row.
+        first_validation_s: time of the first validation, in which neighbors are searched; 0 if there is none.
+        validation_s: time of a later one.
+        checkpoint_s: mean time of a step that is spent on a checkpoint.
+        end_s: after the last step, with the last checkpoint.
         rows: rows of the learning curve in the run.
         validations: of all validation frames in the run.
         checkpoints: in the run.
-        start: from the command to the first step, with the checks of the data.
-        new_step: mean time of a step of the first epoch, in which neighbors are searched.
-        step: mean time of a later step.
-        row: mean time of a row.
-        first_validation: time of the first validation, in which neighbors are searched; 0 if there is none.
-        validation: time of a later one.
-        checkpoint: mean time of a step that is spent on a checkpoint.
-        end: after the last step, with the last checkpoint.
-        memory: largest memory of the process, bytes; with the neighbors of all frames.
-        gpu_memory: largest memory of a CUDA device, bytes; 0 on a CPU.
-        measured: steps that were measured.
+        steps: steps of the run.
+        steps_of_first_epoch: those of the run, or more.
+        step_of_first_epoch_s: mean time of a step of the first epoch, in which neighbors are searched.
+        steps_measured: steps that were measured.
+        memory_bytes: largest memory of the process, with the neighbors of all frames.
+        gpu_memory_bytes: largest memory of a CUDA device; 0 on a CPU.
     """
 
-    num_steps: int
-    epoch_steps: int
+    start_s: float
+    step_s: float
+    row_s: float
+    first_validation_s: float
+    validation_s: float
+    checkpoint_s: float
+    end_s: float
     rows: int
     validations: int
     checkpoints: int
-    start: float
-    new_step: float
-    step: float
-    row: float
-    first_validation: float
-    validation: float
-    checkpoint: float
-    end: float
-    memory: int
-    gpu_memory: int
-    measured: int
+    steps: int
+    steps_of_first_epoch: int
+    step_of_first_epoch_s: float
+    steps_measured: int
+    memory_bytes: int
+    gpu_memory_bytes: int
 
     @property
-    def events(self) -> float:
-        """Seconds of rows, validations and checkpoints but the last one, which is a part of ``end``."""
-        validations = self.first_validation + (self.validations - 1) * self.validation if self.validations else 0.0
-        return self.rows * self.row + validations + max(0, self.checkpoints - 1) * self.checkpoint
+    def events_s(self) -> float:
+        """Time of rows, validations and checkpoints but the last one, which is a part of ``end_s``."""
+        validations = (self.validations - 1) * self.validation_s + self.first_validation_s if self.validations else 0.0
+        return self.rows * self.row_s + validations + max(0, self.checkpoints - 1) * self.checkpoint_s
 
     @property
-    def total(self) -> float:
-        """Seconds of the run."""
-        new = min(self.num_steps, self.epoch_steps)
-        return self.start + new * self.new_step + (self.num_steps - new) * self.step + self.events + self.end
+    def total_s(self) -> float:
+        """Time of the run."""
+        new = min(self.steps, self.steps_of_first_epoch)
+        times = self.start_s + new * self.step_of_first_epoch_s + (self.steps - new) * self.step_s
+        return times + self.events_s + self.end_s
 
 
 def measure_steps(config: RunConfig, device: str | None = None, seconds: float = 15.0) -> Cost:
@@ -129,7 +130,7 @@ def measure_steps(config: RunConfig, device: str | None = None, seconds: float =
                     "The process that measured the steps was killed, perhaps for lack of memory. Use a smaller "
                     "batch_size, or a machine with more memory."
                 ) from None
-    schedule = Schedule(config, facts["num_steps"])
+    schedule = Schedule(config, facts["steps"])
     validations = schedule.validation.count() if schedule.validation is not None else 0
     return Cost(rows=schedule.rows.count(), validations=validations, checkpoints=schedule.checkpoint.count(), **facts)
 
@@ -215,17 +216,17 @@ def _measure(folder: str, began: float, device: str | None, seconds: float, path
         step, new_step = later, new
     start = loaded + watch.first_step - entered + sum(steps[:_FIRST]) - new_step * len(steps[:_FIRST])
     return {
-        "num_steps": watch.num_steps,
-        "epoch_steps": watch.epoch_steps,
-        "start": max(start, 0.0),
-        "new_step": new_step,
-        "step": step,
-        "row": mean(rows[1:] or rows),
-        "first_validation": mean(validations[:1]),
-        "validation": mean(validations[1:] or validations),
-        "checkpoint": mean(watch.spent["checkpoint"]),
-        "end": end,
-        "memory": peak_memory() + watch.more_memory,
-        "gpu_memory": torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0,
-        "measured": len(counted),
+        "steps": watch.num_steps,
+        "steps_of_first_epoch": watch.epoch_steps,
+        "start_s": max(start, 0.0),
+        "step_of_first_epoch_s": new_step,
+        "step_s": step,
+        "row_s": mean(rows[1:] or rows),
+        "first_validation_s": mean(validations[:1]),
+        "validation_s": mean(validations[1:] or validations),
+        "checkpoint_s": mean(watch.spent["checkpoint"]),
+        "end_s": end,
+        "memory_bytes": peak_memory() + watch.more_memory,
+        "gpu_memory_bytes": torch.cuda.max_memory_reserved() if torch.cuda.is_initialized() else 0,
+        "steps_measured": len(counted),
     }
