@@ -172,7 +172,7 @@ def test_what_does_not_fit_together_is_named(part, changes, message):
 
 
 def test_numbers_of_neighbors_are_counted_at_the_cutoff_of_each_part():
-    found = SimpleNamespace(max_within=lambda rcut: {4.0: 50, 3.2: 22, 3.0: 19}[rcut])
+    found = SimpleNamespace(max_total=50, max_within={3.2: 22, 3.0: 19}.get)
     auto = {"nsel": "auto", "three_body_sel": "auto"}
     section = model_config_from_dict(model_section("dpa2", auto)).descriptor
     assert section.neighbors is None
@@ -181,7 +181,7 @@ def test_numbers_of_neighbors_are_counted_at_the_cutoff_of_each_part():
     assert counted.neighbors == (56,)
     assert section.with_neighbors_of(counted) == counted
     assert list(counted.inner_neighbors()) == [("repinit.three_body_sel", 3.0, 20), ("repformer.nsel", 3.2, 24)]
-    few = section.with_neighbors(SimpleNamespace(max_within=lambda rcut: 0))
+    few = section.with_neighbors(SimpleNamespace(max_total=0, max_within=lambda rcut: 0))
     assert list(few.problems(["O", "H", "Na"])) == []  # as in small molecules: still one more where it looks farther
     assert (few.repinit.nsel, few.repformer.nsel) == (8, 4)
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from deepmd_ema.config.fields import Check, not_negative, option
 from deepmd_ema.config.messages import NOT_AVAILABLE, show
 from deepmd_ema.config.schema.text_options import ActivationName
-
-if TYPE_CHECKING:
-    from deepmd_ema.geometry import NeighborStatistics
 
 Section = TypeVar("Section", bound=Any)
 
@@ -72,15 +69,13 @@ def sel_option(doc: str, default: Any = MISSING, numbers: str = f"a whole number
     )
 
 
-def auto_sel_within(sel: int | str, rcut: float, found: NeighborStatistics) -> int:
-    """Return ``sel`` of neighbors nearer than ``rcut`` with ``auto`` as the number that follows from the data."""
-    return auto_sel([found.max_within(rcut)], sel)[0] if isinstance(sel, str) else sel
-
-
-def with_sel_of(section: Section, saved: Section, *names: str) -> Section:
-    """Return ``section`` with its options ``names`` that are ``auto`` as in ``saved``, a section of the same class."""
-    left_open = [name for name in names if isinstance(getattr(section, name), str)]
-    return replace(section, **{name: getattr(saved, name) for name in left_open})
+def with_options(section: Section, values: Mapping[str, Any]) -> Section:
+    """Return a section with values of options replaced; one of a section in it has the name of that before a dot."""
+    for path, value in values.items():
+        outer, _, name = path.rpartition(".")
+        changes = {outer: replace(getattr(section, outer), **{name: value})} if outer else {name: value}
+        section = replace(section, **changes)
+    return section
 
 
 def sel_text(sel: int | list[int] | str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.elements import SYMBOLS
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.geometry import NeighborStatistics
 
-Section = TypeVar("Section", bound="NeighborList")
+Section = TypeVar("Section", bound="NeighborLists")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,40 +73,48 @@ class TypeEmbeddedOptions(DescriptorOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeighborList:
-    """Sections with one cutoff and one list of neighbors."""
+class NeighborLists:
+    """Sections with a list of neighbors, and perhaps shorter ones inside of it.
 
-    if TYPE_CHECKING:
-        rcut: float
-        sel: Any
+    Attributes:
+        sel_options: options of the most neighbors of each list, each with that of its cutoff; the longest list first.
+        counts_elements: whether the number is a list of numbers by element, or one for all.
+    """
 
     neighbors_option: ClassVar[str] = "sel"
-    counts_elements: ClassVar[bool] = False  # whether `sel` is a list of numbers by element, or one for all
+    sel_options: ClassVar[Mapping[str, str]] = {"sel": "rcut"}
+    counts_elements: ClassVar[bool] = False
 
     @property
     def cutoff(self) -> float:
-        """Return ``rcut``."""
-        return self.rcut
+        """Return the cutoff of the longest list."""
+        return float(attrgetter(self.sel_options[self.neighbors_option])(self))
 
     @property
     def neighbors(self) -> tuple[int, ...] | None:
-        """Return ``sel`` as numbers, by element or one for all, or None while it is ``auto``."""
-        if isinstance(self.sel, str):
+        """Return the number of the longest list, by element or one for all, or None while one is ``auto``."""
+        first, *others = (attrgetter(name)(self) for name in self.sel_options)
+        if any(isinstance(sel, str) for sel in (first, *others)):
             return None
-        numbers = self.sel if isinstance(self.sel, list) else [self.sel]
+        numbers = first if isinstance(first, list) else [first]
         return tuple(numbers) if self.counts_elements else (sum(numbers),)
 
     def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
-        """Return the section with ``sel: auto`` as a number, or as one for each element."""
-        if not isinstance(self.sel, str):
-            return self
-        most = found.max_neighbors if self.counts_elements else [found.max_total]
-        sel = common.auto_sel(most, self.sel)
-        return replace(self, sel=sel if self.counts_elements else sel[0])
+        """Return the section with each number that is ``auto`` as a number, or as one for each element."""
+        values: dict[str, Any] = {}
+        for name, cutoff in self.sel_options.items():
+            if isinstance(sel := attrgetter(name)(self), str):
+                total = found.max_total if name == self.neighbors_option else found.max_within(attrgetter(cutoff)(self))
+                numbers = common.auto_sel(found.max_neighbors if self.counts_elements else [total], sel)
+                values[name] = numbers if self.counts_elements else numbers[0]
+        return common.with_options(self, values)
 
     def with_neighbors_of(self: Section, saved: DescriptorConfig) -> Section:
-        """Return the section with ``sel: auto`` as in ``saved``."""
-        return common.with_sel_of(self, saved, "sel") if isinstance(saved, type(self)) else self
+        """Return the section with each number that is ``auto`` as in ``saved``."""
+        if not isinstance(saved, type(self)):
+            return self
+        left_open = [name for name in self.sel_options if isinstance(attrgetter(name)(self), str)]
+        return common.with_options(self, {name: attrgetter(name)(saved) for name in left_open})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +126,11 @@ class ChargeSpinOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListSection(DescriptorOptions, NeighborList):
+class ListSection(DescriptorOptions, NeighborLists):
     """Options of descriptors with one cutoff, one list of neighbors and an embedding network."""
+
+    if TYPE_CHECKING:
+        sel: Any
 
     type: ClassVar[str]
     first_options: ClassVar[tuple[str, ...]] = (

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.fields import option, options, positive_int, redefined
 from deepmd_ema.config.schema import common
-from deepmd_ema.config.schema.descriptor_bases import TypeEmbeddedOptions
+from deepmd_ema.config.schema.descriptor_bases import NeighborLists, TypeEmbeddedOptions
 from deepmd_ema.config.schema.text_options import ActivationName
 from deepmd_ema.model.families.se_atten.section import SeAttenConfig
 from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 from deepmd_ema.model.families.se_e3_tebd.section import SeE3TebdConfig
 
 if TYPE_CHECKING:
-    from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.geometry import NeighborStatistics
 
 Block = TypeVar("Block", SeAttenConfig, SeE3TebdConfig)
@@ -180,11 +180,15 @@ class RepformerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPA2Config(TypeEmbeddedOptions):
+class DPA2Config(TypeEmbeddedOptions, NeighborLists):
     """Descriptor with messages between atoms and attention among pairs, for models of many systems (DPA-2)."""
 
     type: ClassVar[str] = "dpa2"
     neighbors_option: ClassVar[str] = "repinit.nsel"
+    sel_options: ClassVar[Mapping[str, str]] = {
+        "repinit.nsel": "repinit.rcut", "repinit.three_body_sel": "repinit.three_body_rcut",
+        "repformer.nsel": "repformer.rcut",
+    }  # fmt: skip
     vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
 
     repinit: RepinitConfig = option(doc="The first features of an atom.")
@@ -200,23 +204,10 @@ class DPA2Config(TypeEmbeddedOptions):
         doc="Whether the embedding of its element is added to the first features of an atom, through a matrix.",
     )
 
-    @property
-    def cutoff(self) -> float:
-        """Return ``repinit.rcut``."""
-        return self.repinit.rcut
-
-    @property
-    def neighbors(self) -> tuple[int, ...] | None:
-        """Return ``repinit.nsel``, or None while a number of neighbors is ``auto``."""
-        counts = (self.repinit.nsel, self.repinit.three_body_sel, self.repformer.nsel)
-        return None if any(isinstance(n, str) for n in counts) else (int(self.repinit.nsel),)
-
     def with_neighbors(self, found: NeighborStatistics) -> DPA2Config:
         """Return the section with numbers of neighbors that are ``auto`` as numbers."""
-        first, later = self.repinit, self.repformer
-        nsel = common.auto_sel_within(later.nsel, later.rcut, found)
-        angles = common.auto_sel_within(first.three_body_sel, first.three_body_rcut, found)
-        most = common.auto_sel_within(first.nsel, first.rcut, found)
+        first, later, counted = self.repinit, self.repformer, super().with_neighbors(found)
+        most, angles, nsel = (attrgetter(name)(counted) for name in self.sel_options)
         # DeePMD-kit wants more neighbors where a part looks farther; small systems have the same number
         if first.use_three_body:
             if isinstance(later.nsel, str) and later.rcut >= first.three_body_rcut:
@@ -225,16 +216,7 @@ class DPA2Config(TypeEmbeddedOptions):
                 angles = max(nsel, angles)
         if isinstance(first.nsel, str):
             most = max(most, nsel + common.SEL_MULTIPLE, angles if first.use_three_body else 0)
-        return replace(
-            self, repinit=replace(first, nsel=most, three_body_sel=angles), repformer=replace(later, nsel=nsel)
-        )
-
-    def with_neighbors_of(self, saved: DescriptorConfig) -> DPA2Config:
-        """Return the section with numbers of neighbors that are ``auto`` as in ``saved``."""
-        if not isinstance(saved, DPA2Config):
-            return self
-        repinit = common.with_sel_of(self.repinit, saved.repinit, "nsel", "three_body_sel")
-        return replace(self, repinit=repinit, repformer=common.with_sel_of(self.repformer, saved.repformer, "nsel"))
+        return common.with_options(self, dict(zip(self.sel_options, (most, angles, nsel))))
 
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
         """Yield the numbers of neighbors of the parts that look less far."""

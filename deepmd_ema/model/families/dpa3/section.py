@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int, redefined
 from deepmd_ema.config.schema import common
-from deepmd_ema.config.schema.descriptor_bases import ChargeSpinOptions, TypeEmbeddedOptions
+from deepmd_ema.config.schema.descriptor_bases import ChargeSpinOptions, NeighborLists, TypeEmbeddedOptions
 from deepmd_ema.config.schema.text_options import ActivationName
 from deepmd_ema.model.families.dpa2.section import RepformerConfig
-
-if TYPE_CHECKING:
-    from deepmd_ema.config.schema.descriptor import DescriptorConfig
-    from deepmd_ema.geometry import NeighborStatistics
 
 _width = Check(lambda v: 0 < v <= common.MAX_SIZE, f"a whole number from 1 to {common.MAX_SIZE:,}")
 
@@ -170,11 +166,12 @@ class RepflowConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions):
+class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions, NeighborLists):
     """Descriptor of messages between atoms, pairs and angles (DPA-3)."""
 
     type: ClassVar[str] = "dpa3"
     neighbors_option: ClassVar[str] = "repflow.e_sel"
+    sel_options: ClassVar[Mapping[str, str]] = {"repflow.e_sel": "repflow.e_rcut", "repflow.a_sel": "repflow.a_rcut"}
     vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
 
     repflow: RepflowConfig = option(doc="Layers of the descriptor.")
@@ -184,35 +181,11 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions):
         True, doc="Has no effect: it says how DeePMD-kit numbers images of atoms, and here there are none."
     )
 
-    @property
-    def cutoff(self) -> float:
-        """Return ``e_rcut``."""
-        return self.repflow.e_rcut
-
-    @property
-    def neighbors(self) -> tuple[int, ...] | None:
-        """Return ``e_sel`` as one number for all elements, or None while one of the numbers is ``auto``."""
-        flow = self.repflow
-        return None if isinstance(flow.a_sel, str) or isinstance(flow.e_sel, str) else (flow.e_sel,)
-
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
         """Yield ``a_sel``."""
         flow = self.repflow
         if flow.update_angle and isinstance(flow.a_sel, int):
             yield "repflow.a_sel", flow.a_rcut, flow.a_sel
-
-    def with_neighbors(self, found: NeighborStatistics) -> DPA3Config:
-        """Return the section with ``auto`` as numbers."""
-        flow = self.repflow
-        e_sel = common.auto_sel_within(flow.e_sel, flow.e_rcut, found)
-        a_sel = common.auto_sel_within(flow.a_sel, flow.a_rcut, found)
-        return replace(self, repflow=replace(flow, e_sel=e_sel, a_sel=a_sel))
-
-    def with_neighbors_of(self, saved: DescriptorConfig) -> DPA3Config:
-        """Return the section with ``auto`` as in ``saved``."""
-        if not isinstance(saved, DPA3Config):
-            return self
-        return replace(self, repflow=common.with_sel_of(self.repflow, saved.repflow, "e_sel", "a_sel"))
 
     def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other."""

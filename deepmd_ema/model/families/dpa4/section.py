@@ -12,7 +12,7 @@ from deepmd_ema.config.fields import Check, not_negative_int, option, positive, 
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.bridging import Window
-from deepmd_ema.config.schema.descriptor_bases import ChargeSpinOptions, DescriptorOptions, NeighborList
+from deepmd_ema.config.schema.descriptor_bases import ChargeSpinOptions, DescriptorOptions, NeighborLists
 from deepmd_ema.config.schema.text_options import ActivationName
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _branches = Check(
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllNeighborsSection(ChargeSpinOptions, NeighborList):
+class AllNeighborsSection(ChargeSpinOptions, NeighborLists):
     """Options of descriptors of spherical harmonics, which see all neighbors inside the cutoff."""
 
     has_type_embedding: ClassVar[bool] = True

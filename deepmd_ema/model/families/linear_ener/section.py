@@ -11,7 +11,7 @@ from deepmd_ema.config.fields import Check, option, redefined
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor import DescriptorConfig
-from deepmd_ema.config.schema.descriptor_bases import NeighborList, OneListSection
+from deepmd_ema.config.schema.descriptor_bases import NeighborLists, OneListSection
 from deepmd_ema.config.schema.model import ModelConfig, StandardConfig
 from deepmd_ema.config.schema.pair_table import Table, pair_table, read_table, table_problems
 from deepmd_ema.model.families.ener.section import EnerFittingConfig
@@ -47,7 +47,7 @@ class NetworkPartConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairTableConfig(NeighborList):
+class PairTableConfig(NeighborLists):
     """Pair energies from a table as a part of the model, such as a dispersion correction. Nothing of it is trained."""
 
     type: ClassVar[str] = "pairtab"
