@@ -153,9 +153,3 @@ def differences_of(old: Any, new: Any, path: str = "") -> Iterator[Difference]:
             yield from differences_of(one, other, f"{path}[{k}]")
     elif old != new:
         yield path, old, new
-
-
-def shortened(value: Any, width: int = 200) -> str:
-    """Return a value as text, shortened: a table of pair energies has thousands of numbers."""
-    text = repr(value)
-    return text if len(text) <= width else f"{text[:width]}..."

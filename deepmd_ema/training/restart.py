@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from deepmd_ema.config import RunConfig, as_launched, read_input, saved_config, saved_models, to_dict
-from deepmd_ema.config.messages import differences_of, of_one_task, shortened, without_tasks
+from deepmd_ema.config.messages import differences_of, of_one_task, show, without_tasks
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, LKFConfig
 from deepmd_ema.distributed.tensors import StoredTensor, check_weights, local_shard, shard_like
 from deepmd_ema.errors import ConfigError, UserError, command, first_few
@@ -81,7 +81,7 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> None
                 "%s was %s, is now %s: a decaying learning rate continues along its new curve", path, old, new
             )
     changed = [d for d in differences if f"{of_one_task(d[0])}.".startswith(tuple(f"{k}." for k in CONTINUITY))]
-    lines = [f"{path}: {shortened(old)} in the checkpoint, {shortened(new)} in the input" for path, old, new in changed]
+    lines = [f"{path}: {show(old, 200)} in the checkpoint, {show(new, 200)} in the input" for path, old, new in changed]
     lines += [f"task {name}: new, it starts from the seed and the statistics of its data" for name in came]
     lines += [f"task {name}: in the checkpoint only, and left behind" for name in went]
     if not lines:
@@ -115,7 +115,7 @@ def warn_of_other_input(start: Start, config: RunConfig) -> None:
         # zero_stage of the checkpoint may be that of a process without a launcher
         one, other = (as_launched(each, launched=False) for each in (config, read_input(DEFAULT_INPUT).config))
         differences = differences_of(to_dict(one), to_dict(start.adopt_from_checkpoint(other)))
-        texts = [f"{path} = {shortened(new)} (checkpoint: {shortened(old)})" for path, old, new in differences]
+        texts = [f"{path} = {show(new, 200)} (checkpoint: {show(old, 200)})" for path, old, new in differences]
     except UserError as error:
         texts = [error.problems[0]]
     if texts:

@@ -16,7 +16,7 @@ from torch import Tensor
 from deepmd_ema import checkpoint
 from deepmd_ema.config import ModelConfig, RunConfig, choose_head, saved_models, to_dict
 from deepmd_ema.config.fields import plain
-from deepmd_ema.config.messages import differences_of, shortened
+from deepmd_ema.config.messages import differences_of, show
 from deepmd_ema.distributed.tensors import check_weights, prefix_of, whole
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_models
@@ -384,7 +384,7 @@ def report_differences(saved: ModelConfig, model: ModelConfig, place: str) -> No
         is_same = {str(old), str(new)} == {"default", "float64"} or None in (old, new) or old == [new] or new == [old]
         is_of_elements = name in ("sel", "exclude_types") and not same_elements
         if not (name in _OF_THE_RUN or is_of_elements or is_same or new == "auto"):
-            logger.warning("%s was %s where the weights were trained, is %s here", path, shortened(old), shortened(new))
+            logger.warning("%s was %s where the weights were trained, is %s here", path, show(old, 200), show(new, 200))
     for name in _SHORT_RANGE:
         # a table of other elements has other columns
         one, other = before.get(name), now.get(name)
