@@ -32,6 +32,7 @@ KIND_NAMES = ("config_type", "group")  # under which files name the kind of calc
 _ORIGIN = re.compile(r"^(ref|reference|dft|qm|target)[_-]")
 _VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]  # of xx yy zz yz xz xy, as ASE orders them
 _MAX_NAMES = 12
+_MAX_SHOWN = 40  # letters of a value in a message
 _FREE = "free_energy"  # with electrons at a temperature, the energy whose gradient the forces are; read without another
 _SMEARED = 1e-5  # eV; VASP and ASE round to less
 _SAY_WHICH = "Say which after the name of the file: FILE#{}={}."
@@ -259,7 +260,8 @@ def numbers(name: str, value: Any) -> Array:
     except (TypeError, ValueError):
         array = np.empty(0)
     if not array.size:
-        raise DataError(f"{name}: is {_shown(value)}, expected numbers.")
+        text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        raise DataError(f"{name}: is {show_text(text, _MAX_SHOWN)}, expected numbers.")
     return array
 
 
@@ -272,10 +274,5 @@ def _rows(name: str, array: Array, width: int) -> Array:
         rows = rows.astype(np.float64)
     except (TypeError, ValueError) as error:
         text = str(error).rpartition(": ")[2].strip("'")  # the word that is no number
-        raise DataError(f"{name}: has {_shown(text)}, expected numbers.") from None
+        raise DataError(f"{name}: has {show_text(text, _MAX_SHOWN)}, expected numbers.") from None
     return rows[:, 0] if width == 1 else rows
-
-
-def _shown(value: Any) -> str:
-    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return repr(text if len(text) <= 40 else text[:40] + "...")

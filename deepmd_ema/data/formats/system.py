@@ -28,7 +28,7 @@ from deepmd_ema.data.source import (
     of_atoms,
     rows_per,
 )
-from deepmd_ema.errors import DataError, collect_problems, did_you_mean
+from deepmd_ema.errors import DataError, collect_problems, did_you_mean, show_text
 from deepmd_ema.geometry import Array
 
 TYPES = "real_atom_types"
@@ -158,8 +158,8 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     # isdigit alone takes superscript digits, which are no numbers
     bad = [w for w in words if not (w.isascii() and w.isdigit() and len(w) <= _MAX_TYPE_DIGITS)]
     if bad:
-        shown = bad[0] if len(bad[0]) <= _MAX_SHOWN else bad[0][:_MAX_SHOWN] + "..."
-        raise DataError(f"{store.name}/type.raw: {shown!r} is not a type. Expected one integer from 0 per atom.")
+        shown = f"{store.name}/type.raw: {show_text(bad[0], _MAX_SHOWN)}"
+        raise DataError(f"{shown} is not a type. Expected one integer from 0 per atom.")
     file_types, natoms = np.array(words, np.int64), len(words)
     names = read_type_map(store)
     set_names = store.set_names()
