@@ -79,15 +79,7 @@ def manual(topic: str | None = None) -> str:
     Raises:
         ConfigError: if there is no such option; the message names those that look like it.
     """
-    entries = list(_entries((SingleTaskRun,), "", ()))
-    # options that only an input of several tasks has; sections by task are those of an input of one task
-    for place, section, of_one_task in (
-        ("model.", ModelsConfig, SingleTaskRun),
-        ("training.", MultiTaskTrainingConfig, TrainingConfig),
-        ("", MultiTaskRun, SingleTaskRun),
-    ):
-        known = {o.name for o in input_options(of_one_task)}
-        entries += [Entry(f"{place}{o.name}", o, o.doc) for o in input_options(section) if o.name not in known]
+    entries = manual_entries()
     topic = re.sub(r"\[\d+\]", "", topic or "")  # as messages name the entries of a list
     inside = (f"{topic}.", f"{topic}[")
     chosen = (
@@ -113,6 +105,20 @@ def manual(topic: str | None = None) -> str:
         filled = (textwrap.fill(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT) for text in paragraphs)
         texts.append("\n".join([entry.path, *filled]))
     return "\n\n".join(texts)
+
+
+def manual_entries() -> list[Entry]:
+    """Return all options, and the types of sections, in the order of the manual."""
+    entries = list(_entries((SingleTaskRun,), "", ()))
+    # options that only an input of several tasks has; sections by task are those of an input of one task
+    for place, section, of_one_task in (
+        ("model.", ModelsConfig, SingleTaskRun),
+        ("training.", MultiTaskTrainingConfig, TrainingConfig),
+        ("", MultiTaskRun, SingleTaskRun),
+    ):
+        known = {o.name for o in input_options(of_one_task)}
+        entries += [Entry(f"{place}{o.name}", o, o.doc) for o in input_options(section) if o.name not in known]
+    return entries
 
 
 def json_schema_text() -> str:
