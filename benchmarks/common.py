@@ -37,7 +37,6 @@ signal.signal(signal.SIGUSR1, report)
 sys.exit(import_module(sys.argv[1]).main(sys.argv[2:]))
 """
 POLL_S = 0.002  # how closely lcurve.out is watched
-SEL_RATIO = 1.1  # as DeePMD-kit's "auto"
 ERROR_LINES = {"energy": r"Energy RMSE/Natoms\s*:\s*(\S+)", "force": r"Force\s+RMSE\s*:\s*(\S+)"}
 
 
@@ -223,12 +222,11 @@ def with_numeric_sel(config: dict) -> dict:
     descriptor = config["model"]["descriptor"]
     if not isinstance(descriptor["sel"], str):
         return copy.deepcopy(config)
-    _, _, ratio = descriptor["sel"].partition(":")
     type_map = config["model"]["type_map"]
     frames = ((c, b, t) for s in config["training"]["training_data"]["systems"] for c, b, t in _frames(s, type_map))
     found = neighbor_statistics(frames, descriptor["rcut"], len(type_map))
     config = copy.deepcopy(config)
-    sel = auto_sel(found.max_neighbors, float(ratio) if ratio else SEL_RATIO)
+    sel = auto_sel(found.max_neighbors, descriptor["sel"])
     config["model"]["descriptor"]["sel"] = [int(n) for n in np.atleast_1d(sel)]
     return config
 
