@@ -158,7 +158,7 @@ def test_the_config_holds_the_rows_of_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "phrase"), [
-    ({"use_srtab": "missing.txt"}, 'use_srtab = "missing.txt": expected a text file that can be read'),
+    ({"use_srtab": "missing.txt"}, 'use_srtab = "missing.txt": expected a readable text file'),
     ({"use_srtab": [[1.0, 2.0], [2.0, 1.0]]}, "at least three rows"),
     ({"use_srtab": [[1.0, 2.0], [2.0, 1.0], [4.0, 0.0]]}, "even steps"),
     ({"use_srtab": [row[:4] for row in TABLE["use_srtab"]]}, "has energies of 3 pairs, expected 6"),

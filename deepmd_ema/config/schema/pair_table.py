@@ -49,6 +49,5 @@ def _is_table(value: Any) -> bool:
 
 pair_table = Check(
     _is_table,
-    "a text file that can be read, of at least three rows: a distance in even steps, then an energy for each pair of "
-    "elements",
+    "a readable text file of at least three rows: a distance in even steps, then an energy for each pair of elements",
 )

@@ -23,14 +23,10 @@ _WITH_CHECKPOINTS = "with the checkpoints"
 NEEDS_DATA = " = true: needs training.validation_data (or validation_fraction). Add it, or set this to false."
 
 
-def _is_name(value: str) -> bool:
-    # `model_a-10.pt`, the link of an average a-10, would be the file of step 10 of an average a
-    pattern = r"(?!.*-[0-9]+$)[A-Za-z0-9][A-Za-z0-9_-]{0,39}"
-    return bool(re.fullmatch(pattern, value)) and value.lower() not in (LIVE, POSTHOC)
-
-
+# `model_a-10.pt`, the link of an average a-10, would be the file of step 10 of an average a
+_NAME = re.compile(r"(?!.*-[0-9]+$)[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _name = Check(
-    _is_name,
+    lambda v: _NAME.fullmatch(v) is not None and v.lower() not in (LIVE, POSTHOC),
     f"a name of at most 40 letters, digits, _ and -, the first a letter or digit, without a number after a - at the "
     f"end, and not {LIVE} or {POSTHOC}",
 )
@@ -91,8 +87,7 @@ class Profile(ABC):
         1,
         check=positive_int,
         unit="steps",
-        doc="Steps between two updates. The decay is corrected for it, so that the length of the average does not "
-        "change.",
+        doc="Steps between two updates. The decay is corrected for it: the length of the average is the same.",
     )
     device: str = option(
         "live",
@@ -126,8 +121,7 @@ class Profile(ABC):
     )
     lcurve: bool = option(
         False,
-        doc="Whether the displayed errors are shown for the average as well, on the same batches, in "
-        "`lcurve_NAME.out`.",
+        doc="Whether displayed errors are shown for the average too, on the same batches, in `lcurve_NAME.out`.",
     )
     ckpt_keep: int | None = option(
         None, check=positive_int, doc="Checkpoints of the average kept; null: as many as `max_ckpt_keep`."

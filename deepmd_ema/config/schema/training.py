@@ -61,8 +61,7 @@ class _Data:
         unit="frames",
         doc="Frames of a batch: a number; one number per system; `auto:N`: as few frames as have N atoms (`auto` is "
         "`auto:32`); `max:N`: as many frames as have at most N atoms; `filter:N`: the same, and systems of more than "
-        "N atoms are left out; `mixed:N`: N frames of any systems; `mix:N`: frames of any systems with at most N "
-        "atoms.",
+        "N atoms are left out; `mixed:N`: N frames of any systems; `mix:N`: as many as have at most N atoms.",
     )
     auto_prob: SystemProbability = option(
         SystemProbability("prob_sys_size"),
@@ -76,8 +75,7 @@ class _Data:
         None,
         alias=("sys_weights",),
         check=Check(_is_probs, "probabilities that add up to 1; negative ones share what the others leave"),
-        doc="Probability of each system, instead of `auto_prob`; systems with a negative number share what is left, "
-        "by their number of batches.",
+        doc="Probability of each system, instead of `auto_prob`; negative: a share of the rest by number of batches.",
     )
 
 
@@ -191,8 +189,7 @@ class TrainingOptions:
     save_ckpt: str = option("model.ckpt", check=file_name, doc="Prefix of checkpoint files; may have a folder.")
     save_dir: str | None = option(
         None,
-        doc="Folder of the numbered checkpoints; null: the folder of `save_ckpt`, where the link to the newest one "
-        "always is.",
+        doc="Folder of the numbered checkpoints; null: that of `save_ckpt`, where the link to the newest is.",
     )
     max_ckpt_keep: int = option(5, doc="Checkpoints kept; less than 1 keeps all.")
     ckpt_keep_ratio: float | None = option(
@@ -302,8 +299,7 @@ class TasksData:
             'numbers > 0 by task, e.g. {"water": 20, "ice": 50}',
         ),
         unit="epochs",
-        doc="Passes over the training data of each task, instead of `numb_steps` and `model_prob`, both of which "
-        "follow from them.",
+        doc="Passes over the training data of each task, from which `numb_steps` and `model_prob` then follow.",
     )
 
 
@@ -374,8 +370,7 @@ class ValidatingConfig:
     compiled_infer: bool | None = option(None, doc="Whether validation runs compiled code; null: as training does.")
     tf32_infer: bool = option(
         False,
-        doc="Whether validation multiplies float32 matrices in TF32 on a GPU. Its errors are then not those of "
-        "`dp-ema test`.",
+        doc="Whether validation multiplies float32 matrices in TF32 on a GPU. `dp-ema test` has other errors then.",
     )
     amp_infer: bool = option(
         False,
