@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from deepmd_ema.config.messages import NOT_AVAILABLE, close_names, show
-from deepmd_ema.config.registry import Registry, aliases_of
+from deepmd_ema.config.registry import Registry
 from deepmd_ema.utils import Check as Check
 from deepmd_ema.utils import fraction as fraction
 from deepmd_ema.utils import not_negative as not_negative
@@ -84,7 +84,7 @@ class Option:
         if not self.by_type or not isinstance(value, dict):
             return self.sections[0]
         name = value.get("type", self.default_type)
-        return next((section for section in self.sections if name in type_names([section])), None)
+        return next((s for s in self.sections if name in (s.type, *getattr(s, "aliases", ()))), None)
 
     @property
     def wants(self) -> str:
@@ -235,7 +235,7 @@ def is_comment(key: Any) -> bool:
 
 def type_names(sections: Sequence[Any]) -> list[str]:
     """Return the values of ``type`` that choose one of ``sections``, aliases last."""
-    return [s.type for s in sections] + [a for s in sections for a in aliases_of(s)]
+    return [s.type for s in sections] + [a for s in sections for a in getattr(s, "aliases", ())]
 
 
 def members(hint: Any) -> tuple[Any, ...]:

@@ -164,11 +164,7 @@ class Registry(Mapping[str, Family]):
         missing += sorted(getattr(section, "__abstractmethods__", ()))
         if missing:
             return f"a section without {', '.join(missing)}"
-        taken = {word for one in self._records.values() for word in (one.section.type, *aliases_of(one.section))}
-        double = [alias for alias in aliases_of(section) if alias in taken]
+        others = [one.section for one in self._records.values()]
+        taken = {word for other in others for word in (other.type, *getattr(other, "aliases", ()))}
+        double = [alias for alias in getattr(section, "aliases", ()) if alias in taken]
         return f"the alias {double[0]!r}, which another type has" if double else ""
-
-
-def aliases_of(section: type) -> tuple[str, ...]:
-    """Return the other values of ``type`` that choose a section."""
-    return tuple(getattr(section, "aliases", ()))
