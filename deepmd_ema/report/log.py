@@ -188,22 +188,6 @@ class RunTimes:
         return " | ".join(f"{part} {100 * seconds / total:.0f} %" for part, seconds in spent.items())
 
 
-class Laps:
-    """Times of the parts of a step, on a device that the host waits for; else nothing is measured."""
-
-    def __init__(self, measures: bool) -> None:
-        self.seconds: dict[str, float] = {}
-        self._measures, self._since = measures, 0.0
-
-    def lap(self, part: str = "") -> None:
-        """Count the time since the last call under ``part``; without a name it only begins."""
-        if self._measures:
-            now = time.perf_counter()
-            if part:
-                self.seconds[part] = self.seconds.get(part, 0.0) + now - self._since
-            self._since = now
-
-
 class Progress:
     """A bar on a terminal with steps, force error and time left; log lines everywhere.
 

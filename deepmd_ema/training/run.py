@@ -29,7 +29,7 @@ from deepmd_ema.optim.build import describe_groups
 from deepmd_ema.report.log import set_up_logging
 from deepmd_ema.report.loggers import loggers_of
 from deepmd_ema.report.record import RunRecord, keeping_warnings
-from deepmd_ema.report.table import Table, describe_errors, duration, facts, render, show_metric
+from deepmd_ema.report.table import KINDS, Table, describe_errors, duration, facts, render, show_metric
 from deepmd_ema.training.outputs import check_outputs, lock_outputs, write_config
 from deepmd_ema.training.prepare import Hook, prepare
 from deepmd_ema.training.request import TrainRequest
@@ -266,10 +266,8 @@ class TrainedRun:
 
 def _metrics(errors: Errors) -> dict[str, float]:
     """Return the errors of the quantities that some frame has a label of."""
-    values = {
-        f"{quantity}:{kind}": errors.metric(f"{quantity}:{kind}") for quantity in METRICS for kind in ("MAE", "RMSE")
-    }
-    return {name: value for name, value in values.items() if not math.isnan(value)}
+    names = (f"{quantity}:{kind}" for quantity in METRICS for kind in KINDS)
+    return {name: value for name in names if not math.isnan(value := errors.metric(name))}
 
 
 def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:

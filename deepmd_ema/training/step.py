@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,7 +26,6 @@ from deepmd_ema.optim.build import (
     set_learning_rate,
 )
 from deepmd_ema.optim.schedule import build_schedule
-from deepmd_ema.report.log import Laps
 from deepmd_ema.training.loss import LossOverBatches
 from deepmd_ema.training.modes import LAST_REPLICATED_STAGE, Products
 from deepmd_ema.training.prepare import PreparedRun
@@ -56,7 +56,7 @@ class Step:
 
     Attributes:
         schedule: as given.
-        laps: times of the parts of a step.
+        laps: seconds of the parts of the steps so far, on a device that the host waits for.
         checks_are_free: whether reading a number from the device costs no wait, so that each step may be checked.
     """
 
@@ -70,7 +70,7 @@ class Step:
         self._trained = [p for p in self._named.values() if p.requires_grad]
         self._first_bad = torch.zeros((), dtype=torch.int64, device=self._trained[0].device)
         self.checks_are_free = self._first_bad.device.type == "cpu"
-        self.laps = Laps(measures=self.checks_are_free)  # the host does not wait for a GPU
+        self.laps, self._lap_began = dict[str, float](), 0.0
         self._own_fault = torch.zeros((), dtype=torch.bool, device=self._trained[0].device)
 
     def update(
@@ -94,6 +94,14 @@ class Step:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of the optimizer."""
         raise NotImplementedError
+
+    def _lap(self, part: str = "") -> None:
+        """Count the time since the last call under ``part``; without a name it only begins."""
+        if self.checks_are_free:  # the host does not wait for a GPU
+            now = time.perf_counter()
+            if part:
+                self.laps[part] = self.laps.get(part, 0.0) + now - self._lap_began
+            self._lap_began = now
 
     def raise_if_diverged(self, tasks: TaskMixture, last_step: int, world: World) -> None:
         """Check that every step so far was finite; waits for the device, and is called by all ranks.
@@ -169,13 +177,13 @@ class GradientStep(Step):
         """Update the weights once with the frames of all batches, see :meth:`Step.update`."""
         set_learning_rate(self._optimizer, rate)
         self._optimizer.zero_grad(set_to_none=True)
-        self.laps.lap()
+        self._lap()
         if len(batches) == 1:
             batch = batches[0].to(self._first_bad.device)
             total, values = task.loss(self._parallel_module(task.name, batch, **task.loss.needs(batch)), batch, rate)
-            self.laps.lap("forward")
+            self._lap("forward")
             total.backward()
-            self.laps.lap("backward")
+            self._lap("backward")
         else:
             total, values = self._add_gradients(task, batches, rate)
         norm = clip_gradients(self._trained, self._max_norm, self._all_reduce_sum)
@@ -183,7 +191,7 @@ class GradientStep(Step):
         finite = torch.isfinite(norm) & torch.isfinite(values["rmse"])
         ok = self._note(finite, step, own=torch.isfinite(total.detach()))
         guarded_step(self._optimizer, 1 - ok, step)
-        self.laps.lap("optimizer")
+        self._lap("optimizer")
         return Updated(values, ok)
 
     def _add_gradients(
@@ -200,9 +208,9 @@ class GradientStep(Step):
             # the ranks add up once what each has added up
             with nullcontext() if number == len(batches) else self._without_exchange():
                 total = loss.add(self._parallel_module(task.name, batch, **task.loss.needs(batch)), batch)
-                self.laps.lap("forward")
+                self._lap("forward")
                 total.backward()
-                self.laps.lap("backward")
+                self._lap("backward")
             totals.append(total.detach())
         return torch.stack(totals).sum(), loss.displayed()
 

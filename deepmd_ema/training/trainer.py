@@ -324,7 +324,7 @@ class Trainer:
 
     def _note(self, averages: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Keep what is known of the run now; with averages, at a checkpoint, it is in the file at once."""
-        seconds = {**self.times.seconds, **self.take_step.laps.seconds}
+        seconds = {**self.times.seconds, **self.take_step.laps}
         self.record.note(self.step, seconds, self.times.left(self.step, self.num_steps), averages)
 
     def _leave(self) -> None:
