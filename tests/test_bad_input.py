@@ -93,7 +93,7 @@ def test_an_input_for_several_processes_is_good_in_one_that_does_not_train(desk,
     desk.write(training__zero_stage=stage)
     assert desk.run("check", "input.json", "--config-only").code == GOOD
     assert desk.run("check", "input.json").code == GOOD
-    assert chosen_systems(Namespace(valid_data="input.json"), [])[0] == ["valid"]
+    assert chosen_systems(Namespace(valid_data="input.json"))[0] == ["valid"]
     desk.change_array("force", lambda forces: forces[:, :-1])
     desk.run("check", "input.json").must_say("force.npy: shape")
 

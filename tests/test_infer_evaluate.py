@@ -170,18 +170,18 @@ def test_a_detail_file_that_cannot_be_written_is_one_message(run, labelled, tmp_
 def test_systems_are_named_in_a_file_or_by_an_input(tmp_path):
     listed = tmp_path / "list"
     listed.write_text("# mine\na\n\n  b \n")
-    assert chosen_systems(Namespace(datafile=str(listed)), [])[0] == ["a", "b"]
+    assert chosen_systems(Namespace(datafile=str(listed)))[0] == ["a", "b"]
     listed.write_text("\n")
     with pytest.raises(UserError, match="list: names no system"):
-        chosen_systems(Namespace(datafile=str(listed)), [])[0]
+        chosen_systems(Namespace(datafile=str(listed)))[0]
     with pytest.raises(UserError, match="nowhere: cannot be read"):
-        chosen_systems(Namespace(datafile=str(tmp_path / "nowhere")), [])[0]
+        chosen_systems(Namespace(datafile=str(tmp_path / "nowhere")))[0]
     config = tmp_path / "input.json"
     config.write_text(json.dumps(tiny_input(["train"], ["valid"])))
-    assert chosen_systems(Namespace(valid_data=str(config)), [])[0] == ["valid"]
+    assert chosen_systems(Namespace(valid_data=str(config)))[0] == ["valid"]
     config.write_text(json.dumps(tiny_input(["train"])))
     with pytest.raises(ConfigError, match=r"input.json: training.validation_data is not there. Give .* with -s"):
-        chosen_systems(Namespace(valid_data=str(config)), [])
+        chosen_systems(Namespace(valid_data=str(config)))
 
 
 def test_frames_without_labels_are_refused(run, tmp_path):

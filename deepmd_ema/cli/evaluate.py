@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.read import chosen_systems
 from deepmd_ema.cli.streams import say
+from deepmd_ema.distributed.files import TABLE, check_output
 from deepmd_ema.errors import UserError
 from deepmd_ema.utils import keep_freed_memory
 
@@ -38,9 +38,8 @@ def test(args: argparse.Namespace) -> None:
         from deepmd_ema.report.plots import picture_file
 
         picture_file(args.plot, "--plot")
-    systems, patterns = chosen_systems(args, ["."])
     weights = (args.use_ema, args.average, args.head, args.device)
-    report = measure(args.model, systems, args.numb_test, args.atomic, *weights, patterns, args.compile)
+    report = measure(args.model, args.systems, args.numb_test, args.atomic, *weights, args.patterns, args.compile)
     if not args.json:
         print(report.text(), flush=True)
     physics = None
@@ -74,14 +73,12 @@ def _document(report: ErrorReport, physics: PhysicsReport | None) -> dict[str, A
 def model_devi(args: argparse.Namespace) -> None:
     """Write the table and print the models and the largest deviations."""
     with loading():
-        from deepmd_ema.infer.deviation import DeviationOptions, measure_deviation, refuse_output
+        from deepmd_ema.infer.deviation import DeviationOptions, measure_deviation
 
-    refuse_output(args.output, args.models)
+    check_output(args.output, "-o", TABLE, args.models)
     options = DeviationOptions(args.real_error, args.atomic, args.relative, args.relative_v, args.frequency)
-    systems, patterns = chosen_systems(args, ["."])
-    averages = args.average or ()
     report = measure_deviation(
-        args.models, systems, options, args.use_ema, averages, args.head, device=args.device, rglob_patterns=patterns
+        args.models, args.systems, options, args.use_ema, args.average or (), args.head, args.device, args.patterns
     )
     print(report.text())
     print(f"wrote {report.write(args.output)}")
@@ -92,8 +89,7 @@ def neighbor_stat(args: argparse.Namespace) -> None:
     with loading():
         from deepmd_ema.infer.evaluate import describe_neighbors
 
-    systems, patterns = chosen_systems(args, ["."])
-    say(describe_neighbors(systems, args.rcut, args.type_map, args.mixed_type, patterns))
+    say(describe_neighbors(args.systems, args.rcut, args.type_map, args.mixed_type, args.patterns))
 
 
 def report(args: argparse.Namespace) -> None:
@@ -111,9 +107,9 @@ def posthoc(args: argparse.Namespace) -> None:
     with loading():
         from deepmd_ema.averaging.posthoc.run import run_posthoc
 
-    systems, patterns = chosen_systems(args, [])
+    systems = args.systems if args.system or args.valid_data else None
     run_posthoc(args.run_dir, args.sigma_rel, args.step, shapes=args.shapes, metric=args.metric,
-                systems=systems or None, rglob_patterns=patterns, output=args.output, plot=args.plot,
+                systems=systems, rglob_patterns=args.patterns, output=args.output, plot=args.plot,
                 table=args.table, head=args.head, device=args.device, say=print)  # fmt: skip
 
 

@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             set_up_logging(args.log_level, args.log_path, is_main=launch.is_main)
             if args.backend is not None and args.command not in ("freeze", "compress"):
                 logging.getLogger(__name__).info("backend %s: accepted, dp-ema has one backend", args.backend)
+        if "system" in args:
+            args.systems, args.patterns = read.chosen_systems(args)
         module = import_module(f"deepmd_ema.cli.{command.module}")
         getattr(module, args.command.replace("-", "_"))(args)
         flush_results()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.read import chosen_systems
 from deepmd_ema.cli.streams import say
 from deepmd_ema.config.outputs import is_sharded
 from deepmd_ema.errors import UserError, command
@@ -73,8 +72,7 @@ def change_bias(args: argparse.Namespace) -> None:
             raise UserError("-b: the bias is what you give; -m and -n are for a fit to data. Leave them out.")
         request = BiasRequest(values=args.bias_value)
     else:
-        systems, _ = chosen_systems(args, ["."])
-        request = BiasRequest(args.mode or CHANGE, systems, num_frames=args.num_frames or 0, source=args.datafile or "")
+        request = BiasRequest(args.mode or CHANGE, args.systems, args.num_frames or 0, source=args.datafile or "")
     say(write_changed(args.input, request, args.output, args.use_ema, args.average, args.head, args.device).text())
 
 

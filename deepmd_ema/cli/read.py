@@ -76,8 +76,8 @@ log_level = reader(
 )
 
 
-def chosen_systems(args: argparse.Namespace, default: list[str]) -> tuple[list[str], list[str] | None]:
-    """Return the systems that the options of systems name, and the patterns to search folders with.
+def chosen_systems(args: argparse.Namespace) -> tuple[list[str], list[str] | None]:
+    """Return the systems that the options of systems name, or this folder, and the patterns to search folders with.
 
     Raises:
         UserError: if a file of paths (one per line; ``#`` begins a comment) cannot be read or names none.
@@ -109,4 +109,4 @@ def chosen_systems(args: argparse.Namespace, default: list[str]) -> tuple[list[s
             place = f"{task.place('training')}.validation_data"
             raise ConfigError(f"{args.valid_data}: {place} is not there. Give the systems with -s.")
         return list(data.systems), data.rglob_patterns
-    return args.system or default, None
+    return args.system or ["."], None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.source import ReadSpec
-from deepmd_ema.distributed.files import TABLE, atomic_write, check_output
+from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.errors import UserError
 from deepmd_ema.infer.evaluate import first_frames, open_labelled, predict
 from deepmd_ema.infer.load import LoadedModel, load_model
@@ -124,15 +124,6 @@ def measure_deviation(
         by_model = [[frame for frame in report.frames if frame.source[0] == system.name] for report in reports]
         rows[system.name] = _rows(by_model, options)
     return DeviationReport(words, rows)
-
-
-def refuse_output(path: str | Path, models: Sequence[str | Path]) -> None:
-    """Check that :meth:`DeviationReport.write` would write over nothing but a table.
-
-    Raises:
-        UserError: if a model or a file of another kind is there.
-    """
-    check_output(path, "-o", TABLE, models)
 
 
 def frame_deviation(
