@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # of typing since Python 3.11
 
     from deepmd_ema.config.schema.model import ModelConfig
-    from deepmd_ema.model.interface import Block, Descriptor, ShortRange, Vjp
+    from deepmd_ema.model.interface import Descriptor, ShortRange, Vjp
     from deepmd_ema.model.statistics import Statistics
 
 # F frames, A atoms, K neighbor slots, T types, M reverse slots
@@ -118,10 +118,6 @@ class EnergyModel(nn.Module):
             counted = self._counted[batch.atom_type]
             atom_energy, grad_features = atom_energy * counted, grad_features * counted[:, None].to(grad_features)
         return atom_energy, grad_features, vjp
-
-    def blocks(self) -> list[Block]:
-        """Return modules whose parameters may be sharded and gathered on their own."""
-        return [*self.descriptor.blocks(), *self.fitting.blocks()]
 
     def evaluate_all_blocks(self) -> None:
         """From now on evaluate all blocks, whatever elements a batch has; needed where they are sharded."""

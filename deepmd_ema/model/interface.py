@@ -1,4 +1,4 @@
-"""Protocol of the descriptor and base of the fitting networks of an ``EnergyModel``.
+"""Protocol of the descriptor and base of the fitting networks of an ``EnergyModel``, and sums over data for both.
 
 Both are ``torch.nn.Module``; their parameters and persistent buffers are what checkpoints and averages hold.
 """
@@ -19,7 +19,9 @@ Sums: TypeAlias = Mapping[str, np.ndarray]
 """Named sums over data that add up over batches: those of two batches are the sums of each."""
 
 Block: TypeAlias = tuple[nn.Module, tuple[str, ...]]
-"""A module whose parameters may be gathered on their own, and the methods beside ``forward`` that use them."""
+"""A module whose parameters may be gathered on their own, and the methods beside ``forward`` that use them.
+
+All parameters of descriptors are gathered at once: their networks are small, and a step uses all of them."""
 
 
 Vjp: TypeAlias = Callable[[Tensor], Tensor]
@@ -87,9 +89,6 @@ class Descriptor(Protocol):
     def stat_settings(self) -> Mapping[str, Any]:
         """Return the settings of the sums beyond their names; a stat file of other settings is not used."""
 
-    def blocks(self) -> list[Block]:
-        """Return modules whose parameters may be sharded and gathered on their own; all others are gathered at once."""
-
 
 @runtime_checkable
 class Composite(Protocol):
@@ -137,3 +136,16 @@ class Fitting(nn.Module):
     def blocks(self) -> list[Block]:
         """Return modules whose parameters may be sharded and gathered on their own."""
         return []
+
+
+def mean_and_spread(sums: np.ndarray, smallest: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and standard deviation (N,), at least ``smallest``, from (N, 3) count, sum and sum of squares."""
+    count = np.maximum(sums[:, 0], 1)
+    mean = sums[:, 1] / count
+    variance = np.maximum(sums[:, 2] / count - mean**2, 0)
+    return mean, np.maximum(np.sqrt(variance), smallest)
+
+
+def sum_by_type(per_atom: Tensor, batch: Batch) -> np.ndarray:
+    """Return the sums (T, ...) over the atoms of each type of (A, ...)."""
+    return np.stack([part.sum(0).numpy() for part in per_atom.split(batch.type_counts)])

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, FPARAM
+from deepmd_ema.model.interface import sum_by_type
 from deepmd_ema.model.output_bias import FrameEnergies, set_bias
-from deepmd_ema.model.sums import sum_by_type
 
 if TYPE_CHECKING:
     from deepmd_ema.batch import Batch

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from deepmd_ema.model.descriptor.env_statistics import radial_range
 from deepmd_ema.model.interpolation.interpolation import ALWAYS, AUTO, Interpolation
 from deepmd_ema.model.interpolation.series import Series
 from deepmd_ema.model.interpolation.tables import Tables
@@ -98,7 +97,8 @@ def _add_tables(model: EnergyModel, always: bool) -> bool:
         for owner, own in interpolations_of(model).items():
             min_pairs = 0 if always or own.choice == ALWAYS else MIN_NUMBERS // max(own.width, 1)
             if not min_pairs or (own.choice == AUTO and own.width >= MIN_WIDTH):
-                low, high = radial_range(model.get_submodule(owner), min_table_distance(model))
+                module: Any = model.get_submodule(owner)
+                low, high = module.radial_range(min_table_distance(model))
                 own.tables = Tables(low, high, own.precision, min_pairs)
     model.has_tables = any(one.tables is not None for one in interpolations_of(model).values())
     return model.has_tables

@@ -227,7 +227,7 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
         return
     for model in each:
         model.evaluate_all_blocks()
-        for block, methods in model.blocks():
+        for block, methods in model.fitting.blocks():
             shard(block)
             for method in methods:
                 register_fsdp_forward_method(block, method)

@@ -66,6 +66,3 @@ class FakeDescriptor(nn.Module):
 
     def stat_settings(self):
         return {"most": self.most}
-
-    def blocks(self):
-        return []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.distributed.tensors import precision
-from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentMatrix, EnvironmentStatistics
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.nn.layers import embedding_network, freeze, module_list
 from deepmd_ema.model.ops.operations import UsesOperations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # K neighbor slots, S slots up to sel, T types, M channels, C columns of the environment matrix
 
 
-class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
+class ByTypeDescriptor(EnvironmentDescriptor, EnvironmentMatrix, UsesOperations):
     """Networks of one input on slots of neighbors in one section per type.
 
     Args:
@@ -39,8 +39,6 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
     mixed_types = False
     passes_messages = False
     num_columns: ClassVar[int] = 4
-    mean: Tensor
-    stddev: Tensor
 
     def __init__(self, config: PerElementSection, num_types: int, seed: int, num_networks: int) -> None:
         super().__init__()
@@ -56,7 +54,7 @@ class ByTypeDescriptor(EnvironmentDescriptor, UsesOperations):
             for index in range(num_networks)
         )
         freeze(self, config.trainable)
-        add_normalisation(self, (num_types, sum(self.sel), self.num_columns), self.dtype)
+        self.add_normalisation((num_types, sum(self.sel), self.num_columns), self.dtype)
         self.environments = [EnvironmentStatistics(self, config.exclude_types, config.set_davg_zero)]
 
     def layout(self, excluded_pairs: frozenset[tuple[int, int]]) -> NeighborLayout:

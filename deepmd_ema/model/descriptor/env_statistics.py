@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +14,8 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
+from deepmd_ema.model.interface import mean_and_spread, sum_by_type
 from deepmd_ema.model.ops.environment import environment_rows, switch, switch_and_derivative
-from deepmd_ema.model.sums import mean_and_spread, sum_by_type
-
-if TYPE_CHECKING:
-    from deepmd_ema.model.interface import Block
 
 # A atoms, K neighbor slots, S slots up to sel, T types, C columns of the environment matrix
 
@@ -26,12 +23,104 @@ MIN_SPREAD = 1e-2  # of the environment, as DeePMD-kit has it
 SPREAD_UNSEEN = 1e-1  # of the environment of a type that the data do not hold
 
 
+class EnvironmentMatrix(nn.Module):
+    """Base of modules that normalise an environment matrix, each column by the type of the centre.
+
+    Attributes:
+        rcut: cutoff, angstrom.
+        rcut_smth: where the switch begins, angstrom.
+        protection: added to distances, angstrom.
+        dtype: precision of the normalised rows.
+        mean: (T, S, C) buffer of each column.
+        stddev: (T, S, C) buffer of each column.
+    """
+
+    rcut: float
+    rcut_smth: float
+    protection: float
+    dtype: torch.dtype
+    mean: Tensor
+    stddev: Tensor
+
+    def add_normalisation(self, shape: tuple[int, int, int], dtype: torch.dtype, spread: float = 1.0) -> None:
+        """Make the buffers ``mean`` and ``stddev`` of this shape (T, S, C)."""
+        self.register_buffer("mean", torch.zeros(shape, dtype=dtype))
+        self.register_buffer("stddev", torch.full(shape, spread, dtype=dtype))
+
+    def radial_range(self, min_distance: float) -> tuple[float, float]:
+        """Return the least and the largest number of pairs at which nets are evaluated, that of the first column.
+
+        Args:
+            min_distance: of two atoms, angstrom.
+        """
+        mean, spread = self.mean[..., 0].double(), self.stddev[..., 0].double()
+        distance = torch.tensor([min_distance], dtype=torch.float64, device=mean.device)
+        rows, _ = environment_rows(distance[:, None], distance, self.rcut, self.rcut_smth, self.protection)
+        # 0 of pairs that are excluded; at the cutoff, and in empty slots, the raw number is 0
+        ends = torch.stack([torch.zeros_like(mean), -mean / spread, (rows[0, 0] - mean) / spread])
+        return float(ends.min()), float(ends.max())
+
+    def environment_matrix(
+        self, vector: Tensor, dropped: Tensor | None, atom_type: Tensor, slots: Tensor | None = None
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the normalised environment matrix and its vector-Jacobian product.
+
+        Its raw rows are ``(s, c x, c y, c z)`` with ``s = w / (r + p)``, ``c = w / (r + p)^2``, w the smooth switch and
+        p the protection; where the buffers have one column, ``s`` alone. All are zero beyond the cutoff, so that empty
+        slots have no gradient.
+
+        Args:
+            vector: (A, K, 3) float64, angstrom.
+            dropped: (A, K) bool, pairs whose rows are zero after normalisation, or None; no empty slots.
+            atom_type: (A,) of the centres.
+            slots: (K,) of the vectors; None: the first ones.
+
+        Returns:
+            The rows (A, K, 4) or (A, K, 1), ``-mean / spread`` in an empty slot, and a function from the gradient by
+            them to that by ``vector`` (A, K, 3) float64.
+        """
+        distance = torch.linalg.vector_norm(vector, dim=-1)
+        weight, dweight = switch_and_derivative(distance, self.rcut, self.rcut_smth)
+        inverse = (distance + self.protection).reciprocal()
+        s = weight * inverse
+        c = s * inverse
+        ds = (dweight - s) * inverse
+        ds_over_r = ds / distance
+        mean, spread = self.normalisation(vector.shape[1] if slots is None else slots, atom_type)
+        scale = spread.reciprocal()
+        keep = None if dropped is None else (~dropped).unsqueeze(-1).to(scale.dtype)
+        if mean.shape[-1] == 1:
+            scale = scale if keep is None else scale * keep
+            ds_dvector = scale * ds_over_r.unsqueeze(-1) * vector
+            rows = (s.unsqueeze(-1) - mean) * scale
+            return rows.to(self.dtype), lambda grad_rows: grad_rows.double() * ds_dvector
+        dc_over_r = (ds - c) * inverse / distance
+        rows = torch.cat([s.unsqueeze(-1), c.unsqueeze(-1) * vector], -1).sub_(mean).mul_(scale)
+        if keep is not None:
+            rows, scale = rows * keep, scale * keep
+
+        def vjp(grad_rows: Tensor) -> Tensor:
+            grad = grad_rows.double() * scale
+            angular = grad[..., 1:]
+            along = ds_over_r * grad[..., 0] + dc_over_r * (vector * angular).sum(-1)
+            return torch.addcmul(c.unsqueeze(-1) * angular, along.unsqueeze(-1), vector)
+
+        return rows.to(self.dtype), vjp
+
+    def normalisation(self, slots: Tensor | int, atom_type: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and spread (A, K, C) in float64 of slots (K,), or of the first ones, by type of centre (A,)."""
+        # selected, not sliced: whether a slice is contiguous depends on its length, as a compiled graph then would
+        if not isinstance(slots, Tensor):  # a number, or a symbol of a graph
+            slots = torch.arange(slots, device=atom_type.device)
+        mean, stddev = (of.index_select(1, slots).double()[atom_type] for of in (self.mean, self.stddev))
+        return mean, stddev
+
+
 class EnvironmentStatistics:
     """Measurement of the sums of the environment matrix of a module, and its mean and spread.
 
     Args:
-        module: with the buffers of ``add_normalisation``, its cutoffs, its protection and ``sel``: the most neighbors
-            of each element, which come in one section each, or one number for all.
+        module: with ``sel``: the most neighbors of each element, which come in one section each, or one number for all.
         exclude_types: pairs of types that do not see each other in this descriptor.
         zero_mean: whether the mean is zero instead of measured.
 
@@ -159,16 +248,6 @@ class EnvironmentDescriptor(nn.Module):
         settings = [one.settings for one in self.environments]
         return settings[0] if len(settings) == 1 else {str(n): one for n, one in enumerate(settings)}
 
-    def blocks(self) -> list[Block]:
-        """Return none: all networks are small, and all of them are used in every step."""
-        return []
-
-
-def add_normalisation(module: nn.Module, shape: tuple[int, int, int], dtype: torch.dtype, spread: float = 1.0) -> None:
-    """Give a module the buffers ``mean`` and ``stddev`` (T, S, C) of the columns of its environment matrix."""
-    module.register_buffer("mean", torch.zeros(shape, dtype=dtype))
-    module.register_buffer("stddev", torch.full(shape, spread, dtype=dtype))
-
 
 def has_equal_slots(model: nn.Module) -> bool:
     """Whether all slots have one mean and spread, so that a neighbor counts the same in any of them.
@@ -177,86 +256,3 @@ def has_equal_slots(model: nn.Module) -> bool:
     """
     tables = [table for name, table in model.named_buffers() if name.rpartition(".")[2] in ("mean", "stddev")]
     return all(bool((table == table[:, :1]).all()) for table in tables)
-
-
-def radial_range(module: Any, min_distance: float) -> tuple[float, float]:
-    """Return the least and the largest number of pairs at which the nets of a module are evaluated.
-
-    It is that of the first column of the normalised environment matrix, or what the module says.
-
-    Args:
-        module: with ``radial_range``, or the buffers of ``add_normalisation``, its cutoffs and its protection.
-        min_distance: of two atoms, angstrom.
-    """
-    if hasattr(module, "radial_range"):
-        return cast("tuple[float, float]", module.radial_range(min_distance))
-    mean, spread = (module.get_buffer(name)[..., 0].double() for name in ("mean", "stddev"))
-    distance = torch.tensor([min_distance], dtype=torch.float64, device=mean.device)
-    rows, _ = environment_rows(distance[:, None], distance, module.rcut, module.rcut_smth, module.protection)
-    # 0 of pairs that are excluded; at the cutoff, and in empty slots, the raw number is 0
-    ends = torch.stack([torch.zeros_like(mean), -mean / spread, (rows[0, 0] - mean) / spread])
-    return float(ends.min()), float(ends.max())
-
-
-def normalised(rows: Tensor, module: nn.Module, atom_type: Tensor) -> Tensor:
-    """Return rows (A, K, C) in float64 minus the mean and over the spread of their slots and types of centre (A,)."""
-    mean, stddev = normalisation(module, rows.shape[1], atom_type)
-    return (rows - mean) / stddev
-
-
-def environment(
-    module: Any, vector: Tensor, dropped: Tensor | None, atom_type: Tensor, slots: Tensor | None = None
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return the normalised environment matrix of a module and its vector-Jacobian product.
-
-    Its raw rows are ``(s, c x, c y, c z)`` with ``s = w / (r + p)``, ``c = w / (r + p)^2``, w the smooth switch and p
-    the protection. All are zero beyond the cutoff, so that empty slots have no gradient.
-
-    Args:
-        module: with the buffers of ``add_normalisation``, its cutoffs, protection and precision. If these have one
-            column, there is the radial column alone.
-        vector: (A, K, 3) float64, angstrom.
-        dropped: (A, K) bool, pairs whose rows are zero after normalisation, or None; no empty slots.
-        atom_type: (A,) of the centres.
-        slots: (K,) of the vectors; None: the first ones.
-
-    Returns:
-        The rows (A, K, 4) or (A, K, 1), ``-mean / spread`` in an empty slot, and a function from the gradient by them
-        to that by ``vector`` (A, K, 3) float64.
-    """
-    distance = torch.linalg.vector_norm(vector, dim=-1)
-    weight, dweight = switch_and_derivative(distance, module.rcut, module.rcut_smth)
-    inverse = (distance + module.protection).reciprocal()
-    s = weight * inverse
-    c = s * inverse
-    ds = (dweight - s) * inverse
-    ds_over_r = ds / distance
-    mean, spread = normalisation(module, vector.shape[1] if slots is None else slots, atom_type)
-    scale = spread.reciprocal()
-    keep = None if dropped is None else (~dropped).unsqueeze(-1).to(scale.dtype)
-    if mean.shape[-1] == 1:
-        scale = scale if keep is None else scale * keep
-        ds_dvector = scale * ds_over_r.unsqueeze(-1) * vector
-        rows = (s.unsqueeze(-1) - mean) * scale
-        return rows.to(module.dtype), lambda grad_rows: grad_rows.double() * ds_dvector
-    dc_over_r = (ds - c) * inverse / distance
-    rows = torch.cat([s.unsqueeze(-1), c.unsqueeze(-1) * vector], -1).sub_(mean).mul_(scale)
-    if keep is not None:
-        rows, scale = rows * keep, scale * keep
-
-    def vjp(grad_rows: Tensor) -> Tensor:
-        grad = grad_rows.double() * scale
-        angular = grad[..., 1:]
-        along = ds_over_r * grad[..., 0] + dc_over_r * (vector * angular).sum(-1)
-        return torch.addcmul(c.unsqueeze(-1) * angular, along.unsqueeze(-1), vector)
-
-    return rows.to(module.dtype), vjp
-
-
-def normalisation(module: nn.Module, slots: Tensor | int, atom_type: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and spread (A, K, C) in float64 of slots (K,), or of the first ones, by type of centre (A,)."""
-    # selected, not sliced: whether a slice is contiguous depends on its length, on which a compiled graph would depend
-    if not isinstance(slots, Tensor):  # a number, or a symbol of a graph
-        slots = torch.arange(slots, device=atom_type.device)
-    mean, stddev = (module.get_buffer(name).index_select(1, slots).double()[atom_type] for name in ("mean", "stddev"))
-    return mean, stddev

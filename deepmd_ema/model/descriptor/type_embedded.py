@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.distributed.tensors import precision
-from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentStatistics, add_normalisation
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentDescriptor, EnvironmentMatrix, EnvironmentStatistics
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.nn.layers import Network, embedding_network
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding, pick
@@ -77,7 +77,7 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         raise NotImplementedError
 
 
-class ElementBlock(UsesOperations):
+class ElementBlock(EnvironmentMatrix, UsesOperations):
     """Networks of neighbors and of elements, and the environment matrix that they see.
 
     Args:
@@ -87,9 +87,6 @@ class ElementBlock(UsesOperations):
         dtype: precision of the parameters.
         seed: of the initial parameters.
     """
-
-    mean: Tensor
-    stddev: Tensor
 
     def __init__(self, options: OneListSection, sel: int, num_types: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
@@ -103,7 +100,7 @@ class ElementBlock(UsesOperations):
         self.pair_embedding: Network | None = None
         if strip:
             self.pair_embedding = embedding_network(options, width, dtype, seed_for("pair_embedding", seed))
-        add_normalisation(self, (num_types, sel, 4), dtype)
+        self.add_normalisation((num_types, sel, 4), dtype)
 
 
 class OneBlockDescriptor(TypeEmbeddedDescriptor):

@@ -39,8 +39,8 @@ class Interpolation(nn.Module):
     one that is too short is not used: it is made again with more terms, or the net is evaluated at each pair. A model
     that is only evaluated has tables. There are no parameters, and no state that files hold.
 
-    The module that has it as ``interpolation`` also has the buffers and cutoffs from which s follows
-    (:func:`~deepmd_ema.model.descriptor.env_statistics.radial_range`).
+    The module that has it as ``interpolation`` also has a method ``radial_range``, the range of s
+    (:meth:`~deepmd_ema.model.descriptor.env_statistics.EnvironmentMatrix.radial_range`).
 
     Args:
         choice: ``always``, ``never``, or ``auto``, which leaves it to a training run.

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.by_type import joined
-from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics, add_normalisation, environment
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentMatrix, EnvironmentStatistics
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
 from deepmd_ema.model.families.dpa2.layers import RepformerLayer, Surroundings
 from deepmd_ema.model.families.se_atten.module import SeAttenBlock
@@ -34,7 +34,7 @@ COUNT_EPS = 1e-4  # added to the number of neighbors before division where it is
 # A atoms, K neighbor slots, S slots up to nsel, T types, C channels of an atom, G of a pair
 
 
-class Repformer(UsesOperations):
+class Repformer(EnvironmentMatrix, UsesOperations):
     """Layers that change features of atoms (A, C), beginning with ``act(features)``, and of pairs.
 
     A pair begins with the channels ``act(s W + b)`` and its angular row as a vector, s its radial row; or with distance
@@ -47,9 +47,6 @@ class Repformer(UsesOperations):
         seed: of the initial parameters.
     """
 
-    mean: Tensor
-    stddev: Tensor
-
     def __init__(self, config: DPA2Config, num_types: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         options = self.options = config.repformer
@@ -61,7 +58,7 @@ class Repformer(UsesOperations):
             RepformerLayer(options, last=n == options.nlayers - 1, dtype=dtype, seed=seed_for("layer", seed, n))
             for n in range(options.nlayers)
         )
-        add_normalisation(self, (num_types, self.sel, 4), dtype)
+        self.add_normalisation((num_types, self.sel, 4), dtype)
 
     def features_and_vjp(
         self, node: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
@@ -81,7 +78,7 @@ class Repformer(UsesOperations):
             scale, distance = (mask / self.rcut)[..., None], torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
             rows = (torch.cat([distance, vector], -1) * scale).to(self.dtype)
         else:
-            rows, rows_vjp = environment(self, vector, dropped, batch.atom_type)
+            rows, rows_vjp = self.environment_matrix(vector, dropped, batch.atom_type)
         switch, switch_vjp = switch_and_vjp(vector, mask, self.rcut, self.rcut_smth)
         # the factors of sums over neighbors
         weight, root = switch.to(self.dtype) if self.smooth else mask.to(self.dtype), self.options.use_sqrt_nnei

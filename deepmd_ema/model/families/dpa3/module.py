@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics, add_normalisation, normalised
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentMatrix, EnvironmentStatistics
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Layer, freeze, linear, module_list
@@ -208,7 +208,7 @@ def _joined(layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
 # A atoms, K edges of an atom, J edges with angles, T types, N numbers of a node, E of an edge, G of an angle
 
 
-class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
+class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
     """Nodes of a network of nodes, edges and angles (DPA-3, Zhang et al., arXiv:2506.01686).
 
     Nodes and edges are the graph G(1) of its line graph series, edges and angles the graph G(2). Nodes begin with the
@@ -222,8 +222,6 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
     """
 
     passes_messages = True
-    mean: Tensor
-    stddev: Tensor
 
     def __init__(self, config: DPA3Config, num_types: int, seed: int) -> None:
         super().__init__(config, num_types, seed, config.repflow.n_dim)
@@ -239,7 +237,7 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
         )
         self.has_angles = flow.update_angle and (flow.sequential_update or flow.nlayers >= 2)
         freeze(self, config.trainable)
-        add_normalisation(self, (num_types, self.sel, 4), self.dtype, flow.fix_stat_std or 1.0)
+        self.add_normalisation((num_types, self.sel, 4), self.dtype, flow.fix_stat_std or 1.0)
         self.rcut, self.rcut_smth, self.protection = flow.e_rcut, flow.e_rcut_smth, config.env_protection
         measured = EnvironmentStatistics(self, config.exclude_types, zero_mean=True)
         self.environments = [] if flow.fix_stat_std else [measured]
@@ -271,7 +269,8 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, UsesOperations):
         flow, cutoffs = self.flow, (self.rcut, self.rcut_smth, self.protection)
         distance = torch.linalg.vector_norm(vector, dim=-1)
         raw, weight = environment_rows(vector, distance, *cutoffs, flow.use_exp_switch)
-        rows, weight = normalised(raw, self, batch.atom_type), torch.where(mask, weight, 0)
+        mean, spread = self.normalisation(raw.shape[1], batch.atom_type)
+        rows, weight = (raw - mean) / spread, torch.where(mask, weight, 0)
         first, angular = rows.split([1, 3], -1)
         if flow.edge_init_use_dist:
             first = distance[..., None]

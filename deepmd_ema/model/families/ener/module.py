@@ -13,10 +13,9 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.config.labels import APARAM, FPARAM
 from deepmd_ema.distributed.tensors import precision
 from deepmd_ema.errors import ConfigError, DataError
-from deepmd_ema.model.interface import Block, Fitting
+from deepmd_ema.model.interface import Block, Fitting, mean_and_spread
 from deepmd_ema.model.nn.layers import Network, freeze, module_list
 from deepmd_ema.model.ops.operations import Operations, UsesOperations
-from deepmd_ema.model.sums import mean_and_spread
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.model.families.hybrid.section import HybridConfig
-    from deepmd_ema.model.interface import Block, Descriptor, Vjp
+    from deepmd_ema.model.interface import Descriptor, Vjp
 
 # A atoms, K neighbor slots, D features
 
@@ -95,10 +95,6 @@ class HybridDescriptor(nn.Module):
     def stat_settings(self) -> dict[str, Any]:
         """Return those of the parts."""
         return {"list": [part.stat_settings() for part in self.parts]}
-
-    def blocks(self) -> list[Block]:
-        """Return those of the parts."""
-        return [block for part in self.parts for block in part.blocks()]
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and their vector-Jacobian product, the sum of those of the parts."""

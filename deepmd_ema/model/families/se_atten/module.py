@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.by_type import joined
-from deepmd_ema.model.descriptor.env_statistics import environment
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock, OneBlockDescriptor
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.nn.attention import AttentionLayer
@@ -89,7 +88,7 @@ class SeAttenBlock(ElementBlock):
         # outside of the mask the type of the first atom of the frame, as DeePMD-kit has it
         filler = batch.first_type[batch.atom_frame][:, None]
         neighbor_type = torch.where(mask, batch.neighbor_type[:, :width], filler)
-        rows, rows_vjp = environment(self, vector, dropped, batch.atom_type)
+        rows, rows_vjp = self.environment_matrix(vector, dropped, batch.atom_type)
         inputs, vjps, counts = [rows], [rows_vjp], None
         if self.layers or (self.smooth and self.pair_embedding is not None):
             switch, switch_vjp = switch_and_vjp(vector, mask, self.rcut, self.rcut_smth)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor, joined
-from deepmd_ema.model.descriptor.env_statistics import environment
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.ops.reference import axis_features, axis_features_vjp
 
@@ -55,7 +54,8 @@ class SeE2ADescriptor(ByTypeDescriptor):
 
     def _sums(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return ``sum_k R_k G(s_k)`` (A, C, M) over all S slots and its vector-Jacobian product."""
-        rows, rows_vjp = environment(self, batch.vector, self.excluded(batch), batch.atom_type, self.slots_of(batch))
+        dropped, slots = self.excluded(batch), self.slots_of(batch)
+        rows, rows_vjp = self.environment_matrix(batch.vector, dropped, batch.atom_type, slots)
         # an empty slot has the row -mean / stddev of its type of centre: those beyond the slots of the batch are
         # constants per type, whose embedding is evaluated once
         empty = -(self.mean.double() / self.stddev.double()).to(self.dtype)  # (T, S, C)

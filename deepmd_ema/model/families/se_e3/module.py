@@ -10,7 +10,6 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
-from deepmd_ema.model.descriptor.env_statistics import normalisation
 from deepmd_ema.model.ops.environment import environment_rows
 from deepmd_ema.model.ops.reference import with_vjp
 
@@ -40,7 +39,7 @@ class SeE3Descriptor(ByTypeDescriptor):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, M) and their vector-Jacobian product."""
-        _, spread = normalisation(self, self.slots_of(batch), batch.atom_type)
+        _, spread = self.normalisation(self.slots_of(batch), batch.atom_type)
         dropped = self.excluded(batch)
         return with_vjp(lambda vector: self._features(vector, spread, dropped, batch), batch.vector)
 

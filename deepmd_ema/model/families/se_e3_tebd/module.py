@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepmd_ema.batch import Batch, Neighborhood
-from deepmd_ema.model.descriptor.env_statistics import environment
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock, OneBlockDescriptor
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot
@@ -61,7 +60,7 @@ class SeTTebdBlock(ElementBlock):
             dropped: (A, K) bool, pairs that do not see each other here, or None.
         """
         mask, vector = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped, neighborhood.vector
-        matrix, matrix_vjp = environment(self, vector, dropped, batch.atom_type)
+        matrix, matrix_vjp = self.environment_matrix(vector, dropped, batch.atom_type)
         rows, neighbor_type = matrix[..., 1:], batch.neighbor_type[:, : mask.shape[1]]
         products = torch.bmm(rows, rows.transpose(1, 2))
         sums_vjp: Callable[[Tensor], tuple[Tensor, ...]]
