@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -325,9 +325,7 @@ class Holder:
 def read_holder(path: Path) -> Holder | None:
     """Return the holder of a lock, without touching it; None if nobody holds it."""
     with suppress(OSError), path.open("rb") as file:
-        if holder := _holder(file.fileno()):
-            is_here, silent = holder.machine == this_machine(), time.time() - os.fstat(file.fileno()).st_mtime
-            return replace(holder, is_alive=_is_running(holder.pid) if is_here else silent < SILENT_S)
+        return _holder(file.fileno())
     return None
 
 
@@ -344,14 +342,7 @@ def locked(paths: Iterable[Path]) -> Iterator[None]:
     """
     ended_runs: set[tuple[str, int]] = set()  # a run that held several locks is waited for once
     with ExitStack() as stack:
-        handles = []
-        for path in paths:
-            handles.append(_take(path, ended_runs))
-            stack.callback(_release, path, handles[-1])
-            me = Holder(this_machine(), socket.gethostname(), os.getpid(), datetime.now().isoformat(" ", "seconds"))
-            with writing(path):
-                os.truncate(handles[-1], 0)
-                os.write(handles[-1], json.dumps(asdict(me)).encode())
+        handles = [stack.enter_context(_held(path, ended_runs)) for path in paths]
         ended = threading.Event()
         beats = threading.Thread(target=_beat, args=(handles, ended), name="dp-ema-lock", daemon=True)
         beats.start()
@@ -394,8 +385,9 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def _take(path: Path, ended_runs: set[tuple[str, int]]) -> int:
-    """Return the open file of a lock that nobody else holds."""
+@contextmanager
+def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
+    """Hold one lock, see :func:`locked`, and yield its open file; holders that have ended join ``ended_runs``."""
     while True:
         with ExitStack() as stack:
             with writing(path):
@@ -410,37 +402,38 @@ def _take(path: Path, ended_runs: set[tuple[str, int]]) -> int:
                 if error.errno not in _NO_LOCKS:
                     raise
                 is_sure = False
-            with suppress(FileNotFoundError):
-                if os.fstat(handle).st_ino == os.stat(path).st_ino:  # else its holder has removed it in between
-                    if holder := _holder(handle):
-                        _refuse_living(holder, handle, path, is_sure, ended_runs)
-                    stack.pop_all()
-                    return handle
-
-
-def _release(path: Path, handle: int) -> None:
-    with suppress(OSError):
-        path.unlink(missing_ok=True)  # while it is held: who waits for it sees that the name is gone
-    os.close(handle)
-
-
-def _refuse_living(holder: Holder, handle: int, path: Path, is_sure: bool, ended_runs: set[tuple[str, int]]) -> None:
-    """Check that whoever the lock file names has ended, and note it in ``ended_runs``."""
-    run = holder.machine, holder.pid
-    if holder.machine == this_machine():
-        if not is_sure and holder.pid != os.getpid() and _is_running(holder.pid):
-            raise _in_use(path, holder)
-    elif run not in ended_runs and (silent := _time_in(path.parent) - os.fstat(handle).st_mtime) < GONE_S:
-        logger.warning(
-            "%s: process %s on %s held this lock, with a sign of life %.0f s ago, and can be checked only on its own "
-            "machine. Waiting up to %.0f s for another sign; this run begins if there is none. If you know that it has "
-            "ended, stop this run, remove the file and start again.",
-            path.absolute(), holder.pid, holder.host, max(0.0, silent), WATCH_S,
-        )  # fmt: skip
-        if _shows_life(path):
-            raise _in_use(path, holder)
-    ended_runs.add(run)
-    logger.info("the lock of process %s on %s, which has ended, is taken over", holder.pid, holder.host)
+            try:
+                is_there = os.fstat(handle).st_ino == os.stat(path).st_ino
+            except FileNotFoundError:
+                is_there = False
+            if not is_there:
+                continue  # its holder has removed it in between
+            if holder := _holder(handle):
+                run, is_alive = (holder.machine, holder.pid), False
+                if holder.machine == this_machine():
+                    is_alive = holder.is_alive and not is_sure and holder.pid != os.getpid()
+                elif run not in ended_runs and (silent := _time_in(path.parent) - os.fstat(handle).st_mtime) < GONE_S:
+                    logger.warning(
+                        "%s: process %s on %s held this lock, with a sign of life %.0f s ago, and can be checked only "
+                        "on its own machine. Waiting up to %.0f s for another sign; this run begins if there is none. "
+                        "If you know that it has ended, stop this run, remove the file and start again.",
+                        path.absolute(), holder.pid, holder.host, max(0.0, silent), WATCH_S,
+                    )  # fmt: skip
+                    is_alive = _shows_life(path)
+                if is_alive:
+                    raise _in_use(path, holder)
+                ended_runs.add(run)
+                logger.info("the lock of process %s on %s, which has ended, is taken over", holder.pid, holder.host)
+            try:
+                me = Holder(this_machine(), socket.gethostname(), os.getpid(), datetime.now().isoformat(" ", "seconds"))
+                with writing(path):
+                    os.truncate(handle, 0)
+                    os.write(handle, json.dumps(asdict(me)).encode())
+                yield handle
+            finally:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)  # while it is held: who waits for it sees that the name is gone
+            return
 
 
 def _shows_life(path: Path) -> bool:
@@ -457,10 +450,12 @@ def _shows_life(path: Path) -> bool:
 
 def _holder(handle: int) -> Holder | None:
     """Return the holder that the lock file names; None where it names none."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         facts = json.loads(os.pread(handle, 4096, 0))
         machine, host, since = (str(facts[key]) for key in ("machine", "host", "since"))
-        return Holder(machine, host, int(facts["pid"]), since)
+        pid, silent = int(facts["pid"]), time.time() - os.fstat(handle).st_mtime
+        is_alive = _is_running(pid) if machine == this_machine() else silent < SILENT_S
+        return Holder(machine, host, pid, since, is_alive)
     return None
 
 

@@ -28,19 +28,15 @@ class ModelSet(nn.Module):
         models: by name of the task.
 
     Attributes:
+        by_task: the models. They are called through this set, which ranks may have sharded as a whole.
         compiler: evaluates the models, but for Hessians; None: they are evaluated eagerly.
     """
 
     def __init__(self, models: Mapping[str, EnergyModel]) -> None:
         super().__init__()
-        self._tasks = tuple(models)
+        self.by_task = dict(models)
         self._models = nn.ModuleList(models.values())  # by number: torch does not take every name of a task
         self.compiler: Compiler | None = None
-
-    @property
-    def by_task(self) -> dict[str, EnergyModel]:
-        """The models by task. They are called through this set, which ranks may have sharded as a whole."""
-        return dict(zip(self._tasks, self._models))  # type: ignore[arg-type]
 
     def forward(self, task: str, batch: Batch, **wanted: bool | None) -> dict[str, Tensor]:
         """Return the predictions of the model of ``task``.

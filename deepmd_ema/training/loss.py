@@ -54,9 +54,9 @@ class EnergyLoss:
         self._delta = tuple(delta) if isinstance(delta, (list, tuple)) else (delta, delta, delta)
         compute: dict[str, Callable[[Mapping[str, Tensor], Batch], _Sums]] = {
             ENERGY: partial(self._per_frame, ENERGY, self._delta[0]),
-            FORCE: self._force,
+            FORCE: partial(self._per_atom, FORCE, self._delta[1]),
             VIRIAL: partial(self._per_frame, VIRIAL, self._delta[2]),
-            ATOM_ENERGY: self._atom_energy,
+            ATOM_ENERGY: partial(self._per_atom, ATOM_ENERGY, self._delta[0]),
             ATOM_PREF: self._weighted_force,
             HESSIAN: self._hessian,
         }
@@ -151,20 +151,20 @@ class EnergyLoss:
             value = shown if self.config.intensive_ener_virial else torch.dot(once, error)
         return _Sums(value, shown, rows)
 
-    def _force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
-        found, label, has_label = self._forces(prediction, batch)
+    def _per_atom(self, name: str, delta: float, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+        """Return the sums of forces or of atomic energies."""
+        found, label, has_label = self._compared(name, prediction, batch)
         # the displayed mean square stays one of components, also when the norm is what is trained
         shown = self._size(found, label)
-        if self.config.f_use_norm:
+        if name == FORCE and self.config.f_use_norm:
             found = torch.linalg.vector_norm(found - label, dim=1)
             label = torch.zeros_like(found)
-        if self._mae and self.config.f_use_norm:
-            shown = found
-        value = self._huber(found, label, delta=self._delta[1]) if self._huber else shown
+            shown = found if self._mae else shown
+        value = self._huber(found, label, delta=delta) if self._huber else shown
         return _sums(value, shown, has_label[batch.atom_frame])
 
     def _weighted_force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
-        found, label, has_force = self._forces(prediction, batch)
+        found, label, has_force = self._compared(FORCE, prediction, batch)
         pref, has_label = _label(batch, ATOM_PREF)
         if self.config.use_default_pf:
             pref = pref.where(has_label[batch.atom_frame] > 0, 1.0)
@@ -172,19 +172,13 @@ class EnergyLoss:
         value = pref * _of_rows(self._size(found, label))
         return _sums(value, value, (has_label * has_force)[batch.atom_frame])
 
-    def _forces(self, prediction: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the forces that are compared, predicted and labelled, and which frames have them."""
-        found, (label, has_label) = prediction[FORCE], _label(batch, FORCE)
-        if self.config.relative_f is not None:
+    def _compared(self, name: str, prediction: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what is compared of a quantity of atoms, predicted and labelled, and which frames have it."""
+        found, (label, has_label) = prediction[name], _label(batch, name)
+        if name == FORCE and self.config.relative_f is not None:
             found = (found - label) / (torch.linalg.vector_norm(label, dim=1, keepdim=True) + self.config.relative_f)
             label = torch.zeros_like(found)
         return found, label, has_label
-
-    def _atom_energy(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
-        found, (label, has_label) = prediction[ATOM_ENERGY], _label(batch, ATOM_ENERGY)
-        shown = self._size(found, label)
-        value = self._huber(found, label, delta=self._delta[0]) if self._huber else shown
-        return _sums(value, shown, has_label[batch.atom_frame])
 
     def _hessian(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
         label, has_label = _label(batch, HESSIAN)
