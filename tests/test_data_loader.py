@@ -357,7 +357,9 @@ def test_a_batch_comes_to_a_gpu_from_page_locked_memory_by_one_copy(systems):
                 moved = packed.to(device)
             assert sum("copy" in name for name in seen.names) == 1
             assert moved.vector.device == device
-            assert_same_everywhere(moved._map(lambda t: t.cpu()), loader.batch(n))
+            back = moved.to(torch.device("cpu"))
+            torch.cuda.synchronize()
+            assert_same_everywhere(back, loader.batch(n))
 
 
 @pytest.mark.gpu

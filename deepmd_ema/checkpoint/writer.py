@@ -63,14 +63,15 @@ class Writer:
                 self._step = step
             self._raise()
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Have ``job`` done after those before it; ranks that do not write do nothing."""
+    def submit(self, *jobs: Callable[[], None]) -> None:
+        """Have ``jobs`` done after those before them; ranks that do not write do nothing."""
         if not self._writes or self._has_given_up:
             return
         if self._step != self._last:
             self.steps += 1
             self._last = self._step
-        self._jobs.put(job)
+        for job in jobs:
+            self._jobs.put(job)
         if self._thread is None:
             # a daemon: a process that is to end at once does not wait for a disk that hangs
             self._thread = threading.Thread(target=self._work, name=_NAME, daemon=True)

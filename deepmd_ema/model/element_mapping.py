@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from deepmd_ema.errors import first_few
+from deepmd_ema.errors import UserError, first_few
 from deepmd_ema.model.interface import Composite
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 
@@ -44,12 +44,8 @@ _OF_NETWORK = re.compile(
 _OF_FITTING = ("fitting.", "out_bias", "out_std")
 
 
-class ElementsError(ValueError):
+class ElementsError(UserError):
     """The weights do not fit; one line for each reason."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
 
 
 def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) -> dict[str, Tensor]:
@@ -111,7 +107,7 @@ def check_elements(old: EnergyModel, elements: Iterable[str]) -> None:
             "element and no type embedding, and is taken over with the same elements only, in any order. No option "
             "changes that. Train from the start, or fine-tune a model with a type embedding (se_atten_v2, dpa2, dpa3)."
         )
-        raise ElementsError([reason])
+        raise ElementsError(reason)
 
 
 def _has_networks_of_elements(names: Iterable[str]) -> bool:

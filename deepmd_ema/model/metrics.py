@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -134,9 +135,7 @@ def evaluate(
         hessian: whether second derivatives are computed where frames have them as a label.
     """
     errors = Errors(collect=collect)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluated(model):
         for batch in batches:
             moved = batch.to(device)
             wanted = hessian and HESSIAN in moved.labels
@@ -145,9 +144,18 @@ def evaluate(
                 errors.add({name: value.detach() for name, value in prediction.items()}, moved)
             if progress is not None:
                 progress(moved.num_real[0])
+    return errors
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode within this context."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
     finally:
         model.train(was_training)
-    return errors
 
 
 def group_frames(frames: Iterable[FrameResult], key: Callable[[FrameResult], Key]) -> dict[Key, Errors]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -231,19 +231,16 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
             shard(block)
             for method in methods:
                 register_fsdp_forward_method(block, method)
-    # what tasks share must be sharded before the models around it, which would each take it for their own
-    for module in _shared(each):
-        # its weights are needed until the model has its forces, after its own forward pass
-        shard(module, reshard=False)
-    for model in each:
-        shard(model)
-    shard(models)  # the root, through which all forward passes go
-
-
-def _shared(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the largest modules inside several of ``models``; torch does not take lists of modules as one."""
-    inside = [[module for module in model.modules() if module is not model] for model in dict.fromkeys(models)]
+    # what tasks share must be sharded before the models around it, which would each take it for their own: the largest
+    # modules inside several of them; torch does not take lists of modules as one
+    inside = [[module for module in model.modules() if module is not model] for model in dict.fromkeys(each)]
     count = Counter(module for modules in inside for module in dict.fromkeys(modules))
     shared = [module for module, number in count.items() if number > 1 and not isinstance(module, nn.ModuleList)]
     inner = {child for module in shared for child in module.modules() if child is not module}
-    return [module for module in shared if module not in inner and any(True for _ in module.parameters())]
+    for module in shared:
+        if module not in inner and any(True for _ in module.parameters()):
+            # its weights are needed until the model has its forces, after its own forward pass
+            shard(module, reshard=False)
+    for model in each:
+        shard(model)
+    shard(models)  # the root, through which all forward passes go

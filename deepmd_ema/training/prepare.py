@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ from deepmd_ema.data.source import FrameSource
 from deepmd_ema.distributed.files import writing
 from deepmd_ema.distributed.tensors import prefix_of
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import ConfigError, DataError, counted
+from deepmd_ema.errors import ConfigError, DataError, UserError, counted
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet, TaskModel
@@ -94,8 +95,13 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     started = time.perf_counter()
     results = {name: Outputs(config).checked_data(name) for name in config.tasks}
     systems: dict[str, TaskData] = {}
+
+    def open_first() -> None:
+        with suppress(UserError):  # which all ranks see in the next lines
+            systems.update(open_run(config, results))
+
     # rank 0 first: of files that must be read completely it remembers what the others need
-    world.broadcast_from_rank0(lambda: systems.update(open_run(config, results)))
+    world.broadcast_from_rank0(open_first)
     with world.all_ranks_ok():
         systems = systems or open_run(config, results)
     if world.size > 1:

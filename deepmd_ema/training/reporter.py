@@ -5,20 +5,19 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import counted
-from deepmd_ema.model.metrics import Errors
+from deepmd_ema.model.metrics import Errors, evaluated
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.curves import LcurveFile
 from deepmd_ema.report.log import Progress, RunTimes
@@ -215,7 +214,7 @@ class Reporter:
         They are those of the model, or of the energies of its elements alone.
         """
         whole = LossOverBatches(task.loss, batches, rate)
-        with _evaluated(task.models):
+        with evaluated(task.models):
             for batch in (b.to(self._world.device) for b in batches):
                 if is_constant:
                     whole.add(constant_prediction(batch, task.models.of(task.name).out_bias.view(-1)), batch)
@@ -231,7 +230,7 @@ class Reporter:
         means: dict[str, dict[str, float]] = {}
         for task in self._tasks:
             mean = _Mean()
-            with _evaluated(task.models):
+            with evaluated(task.models):
                 for batch in (b.to(self._world.device) for b in batches[task.name]):
                     prediction = task.models(task.name, batch, **task.loss.needs(batch))
                     _, values = task.loss(prediction, batch, rate)
@@ -245,17 +244,6 @@ class Reporter:
 def _judged(task: Task) -> str:
     """Return the displayed error that says whether a task learns: of forces, else of energies, else empty."""
     return next((name for name in reversed(task.loss.display_names) if name.endswith(("_f", "_e"))), "")
-
-
-@contextmanager
-def _evaluated(models: nn.Module) -> Iterator[None]:
-    """Put models in evaluation mode within this context."""
-    was_training = models.training
-    models.eval()
-    try:
-        yield
-    finally:
-        models.train(was_training)
 
 
 @dataclass

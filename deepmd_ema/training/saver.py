@@ -163,7 +163,10 @@ class Saver:
         for name in names:
             content = self.builder.snapshot(name, step)
             if content["average"]["updates"]:
-                self._submit(partial(_write_snapshot, self._snapshots[name], step, content, buffers))
+                self.writer.submit(
+                    self.builder.copies.arrival(),
+                    partial(_write_snapshot, self._snapshots[name], step, content, buffers),
+                )
 
     def keep_best(self, best: BestFiles, weights: str, step: int, done: Callable[[Path], None]) -> None:
         """Write the best file of ``step``, which ``best`` has entered.
@@ -176,7 +179,7 @@ class Saver:
         """
         self.writer.begin(step)
         content = self.builder.weights(weights, step, "best")
-        self._submit(lambda: done(best.write(step, content)))
+        self.writer.submit(self.builder.copies.arrival(), lambda: done(best.write(step, content)))
 
     def save(
         self, step: int, state: MakeState, refitted: Mapping[str, Mapping[str, Tensor]] | None = None, words: str = ""
@@ -200,16 +203,7 @@ class Saver:
             if refitted is not None and self.builder.take.keep:
                 content["model"].update((n, tensor.clone()) for n, tensor in refitted.get(name, {}).items())
             files.append((series, content))
-        self._submit(partial(self._write, step, files, words))
-
-    def _submit(self, job: Callable[[], None]) -> None:
-        arrived = self.builder.copies.arrival()
-
-        def write() -> None:
-            arrived()
-            job()
-
-        self.writer.submit(write)
+        self.writer.submit(self.builder.copies.arrival(), partial(self._write, step, files, words))
 
     def _write(self, step: int, files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]], words: str) -> None:
         for table in self._tables:
