@@ -53,7 +53,6 @@ class WriteError(UserError):
     """
 
     def __init__(self, path: str, cause: BaseException, advice: str = "") -> None:
-        self.cause = cause
         what_to_do = " ".join(filter(None, (_advice(cause), advice)))
         super().__init__(f"{path}: cannot be written ({reason_of(cause)}). {what_to_do}".rstrip())
 

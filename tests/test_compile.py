@@ -18,12 +18,13 @@ from deepmd_ema import cli
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig
+from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import UserError
 from deepmd_ema.infer import evaluate as evaluating
 from deepmd_ema.model import compiler as compiling
 from deepmd_ema.model.build import share_parts
-from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
+from deepmd_ema.model.compiler import Compiler, explained, pad_for
 from deepmd_ema.model.dummy_atoms import fill, pad
 from deepmd_ema.model.energy import run
 from deepmd_ema.model.interpolation.series import MIN_TERMS
@@ -44,7 +45,7 @@ SMALLER = {
 }
 NET = {"neuron": [2], "numb_fparam": 1, "numb_aparam": 2}
 LOSS = EnerLossConfig(start_pref_v=1, limit_pref_v=1)
-TRACED = CompileOptions(backend="aot_eager")
+TRACED = CompileConfig(backend="aot_eager")
 # what two tasks share; without an embedding of elements the third way is the fourth
 WAYS = {
     "all": [("descriptor", 0), ("fitting_net", 0)],
@@ -124,11 +125,11 @@ def test_tasks_of_one_structure_share_one_graph_for_all_sizes_however_they_share
 
 @pytest.mark.parametrize(("packed", "dynamic"), [(True, False), (False, True)])
 def test_batches_padded_and_packed_ahead_share_a_graph_and_have_the_loss_of_the_batch(packed, dynamic):
-    compiler = Compiler(CompileOptions(backend="aot_eager", dynamic=dynamic))
+    compiler = Compiler(CompileConfig(backend="aot_eager", dynamic=dynamic))
     _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
     loss = EnergyLoss(LOSS, 0.01, World())
     for batch in batches_of(model.train()):
-        padded = compiler.options.pad(model.layout)(batch)
+        padded = pad_for(compiler.options, model.layout)(batch)
         if packed:
             padded = padded.pack().to(torch.device("cpu"))
         found = []
@@ -181,7 +182,7 @@ def test_models_of_other_structures_get_graphs_of_their_own_and_the_right_number
 
 
 def test_sizes_of_their_own_are_rounded_up_so_that_there_are_few_graphs():
-    compiler = Compiler(CompileOptions(backend="aot_eager", dynamic=False))
+    compiler = Compiler(CompileConfig(backend="aot_eager", dynamic=False))
     _, model = toy_model("se_e2_r", SMALL, {"neuron": [2]})
     for natoms in (5, 6, 6, 5, 6):
         coord, _ = toy_atoms(natoms, natoms, spread=2.6)
@@ -287,7 +288,7 @@ def test_without_a_compiler_the_message_says_what_to_install(desk, monkeypatch, 
 
 def test_errors_of_a_compiled_model_are_those_of_the_eager_one(desk, capsys, monkeypatch):
     train(desk / "run")
-    monkeypatch.setattr(evaluating, "CompileOptions", lambda: TRACED)
+    monkeypatch.setattr(evaluating, "CompileConfig", lambda: TRACED)
     command = ["test", "-m", str(desk / "run" / "model_ema.ckpt.pt"), "-s", str(desk / "validation")]
     found = []
     for more in ([], ["--compile"]):

@@ -15,10 +15,11 @@ from test_train import load, start  # noqa: F401  (a fixture)
 from toy_models import batch_of, model_section, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.evaluate import measure
-from deepmd_ema.model.compiler import CompileOptions, Compiler
+from deepmd_ema.model.compiler import Compiler
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.series import (
@@ -294,7 +295,7 @@ def test_terms_are_added_when_a_net_gets_steeper_and_taken_away_when_it_is_smoot
 def test_a_compiled_run_takes_half_as_many_terms_more_at_once_and_none_fewer():
     """Each number of terms needs a graph of its own."""
     interpolation, control, _ = controlled(choice="always")
-    control.models.compiler = Compiler(CompileOptions(backend="eager"))
+    control.models.compiler = Compiler(CompileConfig(backend="eager"))
     before = interpolation.terms
     interpolation.needed = before + MULTIPLE
     control.before_step(1)

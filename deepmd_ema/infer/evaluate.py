@@ -27,6 +27,7 @@ from deepmd_ema.config.labels import (
     Label,
     Quantity,
 )
+from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
@@ -39,7 +40,7 @@ from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.geometry import neighbor_statistics
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import SAME_PLACE, describe_short_pair
-from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
+from deepmd_ema.model.compiler import Compiler, explained, pad_for
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.model.model_set import ModelSet
@@ -255,10 +256,10 @@ def predict(
         if not isinstance(network, EnergyModel):
             raise UserError("--compile: the file holds compiled code already. Leave it out.")
         models = ModelSet({"": network})
-        models.compiler = Compiler(CompileOptions(), in_training=False)
+        models.compiler = Compiler(CompileConfig(), in_training=False)
         with explained("--compile", "Leave it out"):
             models.compiler.trace(network, first.to(where))
-        evaluated, pad = models.of(""), models.compiler.options.pad(network.layout)
+        evaluated, pad = models.of(""), pad_for(models.compiler.options, network.layout)
     batches = prefetch(made(), where, pad)
     with tqdm(total=sum(map(len, frames)), unit=" frames", disable=None, leave=False) as bar:
         # a compiled file has no second derivatives

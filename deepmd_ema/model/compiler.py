@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config.labels import ENERGY
-from deepmd_ema.config.schema.training import MODES_OF_CUDA_GRAPHS
+from deepmd_ema.config.schema.training import MODES_OF_CUDA_GRAPHS, CompileConfig
 from deepmd_ema.distributed.files import writing
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.model.dummy_atoms import Filled, Round, at_least_two, fill, pad, to_half_octave, to_prime
@@ -46,32 +46,6 @@ class Graph:
     reason: str
 
 
-@dataclass(frozen=True)
-class CompileOptions:
-    """Options of ``torch.compile``.
-
-    Attributes:
-        backend: ``inductor``, ``aot_eager`` or ``cudagraphs``.
-        mode: of inductor.
-        dynamic: whether one graph serves all sizes; otherwise sizes are rounded up and each has its graph.
-        cache_dir: folder where code is kept; None: that of torch.
-    """
-
-    backend: str = "inductor"
-    mode: str = "default"
-    dynamic: bool = True
-    cache_dir: str | None = None
-
-    @property
-    def up(self) -> Round:
-        """To which sizes batches are filled up."""
-        return at_least_two if self.dynamic else to_half_octave
-
-    def pad(self, layout: NeighborLayout) -> Callable[[Batch], Batch]:
-        """Return the function that fills up batches of a layout; a loader calls it in its thread."""
-        return partial(pad, layout=layout, up=self.up)
-
-
 @dataclass
 class Compiler:
     """Evaluates models as :func:`~deepmd_ema.model.energy.run` does, by compiled code.
@@ -79,7 +53,7 @@ class Compiler:
     Every parameter and buffer is an input of a graph, and torch guards everything else that a graph depends on, so that
     models of one structure share one graph and no model runs with the constants of another. Batches are filled up so
     that their sizes are of one kind (:mod:`~deepmd_ema.model.dummy_atoms`); gradients and values stay the same. Loaders
-    fill them up ahead (``options.pad``), and then predictions have the dummy frames and atoms too; a batch that is not
+    fill them up ahead (:func:`pad_for`), and then predictions have the dummy frames and atoms too; a batch that is not
     filled up is so here, and its predictions are its own.
 
     Attributes:
@@ -89,7 +63,7 @@ class Compiler:
         graphs: made so far.
     """
 
-    options: CompileOptions
+    options: CompileConfig
     in_training: bool = True
     in_validation: bool = True
     graphs: list[Graph] = field(default_factory=list)
@@ -116,7 +90,7 @@ class Compiler:
         if batch.num_dummies[0]:
             prediction = self._evaluate(model, _without_labels(batch))
         else:
-            filled = _fill(batch, model.layout, self.options.up)
+            filled = _fill(batch, model.layout, _rounding(self.options))
             prediction = filled.take(self._evaluate(model, filled.batch))
         # a graph has series of one length, on a CPU, and gives nan where a batch needs longer ones
         if prediction[ENERGY].device.type == "cpu" and not bool(torch.isfinite(prediction[ENERGY]).all()):
@@ -130,7 +104,7 @@ class Compiler:
         code depends a little on the sizes it was made for: a restart makes it for the same batch as the first start.
         """
         widths = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
-        up = to_prime(widths) if self.options.dynamic else self.options.up
+        up = to_prime(widths) if self.options.dynamic else _rounding(self.options)
         self._evaluate(model, _fill(batch, model.layout, up).batch)
 
     def _evaluate(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
@@ -173,6 +147,16 @@ class Compiler:
     def seconds(self) -> float:
         """Seconds that all graphs took."""
         return sum(graph.seconds for graph in self.graphs)
+
+
+def pad_for(options: CompileConfig, layout: NeighborLayout) -> Callable[[Batch], Batch]:
+    """Return the function that fills up batches of a layout for compiled code; a loader calls it in its thread."""
+    return partial(pad, layout=layout, up=_rounding(options))
+
+
+def _rounding(options: CompileConfig) -> Round:
+    """Return to which sizes batches are filled up: one graph serves all, or each size has its graph."""
+    return at_least_two if options.dynamic else to_half_octave
 
 
 def _fill(batch: Batch, layout: NeighborLayout, up: Round) -> Filled:

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config import RunConfig
-from deepmd_ema.config.fields import plain
 from deepmd_ema.config.labels import HESSIAN
 from deepmd_ema.config.messages import dotted, path_of
 from deepmd_ema.config.schema.descriptor import HasMixedPrecision
@@ -26,7 +25,7 @@ from deepmd_ema.data.loader import Pad
 from deepmd_ema.distributed.tensors import content_digest, is_sharded
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import UserError, first_few
-from deepmd_ema.model.compiler import CompileOptions, Compiler, explained
+from deepmd_ema.model.compiler import Compiler, explained, pad_for
 from deepmd_ema.model.dummy_atoms import pad, to_eighth
 from deepmd_ema.model.model_set import ModelSet
 
@@ -90,7 +89,7 @@ def why_no_graphs(config: RunConfig, world: World) -> str:
 def pads(config: RunConfig, world: World, layout: NeighborLayout) -> tuple[Pad | None, Pad | None]:
     """Return the functions that fill up batches of training and displayed ones of validation; None: they stay."""
     in_training, in_validation = compiled_modes(config)
-    compiled = CompileOptions(**plain(config.training.compile_options)).pad(layout)
+    compiled = pad_for(config.training.compile_options, layout) if in_training or in_validation else None
     of_training = compiled if in_training else None
     if config.training.cuda_graphs and not why_no_graphs(config, world):  # few shapes
         of_training = partial(pad, layout=layout, up=to_eighth)
@@ -131,7 +130,7 @@ def compile_models(
         return config
     in_training, in_validation = compiled_modes(config)
     if in_training or in_validation:
-        compiler = Compiler(CompileOptions(**plain(config.training.compile_options)), in_training, in_validation)
+        compiler = Compiler(config.training.compile_options, in_training, in_validation)
         hessians = any(HESSIAN in task.loss.labels for task in config.tasks.values())
         eager = "; batches with Hessians are evaluated eagerly" * hessians
         logger.info("compiling with %s, which takes minutes the first time%s", compiler.options.backend, eager)

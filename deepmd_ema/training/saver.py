@@ -163,10 +163,8 @@ class Saver:
         for name in names:
             content = self.builder.snapshot(name, step)
             if content["average"]["updates"]:
-                self.writer.submit(
-                    self.builder.copies.arrival(),
-                    partial(_write_snapshot, self._snapshots[name], step, content, buffers),
-                )
+                write = partial(_write_snapshot, self._snapshots[name], step, content, buffers)
+                self.writer.submit(self.builder.copies.arrival(), write)
 
     def keep_best(self, best: BestFiles, weights: str, step: int, done: Callable[[Path], None]) -> None:
         """Write the best file of ``step``, which ``best`` has entered.

@@ -21,6 +21,7 @@ from deepmd_ema.config.schema.training import EarlyStopConfig
 from deepmd_ema.data.loader import num_batches, prefetch, sequential_batches, shared_atoms_at_once
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import counted
+from deepmd_ema.model.compiler import pad_for
 from deepmd_ema.model.metrics import Errors, evaluate
 from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.model.tabulated import tables_in
@@ -164,7 +165,7 @@ class FullValidation:
         most = shared_atoms_at_once(task.valid, world.device, world.size)
         batches = partial(sequential_batches, task.valid, layout, task.cache, most)
         compiler = self.models.compiler
-        pad = compiler.options.pad(layout) if compiler is not None and compiler.validates(task.model) else None
+        pad = pad_for(compiler.options, layout) if compiler is not None and compiler.validates(task.model) else None
         mine = prefetch(batches(rank=world.rank, world_size=world.size), world.device, pad)
         batch = None
         # all ranks go the same number of rounds, because a sharded model computes together
