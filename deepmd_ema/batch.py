@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -186,14 +186,7 @@ class Batch:
         if self.vector.device == device:
             # a call of torch releases the lock of Python, for which the thread that makes the next batch waits
             return self
-        changed: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, Tensor):
-                changed[f.name] = value.to(device, non_blocking=True)
-            elif isinstance(value, Mapping):
-                changed[f.name] = {k: t.to(device, non_blocking=True) for k, t in value.items()}
-        return replace(self, **changed)
+        return self._map(lambda t: t.to(device, non_blocking=True))
 
     def as_padding(self) -> Batch:
         """Return the batch with all labels marked as missing: it adds nothing to any loss or error."""
@@ -216,6 +209,16 @@ class Batch:
         out = torch.empty_like(per_atom)
         out[self.atom_order] = per_atom
         return out
+
+    def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        changed: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                changed[f.name] = move(value)
+            elif isinstance(value, Mapping):
+                changed[f.name] = {k: move(v) for k, v in value.items()}
+        return replace(self, **changed)
 
 
 class PackedTensor(NamedTuple):
