@@ -116,8 +116,8 @@ def test_set_is_what_the_statistics_of_a_new_model_find():
     model = random_model(config)
     statistics = collect_statistics(model, config.model, batches_of(frames, model))
     found = set_bias(energies_of(model, config.model, batches_of(frames, model)))
-    np.testing.assert_array_equal(found.bias, statistics.bias)
-    np.testing.assert_array_equal(found.std, statistics.bias_std)
+    np.testing.assert_array_equal(found.bias, statistics.fit.bias)
+    np.testing.assert_array_equal(found.std, statistics.fit.std)
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,8 @@ def test_statistics_are_those_of_deepmd_kit(name, folders, golden):
     for t in range(len(config.type_map)):
         close(sums_of(found)[f"r_{t}"], golden[f"{name}/r_{t}"])
         close(sums_of(found)[f"a_{t}"], golden[f"{name}/a_{t}"])
-    close(found.bias, golden[f"{name}/bias_atom_energy"].ravel())
-    close(found.bias_std, golden[f"{name}/std_atom_energy"].ravel())
+    close(found.fit.bias, golden[f"{name}/bias_atom_energy"].ravel())
+    close(found.fit.std, golden[f"{name}/std_atom_energy"].ravel())
     for kind in ("fparam", "aparam"):
         if f"{name}/{kind}" in golden:
             close(found.conditions[kind], golden[f"{name}/{kind}"])
@@ -112,8 +112,8 @@ def test_statistics_are_those_of_deepmd_kit(name, folders, golden):
 
 def test_statistics_do_not_depend_on_how_frames_are_batched(folders):
     one, many = case("plain", folders, 1)[1], case("plain", folders, 100)[1]
-    for name in ("bias", "bias_std"):
-        close(getattr(many, name), getattr(one, name))
+    for name in ("bias", "std"):
+        close(getattr(many.fit, name), getattr(one.fit, name))
     for name, value in one.measured.items():
         close(many.measured[name], value)
 
@@ -130,7 +130,7 @@ def test_means_spreads_and_biases_reach_the_buffers(folders):
         count, total, squares = sums_of(found)[f"a_{t}"]
         close(spread[t, :, 1:].numpy(), np.sqrt(squares / count - (total / count) ** 2))
     assert mean[..., 1:].abs().max() == 0
-    close(model.out_bias.numpy().ravel(), found.bias)
+    close(model.out_bias.numpy().ravel(), found.fit.bias)
     count, total, squares = found.conditions["fparam"].T
     close(model.fitting.fparam_avg.numpy(), total / count)
     close(model.fitting.fparam_inv_std.numpy(), 1 / np.sqrt(squares / count - (total / count) ** 2))
@@ -150,7 +150,7 @@ def test_a_type_that_the_data_do_not_hold_gets_a_neutral_environment(folders):
     mean, spread = environment(config, found)
     assert mean[2].tolist() == [0] * 4
     assert spread[2].tolist() == [0.1] * 4
-    assert found.bias[2] == 0
+    assert found.fit.bias[2] == 0
     assert found.observed == ("H", "O")
 
 
@@ -159,34 +159,34 @@ def test_labels_of_atomic_energies_give_the_bias_where_there_are_any(folders):
     frames = list(frames_of(folders["a"]))
     energies = np.where(frames[0].atom_type == 0, -3.0, -8.0)
     labelled = [replace(f, labels={**f.labels, ATOM_ENERGY: energies}) for f in frames[:2]]
-    close(collected(config, [*labelled, *frames[2:]]).bias, [-3.0, -8.0])
+    close(collected(config, [*labelled, *frames[2:]]).fit.bias, [-3.0, -8.0])
 
 
 def test_energies_of_isolated_atoms_given_in_the_config_are_the_bias(folders):
     config = model_config_from_dict(section({}, {"set_davg_zero": True}, {"atom_ener": [-3.2, None]}))
     frames = list(frames_of(folders["a"]))
     found = collected(config, frames)
-    assert found.bias[0] == -3.2
+    assert found.fit.bias[0] == -3.2
     left = np.mean([f.labels[ENERGY] + 3.2 * (f.atom_type == 0).sum() for f in frames])
-    close(found.bias[1], left / (frames[0].atom_type == 1).sum())
+    close(found.fit.bias[1], left / (frames[0].atom_type == 1).sum())
 
 
 def test_elements_that_the_compositions_do_not_report_apart_are_named(folders):
     _, apart = case("plain", folders)
     _, together = case("parameters", folders)  # one composition only
-    assert apart.undetermined == ()
-    assert together.undetermined == ("O", "H")
+    assert apart.fit.undetermined == ()
+    assert together.fit.undetermined == ("O", "H")
     assert "the energies of O, H cannot be determined separately" in together.lines()[-1]
-    assert f"{apart.rmse_per_atom:.4g} eV/atom" in apart.lines()[1]
-    assert f"O {apart.bias[0]:.6g} eV" in apart.lines()[0]
+    assert f"{apart.fit.rmse_per_atom:.4g} eV/atom" in apart.lines()[1]
+    assert f"O {apart.fit.bias[0]:.6g} eV" in apart.lines()[0]
 
 
 def test_frames_without_energies_leave_the_bias_at_zero(folders):
     config = model_config_from_dict(section({}, {}, {}))
     frames = [replace(f, labels={}) for f in frames_of(folders["a"])]
     found = collected(config, frames, labels=[ENERGY])
-    assert found.bias.tolist() == [0, 0]
-    assert found.rmse_per_atom is None
+    assert found.fit.bias.tolist() == [0, 0]
+    assert found.fit.rmse_per_atom is None
 
 
 @pytest.mark.parametrize("file", ["stat", "stat.h5", "more/stat.hdf5"])

@@ -25,7 +25,6 @@ from deepmd_ema.interop import deepmd_kit, dp
 from deepmd_ema.interop.deepmd_pt import write_deepmd_pt
 from deepmd_ema.interop.tree_files import write_tree
 from deepmd_ema.model.energy import EnergyModel
-from deepmd_ema.model.interface import Composite
 from deepmd_ema.model.tabulated import make_tables, min_table_distance, tabulate
 
 SUFFIXES = (".dp", ".yaml", ".yml", COMPILED_SUFFIX)
@@ -295,8 +294,8 @@ def _only_here(path: Path, model: EnergyModel, config: ModelConfig) -> str:
         return ""  # it runs the code in the file
     feature, whole = "use_srtab" if config.use_srtab is not None else "", model.descriptor
     descriptors = [whole]
-    if config.type == "linear_ener" and isinstance(whole, Composite):
-        feature, descriptors = config.type, list(whole.parts)
+    if config.type == "linear_ener":
+        feature, descriptors = config.type, list(getattr(whole, "parts", ()))
     if not feature or all(one.mixed_types for one in descriptors):
         return ""
     return f"DeePMD-kit's torch backend does not read it: it has {feature} for descriptors of mixed types only"

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.errors import UserError, first_few
-from deepmd_ema.model.interface import Composite
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 
 if TYPE_CHECKING:
@@ -127,8 +126,9 @@ def _orders_of_slots(
         check_elements(old, new.type_map)
     orders, problems = {}, []
     parts: list[tuple[str, NeighborLayout, NeighborLayout]] = [("descriptor.", old.layout, new.layout)]
-    if isinstance(old.descriptor, Composite) and isinstance(new.descriptor, Composite):
-        both = zip(old.descriptor.parts, new.descriptor.parts, strict=True)
+    of_parts = [getattr(model.descriptor, "parts", ()) for model in (old, new)]  # of a hybrid
+    if all(of_parts):
+        both = zip(*of_parts, strict=True)
         layouts = ((one.layout(frozenset()), two.layout(frozenset())) for one, two in both)
         parts = [(f"descriptor.parts.{k}.", *pair) for k, pair in enumerate(layouts)]
     for prefix, there, here in parts:

@@ -129,8 +129,8 @@ class EnergyModel(nn.Module):
         """Write means, spreads and biases into the buffers."""
         self.descriptor.apply_statistics(statistics.measured)
         self.fitting.apply_statistics(statistics.conditions, statistics.protect)
-        self.out_bias.copy_(torch.as_tensor(statistics.bias[None, :, None]))
-        self.out_std.copy_(torch.as_tensor(statistics.bias_std[None, :, None]))
+        self.out_bias.copy_(torch.as_tensor(statistics.fit.bias[None, :, None]))
+        self.out_std.copy_(torch.as_tensor(statistics.fit.std[None, :, None]))
 
 
 def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str, Tensor]:

@@ -5,8 +5,8 @@ Both are ``torch.nn.Module``; their parameters and persistent buffers are what c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -88,13 +88,6 @@ class Descriptor(Protocol):
 
     def stat_settings(self) -> Mapping[str, Any]:
         """Return the settings of the sums beyond their names; a stat file of other settings is not used."""
-
-
-@runtime_checkable
-class Composite(Protocol):
-    """A descriptor made of others, which are its modules ``parts.0``, ``parts.1``, ..."""
-
-    parts: Sequence[Any]
 
 
 class Fitting(nn.Module):

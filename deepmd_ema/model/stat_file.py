@@ -12,6 +12,7 @@ import numpy as np
 
 from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.errors import DataError
+from deepmd_ema.model.output_bias import BiasFit
 from deepmd_ema.model.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ def write_stat_file(path: str | Path, config: ModelConfig, descriptor: Descripto
     """
     path = Path(path)
     items: dict[str, Array] = {
-        BIAS: statistics.bias[:, None],
-        BIAS_STD: statistics.bias_std[:, None],
+        BIAS: statistics.fit.bias[:, None],
+        BIAS_STD: statistics.fit.std[:, None],
         OBSERVED: np.array(statistics.observed, dtype=bytes),
         SETTINGS: np.array([_settings(config, descriptor).encode()]),
         **statistics.measured,
@@ -59,7 +60,7 @@ def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor
     path = Path(path)
     if not path.exists():
         return None
-    fitting = config.fitting_net
+    fitting, num_types = config.fitting_net, len(config.type_map)
     conditions = [n for n, count in (("fparam", fitting.numb_fparam), ("aparam", fitting.numb_aparam)) if count]
     wanted = [BIAS, BIAS_STD, OBSERVED, *descriptor.sum_names, *conditions]
     root = " ".join(config.type_map)
@@ -76,8 +77,7 @@ def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor
         type_map=tuple(config.type_map),
         measured={name: found[name] for name in descriptor.sum_names},
         conditions={name: found[name] for name in conditions},
-        bias=found[BIAS].reshape(len(config.type_map)),
-        bias_std=found[BIAS_STD].reshape(len(config.type_map)),
+        fit=BiasFit(found[BIAS].reshape(num_types), found[BIAS_STD].reshape(num_types)),
         observed=tuple(name.decode() for name in found[OBSERVED].ravel()),
         protect=config.data_stat_protect,
     )

@@ -11,7 +11,7 @@ import torch
 
 from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, FPARAM
 from deepmd_ema.model.interface import sum_by_type
-from deepmd_ema.model.output_bias import FrameEnergies, set_bias
+from deepmd_ema.model.output_bias import BiasFit, FrameEnergies, set_bias
 
 if TYPE_CHECKING:
     from deepmd_ema.batch import Batch
@@ -31,32 +31,26 @@ class Statistics:
         measured: sums that the descriptor has measured, by name.
         conditions: sums of the frame parameters ``fparam`` (P, 3) and the atom parameters ``aparam`` (Q, 3), if there
             are any; a row is (count, sum, sum of squares).
-        bias: (T,) energy of each element, eV.
-        bias_std: (T,) spread of the residual of the fit, eV.
+        fit: energy of each element.
         observed: elements that the data hold, sorted by name.
         protect: smallest spread of frame and atom parameters.
-        rmse_per_atom: root mean square residual of the energy fit, eV/atom, or None without energies.
-        undetermined: elements whose energies the data do not determine separately.
     """
 
     type_map: tuple[str, ...]
     measured: dict[str, Array]
     conditions: dict[str, Array]
-    bias: Array
-    bias_std: Array
+    fit: BiasFit
     observed: tuple[str, ...] = ()
     protect: float = 0.01
-    rmse_per_atom: float | None = None
-    undetermined: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """Return lines about the fit of the energies."""
         shown = [t for t, name in enumerate(self.type_map) if name in self.observed]
-        out = ["energy of each element: " + ", ".join(f"{self.type_map[t]} {self.bias[t]:.6g} eV" for t in shown)]
-        if self.rmse_per_atom is not None:
-            out.append(f"residual of the energy fit: {self.rmse_per_atom:.4g} eV/atom (RMSE)")
-        if self.undetermined:
-            names = ", ".join(self.undetermined)
+        out = ["energy of each element: " + ", ".join(f"{self.type_map[t]} {self.fit.bias[t]:.6g} eV" for t in shown)]
+        if self.fit.rmse_per_atom is not None:
+            out.append(f"residual of the energy fit: {self.fit.rmse_per_atom:.4g} eV/atom (RMSE)")
+        if self.fit.undetermined:
+            names = ", ".join(self.fit.undetermined)
             out.append(
                 f"the energies of {names} cannot be determined separately from these compositions; "
                 "equal values are used"
@@ -89,17 +83,13 @@ def collect_statistics(model: EnergyModel, config: ModelConfig, batches: Iterabl
             has_label = batch.has_label[ATOM_ENERGY][batch.atom_frame]
             energy = batch.labels[ATOM_ENERGY].view(-1)
             atomic += sum_by_type(torch.stack([has_label, has_label * energy, has_label * energy**2], 1), batch)
-    fit = set_bias(energies, atomic)
     return Statistics(
         type_map=tuple(config.type_map),
         measured=measured,
         conditions=conditions,
-        bias=fit.bias,
-        bias_std=fit.std,
+        fit=set_bias(energies, atomic),
         observed=tuple(sorted(name for name, count in zip(config.type_map, num_atoms) if count)),
         protect=config.data_stat_protect,
-        rmse_per_atom=fit.rmse_per_atom,
-        undetermined=fit.undetermined,
     )
 
 

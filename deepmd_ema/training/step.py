@@ -227,10 +227,6 @@ CAPTURED_AT_USE = 3  # of a shape: cuBLAS and the caching allocator have what th
 MAX_GRAPHS = 64  # each takes some MB of its nodes; further shapes stay eager
 
 
-Launch = Callable[[], Updated]
-"""Takes a step with what its static buffers hold."""
-
-
 class GraphedSteps:
     """Takes steps, each with the averages after it, by one launch from the third use of a shape on.
 
@@ -251,10 +247,10 @@ class GraphedSteps:
         self._pool: Any = None  # memory that all graphs share, of which one runs at a time
         self._numbers = torch.zeros(2, dtype=torch.float64, device=device)  # learning rate and step
         self._uses: Counter[Hashable] = Counter()
-        self._graphs: dict[Hashable, tuple[Tensor, Launch]] = {}  # the buffer that holds a batch, and the step
+        self._graphs: dict[Hashable, tuple[Tensor, Callable[[], Updated]]] = {}  # buffer of a batch, and the step
         self._num_bindings = 0
 
-    def capture(self, step: Launch) -> Launch:
+    def capture(self, step: Callable[[], Updated]) -> Callable[[], Updated]:
         """Return a function that launches all kernels of ``step`` at once; recording does not take the step.
 
         Args:
