@@ -120,7 +120,7 @@ def test_default_pf_gives_atoms_without_a_weight_the_weight_one():
 
 
 def prefactors(loss, rate):
-    return dict(zip((term.name for term in loss.terms), loss.prefactors(rate).tolist()))
+    return dict(zip(loss.terms, loss.prefactors(rate).tolist()))
 
 
 def test_weights_go_from_start_to_limit_with_the_learning_rate():

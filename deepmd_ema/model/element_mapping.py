@@ -93,20 +93,16 @@ def carried_over(old: EnergyModel, new: EnergyModel, with_fitting: bool = True) 
     return state
 
 
-def check_elements(old: EnergyModel, elements: Iterable[str]) -> None:
-    """Check that a descriptor with networks for each element is taken over with the same elements, in any order.
-
-    Raises:
-        ElementsError: if it is not.
-    """
+def elements_problem(old: EnergyModel, elements: Iterable[str]) -> str:
+    """Return why a descriptor with networks for each element is not taken over with others; empty if it may be."""
     elements = list(map(str, elements))
     if sorted(elements) != sorted(old.type_map) and _has_networks_of_elements(old.state_dict()):
-        reason = (
+        return (
             f"elements {' '.join(old.type_map)} there, {' '.join(elements)} here: its descriptor has networks for each "
             "element and no type embedding, and is taken over with the same elements only, in any order. No option "
             "changes that. Train from the start, or fine-tune a model with a type embedding (se_atten_v2, dpa2, dpa3)."
         )
-        raise ElementsError(reason)
+    return ""
 
 
 def _has_networks_of_elements(names: Iterable[str]) -> bool:
@@ -122,8 +118,8 @@ def _orders_of_slots(
     Raises:
         ElementsError: if elements have networks and sections of slots of their own, and other ones.
     """
-    if has_networks := _has_networks_of_elements(have):
-        check_elements(old, new.type_map)
+    if (has_networks := _has_networks_of_elements(have)) and (problem := elements_problem(old, new.type_map)):
+        raise ElementsError(problem)
     orders, problems = {}, []
     parts: list[tuple[str, NeighborLayout, NeighborLayout]] = [("descriptor.", old.layout, new.layout)]
     of_parts = [getattr(model.descriptor, "parts", ()) for model in (old, new)]  # of a hybrid

@@ -64,15 +64,14 @@ class KalmanStep(Step):
         config = self._config
         of_energy = self._between(config.kf_start_pref_e, config.kf_limit_pref_e, step)
         of_force = self._between(config.kf_start_pref_f, config.kf_limit_pref_f, step)
-        terms = {term.name for term in task.loss.terms}
         prediction = task.models(task.name, batch, need_virial=task.loss.need_virial)
         with torch.no_grad():
             total, values = task.loss(prediction, batch, rate)
         ok = self._note(torch.isfinite(total), step)
-        if "e" in terms:
+        if "e" in task.loss.terms:
             ok = self._measure(*measure_energy(prediction[ENERGY], batch, of_energy), step, task.name)
             prediction = {}
-        for numbers in self._draws(step, total.device) if "f" in terms else ():
+        for numbers in self._draws(step, total.device) if "f" in task.loss.terms else ():
             prediction = prediction or task.models(task.name, batch, need_virial=False)
             ok = self._measure(*measure_force(prediction[FORCE], batch, of_force, numbers), step, task.name)
             prediction = {}

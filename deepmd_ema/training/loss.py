@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -36,6 +35,7 @@ class EnergyLoss:
     the mean of these gradients is the gradient of the loss.
 
     Attributes:
+        terms: the sums of each active term, by its name (``e``, ``f``, ...).
         labels: names of the labels to load.
         display_names: keys of the displayed values, in the order of the columns of ``lcurve.out``.
         need_virial: whether the model has to compute virials.
@@ -49,32 +49,25 @@ class EnergyLoss:
         self._kind = "mae" if self._mae else "rmse"
         self._size = partial(l1_loss if self._mae else mse_loss, reduction="none")
         # error**2 / 2 where |error| <= delta, and delta * (|error| - delta / 2) elsewhere
-        self._huber = partial(huber_loss, reduction="none") if config.use_huber and not self._mae else None
-        delta = config.huber_delta
-        self._delta = tuple(delta) if isinstance(delta, (list, tuple)) else (delta, delta, delta)
+        self._huber = partial(huber_loss, reduction="none") if config.error == "huber" else None
+        delta, weights = config.huber_delta, config.weights
+        deltas = tuple(delta) if isinstance(delta, (list, tuple)) else (delta, delta, delta)
         compute: dict[str, Callable[[Mapping[str, Tensor], Batch], _Sums]] = {
-            ENERGY: partial(self._per_frame, ENERGY, self._delta[0]),
-            FORCE: partial(self._per_atom, FORCE, self._delta[1]),
-            VIRIAL: partial(self._per_frame, VIRIAL, self._delta[2]),
-            ATOM_ENERGY: partial(self._per_atom, ATOM_ENERGY, self._delta[0]),
-            ATOM_PREF: self._weighted_force,
-            HESSIAN: self._hessian,
+            "e": partial(self._per_frame, ENERGY, deltas[0]),
+            "f": partial(self._per_atom, FORCE, deltas[1]),
+            "v": partial(self._per_frame, VIRIAL, deltas[2]),
+            "ae": partial(self._per_atom, ATOM_ENERGY, deltas[0]),
+            "pf": self._weighted_force,
+            "h": self._hessian,
         }
-        terms = []
-        for name, function in compute.items():
-            symbol = LABELS[name].symbol
-            start, limit = (getattr(config, f"{when}_pref_{symbol}") for when in ("start", "limit"))
-            if start or limit:
-                terms.append(_Term(symbol, start, limit, function))
-        self.terms = tuple(terms)
+        self.terms = {name: compute[name] for name in weights}
         # on the device from the start: a step makes no tensor of host numbers
         vector = partial(torch.tensor, dtype=torch.float64, device=world.device)
-        self._limits = vector([term.limit for term in self.terms])
-        self._slopes = vector([(term.start - term.limit) / start_lr for term in self.terms])
-        names = {term.name for term in self.terms}
+        self._limits = vector([limit for _, limit in weights.values()])
+        self._slopes = vector([(start - limit) / start_lr for start, limit in weights.values()])
         self.labels: tuple[str, ...] = config.labels
-        self.display_names: tuple[str, ...] = tuple(sorted(["rmse", *(f"{self._kind}_{name}" for name in names)]))
-        self.need_virial: bool = "v" in names
+        self.display_names: tuple[str, ...] = tuple(sorted(["rmse", *(f"{self._kind}_{name}" for name in weights)]))
+        self.need_virial: bool = "v" in weights
 
     def __call__(
         self, prediction: Mapping[str, Tensor], batch: Batch, lr: float | Tensor
@@ -110,7 +103,7 @@ class EnergyLoss:
             The sum of each term, (T,), to differentiate; and, detached, (3, T) the sums of the terms, those of what is
             displayed of them (squared, unless mae), and the numbers of rows with the label.
         """
-        value, shown, rows = zip(*[term.compute(prediction, batch) for term in self.terms])
+        value, shown, rows = zip(*[compute(prediction, batch) for compute in self.terms.values()])
         return torch.stack(value), torch.stack([*value, *shown, *rows]).detach().view(3, len(value))
 
     def displayed(self, loss: Tensor, errors: Tensor, counts: Tensor) -> dict[str, Tensor]:
@@ -123,8 +116,8 @@ class EnergyLoss:
         """
         means = errors / counts  # 0 / 0 is nan where no frame has the label
         displayed = {"rmse": loss.sqrt()}
-        for term, mean in zip(self.terms, (means if self._mae else means.sqrt()).unbind()):
-            displayed[f"{self._kind}_{term.name}"] = mean
+        for name, mean in zip(self.terms, (means if self._mae else means.sqrt()).unbind()):
+            displayed[f"{self._kind}_{name}"] = mean
         return {name: displayed[name] for name in self.display_names}
 
     def prefactors(self, lr: float | Tensor) -> Tensor:
@@ -213,7 +206,9 @@ class LossOverBatches:
         self._loss, self._world = loss, loss.world
         unpacked = [made.view(made.data) if isinstance(made, PackedBatch) else made for made in batches]
         # the numbers of rows do not depend on what is predicted: labels are as good
-        counts = [torch.stack([term.compute(batch.labels, batch).rows for term in loss.terms]) for batch in unpacked]
+        counts = [
+            torch.stack([compute(batch.labels, batch).rows for compute in loss.terms.values()]) for batch in unpacked
+        ]
         total = torch.stack(counts).sum(0)
         total = on_device(total, self._world.device) if total.is_cpu else total
         self._coefficients = loss.prefactors(lr) / self._world.all_reduce_sum(total).clamp(min=1)
@@ -256,14 +251,6 @@ def _sums(value: Tensor, shown: Tensor, weight: Tensor) -> _Sums:
 def _of_rows(values: Tensor) -> Tensor:
     """Return the mean of each row of (n, ...) numbers."""
     return values if values.dim() == 1 else values.mean(1)
-
-
-@dataclass(frozen=True)
-class _Term:
-    name: str
-    start: float
-    limit: float
-    compute: Callable[[Mapping[str, Tensor], Batch], _Sums]
 
 
 def _label(batch: Batch, name: str) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from deepmd_ema.distributed.tensors import check_weights, prefix_of, whole
 from deepmd_ema.errors import CheckpointError, ConfigError
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, load_models
 from deepmd_ema.interop.pretrained import check_digest
-from deepmd_ema.model.element_mapping import ElementsError, carried_over, check_elements
+from deepmd_ema.model.element_mapping import ElementsError, carried_over, elements_problem
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet, nested
 from deepmd_ema.utils import __version__
@@ -150,8 +150,8 @@ class Start:
         elements = before.get(type_map) if isinstance(type_map, str) else type_map
         by_number = f"the parts of {self.path} are for" * (saved.type == "linear_ener")
         if not by_number:
-            if isinstance(elements, list):
-                self._check_elements(task, elements)
+            if isinstance(elements, list) and (problem := elements_problem(source.loaded.model, elements)):
+                raise CheckpointError(f"{self.path}: {problem}")
             options = [path for n in taken for path in _paths_of(section[n], ("exclude_types", "atom_ener"), n)]
             by_number = f"{', '.join(options)} of {self.path} counts elements by number in" * bool(options)
         if by_number and elements != section["type_map"]:
@@ -214,13 +214,12 @@ class Start:
         Raises:
             CheckpointError: naming every missing, extra or reshaped tensor.
         """
+        by_task = models.by_task
         if self.fine_tunes:
-            self._fine_tune(models.by_task)
-        elif self.saved:
-            self._take_all(models.by_task)
-
-    def _take_all(self, by_task: Mapping[str, EnergyModel]) -> None:
-        """Put all weights of the file into the models of the same tasks: a restart may have new ones, and fewer."""
+            self._fine_tune(by_task)
+        if self.fine_tunes or not self.saved:
+            return
+        # all of them into the models of the same tasks: a restart may have new ones, and fewer
         taken = ModelSet({task: model for task, model in by_task.items() if task in self.saved})
         if self.payload:
             state: Mapping[str, Tensor] = whole(self.payload["model"])  # whatever was made of them after training
@@ -250,7 +249,8 @@ class Start:
         order.sort(key=lambda task: not self.sources[task].fresh_fitting)
         for task in order:
             source, model = self.sources[task], by_task[task]
-            self._check_elements(task, model.type_map)
+            if problem := elements_problem(source.loaded.model, model.type_map):
+                raise CheckpointError(f"{self.path}: {problem}")
             try:
                 model.load_state_dict(carried_over(source.loaded.model, model, with_fitting=not source.fresh_fitting))
             except ElementsError as error:
@@ -280,12 +280,6 @@ class Start:
             case = next(n for n in (fitting.case, *range(len(cases) + 1)) if n not in cases)
             cases.add(case)
             fitting.set_case(case)
-
-    def _check_elements(self, task: str, elements: Iterable[str]) -> None:
-        try:
-            check_elements(self.sources[task].loaded.model, elements)
-        except ElementsError as error:
-            raise CheckpointError(f"{self.path}: {error}") from error
 
 
 def load_restart(file: str, share: tuple[int, int] = (0, 1)) -> Start:
