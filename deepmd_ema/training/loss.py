@@ -206,10 +206,8 @@ class LossOverBatches:
         self._loss, self._world = loss, loss.world
         unpacked = [made.view(made.data) if isinstance(made, PackedBatch) else made for made in batches]
         # the numbers of rows do not depend on what is predicted: labels are as good
-        counts = [
-            torch.stack([compute(batch.labels, batch).rows for compute in loss.terms.values()]) for batch in unpacked
-        ]
-        total = torch.stack(counts).sum(0)
+        counts = [[compute(batch.labels, batch).rows for compute in loss.terms.values()] for batch in unpacked]
+        total = torch.stack([torch.stack(of_batch) for of_batch in counts]).sum(0)
         total = on_device(total, self._world.device) if total.is_cpu else total
         self._coefficients = loss.prefactors(lr) / self._world.all_reduce_sum(total).clamp(min=1)
         self._sums = total.new_zeros(3, len(total))
