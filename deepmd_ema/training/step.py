@@ -45,7 +45,7 @@ class Updated(NamedTuple):
 
 
 class Step:
-    """Takes the steps of a run; a subclass says how one batch changes the weights.
+    """Base of what takes the steps of a run; a subclass says how batches change the weights.
 
     After the first step that was not finite no later one changes the weights, on the device and without waiting for
     it; :meth:`raise_if_diverged` then names the step.
@@ -72,28 +72,6 @@ class Step:
         self.checks_are_free = self._first_bad.device.type == "cpu"
         self.laps, self._lap_began = dict[str, float](), 0.0
         self._own_fault = torch.zeros((), dtype=torch.bool, device=self._trained[0].device)
-
-    def update(
-        self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float | Tensor, step: int | Tensor
-    ) -> Updated:
-        """Update the weights once with the frames of all batches.
-
-        Args:
-            task: whose batches they are.
-            batches: one on the device, or several in host memory, whose gradients are added up.
-            rate: learning rate, or a scalar in float64 on the device.
-            step: from 1, or an int64 scalar on the device. With both on a CUDA device, no number of the host is used,
-                and all memory that is kept from one step to the next is changed in place.
-        """
-        raise NotImplementedError
-
-    def state_dict(self, take: Take) -> dict[str, Any]:
-        """Return the state of the optimizer as this rank saves it (``take``). Must be called by every rank."""
-        raise NotImplementedError
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the optimizer."""
-        raise NotImplementedError
 
     def _lap(self, part: str = "") -> None:
         """Count the time since the last call under ``part``; without a name it only begins."""
@@ -174,7 +152,15 @@ class GradientStep(Step):
     def update(
         self, task: Task, batches: Sequence[Batch | PackedBatch], rate: float | Tensor, step: int | Tensor
     ) -> Updated:
-        """Update the weights once with the frames of all batches, see :meth:`Step.update`."""
+        """Update the weights once with the frames of all batches.
+
+        Args:
+            task: whose batches they are.
+            batches: one on the device, or several in host memory, whose gradients are added up.
+            rate: learning rate, or a scalar in float64 on the device.
+            step: from 1, or an int64 scalar on the device. With both on a CUDA device, no number of the host is used,
+                and all memory that is kept from one step to the next is changed in place.
+        """
         set_learning_rate(self._optimizer, rate)
         self._optimizer.zero_grad(set_to_none=True)
         self._lap()

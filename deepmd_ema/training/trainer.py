@@ -41,7 +41,7 @@ from deepmd_ema.training.prepare import Hook, PreparedRun, refit_bias, tracked_a
 from deepmd_ema.training.reporter import COMPARED_ROWS, Reporter
 from deepmd_ema.training.restart import read_shards, reads_shards, state_of_tasks
 from deepmd_ema.training.saver import Saver, StateBuilder
-from deepmd_ema.training.step import GradientStep, GraphedSteps, Step
+from deepmd_ema.training.step import GradientStep, GraphedSteps
 from deepmd_ema.training.tasks import TaskMixture
 from deepmd_ema.training.validate import FullValidation, ValidationAborted
 from deepmd_ema.training.weights import Start
@@ -147,7 +147,7 @@ class Trainer:
         if isinstance(config.optimizer, LKFConfig):
             from deepmd_ema.training.kalman import KalmanStep
 
-            self.take_step: Step = KalmanStep(prepared, num_steps)
+            self.take_step: GradientStep | KalmanStep = KalmanStep(prepared, num_steps)
         else:
             self.take_step = gradient_step = GradientStep(prepared, module, num_steps, world)
             if training.cuda_graphs and not why_no_graphs(config, world):
