@@ -8,7 +8,7 @@ from toy_models import TABLE
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.model.build import build_model
-from deepmd_ema.training.modes import contexts_of_products, remarks_on_mixed_precision
+from deepmd_ema.training.modes import contexts_of_products
 
 SMALL = {"channels": 8, "n_blocks": 1, "lmax": 1, "mixing_layers": 1, "rcut": 4.0}
 
@@ -103,7 +103,14 @@ def test_pairs_that_the_descriptor_excludes_are_excluded_in_the_model():
         model_config_from_dict(section(descriptor=excluded, pair_exclude_types=[[0, 0]]))
 
 
-def test_bfloat16_is_for_gpus_and_a_run_on_a_cpu_says_so():
+def test_bfloat16_is_for_gpus_and_a_run_on_a_cpu_says_so(caplog):
+    caplog.set_level("INFO")
+
+    def said(config, device):
+        caplog.clear()
+        contexts_of_products(config, torch.nn.Module(), torch.device(device))
+        return [record.getMessage() for record in caplog.records]
+
     shared = {"type_map": ["O", "H"], "dpa": {"type": "dpa4", **SMALL, "use_amp": True}}
     models = {name: section(type_map="type_map", descriptor="dpa") for name in ("a", "b")}
     data = {name: {"training_data": {"systems": [name]}} for name in models}
@@ -116,15 +123,15 @@ def test_bfloat16_is_for_gpus_and_a_run_on_a_cpu_says_so():
     line = "use_amp = true: no effect on a CPU, which multiplies in the precision of the parameters"
     for values, place in ((one, "model.descriptor"), (several, "model.shared_dict.dpa")):
         config = config_from_dict(values)
-        assert remarks_on_mixed_precision(config, torch.device("cpu")) == [f"{place}.{line}"]
-        assert remarks_on_mixed_precision(config, torch.device("cuda")) == []
+        assert said(config, "cpu") == [f"{place}.{line}"]
+        assert said(config, "cuda") == []
     line = "validating.amp_infer = true: no effect on a CPU, which multiplies in the precision of the parameters"
     infers = config_from_dict(spoiled({"model": section(), "validating.amp_infer": True}))
-    assert remarks_on_mixed_precision(infers, torch.device("cpu")) == [line]
+    assert said(infers, "cpu") == [line]
     assert infers.model.descriptor.use_amp
     by_default = config_from_dict(spoiled({"model": section()}))
     assert by_default.model.descriptor.use_amp
-    assert remarks_on_mixed_precision(by_default, torch.device("cpu")) == []
+    assert said(by_default, "cpu") == []
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -52,12 +52,24 @@ def products_in(tf32: bool, bfloat16: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def contexts_of_products(config: RunConfig, models: nn.Module, device: torch.device) -> tuple[Products, Products]:
-    """Return the contexts in which steps and validations multiply matrices of ``models`` on a device."""
+    """Return the contexts in which steps and validations multiply matrices of ``models`` on a device.
+
+    The log says which options of the input have no effect there.
+    """
     in_training, in_validation = config.training.enable_tf32, config.validating.tf32_infer
     if device.type != "cuda":
         for option, is_on in (("training.enable_tf32", in_training), ("validating.tf32_infer", in_validation)):
             if is_on:
                 logger.warning("%s has no effect on a CPU: products of float32 matrices are in float32.", option)
+        places = ["validating.amp_infer"] if config.validating.amp_infer else []
+        for task in config.tasks.values():
+            option, descriptor = f"{task.place('model')}.descriptor.use_amp", task.model.descriptor
+            is_given = path_of(option) in config.source.given
+            if is_given and isinstance(descriptor, HasMixedPrecision) and descriptor.use_amp:
+                places.append(dotted(config.source.path(option)))
+        for place in dict.fromkeys(places) if device.type == "cpu" else ():  # tasks share parts
+            of_cpu = "no effect on a CPU, which multiplies in the precision of the parameters"
+            logger.info("%s = true: %s", place, of_cpu)
         return nullcontext, nullcontext
     parts = [part for part in models.modules() if hasattr(part, "infers_in_bfloat16")] * config.validating.amp_infer
     return partial(products_in, in_training), partial(products_in, in_validation, parts)
@@ -94,18 +106,6 @@ def pads(config: RunConfig, world: World, layout: NeighborLayout) -> tuple[Pad |
     if config.training.cuda_graphs and not why_no_graphs(config, world):  # few shapes
         of_training = partial(pad, layout=layout, up=to_eighth)
     return of_training, compiled if in_validation else None
-
-
-def remarks_on_mixed_precision(config: RunConfig, device: torch.device) -> list[str]:
-    """Return a line for each option of the input that requests bfloat16 where there is none, on a CPU."""
-    places = ["validating.amp_infer"] if config.validating.amp_infer and device.type == "cpu" else []
-    for task in config.tasks.values() if device.type == "cpu" else ():
-        option = f"{task.place('model')}.descriptor.use_amp"
-        descriptor = task.model.descriptor
-        if isinstance(descriptor, HasMixedPrecision) and descriptor.use_amp and path_of(option) in config.source.given:
-            places.append(dotted(config.source.path(option)))
-    of_cpu = "no effect on a CPU, which multiplies in the precision of the parameters"
-    return [f"{place} = true: {of_cpu}" for place in dict.fromkeys(places)]  # tasks share parts
 
 
 def compile_models(

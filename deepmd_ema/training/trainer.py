@@ -34,7 +34,6 @@ from deepmd_ema.training.modes import (
     compile_models,
     contexts_of_products,
     parallelize,
-    remarks_on_mixed_precision,
     why_no_graphs,
 )
 from deepmd_ema.training.prepare import Hook, PreparedRun, refit_bias, tracked_averages
@@ -114,8 +113,6 @@ class Trainer:
 
         # before the models are sharded: one rank may then compile while others wait for its code
         self.products, in_validation = contexts_of_products(config, models, world.device)
-        for line in remarks_on_mixed_precision(config, world.device):
-            logger.info("%s", line)
         used = compile_models(config, models, batches, world, (self.products, in_validation))
         module = parallelize(models, world, training.zero_stage)
         if reads_shards(start, config):
