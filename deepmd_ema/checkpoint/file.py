@@ -304,8 +304,12 @@ def require_training(payload: Mapping[str, Any], path: str | Path) -> None:
     path = Path(path)
     real = path.resolve()
     use = "Use a training checkpoint (model.ckpt-*.pt)"
-    files = numbered(real.parent, training_series(real.name, payload["weights"]))
-    if files:
+    # the series of training checkpoints of the same run
+    series, _ = series_and_step(real.name) or (real.name, 0)
+    series = series.replace(f"_{payload['weights']}.", ".", 1)
+    if best := re.fullmatch(rf"best(?:_[^.]+)?\.([^-]+)(?:-.*)?{_ANY}", real.name):  # best_ema, best_ice, best_ice_ema
+        series = f"model.{best[1]}"
+    if files := numbered(real.parent, series):
         partner = files.get(payload["step"], files[max(files)])  # of the same step, or the newest one there is
         if not path.is_absolute():
             partner = path.parent / os.path.relpath(partner, path.parent.resolve())
@@ -361,14 +365,6 @@ def name_of_weights(file: str, weights: str, step: int | None) -> str:
     if step is not None and re.search(rf"-{step}(?!\d)", stem) is None:
         stem = f"{stem}-{step}"
     return f"{stem}{GATHERED_SUFFIX}"
-
-
-def training_series(file: str, weights: str) -> str:
-    """Return the series of training checkpoints of the run that wrote ``file``, a file of the weights ``weights``."""
-    if best := re.fullmatch(rf"best(?:_[^.]+)?\.([^-]+)(?:-.*)?{_ANY}", file):  # best_ema, best_ice, best_ice_ema
-        return f"model.{best[1]}"
-    numbers = series_and_step(file)
-    return (numbers[0] if numbers else file).replace(f"_{weights}.", ".", 1)
 
 
 def files_by_step(folder: Path, series: str, pattern: str) -> dict[int, list[Path]]:
