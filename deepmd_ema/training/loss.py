@@ -166,7 +166,7 @@ class EnergyLoss:
         return _sums(value, value, (has_label * has_force)[batch.atom_frame])
 
     def _compared(self, name: str, prediction: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what is compared of a quantity of atoms, predicted and labelled, and which frames have it."""
+        """Return predicted and labelled values of a quantity of atoms, and which frames have the label."""
         found, (label, has_label) = prediction[name], _label(batch, name)
         if name == FORCE and self.config.relative_f is not None:
             found = (found - label) / (torch.linalg.vector_norm(label, dim=1, keepdim=True) + self.config.relative_f)
