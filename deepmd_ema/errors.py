@@ -26,6 +26,12 @@ class UserError(Exception):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
 
+    @classmethod
+    def raise_if_any(cls, problems: Sequence[str]) -> None:
+        """Raise an error with all of ``problems``, if there are any."""
+        if problems:
+            raise cls(problems)
+
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows: the message alone, as on the command line."""
         return f"{type(self).__name__}: {self}".splitlines()

@@ -54,8 +54,7 @@ class AverageBank:
         self._modules = {"": modules} if isinstance(modules, nn.Module) else dict(modules)
         self._around = around
         problems = [problem for profile in profiles for problem in _problems(profile)]
-        if problems:
-            raise ConfigError(problems)
+        ConfigError.raise_if_any(problems)
         self._profiles = tuple(profile.in_steps({"steps": 1.0}) for profile in profiles)
         names = [p.name for p in self._profiles]
         if len(set(names)) < len(names):

@@ -50,8 +50,7 @@ class InputFile:
             notes, unused = tuple(reading.notes), tuple(reading.unused)
             config: RunConfig = build(reading.root, sections, source=source, notes=notes, unused=unused, links=links)
             problems += rule_problems(config)
-        if problems:
-            raise ConfigError(render(problems, source))
+        ConfigError.raise_if_any(render(problems, source))
         return config
 
     @cached_property
@@ -135,8 +134,7 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
     declared = next(o for o in options(SingleTaskRun) if o.name == "model")
     model: ModelConfig = reading.value(declared, reading.values["model"], ("model",))
     problems = reading.problems + ([] if model is INVALID else rule_problems(model))
-    if problems:
-        raise ConfigError(render(problems, Source(source)))
+    ConfigError.raise_if_any(render(problems, Source(source)))
     return model
 
 

@@ -87,8 +87,7 @@ def lines_of(marks: Marks, source: str, max_values: float = float("inf")) -> dic
             first = f"first on line {lines[place]}"
             twice.append(f"{source}:{line}: {dotted(place)}: given twice, {first}. Remove one of the two.")
         lines[place] = line
-    if twice:
-        raise ConfigError(twice)
+    ConfigError.raise_if_any(twice)
     return lines
 
 

@@ -147,8 +147,7 @@ def _read(
                 num_atoms = counted(sum(len(frame.symbols) for frame in stored), "atom")
                 lines.append(f"read {name}: {counted(inventory.num_frames, 'frame')}, {num_atoms}")
                 lines += [f"  {line}" for line in inventory.lines()]
-    if problems:
-        raise DataError(problems)
+    DataError.raise_if_any(problems)
     if num_empty:
         lines.append(f"left out: {counted(num_empty, 'frame')} without energy and forces")
     return frames, lines
@@ -176,8 +175,7 @@ def _write_files(parts: Mapping[Path, Sequence[_Labelled]]) -> list[str]:
                 for number, frame in enumerate(frames):
                     with collect_problems(problems, f"{path}: frame {number} (from 0): "):
                         file.write(frame_text(frame.symbols, frame.arrays, frame.kind))
-                    if problems:
-                        raise DataError(problems)
+                    DataError.raise_if_any(problems)
             lines.append(f"wrote {path}: {counted(len(frames), 'frame')}, {_describe_labels(frames)}")
     return lines
 

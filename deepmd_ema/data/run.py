@@ -72,8 +72,7 @@ def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> di
             with collect_problems(problems):
                 train = _without_close_pairs(task, data[name].train, spec.results)
                 data[name] = data[name]._replace(train=train)
-    if problems:
-        raise DataError(problems)
+    DataError.raise_if_any(problems)
     return data
 
 
@@ -108,8 +107,7 @@ def choose_validation(
             folder = results[name] if results is not None else None
             stored = recall_or_find(folder, files, about, split)
             splits[name] = Split(*(stored[part] for part in Split._fields))
-    if problems:
-        raise DataError(problems)
+    DataError.raise_if_any(problems)
     return splits
 
 

@@ -91,8 +91,7 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
         # isdecimal() is true for the digits of every alphabet, and int() refuses thousands of them
         if not re.fullmatch(r"[0-9]{1,9}", value) or not low <= int(value) <= high:
             problems.append(f"{name} = {show_text(value)}: expected a whole number, {low} to {high}.")
-    if problems:
-        raise UserError(problems)
+    UserError.raise_if_any(problems)
     rank, size, local_rank, _ = map(int, found)
     if size > 1 and names[0] not in environ:
         raise UserError(f"{names[1]} = {size}, but {names[0]} is not set: which one is this process? Use torchrun.")

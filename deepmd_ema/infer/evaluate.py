@@ -317,8 +317,7 @@ def open_checked(
     """
     opened = open_systems([str(path) for path in systems], spec, rglob_patterns)
     problems = [text for s in opened for text in scan_system(s, len(spec.type_map), rcut).problems]
-    if problems:
-        raise DataError(problems)
+    DataError.raise_if_any(problems)
     return opened
 
 

@@ -255,8 +255,7 @@ def _check_available(path: Path, tree: Mapping[str, Any]) -> None:
                 types = ", ".join(types_with_tree(registry))
                 problems.append(f"{path}: {name} {network.get('type')!r} is not available here. Known: {types}.")
     problems = problems or [f"{path}: uses {feature}, which is not available here." for feature in features]
-    if problems:
-        raise CheckpointError(problems)
+    CheckpointError.raise_if_any(problems)
 
 
 # ---- types of models

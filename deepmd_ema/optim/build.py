@@ -124,8 +124,7 @@ def split_by_pattern(
             problems.append(Problem(source.path(f"optimizer.groups[{number}].pattern"), text))
         found.append([name for name in matched if name in left])
         left = {name: None for name in left if name not in matched}
-    if problems:
-        raise ConfigError(render(problems, source))
+    ConfigError.raise_if_any(render(problems, source))
     return [*found, list(left)]
 
 

@@ -132,8 +132,7 @@ def loggers_of(config: RunConfig) -> dict[str, Logger]:
         for module, package in one.needs.items()
         if getattr(find_spec(module), "origin", None) is None  # a folder without code, as wandb makes one, has none
     ]
-    if problems:
-        raise ConfigError(problems)
+    ConfigError.raise_if_any(problems)
     return loggers
 
 

@@ -90,8 +90,7 @@ def check_outputs(config: RunConfig, request: TrainRequest) -> None:
     for path, option, kind in ((output, "--output", JSON), (RECORD, "the record of the run", RECORD_FILE)):
         with collect_problems(problems):
             refuse_to_lose(path, option, kind, inputs)
-    if problems:
-        raise CheckpointError(problems)
+    CheckpointError.raise_if_any(problems)
 
 
 def lock_outputs(config: RunConfig) -> AbstractContextManager[None]:

@@ -173,8 +173,7 @@ def _check_data(
             assert report.neighbors is not None, "data without problems have neighbors"
             nearest[name] = start.min_nbor_dist(name, report.neighbors.min_distance)
             found[name] = report.neighbors
-    if problems:
-        raise DataError(problems)
+    DataError.raise_if_any(problems)
     return with_neighbors(config, found), nearest, dates
 
 

@@ -164,8 +164,7 @@ def parse_sigma_rels(words: Sequence[str | float] | None) -> list[float]:
                 f"--sigma-rel {word}: expected a number above 0 and at most 0.2886, or a range as 0.02:0.2 or "
                 f"0.02:0.2:9 (from, to, how many: 2 to {MAX_SIGMA_RELS})."
             )
-    if problems:
-        raise UserError(problems)
+    UserError.raise_if_any(problems)
     return sorted(widths)
 
 
@@ -193,8 +192,7 @@ def parse_shapes(words: Sequence[str] | None) -> list[tuple[str, float]]:
                 f"--shapes {word}: expected one of {', '.join(SHAPES)}, or one with the part of the run in which the "
                 f"learning rate goes down, above 0 and at most 1, as linear:0.2; or {NONE} alone."
             )
-    if problems:
-        raise UserError(problems)
+    UserError.raise_if_any(problems)
     return list(decays)
 
 
@@ -233,8 +231,7 @@ def find_requested(
             for reason, names in left_out.items()
             for name in names
         ]
-    if problems:
-        raise UserError(problems)
+    UserError.raise_if_any(problems)
     kept = [one for one in found.combinations if all(one is not other for other in bad)]
     return replace(found, combinations=kept, resolvable=resolvable, left_out=left_out)
 

@@ -179,8 +179,7 @@ def _read_all(place: Path, payload: Mapping[str, Any], newest: Path) -> tuple[li
                     found.append(Snapshot(path, step, facts["weights"], track, averaged, shapes))
                 else:
                     left_out.setdefault("of averages whose settings were changed at a restart", []).append(path.name)
-    if problems:
-        raise CheckpointError(problems)
+    CheckpointError.raise_if_any(problems)
     notes = [f"{what}, left out: {first_few(files, 5)}" for what, files in left_out.items()]
     if not found:
         why = f"({'; '.join(notes)}) " if notes else ""
@@ -204,5 +203,4 @@ def _check_alike(kept: Sequence[Snapshot], payload: Mapping[str, Any]) -> None:
         "training.averaging): move the others to another folder."
         for different, paths in others.items()
     ]
-    if problems:
-        raise CheckpointError(problems)
+    CheckpointError.raise_if_any(problems)

@@ -143,8 +143,7 @@ class Profile(ABC):
                 pickle.dumps(hook)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 problems.append(f"should_update: cannot be pickled ({error}); use a function or a class of a module.")
-        if problems:
-            raise ConfigError([f"average {self.name!r}: {problem}" for problem in problems])
+        ConfigError.raise_if_any([f"average {self.name!r}: {problem}" for problem in problems])
 
     @abstractmethod
     def decay_at(self, done: Any) -> Any:

@@ -66,8 +66,7 @@ def open_systems(
     for open_one in openers:
         with collect_problems(problems):
             sources.append(open_one(spec))
-    if problems:
-        raise DataError(problems)
+    DataError.raise_if_any(problems)
     if not sources:
         raise DataError(f"{where}: is empty. Name at least one folder with type.raw.")
     return sources

@@ -108,8 +108,7 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
     problems += [f"{name}: {text}" for text in inventory.problems()] if not problems else []
     if not starts:
         problems.append(f"{name}: no frames: the file is empty. Leave it out.")
-    if problems:
-        raise DataError(problems)
+    DataError.raise_if_any(problems)
     ends = np.array([*starts, path.stat().st_size], np.int64)
     unread = [p for p, number in spec.num_conditions.items() if not number and p in inventory.read]
     return ExtxyzFile(

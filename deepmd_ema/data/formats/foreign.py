@@ -78,8 +78,7 @@ def _all_frames(name: str, frames: Iterator[StoredFrame], inventory: Inventory) 
             problems += [text if name in text else f"{name}: frame {number}: {text}" for text in error.problems]
         number += 1
     problems += [f"{name}: {text}" for text in inventory.problems()] if not problems else []
-    if problems:
-        raise DataError(problems)
+    DataError.raise_if_any(problems)
     return stored
 
 

@@ -166,8 +166,7 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
                 occurring.update(record.keys())
             if len(problems) >= _MAX_PROBLEMS:
                 raise DataError([*problems, f"{store.path}: the frames after this one were not read."])
-        if problems:
-            raise DataError(problems)
+        DataError.raise_if_any(problems)
         return {"sizes": sizes, "types": sorted(t for t in types if t >= 0), "names": dict(occurring)}
 
     contents = recall_or_find(spec.results, [store.file], about, read_all)
@@ -176,8 +175,7 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
         problems.append(f"{path}: no frames. Leave it out.")
     types = np.array(contents["types"], np.int64)
     index_of = type_table(f"{path}/{_META}", str(path), spec, names, types, problems)
-    if problems:
-        raise DataError(problems)
+    DataError.raise_if_any(problems)
     known = {*LABELS, FPARAM, APARAM, COORD, BOX, _ATYPE, *_DESCRIBE}
     left = [f"{name} in {counted(n, 'frame')}" for name, n in sorted(contents["names"].items()) if name not in known]
     notes = [f"does not read {first_few(left)}"] if left else []

@@ -198,8 +198,7 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     used = _used_in_mixed(sets, problems) if mixed else np.unique(file_types)
     place = f"{store.name}/set.*/{TYPES}.npy" if mixed else f"{store.name}/type.raw"
     index_of = type_table(f"{store.name}/type_map.raw", place, spec, names, used, problems)
-    if problems:
-        raise DataError(problems)
+    DataError.raise_if_any(problems)
     ignored = [name for name, number in spec.num_conditions.items() if not number]
     unread = [name for name in ignored if any(store.has(f"{part}/{name}.npy") for part in set_names)]
     sizes = np.broadcast_to(np.int64(natoms), sum(part.num_frames for part in sets))  # takes no memory
