@@ -186,12 +186,9 @@ def collect_problems(problems: list[str], place: str = "", kind: type[UserError]
 
 def did_you_mean(found: str, known: Sequence[str]) -> str:
     """Return ``Did you mean X? Known: A, B.`` with the close matches of ``found``, or only the known names."""
-    close = get_close_matches(found.lower(), [k.lower() for k in known], n=1, cutoff=0.6)
-    names = ", ".join(known)
-    if not close:
-        return f"Known: {names}."
-    match = next(k for k in known if k.lower() == close[0])
-    return f"Did you mean {match}? Known: {names}."
+    by_lower = {name.lower(): name for name in reversed(known)}
+    close = get_close_matches(found.lower(), list(by_lower), n=1, cutoff=0.6)
+    return "".join(f"Did you mean {by_lower[name]}? " for name in close) + f"Known: {', '.join(known)}."
 
 
 def show_text(text: str, most: int = 60) -> str:
