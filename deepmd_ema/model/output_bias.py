@@ -97,12 +97,6 @@ class FrameEnergies:
         residual = np.concatenate(self._labels) - np.concatenate(self._predicted)
         return residual if change is None else residual - self.counts @ change
 
-    def describe_means(self, change: Array) -> str:
-        """Return the mean residual per atom before and after a change (T,) of the bias, eV."""
-        means = [np.mean(self.residual(moved) / self.num_atoms) for moved in (None, change)]
-        before, after = (f"{round(1000 * mean, 6) + 0.0:.4g}" for mean in means)
-        return f"mean residual {before} meV/atom before, {after} after"
-
 
 @dataclass(frozen=True, eq=False)
 class BiasFit:

@@ -175,7 +175,9 @@ class HybridMuon(GuardedOptimizer):
         directions = [(d * scale).to(d.dtype) for d, scale in zip(directions, vector.scales_in_stacks)]
         if group["magma_muon"]:
             cosines = cosines_of(*means_and_gradients).index_select(0, stacks.order)
-            new["score"] = score = magma_score(cosines, values["score"])
+            low, high = (1 / (1 + math.exp(-x / MAGMA_TEMPERATURE)) for x in (-1, 1))
+            agreement = (torch.sigmoid(cosines / MAGMA_TEMPERATURE) - low) / (high - low)
+            new["score"] = score = MAGMA_MEMORY * values["score"] + (1 - MAGMA_MEMORY) * agreement
             damping = MAGMA_LEAST + (1 - MAGMA_LEAST) * score
             pairs = zip(directions, stacks.matrices)
             directions = [d * damping[chosen].to(d.dtype)[:, None, None] for d, chosen in pairs]
@@ -275,18 +277,6 @@ def cosines_of(means: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
     )
     lengths = lengths * others
     return (product / lengths.clamp(min=TINY)).clamp(-1, 1).to(torch.float32)
-
-
-def magma_score(cosines: Tensor, score: Tensor) -> Tensor:
-    """Return the new score of each matrix: how well its gradient agrees with the mean of gradients.
-
-    Args:
-        cosines: between both, (M,) float32.
-        score: (M,) float32.
-    """
-    low, high = (1 / (1 + math.exp(-x / MAGMA_TEMPERATURE)) for x in (-1, 1))
-    now = (torch.sigmoid(cosines / MAGMA_TEMPERATURE) - low) / (high - low)
-    return MAGMA_MEMORY * score + (1 - MAGMA_MEMORY) * now
 
 
 def newton_schulz(matrices: Tensor, coefficients: Coefficients = MUON) -> Tensor:

@@ -85,7 +85,10 @@ class SOAP(GuardedOptimizer):
             if basis is not None:
                 covariance = values[side].view_as(basis).lerp(factor @ factor.mT, 1 - group["shampoo_beta"])
                 new[side] = covariance.reshape(-1)
-                new[f"{side}_basis"] = (next_basis(covariance, basis) if is_due else basis).reshape(-1)
+                if is_due:  # nearer to eigenvectors, by a step of orthogonal iteration
+                    ridge = RIDGE * covariance.diagonal(dim1=1, dim2=2).mean(1)
+                    basis = torch.linalg.qr(covariance @ basis + ridge[:, None, None] * basis)[0]
+                new[f"{side}_basis"] = basis.reshape(-1)
         return new
 
 
@@ -94,14 +97,3 @@ def rotated(matrices: Tensor, bases: Sequence[Tensor | None]) -> Tensor:
     left, right = bases
     matrices = matrices if left is None else left.mT @ matrices
     return matrices if right is None else matrices @ right
-
-
-def next_basis(covariance: Tensor, basis: Tensor) -> Tensor:
-    """Return bases nearer to eigenvectors, by a step of orthogonal iteration.
-
-    Args:
-        covariance: symmetric, (B, n, n).
-        basis: orthogonal, (B, n, n).
-    """
-    ridge = RIDGE * covariance.diagonal(dim1=1, dim2=2).mean(1)
-    return torch.linalg.qr(covariance @ basis + ridge[:, None, None] * basis)[0]

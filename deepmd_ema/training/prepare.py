@@ -291,8 +291,11 @@ def _fit_bias(task: Task, model: EnergyModel | TaskModel, batches: Iterable[Batc
     if not len(frames):
         return None
     fit = change_bias(frames, before)
-    on = counted(len(frames), "frame")
-    logger.info("output bias%s on %s: %s", words, on, frames.describe_means(fit.bias - before))
+    means = [np.mean(frames.residual(moved) / frames.num_atoms) for moved in (None, fit.bias - before)]
+    logger.info(
+        "output bias%s on %s: mean residual %s meV/atom before, %s after", words, counted(len(frames), "frame"),
+        *(f"{round(1000 * mean, 6) + 0.0:.4g}" for mean in means),
+    )  # fmt: skip
     return fit
 
 

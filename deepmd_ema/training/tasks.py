@@ -62,10 +62,8 @@ class Task:
 
     def next_display_batches(self) -> list[Batch | PackedBatch]:
         """Return the validation batches of the next row of the learning curve, in host memory; maybe none."""
-        shown = self.config.displayed_data
-        if self.display_loader is None or shown is None:
-            return []
-        return [next(self.display_loader) for _ in range(shown.numb_btch)]
+        shown, loader = self.config.displayed_data, self.display_loader
+        return [next(loader) for _ in range(shown.numb_btch)] if loader is not None and shown is not None else []
 
     def frames_of_step(self, back: int) -> list[tuple[str, int]]:
         """Return the origin of the frames of the last step of this task (``back`` 1), or of one before it."""

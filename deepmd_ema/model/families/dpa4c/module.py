@@ -113,7 +113,9 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and their vector-Jacobian product."""
-        species = _species(batch, self.num_types)
+        # the types that neighbors may have
+        all_types = torch.compiler.is_compiling() or len(batch.type_counts) != self.num_types
+        species = [kind for kind in range(self.num_types) if all_types or batch.type_counts[kind]]
         is_apart = self.ops.is_for_cpu or self.interpolation.serves(batch)
         if is_apart and len(species) <= MAX_SPECIES:
             found, vjp = self._invariants_by_species(batch, species)
@@ -235,13 +237,6 @@ class DPA4CDescriptor(EnvironmentDescriptor, UsesOperations):
         parts = higher.split([2 * degree + 1 for degree in range(1, len(widths))], 1)
         moments = [part[..., :width] for part, width in zip(parts, widths[1:])]
         return torch.cat([self.readout(scalar / divisors[:, :1], moments), divisors], 1)
-
-
-def _species(batch: Batch, num_types: int) -> list[int]:
-    """Return the types that neighbors may have."""
-    if torch.compiler.is_compiling() or len(batch.type_counts) != num_types:
-        return list(range(num_types))
-    return [kind for kind, count in enumerate(batch.type_counts) if count]
 
 
 def _of_centres(tables: PairTables, atom_type: Tensor) -> PairTables:

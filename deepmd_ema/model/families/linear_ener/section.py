@@ -20,13 +20,10 @@ from deepmd_ema.model.families.hybrid.section import HybridConfig
 _OF_WHOLE = "the energies of the elements are fitted for the whole model"
 
 
-def _is_weights(value: Any) -> bool:
-    if isinstance(value, str):
-        return value in ("mean", "sum")
-    return len(value) > 0 and all(math.isfinite(v) for v in value)
-
-
-_weights = Check(_is_weights, '"mean", "sum", or a list of numbers, one for each model')
+_weights = Check(
+    lambda v: v in ("mean", "sum") if isinstance(v, str) else len(v) > 0 and all(map(math.isfinite, v)),
+    '"mean", "sum", or a list of numbers, one for each model',
+)
 
 
 @dataclass(frozen=True, kw_only=True)
