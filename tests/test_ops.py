@@ -174,6 +174,13 @@ def test_no_operation_changes_the_gradient_that_it_is_given(name):
         assert torch.equal(grad, before)
 
 
+@pytest.fixture(params=["eager", "compiled"])
+def gathering(request, monkeypatch):
+    """Both ways to gather: a CPU reads rows and adds up in order, a graph or a GPU writes them into slots."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: request.param == "compiled")
+
+
+@pytest.mark.usefixtures("gathering")
 def test_gather_and_sum_do_what_loops_do():
     neighborhood = batch_by_distance("tiny", "open").within(3.2, 12)
     num_atoms, num_slots = neighborhood.neighbor.shape
@@ -312,6 +319,7 @@ def test_silut_bends_where_its_input_is_large():
     close(CPU.activated(z[z < 1], function), CPU.activated(z, function)[z < 1])
 
 
+@pytest.mark.usefixtures("gathering")
 def test_gather_and_sum_can_be_differentiated_twice():
     neighborhood = batch_by_distance("open", natoms=4).within(2.5)
 
@@ -324,6 +332,7 @@ def test_gather_and_sum_can_be_differentiated_twice():
     assert torch.autograd.gradgradcheck(messages, args)
 
 
+@pytest.mark.usefixtures("gathering")
 def test_gathers_without_reverse_slots_are_those_with_them():
     """As in an exported graph, which has no backward pass."""
     neighborhood = batch_by_distance("tiny", "open").within(3.2, 12)
@@ -335,6 +344,25 @@ def test_gathers_without_reverse_slots_are_those_with_them():
         )
 
 
+@pytest.mark.usefixtures("gathering")
+def test_the_gradient_of_a_gather_does_not_depend_on_the_number_of_threads():
+    """It adds up the slots in which an atom is a neighbor, always in one order: a restart is bitwise."""
+    neighbor = torch.randint(64, (512, 40), generator=torch.Generator().manual_seed(0))
+    order = neighbor.flatten().argsort(stable=True)
+    slots = order.split(neighbor.flatten().bincount(minlength=64).tolist())
+    reverse = torch.nn.utils.rnn.pad_sequence(list(slots), batch_first=True, padding_value=neighbor.numel())
+    node, grad, found = torch.zeros(64, 32, requires_grad=True), torch.randn(512, 40, 32) * 1e3, []
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2, 7, 7):
+            torch.set_num_threads(number)
+            found += torch.autograd.grad(gather_neighbors(node, neighbor, reverse), node, grad)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.usefixtures("gathering")
 def test_two_layers_of_messages_go_through_torch_func():
     """The gradient of the forces by a weight: twice through each gather, and the second time through ``torch.func``."""
     neighborhood = batch_by_distance("triclinic", "open").within(3.5)

@@ -1,7 +1,7 @@
 """Maps between atoms and pairs whose sums have a fixed order: no device adds atomically, so a restart is bitwise.
 
 ``neighbor`` names the atom in every slot, ``reverse`` the slots in which an atom is a neighbor. With both, the
-two maps are each other's adjoint, so that either one, its gradient and the gradient of that only read::
+two maps are each other's adjoint, so that on a GPU either one, its gradient and the gradient of that only read::
 
     gather_neighbors(node)[i, k] = node[neighbor[i, k]], 0 where there is none
     sum_over_reverse(pair)[j]    = sum of pair[i, k] over the slots (i, k) that hold j
@@ -20,7 +20,8 @@ from torch import Tensor
 
 def gather_neighbors(node: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
     """Return (A, K, C) from (A, C)."""
-    if not reverse.shape[1]:  # a batch made inside of an exported graph, which has no backward pass
+    # a CPU adds in a fixed order, too; a batch made inside of an exported graph has no backward pass
+    if (node.is_cpu and not torch.compiler.is_compiling()) or not reverse.shape[1]:
         return _rows(node, neighbor)
     # written into the slots instead of read from the atoms: autograd derives a sum over `reverse` from that, while the
     # derivative of node[neighbor] would add atomically. Slots that no atom writes keep 0; the last row is thrown away
