@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_the_old_file(run, tmp_path, monkeypatch):
 
 
 def test_a_missing_folder_and_a_foreign_suffix_are_refused(run, tmp_path):
-    with pytest.raises(CheckpointError, match=r"the folder .*nowhere is not there"):
+    with pytest.raises(UserError, match=r"the folder .*nowhere is not there"):
         freeze(load_model(run[0]), tmp_path / "nowhere" / "m.dp")
     with pytest.raises(UserError, match=r"Write .*m.dp, then `dp convert-backend .*m.dp .*m.savedmodel`"):
         freeze(load_model(run[0]), tmp_path / "m.savedmodel")

@@ -212,7 +212,7 @@ def test_a_curve_without_energies_and_forces_shows_the_loss(tmp_path):
 
 
 def test_a_picture_that_cannot_be_written_is_one_message(run, tmp_path):
-    with pytest.raises(UserError, match=r"x.png: cannot be written \(No such file"):
+    with pytest.raises(UserError, match=r"-o .*x.png: the folder .*missing is not there. Make it"):
         plot_curves([run / "val.log"], tmp_path / "missing" / "x.png")
     with pytest.raises(UserError, match=r"cannot be written.*not supported"):
         plot_curves([run / "val.log"], tmp_path / "x.docx")

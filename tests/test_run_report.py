@@ -346,7 +346,7 @@ def test_without_matplotlib_the_command_that_installs_it_is_named(runs, capsys, 
 def test_a_page_that_cannot_be_written_is_reported_before_the_work(runs, monkeypatch, capsys):
     monkeypatch.setattr("deepmd_ema.report.page._evaluate", lambda *_: pytest.fail("the work was begun"))
     assert main(["report", "run", "-o", "gone/report.html"]) == 2
-    assert "gone/report.html: cannot be written (No such file or directory)" in capsys.readouterr().err
+    assert "-o gone/report.html: the folder gone is not there. Make it, or choose" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,9 @@ TABLE = Kind("a table that begins with #", re.compile(rb"#"))
 CSV = Kind("a table of `dp-ema posthoc`", re.compile(rb"weights,kind,"))
 HTML = Kind("an HTML page", re.compile(rb"\s*<!doctype html", re.IGNORECASE))
 LOG = Kind("a log of dp-ema", re.compile(rb"\[\d{4}-\d\d-\d\d "))
-_COMPILED = rb"PK\x03\x04.{26}[^/]{1,200}/data/aotinductor/"  # the first entry of a package
-MODEL_FILE = Kind(
-    "a frozen model",
-    re.compile(rb"\x89HDF|" + _COMPILED + rb"|.{0,4000}(@class|@version|@variables|software:)", re.DOTALL),
-)
+# HDF5, a package whose first entry is compiled code, or the keys of a tree in YAML
+_MODEL_HEAD = rb"\x89HDF|PK\x03\x04.{26}[^/]{1,200}/data/aotinductor/|.{0,4000}(@class|@version|@variables|software:)"
+MODEL_FILE = Kind("a frozen model", re.compile(_MODEL_HEAD, re.DOTALL))
 # PNG, PDF, PostScript, SVG, JPEG, TIFF of both kinds, WebP, PGF
 PICTURE = Kind("a picture", re.compile(rb"\x89PNG|%PDF|%!PS|<\?xml|\xff\xd8|II\*\0|MM\0\*|RIFF|%% Creator"))
 
@@ -200,8 +198,10 @@ def check_output(path: str | Path, option: str, kind: Kind | None, inputs: Itera
         inputs: files that the command reads.
 
     Raises:
-        UserError: if the system refuses to write, or an input or a file of another kind is there.
+        UserError: if the folder is missing, the system refuses to write, or an input or another kind of file is there.
     """
+    if not (folder := Path(path).parent).is_dir():
+        raise UserError(f"{option} {path}: the folder {folder} is not there. Make it, or choose another {option}.")
     refuse_to_lose(path, option, kind, inputs)
     with suppress(_NotWrittenError), atomic_write(path, f"Or choose another {option}.") as part:
         part.write_bytes(b"x")

@@ -16,10 +16,10 @@ from deepmd_ema.config import choose_head
 from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.outputs import GATHERED_SUFFIX
 from deepmd_ema.data.loader import atoms_at_once, sequential_batches
-from deepmd_ema.distributed.files import MODEL_FILE, check_output, refuse_to_lose
+from deepmd_ema.distributed.files import MODEL_FILE, check_output
 from deepmd_ema.distributed.tensors import prefix_of
 from deepmd_ema.distributed.world import select_device
-from deepmd_ema.errors import CheckpointError, UserError, counted, first_few
+from deepmd_ema.errors import UserError, counted, first_few
 from deepmd_ema.infer.evaluate import first_frames, open_labelled
 from deepmd_ema.infer.load import FROZEN_SUFFIXES, LoadedModel, ModelFile, load_models
 from deepmd_ema.interop import dp
@@ -230,11 +230,7 @@ def _target(loaded: LoadedModel, model: str | Path, output: str | Path | None) -
     if path.suffix.lower() not in known:
         more = "" if frozen else " `dp-ema freeze` makes a .dp file of it."
         raise UserError(f"-o {path}: expected a name that ends in {' or '.join(known)}, as {source} does.{more}")
-    if not path.parent.is_dir():
-        raise CheckpointError(f"-o {path}: the folder {path.parent} is not there. Make it, or choose another -o.")
-    if frozen:
-        check_output(path, "-o", MODEL_FILE, [source])
-    else:
+    if not frozen:
         checkpoint.refuse_to_replace(path, "-o")
-        refuse_to_lose(path, "-o", None, [source])
+    check_output(path, "-o", MODEL_FILE if frozen else None, [source])
     return path

@@ -17,7 +17,7 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.distributed.files import MODEL_FILE, check_output, refuse_to_lose
+from deepmd_ema.distributed.files import MODEL_FILE, check_output
 from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import CheckpointError, UserError, command, counted
 from deepmd_ema.infer.load import COMPILED_SUFFIX, LoadedModel, ModelFile, load_model, load_models
@@ -91,9 +91,8 @@ def convert(file: ModelFile, output: str | Path, for_deepmd: bool = False, progr
         raise UserError(f"OUT {path}: expected a name that ends in {', '.join(SUFFIXES)} or {WEIGHTS}.")
     if path.suffix.lower() != WEIGHTS:
         return freeze(loaded, path, "OUT", program=program)
-    _check_folder(path, "OUT")
     checkpoint.refuse_to_replace(path, "OUT")
-    refuse_to_lose(path, "OUT", None, [info.path])
+    check_output(path, "OUT", None, [info.path])
 
     def read_back(part: Path) -> None:
         back = load_models(part).models
@@ -152,7 +151,6 @@ def freeze(
         raise UserError(f"{option} {path}: dp-ema writes files. Write {frozen}, then `{line}` with DeePMD-kit.")
     if path.suffix not in (*SUFFIXES, *deepmd_kit.SUFFIXES):
         path = path.with_name(f"{path.name}.dp")
-    _check_folder(path, option)
     check_output(path, option, MODEL_FILE, [info.path])
     only_here, compiled = _only_here(path, loaded.model, loaded.config), path.suffix == COMPILED_SUFFIX
     _refuse_options(path, device, compress, program)
@@ -242,7 +240,6 @@ def compress(source: Path, target: Path, device: str | None = None, program: str
         return freeze(load_model(source), target, device=device, compress=True, program=program).text()
     _refuse_options(target, device, None, program)
     check_output(target, "-o", MODEL_FILE, [source])
-    _check_folder(target, "-o")
     kit = deepmd_kit.find_deepmd_kit(target, program)
     flag = "--pt" if target.suffix.lower() == ".pth" else "--pt-expt"
     kit.write([flag, "compress", "-i", str(source.absolute()), "-o", "{}"], target)
@@ -359,8 +356,3 @@ def _made_up_frames(model: EnergyModel, config: ModelConfig, smallest: float) ->
         for cell in (box, None)
     ]
     return collate(frames, model.layout).to(model.out_bias.device)
-
-
-def _check_folder(path: Path, option: str) -> None:
-    if not path.parent.is_dir():
-        raise CheckpointError(f"{path}: the folder {path.parent} is not there. Make it, or choose another {option}.")
