@@ -4,10 +4,12 @@ import numpy as np
 import torch
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.config.labels import LABELS
+from deepmd_ema.config.labels import LABELS, WEIGHTS
+
+COMPARED = tuple(name for name in LABELS if name not in WEIGHTS)
 
 
-def flat_batch(frames, num_types=2, names=tuple(LABELS)):
+def flat_batch(frames, num_types=2, names=COMPARED):
     """Return the batch of ``frames``: dicts with ``types``, ``box`` (or None) and labels by name; atoms sorted by type.
 
     ``names`` are the labels that the batch has; a frame without one of them has zeros there.
@@ -50,7 +52,7 @@ def join(frames, name, order):
     return np.concatenate(parts)[order] if LABELS[name].per_atom else np.concatenate(parts)
 
 
-def random_frame(rng, natoms, box=None, names=tuple(LABELS), **more):
+def random_frame(rng, natoms, box=None, names=COMPARED, **more):
     """Return a frame with random types and labels."""
     frame = {"types": rng.integers(0, 2, natoms), "box": box}
     labels = {name: rng.normal(size=LABELS[name].shape_in_frame(natoms)) for name in names}
@@ -62,4 +64,4 @@ def random_frame(rng, natoms, box=None, names=tuple(LABELS), **more):
 def predicted(frames, batch):
     """Return the numbers of ``frames`` in the order of ``batch``, as if a model had predicted them."""
     order = batch.atom_order.numpy()
-    return {n: torch.tensor(join(frames, n, order)) for n in LABELS if n != "atom_pref"}
+    return {n: torch.tensor(join(frames, n, order)) for n in COMPARED if n != "atom_pref"}

@@ -15,6 +15,11 @@ VIRIAL = "virial"
 ATOM_ENERGY = "atom_energy"
 ATOM_PREF = "atom_pref"
 HESSIAN = "hessian"
+WEIGHT = "weight"
+ENERGY_WEIGHT = "energy_weight"
+FORCE_WEIGHT = "force_weight"
+VIRIAL_WEIGHT = "virial_weight"
+WEIGHTS = (WEIGHT, ENERGY_WEIGHT, FORCE_WEIGHT, VIRIAL_WEIGHT)  # of a frame in the loss, no targets
 # keys of conditions: what an energy depends on beside positions and elements
 FPARAM = "fparam"  # (F, P) frame parameters, any unit
 APARAM = "aparam"  # (A, Q) atomic parameters, any unit
@@ -114,6 +119,7 @@ _DECLARED = (
     Label(ATOM_PREF, "pf", "", ("atom_pref", "atomic_pref"), per_atom=True),  # a weight, no target
     # second derivatives of the energy by the coordinates, x y z of the first atom, of the second, ...
     Label(HESSIAN, "h", "eV/angstrom^2", ("hessian",), per_pair=True, errors=(_HESSIAN_ERROR,)),
+    *(Label(name, "", "", (name,)) for name in WEIGHTS),
 )
 LABELS = {label.name: label for label in _DECLARED}
 QUANTITIES = {quantity.name: quantity for label in LABELS.values() for quantity in label.errors}

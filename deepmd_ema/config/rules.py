@@ -123,6 +123,9 @@ def _lkf(run: RunConfig) -> Violations:
         text = f" = {training.accumulate}: LKF updates weights with each batch. Use 1, or another optimizer."
         yield "training.accumulate", text
     for task in run.tasks.values():
+        if task.data.training_data.frame_weights:
+            path = f"{task.place('training')}.training_data.frame_weights"
+            yield path, " = true: LKF does not weigh frames. Set it to false, or choose another optimizer."
         path, loss = task.place("loss"), task.loss
         for name in (f"{when}_pref_{term}" for term in ("v", "ae", "pf", "h") for when in ("start", "limit")):
             if getattr(loss, name):

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS
+from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, WEIGHTS
 from deepmd_ema.data.formats.discover import split_address
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.foreign import stored_parts
@@ -129,7 +129,7 @@ def _read(
 ) -> tuple[list[_Labelled], list[str]]:
     """Return the frames with energies or forces of all files, and remarks on each file."""
     frames, lines, problems, num_empty = list[_Labelled](), list[str](), list[str](), 0
-    wanted = (*LABELS, FPARAM, APARAM) if predict is None else (FPARAM, APARAM)
+    wanted = (*LABELS, FPARAM, APARAM) if predict is None else (FPARAM, APARAM, *WEIGHTS)
     for given in inputs:
         with collect_problems(problems):
             # numbers are unique, as each part adds a line or more

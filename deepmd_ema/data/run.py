@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
+from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL, WEIGHTS
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.check_cache import recall_or_find
@@ -60,7 +60,8 @@ def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> di
     """
     data, problems = dict[str, TaskData](), list[str]()
     for name, task in config.tasks.items():
-        spec = ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels))))
+        weights = WEIGHTS if task.data.training_data.frame_weights else ()
+        spec = ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels, *weights))))
         spec = replace(spec, results=results[name] if results is not None else None)
         data[name] = TaskData([], [])
         for section, sources in zip(_SECTIONS, data[name]):
@@ -240,7 +241,7 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
             one without problems is added. None to check the data always.
     """
     model, descriptor, bridging = task.model, task.model.descriptor, task.model.bridging
-    chosen = task.data.training_data.min_pair_dist
+    chosen, weighted = task.data.training_data.min_pair_dist, task.data.training_data.frame_weights
     # frames in which atoms are closer than a larger min_pair_dist are left out
     least = min(chosen or math.inf, MIN_DISTANCE if bridging is None else MIN_BRIDGED_DISTANCE)
     report: DataReport | None = None
@@ -248,6 +249,19 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
     def check() -> dict[str, Any]:
         nonlocal report
         report = check_systems(*data, model.type_map, descriptor, task.loss.labels, least, task=task.name)
+        option = f"task {task.name}: " * bool(task.name) + f"{task.place('training')}.training_data.frame_weights"
+        having = [source.name for source in data.train if set(WEIGHTS) & {*source.unread}]
+        if having:
+            report.notes.append(
+                f"{option} is false: the weights of frames in {len(having)} of "
+                f"{counted(len(data.train), 'system')} (first: {having[0]}) are not used"
+            )
+        if weighted and not any(scan.label_frames.get(name) for scan in report.training for name in WEIGHTS):
+            names = ", ".join(f"set.*/{name}.npy" for name in WEIGHTS)
+            report.warnings.append(
+                f"{option} is true, and no training frame has a weight: all count alike. Expected weight or "
+                f"config_weight in extended XYZ, or {names}."
+            )
         nearest = report.neighbors.min_distance if report.neighbors is not None else math.inf
         if bridging is not None and max(chosen, nearest) < bridging.inner:  # distances are clamped to a constant
             report.warnings.append(
@@ -264,7 +278,7 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
         "parts": [source.frames.tolist() for source in sources if isinstance(source, FrameSubset)],
         "validation": len(data.valid),
         "read": [list(model.type_map), fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam],
-        "labels": list(task.loss.labels),
+        "labels": [*task.loss.labels, *WEIGHTS * weighted],
         "cutoff": descriptor.cutoff,
         "neighbors": [descriptor.neighbors_option, descriptor.neighbors],
         "inner": list(descriptor.inner_neighbors()) if isinstance(descriptor, HasInnerNeighbors) else None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from deepmd_ema.config.labels import APARAM, FPARAM, LABELS
+from deepmd_ema.config.labels import APARAM, FPARAM, LABELS, WEIGHTS
 from deepmd_ema.geometry import Array
 
 if TYPE_CHECKING:
@@ -86,6 +86,12 @@ class ReadSpec:
         """Number of values of ``fparam`` per frame and of ``aparam`` per atom; 0 where the model takes none."""
         return {FPARAM: self.numb_fparam, APARAM: self.numb_aparam}
 
+    @property
+    def ignored(self) -> list[str]:
+        """Parameters that the model does not take, and weights of frames that are not used."""
+        parameters = [name for name, number in self.num_conditions.items() if not number]
+        return parameters + [name for name in WEIGHTS if name not in self.labels]
+
     @classmethod
     def of_model(cls, model: ModelConfig, labels: Sequence[str]) -> ReadSpec:
         """Return the specification for the section ``model``: ``labels`` and its conditions."""
@@ -127,7 +133,7 @@ class FrameSource(ABC):
     Attributes:
         name: path of the frames, for messages.
         frame_sizes: (num_frames,) integers: atoms of each frame as stored, virtual atoms included.
-        unread: frame and atomic parameters that are stored, and that the model does not take.
+        unread: parameters that are stored and that the model does not take, and weights of frames that are not used.
         notes: remarks for the user on how the frames are read: units, signs, and arrays that are left out.
         kinds: kind of calculation of each frame, empty where it has no name; None if the format knows none.
         is_slow: whether reading a frame takes so long that even small ones are worth keeping.

@@ -11,12 +11,26 @@ from torch import Tensor
 from torch.nn.functional import huber_loss, l1_loss, mse_loss
 
 from deepmd_ema.batch import Batch, PackedBatch
-from deepmd_ema.config.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, HESSIAN, LABELS, VIRIAL
+from deepmd_ema.config.labels import (
+    ATOM_ENERGY,
+    ATOM_PREF,
+    ENERGY,
+    ENERGY_WEIGHT,
+    FORCE,
+    FORCE_WEIGHT,
+    HESSIAN,
+    LABELS,
+    VIRIAL,
+    VIRIAL_WEIGHT,
+    WEIGHT,
+)
 from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.distributed.tensors import on_device
 from deepmd_ema.distributed.world import World
 
 # F frames, A atoms, T terms
+
+_WEIGHT_OF = {ENERGY: ENERGY_WEIGHT, FORCE: FORCE_WEIGHT, VIRIAL: VIRIAL_WEIGHT}
 
 
 class EnergyLoss:
@@ -29,6 +43,12 @@ class EnergyLoss:
     Means run over the frames of the batch that have the label, forces and atomic energies pooled over their atoms; that
     of a Hessian is taken in its frame first, so that large frames, with the square of the numbers, do not outweigh. A
     frame without the label adds nothing to the sum and nothing to the count; a batch without it adds zero.
+
+    Weights of frames, where a batch holds them, multiply what frames add to the sums and not the counts, as in MACE's
+    losses: with the errors x of the N frames that have the label, a term is ``1 / N * sum_f weight_f * term_weight_f *
+    x_f``, where ``term_weight`` is ``energy_weight``, ``force_weight`` (also of ``pf``) or ``virial_weight``, 1 for the
+    other terms and where a frame has no weight. What a frame adds to the gradient hence does not depend on the weights
+    of the frames beside it. Displayed errors are without weights, but for ``rmse``, the root of the loss.
 
     On several ranks the means run over the frames of all of them, so that the loss is that of one process with all
     these frames. A rank differentiates its own share times the number of ranks, because ranks average their gradients:
@@ -130,23 +150,25 @@ class EnergyLoss:
 
     def _per_frame(self, name: str, delta: float, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
         """Return the sums of a quantity (F, ...) that grows with the number of atoms."""
-        found, (label, has_label) = prediction[name], _label(batch, name)
-        once, rows, error = has_label / batch.num_atoms, has_label.sum(), _of_rows(self._size(found, label))
+        found, (label, has_label, weight) = prediction[name], _label(batch, name)
+        shown_once, rows, error = has_label / batch.num_atoms, has_label.sum(), _of_rows(self._size(found, label))
+        once = shown_once if weight is has_label else weight / batch.num_atoms
         if self._mae:
             value = torch.dot(once, error)
-            return _Sums(value, value, rows)
-        twice = once / batch.num_atoms
-        shown = torch.dot(twice, error)
+            return _Sums(value, value if once is shown_once else torch.dot(shown_once, error), rows)
+        shown = torch.dot(shown_once / batch.num_atoms, error)
         if self._huber:
             per_atom = (found - label) / batch.num_atoms.view(-1, *[1] * (found.dim() - 1))
-            value = torch.dot(has_label, _of_rows(self._huber(per_atom, torch.zeros_like(per_atom), delta=delta)))
+            value = torch.dot(weight, _of_rows(self._huber(per_atom, torch.zeros_like(per_atom), delta=delta)))
+        elif self.config.intensive_ener_virial:
+            value = shown if once is shown_once else torch.dot(once / batch.num_atoms, error)
         else:
-            value = shown if self.config.intensive_ener_virial else torch.dot(once, error)
+            value = torch.dot(once, error)
         return _Sums(value, shown, rows)
 
     def _per_atom(self, name: str, delta: float, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
         """Return the sums of forces or of atomic energies."""
-        found, label, has_label = self._compared(name, prediction, batch)
+        found, label, has_label, weight = self._compared(name, prediction, batch)
         # the displayed mean square stays one of components, also when the norm is what is trained
         shown = self._size(found, label)
         if name == FORCE and self.config.f_use_norm:
@@ -154,38 +176,43 @@ class EnergyLoss:
             label = torch.zeros_like(found)
             shown = found if self._mae else shown
         value = self._huber(found, label, delta=delta) if self._huber else shown
-        return _sums(value, shown, has_label[batch.atom_frame])
+        rows = has_label[batch.atom_frame]
+        return _sums(value, shown, rows, rows if weight is has_label else weight[batch.atom_frame])
 
     def _weighted_force(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
-        found, label, has_force = self._compared(FORCE, prediction, batch)
-        pref, has_label = _label(batch, ATOM_PREF)
+        found, label, has_force, weight = self._compared(FORCE, prediction, batch)
+        pref, has_label, _ = _label(batch, ATOM_PREF)
         if self.config.use_default_pf:
             pref = pref.where(has_label[batch.atom_frame] > 0, 1.0)
             has_label = torch.ones_like(has_label)
         value = pref * _of_rows(self._size(found, label))
-        return _sums(value, value, (has_label * has_force)[batch.atom_frame])
+        rows = (has_label * has_force)[batch.atom_frame]
+        return _sums(value, value, rows, rows if weight is has_force else (has_label * weight)[batch.atom_frame])
 
-    def _compared(self, name: str, prediction: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return predicted and labelled values of a quantity of atoms, and which frames have the label."""
-        found, (label, has_label) = prediction[name], _label(batch, name)
+    def _compared(
+        self, name: str, prediction: Mapping[str, Tensor], batch: Batch
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return predicted and labelled values of a quantity of atoms, which frames have the label, and weights."""
+        found, (label, has_label, weight) = prediction[name], _label(batch, name)
         if name == FORCE and self.config.relative_f is not None:
             found = (found - label) / (torch.linalg.vector_norm(label, dim=1, keepdim=True) + self.config.relative_f)
             label = torch.zeros_like(found)
-        return found, label, has_label
+        return found, label, has_label, weight
 
     def _hessian(self, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
-        label, has_label = _label(batch, HESSIAN)
+        label, has_label, weight = _label(batch, HESSIAN)
         if HESSIAN not in prediction:
             nothing = torch.zeros_like(has_label)
-            return _sums(nothing, nothing, nothing)
+            return _sums(nothing, nothing, nothing, nothing)
         size = self._size(prediction[HESSIAN], label)
         mean = torch.stack([one.mean() for one in size.split([LABELS[HESSIAN].num_rows(n) for n in batch.sizes])])
-        return _sums(mean, mean, has_label)
+        return _sums(mean, mean, has_label, weight)
 
 
 def constant_prediction(batch: Batch, bias: Tensor) -> dict[str, Tensor]:
     """Return the prediction without forces in which each atom of type t has the energy ``bias[t]`` (T,), in eV."""
-    nothing = {name: torch.zeros_like(_label(batch, name)[0]) for name in LABELS if name != HESSIAN}
+    names = (name for name, label in LABELS.items() if label.errors and name != HESSIAN)
+    nothing = {name: torch.zeros_like(_label(batch, name)[0]) for name in names}
     return {**nothing, ENERGY: nothing[ENERGY].index_add(0, batch.atom_frame, bias[batch.atom_type])}
 
 
@@ -240,10 +267,10 @@ class _Sums(NamedTuple):
     rows: Tensor
 
 
-def _sums(value: Tensor, shown: Tensor, weight: Tensor) -> _Sums:
-    """Return the sums of ``value`` and ``shown`` (n, ...) over the rows of weight 1 instead of 0."""
-    total = torch.dot(weight, _of_rows(value))
-    return _Sums(total, total if shown is value else torch.dot(weight, _of_rows(shown.detach())), weight.sum())
+def _sums(value: Tensor, shown: Tensor, has_label: Tensor, weight: Tensor) -> _Sums:
+    """Return the sums of ``value`` times ``weight``, and of ``shown`` (n, ...), over the rows with a label."""
+    total, is_same = torch.dot(weight, _of_rows(value)), shown is value and weight is has_label
+    return _Sums(total, total if is_same else torch.dot(has_label, _of_rows(shown.detach())), has_label.sum())
 
 
 def _of_rows(values: Tensor) -> Tensor:
@@ -251,13 +278,20 @@ def _of_rows(values: Tensor) -> Tensor:
     return values if values.dim() == 1 else values.mean(1)
 
 
-def _label(batch: Batch, name: str) -> tuple[Tensor, Tensor]:
-    """Return a label and, per frame, whether the frame has it; zeros if the batch does not hold the label."""
+def _label(batch: Batch, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a label and, per frame, whether the frame has it, 1 or 0, and its weight in the loss, 0 without the label.
+
+    Without the label in the batch all are zeros; without weights in the batch the last two are one tensor.
+    """
     if name in batch.labels:
-        return batch.labels[name], batch.has_label[name]
+        weight = has_label = batch.has_label[name]
+        for one in (WEIGHT, _WEIGHT_OF.get(name, "")):
+            if one in batch.labels:
+                weight = weight * batch.labels[one].where(batch.has_label[one] > 0, 1.0)
+        return batch.labels[name], has_label, weight
     has_label = torch.zeros(batch.num_frames, dtype=torch.float64, device=batch.num_atoms.device)
     label = LABELS[name]
     rows = len(batch.atom_type if label.per_atom else has_label)
     if label.per_pair:
         rows = sum(map(label.num_rows, batch.sizes))
-    return has_label.new_zeros(()).expand(rows, *label.shape), has_label
+    return has_label.new_zeros(()).expand(rows, *label.shape), has_label, has_label

@@ -90,6 +90,11 @@ class TrainingDataConfig(_Data):
         doc="Frames with two atoms closer than this are left out of training. 0 leaves none out; atoms closer than 0.3 "
         "angstrom are then an error.",
     )
+    frame_weights: bool = option(
+        False,
+        doc="Whether weights of frames that the data have multiply their terms of the loss: `weight` all of them, "
+        "`energy_weight`, `force_weight` and `virial_weight` one. Only in dp-ema.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

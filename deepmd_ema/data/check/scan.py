@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
+from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL, WEIGHTS
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place, rows_per
 from deepmd_ema.geometry import Array, frame_faults
 
@@ -142,6 +142,8 @@ def _faults_of(chunk: Chunk, rcut: float) -> Iterator[tuple[int, str, str, str]]
     exists, reported = (chunk.types >= 0)[:, :, None], set[int]()
     for name, array in chunk.arrays.items():
         bad, per = ~(np.abs(array) <= _MAX_NUMBER), rows_per(name)
+        if name in WEIGHTS:
+            bad |= array < 0
         if not bad.any():
             continue
         if per == "pair":
@@ -153,7 +155,8 @@ def _faults_of(chunk: Chunk, rcut: float) -> Iterator[tuple[int, str, str, str]]
             first = tuple(np.argwhere(bad[k])[0])
             atom = "" if per == "frame" else f" at atom {first[0] // 3 if per == 'pair' else first[0]}"
             value = f"{array[k][first]:g}{atom}"
-            yield k, name, "finite", f"{value}. Expected finite numbers; remove the frame or compute it again."
+            expected = f"Expected finite numbers{' from 0' * (name in WEIGHTS)}; remove the frame or compute it again."
+            yield k, name, "finite", f"{value}. {expected}"
             reported |= {k} if name in (COORD, BOX) else set()
     box = chunk.arrays[BOX].reshape(-1, 3, 3) if BOX in chunk.arrays else None
     coord = np.where(exists, chunk.arrays[COORD], 0.0)

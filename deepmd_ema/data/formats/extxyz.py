@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.labels import ATOM_ENERGY, FORCE, VIRIAL
+from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY_WEIGHT, FORCE, FORCE_WEIGHT, VIRIAL, VIRIAL_WEIGHT, WEIGHT
 from deepmd_ema.data.formats.properties import (
     KIND_NAMES,
     Inventory,
@@ -27,7 +27,11 @@ from deepmd_ema.geometry import Array
 
 XYZ_SUFFIXES = (".xyz", ".extxyz")
 _MAX_PROBLEMS = 5  # of one file
-_WRITTEN_NAMES = {COORD: "pos", FORCE: "forces", ATOM_ENERGY: "energies"}  # as ASE names them; others have their own
+# as ASE and MACE name them; others have their own
+_WRITTEN_NAMES = {
+    COORD: "pos", FORCE: "forces", ATOM_ENERGY: "energies", ENERGY_WEIGHT: "config_energy_weight",
+    FORCE_WEIGHT: "config_forces_weight", VIRIAL_WEIGHT: "config_virials_weight",
+}  # fmt: skip
 _SPECIAL = ("lattice", "properties", "pbc")  # names that may have capital letters
 _PLAIN = "species:S:1:pos:R:3"  # columns where a file does not say
 # what a comment line consists of: words, and names with a value that may be quoted or in brackets
@@ -94,7 +98,8 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
         DataError: with the first problems of the file, each with its frame.
     """
     name = str(path) + "#" * bool(given) + ",".join(f"{what}={key}" for what, key in given.items())
-    inventory, starts, sizes, kinds, problems = Inventory(given), list[int](), list[int](), list[str](), list[str]()
+    inventory = Inventory(given, takes_weights=WEIGHT in spec.labels)
+    starts, sizes, kinds, problems = list[int](), list[int](), list[str](), list[str]()
     for start, block in blocks(path):
         with collect_problems(problems, f"{name}: frame {len(starts)} (from 0): "):
             stored = read_block(block)
@@ -110,7 +115,7 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
         problems.append(f"{name}: no frames: the file is empty. Leave it out.")
     DataError.raise_if_any(problems)
     ends = np.array([*starts, path.stat().st_size], np.int64)
-    unread = [p for p, number in spec.num_conditions.items() if not number and p in inventory.read]
+    unread = [name for name in spec.ignored if name in inventory.read or name in inventory.unused]
     return ExtxyzFile(
         name, np.array(sizes, np.int64), unread, inventory.lines(), kinds,
         path=path, spec=spec, starts=ends, inventory=inventory,

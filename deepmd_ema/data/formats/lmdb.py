@@ -179,7 +179,7 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     known = {*LABELS, FPARAM, APARAM, COORD, BOX, _ATYPE, *_DESCRIBE}
     left = [f"{name} in {counted(n, 'frame')}" for name, n in sorted(contents["names"].items()) if name not in known]
     notes = [f"does not read {first_few(left)}"] if left else []
-    unread = tuple(p for p, number in spec.num_conditions.items() if not number and p in contents["names"])
+    unread = tuple(name for name in spec.ignored if name in contents["names"])
     return LmdbFile(str(path), sizes, unread, notes, store=store, spec=spec, index_of=index_of)
 
 

@@ -10,7 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, FPARAM, HESSIAN, VIRIAL
+from deepmd_ema.config.labels import (
+    APARAM,
+    ATOM_ENERGY,
+    ATOM_PREF,
+    ENERGY,
+    ENERGY_WEIGHT,
+    FORCE,
+    FORCE_WEIGHT,
+    FPARAM,
+    HESSIAN,
+    VIRIAL,
+    VIRIAL_WEIGHT,
+    WEIGHT,
+    WEIGHTS,
+)
 from deepmd_ema.data.source import Frame, ReadSpec, rows_per
 from deepmd_ema.errors import DataError, counted, did_you_mean, first_few, show_text
 from deepmd_ema.geometry import Array
@@ -27,6 +41,10 @@ _NAMES = {
     HESSIAN: ("hessian",),
     FPARAM: ("fparam",),
     APARAM: ("aparam",),
+    WEIGHT: ("weight", "config_weight"),  # of GPUMD, and those of MACE
+    ENERGY_WEIGHT: ("energy_weight", "config_energy_weight"),
+    FORCE_WEIGHT: ("force_weight", "forces_weight", "config_forces_weight"),
+    VIRIAL_WEIGHT: ("virial_weight", "config_virials_weight", "config_stress_weight"),
 }
 KIND_NAMES = ("config_type", "group")  # under which files name the kind of calculation of a frame
 _ORIGIN = re.compile(r"^(ref|reference|dft|qm|target)[_-]")
@@ -63,17 +81,21 @@ class Inventory:
 
     Attributes:
         given: chosen by the user: label, ``stress``, ``fparam`` or ``aparam`` to the name in the file.
+        takes_weights: whether weights of frames are read.
         num_frames: frames seen.
         read: by what is read, the number of frames that have it under each name.
         left: number of frames that have each name that is not read.
         other: further remarks, with the number of frames they are about; 0 of the whole file.
+        unused: weights of frames that are not read.
     """
 
     given: Mapping[str, str] = field(default_factory=dict)
+    takes_weights: bool = True
     num_frames: int = 0
     read: dict[str, Counter[str]] = field(default_factory=dict)
     left: Counter[str] = field(default_factory=Counter)
     other: Counter[str] = field(default_factory=Counter)
+    unused: set[str] = field(default_factory=set)
     _sources: dict[tuple[frozenset[str], frozenset[str]], dict[str, str]] = field(default_factory=dict, repr=False)
 
     def sources(self, frame: StoredFrame) -> dict[str, str]:
@@ -97,6 +119,9 @@ class Inventory:
                 known = [name for name in stored if plain[name] in names]
                 if what == ENERGY and not known:
                     known = [name for name in stored if plain[name] == _FREE]
+            if known and what in WEIGHTS and not self.takes_weights and what not in self.given:
+                self.unused.add(what)
+                continue
             if len(known) > 1:
                 raise DataError(f"{what} may be {' or '.join(known)}. {_SAY_WHICH.format(what, known[0])}")
             if known:
@@ -206,7 +231,7 @@ def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection
         natoms = len(frame.symbols)
         size, expected = {
             VIRIAL: ((6, 9), "9 (3x3) or 6 (xx, yy, zz, yz, xz, xy)"),
-            ENERGY: ((1,), "one for the frame"),
+            **dict.fromkeys((ENERGY, *WEIGHTS), ((1,), "one for the frame")),
             HESSIAN: ((9 * natoms**2,), f"{9 * natoms**2} for {counted(natoms, 'atom')}: (3 N)^2"),
         }.get(label, ((values.size,), ""))
         if values.size not in size:
@@ -215,7 +240,7 @@ def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection
             values = values[_VOIGT]
         if what == STRESS and frame.box is not None:
             values = -abs(float(np.linalg.det(frame.box))) * values
-        arrays[label] = values.reshape(()) if label == ENERGY else values
+        arrays[label] = values.reshape(()) if label in (ENERGY, *WEIGHTS) else values
     return arrays
 
 

@@ -199,8 +199,7 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     place = f"{store.name}/set.*/{TYPES}.npy" if mixed else f"{store.name}/type.raw"
     index_of = type_table(f"{store.name}/type_map.raw", place, spec, names, used, problems)
     DataError.raise_if_any(problems)
-    ignored = [name for name, number in spec.num_conditions.items() if not number]
-    unread = [name for name in ignored if any(store.has(f"{part}/{name}.npy") for part in set_names)]
+    unread = [name for name in spec.ignored if any(store.has(f"{part}/{name}.npy") for part in set_names)]
     sizes = np.broadcast_to(np.int64(natoms), sum(part.num_frames for part in sets))  # takes no memory
     is_slow = any(array.load is not None for part in sets for array in part.arrays.values())
     return DeepmdSystem(

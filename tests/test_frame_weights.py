@@ -1,0 +1,276 @@
+"""Weights of frames: read from every format, and in every form of a batch what single frames summed up give."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from flat_batches import COMPARED, flat_batch, predicted, random_frame
+from helpers import open_data, tiny_input, write_system
+from parallel_runs import train as train_ranks
+from test_accumulate import LOSSES
+from test_data_lmdb import toy_records, write_lmdb
+from test_data_npy import to_hdf5
+from test_parallel import STAGES, assert_near
+from test_train import load
+
+from deepmd_ema import cli
+from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.config.labels import WEIGHT, WEIGHTS
+from deepmd_ema.config.schema.optim import EnerLossConfig as Config
+from deepmd_ema.data.collate import collate
+from deepmd_ema.data.convert import convert_data
+from deepmd_ema.distributed.world import World
+from deepmd_ema.model.dummy_atoms import pad
+from deepmd_ema.training.loss import EnergyLoss, LossOverBatches
+from deepmd_ema.training.run import run_training
+
+SAME_MATH = 1e-12
+OF_TERM = {"e": "energy_weight", "f": "force_weight", "pf": "force_weight", "v": "virial_weight"}
+LABEL_OF = {"e": "energy", "f": "force", "pf": "force", "v": "virial", "ae": "atom_energy", "h": "hessian"}
+
+
+def weighted_frames():
+    """Return frames of four sizes with some of the weights, and predictions for them."""
+    rng = np.random.default_rng(3)
+    sizes, kept = (2, 7, 4, 3), (WEIGHTS, (WEIGHT,), (), ("energy_weight", "virial_weight"))
+    labelled = [random_frame(rng, n) | {name: rng.uniform(0, 3) for name in own} for n, own in zip(sizes, kept)]
+    del labelled[1]["energy"], labelled[2]["force"]
+    labelled[3]["weight"] = 0.0
+    return labelled, [random_frame(rng, n, types=f["types"]) for n, f in zip(sizes, labelled)]
+
+
+def evaluated(loss, labelled, guess, names=(*COMPARED, *WEIGHTS)):
+    batch = flat_batch(labelled, names=names)
+    prediction = {k: v.requires_grad_() for k, v in predicted(guess, batch).items()}
+    return batch, prediction, loss(prediction, batch, 7e-4)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_is_the_weighted_sum_of_single_frames_over_the_number_that_has_the_label(name):
+    labelled, guess = weighted_frames()
+    config, expected = Config(**LOSSES[name]), 0.0
+    loss = EnergyLoss(config, 1e-3, World())
+    batch, prediction, (total, shown) = evaluated(loss, labelled, guess)
+    gradients = {"energy": np.zeros(len(labelled)), "force": [np.zeros((len(f["types"]), 3)) for f in labelled]}
+    for term in loss.terms:
+        zeros = {f"{at}_pref_{other}": 0.0 for other in loss.terms if other != term for at in ("start", "limit")}
+        own = EnergyLoss(Config(**{**vars(config), **zeros}), 1e-3, World())
+        having = [k for k, f in enumerate(labelled) if LABEL_OF[term] in f]
+        per_atom = LABEL_OF[term] in ("force", "atom_energy")
+        rows = [len(labelled[k]["types"]) if per_atom else 1 for k in having]
+        for k, number in zip(having, rows):
+            weight = labelled[k].get("weight", 1.0) * labelled[k].get(OF_TERM.get(term), 1.0) * number / sum(rows)
+            alone, values, (of_frame, _) = evaluated(own, [labelled[k]], [guess[k]], COMPARED)
+            of_frame.backward()
+            expected += weight * of_frame.item()
+            if values["energy"].grad is not None:
+                gradients["energy"][k] += weight * values["energy"].grad.item()
+            if values["force"].grad is not None:
+                gradients["force"][k] += weight * alone.in_file_order(values["force"].grad).numpy()
+    assert total.item() == pytest.approx(expected, rel=SAME_MATH)
+    total.backward()
+    np.testing.assert_allclose(prediction["energy"].grad, gradients["energy"], rtol=SAME_MATH)
+    forces = batch.in_file_order(prediction["force"].grad)
+    np.testing.assert_allclose(forces, np.concatenate(gradients["force"]), rtol=SAME_MATH, atol=1e-14)
+    plain = evaluated(loss, labelled, guess, COMPARED)[2][1]
+    for key in shown.keys() - {"rmse"}:
+        assert shown[key].item() == pytest.approx(plain[key].item(), rel=SAME_MATH), "displayed errors have no weights"
+    assert shown["rmse"].item() == pytest.approx(np.sqrt(expected), rel=SAME_MATH)
+
+
+def test_squared_errors_follow_the_formula():
+    labelled, guess = weighted_frames()
+    total = evaluated(EnergyLoss(Config(start_pref_v=2, limit_pref_v=2), 7e-4, World()), labelled, guess)[2][0].item()
+    energy, force, virial, atoms = [], [], [], 0
+    for f, g in zip(labelled, guess):
+        weight = f.get("weight", 1.0)
+        if "energy" in f:
+            energy.append(weight * f.get("energy_weight", 1.0) * (g["energy"] - f["energy"]) ** 2 / len(f["types"]))
+        if "force" in f:
+            force.append(weight * f.get("force_weight", 1.0) * ((g["force"] - f["force"]) ** 2).mean(1).sum())
+            atoms += len(f["types"])
+        size = ((g["virial"] - f["virial"]) ** 2).mean() / len(f["types"])
+        virial.append(weight * f.get("virial_weight", 1.0) * size)
+    expected = 0.02 * sum(energy) / 3 + 1000 * sum(force) / atoms + 2 * sum(virial) / 4
+    assert total == pytest.approx(expected, rel=SAME_MATH)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_batches_that_are_added_up_or_filled_up_have_the_loss_of_one(name):
+    labelled, guess = weighted_frames()
+    loss = EnergyLoss(Config(**LOSSES[name]), 1e-3, World())
+    *_, (total, shown) = evaluated(loss, labelled, guess)
+    parts = [evaluated(loss, labelled[k:m], guess[k:m]) for k, m in ((0, 2), (2, 3), (3, 4))]
+    whole = LossOverBatches(loss, [part for part, *_ in parts], 7e-4)
+    shares = [whole.add(values, part) for part, values, _ in parts]
+    assert sum(shares).item() == pytest.approx(total.item(), rel=SAME_MATH)
+    assert whole.displayed()["rmse_f" if "rmse_f" in shown else "mae_f"] == pytest.approx(
+        shown["rmse_f" if "rmse_f" in shown else "mae_f"].item(), rel=SAME_MATH
+    )
+
+
+def test_a_batch_that_is_filled_up_has_the_loss_of_its_frames(tmp_path):
+    spoil(write_system(tmp_path / "w", frames=5))
+    layout, names = NeighborLayout(4.0, (20, 20), 2), ("energy", "force", "virial")
+    [source] = open_data([str(tmp_path / "w")], ["O", "H"], (*names, *WEIGHTS))
+    batch = collate([source.frame(k) for k in range(5)], layout)
+    loss = EnergyLoss(Config(start_pref_v=2, limit_pref_v=2), 1e-3, World())
+    total, same = (
+        loss({name: torch.zeros_like(one.labels[name]) for name in names}, one, 7e-4)[0].item()
+        for one in (batch, pad(batch, layout))
+    )
+    assert same == pytest.approx(total, rel=SAME_MATH)
+
+
+def spoil(path, number=3):
+    """Give a system weights: the forces of some frames are wrong, and weigh nothing."""
+    rng, part = np.random.default_rng(8), path / "set.000"
+    force, weights = np.load(part / "force.npy"), rng.uniform(0.5, 2, len(np.load(part / "coord.npy")))
+    bad = rng.permutation(len(force))[:number]
+    force_weight = np.ones(len(force))
+    force_weight[bad] = 0
+    np.save(part / "weight.npy", weights)
+    np.save(part / "force_weight.npy", force_weight)
+    return force, bad
+
+
+FORMS = {"fixed": (2, 1), "auto": ("auto:20", 1), "mixed": ("mixed:3", 1), "accumulate": ("mixed:2", 2)}
+OPTIONS = {"training__training_data__frame_weights": True, "model__descriptor__interpolate": "never"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forces_of_weight_zero_change_no_bit_of_a_run(tmp_path, monkeypatch, form):
+    systems = [write_system(tmp_path / name, 5, n, seed=n, mixed=name == "b") for name, n in (("a", 6), ("b", 9))]
+    models, (size, several) = [], FORMS[form]
+    for add in (0.0, 5.0, None):
+        for path in systems:
+            force, bad = spoil(path)
+            if add is None:
+                for name in ("weight", "force_weight"):
+                    (path / "set.000" / f"{name}.npy").unlink()
+            force[bad] += add or 0.0
+            np.save(path / "set.000" / "force.npy", force)
+        folder = tmp_path / f"run{len(models)}"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        config = tiny_input(systems, num_steps=4, **OPTIONS, training__accumulate=several)
+        config["training"]["training_data"]["batch_size"] = size
+        models.append(run_training(config, device="cpu") and load(folder / "model.ckpt-4.pt")["model"])
+    first, spoiled, without = models
+    assert all(torch.equal(first[name], spoiled[name]) for name in first)
+    assert not all(torch.equal(spoiled[name], without[name]) for name in first)
+
+
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_train_as_one_process_does(tmp_path, stage):
+    systems = [write_system(tmp_path / name, 6, n, seed=n) for name, n in (("a", 6), ("b", 9))]
+    for path in systems:
+        spoil(path)
+    files = []
+    for ranks in (1, 2):
+        config = tiny_input(systems, num_steps=3, **OPTIONS, training__zero_stage=stage if ranks > 1 else 0)
+        config["training"]["training_data"]["batch_size"] = f"mixed:{4 // ranks}"
+        train_ranks(tmp_path / str(ranks), ranks, config)
+        files.append(load(tmp_path / str(ranks) / "model.ckpt-3.pt")["model"])
+    assert_near(*files, tolerance=1e-9)
+
+
+MACE = {"config_weight": 0.5, "config_energy_weight": 2.0, "config_forces_weight": 0.25, "config_stress_weight": 3.0}
+READ = dict(zip(WEIGHTS, MACE.values()))
+
+
+def write_xyz(path, weights):
+    """Write two frames, of which the second has the weights."""
+    lines = []
+    for k, own in enumerate(({}, weights)):
+        about = "".join(f" {name}={value}" for name, value in own.items())
+        lines += ["2", f'energy={k - 3} Properties=species:S:1:pos:R:3:forces:R:3 pbc="F F F"{about}']
+        lines += ["O 0 0 0 0.1 0 0", f"H 0 0 {0.96 + 0.05 * k} -0.1 0 0"]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_names_of_mace_and_gpumd_are_read_and_kept_by_convert(tmp_path):
+    source = write_xyz(tmp_path / "a.xyz", MACE)
+    convert_data([str(source)], str(tmp_path / "npy"))
+    convert_data([str(source)], str(tmp_path / "mixed"), mixed=True)
+    convert_data([str(tmp_path / "npy")], str(tmp_path / "b.xyz"))
+    for name in ("a.xyz", "npy", "mixed", "b.xyz"):
+        frames = [
+            s.frame(k) for s in open_data([str(tmp_path / name)], ["O", "H"], WEIGHTS) for k in range(s.num_frames)
+        ]
+        found = [{w: float(v) for w, v in frame.labels.items()} for frame in frames]
+        assert sorted(found, key=len) == [{}, READ], name
+    [gpumd] = open_data([str(write_xyz(tmp_path / "c.xyz", {"weight": 4}))], ["O", "H"], WEIGHTS)
+    assert float(gpumd.frame(1).labels["weight"]) == 4
+
+
+def test_weights_in_hdf5_and_lmdb_are_read(tmp_path):
+    import h5py
+
+    path = write_system(tmp_path / "w", frames=4)
+    np.save(path / "set.000" / "weight.npy", np.arange(4.0))
+    with h5py.File(tmp_path / "data.h5", "w") as root:
+        to_hdf5(path, root)
+    records = toy_records(4)
+    for k, record in enumerate(records):
+        record["weight"] = np.array([float(k)])
+    write_lmdb(tmp_path / "data.lmdb", records)
+    for name in ("data.h5", "data.lmdb"):
+        [source] = open_data([str(tmp_path / name)], ["O", "H"], WEIGHTS)
+        assert [float(source.frame(k).labels["weight"]) for k in range(4)] == [0, 1, 2, 3]
+        [source] = open_data([str(tmp_path / name)], ["O", "H"])
+        assert "weight" in source.unread
+
+
+def check(tmp_path, monkeypatch, capsys, systems, **options):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "input.json").write_text(json.dumps(tiny_input(systems, **options)))
+    code = cli.main(["check", "input.json"])
+    said = capsys.readouterr()
+    return code, " ".join((said.out + said.err).split())
+
+
+def test_weights_that_are_not_used_are_named_once(tmp_path, monkeypatch, capsys):
+    path = write_system(tmp_path / "w", frames=4)
+    np.save(path / "set.000" / "weight.npy", np.ones(4))
+    xyz = write_xyz(tmp_path / "a.xyz", {**MACE, "weight": 2})  # two names are no mistake where neither is read
+    code, said = check(tmp_path, monkeypatch, capsys, [path, xyz])
+    assert code == 0
+    line = f"frame_weights is false: the weights of frames in 2 of 2 systems (first: {path}) are not used"
+    assert said.count(line) == 1
+    code, said = check(tmp_path, monkeypatch, capsys, [path, xyz], **OPTIONS)
+    assert code == 2
+    assert "weight may be config_weight or weight. Say which after the name of the file: FILE#weight=config" in said
+    code, said = check(tmp_path, monkeypatch, capsys, [path, f"{xyz}#weight=weight"], **OPTIONS)
+    assert code == 0
+    assert "not used" not in said
+    assert "weight: 5 of 6 frames" in said
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1, -1, 1, 1], "weight.npy: frame 1 (of 4, from 0): -1. Expected finite numbers from 0;"),
+        ([1, np.nan, 1, 1], "weight.npy: frame 1 (of 4, from 0): nan. Expected finite numbers from 0;"),
+        ([1, 1], "weight.npy: shape (2,), expected (4,)"),
+        (None, "frame_weights is true, and no training frame has a weight: all count alike."),
+    ],
+)
+def test_wrong_weights_are_reported(tmp_path, monkeypatch, capsys, weights, message):
+    path = write_system(tmp_path / "w", frames=4)
+    if weights is not None:
+        np.save(path / "set.000" / "weight.npy", np.array(weights, float))
+    code, said = check(tmp_path, monkeypatch, capsys, [path], **OPTIONS)
+    assert message in said
+    assert code == (0 if weights is None else 2)
+
+
+def test_lkf_refuses_weights(tmp_path, monkeypatch, capsys):
+    path = write_system(tmp_path / "w", frames=4)
+    code, said = check(tmp_path, monkeypatch, capsys, [path], **OPTIONS, optimizer={"type": "LKF"},
+                       loss={"type": "ener"})  # fmt: skip
+    assert code == 2
+    assert "training.training_data.frame_weights = true: LKF does not weigh frames. Set it to false" in said
