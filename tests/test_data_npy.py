@@ -184,6 +184,51 @@ def test_a_single_frame_that_was_saved_without_its_axis_is_read(tmp_path, mixed)
         np.testing.assert_array_equal(frame.aparam, expected.aparam)
 
 
+def test_a_single_frame_with_an_axis_of_atoms_alone_is_read(tmp_path):
+    path = write_system(tmp_path / "w", frames=1, natoms=5)
+    expected = open_data([str(path)], ["O", "H"], LABELS)[0].frame(0)
+    for name, shape in {"coord": (5, 3), "force": (5, 3), "box": (3, 3), "virial": (3, 3), "energy": ()}.items():
+        file = path / "set.000" / f"{name}.npy"
+        np.save(file, np.load(file).reshape(shape))
+    [system] = open_data([str(path)], ["O", "H"], LABELS)
+    assert system.num_frames == 1
+    assert_same_frame(system.frame(0), expected)
+
+
+@pytest.mark.parametrize("is_hdf5", [False, True])
+@pytest.mark.parametrize("name", ["set.000.bak", "set.old", "set.000_orig2", "set.001~", "set.BACKUP", "set.000.bak.1"])
+def test_a_set_that_is_a_backup_is_left_out_and_named(tmp_path, name, is_hdf5):
+    import h5py
+
+    path = place = write_system(tmp_path / "w", frames=3, natoms=5)
+    shutil.copytree(path / "set.000", path / name)
+    if is_hdf5:
+        place = tmp_path / "data.h5"
+        with h5py.File(place, "w") as root:
+            to_hdf5(path, root)
+    [system] = open_data([str(place)], ["O", "H"], LABELS)
+    assert system.num_frames == 3
+    [warning] = system.warnings
+    assert warning.endswith(f": left out, since their names end as those of backups do: {name}.")
+
+
+def test_sets_with_other_words_in_their_names_are_read(tmp_path):
+    path = write_system(tmp_path / "w", frames=3, natoms=5)
+    for name in ("set.train", "set.bold", "set.0_from_old_run"):
+        shutil.copytree(path / "set.000", path / name)
+    [system] = open_data([str(path)], ["O", "H"], LABELS)
+    assert (system.num_frames, system.warnings) == (12, [])
+
+
+def test_a_system_whose_sets_are_backups_says_so(tmp_path):
+    path = write_system(tmp_path / "w", frames=3, natoms=5)
+    (path / "set.000").rename(path / "set.old")
+    assert problems_of([str(path)], ["O", "H"]) == [
+        f"{path}: no frames: left out, since their names end as those of backups do: set.old. Rename one to set.000, "
+        "or leave it out."
+    ]
+
+
 def test_a_single_frame_without_its_axis_and_of_a_wrong_shape_is_reported(tmp_path):
     path = write_system(tmp_path / "w", frames=1, natoms=5)
     np.save(path / "set.000" / "coord.npy", np.zeros(14))

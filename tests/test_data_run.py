@@ -193,3 +193,27 @@ def test_options_that_do_not_fit_the_systems_are_problems_by_their_path(water_li
     ]
     with pytest.raises(UserError, match="batch_size"):
         run_length(config, data)
+
+
+def test_a_system_that_is_listed_twice_is_named_as_such(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for k, name in enumerate("ab"):
+        write_system(f"all/{name}", frames=3, natoms=6, seed=k)
+    with pytest.importorskip("h5py").File("c.h5", "w") as file:
+        for name in "ab":
+            to_hdf5(Path("all", name), file.create_group(name))
+    *_, report = checked(config_from_dict(tiny_input(["all/a", "./all", "c.h5#/a", "c.h5#/b"])))
+    assert report.warnings[0] == (
+        "listed more than once: all/a (2 times). Their frames count as often; list each system once."
+    )
+    *_, report = checked(config_from_dict(tiny_input(["all/a"], ["all/../all/a"])))
+    assert report.warnings[0].startswith("listed in training_data and in validation_data: all/a. Validation errors")
+    *_, report = checked(config_from_dict(tiny_input(["all/a"], ["all/b"])))
+    assert not any(text.startswith("listed") for text in report.warnings)
+
+
+def test_a_backup_of_a_set_is_a_warning(tmp_path):
+    path = write_system(tmp_path / "w", frames=3, natoms=6, sets=1)
+    (path / "set.000.bak").mkdir()
+    *_, report = checked(config_from_dict(tiny_input([path])))
+    assert f"{path}: left out, since their names end as those of backups do: set.000.bak." in report.warnings

@@ -17,7 +17,7 @@ from test_data_lmdb import toy_records, write_lmdb
 from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.data.formats.extxyz import ExtxyzFile
-from deepmd_ema.data.run import choose_validation, open_run, split_off
+from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off
 from deepmd_ema.errors import ConfigError, DataError, Interrupted
 from deepmd_ema.training.trainer import Callback
 
@@ -122,6 +122,17 @@ def start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_kinds("a.extxyz")
     return trains_in(tmp_path, monkeypatch, ([tmp_path / "a.extxyz"],), VALIDATED)
+
+
+def test_the_parts_of_a_file_that_is_split_have_names_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = config_from_dict(tiny_input(write_extxyz(), training__validation_fraction=0.2))
+    _, data = parts(config)
+    assert [s.name for s in data[""].train] == ["a.extxyz (training part)"]
+    assert [s.name for s in data[""].valid] == ["a.extxyz (validation part)"]
+    report = check_task(config.task(None), data[""])
+    assert [text.partition(": ")[0] for text in report.notes] == ["a.extxyz (training part)"] * len(report.notes)
+    assert not any(text.startswith("listed") for text in report.warnings)
 
 
 def test_validation_frames_are_not_trained_on_and_a_restart_has_the_same(start):

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial, reduce
@@ -19,7 +19,8 @@ from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL, WEIGHTS
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.check_cache import recall_or_find
-from deepmd_ema.data.formats.discover import open_systems
+from deepmd_ema.data.formats.discover import open_systems, split_address
+from deepmd_ema.data.formats.stores import is_hdf5
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpec
 from deepmd_ema.data.split import FrameTable, Split, split_frames
@@ -127,14 +128,18 @@ def split_off(config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[s
     """
     divided = dict(data)
     for name, split in splits.items():
-        sources, parts = data[name].train, TaskData([], [])
+        sources, parts, lost = data[name].train, TaskData([], []), list[str]()
         ends = np.cumsum([source.num_frames for source in sources])
         for source, own in zip(sources, np.split(split.mask, ends[:-1])):
-            for part, frames in zip(parts, (np.flatnonzero(~own), np.flatnonzero(own))):
-                if len(frames):
-                    part.append(FrameSubset(source, frames))
+            if own.all() or not own.any():
+                parts[int(own.all())].append(FrameSubset(source, np.arange(source.num_frames)))
+                lost += [source.name] * bool(own.all())
+                continue
+            for part, frames, kind in zip(parts, map(np.flatnonzero, (~own, own)), ("training", "validation")):
+                part.append(FrameSubset(source, frames, f"{kind} part"))
+            parts.valid[-1].notes = ()  # they are those of the training part
         reason = "validation_fraction", "are for validation", "Use another seed"
-        _lost_systems(config.tasks[name], sources, parts.train, reason)
+        _lost_systems(config.tasks[name], lost, parts.train, reason)
         divided[name] = parts
     return divided
 
@@ -151,7 +156,7 @@ def open_split(config: RunConfig) -> dict[str, TaskData]:
 
 def _without_close_pairs(task: TaskConfig, sources: Sequence[FrameSource], results: Path | None) -> list[FrameSource]:
     """Return training data without the frames that have two atoms closer than ``min_pair_dist``."""
-    bound, remaining = task.data.training_data.min_pair_dist, list[FrameSource]()
+    bound, remaining, lost = task.data.training_data.min_pair_dist, list[FrameSource](), list[str]()
 
     def close_frames(source: FrameSource) -> dict[str, Any]:
         close = list[int]()
@@ -173,21 +178,23 @@ def _without_close_pairs(task: TaskConfig, sources: Sequence[FrameSource], resul
             left_out = f"leaves out {len(close):,} of {counted(source.num_frames, 'frame')}"
             rest.notes = [*source.notes, f"{left_out}: two atoms are closer than min_pair_dist = {bound:g} angstrom"]
             remaining.append(rest)
+        else:
+            lost.append(source.name)
     why = f"have atoms closer than {bound:g} angstrom"
     reason = "training_data.min_pair_dist", why, "Use a smaller distance"
-    if lost := _lost_systems(task, sources, remaining, reason):
-        logger.warning("%s: the systems are left out.", lost)
+    if place := _lost_systems(task, lost, remaining, reason):
+        logger.warning("%s: the systems are left out.", place)
     return remaining
 
 
 def _lost_systems(
-    task: TaskConfig, sources: Sequence[FrameSource], remaining: Sequence[FrameSource], reason: tuple[str, str, str]
+    task: TaskConfig, lost: Sequence[str], remaining: Sequence[FrameSource], reason: tuple[str, str, str]
 ) -> str:
     """Return the place of an option, the systems of which nothing is left, and why; empty if there is none.
 
     Args:
         task: whose data.
-        sources: all training systems.
+        lost: names of the training systems of which nothing is left.
         remaining: those with the frames that are left.
         reason: the option, what the frames that are left out have in common, and what the user can do.
 
@@ -195,7 +202,6 @@ def _lost_systems(
         DataError: if no training system is left, or fewer than an option has numbers for.
     """
     options, (option, why, advice) = task.data.training_data, reason
-    lost = sorted({source.name for source in sources} - {source.name for source in remaining})
     place = f"{task.place('training')}.{option}: all frames of {first_few(lost)} {why}"
     if lost and not remaining:
         raise DataError(f"{place}. {advice}.")
@@ -269,6 +275,8 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
                 f"nearer than bridging_r_inner = {bridging.inner:g}: the network cannot learn from their forces. "
                 f"training.training_data.min_pair_dist: {bridging.inner:g} leaves such training frames out."
             )
+        layout = [*dict.fromkeys(text for source in sources for text in source.warnings), *_repeated(data)]
+        report.warnings[:0] = [f"task {task.name}: " * bool(task.name) + text for text in layout]
         return report.to_dict()
 
     sources, fitting = [*data.train, *data.valid], model.fitting_net
@@ -294,6 +302,29 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
                 build_sampler(options, systems)
     report.problems[:0] = problems
     return report
+
+
+def _repeated(data: TaskData) -> Iterator[str]:
+    """Yield a warning about systems that are listed more than once, and one about those in both sections."""
+    places: list[dict[str, set[FrameSource]]] = []  # by real path and group in the file, what was opened there
+    names = dict[str, str]()
+    for sources in data:
+        places.append({})
+        for source in sources:
+            whole = source.whole if isinstance(source, FrameSubset) else source
+            path, group = split_address(whole.name)
+            key = f"{path.resolve()}#{group * is_hdf5(path)}"
+            places[-1].setdefault(key, set()).add(whole)
+            names.setdefault(key, whole.name)
+    train, valid = places
+    often = [f"{names[key]} ({len(s)} times)" for part in places for key, s in part.items() if len(s) > 1]
+    if often:
+        yield f"listed more than once: {first_few(often)}. Their frames count as often; list each system once."
+    if both := [names[key] for key in train if valid.get(key, set()) - train[key]]:
+        yield (
+            f"listed in training_data and in validation_data: {first_few(both)}. Validation errors will look too good; "
+            "leave them out of one, or let training.validation_fraction choose frames."
+        )
 
 
 def build_sampler(

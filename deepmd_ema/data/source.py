@@ -137,6 +137,7 @@ class FrameSource(ABC):
         notes: remarks for the user on how the frames are read: units, signs, and arrays that are left out.
         kinds: kind of calculation of each frame, empty where it has no name; None if the format knows none.
         is_slow: whether reading a frame takes so long that even small ones are worth keeping.
+        warnings: what of the stored frames is not read although it may have been meant, with its place.
     """
 
     name: str
@@ -145,6 +146,7 @@ class FrameSource(ABC):
     notes: Sequence[str] = field(default=(), repr=False)
     kinds: Sequence[str] | None = field(default=None, repr=False)
     is_slow: bool = True
+    warnings: Sequence[str] = field(default=(), repr=False)
 
     @property
     def num_frames(self) -> int:
@@ -189,16 +191,18 @@ class FrameSource(ABC):
 
 
 class FrameSubset(FrameSource):
-    """Some frames of a source, which keep their names and their numbers in the whole one.
+    """Some frames of a source, which keep their sources and their numbers in the whole one.
 
     Args:
         whole: the source, of which ``self.whole`` is the one that was opened.
         frames: (num_frames,) numbers of the frames in it, rising; ``self.frames`` are those in ``self.whole``.
+        part: which of several parts it is, for its name.
     """
 
-    def __init__(self, whole: FrameSource, frames: Array) -> None:
+    def __init__(self, whole: FrameSource, frames: Array, part: str = "") -> None:
         kinds = None if whole.kinds is None else [whole.kinds[k] for k in frames.tolist()]
-        super().__init__(whole.name, whole.frame_sizes[frames], whole.unread, whole.notes, kinds, whole.is_slow)
+        name, sizes = whole.name + f" ({part})" * bool(part), whole.frame_sizes[frames]
+        super().__init__(name, sizes, whole.unread, whole.notes, kinds, whole.is_slow, whole.warnings)
         self.whole: FrameSource = whole.whole if isinstance(whole, FrameSubset) else whole
         self.frames: Array = whole.frames[frames] if isinstance(whole, FrameSubset) else frames
 

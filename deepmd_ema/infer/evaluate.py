@@ -265,7 +265,8 @@ def predict(
         # a compiled file has no second derivatives
         has_hessian = not loaded.is_compiled
         total = evaluate(evaluated, batches, where, progress=bar.update, collect=True, hessian=has_hessian)
-    opened = {s.name: s.whole if isinstance(s, FrameSubset) else s for s in systems}
+    wholes = [s.whole if isinstance(s, FrameSubset) else s for s in systems]
+    opened = {s.name: s for s in wholes}
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, opened)
     _refuse_non_finite(report, loaded)
     return report

@@ -19,7 +19,7 @@ from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
 from deepmd_ema.data.formats.lmdb import is_lmdb, lmdb_frames
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, parse_choice
 from deepmd_ema.data.formats.stores import is_hdf5, is_there
-from deepmd_ema.data.formats.system import system_frames
+from deepmd_ema.data.formats.system import backups_of, system_frames
 from deepmd_ema.errors import DataError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def stored_parts(address: str, file_format: str | None) -> Iterator[tuple[str, I
         for store in find_stores(address):
             if store is not None:
                 inventory = Inventory()
+                inventory.other.update(dict.fromkeys(backups_of(store), 0))
                 yield store.name, inventory, _all_frames(store.name, system_frames(store), inventory)
         return
     inventory = Inventory(parse_choice(choice))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 import stat
 import threading
@@ -27,6 +28,8 @@ _MAX_ROWS = 2**48  # of any array that a computer can hold
 _MAX_REASON_CHARACTERS = 200  # letters of a reader's own words
 _HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 _MAX_OPEN_FILES = 1000  # files kept open, and at most a quarter of what the process may have open
+# the end of the name of a set that someone has put aside: set.000.bak, set.000_old2, set.orig, set.000~
+_BACKUP = re.compile(r"[._-](bak|bkp|backup|orig|original|old|copy|save|saved)[._-]?\d*$|~$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class NpyStore:
 
     name: str
 
-    def set_names(self) -> list[str]:
-        """Return the names of the set.* folders, sorted; DataError if one is anything else."""
+    def set_names(self, backups: bool = False) -> list[str]:
+        """Return the names of the set.* folders, sorted, or of those that are backups; DataError if one is a file."""
         with readable(Path(self.name)):
             names = sorted(name for name in os.listdir(self.name) if name.startswith("set."))
         folders = [name for name in names if self.has(name) and Path(self.name, name).is_dir()]
@@ -44,7 +47,7 @@ class NpyStore:
             if name.removeprefix("set.").isdigit():  # not set.000.tar.gz
                 place = Path(self.name, name)
                 raise DataError(f"{place}: is a file, expected a folder with coord.npy. Remove or rename it.")
-        return folders
+        return [name for name in folders if bool(_BACKUP.search(name)) is backups]
 
     def has(self, file: str) -> bool:
         """Whether there is ``file``; DataError if it is a link to what does not exist."""
@@ -100,14 +103,14 @@ class Hdf5Store:
     group: Any
     name: str
 
-    def set_names(self) -> list[str]:
-        """Return the names of the set.* groups, sorted; DataError if one is anything else."""
+    def set_names(self, backups: bool = False) -> list[str]:
+        """Return the names of the set.* groups, sorted, or of those that are backups; DataError if one is no group."""
         with _readable_hdf5(self.name):
             names = sorted(name for name in self.group if name.startswith("set."))
         for name in names:
             if not hasattr(self._item(name), "keys"):
                 raise DataError(f"{self.name}/{name}: is no group, expected one with coord.npy. Remove or rename it.")
-        return names
+        return [name for name in names if bool(_BACKUP.search(name)) is backups]
 
     def has(self, file: str) -> bool:
         """Whether there is a dataset or group ``file``; DataError if it is a link to what does not exist."""

@@ -28,7 +28,7 @@ from deepmd_ema.data.source import (
     of_atoms,
     rows_per,
 )
-from deepmd_ema.errors import DataError, collect_problems, did_you_mean, show_text
+from deepmd_ema.errors import DataError, collect_problems, did_you_mean, first_few, show_text
 from deepmd_ema.geometry import Array
 
 TYPES = "real_atom_types"
@@ -162,9 +162,10 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
         raise DataError(f"{shown} is not a type. Expected one integer from 0 per atom.")
     file_types, natoms = np.array(words, np.int64), len(words)
     names = read_type_map(store)
-    set_names = store.set_names()
+    set_names, backups = store.set_names(), backups_of(store)
     if not set_names:
-        raise DataError(f"{store.name}: no frames: it has type.raw but no set.* folder. Add one, or leave it out.")
+        why = f"{backups[0]} Rename one to set.000" if backups else "it has type.raw but no set.* folder. Add one"
+        raise DataError(f"{store.name}: no frames: {why}, or leave it out.")
     mixed = [name for name in set_names if store.has(f"{name}/{TYPES}.npy")]
     if mixed and len(mixed) < len(set_names):
         plain = [name for name in set_names if name not in mixed]
@@ -205,6 +206,7 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     return DeepmdSystem(
         store.name, sizes, unread, is_slow=is_slow, natoms=natoms, periodic=periodic, spec=spec, sets=sets,
         atom_type=None if mixed else index_of[file_types], index_of=index_of, text_files=store.text_files(),
+        warnings=[f"{store.name}: {text}" for text in backups],
     )  # fmt: skip
 
 
@@ -231,7 +233,8 @@ def _open_set(
     if COORD not in arrays:
         return None
     shape = arrays[COORD].shape
-    frames = shape[0] if len(shape) > 1 else 1  # a single frame may have been saved without its axis
+    # a single frame may have been saved without its axis, (3 N,) or (N, 3)
+    frames = shape[0] if len(shape) > 1 and math.prod(shape) != 3 * natoms else 1
     for one in expected:
         if one.name not in arrays:
             continue
@@ -274,6 +277,12 @@ def system_frames(store: ArrayStore) -> Iterator[StoredFrame]:
             for kind in (True, False)
         )
         yield StoredFrame([names[t] for t in frame.atom_type.tolist()], frame.coord, frame.box, per_frame, per_atom)
+
+
+def backups_of(store: ArrayStore) -> list[str]:
+    """Return a remark on the sets that are left out because their names say that they are backups, if there are any."""
+    names = store.set_names(backups=True)
+    return [f"left out, since their names end as those of backups do: {first_few(names)}."] * bool(names)
 
 
 def read_type_map(store: ArrayStore) -> list[str] | None:
