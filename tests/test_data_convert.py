@@ -389,7 +389,7 @@ def test_a_large_share_leaves_frames_for_training():
         (["bare.xyz"], {}, "bare.xyz: no frame has an energy or forces."),
         (["slab.traj"], {}, "slab.traj: frame 0: pbc = [True, True, False]: is periodic in some directions only"),
         (["flat.traj"], {}, "flat.traj: frame 0: is periodic with a cell without volume (0 0 0"),
-        (["two.xyz"], {}, "two.xyz: frame 0: energy may be energy or ref_energy."),
+        (["two.xyz"], {}, "two.xyz: energy may be energy (1 frame) or ref_energy (1 frame)."),
     ],
 )
 def test_what_cannot_be_converted_is_reported(inputs, options, message):

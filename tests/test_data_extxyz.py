@@ -148,11 +148,27 @@ def test_names_are_found_chosen_and_reported_once(write_text):
     assert source.notes == [
         "reads energy from REF_energy in 1 frame, force from REF_forces in 1 frame, virial = -volume * stress "
         "(stress in eV/angstrom^3, positive under tension, as in ASE) in 1 frame",
-        "does not read charge in 1 frame, config_type in 1 frame, mace_energy in 1 frame, mace_forces in 1 frame",
+        "does not read charge in 1 frame, mace_energy in 1 frame, mace_forces in 1 frame",
+        "config_type has 1 value in 1 frame",
     ]
     chosen = open_one("a.xyz#energy=mace_energy,forces=mace_forces")
     assert chosen.frame(0).labels["energy"] == -3
     assert chosen.frame(0).labels["force"].tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+def test_all_labels_with_several_names_are_in_one_line_with_the_commonest_names(write_text):
+    rows, properties = "O 0 0 0 1 2 3 1 2 3\nH 0 0 1 4 5 6 4 5 6\n", "species:S:1:pos:R:3:forces:R:3:REF_forces:R:3"
+    full = {"rows": rows, "Properties": properties, "REF_energy": -2, "virial": "0 " * 9, "REF_stress": "0 " * 9}
+    found = problems_of(write_text(*[text(**full)] * 2, text(), text()))
+    assert found == (
+        "a.xyz: energy may be REF_energy (2 frames) or energy (4 frames); force may be REF_forces (2 frames) or forces "
+        "(4 frames); virial may be virial (2 frames) or REF_stress (2 frames). Say which after the name of the file, "
+        "such as FILE#energy=energy,force=forces,stress=REF_stress."
+    )
+    found = problems_of(f"{write_text(*[text(**full)] * 2)}#virial=virial")
+    assert found.endswith("such as FILE#virial=virial,energy=REF_energy,force=REF_forces.")
+    source = open_one("a.xyz#energy=REF_energy,force=REF_forces,stress=REF_stress")
+    assert source.frame(0).labels["energy"] == -2
 
 
 def test_a_free_energy_is_the_energy_where_there_is_no_other(write_text):
@@ -165,9 +181,9 @@ def test_a_free_energy_is_the_energy_where_there_is_no_other(write_text):
 @pytest.mark.parametrize(
     ("frames", "message"),
     [
-        ([text(REF_energy=-2)], "a.xyz: frame 0 (from 0): energy may be REF_energy or energy. Say which after"),
-        ([text(), text(energy=None, dft_energy=1)], "energy has several names: energy (1 frame), dft_energy (1 frame)"),
-        ([text(stress="0 " * 9, virial="0 " * 9)], "has virial and stress, which may differ. Say which"),
+        ([text(REF_energy=-2)], "a.xyz: energy may be REF_energy (1 frame) or energy (1 frame). Say which after"),
+        ([text(), text(energy=None, dft_energy=1)], "energy may be energy (1 frame) or dft_energy (1 frame). "),
+        ([text(stress="0 " * 9, virial="0 " * 9)], "a.xyz: virial may be virial (1 frame) or stress (1 frame)."),
         ([text(), text(energy="abc")], "frame 1 (from 0): energy: is 'abc', expected numbers."),
         ([text(energy="1 2")], "energy: has 2 numbers, expected one"),
         ([text(virial="1 2 3")], "virial: has 3 numbers, expected 9 (3x3) or 6"),
@@ -177,7 +193,7 @@ def test_a_free_energy_is_the_energy_where_there_is_no_other(write_text):
         (["2\nLattice='9 0 0 0 9 0 0 0 9\nO 0 0 0\nH 0 0 1\n"], "line 2 of the frame: a quote or bracket does not end"),
         ([text(Lattice="9 0 0 0 9 0 0 0 0")], 'cell without volume (9 0 0 0 9 0 0 0 0). Molecules have pbc = "F F F"'),
         ([text(Properties="Z:I:1:pos:R:3:forces:R:3", rows="8 0 0 0 1 2 3\n-1 0 0 1 4 5 6\n")], "Z: '-1' is no atomic"),
-        ([text(), text(energy=None, free_energy=1)], "energy (1 frame), free_energy (1 frame)"),
+        ([text(), text(energy=None, free_energy=1)], "energy may be energy (1 frame) or free_energy (1 frame)"),
         ([text(pbc="yes")], "pbc = 'yes': expected T or F"),
         ([text(rows="O 0 0 0 1 2\nH 0 0 1 4 5 6\n")], "atom 0 (from 0): 'O 0 0 0 1 2' has 6 columns, expected 7"),
         ([text(Properties=None)], "expected 4 (without Properties: species, pos)"),

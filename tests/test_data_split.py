@@ -61,6 +61,19 @@ def test_each_kind_is_split_at_the_fraction_and_a_kind_with_one_structure_is_for
     assert np.diff(np.flatnonzero(split.mask[:60])).max() > 1  # at random, not the last ones
 
 
+def test_kinds_that_name_single_frames_are_no_groups(rng):
+    frames = thermal(rng, 40)
+    named, unnamed = FrameTable(), FrameTable()
+    named.add([frames], 2, [f"frame_{k}" for k in range(40)])
+    unnamed.add([frames], 2)
+    split = split_frames(named, 0.1, 1)
+    assert split.chosen == split_frames(unnamed, 0.1, 1).chosen
+    assert split.lines[1:3] == [
+        "  config_type or group names single frames and no groups (40 values in 40 frames)",
+        "  at random in each composition of each file or system, near copies in one part",
+    ]
+
+
 @pytest.mark.parametrize("pbc", [True, False])
 def test_a_choice_depends_on_seed_and_data_alone(rng, pbc):
     table = table_of(("a", thermal(rng, 50, pbc=pbc), ""))

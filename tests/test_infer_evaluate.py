@@ -131,6 +131,12 @@ def test_errors_are_listed_by_config_type_and_by_composition_the_worst_first(run
     assert text.index("# errors by config_type or group\n") < text.index("# errors by composition\n")
     (tmp_path / "one.xyz").write_text((tmp_path / "data.xyz").read_text().partition("\n3\n")[0] + "\n")
     assert measure(run[0], [tmp_path / "one.xyz"]).groups() == []
+    for number, atoms in enumerate(frames):
+        atoms.info["config_type"] = f"frame {number}"
+    write(tmp_path / "data.xyz", frames, format="extxyz")
+    report = measure(run[0], [tmp_path / "data.xyz"])
+    assert [table.columns[0].name for table in report.groups()] == ["composition"]
+    assert "# config_type or group names single frames and no groups (8 values in 8 frames)\n" in report.text()
 
 
 def test_the_first_frames_of_each_system_are_taken(run, labelled):

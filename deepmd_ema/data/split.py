@@ -18,7 +18,7 @@ import numpy as np
 
 from deepmd_ema.config.labels import FORCE
 from deepmd_ema.data.check.report import Suspects, name_of
-from deepmd_ema.data.formats.properties import KIND_NAMES
+from deepmd_ema.data.formats.properties import KIND_NAMES, describe_singles
 from deepmd_ema.data.sampler import permutation
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
@@ -106,7 +106,8 @@ class Split(NamedTuple):
 def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
     """Return a choice of about ``fraction`` of the frames for validation; a function of the arguments alone.
 
-    Each kind of calculation is split on its own; where the data name none, each composition in each file or system.
+    Each kind of calculation is split on its own; where the data name none, or name single frames, each composition in
+    each file or system.
     Near copies come to one part; a trajectory that is nearly all of its kind is cut once, and its end is for
     validation. A kind with one structure is for training, and so are single structures of a composition, unless there
     are many, and frames with an element that no other frame has.
@@ -114,8 +115,9 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
     Raises:
         DataError: if one of the parts is empty.
     """
+    singles = describe_singles(table.kinds)
     strata: list[Stratum] = [
-        (kind, "", "") if kind else ("", f"{place:08d}", f"{composition.hex()} {periodic}")
+        (kind, "", "") if kind and not singles else ("", f"{place:08d}", f"{composition.hex()} {periodic}")
         for kind, place, (composition, periodic) in zip(table.kinds, table.places, table.compositions)
     ]
     # the frames of each set of near copies, in order, and for each frame the first that it is a copy of
@@ -312,13 +314,15 @@ def _describe_parts(head: str, table: FrameTable, chosen: Array) -> tuple[list[s
     """Return lines about the two parts, of which ``head`` is the first, and warnings."""
     lines, warnings = [head], list[str]()
     named = Counter(kind or "without a name" for kind in table.kinds)
-    if set(table.kinds) != {""}:
+    singles = describe_singles(table.kinds)
+    if set(table.kinds) != {""} and not singles:
         taken = Counter(kind or "without a name" for kind, own in zip(table.kinds, chosen) if own)
         split = [f"{kind} {taken[kind]} of {n:,}" for kind, n in named.items() if taken[kind]]
         whole = [f"{kind} ({counted(n, 'frame')})" for kind, n in named.items() if not taken[kind]]
         lines.append(f"  by {' or '.join(KIND_NAMES)}: {first_few(split, _MAX_KINDS)}")
         lines += [f"  in training alone: {first_few(whole, _MAX_KINDS)}"] * bool(whole)
     else:
+        lines += [f"  {singles}"] * bool(singles)
         lines.append("  at random in each composition of each file or system, near copies in one part")
     squares = np.concatenate(table.forces)
     sums = np.stack([squares[~chosen].sum(axis=0), squares[chosen].sum(axis=0)])

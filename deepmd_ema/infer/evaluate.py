@@ -32,7 +32,7 @@ from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats.discover import open_systems, stored_type_map
-from deepmd_ema.data.formats.properties import KIND_NAMES
+from deepmd_ema.data.formats.properties import KIND_NAMES, describe_singles
 from deepmd_ema.data.loader import Pad, atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.source import FrameSource, FrameSubset, ReadSpec
 from deepmd_ema.distributed.files import TABLE, atomic_write, check_output
@@ -78,9 +78,17 @@ class ErrorReport:
 
     @property
     def by_kind(self) -> dict[str, Errors]:
-        """Errors of each kind of calculation; ``none`` is a frame that names none."""
+        """Errors of each kind of calculation; ``none`` is a frame that names none, or all if names are of frames."""
+        kinds = self._kinds
+        if describe_singles(list(kinds.values())):
+            return {"none": self.total}
+        return group_frames(self.frames, lambda frame: kinds[frame.source] or "none")
+
+    @property
+    def _kinds(self) -> dict[tuple[str, int], str]:
+        """Kind of calculation of each frame by system and number; empty where it names none."""
         kinds = {name: source.kinds for name, source in self.systems.items()}
-        return group_frames(self.frames, lambda f: (k[f.source[1]] if (k := kinds[f.source[0]]) else "") or "none")
+        return {f.source: k[f.source[1]] if (k := kinds[f.source[0]]) else "" for f in self.frames}
 
     @property
     def by_composition(self) -> dict[str, Errors]:
@@ -106,6 +114,8 @@ class ErrorReport:
         # the lines above, which scripts read, are in the units of DeePMD-kit
         for table in (*self.groups(), self.forces_by_element(), self.worst()):
             lines += [*render(table, "# "), _LINE] if table.rows else []
+        if singles := describe_singles(list(self._kinds.values())):
+            lines += [f"# {singles}", _LINE]
         return "\n".join(lines)
 
     def groups(self) -> list[Table]:

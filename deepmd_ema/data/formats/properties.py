@@ -53,7 +53,7 @@ _MAX_NAMES = 12
 _MAX_SHOWN = 40  # letters of a value in a message
 _FREE = "free_energy"  # with electrons at a temperature, the energy whose gradient the forces are; read without another
 _SMEARED = 1e-5  # eV; VASP and ASE round to less
-_SAY_WHICH = "Say which after the name of the file: FILE#{}={}."
+_OTHER = {VIRIAL: STRESS, STRESS: VIRIAL}  # one is enough, and where both are they may differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,9 @@ class Inventory:
         takes_weights: whether weights of frames are read.
         num_frames: frames seen.
         read: by what is read, the number of frames that have it under each name.
+        both: number of frames that have a virial and a stress.
         left: number of frames that have each name that is not read.
+        kinds: by the name under which frames name their kind of calculation, the number of frames of each kind.
         other: further remarks, with the number of frames they are about; 0 of the whole file.
         unused: weights of frames that are not read.
     """
@@ -93,26 +95,28 @@ class Inventory:
     takes_weights: bool = True
     num_frames: int = 0
     read: dict[str, Counter[str]] = field(default_factory=dict)
+    both: int = 0
     left: Counter[str] = field(default_factory=Counter)
+    kinds: dict[str, Counter[str]] = field(default_factory=dict)
     other: Counter[str] = field(default_factory=Counter)
     unused: set[str] = field(default_factory=set)
-    _sources: dict[tuple[frozenset[str], frozenset[str]], dict[str, str]] = field(default_factory=dict, repr=False)
+    _names: dict[tuple[frozenset[str], frozenset[str]], dict[str, list[str]]] = field(default_factory=dict, repr=False)
 
     def sources(self, frame: StoredFrame) -> dict[str, str]:
-        """Return the name of everything that is read of a frame with these names.
+        """Return the name of everything that is read of a frame; of several for one thing the first."""
+        return {what: names[0] for what, names in self._names_of(frame).items()}
 
-        Raises:
-            DataError: if there are several names for one thing.
-        """
+    def _names_of(self, frame: StoredFrame) -> dict[str, list[str]]:
+        """Return all names under which a frame has each thing that is read."""
         key = frozenset(frame.per_frame), frozenset(frame.per_atom)
-        if key in self._sources:
-            return self._sources[key]
-        chosen = {}
+        if key in self._names:
+            return self._names[key]
+        found = {}
         for what, names in _NAMES.items():
             stored = sorted(key[rows_per(what) == "atom"])
             if what in self.given:
                 known = [name for name in stored if name == self.given[what]]
-            elif {VIRIAL: STRESS, STRESS: VIRIAL}.get(what) in self.given:
+            elif _OTHER.get(what) in self.given:
                 continue
             else:
                 plain = {name: _ORIGIN.sub("", name.lower()).replace("-", "_") for name in stored}
@@ -122,26 +126,25 @@ class Inventory:
             if known and what in WEIGHTS and not self.takes_weights and what not in self.given:
                 self.unused.add(what)
                 continue
-            if len(known) > 1:
-                raise DataError(f"{what} may be {' or '.join(known)}. {_SAY_WHICH.format(what, known[0])}")
             if known:
-                chosen[what] = known[0]
-        if VIRIAL in chosen and STRESS in chosen:
-            both = f"has {chosen[VIRIAL]} and {chosen[STRESS]}, which may differ"
-            raise DataError(f"{both}. {_SAY_WHICH.format(VIRIAL, chosen[VIRIAL])}")
-        self._sources[key] = chosen
-        return chosen
+                found[what] = known
+        self._names[key] = found
+        return found
 
     def add(self, frame: StoredFrame) -> None:
-        """Count a frame; raises DataError as ``sources`` does, or if its cell has no volume."""
+        """Count a frame; raises DataError if its cell has no volume."""
         self.num_frames += 1
-        sources = self.sources(frame)
+        names, sources = self._names_of(frame), self.sources(frame)
         if frame.box is not None and not np.linalg.det(frame.box):
             shown = " ".join(f"{number:g}" for number in frame.box.ravel())
             raise DataError(f'is periodic with a cell without volume ({shown}). Molecules have pbc = "F F F".')
-        for what, name in sources.items():
-            self.read.setdefault(what, Counter())[name] += 1
-        self.left.update({*frame.per_frame, *frame.per_atom} - set(sources.values()))
+        for what, of_one in names.items():
+            self.read.setdefault(what, Counter()).update(of_one)
+        self.both += VIRIAL in names and STRESS in names
+        left = {*frame.per_frame, *frame.per_atom}.difference(*names.values())
+        if name := name_of_kind(frame):
+            self.kinds.setdefault(name, Counter())[str(frame.per_frame[name])] += 1
+        self.left.update(left - {name})
         if frame.box is None and STRESS in sources:
             self.other["stress is left out, open frames have no volume"] += 1
         if sources.get(ENERGY) != _FREE and ENERGY in sources and _FREE in frame.per_frame:
@@ -151,11 +154,20 @@ class Inventory:
 
     def problems(self) -> list[str]:
         """Return the mistakes in names over all frames."""
-        problems = []
-        for what, names in self.read.items():
-            if len(names) > 1:
-                shown = ", ".join(f"{name} ({counted(n, 'frame')})" for name, n in names.items())
-                problems.append(f"{what} has several names: {shown}. {_SAY_WHICH.format(what, next(iter(names)))}")
+        several = {what: names for what, names in self.read.items() if len(names) > 1}
+        if self.both:
+            several = {w: n for w, n in several.items() if w != STRESS}
+            several[VIRIAL] = self.read[VIRIAL] + self.read[STRESS]
+        problems, choice = [], dict(self.given)
+        shown = list[str]()
+        for what, names in several.items():
+            shown.append(f"{what} may be " + " or ".join(f"{n} ({counted(k, 'frame')})" for n, k in names.items()))
+            # of names that are as common the one that says where the numbers are from
+            name = max(names, key=lambda one: (names[one], _ORIGIN.match(one.lower()) is not None))
+            choice[STRESS if what == VIRIAL and name in self.read.get(STRESS, ()) else what] = name
+        if shown:
+            which = ",".join(f"{what}={name}" for what, name in choice.items())
+            problems.append(f"{'; '.join(shown)}. Say which after the name of the file, such as FILE#{which}.")
         every = sorted({*self.left, *(name for names in self.read.values() for name in names)})
         for what, name in self.given.items():
             if name not in self.read.get(what, {}):
@@ -181,13 +193,29 @@ class Inventory:
         if self.left:
             left = [f"{name}{in_frames(n)}" for name, n in sorted(self.left.items())]
             lines.append(f"does not read {first_few(left, _MAX_NAMES)}")
+        for name, kinds in self.kinds.items():
+            lines.append(f"{name} has {counted(len(kinds), 'value')} in {counted(kinds.total(), 'frame')}")
         return lines + [text + f" ({counted(n, 'frame')})" * bool(n) for text, n in self.other.items()]
+
+
+def name_of_kind(frame: StoredFrame) -> str:
+    """Return the name under which a frame has its kind of calculation; empty if it has none."""
+    stored = {name.lower(): name for name in frame.per_frame}
+    return next((stored[name] for name in KIND_NAMES if name in stored), "")
 
 
 def kind_of(frame: StoredFrame) -> str:
     """Return the kind of calculation that a frame names; empty if it names none."""
-    by_name = {name.lower(): value for name, value in frame.per_frame.items()}
-    return next((str(by_name[name]) for name in KIND_NAMES if name in by_name), "")
+    name = name_of_kind(frame)
+    return str(frame.per_frame[name]) if name else ""
+
+
+def describe_singles(kinds: Sequence[str]) -> str:
+    """Return a line if ``kinds`` (empty where a frame names none) name single frames; empty if they name groups."""
+    named, values = sum(map(bool, kinds)), len(set(kinds) - {""})
+    if values < 2 or 2 * values <= named:
+        return ""
+    return f"{' or '.join(KIND_NAMES)} names single frames and no groups ({values:,} values in {named:,} frames)"
 
 
 def parse_choice(text: str) -> dict[str, str]:
