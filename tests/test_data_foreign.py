@@ -10,8 +10,9 @@ import pytest
 from helpers import open_data
 
 from deepmd_ema.data.convert import convert_data
-from deepmd_ema.errors import DataError
+from deepmd_ema.errors import DataError, UserError
 
+BOHR, HARTREE = 0.529177210903, 27.211386245988
 OUTPUT = " DBCSR| Multiplication driver\n\n CP2K| version string:   CP2K version 7.1\n"
 
 
@@ -105,3 +106,104 @@ def test_a_trajectory_of_cp2k_as_training_data_is_to_be_converted(name):
     Path(name).write_text(TRAJECTORY)
     with pytest.raises(DataError, match=rf"{name}: is a trajectory of CP2K. Make folders of it first: dp-ema convert"):
         open_data([name], ["O", "H"], ("energy", "force"))
+
+
+def write_runner(path, length=1.0, energy=1.0):
+    """Write two frames of copper for RuNNer, in other units by the numbers of an angstrom and an eV."""
+    cell, basis = 3.6 * np.eye(3), 3.6 * np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0.01]])
+    lines = []
+    for k in range(2):
+        lines += ["begin", *("lattice " + " ".join(map(str, row * length)) for row in cell)]
+        for place in basis:
+            force = (k + 1) * place * energy / length
+            lines.append(f"atom {' '.join(map(str, place * length))} Cu 0 0 {' '.join(map(str, force))}")
+        lines += [f"energy {-3.0 * energy}", "charge 0", "end"]
+    Path(path).write_text("\n".join(lines) + "\n")
+    return basis
+
+
+def assert_is_copper(folder, basis):
+    [system] = open_data([folder], ["Cu"], ("energy", "force", "atom_energy"))
+    frame = system.frame(1)
+    np.testing.assert_allclose(frame.coord, basis, rtol=1e-7, atol=1e-9)
+    np.testing.assert_allclose(frame.box, 3.6 * np.eye(3), rtol=1e-7)
+    np.testing.assert_allclose(frame.labels["force"], 2 * basis, rtol=1e-7, atol=1e-9)
+    assert frame.labels["energy"] == pytest.approx(-3.0, rel=1e-7)
+    assert "atom_energy" not in frame.labels  # a column of zeros
+
+
+def test_data_of_runner_are_read_in_bohr_and_hartree_where_distances_agree():
+    basis = write_runner("input.data", 1 / BOHR, 1 / HARTREE)
+    assert "  by ASE as runnerdata, in bohr and hartree" in convert_data(["input.data"], "out")
+    assert_is_copper("out", basis)
+
+
+def test_data_of_runner_in_angstrom_need_their_units():
+    basis = write_runner("input.data")
+    with pytest.raises(DataError) as caught:
+        convert_data(["input.data"], "out")
+    assert str(caught.value) == (
+        "input.data: is read by ASE as runnerdata, in bohr and hartree, and nearest atoms are 0.51 sums of their "
+        "covalent radii apart, expected 0.65 to 1.8 (with angstrom 0.95). Say which units it has: dp-ema convert with "
+        "--units angstrom,eV or --units bohr,hartree."
+    )
+    reported = convert_data(["input.data"], "out", units="Angstrom,EV")
+    assert "  by ASE as runnerdata, with Angstrom and EV (--units) in place of bohr and hartree" in reported
+    assert_is_copper("out", basis)
+    convert_data(["input.data"], "as_said", units="bohr,hartree")
+    assert open_data(["as_said"], ["Cu"])[0].frame(0).box[0, 0] == pytest.approx(3.6 * BOHR, rel=1e-7)
+
+
+@pytest.mark.parametrize("name", ["a.traj", "a.xyz"])
+def test_units_change_every_array_of_a_file(name):
+    from ase import Atoms
+    from ase.calculators.singlepoint import SinglePointCalculator
+    from ase.io import write
+
+    atoms = Atoms("Cu2", [[0, 0, 0], [1.8, 1.8, 0]], cell=3.6 * np.eye(3) / BOHR, pbc=True)
+    stress = np.arange(6.0)
+    atoms.calc = SinglePointCalculator(atoms, energy=-1.0, forces=np.ones((2, 3)), stress=stress)
+    write(name, atoms)
+    reader = "dp-ema" if name == "a.xyz" else "ASE as traj"
+    assert f"  by {reader}, in angstrom and eV" in convert_data([name], "plain")
+    reported = convert_data([name], "out", units="bohr,kcal/mol")
+    assert f"  by {reader}, with bohr and kcal/mol (--units) in place of angstrom and eV" in reported
+    kcal = 0.0433641153
+    plain, frame = (
+        open_data([folder], ["Cu"], ("energy", "force", "virial"))[0].frame(0) for folder in ("plain", "out")
+    )
+    np.testing.assert_allclose(frame.coord, plain.coord * BOHR, rtol=1e-12)
+    np.testing.assert_allclose(frame.box, 3.6 * np.eye(3), rtol=1e-12)
+    np.testing.assert_allclose(frame.labels["energy"], -kcal, rtol=1e-12)
+    np.testing.assert_allclose(frame.labels["force"], np.full((2, 3), kcal / BOHR), rtol=1e-12)
+    np.testing.assert_allclose(frame.labels["virial"], plain.labels["virial"] * kcal, rtol=1e-12)
+
+
+def test_lengths_that_no_matter_has_are_a_warning_of_other_readers():
+    from ase import Atoms
+    from ase.calculators.singlepoint import SinglePointCalculator
+    from ase.io import write
+
+    atoms = Atoms("Cu2", [[0, 0, 0], [0, 0, 1.2]], cell=20 * np.eye(3), pbc=True)
+    atoms.calc = SinglePointCalculator(atoms, energy=-1.0)
+    write("a.traj", atoms)
+    [warning] = [line for line in convert_data(["a.traj"], "out") if "warning" in line]
+    assert warning.startswith(
+        "  warning: nearest atoms are 0.45 sums of their covalent radii apart, expected 0.65 to 1.8"
+    )
+
+
+def test_units_of_outputs_whose_readers_know_them_are_refused(dpdata):
+    Path("md.out").write_text(OUTPUT)
+    assert "  by dpdata as cp2k/output, in the units of the program" in convert_data(["md.out"], "out")
+    with pytest.raises(DataError, match=r"md.out: is read by dpdata as cp2k/output, which knows the units of the prog"):
+        convert_data(["md.out"], "out2", units="bohr,hartree")
+
+
+@pytest.mark.parametrize("units", ["bohr", "bohr,", "hartree,bohr", "feet,eV", ""])
+def test_units_that_are_not_known_are_reported(units):
+    write_runner("input.data")
+    with pytest.raises(
+        UserError, match=r"--units .*: expected a length \(angstrom, bohr, nm\) and an energy \(eV, hartree"
+    ):
+        convert_data(["input.data"], "out", units=units)

@@ -282,6 +282,8 @@ COMMANDS = {
             option("--seed", "N", "of the random choice of these frames (1)", type=read.seed),
             switch("--mixed", "one system for all frames of one size (real_atom_types.npy), not per composition"),
             option("--format", "NAME", "of ASE (vasp-out, vasp-xml, db, ...) or dpdata (cp2k/output, ...)"),
+            option("--units", "LENGTH,ENERGY", "of the numbers in IN, such as bohr,hartree, in place of those that "
+                   "its reader assumes: angstrom, bohr, nm; eV, hartree, rydberg, kcal/mol, kJ/mol"),
         ), "data"),
     ), keeps_log=True),
     "pretrained": Command("models", "list published models that can be fine-tuned, or download one", (

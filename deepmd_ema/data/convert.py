@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -14,22 +14,32 @@ from typing import TypeAlias
 
 import numpy as np
 
-from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, WEIGHTS
+from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, HESSIAN, LABELS, VIRIAL, WEIGHTS
+from deepmd_ema.data.check.physics import COVALENT_RADII
 from deepmd_ema.data.formats.discover import split_address
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.foreign import stored_parts
-from deepmd_ema.data.formats.properties import StoredFrame, kind_of, labels_of
+from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, labels_of
 from deepmd_ema.data.formats.system import TYPES
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
 from deepmd_ema.data.split import FrameTable, split_frames
 from deepmd_ema.distributed.files import atomic_write, taking_the_place_of, writing
 from deepmd_ema.errors import DataError, UserError, collect_problems, counted
-from deepmd_ema.geometry import Array
+from deepmd_ema.geometry import Array, find_pairs_once
 
 _MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo", ".savedmodel", ".jax")
 Predictor: TypeAlias = Callable[[StoredFrame, "Array | None", "Array | None"], Mapping[str, Array]]
 """Returns energy (), force (N, 3) and virial (9,) of a model for a frame, its fparam and its aparam, by label."""
 _MAX_FORMULA_CHARACTERS = 100  # letters of a folder's name
+_LENGTHS = {"angstrom": 1.0, "bohr": 0.529177210903, "nm": 10.0}  # angstrom
+_HARTREE = 27.211386245988
+_ENERGIES = {"ev": 1.0, "hartree": _HARTREE, "rydberg": _HARTREE / 2, "kcal/mol": 0.0433641153, "kj/mol": 0.0103642697}
+# powers of the units of length and energy in arrays
+_POWERS = {COORD: (1, 0), BOX: (1, 0), ENERGY: (0, 1), FORCE: (-1, 1), VIRIAL: (0, 1), ATOM_ENERGY: (0, 1),
+           HESSIAN: (-2, 1)}  # fmt: skip
+_TWO_CONVENTIONS = ("ASE as runnerdata", "dpdata as n2p2")  # readers of files that have either bohr or angstrom
+_NEAREST = (0.65, 1.8)  # of nearest atoms in matter, in sums of covalent radii
+_MAX_LOOKED = 20  # frames of a file whose nearest atoms are searched
 
 
 def is_data(path: str, output: str) -> bool:
@@ -66,6 +76,7 @@ def convert_data(
     file_format: str | None = None,
     seed: int = 1,
     predict: Predictor | None = None,
+    units: str | None = None,
 ) -> list[str]:
     """Write frames as ``deepmd/npy`` folders or extended XYZ and return what was read, left out and written, in lines.
 
@@ -80,9 +91,10 @@ def convert_data(
         file_format: of ASE or dpdata, see ``stored_frames``.
         seed: of the choice of validation frames.
         predict: gives the labels that are written in place of those of the inputs; None: these are written.
+        units: of length and energy in the inputs, such as ``bohr,hartree``; None for those that the reader assumes.
 
     Raises:
-        UserError: if the output exists or the share is none.
+        UserError: if the output exists, the share is none, or the units are not known.
         DataError: if files cannot be read, or have nothing to learn from.
     """
     if not 0 <= validation < 1:
@@ -94,7 +106,8 @@ def convert_data(
             raise UserError(f"{path}: exists. Nothing is written over: name a file or folder that does not exist.")
     if mixed and is_xyz(output):
         raise UserError(f"--mixed: is an option for folders, and {output} is extended XYZ, whose frames have any size.")
-    frames, lines = _read(inputs, file_format, predict)
+    given = None if units is None else _parse_units(units)
+    frames, lines = _read(inputs, file_format, predict, given)
     if not frames:
         raise DataError(f"{', '.join(inputs)}: no frame has an energy or forces. Is the format the right one?")
     type_map = tuple(dict.fromkeys(symbol for frame in frames for symbol in frame.symbols))
@@ -124,8 +137,18 @@ def convert_data(
     return lines
 
 
+def _parse_units(text: str) -> tuple[str, str]:
+    length, _, energy = (word.strip() for word in text.partition(","))
+    if length.lower() not in _LENGTHS or energy.lower() not in _ENERGIES:
+        raise UserError(
+            f"--units {text}: expected a length ({', '.join(_LENGTHS)}) and an energy (eV, hartree, rydberg, kcal/mol, "
+            "kJ/mol), such as bohr,hartree."
+        )
+    return length, energy
+
+
 def _read(
-    inputs: Sequence[str], file_format: str | None, predict: Predictor | None
+    inputs: Sequence[str], file_format: str | None, predict: Predictor | None, units: tuple[str, str] | None
 ) -> tuple[list[_Labelled], list[str]]:
     """Return the frames with energies or forces of all files, and remarks on each file."""
     frames, lines, problems, num_empty = list[_Labelled](), list[str](), list[str](), 0
@@ -134,23 +157,78 @@ def _read(
         with collect_problems(problems):
             # numbers are unique, as each part adds a line or more
             for number, (name, inventory, stored) in enumerate(stored_parts(given, file_format), len(lines)):
+                num_atoms = counted(sum(len(frame.symbols) for frame in stored), "atom")
+                lines.append(f"read {name}: {counted(inventory.num_frames, 'frame')}, {num_atoms}")
+                factors = _factors(name, inventory, stored, units, lines)
                 for index, frame in enumerate(stored):
                     with collect_problems(problems, f"{name}: frame {index} (from 0): "):
                         arrays = labels_of(frame, inventory.sources(frame), wanted)
+                        arrays |= {COORD: frame.coord} if frame.box is None else {COORD: frame.coord, BOX: frame.box}
+                        arrays = {n: a * factors[n] if n in factors else a for n, a in arrays.items()}
                         if predict is not None:
-                            arrays |= predict(frame, arrays.get(FPARAM), arrays.get(APARAM))
+                            own = replace(frame, coord=arrays[COORD], box=arrays.get(BOX))
+                            arrays |= predict(own, arrays.get(FPARAM), arrays.get(APARAM))
                         if ENERGY not in arrays and FORCE not in arrays:
                             num_empty += 1
                             continue
-                        arrays |= {COORD: frame.coord} if frame.box is None else {COORD: frame.coord, BOX: frame.box}
                         frames.append(_Labelled(number, kind_of(frame), tuple(frame.symbols), arrays))
-                num_atoms = counted(sum(len(frame.symbols) for frame in stored), "atom")
-                lines.append(f"read {name}: {counted(inventory.num_frames, 'frame')}, {num_atoms}")
                 lines += [f"  {line}" for line in inventory.lines()]
     DataError.raise_if_any(problems)
     if num_empty:
         lines.append(f"left out: {counted(num_empty, 'frame')} without energy and forces")
     return frames, lines
+
+
+def _factors(
+    name: str, inventory: Inventory, stored: Sequence[StoredFrame], units: tuple[str, str] | None, lines: list[str]
+) -> dict[str, float]:
+    """Return the factors of arrays that have other units than their reader assumes, and add lines about the units.
+
+    Args:
+        name: of the file.
+        inventory: of the file.
+        stored: its frames.
+        units: of the user; None for those of the reader.
+        lines: of the report.
+
+    Raises:
+        DataError: if the units cannot be chosen, or must be, since nearest atoms are in no usual distance.
+    """
+    reader, assumed = inventory.reader, inventory.units
+    if units is not None:
+        if assumed is None:
+            raise DataError(f"{name}: is read by {reader}, which knows the units of the program. Leave --units out.")
+        lines.append(f"  by {reader}, with {' and '.join(units)} (--units) in place of {' and '.join(assumed)}")
+        ratios = [table[u.lower()] / table[a.lower()] for table, u, a in zip((_LENGTHS, _ENERGIES), units, assumed)]
+        return {n: ratios[0] ** length * ratios[1] ** energy for n, (length, energy) in _POWERS.items()}
+    lines.append(f"  by {reader}, " + (f"in {' and '.join(assumed)}" if assumed else "in the units of the program"))
+    if reader != "dp-ema" and not _NEAREST[0] < (nearest := _nearest_atoms(stored)) < _NEAREST[1]:
+        found = f"nearest atoms are {nearest:.2f} sums of their covalent radii apart, expected 0.65 to 1.8"
+        if reader in _TWO_CONVENTIONS:
+            raise DataError(
+                f"{name}: is read by {reader}, in bohr and hartree, and {found} (with angstrom "
+                f"{nearest / _LENGTHS['bohr']:.2f}). Say which units it has: dp-ema convert with --units angstrom,eV "
+                "or --units bohr,hartree."
+            )
+        lines.append(f"  warning: {found}. If the file has other units, name them: --units LENGTH,ENERGY")
+    return {}
+
+
+def _nearest_atoms(stored: Sequence[StoredFrame]) -> float:
+    """Return the median distance of an atom to the nearest other in sums of covalent radii; 1 where none is near."""
+    nearest = [np.empty(0)]
+    for k in np.linspace(0, len(stored) - 1, min(len(stored), _MAX_LOOKED)).astype(int).tolist():
+        frame, radii = stored[k], np.array([COVALENT_RADII.get(symbol, np.nan) for symbol in stored[k].symbols])
+        if np.isnan(radii).any():
+            continue
+        with suppress(DataError):  # of cells and positions that the check of the data reports
+            i, j, _, distance = find_pairs_once(frame.coord, frame.box, 4 * _NEAREST[1] * float(radii.max()))
+            of_frame = np.full(len(radii), np.inf)
+            for atoms in (i, j):
+                np.minimum.at(of_frame, atoms, distance / (radii[i] + radii[j]))
+            nearest.append(of_frame[np.isfinite(of_frame)])
+    every = np.concatenate(nearest)
+    return float(np.median(every)) if len(every) else 1.0
 
 
 def _chunks(frames: Sequence[_Labelled], type_map: Sequence[str]) -> Iterator[Chunk]:

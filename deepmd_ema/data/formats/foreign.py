@@ -30,6 +30,17 @@ _MAX_REASON_CHARACTERS = 1000  # letters of what another program says
 # in the first bytes of files that ASE does not read: the program, and the format of dpdata
 _SIGNATURES = ((b"CP2K|", "CP2K", "cp2k/output"), (b"Psi4: An Open-Source", "Psi4", "psi4/out"))
 _HEAD_BYTES = 20_000
+# names of ASE and dpdata for formats whose numbers have one unit of length and one of energy, which the readers take
+# for these; the others are outputs of programs with units of their own, which they know
+_UNITS_OF = {
+    ("angstrom", "eV"): "traj bundletrajectory db json mysql postgresql extxyz xyz cfg gpumd lammps-dump-text "
+    "lammps-dump-binary netcdftrajectory vasp-out vasp-xml aims-output castep-castep gpaw-out gpw vasp/outcar outcar "
+    "vasp/xml xml vasp/string ase/traj fhi_aims/md fhi_aims/output fhi_aims/scf siesta/output siesta/aimd_output "
+    "pwmat/movement movement pwmat/mlmd mlmd",
+    ("bohr", "hartree"): "runnerdata n2p2 abinit-out castep-md castep-geom qe/cp/traj",
+    ("bohr", "rydberg"): "espresso-out qe/pw/scf",
+}
+_UNITS = {name: units for units, names in _UNITS_OF.items() for name in names.split()}
 _NESTED = ("key_value_pairs", "data")  # names in `info` of ASE
 _KIND = re.compile(r"([A-Z][a-z]?)[\d_].*")  # kinds of atoms of one element: Fe1, O_surface
 _PER_ATOM = ("forces", "energies", "stresses", "charges", "magmoms")  # among the results of a calculator of ASE
@@ -44,7 +55,7 @@ def stored_parts(address: str, file_format: str | None) -> Iterator[tuple[str, I
 
     Args:
         address: what ``train`` reads, or a file that ASE or dpdata reads; after ``#`` the names to read in a file.
-        file_format: of ASE (``vasp-out``, ``vasp-xml``, ``db``, ...) or, with a ``/`` in it, of dpdata
+        file_format: of ASE (``vasp-out``, ``vasp-xml``, ``db``, ...) or, with a ``/`` in it and ``n2p2``, of dpdata
             (``cp2k/output``, ...); found from the name and the content when not given; dpdata reads what ASE cannot.
 
     Raises:
@@ -86,8 +97,9 @@ def _all_frames(name: str, frames: Iterator[StoredFrame], inventory: Inventory) 
 def _frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterator[StoredFrame]:
     """Return the frames of a file; what a user should know of them goes to ``inventory``."""
     if file_format is not None:
-        read = _dpdata_frames if "/" in file_format else _ase_frames
-        return read(path, file_format, inventory)
+        if "/" in file_format or file_format == "n2p2":
+            return _dpdata_frames(path, file_format, inventory)
+        return _ase_frames(path, file_format, inventory)
     if is_lmdb(path):
         return lmdb_frames(path)
     is_trajectory = path.is_file() and is_cp2k_trajectory(path)
@@ -119,18 +131,20 @@ def _frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterat
 def _ase_frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterator[StoredFrame]:
     from ase.db import connect
     from ase.io import iread
-    from ase.io.formats import ioformats
+    from ase.io.formats import filetype, ioformats
 
     if file_format is not None and file_format not in ioformats:
         raise DataError(f"--format {file_format}: ASE has no such format; `ase info --formats` lists them.")
     _note_what_vasp_left_out(path, inventory)
     with _readable(path, f"ASE{f' as {file_format}' if file_format else ''}", inventory):
-        if file_format == "db" or (file_format is None and path.suffix == ".db"):
+        name = file_format or ("db" if path.suffix == ".db" else filetype(str(path)))
+        inventory.reader, inventory.units = f"ASE as {name}", _UNITS.get(name)
+        if name == "db":
             # what a user has added to a row, often labels, is not in what iread gives
             every = [row.toatoms(add_additional_information=True) for row in connect(str(path)).select()]
         else:
             # with an @ in a name ASE would look for numbers of frames after it
-            every = list(iread(str(path), ":", file_format, do_not_split_by_at_sign=True))
+            every = list(iread(str(path), ":", name, do_not_split_by_at_sign=True))
     return (_of_atoms(atoms, inventory) for atoms in every)
 
 
@@ -162,6 +176,8 @@ def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
     results = {} if atoms.calc is None else {n: v for n, v in atoms.calc.results.items() if v is not None}
     per_atom = {n: a for n, a in atoms.arrays.items() if n not in ("numbers", "positions")}
     per_atom |= {name: np.asarray(results.pop(name)) for name in _PER_ATOM if name in results}
+    if not per_atom.get("atom_energy", np.ones(1)).any():  # a column that RuNNer requires and few fill
+        del per_atom["atom_energy"]
     if len(atoms.constraints):
         inventory.other["constraints are not applied: forces are those that were computed"] += 1
     # ASE's data bases keep entries of users in dictionaries in `info`
@@ -181,6 +197,8 @@ def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterat
 
     with _readable(path, f"dpdata as {file_format}", inventory):
         data = dpdata.LabeledSystem(str(path), fmt=file_format).data
+    name = path.name.rpartition(".")[2].lower() if file_format == "auto" else file_format
+    inventory.reader, inventory.units = f"dpdata as {name}", _UNITS.get(name)
     element_of = {}  # of each kind of atoms
     for name in data["atom_names"]:
         kind = _KIND.fullmatch(name)

@@ -89,6 +89,8 @@ class Inventory:
         kinds: by the name under which frames name their kind of calculation, the number of frames of each kind.
         other: further remarks, with the number of frames they are about; 0 of the whole file.
         unused: weights of frames that are not read.
+        reader: the program that reads the file, and the name that it has for the format.
+        units: units of length and energy that this reader takes the numbers for; None for those that the format says.
     """
 
     given: Mapping[str, str] = field(default_factory=dict)
@@ -100,6 +102,8 @@ class Inventory:
     kinds: dict[str, Counter[str]] = field(default_factory=dict)
     other: Counter[str] = field(default_factory=Counter)
     unused: set[str] = field(default_factory=set)
+    reader: str = "dp-ema"
+    units: tuple[str, str] | None = ("angstrom", "eV")
     _names: dict[tuple[frozenset[str], frozenset[str]], dict[str, list[str]]] = field(default_factory=dict, repr=False)
 
     def sources(self, frame: StoredFrame) -> dict[str, str]:
