@@ -258,7 +258,7 @@ def test_an_output_whose_folder_is_missing_ends_in_one_line_before_the_data_are_
         ("damaged", "data.extxyz: frame 11 (from 0): atom 5 (from 0): 'O 2.0"),
         ("missing", "data.extxyz: no such file or folder"),
         ("folder", "data.extxyz: no system in it or below it. A system has type.raw and set.*/coord.npy."),
-        ("foreign", "What ASE and dpdata read becomes folders by: dp-ema convert"),
+        ("foreign", "OUTCAR: cannot be read by ASE (Incomplete OUTCAR). Is it complete? Name its format with dp-ema"),
     ],
 )
 def test_data_that_nothing_can_be_learned_from_end_in_one_message(content, message, capsys):
@@ -297,3 +297,52 @@ def test_the_advice_of_posthoc_fits_into_the_input_as_it_is(capsys):
     Path("input.yaml").write_text(yaml.safe_dump(values))
     assert main(["train", "input.yaml", "--device", "cpu"]) == 0
     assert main(["posthoc", "."]) == 0, capsys.readouterr().err
+
+
+def write_traj(path, *seeds):
+    """Write a crystal for each seed in a format of ASE, with energies and forces that an oscillator has."""
+    from ase import Atoms
+    from ase.calculators.singlepoint import SinglePointCalculator
+    from ase.io import write
+
+    frames = []
+    for seed in seeds:
+        symbols, coord, cell = copper(np.random.default_rng(seed))
+        rest = copper(np.random.default_rng(0))[1]
+        atoms = Atoms(symbols, coord, cell=cell, pbc=True)
+        atoms.calc = SinglePointCalculator(atoms, energy=np.sum((coord - rest) ** 2), forces=-2 * (coord - rest))
+        frames.append(atoms)
+    write(path, frames)
+
+
+def test_files_of_other_programs_are_converted_first_and_the_input_trains(capsys):
+    write_traj("md.traj", *range(1, 5))
+    write_traj("more.traj", *range(5, 9))
+    write_traj("test.traj", 9, 10)
+    write_extxyz("old.xyz", [copper(np.random.default_rng(11))])
+    assert main(["init", "md.traj", "old.xyz", "more.traj", "--validation", "test.traj", "--steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "converted md.traj, more.traj to md_data, as `dp-ema convert` does\n  read md.traj: 4 frames" in said
+    assert "converted test.traj to test_validation, as" in said
+    training = yaml.safe_load(Path("input.yaml").read_text())["training"]
+    assert training["training_data"]["systems"] == ["md_data", "old.xyz"]
+    assert training["validation_data"]["systems"] == ["test_validation"]
+    train, valid = open_run(load_config("input.yaml"))[""]
+    assert [system.num_frames for system in (*train, *valid)] == [8, 1, 2]
+
+
+def test_a_folder_of_an_earlier_conversion_is_left_alone(capsys):
+    write_traj("md.traj", 1, 2)
+    Path("md_data").mkdir()
+    assert main(["init", "md.traj"]) == 2
+    assert capsys.readouterr().err == (
+        "dp-ema: md_data: is there already, and md.traj would be converted to it. Give the folder in place of the "
+        "files, or remove it.\n"
+    )
+
+
+def test_a_file_that_no_reader_knows_ends_init_in_one_message(capsys):
+    Path("notes.txt").write_text("nothing\n")
+    assert main(["init", "notes.txt"]) == 2
+    assert "notes.txt: cannot be read by ASE" in capsys.readouterr().err
+    assert not Path("notes_data").exists()

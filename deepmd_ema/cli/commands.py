@@ -105,7 +105,8 @@ BEFORE_COMMAND = (
 )
 COMMANDS = {
     "init": Command("inputs", "write an input for data, with a reason for each choice", (
-        option("systems", "DATA", "training data: folders of systems, .extxyz, .h5, .lmdb", type=read.path, nargs="+"),
+        option("systems", "DATA", "training data: folders of systems, .extxyz, .h5, .lmdb; or files that `convert` "
+               "reads (OUTCAR, ...), which become a folder first", type=read.path, nargs="+"),
         option("-o --output", "FILE", "the input: .yaml with comments, or .json (input.yaml)", type=read.file,
                default="input.yaml"),
         option("--validation", "DATA", "validation data (default: a tenth of the frames, near copies kept together)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,9 +13,10 @@ from deepmd_ema.cli.loading import loading
 from deepmd_ema.cli.streams import say, say_error
 from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.distributed.launch import find_launch
-from deepmd_ema.errors import ReportedElsewhere, UserError, command
+from deepmd_ema.errors import ReportedElsewhere, UserError, command, first_few
 
 SUFFIXES = (".yaml", ".yml", ".json")
+_MAX_LINES = 20  # of what a conversion says
 
 
 def init(args: argparse.Namespace) -> None:
@@ -38,6 +39,8 @@ def init(args: argparse.Namespace) -> None:
     with loading():
         from deepmd_ema.report.propose import Wishes, propose
     given = {wish.name: getattr(args, wish.name) for wish in fields(Wishes)}
+    for name, ending in (("systems", "data"), ("validation", "validation"), ("replay", "replay")):
+        given[name] = _converted(given[name], file, ending)
     proposal = propose(Wishes(**{name: value for name, value in given.items() if value is not None}))
     with atomic_write(file) as part:
         part.write_text(proposal.text(file), encoding="utf-8")
@@ -46,6 +49,34 @@ def init(args: argparse.Namespace) -> None:
                    *(f"  warning: {line}" for line in proposal.warnings),
                    f"  next      {command('dp-ema', 'check', file)}",
                    f"            {command('dp-ema', 'train', *start, file)}"]))  # fmt: skip
+
+
+def _converted(paths: Sequence[str], file: Path, ending: str) -> list[str]:
+    """Return data that can be trained on: files of other programs become one folder beside the input.
+
+    Args:
+        paths: of data.
+        file: the input.
+        ending: of the name of the new folder.
+
+    Raises:
+        UserError: if the folder is there, or files cannot be read.
+    """
+    from deepmd_ema.data.convert import convert_data
+    from deepmd_ema.data.formats.discover import needs_conversion, split_address
+
+    foreign = [path for path in paths if needs_conversion(path)]
+    if not foreign:
+        return list(paths)
+    folder, files = str(file.with_name(f"{split_address(foreign[0])[0].stem}_{ending}")), first_few(foreign, 3)
+    if os.path.lexists(folder):
+        named = f"{folder}: is there already, and {files} would be converted to it"
+        raise UserError(f"{named}. Give the folder in place of the files, or remove it.")
+    lines = convert_data(foreign, folder)
+    say("\n".join([f"converted {files} to {folder}, as `dp-ema convert` does",
+                   *(f"  {line}" for line in lines[:_MAX_LINES]),
+                   *[f"  ... and {len(lines) - _MAX_LINES} more lines"] * (len(lines) > _MAX_LINES)]))  # fmt: skip
+    return list(dict.fromkeys(folder if path in foreign else path for path in paths))
 
 
 def check(args: argparse.Namespace) -> None:

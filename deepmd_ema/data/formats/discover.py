@@ -108,6 +108,12 @@ def is_cp2k_trajectory(path: Path) -> bool:
         return re.match(rb"\s*i\s*=\s*\d+\s*,.*\bE\s*=", file.readline(1000)) is not None
 
 
+def needs_conversion(path: str) -> bool:
+    """Whether ``path`` is a file that ``dp-ema convert`` may read and training does not."""
+    file = split_address(path)[0]
+    return file.is_file() and (is_cp2k_trajectory(file) or not any(one.claims(file) for one in FORMATS))
+
+
 def split_address(path: str) -> tuple[Path, str]:
     """Return the file or folder of ``path``, the longest one that exists, and what follows it after ``#``."""
     ends = [k for k, letter in enumerate(path) if letter == "#"]
