@@ -148,7 +148,7 @@ def test_data_of_runner_in_angstrom_need_their_units():
         "--units angstrom,eV or --units bohr,hartree."
     )
     reported = convert_data(["input.data"], "out", units="Angstrom,EV")
-    assert "  by ASE as runnerdata, with Angstrom and EV (--units) in place of bohr and hartree" in reported
+    assert "  by ASE as runnerdata, in Angstrom and EV (--units), not bohr and hartree" in reported
     assert_is_copper("out", basis)
     convert_data(["input.data"], "as_said", units="bohr,hartree")
     assert open_data(["as_said"], ["Cu"])[0].frame(0).box[0, 0] == pytest.approx(3.6 * BOHR, rel=1e-7)
@@ -167,7 +167,7 @@ def test_units_change_every_array_of_a_file(name):
     reader = "dp-ema" if name == "a.xyz" else "ASE as traj"
     assert f"  by {reader}, in angstrom and eV" in convert_data([name], "plain")
     reported = convert_data([name], "out", units="bohr,kcal/mol")
-    assert f"  by {reader}, with bohr and kcal/mol (--units) in place of angstrom and eV" in reported
+    assert f"  by {reader}, in bohr and kcal/mol (--units), not angstrom and eV" in reported
     kcal = 0.0433641153
     plain, frame = (
         open_data([folder], ["Cu"], ("energy", "force", "virial"))[0].frame(0) for folder in ("plain", "out")

@@ -243,7 +243,7 @@ def test_weights_that_are_not_used_are_named_once(tmp_path, monkeypatch, capsys)
     assert said.count(line) == 1
     code, said = check(tmp_path, monkeypatch, capsys, [path, xyz], **OPTIONS)
     assert code == 2
-    assert "weight may be config_weight or weight. Say which after the name of the file: FILE#weight=config" in said
+    assert "weight may be config_weight (1 frame) or weight (1 frame). Say which after the name of the file" in said
     code, said = check(tmp_path, monkeypatch, capsys, [path, f"{xyz}#weight=weight"], **OPTIONS)
     assert code == 0
     assert "not used" not in said

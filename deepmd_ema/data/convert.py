@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, HESSIAN, LABELS, VIRIAL, WEIGHTS
+from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, WEIGHTS
 from deepmd_ema.data.check.physics import COVALENT_RADII
 from deepmd_ema.data.formats.discover import split_address
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
@@ -34,9 +34,6 @@ _MAX_FORMULA_CHARACTERS = 100  # letters of a folder's name
 _LENGTHS = {"angstrom": 1.0, "bohr": 0.529177210903, "nm": 10.0}  # angstrom
 _HARTREE = 27.211386245988
 _ENERGIES = {"ev": 1.0, "hartree": _HARTREE, "rydberg": _HARTREE / 2, "kcal/mol": 0.0433641153, "kj/mol": 0.0103642697}
-# powers of the units of length and energy in arrays
-_POWERS = {COORD: (1, 0), BOX: (1, 0), ENERGY: (0, 1), FORCE: (-1, 1), VIRIAL: (0, 1), ATOM_ENERGY: (0, 1),
-           HESSIAN: (-2, 1)}  # fmt: skip
 _TWO_CONVENTIONS = ("ASE as runnerdata", "dpdata as n2p2")  # readers of files that have either bohr or angstrom
 _NEAREST = (0.65, 1.8)  # of nearest atoms in matter, in sums of covalent radii
 _MAX_LOOKED = 20  # frames of a file whose nearest atoms are searched
@@ -106,8 +103,13 @@ def convert_data(
             raise UserError(f"{path}: exists. Nothing is written over: name a file or folder that does not exist.")
     if mixed and is_xyz(output):
         raise UserError(f"--mixed: is an option for folders, and {output} is extended XYZ, whose frames have any size.")
-    given = None if units is None else _parse_units(units)
-    frames, lines = _read(inputs, file_format, predict, given)
+    length, _, energy = ("angstrom,eV" if units is None else units).lower().partition(",")
+    if length not in _LENGTHS or energy not in _ENERGIES:
+        raise UserError(
+            f"--units {units}: expected a length ({', '.join(_LENGTHS)}) and an energy (eV, hartree, rydberg, "
+            "kcal/mol, kJ/mol), such as bohr,hartree."
+        )
+    frames, lines = _read(inputs, file_format, predict, units)
     if not frames:
         raise DataError(f"{', '.join(inputs)}: no frame has an energy or forces. Is the format the right one?")
     type_map = tuple(dict.fromkeys(symbol for frame in frames for symbol in frame.symbols))
@@ -137,18 +139,8 @@ def convert_data(
     return lines
 
 
-def _parse_units(text: str) -> tuple[str, str]:
-    length, _, energy = (word.strip() for word in text.partition(","))
-    if length.lower() not in _LENGTHS or energy.lower() not in _ENERGIES:
-        raise UserError(
-            f"--units {text}: expected a length ({', '.join(_LENGTHS)}) and an energy (eV, hartree, rydberg, kcal/mol, "
-            "kJ/mol), such as bohr,hartree."
-        )
-    return length, energy
-
-
 def _read(
-    inputs: Sequence[str], file_format: str | None, predict: Predictor | None, units: tuple[str, str] | None
+    inputs: Sequence[str], file_format: str | None, predict: Predictor | None, units: str | None
 ) -> tuple[list[_Labelled], list[str]]:
     """Return the frames with energies or forces of all files, and remarks on each file."""
     frames, lines, problems, num_empty = list[_Labelled](), list[str](), list[str](), 0
@@ -180,7 +172,7 @@ def _read(
 
 
 def _factors(
-    name: str, inventory: Inventory, stored: Sequence[StoredFrame], units: tuple[str, str] | None, lines: list[str]
+    name: str, inventory: Inventory, stored: Sequence[StoredFrame], units: str | None, lines: list[str]
 ) -> dict[str, float]:
     """Return the factors of arrays that have other units than their reader assumes, and add lines about the units.
 
@@ -198,9 +190,12 @@ def _factors(
     if units is not None:
         if assumed is None:
             raise DataError(f"{name}: is read by {reader}, which knows the units of the program. Leave --units out.")
-        lines.append(f"  by {reader}, with {' and '.join(units)} (--units) in place of {' and '.join(assumed)}")
-        ratios = [table[u.lower()] / table[a.lower()] for table, u, a in zip((_LENGTHS, _ENERGIES), units, assumed)]
-        return {n: ratios[0] ** length * ratios[1] ** energy for n, (length, energy) in _POWERS.items()}
+        lines.append(f"  by {reader}, in {' and '.join(units.split(','))} (--units), not {' and '.join(assumed)}")
+        given, own = units.lower().split(","), [unit.lower() for unit in assumed]
+        length, energy = (table[a] / table[b] for table, a, b in zip((_LENGTHS, _ENERGIES), given, own))
+        powers = ("eV", "eV/angstrom", "eV/angstrom^2")  # of an energy over a length
+        labels = {n: energy / length ** powers.index(label.unit) for n, label in LABELS.items() if label.unit}
+        return {COORD: length, BOX: length, **labels}
     lines.append(f"  by {reader}, " + (f"in {' and '.join(assumed)}" if assumed else "in the units of the program"))
     if reader != "dp-ema" and not _NEAREST[0] < (nearest := _nearest_atoms(stored)) < _NEAREST[1]:
         found = f"nearest atoms are {nearest:.2f} sums of their covalent radii apart, expected 0.65 to 1.8"
