@@ -66,9 +66,21 @@ def test_an_output_of_cp2k_without_dpdata_says_what_reads_it(monkeypatch):
 
 def test_what_neither_ase_nor_dpdata_reads_is_reported_as_ase_does(dpdata):
     Path("noise.bin").write_bytes(bytes(range(256)) * 9)
-    with pytest.raises(DataError, match=r"noise.bin: cannot be read by ASE"):
+    with pytest.raises(
+        DataError, match=r"noise.bin: cannot be read by ASE \(which does not know its format\)"
+    ) as caught:
         convert_data(["noise.bin"], "out")
     assert dpdata == ["auto"]
+    assert "pip install dpdata" not in str(caught.value)
+
+
+def test_what_ase_does_not_read_may_need_dpdata(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dpdata", None)
+    Path("MOVEMENT").write_text("108 atoms\n")
+    with pytest.raises(
+        DataError, match=r"MOVEMENT: cannot.* reads formats that ASE does not, is not installed: pip install dpdata\.$"
+    ):
+        convert_data(["MOVEMENT"], "out")
 
 
 def test_what_dpdata_says_of_an_error_is_not_cut(monkeypatch):

@@ -6,7 +6,7 @@ import io
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,10 +122,15 @@ def _frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterat
     try:
         return _ase_frames(path, None, inventory)
     except DataError as error:
+        more = ""
         if not _is_vasp(head):
-            with suppress(ModuleNotFoundError, DataError):
+            try:
                 return _dpdata_frames(path, "auto", inventory)
-        raise error from None
+            except ModuleNotFoundError:
+                more = " dpdata, which reads formats that ASE does not, is not installed: pip install dpdata."
+            except DataError:
+                pass
+        raise DataError(f"{error}{more}") from None
 
 
 def _ase_frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterator[StoredFrame]:
@@ -138,6 +143,8 @@ def _ase_frames(path: Path, file_format: str | None, inventory: Inventory) -> It
     _note_what_vasp_left_out(path, inventory)
     with _readable(path, f"ASE{f' as {file_format}' if file_format else ''}", inventory):
         name = file_format or ("db" if path.suffix == ".db" else filetype(str(path)))
+        if name not in ioformats:  # it is the suffix
+            raise ValueError("which does not know its format")
         inventory.reader, inventory.units = f"ASE as {name}", _UNITS.get(name)
         if name == "db":
             # what a user has added to a row, often labels, is not in what iread gives
