@@ -148,6 +148,10 @@ def test_data_of_runner_are_read_in_bohr_and_hartree_where_distances_agree():
     basis = write_runner("input.data", 1 / BOHR, 1 / HARTREE)
     assert "  by ASE as runnerdata, in bohr and hartree" in convert_data(["input.data"], "out")
     assert_is_copper("out", basis)
+    text = Path("input.data").read_text()
+    Path("input.data.Cu").write_text(f"# copper\n\n {text}")  # as RuNNerDecom writes it, which ASE does not recognize
+    convert_data(["input.data.Cu"], "again")
+    assert_is_copper("again", basis)
 
 
 def test_data_of_runner_in_angstrom_need_their_units():
@@ -157,7 +161,7 @@ def test_data_of_runner_in_angstrom_need_their_units():
     assert str(caught.value) == (
         "input.data: is read by ASE as runnerdata, in bohr and hartree, and nearest atoms are 0.51 sums of their "
         "covalent radii apart, expected 0.65 to 1.8 (with angstrom 0.95). Say which units it has: dp-ema convert with "
-        "--units angstrom,eV or --units bohr,hartree."
+        "--units angstrom,eV (or angstrom,hartree), or --units bohr,hartree."
     )
     reported = convert_data(["input.data"], "out", units="Angstrom,EV")
     assert "  by ASE as runnerdata, in Angstrom and EV (--units), not bohr and hartree" in reported

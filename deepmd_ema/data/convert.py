@@ -202,8 +202,8 @@ def _factors(
         if reader in _TWO_CONVENTIONS:
             raise DataError(
                 f"{name}: is read by {reader}, in bohr and hartree, and {found} (with angstrom "
-                f"{nearest / _LENGTHS['bohr']:.2f}). Say which units it has: dp-ema convert with --units angstrom,eV "
-                "or --units bohr,hartree."
+                f"{nearest / _LENGTHS['bohr']:.2f}). Say which units it has: dp-ema convert with --units "
+                "angstrom,eV (or angstrom,hartree), or --units bohr,hartree."
             )
         lines.append(f"  warning: {found}. If the file has other units, name them: --units LENGTH,ENERGY")
     return {}

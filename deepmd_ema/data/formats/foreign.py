@@ -29,6 +29,7 @@ _MAX_PROBLEMS = 5
 _MAX_REASON_CHARACTERS = 1000  # letters of what another program says
 # in the first bytes of files that ASE does not read: the program, and the format of dpdata
 _SIGNATURES = ((b"CP2K|", "CP2K", "cp2k/output"), (b"Psi4: An Open-Source", "Psi4", "psi4/out"))
+_RUNNER = re.compile(rb"\s*(?:(?:[#!]|comment)[^\n]*\n\s*)*begin\b")  # also with blanks, which ASE does not expect
 _HEAD_BYTES = 20_000
 # names of ASE and dpdata for formats whose numbers have one unit of length and one of energy, which the readers take
 # for these; the others are outputs of programs with units of their own, which they know
@@ -120,7 +121,7 @@ def _frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterat
             text = f"{path}: is {what}, which dpdata reads, and dpdata is not installed: pip install dpdata."
             raise DataError(text) from None
     try:
-        return _ase_frames(path, None, inventory)
+        return _ase_frames(path, "runnerdata" if _RUNNER.match(head) else None, inventory)
     except DataError as error:
         more = ""
         if not _is_vasp(head):
