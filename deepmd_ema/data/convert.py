@@ -32,8 +32,8 @@ Predictor: TypeAlias = Callable[[StoredFrame, "Array | None", "Array | None"], M
 """Returns energy (), force (N, 3) and virial (9,) of a model for a frame, its fparam and its aparam, by label."""
 _MAX_FORMULA_CHARACTERS = 100  # letters of a folder's name
 _LENGTHS = {"angstrom": 1.0, "bohr": 0.529177210903, "nm": 10.0}  # angstrom
-_HARTREE = 27.211386245988
-_ENERGIES = {"ev": 1.0, "hartree": _HARTREE, "rydberg": _HARTREE / 2, "kcal/mol": 0.0433641153, "kj/mol": 0.0103642697}
+_HARTREE, _KJ = 27.211386245988, 1 / 96.48533212331  # eV, CODATA 2018
+_ENERGIES = {"ev": 1.0, "hartree": _HARTREE, "rydberg": _HARTREE / 2, "kcal/mol": 4.184 * _KJ, "kj/mol": _KJ}
 _TWO_CONVENTIONS = ("ASE as runnerdata", "dpdata as n2p2")  # readers of files that have either bohr or angstrom
 _NEAREST = (0.65, 1.8)  # of nearest atoms in matter, in sums of covalent radii
 _MAX_LOOKED = 20  # frames of a file whose nearest atoms are searched
@@ -151,7 +151,7 @@ def _read(
             for number, (name, inventory, stored) in enumerate(stored_parts(given, file_format), len(lines)):
                 num_atoms = counted(sum(len(frame.symbols) for frame in stored), "atom")
                 lines.append(f"read {name}: {counted(inventory.num_frames, 'frame')}, {num_atoms}")
-                factors = _factors(name, inventory, stored, units, lines)
+                factors, about_units = _factors(name, inventory, stored, units)
                 for index, frame in enumerate(stored):
                     with collect_problems(problems, f"{name}: frame {index} (from 0): "):
                         arrays = labels_of(frame, inventory.sources(frame), wanted)
@@ -164,7 +164,7 @@ def _read(
                             num_empty += 1
                             continue
                         frames.append(_Labelled(number, kind_of(frame), tuple(frame.symbols), arrays))
-                lines += [f"  {line}" for line in inventory.lines()]
+                lines += [f"  {line}" for line in (*about_units, *inventory.lines())]
     DataError.raise_if_any(problems)
     if num_empty:
         lines.append(f"left out: {counted(num_empty, 'frame')} without energy and forces")
@@ -172,41 +172,42 @@ def _read(
 
 
 def _factors(
-    name: str, inventory: Inventory, stored: Sequence[StoredFrame], units: str | None, lines: list[str]
-) -> dict[str, float]:
-    """Return the factors of arrays that have other units than their reader assumes, and add lines about the units.
+    name: str, inventory: Inventory, stored: Sequence[StoredFrame], units: str | None
+) -> tuple[dict[str, float], list[str]]:
+    """Return the factors of arrays that have other units than their reader assumes, and lines about the units.
 
     Args:
         name: of the file.
         inventory: of the file.
         stored: its frames.
         units: of the user; None for those of the reader.
-        lines: of the report.
 
     Raises:
         DataError: if the units cannot be chosen, or must be, since nearest atoms are in no usual distance.
     """
-    reader, assumed = inventory.reader, inventory.units
-    if units is not None:
-        if assumed is None:
-            raise DataError(f"{name}: is read by {reader}, which knows the units of the program. Leave --units out.")
-        lines.append(f"  by {reader}, in {' and '.join(units.split(','))} (--units), not {' and '.join(assumed)}")
+    read_by, assumed = f"by {inventory.reader}", inventory.units
+    if assumed is None:
+        if units is not None:
+            raise DataError(f"{name}: is read {read_by}, which knows the units of the program. Leave --units out.")
+        read_by += ", in the units of the program"
+    elif units is not None:
         given, own = units.lower().split(","), [unit.lower() for unit in assumed]
         length, energy = (table[a] / table[b] for table, a, b in zip((_LENGTHS, _ENERGIES), given, own))
         powers = ("eV", "eV/angstrom", "eV/angstrom^2")  # of an energy over a length
         labels = {n: energy / length ** powers.index(label.unit) for n, label in LABELS.items() if label.unit}
-        return {COORD: length, BOX: length, **labels}
-    lines.append(f"  by {reader}, " + (f"in {' and '.join(assumed)}" if assumed else "in the units of the program"))
-    if reader != "dp-ema" and not _NEAREST[0] < (nearest := _nearest_atoms(stored)) < _NEAREST[1]:
-        found = f"nearest atoms are {nearest:.2f} sums of their covalent radii apart, expected 0.65 to 1.8"
-        if reader in _TWO_CONVENTIONS:
-            raise DataError(
-                f"{name}: is read by {reader}, in bohr and hartree, and {found} (with angstrom "
-                f"{nearest / _LENGTHS['bohr']:.2f}). Say which units it has: dp-ema convert with --units "
-                "angstrom,eV (or angstrom,hartree), or --units bohr,hartree."
-            )
-        lines.append(f"  warning: {found}. If the file has other units, name them: --units LENGTH,ENERGY")
-    return {}
+        line = f"{read_by}, in {' and '.join(units.split(','))} (--units), not {' and '.join(assumed)}"
+        return {COORD: length, BOX: length, **labels}, [line]
+    else:
+        read_by += f", in {' and '.join(assumed)}"
+    if inventory.reader == "dp-ema" or _NEAREST[0] < (nearest := _nearest_atoms(stored)) < _NEAREST[1]:
+        return {}, [read_by]
+    found = f"nearest atoms are {nearest:.2f} sums of their covalent radii apart, expected 0.65 to 1.8"
+    if inventory.reader in _TWO_CONVENTIONS:
+        raise DataError(
+            f"{name}: is read {read_by}, and {found} (with angstrom {nearest / _LENGTHS['bohr']:.2f}). Say which units "
+            "it has: dp-ema convert with --units angstrom,eV (or angstrom,hartree), or --units bohr,hartree."
+        )
+    return {}, [read_by, f"warning: {found}. If the file has other units, name them: --units LENGTH,ENERGY"]
 
 
 def _nearest_atoms(stored: Sequence[StoredFrame]) -> float:
@@ -217,7 +218,7 @@ def _nearest_atoms(stored: Sequence[StoredFrame]) -> float:
         if np.isnan(radii).any():
             continue
         with suppress(DataError):  # of cells and positions that the check of the data reports
-            i, j, _, distance = find_pairs_once(frame.coord, frame.box, 4 * _NEAREST[1] * float(radii.max()))
+            i, j, _, distance = find_pairs_once(frame.coord, frame.box, 4 * float(radii.max()))
             of_frame = np.full(len(radii), np.inf)
             for atoms in (i, j):
                 np.minimum.at(of_frame, atoms, distance / (radii[i] + radii[j]))
