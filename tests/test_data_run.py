@@ -33,9 +33,9 @@ def test_problems_of_training_and_validation_data_come_together(tmp_path):
 
 
 def test_without_validation_data_there_are_no_validation_systems(water_like):
-    train, valid = open_run(config_from_dict(tiny_input([water_like])))[""]
+    train, valid, test = open_run(config_from_dict(tiny_input([water_like])))[""]
     assert [system.num_frames for system in train] == [16]
-    assert valid == []
+    assert valid == test == []
 
 
 def write_npy(path, energy):

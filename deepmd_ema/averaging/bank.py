@@ -149,13 +149,13 @@ class AverageBank:
         modules = list(self._modules.values()) if self._around is None else [self._around]
         try:
             with _signals_wait():
-                _reshard(modules)
+                reshard(modules)
                 self._swapped = average
                 average.swap_in()
             yield
         finally:
             with _signals_wait():
-                _reshard(modules)
+                reshard(modules)
                 average.swap_out()
                 self._swapped = None
 
@@ -343,7 +343,7 @@ def _problems(profile: Profile) -> Iterator[str]:
             yield f"decay_at of type {profile.type!r} is {decay:g} after {n:,} steps, expected a number from 0 to 1."
 
 
-def _reshard(modules: Iterable[nn.Module]) -> None:
+def reshard(modules: Iterable[nn.Module]) -> None:
     """Drop the gathered weights of sharded modules; they would hide what is copied into the shards."""
     for part in (part for module in modules for part in module.modules()):
         if callable(drop := getattr(part, "reshard", None)):  # an FSDPModule

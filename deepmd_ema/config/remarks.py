@@ -11,7 +11,7 @@ from deepmd_ema.config.messages import dotted, path_of, show
 from deepmd_ema.config.outputs import Schedule
 from deepmd_ema.config.schema.averaging import EmaProfile
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, ExpScheduleConfig, InvSqrtScheduleConfig, LKFConfig
-from deepmd_ema.errors import counted, every_steps
+from deepmd_ema.errors import counted, every_steps, first_few
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import Link
@@ -199,6 +199,7 @@ def config_summary(
             metric, patience = v.early_stop.metric or v.validation_metric, counted(v.early_stop.patience, "validation")
             which += f"; the run ends after {patience} without a lower {metric}"
         validation += f"; all data {every_steps(v.validation_freq)} and after the last ({which})"
+    tested = [system for task in config.tasks.values() if task.test is not None for system in task.test.systems]
     return [
         *rows_of_tasks(rows, config.links),
         ("learning rate", config.learning_rate.summary(num_steps)),
@@ -206,6 +207,7 @@ def config_summary(
         ("run", f"{length}, batch_size {batch}{several}, seed {seed}"),
         *(averages or [("average", "none")]),
         ("validation", validation),
+        *([("test", f"{first_few(tested)}, after the last step")] if tested else []),
     ]
 
 

@@ -178,6 +178,12 @@ def _full_validation(run: RunConfig) -> Violations:
     if stop is not None and stop.weights is not None and validated and stop.weights not in validated:
         text = f" = {show(stop.weights)}: these weights have no full validation. With it: {', '.join(validated)}."
         yield "validating.early_stop.weights", text
+    for name, is_wrong, use in (
+        ("test_data", isinstance(run, MultiTaskRun), "several tasks. There it is test_data_dict.TASK"),
+        ("test_data_dict", not isinstance(run, MultiTaskRun), "one task. There it is test_data"),
+    ):
+        if is_wrong and getattr(run.validating, name):
+            yield f"validating.{name}", f": this is an input of {use}."
 
 
 def _metrics(run: RunConfig) -> Violations:
@@ -259,6 +265,7 @@ def _sections_of_tasks(run: MultiTaskRun) -> Violations:
     for place, section, needs_all in (
         ("training.data_dict", training.data_dict, True),
         ("loss_dict", run.loss_dict, False),
+        ("validating.test_data_dict", run.validating.test_data_dict, False),
         ("training.model_prob", training.model_prob, bool(training.model_prob)),
         ("training.num_epoch_dict", training.num_epoch_dict, bool(training.num_epoch_dict)),
     ):

@@ -43,10 +43,11 @@ REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weig
 
 
 class TaskData(NamedTuple):
-    """The data of one task; ``valid`` is empty without validation data."""
+    """The data of one task; ``valid`` and ``test`` are empty without such data."""
 
     train: list[FrameSource]
     valid: list[FrameSource]
+    test: list[FrameSource]
 
 
 def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> dict[str, TaskData]:
@@ -57,19 +58,20 @@ def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> di
         results: by task, the folder of what is known of data that have not changed.
 
     Raises:
-        DataError: with the problems of all tasks at once, of training and validation data.
+        DataError: with the problems of all tasks at once, of training, validation and test data.
     """
     data, problems = dict[str, TaskData](), list[str]()
     for name, task in config.tasks.items():
         weights = WEIGHTS if task.data.training_data.frame_weights else ()
         spec = ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels, *weights))))
         spec = replace(spec, results=results[name] if results is not None else None)
-        data[name] = TaskData([], [])
-        for section, sources in zip(_SECTIONS, data[name]):
-            if (options := getattr(task.data, section)) is not None:
-                where = f"{task.place('training')}.{section}.systems"
+        data[name] = TaskData([], [], [])
+        sections = {f"{task.place('training')}.{section}": getattr(task.data, section) for section in _SECTIONS}
+        sections[task.place("validating.test_data")] = task.test
+        for (where, options), sources in zip(sections.items(), data[name]):
+            if options is not None:
                 with collect_problems(problems):
-                    sources += open_systems(options.systems, spec, options.rglob_patterns, where)
+                    sources += open_systems(options.systems, spec, options.rglob_patterns, f"{where}.systems")
         if task.data.training_data.min_pair_dist:
             with collect_problems(problems):
                 train = _without_close_pairs(task, data[name].train, spec.results)
@@ -128,7 +130,7 @@ def split_off(config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[s
     """
     divided = dict(data)
     for name, split in splits.items():
-        sources, parts, lost = data[name].train, TaskData([], []), list[str]()
+        sources, parts, lost = data[name].train, TaskData([], [], data[name].test), list[str]()
         ends = np.cumsum([source.num_frames for source in sources])
         for source, own in zip(sources, np.split(split.mask, ends[:-1])):
             if own.all() or not own.any():
@@ -254,7 +256,7 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
 
     def check() -> dict[str, Any]:
         nonlocal report
-        report = check_systems(*data, model.type_map, descriptor, task.loss.labels, least, task=task.name)
+        report = check_systems(*data[:2], model.type_map, descriptor, task.loss.labels, least, task=task.name)
         option = f"task {task.name}: " * bool(task.name) + f"{task.place('training')}.training_data.frame_weights"
         having = [source.name for source in data.train if set(WEIGHTS) & {*source.unread}]
         if having:
@@ -285,6 +287,7 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
         "systems": [[source.name, source.num_frames, list(source.unread)] for source in sources],
         "parts": [source.frames.tolist() for source in sources if isinstance(source, FrameSubset)],
         "validation": len(data.valid),
+        "test": [source.name for source in data.test],
         "read": [list(model.type_map), fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam],
         "labels": [*task.loss.labels, *WEIGHTS * weighted],
         "cutoff": descriptor.cutoff,
@@ -305,7 +308,7 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
 
 
 def _repeated(data: TaskData) -> Iterator[str]:
-    """Yield a warning about systems that are listed more than once, and one about those in both sections."""
+    """Yield a warning about systems that are listed more than once, and about those to train and to judge it."""
     places: list[dict[str, set[FrameSource]]] = []  # by real path and group in the file, what was opened there
     names = dict[str, str]()
     for sources in data:
@@ -316,15 +319,16 @@ def _repeated(data: TaskData) -> Iterator[str]:
             key = f"{path.resolve()}#{group * is_hdf5(path)}"
             places[-1].setdefault(key, set()).add(whole)
             names.setdefault(key, whole.name)
-    train, valid = places
     often = [f"{names[key]} ({len(s)} times)" for part in places for key, s in part.items() if len(s) > 1]
     if often:
         yield f"listed more than once: {first_few(often)}. Their frames count as often; list each system once."
-    if both := [names[key] for key in train if valid.get(key, set()) - train[key]]:
-        yield (
-            f"listed in training_data and in validation_data: {first_few(both)}. Validation errors will look too good; "
-            "leave them out of one, or let training.validation_fraction choose frames."
-        )
+    split = ", or let training.validation_fraction choose frames"
+    for part, name, advice in zip(places[1:], ("validation", "test"), (split, "")):
+        if both := [names[key] for key in places[0] if part.get(key, set()) - places[0][key]]:
+            yield (
+                f"listed in training_data and in {name}_data: {first_few(both)}. {name.title()} errors will look too "
+                f"good; leave them out of one{advice}."
+            )
 
 
 def build_sampler(

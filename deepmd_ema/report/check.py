@@ -104,7 +104,7 @@ class RunCheck:
         self.reports = {name: run.check_task(task, data[name]) for name, task in self.config.tasks.items()}
         for name, report in self.reports.items():
             if data[name].valid and name not in self.splits and not report.problems:  # a split has no near copies
-                near = find_near_copies(*data[name], len(report.type_map))
+                near = find_near_copies(*data[name][:2], len(report.type_map))
                 report.suspects = {**report.suspects, NEAR_COPIES: near}
                 if near.num_frames > report.suspects[SHARED].num_frames:
                     report.warnings.append(f"task {name}: " * bool(name) + near.warning)

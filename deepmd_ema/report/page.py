@@ -254,6 +254,9 @@ class _Page:
         if not self.tested and self.status is not None:
             for weights, row in self.status.validation.items():
                 yield _paragraph(f"{weights}, validation of step {row['step']:,}: {describe_row(row)}")
+        if self.status is not None and self.status.test:
+            test = self.status.test.items()
+            yield "<h3>Test data</h3>" + _list((n, f"step {row['step']:,.0f}: {describe_row(row)}") for n, row in test)
         yield '<p class=soft>Errors per atom and per component: <a href="#definitions">definitions</a>.</p>'
 
     def _curves(self, scratch: Path) -> Iterator[str]:

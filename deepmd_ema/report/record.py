@@ -34,7 +34,7 @@ _IN_STEP = ("forward", "backward", "optimizer")  # parts of a step, which are su
 _PARTS = {
     "start": "start: data, statistics", "data": "waiting for data",
     "forward": "step: forward pass", "backward": "step: backward pass", "optimizer": "step: clipping, optimizer",
-    "step": "step", "row": "rows of the learning curve", "validation": "full validations",
+    "step": "step", "row": "rows of the learning curve", "validation": "full validations", "test": "test data",
     "checkpoint": "checkpoints", "snapshot": "snapshots of averages",
 }  # fmt: skip
 
@@ -61,6 +61,8 @@ class Part:
         seconds: by part: start, data, step, forward, backward, optimizer (in step), row, validation, checkpoint.
         averages: settings, updates and mean age of each average, at the last checkpoint.
         warnings: time and text of the last warnings.
+        test: errors on the test data after the last step, by weights, after the task if there are several, and by
+            column as in validation logs, with the step of the weights.
     """
 
     command: str = ""
@@ -79,6 +81,7 @@ class Part:
     seconds: dict[str, float] = field(default_factory=dict)
     averages: dict[str, dict[str, Any]] = field(default_factory=dict)
     warnings: list[list[str]] = field(default_factory=list)
+    test: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class RunRecord:

@@ -25,7 +25,7 @@ PREPARING, TRAINING, ENDED, INTERRUPTED, KILLED, UNKNOWN = (
 _DIGITS = 4
 _MAX_WARNINGS = 3
 _IN_JSON = (
-    "state", "remark", "step", "num_steps", "elapsed", "left", "last_row", "validation", "best", "metric",
+    "state", "remark", "step", "num_steps", "elapsed", "left", "last_row", "validation", "best", "metric", "test",
     "checkpoint", "averages",
 )  # fmt: skip
 
@@ -48,6 +48,7 @@ class RunStatus:
         validation: by weights, and task where there are several, the last row of a validation log, by column.
         best: the same for the rows with the smallest errors by ``metric``.
         metric: column of the validation logs by which the best row is chosen.
+        test: errors on the test data, as ``validation``; empty before the last step.
         checkpoint: the newest, relative to the folder; empty without one.
         averages: newest file of each average, relative to the folder.
         parts: record of the run; empty where there is none.
@@ -96,7 +97,7 @@ class RunStatus:
                 self.metric = next(iter(next(iter(validated.values())).columns))
         errors = {weights: curve.columns.get(self.metric, np.full(1, np.nan)) for weights, curve in validated.items()}
         self.best = {w: _row(validated[w], int(np.nanargmin(e))) for w, e in errors.items() if np.isfinite(e).any()}
-        self.checkpoint = ""
+        self.test, self.checkpoint = last.test, ""
         with suppress(OSError, ValueError):
             if (folder / POINTER).is_file():
                 newest = read_pointer(folder / POINTER)
@@ -144,6 +145,8 @@ class RunStatus:
         for weights, row in self.validation.items():
             least = f"; least {self.describe_best(weights)}" if weights in self.best else ""
             yield "validation", f"{weights}, step {row['step']:,}: {describe_row(row)}{least}"
+        for weights, row in self.test.items():
+            yield "test", f"{weights}, step {row['step']:,.0f}: {describe_row(row)}"
         age = ""
         with suppress(OSError):
             if self.checkpoint:

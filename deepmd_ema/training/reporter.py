@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch, PackedBatch
+from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import counted
@@ -22,7 +24,7 @@ from deepmd_ema.model.model_set import nested, unnested
 from deepmd_ema.report.curves import LcurveFile
 from deepmd_ema.report.log import Progress, RunTimes
 from deepmd_ema.report.loggers import Loggers, named
-from deepmd_ema.report.table import render, table_of_errors
+from deepmd_ema.report.table import KINDS, labelled, render, table_of_errors
 from deepmd_ema.training.loss import LossOverBatches, constant_prediction
 from deepmd_ema.training.modes import Products
 from deepmd_ema.training.prepare import PreparedRun
@@ -54,6 +56,7 @@ class Reporter:
         validated: errors of the last full validation, by row.
         validated_step: its step.
         before: errors by task of the weights that the run started with, if they are of a file.
+        tested: errors on the test data, by names of weights and task.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Reporter:
         self.validated_step = 0
         self.validated: Mapping[str, Errors] = {}
         self.before: Mapping[str, Errors] = {}
+        self.tested: Mapping[tuple[str, str], tuple[int, Errors]] = {}
 
     def start(self, step: int) -> None:
         """Start the loggers of a run that has done ``step`` steps."""
@@ -171,6 +175,19 @@ class Reporter:
                 task, _, weights = row.rpartition(" ")
                 values = {name: value for name, value in errors.summary().items() if not name.startswith("num_")}
                 self._loggers.log(step, named("val", weights, {task: values}))
+
+    def show_test(self, tested: Mapping[tuple[str, str], tuple[int, Errors]]) -> dict[str, dict[str, float]]:
+        """Keep the errors on the test data; return them by row, and by column in the units of tables."""
+        self.tested, rows = tested, {}
+        for (weights, task), (step, errors) in tested.items():
+            row = rows[f"{task} {weights}".lstrip()] = {"step": float(step)}
+            for quantity, kind in product(labelled(errors), KINDS):
+                of = METRICS[quantity]
+                row[f"{quantity}_{kind}({of.display_unit})"] = of.display_factor * errors.metric(f"{quantity}:{kind}")
+            if self._loggers is not None:
+                values = {name: value for name, value in errors.summary().items() if not name.startswith("num_")}
+                self._loggers.log(step, named("test", weights.replace(" ", "_"), {task: values}))
+        return rows
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the current interval, and the last values of tasks that the next step may not draw."""

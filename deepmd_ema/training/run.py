@@ -127,6 +127,8 @@ def run_training(
                 best={row.name: row.best.path(row.best.records[0][1]) for row in trainer.validator.rows
                       if row.best is not None and row.best.records},
                 errors={name: _metrics(errors) for name, errors in trainer.reporter.validated.items()},
+                test={f"{task} {weights}".lstrip(): _metrics(errors)
+                      for (weights, task), (_, errors) in trainer.reporter.tested.items()},
                 before={task: _metrics(errors) for task, errors in trainer.reporter.before.items()},
                 step=trainer.step,
                 seconds=seconds,
@@ -250,6 +252,7 @@ class TrainedRun:
         averages: the newest weights of each average, by its name.
         best: the best weights by name of the weights, and of the task where there are several (``ema``, ``ice ema``).
         errors: of the last full validation by the same names; ``errors["ema"]["F:RMSE"]``, in eV and angstrom.
+        test: of the test data, by the same names and those of the best weights (``best ema``).
         before: of the weights of a file that the run started with, by task; empty unless full validation is on.
         step: optimizer steps of the whole run.
         seconds: of this process, with data and validation.
@@ -259,6 +262,7 @@ class TrainedRun:
     averages: dict[str, Path]
     best: dict[str, Path]
     errors: dict[str, dict[str, float]]
+    test: dict[str, dict[str, float]]
     before: dict[str, dict[str, float]]
     step: int
     seconds: float
@@ -298,6 +302,9 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
         ("errors", f"{name}, {since}{when}, MAE / RMSE: {describe_errors(errors, before.get(name.rpartition(' ')[0]))}")
         for name, errors in trainer.reporter.validated.items()
     ]
+    for (weights, task), (step, errors) in trainer.reporter.tested.items():
+        name = f"{task} {weights}".lstrip()
+        pairs.append(("test", f"{name}, step {step:,}, MAE / RMSE: {describe_errors(errors)}"))
     compiler = trainer.validator.models.compiler
     if compiler is not None:
         pairs.append(("compiled", f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time"))

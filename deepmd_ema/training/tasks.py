@@ -37,6 +37,7 @@ class Task:
         config: its sections with ``sel`` resolved.
         train: training systems.
         valid: validation systems, empty without validation data.
+        test: systems that are evaluated after the last step, maybe none.
         cache: neighbors found so far, of training and validation frames of all tasks.
         split: hash of the frames that were split off for validation; empty without.
         models: the models of the run, through which that of the task is called: ranks may have sharded them as a whole.
@@ -51,6 +52,7 @@ class Task:
     config: TaskConfig
     train: Sequence[FrameSource]
     valid: Sequence[FrameSource]
+    test: Sequence[FrameSource]
     cache: PairCache
     split: str
     models: ModelSet

@@ -154,6 +154,7 @@ class Trainer:
 
         self.step, self.stop, self.is_out_of_time = 0, StopRequest(), False
         self._validation_pending, self._saved, self._windows = False, -1, ""
+        self._refitted: Mapping[str, Mapping[str, Tensor]] = {}  # after the last step, by weights
         self._validates_before = bool(start.sources)  # of a restart they are in the checkpoint
         if start.payload:
             logger.info(
@@ -192,6 +193,11 @@ class Trainer:
                         if self.step % poll_every == 0 and self._is_stopped() and self.step < self.num_steps:
                             self._leave()
                             break
+                    if self.step >= self.num_steps and self.validator.tested:
+                        self.saver.writer.finish()  # best weights are read from their files
+                        with self.times.of("test"):
+                            tested = self.validator.test(self.step, self._refitted, self._is_stopped)
+                        self.record.part.test = self.reporter.show_test(tested)
                 except ValidationAborted:
                     self._leave()
                 self.reporter.warn_if_nothing_is_learned(self.step, self.take_step.remedy)
@@ -295,14 +301,13 @@ class Trainer:
 
     def _save(self) -> None:
         with self.callback.during(self, "checkpoint"):
-            refitted = None
             if self.prepared.config.training.change_bias_after_training and self.step >= self.num_steps:
                 if self._saved < self.step:
                     self._write()  # the fit reads many frames: what ends it early costs no step of the run
-                refitted = refit_bias(self.prepared, self.bank)
-            self._write(refitted)
+                self._refitted = refit_bias(self.prepared, self.bank)
+            self._write()
 
-    def _write(self, refitted: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
+    def _write(self) -> None:
         check_replicas(self.validator.models, self.world, self.step)
         averages = {name: self.bank.info(name) for name in self.bank.names}  # may wait for the device
         words = "; ".join(
@@ -315,7 +320,7 @@ class Trainer:
         words, self._windows = words * (words != self._windows), words
         words = f"averages of step {self.step:,}: {words}" if words else ""
         with self.times.of("checkpoint"):
-            self.saver.save(self.step, self.state_dict, refitted, words)
+            self.saver.save(self.step, self.state_dict, self._refitted or None, words)
         self._saved = self.step
         self._note(averages)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -12,13 +13,19 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
+from deepmd_ema import checkpoint
 from deepmd_ema.averaging import AverageBank
+from deepmd_ema.averaging.bank import reshard
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.checkpoint.series import BestFiles
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.config.schema.training import EarlyStopConfig
 from deepmd_ema.data.loader import num_batches, prefetch, sequential_batches, shared_atoms_at_once
+from deepmd_ema.data.source import FrameSource
+from deepmd_ema.distributed.tensors import local_shard, shard_like
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import counted
 from deepmd_ema.model.compiler import pad_for
@@ -31,6 +38,7 @@ from deepmd_ema.training.modes import Products
 from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.training.saver import Saver
 from deepmd_ema.training.tasks import Task
+from deepmd_ema.utils import LIVE
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +96,7 @@ class FullValidation:
         tasks: tasks with validation frames, by name.
         rows: what is validated, maybe nothing; those of the same weights follow each other.
         early_stop: counts validations without a lower error; None: the run has all its steps.
+        tested: tasks with test frames, by name.
     """
 
     def __init__(
@@ -96,6 +105,9 @@ class FullValidation:
         config, validating, outputs = prepared.config, prepared.config.validating, Outputs(prepared.config)
         self.models, self._bank, self._world, self._products = prepared.models, bank, world, products
         self.tasks = {name: task for name, task in prepared.tasks.items() if task.valid}
+        self.tested = {name: task for name, task in prepared.tasks.items() if task.test}
+        averages = config.fully_validated or [average.name for average in config.training.averaging]
+        self._tested_weights = dict.fromkeys([LIVE, *averages])
         self._metric = validating.validation_metric
         early_stop = validating.early_stop
         self.early_stop = EarlyStop(early_stop, self._metric) if early_stop is not None else None
@@ -139,11 +151,57 @@ class FullValidation:
             self.early_stop.add(step, {row.key: of_row for row, of_row in errors.items()})
         return {row.name: of_row for row, of_row in errors.items()}
 
-    def errors(self, stopped: Callable[[], bool]) -> dict[str, Errors]:
+    def test(
+        self, step: int, refitted: Mapping[str, Mapping[str, Tensor]], stopped: Callable[[], bool]
+    ) -> dict[Row, tuple[int, Errors]]:
+        """Return step and errors on the test data, by names of weights (``best ema`` of best files) and task.
+
+        Must be called by every rank, when all files are written.
+
+        Args:
+            step: optimizer steps done.
+            refitted: tensors that were fitted after the last step, by weights.
+            stopped: called between batches; True ends the test.
+
+        Raises:
+            ValidationAborted: if a stop was requested.
+        """
+        found: dict[Row, tuple[int, Errors]] = {}
+        for weights in self._tested_weights:
+            with self._bank.swapped_in(weights), self._replaced(refitted.get(weights, {})):
+                errors = self.errors(stopped, self.tested)
+            found.update(((weights, task), (step, of_task)) for task, of_task in errors.items())
+        for row in self.rows:
+            if row.task in self.tested and row.best is not None and row.best.records:
+                best = row.best.records[0][1]
+                file = self._world.broadcast_from_rank0(partial(checkpoint.load, row.best.path(best)))
+                with self._replaced(file["model"]):
+                    errors = self.errors(stopped, {row.task: self.tested[row.task]})
+                found[f"best {row.weights}", row.task] = best, errors[row.task]
+        return found
+
+    @contextmanager
+    def _replaced(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Run the body with whole tensors in the place of those in the models, then put these back."""
+        reshard([self.models])
+        own = {name: tensor for name, tensor in self.models.state_dict().items() if name in weights}
+        pairs = [(local_shard(tensor), shard_like(weights[name], tensor)) for name, tensor in own.items()]
+        before = [shard.clone() for shard, _ in pairs]
+        try:
+            for shard, values in pairs:
+                shard.copy_(values)
+            yield
+        finally:
+            reshard([self.models])
+            for (shard, _), values in zip(pairs, before):
+                shard.copy_(values)
+
+    def errors(self, stopped: Callable[[], bool], tested: Mapping[str, Task] | None = None) -> dict[str, Errors]:
         """Return the errors by task of the weights that are in the models. Must be called by every rank.
 
         Args:
             stopped: called between batches; True ends the validation.
+            tested: tasks whose test data count; None: the validation data of all.
 
         Raises:
             ValidationAborted: if a stop was requested.
@@ -151,8 +209,9 @@ class FullValidation:
         found = {}
         # as `dp-ema test` evaluates a file of these weights, so that both give the same numbers
         with tables_in(self.models.by_task.values()), self._products():
-            for name, task in self.tasks.items():
-                own = evaluate(self.models.of(name), self._until(stopped, task), self._world.device)
+            for name, task in (self.tasks if tested is None else tested).items():
+                batches = self._until(stopped, task, task.valid if tested is None else task.test)
+                own = evaluate(self.models.of(name), batches, self._world.device)
                 found[name] = Errors(self._world.all_reduce_sum(own.sums))
         return found
 
@@ -160,16 +219,18 @@ class FullValidation:
         if row.log is not None:
             row.log.write_best(path, self._metric, value)
 
-    def _until(self, stopped: Callable[[], bool], task: Task) -> Iterator[Batch | PackedBatch]:
+    def _until(
+        self, stopped: Callable[[], bool], task: Task, systems: Sequence[FrameSource]
+    ) -> Iterator[Batch | PackedBatch]:
         world, layout = self._world, task.model.layout
-        most = shared_atoms_at_once(task.valid, world.device, world.size)
-        batches = partial(sequential_batches, task.valid, layout, task.cache, most)
+        most = shared_atoms_at_once(systems, world.device, world.size)
+        batches = partial(sequential_batches, systems, layout, task.cache, most)
         compiler = self.models.compiler
         pad = pad_for(compiler.options, layout) if compiler is not None and compiler.validates(task.model) else None
         mine = prefetch(batches(rank=world.rank, world_size=world.size), world.device, pad)
         batch = None
         # all ranks go the same number of rounds, because a sharded model computes together
-        for _ in range(-(-num_batches(task.valid, most) // world.size)):
+        for _ in range(-(-num_batches(systems, most) // world.size)):
             if stopped():
                 raise ValidationAborted
             following = next(mine, None)

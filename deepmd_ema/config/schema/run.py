@@ -13,6 +13,7 @@ from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, Optimizer
 from deepmd_ema.config.schema.training import (
     MultiTaskTrainingConfig,
     TaskDataConfig,
+    TestDataConfig,
     TrainingConfig,
     TrainingOptions,
     ValidatingConfig,
@@ -31,12 +32,14 @@ class TaskConfig:
         model: its section ``model``.
         loss: its section ``loss``.
         data: its training and validation data, and the cache of their statistics.
+        test: data that are evaluated after the last step.
     """
 
     name: str
     model: ModelConfig
     loss: EnerLossConfig
     data: TaskDataConfig
+    test: TestDataConfig | None = None
 
     @property
     def is_validated(self) -> bool:
@@ -53,10 +56,10 @@ class TaskConfig:
         return auto if isinstance(size, list) else replace(auto, batch_size=size)
 
     def place(self, section: str) -> str:
-        """Return the dotted path of its ``model``, its ``loss`` or, for ``training``, its data."""
+        """Return the dotted path of its ``model``, ``loss``, data (``training``) or ``validating.test_data``."""
         if not self.name:
             return section
-        outer = {"model": "model.model_dict", "loss": "loss_dict", "training": "training.data_dict"}[section]
+        outer = {"model": "model.model_dict", "training": "training.data_dict"}.get(section, f"{section}_dict")
         return f"{outer}.{self.name}"
 
 
@@ -108,7 +111,7 @@ class RunConfig:
             training=TrainingConfig(**data, **length),
             learning_rate=self.learning_rate,
             optimizer=self.optimizer,
-            validating=self.validating,
+            validating=replace(self.validating, test_data=task.test, test_data_dict={}),
             source=self.source,
         )
 
@@ -160,7 +163,7 @@ class SingleTaskRun(RunConfig):
     @property
     def tasks(self) -> dict[str, TaskConfig]:
         """The only task, called ``""``."""
-        return {"": TaskConfig("", self.model, self.loss, self.training)}
+        return {"": TaskConfig("", self.model, self.loss, self.training, self.validating.test_data)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,9 +202,9 @@ class MultiTaskRun(RunConfig):
     @property
     def tasks(self) -> dict[str, TaskConfig]:
         """The tasks in the order of ``model_dict``; those without data, which a rule refuses, are left out."""
-        data = self.training.data_dict
+        data, test = self.training.data_dict, self.validating.test_data_dict
         return {
-            name: TaskConfig(name, model, self.loss_dict.get(name, EnerLossConfig()), data[name])
+            name: TaskConfig(name, model, self.loss_dict.get(name, EnerLossConfig()), data[name], test.get(name))
             for name, model in self.model.model_dict.items()
             if name in data
         }

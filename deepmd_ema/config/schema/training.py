@@ -33,8 +33,8 @@ def _is_pattern(value: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Data:
-    """Options of training and of validation data."""
+class TestDataConfig:
+    """Frames that nothing in a run depends on."""
 
     systems: list[str] = option(
         check=Check(
@@ -54,6 +54,12 @@ class _Data:
         ),
         doc="Patterns that folders of systems must match when parent folders are searched.",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Data(TestDataConfig):
+    """Options of training and of validation data."""
+
     batch_size: int | list[int] | BatchSizeRule = option(
         BatchSizeRule("auto"),
         check=Check(_is_batch_size, BatchSizeRule.wants),
@@ -384,4 +390,12 @@ class ValidatingConfig:
     )
     full_val_start: float = option(
         0.5, check=not_negative, doc="First step of full validation; below 1 a fraction of the run; 1 is never."
+    )
+    test_data: TestDataConfig | None = option(
+        None,
+        doc="Data that are evaluated once, after the last step, with the live weights, averages that are validated "
+        "(all if nothing is) and the best weights. Only in dp-ema.",
+    )
+    test_data_dict: dict[str, TestDataConfig] = option(
+        {}, doc="The same by task, in an input of several tasks; not each must have some. Only in dp-ema."
     )

@@ -1,0 +1,202 @@
+"""Test data in an input: evaluated once, after the last step, with all weights, and without effect on the run."""
+
+import json
+import os
+import signal
+
+import pytest
+from helpers import assert_same, tiny_input, trains_in, write_system
+from parallel_runs import train as train_ranks
+from test_parallel import STAGES
+from test_train import load
+from test_train_tasks import joined
+
+from deepmd_ema import checkpoint, cli
+from deepmd_ema.config import config_from_dict
+from deepmd_ema.errors import ConfigError, Interrupted
+from deepmd_ema.infer.evaluate import measure
+from deepmd_ema.training.run import run_training
+from deepmd_ema.training.trainer import Callback
+
+VALIDATED = {
+    "training__enable_ema": True,
+    "training__ema_decay": 0.8,
+    "validating__full_validation": True,
+    "validating__ema_full_validation": True,
+    "validating__full_val_start": 0,
+    "validating__validation_freq": 3,
+    "validating__validation_metric": "S:RMSE",
+    "learning_rate__start_lr": 0.02,
+}
+ROWS = ("live", "ema", "best live", "best ema")
+FILES = ("model.ckpt.pt", "model_ema.ckpt.pt", "best.ckpt.pt", "best_ema.ckpt.pt")
+SAME = 1e-9  # of errors of other batches
+
+
+@pytest.fixture(scope="module")
+def systems(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("systems")
+    sizes = (("train", 8, 12), ("valid", 4, 12), ("test", 5, 10))
+    return {name: write_system(folder / name, frames, natoms, seed=natoms + frames) for name, frames, natoms in sizes}
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch, systems):
+    return trains_in(tmp_path, monkeypatch, ([systems["train"]], [systems["valid"]]), VALIDATED)
+
+
+def with_test(*paths):
+    return {"validating__test_data": {"systems": [str(path) for path in paths]}}
+
+
+def status_of(folder, capsys):
+    capsys.readouterr()
+    assert cli.main(["show", str(folder), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["test"]
+
+
+def assert_errors_are_those_of(folder, found, test, files=FILES):
+    """Compare the rows of a run with an evaluation of its files."""
+    for row, file in zip(ROWS, files, strict=True):
+        errors = measure(folder / file, [test], device="cpu").total
+        for metric in ("E:MAE", "E:RMSE", "F:RMSE", "V:MAE"):
+            column = next(key for key in found[row] if key.startswith(metric.replace(":", "_")))
+            assert found[row][column] == pytest.approx(1000 * errors.metric(metric), rel=SAME), (row, metric)
+        assert found[row]["step"] == checkpoint.load(folder / file)["step"]
+
+
+def test_rows_are_the_errors_of_the_files_and_the_run_is_the_same(start, systems, capsys, caplog):
+    caplog.set_level("INFO", "deepmd_ema")
+    left = {}
+
+    class Look(Callback):
+        def on_end(self, trainer):
+            left.update({name: tensor.clone() for name, tensor in trainer.validator.models.state_dict().items()})
+
+    folder, plain = start("tested", 10, with_test(systems["test"]), callback=Look()), start("plain", 10)
+    assert_same(left, dict(load(folder / "model.ckpt-10.pt")["model"]))
+    found = status_of(folder, capsys)
+    assert tuple(found) == ROWS
+    assert found["best live"]["step"] < 10, "a best file of an earlier step is loaded"
+    assert_errors_are_those_of(folder, found, systems["test"])
+    assert any("test" in line and "best ema, step" in line for line in caplog.text.splitlines())
+    for name in ("model.ckpt-10.pt", "model_ema.ckpt-10.pt"):
+        one, other = load(folder / name), load(plain / name)
+        for key in {"model", "averages", "optimizer", "streams"} & one.keys():
+            assert_same(one[key], other[key])
+
+
+def test_the_page_shows_the_rows(start, systems, capsys):
+    pytest.importorskip("matplotlib")
+    folder = start("page", 4, with_test(systems["test"]))
+    assert cli.main(["report", str(folder), "-o", str(folder / "page.html")]) == 0
+    page = (folder / "page.html").read_text()
+    assert "<h3>Test data</h3>" in page
+    assert all(f"<dt>{row}</dt><dd>step " in page for row in ROWS)
+    assert cli.main(["show", str(folder)]) == 0
+    assert capsys.readouterr().out.count("\n  test ") == len(ROWS)
+
+
+def test_without_validation_all_averages_are_tested(start, systems, capsys):
+    off = {"validating__full_validation": False, "validating__ema_full_validation": False}
+    folder = start("only", 4, {**with_test(systems["test"]), **off})
+    assert list(status_of(folder, capsys)) == ["live", "ema"]
+
+
+def test_weights_that_an_early_stop_and_a_fit_of_the_bias_leave_are_tested(start, systems, capsys):
+    more = {"training__change_bias_after_training": True, "validating__early_stop": {"patience": 1, "min_delta": 9.0}}
+    folder = start("early", 30, {**with_test(systems["test"]), **more})
+    found = status_of(folder, capsys)
+    assert found["live"]["step"] == 6
+    assert_errors_are_those_of(folder, found, systems["test"])
+
+
+def test_each_task_has_test_data_of_its_own(tmp_path, monkeypatch, systems, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = joined(dict.fromkeys(("a", "b"), tiny_input([systems["train"]], [systems["valid"]], **VALIDATED)))
+    config["validating"]["test_data_dict"] = {"b": {"systems": str(systems["test"])}}
+    config["training"]["numb_steps"] = 6
+    run = run_training(config, device="cpu")
+    assert tuple(run.test) == tuple(f"b {row}" for row in ROWS)
+    for row, file in zip(ROWS, ("model.ckpt.pt", "model_ema.ckpt.pt", run.best["b live"], run.best["b ema"])):
+        errors = measure(tmp_path / file, [systems["test"]], head="b", device="cpu").total
+        assert run.test[f"b {row}"]["F:RMSE"] == pytest.approx(errors.metric("F:RMSE"), rel=SAME)
+    assert list(status_of(tmp_path, capsys)) == list(run.test)
+
+
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_test_as_one_process_does(tmp_path, systems, capsys, stage):
+    config = tiny_input([systems["train"]], [systems["valid"]], num_steps=10, **VALIDATED, **with_test(systems["test"]),
+                        training__zero_stage=stage, training__checkpoint_format="sharded" if stage > 1 else "gathered",
+                        model__descriptor__interpolate="never")  # fmt: skip
+    train_ranks(tmp_path, 2, config)
+    found = status_of(tmp_path, capsys)
+    assert found["best live"]["step"] < 10
+    files = FILES if stage < 2 else [file.replace(".pt", ".dcp") for file in FILES]
+    assert_errors_are_those_of(tmp_path, found, systems["test"], files)
+
+
+def test_a_stop_in_the_test_is_continued_by_a_restart(start, systems, capsys):
+    class Stop(Callback):
+        def during(self, trainer, phase):
+            if trainer.step == 5 and phase == "checkpoint":
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().during(trainer, phase)
+
+    more = with_test(systems["test"])
+    with pytest.raises(Interrupted, match="after step 5 of 5; everything is saved"):
+        start("stopped", 5, more, callback=Stop())
+    folder = start("whole", 5, more)
+    whole, stopped = status_of(folder, capsys), folder.parent / "stopped"
+    assert status_of(stopped, capsys) == {}
+    start("stopped", 5, more, restart="model.ckpt.pt")
+    assert status_of(stopped, capsys) == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"systems": ["nowhere"]}, "validating.test_data.systems[0]: nowhere: no such file or folder"),
+        ({"systems": []}, "validating.test_data.systems = []: expected a folder or a list of folders"),
+        ({"batch_size": 2}, "validating.test_data.systems: required, but missing"),
+    ],
+)
+def test_wrong_test_data_are_reported_before_the_first_step(tmp_path, monkeypatch, capsys, systems, change, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "input.json").write_text(json.dumps(tiny_input([systems["train"]], validating__test_data=change)))
+    for command in ("check", "train"):
+        assert cli.main([command, "input.json"]) == 2
+        said = capsys.readouterr()
+        assert message in said.out + said.err
+    assert not (tmp_path / "lcurve.out").exists()
+
+
+def test_elements_of_test_data_are_those_of_the_model(tmp_path, monkeypatch, capsys, systems):
+    monkeypatch.chdir(tmp_path)
+    other = write_system(tmp_path / "other", 2, 6, elements=("O", "N"))
+    (tmp_path / "input.json").write_text(json.dumps(tiny_input([systems["train"]], **with_test(other))))
+    assert cli.main(["train", "input.json"]) == 2
+    assert 'element "N" is not in model.type_map' in capsys.readouterr().err
+
+
+def test_test_data_that_are_trained_on_are_named(tmp_path, monkeypatch, capsys, systems):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "input.json").write_text(json.dumps(tiny_input([systems["train"]], **with_test(systems["train"]))))
+    assert cli.main(["check", "input.json"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"listed in training_data and in test_data: {systems['train']}. Test errors will look too good;" in said
+    assert f"test {systems['train']}, after the last step" in said
+
+
+def test_one_task_and_several_have_options_of_their_own(systems):
+    one = tiny_input([systems["train"]], [systems["valid"]], **with_test(systems["test"]))
+    several = joined(dict.fromkeys(("a", "b"), one))
+    with pytest.raises(ConfigError, match=r"validating.test_data: this is an input of several tasks. There it is"):
+        config_from_dict(several)
+    del several["validating"]["test_data"]
+    several["validating"]["test_data_dict"] = {"c": {"systems": ["x"]}}
+    with pytest.raises(ConfigError, match=r"validating.test_data_dict.c: no task of model.model_dict. There: a, b"):
+        config_from_dict(several)
+    with pytest.raises(ConfigError, match=r"validating.test_data_dict: this is an input of one task. There it is"):
+        config_from_dict({**one, "validating": several["validating"]})
