@@ -163,10 +163,10 @@ def test_all_labels_with_several_names_are_in_one_line_with_the_commonest_names(
     assert found == (
         "a.xyz: energy may be REF_energy (2 frames) or energy (4 frames); force may be REF_forces (2 frames) or forces "
         "(4 frames); virial may be virial (2 frames) or REF_stress (2 frames). Say which after the name of the file, "
-        "such as FILE#energy=energy,force=forces,stress=REF_stress."
+        "such as a.xyz#energy=energy,force=forces,stress=REF_stress."
     )
     found = problems_of(f"{write_text(*[text(**full)] * 2)}#virial=virial")
-    assert found.endswith("such as FILE#virial=virial,energy=REF_energy,force=REF_forces.")
+    assert found.endswith("such as a.xyz#virial=virial,energy=REF_energy,force=REF_forces.")
     source = open_one("a.xyz#energy=REF_energy,force=REF_forces,stress=REF_stress")
     assert source.frame(0).labels["energy"] == -2
 

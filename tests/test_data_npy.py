@@ -185,14 +185,19 @@ def test_a_single_frame_that_was_saved_without_its_axis_is_read(tmp_path, mixed)
 
 
 def test_a_single_frame_with_an_axis_of_atoms_alone_is_read(tmp_path):
+    import h5py
+
     path = write_system(tmp_path / "w", frames=1, natoms=5)
     expected = open_data([str(path)], ["O", "H"], LABELS)[0].frame(0)
     for name, shape in {"coord": (5, 3), "force": (5, 3), "box": (3, 3), "virial": (3, 3), "energy": ()}.items():
         file = path / "set.000" / f"{name}.npy"
         np.save(file, np.load(file).reshape(shape))
-    [system] = open_data([str(path)], ["O", "H"], LABELS)
-    assert system.num_frames == 1
-    assert_same_frame(system.frame(0), expected)
+    with h5py.File(tmp_path / "data.h5", "w") as root:
+        to_hdf5(path, root)
+    for place in (path, tmp_path / "data.h5"):
+        [system] = open_data([str(place)], ["O", "H"], LABELS)
+        assert system.num_frames == 1
+        assert_same_frame(system.frame(0), expected)
 
 
 @pytest.mark.parametrize("is_hdf5", [False, True])

@@ -110,7 +110,7 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
         if len(problems) >= _MAX_PROBLEMS:
             raise DataError([*problems, f"{name}: the frames after this one were not read."])
         starts.append(start)
-    problems += [f"{name}: {text}" for text in inventory.problems()] if not problems else []
+    problems += [f"{name}: {text}" for text in inventory.problems(str(path))] if not problems else []
     if not starts:
         problems.append(f"{name}: no frames: the file is empty. Leave it out.")
     DataError.raise_if_any(problems)

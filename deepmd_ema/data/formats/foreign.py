@@ -90,7 +90,7 @@ def _all_frames(name: str, frames: Iterator[StoredFrame], inventory: Inventory) 
         except DataError as error:
             problems += [text if name in text else f"{name}: frame {number}: {text}" for text in error.problems]
         number += 1
-    problems += [f"{name}: {text}" for text in inventory.problems()] if not problems else []
+    problems += [f"{name}: {text}" for text in inventory.problems(name)] if not problems else []
     DataError.raise_if_any(problems)
     return stored
 

@@ -156,8 +156,8 @@ class Inventory:
             if abs(free - energy) > _SMEARED:
                 self.other[f"{_FREE} differs, and forces belong to it: FILE#energy={_FREE} reads it"] += 1
 
-    def problems(self) -> list[str]:
-        """Return the mistakes in names over all frames."""
+    def problems(self, file: str) -> list[str]:
+        """Return the mistakes in names over all frames of ``file``."""
         several = {what: names for what, names in self.read.items() if len(names) > 1}
         if self.both:
             several = {w: n for w, n in several.items() if w != STRESS}
@@ -171,7 +171,7 @@ class Inventory:
             choice[STRESS if what == VIRIAL and name in self.read.get(STRESS, ()) else what] = name
         if shown:
             which = ",".join(f"{what}={name}" for what, name in choice.items())
-            problems.append(f"{'; '.join(shown)}. Say which after the name of the file, such as FILE#{which}.")
+            problems.append(f"{'; '.join(shown)}. Say which after the name of the file, such as {file}#{which}.")
         every = sorted({*self.left, *(name for names in self.read.values() for name in names)})
         for what, name in self.given.items():
             if name not in self.read.get(what, {}):
