@@ -345,21 +345,23 @@ def test_gathers_without_reverse_slots_are_those_with_them():
 
 
 @pytest.mark.usefixtures("gathering")
-def test_the_gradient_of_a_gather_does_not_depend_on_the_number_of_threads():
-    """It adds up the slots in which an atom is a neighbor, always in one order: a restart is bitwise."""
+def test_sums_over_neighbors_do_not_depend_on_the_number_of_threads():
+    """They add up the slots in which an atom is a neighbor, always in one order: a restart is bitwise."""
     neighbor = torch.randint(64, (512, 40), generator=torch.Generator().manual_seed(0))
     order = neighbor.flatten().argsort(stable=True)
     slots = order.split(neighbor.flatten().bincount(minlength=64).tolist())
     reverse = torch.nn.utils.rnn.pad_sequence(list(slots), batch_first=True, padding_value=neighbor.numel())
-    node, grad, found = torch.zeros(64, 32, requires_grad=True), torch.randn(512, 40, 32) * 1e3, []
+    node, grad = torch.zeros(64, 32, requires_grad=True), torch.randn(512, 40, 32) * 1e3
+    gradients, sums = [], []
     threads = torch.get_num_threads()
     try:
         for number in (1, 2, 7, 7):
             torch.set_num_threads(number)
-            found += torch.autograd.grad(gather_neighbors(node, neighbor, reverse), node, grad)
+            gradients += torch.autograd.grad(gather_neighbors(node, neighbor, reverse), node, grad)
+            sums.append(sum_over_reverse(grad, neighbor, reverse))
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert all(torch.equal(found[0], other) for found in (gradients, sums) for other in found[1:])
 
 
 @pytest.mark.usefixtures("gathering")

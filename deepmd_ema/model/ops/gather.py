@@ -20,8 +20,7 @@ from torch import Tensor
 
 def gather_neighbors(node: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
     """Return (A, K, C) from (A, C)."""
-    # a CPU adds in a fixed order, too; a batch made inside of an exported graph has no backward pass
-    if (node.is_cpu and not torch.compiler.is_compiling()) or not reverse.shape[1]:
+    if _adds_in_order(node) or not reverse.shape[1]:
         return _rows(node, neighbor)
     # written into the slots instead of read from the atoms: autograd derives a sum over `reverse` from that, while the
     # derivative of node[neighbor] would add atomically. Slots that no atom writes keep 0; the last row is thrown away
@@ -32,11 +31,16 @@ def gather_neighbors(node: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
 
 def sum_over_reverse(pair: Tensor, neighbor: Tensor, reverse: Tensor) -> Tensor:
     """Return (A, C) from (A, K, C)."""
-    if not reverse.shape[1]:
+    if _adds_in_order(pair) or not reverse.shape[1]:
         out = pair.new_zeros(reverse.shape[0] + 1, pair.shape[-1])
         return out.index_add(0, neighbor.flatten(), pair.flatten(0, 1))[:-1]
     # the derivative adds into slots, each of which is read once: its order does not matter
     return _rows(pair.flatten(0, 1), reverse).sum(1)
+
+
+def _adds_in_order(x: Tensor) -> bool:
+    """Return whether ``index_add`` has a fixed order, as on a CPU: then ``reverse`` is not needed."""
+    return x.is_cpu and not torch.compiler.is_compiling()
 
 
 def _rows(table: Tensor, index: Tensor) -> Tensor:
