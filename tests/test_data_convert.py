@@ -386,7 +386,7 @@ def test_a_large_share_leaves_frames_for_training():
         (["a.xyz#energy=other"], {}, "#energy=other: no frame has it."),
         (["noise.bin"], {}, "noise.bin: cannot be read by ASE"),
         (["a.xyz", "cut.xyz"], {}, "cut.xyz: is cut off: frame 0"),
-        (["bare.xyz"], {}, "bare.xyz: no frame has an energy or forces."),
+        (["bare.xyz"], {}, "bare.xyz: no frame has an energy or forces (read by dp-ema, in angstrom and eV)."),
         (["slab.traj"], {}, "slab.traj: frame 0: pbc = [True, True, False]: is periodic in some directions only"),
         (["flat.traj"], {}, "flat.traj: frame 0: is periodic with a cell without volume (0 0 0"),
         (["two.xyz"], {}, "two.xyz: energy may be energy (1 frame) or ref_energy (1 frame)."),

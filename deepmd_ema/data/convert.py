@@ -111,7 +111,8 @@ def convert_data(
         )
     frames, lines = _read(inputs, file_format, predict, units)
     if not frames:
-        raise DataError(f"{', '.join(inputs)}: no frame has an energy or forces. Is the format the right one?")
+        read_by = "; ".join(dict.fromkeys(line.strip() for line in lines if line.startswith("  by ")))
+        raise DataError(f"{', '.join(inputs)}: no frame has an energy or forces (read {read_by}). Is the format right?")
     type_map = tuple(dict.fromkeys(symbol for frame in frames for symbol in frame.symbols))
     parts = [frames]
     if validation:
@@ -185,24 +186,24 @@ def _factors(
     Raises:
         DataError: if the units cannot be chosen, or must be, since nearest atoms are in no usual distance.
     """
-    read_by, assumed = f"by {inventory.reader}", inventory.units
-    if assumed is None:
-        if units is not None:
-            raise DataError(f"{name}: is read {read_by}, which knows the units of the program. Leave --units out.")
-        read_by += ", in the units of the program"
-    elif units is not None:
+    reader, read_by, assumed = inventory.reader, f"by {inventory.reader}", inventory.units or ("angstrom", "eV")
+    nearest = 1.0 if reader == "dp-ema" else _nearest_atoms(stored)
+    found = f"nearest atoms are {nearest:.2f} sums of their covalent radii apart"
+    fits = _NEAREST[0] < nearest < _NEAREST[1]
+    if units is not None:
+        if fits and inventory.units is None:
+            raise DataError(f"{name}: is read {read_by}, which knows the units: {found}. Leave --units out.")
         given, own = units.lower().split(","), [unit.lower() for unit in assumed]
         length, energy = (table[a] / table[b] for table, a, b in zip((_LENGTHS, _ENERGIES), given, own))
         powers = ("eV", "eV/angstrom", "eV/angstrom^2")  # of an energy over a length
         labels = {n: energy / length ** powers.index(label.unit) for n, label in LABELS.items() if label.unit}
         line = f"{read_by}, in {' and '.join(units.split(','))} (--units), not {' and '.join(assumed)}"
         return {COORD: length, BOX: length, **labels}, [line]
-    else:
-        read_by += f", in {' and '.join(assumed)}"
-    if inventory.reader == "dp-ema" or _NEAREST[0] < (nearest := _nearest_atoms(stored)) < _NEAREST[1]:
+    read_by += f", in {' and '.join(assumed)}" if inventory.units is not None else ", in the units of the program"
+    if fits:
         return {}, [read_by]
-    found = f"nearest atoms are {nearest:.2f} sums of their covalent radii apart, expected 0.65 to 1.8"
-    if inventory.reader in _TWO_CONVENTIONS:
+    found += ", expected 0.65 to 1.8"
+    if reader in _TWO_CONVENTIONS:
         raise DataError(
             f"{name}: is read {read_by}, and {found} (with angstrom {nearest / _LENGTHS['bohr']:.2f}). Say which units "
             "it has: dp-ema convert with --units angstrom,eV (or angstrom,hartree), or --units bohr,hartree."
