@@ -327,8 +327,8 @@ def test_files_of_other_programs_are_converted_first_and_the_input_trains(capsys
     training = yaml.safe_load(Path("input.yaml").read_text())["training"]
     assert training["training_data"]["systems"] == ["md_data", "old.xyz"]
     assert training["validation_data"]["systems"] == ["test_validation"]
-    train, valid = open_run(load_config("input.yaml"))[""]
-    assert [system.num_frames for system in (*train, *valid)] == [8, 1, 2]
+    data = open_run(load_config("input.yaml"))[""]
+    assert [system.num_frames for system in (*data.train, *data.valid)] == [8, 1, 2]
 
 
 def test_a_folder_of_an_earlier_conversion_is_left_alone(capsys):
