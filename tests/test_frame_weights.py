@@ -1,6 +1,7 @@
 """Weights of frames: read from every format, and in every form of a batch what single frames summed up give."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -11,17 +12,22 @@ from parallel_runs import train as train_ranks
 from test_accumulate import LOSSES
 from test_data_lmdb import toy_records, write_lmdb
 from test_data_npy import to_hdf5
+from test_gpu_graphs import PretendedCapture
 from test_parallel import STAGES, assert_near
 from test_train import load
+from test_train_tasks import joined
 
 from deepmd_ema import cli
 from deepmd_ema.batch import NeighborLayout
+from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.labels import WEIGHT, WEIGHTS
 from deepmd_ema.config.schema.optim import EnerLossConfig as Config
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.convert import convert_data
+from deepmd_ema.data.run import open_run
 from deepmd_ema.distributed.world import World
 from deepmd_ema.model.dummy_atoms import pad
+from deepmd_ema.training import step as steps
 from deepmd_ema.training.loss import EnergyLoss, LossOverBatches
 from deepmd_ema.training.run import run_training
 
@@ -274,3 +280,34 @@ def test_lkf_refuses_weights(tmp_path, monkeypatch, capsys):
                        loss={"type": "ener"})  # fmt: skip
     assert code == 2
     assert "training.training_data.frame_weights = true: LKF does not weigh frames. Set it to false" in said
+
+
+def test_each_task_says_whether_it_takes_weights(tmp_path, monkeypatch, capsys):
+    path = write_system(tmp_path / "w", frames=4)
+    np.save(path / "set.000" / "weight.npy", np.ones(4))
+    tasks = {name: tiny_input([path], [path], training__training_data__frame_weights=name == "a") for name in "ab"}
+    config = joined(tasks)
+    data = open_run(config_from_dict(config))
+    assert [WEIGHT in data[name].train[0].frame(0).labels for name in "ab"] == [True, False]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "input.json").write_text(json.dumps(config))
+    assert cli.main(["check", "input.json"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("frame_weights is false") == said.count("data_dict.b.training_data.frame_weights is false") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_gpu_trains_as_a_cpu_does(tmp_path, monkeypatch, graphs):
+    if graphs and "pretend_cuda" in sys.modules:
+        monkeypatch.setattr(steps.GraphedSteps, "capture", lambda _, step: PretendedCapture()(step))
+    systems, files = [write_system(tmp_path / name, 6, n, seed=n) for name, n in (("a", 6), ("b", 9))], []
+    spoil(systems[0])  # batches with and without weights
+    for device in ("cpu", "cuda"):
+        folder = tmp_path / device
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        config = tiny_input(systems, num_steps=20, **OPTIONS, training__cuda_graphs=graphs and device == "cuda")
+        run_training(config, device=device)
+        files.append(load(folder / "model.ckpt-20.pt")["model"])
+    assert_near(*files, tolerance=1e-7)

@@ -200,3 +200,18 @@ def test_one_task_and_several_have_options_of_their_own(systems):
         config_from_dict(several)
     with pytest.raises(ConfigError, match=r"validating.test_data_dict: this is an input of one task. There it is"):
         config_from_dict({**one, "validating": several["validating"]})
+
+
+COMPILED = {"training__enable_compile": True, "training__compile_options": {"backend": "aot_eager"}}
+
+
+@pytest.mark.parametrize(
+    ("device", "options"),
+    [
+        pytest.param("cuda", {}, marks=pytest.mark.gpu),
+        pytest.param("cpu", COMPILED, marks=pytest.mark.slow),
+    ],
+)
+def test_other_modes_test_as_an_eager_cpu_does(start, systems, capsys, device, options):
+    folder = start("mode", 10, {**with_test(systems["test"]), **options}, device=device)
+    assert_errors_are_those_of(folder, status_of(folder, capsys), systems["test"])
