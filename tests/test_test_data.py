@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -86,12 +87,14 @@ def test_rows_are_the_errors_of_the_files_and_the_run_is_the_same(start, systems
             assert_same(one[key], other[key])
 
 
-def test_the_page_shows_the_rows(start, systems, capsys):
+def test_the_page_shows_the_rows_without_the_data(start, systems, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    folder = start("page", 4, with_test(systems["test"]))
+    folder = start("page", 4, with_test(shutil.copytree(systems["test"], tmp_path / "moved")))
+    shutil.rmtree(tmp_path / "moved")
     assert cli.main(["report", str(folder), "-o", str(folder / "page.html")]) == 0
     page = (folder / "page.html").read_text()
     assert "<h3>Test data</h3>" in page
+    assert "are missing" not in page
     assert all(f"<dt>{row}</dt><dd>step " in page for row in ROWS)
     assert cli.main(["show", str(folder)]) == 0
     assert capsys.readouterr().out.count("\n  test ") == len(ROWS)

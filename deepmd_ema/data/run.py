@@ -147,11 +147,12 @@ def split_off(config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[s
 
 
 def open_split(config: RunConfig) -> dict[str, TaskData]:
-    """Return the data of every task as the run has split them.
+    """Return the training and validation data of every task as the run has split them; no test data.
 
     Raises:
         DataError: if they cannot be read.
     """
+    config = replace(config, validating=replace(config.validating, test_data=None, test_data_dict={}))
     opened = open_run(config)
     return split_off(config, opened, choose_validation(config, opened, config.training.seed or 0))
 
