@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from deepmd_ema.config.labels import FORCE
-from deepmd_ema.data.check.report import Suspects, name_of
+from deepmd_ema.data.check.suspects import Suspects, name_of
 from deepmd_ema.data.formats.properties import KIND_NAMES, describe_singles
 from deepmd_ema.data.sampler import permutation
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource

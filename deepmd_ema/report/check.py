@@ -54,6 +54,8 @@ _CHECKS = {
     "in_training_and_validation": ("leaks", "first", "validation frames are also training frames"),
     "near_training_frames": ("near copies", "first", "validation frames are near a training frame"),
     "energy_outliers": ("outliers", "worst", "frames have energies far from the others"),
+    "force_outliers": ("", "worst", "frames have forces far larger than the others"),
+    "zero_forces": ("zero forces", "first", "frames have no forces"),
     "net_forces": ("net forces", "worst", "frames have forces that do not add up to zero"),
 }
 
@@ -243,8 +245,8 @@ def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[s
     if report.units is not None:
         for number, line in enumerate(report.units.lines()):
             yield "" if number else "units, signs", line
-        if report.units.suspicious:
-            yield "", f"suspicious: {counted(len(report.units.suspicious), 'system')}, see the warnings"
+        if report.units.warnings:
+            yield "", f"suspicious: {counted(len(report.units.warnings), 'system')}, see the warnings"
     near = report.neighbors
     if near is not None and math.isfinite(near.min_distance):
         usable = sum(s.system.num_frames - len(s.bad_frames) for s in [*report.training, *report.validation])

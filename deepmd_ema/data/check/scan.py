@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL, WEIGHTS
+from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, WEIGHTS
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place, rows_per
 from deepmd_ema.geometry import Array, frame_faults
 
 _MAX_NUMBER = 1e30  # of any number; its square still fits
-_SMALL_STEP = 0.25  # angstrom, most that an atom may move between two frames for their work to be counted
 
 
 class SystemScan:
@@ -29,6 +28,7 @@ class SystemScan:
         system: the source.
         problems: faults, with file and frame.
         bad_frames: frames whose geometry cannot be used.
+        outliers: frames far from the others in energy or forces, which the checks of units leave out.
         type_counts: (F, T) atoms of each type.
         energy: (F,) eV, NaN where missing.
         isolated: (F,) whether a frame is one atom without neighbors within the cutoff.
@@ -37,18 +37,20 @@ class SystemScan:
         element_forces: (T, 3) of the forces on each element: number of finite components, sum of their squares, and
             the largest, eV/angstrom.
         ranges: of the labels that metrics show, extensive ones per atom.
-        shear: of the virials without their trace, eV/atom, which no pressure changes.
         label_frames: number of frames that have each label.
         conditions: smallest and largest value, and numbers per row, of frame and atomic parameters.
         open_frames: number of frames without a cell.
         digests: (F, 2) 64-bit numbers, equal for equal types, positions and cells.
-        work: (2, pairs) energy difference and work of the forces between frames close to each other, eV.
+        max_force: (F,) the largest component, eV/angstrom, NaN where missing.
+        first: of each label the numbers of the first frame.
+        varying: the labels that differ between frames.
     """
 
     def __init__(self, system: FrameSource, num_types: int) -> None:
         self.system = system
         self.problems: list[str] = []
         self.bad_frames: set[int] = set()
+        self.outliers: set[int] = set()
         # kept of each frame are 40 bytes and, of small frames, one per type, so that this fits for millions of frames
         small = np.min_scalar_type(-int(system.frame_sizes.max(initial=0)) - 1)
         self.type_counts = np.zeros((system.num_frames, num_types), small)
@@ -56,12 +58,13 @@ class SystemScan:
         self.isolated = np.zeros(system.num_frames, bool)
         self.element_forces = np.zeros((num_types, 3))
         self.ranges: dict[str, Range] = {}
-        self.shear = Range()
         self.label_frames: dict[str, int] = {}
         self.conditions: dict[str, tuple[float, float, int]] = {}
         self.open_frames = 0
         self.digests = np.zeros((system.num_frames, 2), np.uint64)
-        self.work: Array = np.zeros((2, 0))
+        self.max_force = np.full(system.num_frames, np.nan)
+        self.first: dict[str, Array] = {}
+        self.varying: set[str] = set()
 
 
 @dataclass
@@ -185,12 +188,13 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
         if name not in arrays:
             continue
         scan.label_frames[name] = scan.label_frames.get(name, 0) + len(types)
+        one = scan.first.setdefault(name, arrays[name][0])
+        if arrays[name].shape[1:] != one.shape or (arrays[name] != one).any():
+            scan.varying.add(name)
         if any(quantity.metric for quantity in label.errors):
             values = np.where(exists[:, :, None], arrays[name], np.nan) if label.per_atom else arrays[name]
             values = values.reshape(len(types), -1) / (num_atoms[:, None] if label.extensive else 1)
             scan.ranges.setdefault(name, Range()).add(values, first)
-    if VIRIAL in arrays:
-        scan.shear.add(traceless(arrays[VIRIAL] / num_atoms[:, None]), first)
     if ENERGY in arrays:
         scan.energy[here] = arrays[ENERGY][:, 0]
     if FORCE in arrays:
@@ -202,8 +206,7 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
         np.maximum.at(scan.element_forces[:, 2], types[exists], sizes.max(axis=1, initial=0.0))
         scan.net_force[here] = np.linalg.norm(force.sum(axis=1), axis=1)
         scan.force_rms[here] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
-        if ENERGY in arrays:
-            scan.work = np.concatenate([scan.work, _work(Chunk(first, types, arrays))], axis=1)
+        scan.max_force[here] = np.abs(force).max(axis=(1, 2))
 
 
 def is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
@@ -215,28 +218,6 @@ def is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
         faces = np.linalg.norm(np.cross(cell[:, [1, 2, 0]], cell[:, [2, 0, 1]]), axis=2).max(axis=1)
         single[single] = np.abs(np.linalg.det(cell)) > rcut * faces
     return single
-
-
-def traceless(virial: Array) -> Array:
-    """Return virials (F, 9) without their trace, which pressure changes."""
-    return virial - virial[:, [0, 4, 8]].mean(axis=1, keepdims=True) * np.eye(3).reshape(9)
-
-
-def _work(chunk: Chunk) -> Array:
-    """Return energy differences and works of the forces between frames that follow each other closely."""
-    types, coord, force = chunk.types, chunk.arrays[COORD], chunk.arrays[FORCE]
-    step = np.where((types[1:] >= 0)[:, :, None], np.diff(coord, axis=0), 0.0)
-    near = (types[1:] == types[:-1]).all(axis=1)
-    if BOX in chunk.arrays:
-        box = chunk.arrays[BOX].reshape(-1, 3, 3)
-        near &= (np.abs(np.diff(box, axis=0)) < 1e-6).all(axis=(1, 2)) & (np.abs(np.linalg.det(box[1:])) > 0)
-        step[near] -= np.round(step[near] @ np.linalg.inv(box[1:][near])) @ box[1:][near]
-    size = np.linalg.norm(step, axis=2).max(axis=1, initial=0.0)
-    near &= (size > 0) & (size < _SMALL_STEP)
-    work = -0.5 * ((force[1:] + force[:-1]) * step).sum(axis=(1, 2))
-    rise = np.diff(chunk.arrays[ENERGY][:, 0])
-    use = near & np.isfinite(work) & np.isfinite(rise)
-    return np.stack([rise[use], work[use]])
 
 
 def _digests(chunk: Chunk) -> Array:

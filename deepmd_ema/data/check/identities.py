@@ -1,0 +1,397 @@
+"""Identities between energies, forces and virials, and bounds of lengths: what shows units and signs without a guess.
+
+Along a path on which atoms move by u and the cell by a strain e the energy changes by -F u - W e, with the means F and
+W of forces and virials at both ends (trapezoidal rule, which is exact in a harmonic potential). The virial of an open
+system is ``sum_i r_i F_i^T``, which has no antisymmetric part. What no identity reaches is not verified, as a unit that
+energies, forces and virials have in common.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
+from deepmd_ema.data.check.scan import SystemScan
+from deepmd_ema.data.source import Frame
+from deepmd_ema.errors import DataError, counted, first_few
+from deepmd_ema.geometry import Array, find_pairs_once
+
+BOHR = 0.52917721  # angstrom
+_HARTREE = 27.211386  # eV
+_KCAL, _KJ = 23.060548, 96.485332  # kcal/mol and kJ/mol of 1 eV
+_GPA = 160.21766  # of 1 eV/angstrom^3
+# numbers that 1 eV, 1 eV/angstrom and 1 eV of a virial have in other units; those of a stress are over the volume
+_ENERGIES = {"Hartree": 1 / _HARTREE, "Rydberg": 2 / _HARTREE, "kcal/mol": _KCAL, "kJ/mol": _KJ, "meV": 1e3}
+_FORCES = {
+    "Hartree/bohr": BOHR / _HARTREE,
+    "Rydberg/bohr": 2 * BOHR / _HARTREE,
+    "kcal/mol/angstrom": _KCAL,
+    "kJ/mol/angstrom": _KJ,
+    "kJ/mol/nm": 10 * _KJ,
+    "meV/angstrom": 1e3,
+}
+_VIRIALS = {**_ENERGIES, "GPa * angstrom^3": _GPA, "kbar * angstrom^3": 10 * _GPA}
+_STRESSES = {"eV/angstrom^3": 1.0, "GPa": _GPA, "kbar": 10 * _GPA}
+_SAME = 1.5  # ratio of what is equal: 0.83 to 1.2 in right data, where a line explains the share of _EXPLAINED
+_SAME_UNIT = 1.2  # ratio to that of a unit that is named: kcal/mol is 1.18 / hartree
+_EXPLAINED = 0.95  # least share of the squares of the energy differences that a line explains
+_EXPLAINED_BY_HALF = 0.9  # the same in each half of the frames, whose ratios differ by at most _SAME
+# largest displacement of an atom (angstrom) and strain of two frames; nearer ones are compared first
+_LEVELS = ((0.3, 0.03), (0.6, 0.06), (1.0, 0.1))
+_MIN_STRAIN = 1e-6  # of rounding
+_MIN_WORK = 1e-6  # eV, RMS; forces that are zero by symmetry do less
+_MIN_FRAMES = 8  # in the pairs
+_LEAST = 3  # frames of an open system, whose virials or torques are compared
+_MAX_TORQUE = 0.3  # antisymmetric part of sum_i r_i F_i^T over the symmetric one: rounding in right data, 1 by chance
+SHORT, LONG = 0.65, 1.8  # bounds of the distance of nearest neighbors, in sums of covalent radii
+_LONG_TENTH = 1.4  # the nearest tenth in too long units; a scan of a dimer has bonds among its distances
+# factors by which lengths are wrong, and what they look like
+_LENGTHS = {
+    1 / BOHR: "bohr, or were converted from bohr although they were in angstrom",
+    BOHR: "angstrom that were divided by 1.89 as if they were in bohr",
+    0.1: "nm",
+    100.0: "pm",
+}
+_NOBLE = {"He", "Ne", "Ar", "Kr", "Xe", "Rn"}  # they have no bonds
+_MAX_PAIRS = 3e5  # of a frame whose nearest neighbors are searched
+_RUN = 8  # consecutive frames
+_MAX_FRAMES = 64  # of a system
+_MAX_ATOMS = 6000  # of these frames together, if they are more than two runs
+_SEARCHED = 8  # frames of a system in which nearest neighbors are searched
+_MAX_SYSTEMS = 40
+# pm, Cordero et al. 2008 (carbon sp3, high spin), as in ASE
+_RADII = """
+H 31 He 28 Li 128 Be 96 B 84 C 76 N 71 O 66 F 57 Ne 58 Na 166 Mg 141 Al 121 Si 111 P 107 S 105 Cl 102 Ar 106 K
+203 Ca 176 Sc 170 Ti 160 V 153 Cr 139 Mn 139 Fe 132 Co 126 Ni 124 Cu 132 Zn 122 Ga 122 Ge 120 As 119 Se 120 Br
+120 Kr 116 Rb 220 Sr 195 Y 190 Zr 175 Nb 164 Mo 154 Tc 147 Ru 146 Rh 142 Pd 139 Ag 145 Cd 144 In 142 Sn 139 Sb
+139 Te 138 I 139 Xe 140 Cs 244 Ba 215 La 207 Ce 204 Pr 203 Nd 201 Pm 199 Sm 198 Eu 198 Gd 196 Tb 194 Dy 192 Ho
+192 Er 189 Tm 190 Yb 187 Lu 187 Hf 175 Ta 170 W 162 Re 151 Os 144 Ir 141 Pt 136 Au 136 Hg 132 Tl 145 Pb 146 Bi
+148 Po 140 At 150 Rn 150 Fr 260 Ra 221 Ac 215 Th 206 Pa 200 U 196 Np 190 Pu 187 Am 180 Cm 169
+"""
+COVALENT_RADII = {name: int(r) / 100 for name, r in zip(_RADII.split()[::2], _RADII.split()[1::2])}
+
+
+@dataclass
+class UnitReport:
+    """What identities and lengths say about units and signs.
+
+    Attributes:
+        warnings: one for each system in which something is wrong.
+        num_systems: systems, or groups of small ones, that were looked at.
+        num_all: systems and groups there are.
+        verified: number of systems in which each quantity could be verified.
+        unverified: names of those that have it and in which it could not.
+    """
+
+    warnings: list[str] = field(default_factory=list)
+    num_systems: int = 0
+    num_all: int = 0
+    verified: dict[str, int] = field(default_factory=dict)
+    unverified: dict[str, list[str]] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """Return lines with the quantities that could be verified and those that could not."""
+        many = counted(self.num_systems, "system")
+        if self.num_systems < self.num_all:
+            many = f"{self.num_systems:,} evenly spaced systems of {self.num_all:,}"
+        verified = ", ".join(f"{what} in {count:,}" for what, count in self.verified.items())
+        names = {what: first_few(names, 3) for what, names in self.unverified.items() if names}
+        return [f"verified: {verified} of {many}", *(f"not verified: {what} of {of}" for what, of in names.items())]
+
+
+class Ratios(NamedTuple):
+    """Ratios that are 1 where units and signs are right; None where no identity gives them.
+
+    Attributes:
+        force: energy differences over the work of the forces.
+        virial: energy differences over the work of the virials.
+        open_virial: virials over ``sum_i r_i F_i^T``, of open systems; NaN if they are no multiple of it.
+        torque: the antisymmetric part of that sum over the symmetric one.
+    """
+
+    force: float | None = None
+    virial: float | None = None
+    open_virial: float | None = None
+    torque: float | None = None
+
+
+def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitReport:
+    """Return what is known about units and signs, with a warning for each system that has others than expected."""
+    groups = list(_groups(scans))
+    most = min(len(groups), _MAX_SYSTEMS)
+    report = UnitReport(num_systems=most, num_all=len(groups))
+    for k in np.linspace(0, len(groups) - 1, most).round().astype(int) if groups else ():
+        name, places = groups[k]
+        frames = [scan.system.frame(index) for scan, index in places]
+        length, texts, is_known = _judge_lengths(frames, type_map)
+        found, verified = _judge_ratios(ratios_of(frames), frames, length)
+        if texts or found:
+            expected = "Expected eV, eV/angstrom and angstrom, and virial = -volume * stress in eV."
+            report.warnings.append(f"{name}: {'; '.join(texts + found)}. {expected}")
+        verified |= {"lengths"} if is_known else set()
+        labels = {label for frame in frames for label in frame.labels}
+        had = {"lengths": True, "energies and forces": {ENERGY, FORCE} <= labels, "virials": VIRIAL in labels}
+        for what in (what for what, has in had.items() if has):
+            report.verified[what] = report.verified.get(what, 0) + (what in verified)
+            report.unverified.setdefault(what, []).extend([name] * (what not in verified))
+    return report
+
+
+def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[SystemScan, int]]]]:
+    """Yield the name and some frames of each system, or of all small systems together, in runs of consecutive ones."""
+    small: dict[bool, list[tuple[SystemScan, int]]] = {True: [], False: []}
+    for scan in scans:
+        left_out = scan.bad_frames | scan.outliers
+        usable = [(scan, k) for k in range(scan.system.num_frames) if k not in left_out]
+        if len(usable) < _MIN_FRAMES and scan.open_frames in (0, scan.system.num_frames):
+            small[scan.open_frames == 0] += usable
+            continue
+        atoms = max(int(scan.type_counts.sum(axis=1).max()), 1)
+        runs = max(min(_MAX_FRAMES, _MAX_ATOMS // atoms) // _RUN, 2)
+        starts = np.linspace(0, max(len(usable) - _RUN, 0), runs).round().astype(int)
+        chosen = np.unique((starts[:, None] + np.arange(_RUN)).clip(max=len(usable) - 1))
+        yield scan.system.name, [usable[k] for k in chosen.tolist()]
+    for places in filter(None, small.values()):
+        others = len({scan.system.name for scan, _ in places}) - 1
+        more = f" and {counted(others, 'more system')} of few frames" if others else ""
+        yield f"{places[0][0].system.name}{more}", places[:_MAX_FRAMES]
+
+
+def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[float, list[str], bool]:
+    """Return an angstrom in the unit of the frames, texts about it, and whether lengths are within their bounds."""
+    radii = np.array([math.nan if name in _NOBLE else COVALENT_RADII.get(name, math.nan) for name in type_map])
+    found: list[tuple[float, float, Frame, int, int]] = []
+    for k in np.unique(np.linspace(0, len(frames) - 1, _SEARCHED).round().astype(int)).tolist():
+        found += _nearest(frames[k], radii)
+    if not found:
+        return 1.0, [], False
+    found.sort(key=lambda one: one[0])
+    tenth, middle, ninth = (found[int(share * (len(found) - 1))] for share in (0.1, 0.5, 0.9))
+    ratio, distance, frame, i, j = middle
+    if SHORT <= ratio <= LONG:
+        return 1.0, [], True
+    if ninth[0] > SHORT and tenth[0] < _LONG_TENTH:
+        return 1.0, [], False
+    factor = min(_LENGTHS, key=lambda factor: abs(math.log(ratio / factor)))
+    near = abs(math.log(ratio / factor)) < math.log(1.4)
+    looks = f"lengths look like {_LENGTHS[factor]}" if near else "lengths have another unit"
+    pair = " and ".join(frame.describe_atom(atom, type_map) for atom in (i, j))
+    text = (
+        f"{looks}: half of the atoms have their nearest neighbor within {ratio:.2g} sums of covalent radii (as atoms "
+        f"{pair} in {frame.source[0]} frame {frame.source[1]}, {distance:.3g} apart), expected {SHORT} to {LONG}"
+    )
+    return factor if near else 1.0, [text], False
+
+
+def _nearest(frame: Frame, radii: Array) -> list[tuple[float, float, Frame, int, int]]:
+    """Return of each atom the distance of its nearest neighbor in sums of radii and in angstrom, and both atoms."""
+    own = radii[frame.atom_type]
+    if not np.isfinite(own).any() or frame.num_atoms < 2:
+        return []
+    size = np.ptp(frame.coord, axis=0) + 1.0 if frame.box is None else np.linalg.svd(frame.box, compute_uv=False)
+    most = (1.5 / math.pi * _MAX_PAIRS * float(size.prod())) ** (1 / 3) / frame.num_atoms ** (2 / 3)
+    try:  # 2.6: a bond in bohr, and more
+        i, j, _, distance = find_pairs_once(frame.coord, frame.box, min(2.6 * 2 * float(np.nanmax(own)), most))
+    except DataError:
+        return []
+    scaled = distance / (own[i] + own[j])
+    i, j, distance, scaled = (np.concatenate(both) for both in ((i, j), (j, i), (distance,) * 2, (scaled,) * 2))
+    order = np.lexsort((scaled, i))
+    order = order[np.isfinite(scaled[order]) & (i[order] != j[order])]
+    first = order[np.unique(i[order], return_index=True)[1]]
+    return [(float(scaled[k]), float(distance[k]), frame, int(i[k]), int(j[k])) for k in first]
+
+
+def _judge_ratios(ratios: Ratios, frames: Sequence[Frame], length: float) -> tuple[list[str], set[str]]:
+    """Return texts about wrong units and signs, and the quantities that are verified; ``length`` is an angstrom."""
+    by_force, by_virial, between = (
+        ratios.force and ratios.force * length, ratios.virial, ratios.open_virial and ratios.open_virial / length
+    )  # fmt: skip
+    if ratios.torque is not None and ratios.torque > _MAX_TORQUE:
+        why = f"their torque is {ratios.torque:.2g} of the sum of positions and forces, expected 0"
+        return [f"the forces belong to other atoms or frames, or act from outside: {why}"], set()
+    if between is not None and math.isnan(between):
+        why = "in an open system they are the sum of positions and forces. Remove virial.npy, or compute it again"
+        return [f"the virials are placeholders, or another quantity: {why}"], set()
+    if between is not None and by_force is not None:
+        by_virial = by_force / between
+    boxes = [abs(float(np.linalg.det(frame.box))) for frame in frames if frame.box is not None]
+    virials = _VIRIALS | ({f"a stress in {u}": n / np.mean(boxes) for u, n in _STRESSES.items()} if boxes else {})
+    evidence = [f"between near frames the energy changes by {ratio:.3g} times the work of the {what}"
+                for ratio, what in ((by_force, "forces"), (by_virial if between is None else None, "virials"))
+                if ratio is not None]  # fmt: skip
+    if between is not None:
+        evidence.append(f"the virials are {between:.3g} times the sum of positions and forces")
+    right = {"forces": _is_one(by_force), "virials": _is_one(by_virial), "between": _is_one(between)}
+    why = ", ".join(evidence)
+    looks: str | None = None
+    if by_force is not None and by_virial is not None:  # of three quantities one is named
+        agree = _is_one(by_virial / by_force)
+        if right["forces"] and not right["virials"]:
+            looks = _looks("virials", 1 / by_virial, virials)
+        elif right["virials"] and not right["forces"]:
+            looks = _looks("forces", 1 / by_force, _FORCES)
+            if both := _near(by_force, _ENERGIES):
+                looks += f", or energies and virials like {' or '.join(both)}"
+        elif agree and not right["forces"]:
+            looks = _looks("energies", by_force, _ENERGIES)
+        elif not right["forces"]:
+            looks = f"{_of_two(by_force)}, {_looks('virials', 1 / by_virial, virials)}"
+    elif by_force is not None and not right["forces"]:
+        looks = _of_two(by_force)
+    elif by_virial is not None and not right["virials"]:
+        looks = f"{_looks('virials', 1 / by_virial, virials)}, or {_looks('energies', by_virial, _ENERGIES)}"
+    elif between is not None and not right["between"]:
+        looks = _looks("virials", between, virials)
+    if looks is not None:
+        return [f"{looks}: {why}"], set()
+    verified = {"energies and forces"} if right["forces"] else set()
+    return [], verified | ({"virials"} if right["virials"] or right["between"] else set())
+
+
+def _is_one(ratio: float | None) -> bool:
+    return ratio is not None and 1 / _SAME < ratio < _SAME
+
+
+def _of_two(ratio: float) -> str:
+    """Return what energies and forces look like whose differences and work have this ratio."""
+    if ratio < 0 and _is_one(-ratio):
+        return "the forces have the wrong sign (gradients instead of forces), or the energies"
+    both = {f"{a} and {b}": x / y for a, x in _ENERGIES.items() for b, y in _FORCES.items() if b.startswith(a)}
+    units = {f"energies like {name}": number for name, number in _ENERGIES.items()}
+    units |= {f"forces like {name}": 1 / number for name, number in _FORCES.items()}
+    units |= {f"energies and forces like {name}": number for name, number in both.items() if not _is_one(number)}
+    near = _near(ratio, units)
+    sign = " with the wrong sign of one" * (ratio < 0)
+    return (" or ".join(near) + sign) if near else "energies and forces do not fit together"
+
+
+def _looks(what: str, number: float, units: Mapping[str, float]) -> str:
+    """Return what a quantity looks like whose numbers are ``number`` times the expected ones."""
+    near, sign = _near(number, units), " with the wrong sign" * (number < 0)
+    if _is_one(-number) or not near:
+        return f"the {what} " + ("have the wrong sign" if _is_one(-number) else f"are {number:.3g} times the expected")
+    return f"the {what} look like {' or '.join(near)}{sign}"
+
+
+def _near(number: float, units: Mapping[str, float]) -> list[str]:
+    """Return the two nearest units of numbers that are about as large."""
+    off = {name: abs(math.log(abs(number) / of)) for name, of in units.items()}
+    return sorted((name for name in off if off[name] < math.log(_SAME_UNIT)), key=lambda name: off[name])[:2]
+
+
+def ratios_of(frames: Sequence[Frame]) -> Ratios:
+    """Return the ratios that identities give, from frames that are all open, or all periodic."""
+    labelled = [frame for frame in frames if FORCE in frame.labels and np.isfinite(frame.labels[FORCE]).all()]
+    force = virial = None
+    pairs = _pairs_of(labelled)
+    for max_step, max_strain in _LEVELS if len(pairs) else ():
+        near = pairs[(pairs[:, 5] < max_step) & (pairs[:, 6] < max_strain) & np.isfinite(pairs[:, 2:5]).all(axis=1)]
+        force = _slope(near, 3, 4) if force is None else force
+        virial = _slope(near, 4, 3) if virial is None else virial
+    sums = [(frame, _moment(frame)) for frame in labelled if frame.box is None and frame.num_atoms > 1]
+    if len(sums) < _LEAST:
+        return Ratios(force, virial)
+    sizes = np.array([[np.linalg.norm(m - m.T), np.linalg.norm(m + m.T)] for _, m in sums])
+    torque = float(np.median(sizes[:, 0] / np.maximum(sizes[:, 1], 1e-12))) if sizes[:, 1].max() > _MIN_WORK else None
+    both = [(np.reshape(f.labels[VIRIAL], -1), m.ravel()) for f, m in sums if VIRIAL in f.labels]
+    between = None
+    if len(both) >= _LEAST and (torque or 0.0) <= _MAX_TORQUE:
+        given, expected = (np.concatenate(part) for part in zip(*both))
+        if np.isfinite(given).all() and expected @ expected > _MIN_WORK:
+            between = float(given @ expected / (expected @ expected))
+            if between**2 * (expected @ expected) <= _EXPLAINED * (given @ given):
+                between = math.nan
+    return Ratios(force, virial, between, torque)
+
+
+def _moment(frame: Frame) -> Array:
+    """Return ``sum_i r_i F_i^T`` (3, 3), eV, about the centre of the atoms."""
+    moment: Array = (frame.coord - frame.coord.mean(axis=0)).T @ frame.labels[FORCE].reshape(-1, 3)
+    return moment
+
+
+def _slope(pairs: Array, column: int, other: int) -> float | None:
+    """Return by what a work of ``pairs`` is multiplied in the energy differences; None if no line explains them.
+
+    It must do so in all pairs and in those of each half of the frames.
+    """
+    numbers = np.unique(pairs[:, :2])
+    if len(numbers) < _MIN_FRAMES:
+        return None
+    middle = numbers[len(numbers) // 2]
+    parts = pairs, pairs[(pairs[:, :2] < middle).all(axis=1)], pairs[(pairs[:, :2] >= middle).all(axis=1)]
+    (slope, explained), *halves = (_partial(part[:, 2], part[:, column], part[:, other]) for part in parts)
+    agree = all(_is_one(of_half / slope) and by > _EXPLAINED_BY_HALF for of_half, by in halves) if slope else False
+    return slope if agree and explained > _EXPLAINED else None
+
+
+def _partial(rise: Array, one: Array, other: Array) -> tuple[float, float]:
+    """Return the slope of ``rise`` over ``one``, and the share that it explains, after what ``other`` explains."""
+    scale = float(other @ other)
+    if scale > 0:
+        rise, one = (values - other * float(values @ other) / scale for values in (rise, one))
+    size = float(one @ one) * float(rise @ rise)
+    if float(one @ one) < _MIN_WORK**2 * len(one) or size <= 0:
+        return 0.0, 0.0
+    common = float(one @ rise)
+    return common / float(one @ one), common**2 / size
+
+
+def _pairs_of(frames: Sequence[Frame]) -> Array:
+    """Return the rows of :func:`_pairs` of all frames with the same atoms in the same order."""
+    groups: dict[tuple[bytes, bool], list[Frame]] = {}
+    for frame in frames:
+        if ENERGY in frame.labels and np.isfinite(frame.labels[ENERGY]):
+            groups.setdefault((frame.atom_type.tobytes(), frame.box is None), []).append(frame)
+    several = [group for group in groups.values() if len(group) > 1]
+    shift = np.cumsum([0, *map(len, several)])
+    rows = [_pairs(group) + np.array([k, k, 0, 0, 0, 0, 0]) for group, k in zip(several, shift)]
+    return np.concatenate([np.zeros((0, 7)), *rows])
+
+
+def _pairs(frames: Sequence[Frame]) -> Array:
+    """Return (pairs, 7): two frames, energy difference, work of forces and virials, displacement, strain; eV, angstrom.
+
+    Works of frames without virials in different cells are NaN.
+    """
+    coord = np.stack([frame.coord for frame in frames])
+    force = np.stack([frame.labels[FORCE].reshape(-1, 3) for frame in frames])
+    energy = np.array([float(frame.labels[ENERGY]) for frame in frames])
+    virial = np.stack([np.reshape(frame.labels.get(VIRIAL, np.full(9, np.nan)), (3, 3)) for frame in frames])
+    box = np.stack([frame.box for frame in frames if frame.box is not None]) if frames[0].box is not None else None
+    rows = []
+    for k in range(len(frames) - 1):
+        if box is None:
+            start, ends = coord[k] - coord[k].mean(axis=0), coord[k + 1 :] - coord[k + 1 :].mean(axis=1, keepdims=True)
+            left, _, right = np.linalg.svd(ends.transpose(0, 2, 1) @ start)  # Kabsch 1976
+            left[:, :, 2] *= np.linalg.det(left @ right)[:, None]  # a rotation, no reflection
+            turn = left @ right
+            step, strain = ends @ turn - start, np.zeros_like(turn)
+        else:
+            # A turned or mirrored frame has the same energy. What is left of the change of its cell is symmetric and
+            # positive definite, so that the mean cell is not singular.
+            left, _, right = np.linalg.svd(np.linalg.solve(box[k], box[k + 1 :]))
+            turn = (left @ right).transpose(0, 2, 1)  # of the polar decomposition
+            other = box[k + 1 :] @ turn
+            middle = 0.5 * (box[k] + other)
+            step = coord[k + 1 :] @ np.linalg.inv(box[k + 1 :]) - coord[k] @ np.linalg.inv(box[k])
+            step -= np.round(step)
+            step -= np.round(step - step[:, :1])  # a shift of all atoms by half a cell rounds either way
+            step -= step.mean(axis=1, keepdims=True)
+            step, strain = step @ middle, np.linalg.solve(middle, other - box[k])
+        by_force = -0.5 * ((force[k] + force[k + 1 :] @ turn) * step).sum(axis=(1, 2))
+        size = np.linalg.norm(strain, axis=(1, 2))
+        turned = turn.transpose(0, 2, 1) @ virial[k + 1 :] @ turn
+        by_strain = -0.5 * ((virial[k] + turned) * strain).sum(axis=(1, 2))
+        by_strain[size < _MIN_STRAIN] = 0.0
+        rise = energy[k + 1 :] - energy[k]
+        first, second = np.full(len(rise), k), np.arange(k + 1, len(frames))
+        longest = np.linalg.norm(step, axis=2).max(axis=1)
+        rows.append(np.stack([first, second, rise, by_force, by_strain, longest, size], axis=1))
+    return np.concatenate(rows)

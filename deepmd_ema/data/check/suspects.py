@@ -1,0 +1,265 @@
+"""Frames that a user should look at: copies, outliers, placeholders, and forces that do not add up to zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from deepmd_ema.config.labels import ENERGY, FORCE, LABELS, VIRIAL
+from deepmd_ema.data.check.scan import SystemScan
+from deepmd_ema.data.source import Frame, FrameSource
+from deepmd_ema.errors import DataError, counted, first_few
+from deepmd_ema.geometry import Array, find_pairs_once
+
+OUTLIER_SIGMAS = 20.0  # robust standard deviations of a system; strained cells are many from those at rest
+OUTLIER_ENERGY = 0.2  # eV/atom; a smaller residual is no outlier: near copies have no spread
+FAR_ENERGY = 1.0  # eV/atom; a larger residual is one
+OUTLIER_FORCE, OUTLIER_FACTOR = 15.0, 30.0  # eV/angstrom, and times the median of the system
+_SEVERAL = 0.1  # a larger share of the frames of a system is another kind of frames
+NET_FORCE = 0.1  # eV/angstrom, and also, per square root of the atoms, the least fraction of the RMS force
+LARGE_VIRIAL_RMS = 20.0  # eV/atom; 10 angstrom^3 per atom under 300 GPa; stresses in kbar are 1,602 times too large
+_MAX_NAMES = 3
+_MIN_FRAMES = 3  # of a system, to judge outliers and labels that do not vary
+_AT_ONCE = 20_000  # frames whose compositions are in memory as floating-point numbers
+_MAX_ZERO = 32  # frames of a system whose symmetry is looked at
+_REACH = 5.0  # angstrom, of the pair potential that looks at symmetry
+
+
+class Suspects(NamedTuple):
+    """Frames that a check has found.
+
+    Attributes:
+        by_system: their number in each system, of training and then of validation.
+        total: frames that were looked at.
+        worst: the frame to look at first, with its number; empty without any.
+        warning: for the user; empty without any.
+        note: that a system has frames of several kinds, among which none is named; empty without any.
+    """
+
+    by_system: tuple[int, ...] = ()
+    total: int = 0
+    worst: str = ""
+    warning: str = ""
+    note: str = ""
+
+    @property
+    def num_frames(self) -> int:
+        """Their number in all systems."""
+        return sum(self.by_system)
+
+
+def name_of(sources: Sequence[FrameSource], frame: int) -> str:
+    """Return the name of a frame, which is counted through all ``sources``, with its number in the file or system."""
+    for source in sources:
+        if frame < source.num_frames:
+            break
+        frame -= source.num_frames
+    return f"{source.name} frame {source.numbers[frame]}"
+
+
+def find_copies(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> tuple[Suspects, Suspects]:
+    """Return training frames that are copies of others, and validation frames that are also training frames."""
+    scans, sources = [*training, *validation], [scan.system for scan in (*training, *validation)]
+    num_training = sum(scan.system.num_frames for scan in training)
+    digests = np.concatenate([np.zeros((0, 2), np.uint64), *(scan.digests for scan in scans)])
+    order = np.lexsort(digests.T)  # stable: equal ones stay in order
+    is_new = np.append(True, (digests[order[1:]] != digests[order[:-1]]).any(axis=1))[: len(order)]
+    first, numbers = np.empty(len(order), np.int64), np.arange(len(order))  # the first frame that is equal to each
+    first[order] = order[np.flatnonzero(is_new)][np.cumsum(is_new) - 1]
+    ends, kinds = np.cumsum([source.num_frames for source in sources])[:-1], []
+    for is_copy in ((numbers < num_training) & (first < numbers), (numbers >= num_training) & (first < num_training)):
+        frame = int(is_copy.argmax()) if is_copy.any() else None
+        worst = "" if frame is None else f"{name_of(sources, frame)} is {name_of(sources, int(first[frame]))}"
+        by_system = tuple(int(part.sum()) for part in np.split(is_copy, ends)) if sources else ()
+        kinds.append(Suspects(by_system, worst=worst))
+    copies, shared = kinds[0]._replace(total=num_training), kinds[1]._replace(total=len(first) - num_training)
+    if copies.worst:
+        many = counted(copies.num_frames, "training frame is a copy", "training frames are copies")
+        copies = copies._replace(warning=f"{many} of another (first: {copies.worst}).")
+    if shared.worst:
+        many = f"{shared.num_frames:,} of {shared.total:,} validation frames are also training frames"
+        shared = shared._replace(warning=f"{many} (first: {shared.worst}): validation errors will look too good.")
+    return copies, shared
+
+
+def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> Suspects:
+    """Return frames far from energies per element that are fitted to the training frames, by the spread of a system."""
+    scans = [*training, *validation]
+    # without isolated atoms, which are a cohesive energy above all others
+    energies = [np.where(scan.isolated, np.nan, scan.energy) for scan in scans]
+    num_known = sum(int(np.isfinite(energy).sum()) for energy in energies[: len(training)])
+    if num_known < _MIN_FRAMES:
+        return Suspects()
+    num_types = training[0].type_counts.shape[1]
+    reduced = np.zeros((0, num_types + 1))  # compositions and energies, as the triangle that a QR decomposition leaves
+    for counts, energy in _parts(training, energies):
+        known = np.isfinite(energy)
+        rows = np.concatenate([counts[known].astype(np.float64), energy[known, None]], axis=1)
+        reduced = np.asarray(np.linalg.qr(np.concatenate([reduced, rows]), mode="r"))
+    smallest = np.finfo(np.float64).eps * max(num_known, num_types)  # as if all frames were fitted at once
+    fit = np.linalg.lstsq(reduced[:, :-1], reduced[:, -1], rcond=smallest)[0]
+    residuals = [  # eV/atom
+        np.concatenate([np.zeros(0), *((e - c @ fit) / c.sum(axis=1) for c, e in _parts([scan], [energy]))])
+        for scan, energy in zip(scans, energies)
+    ]
+    deviations, bounds = [], []
+    for residual in residuals:
+        known = residual[np.isfinite(residual)]
+        deviation = residual - np.median(known) if len(known) else residual
+        spread = 1.4826 * float(np.nanmedian(np.abs(deviation))) if len(known) else 0.0
+        bounds.append(min(max(OUTLIER_SIGMAS * spread, OUTLIER_ENERGY), FAR_ENERGY))
+        deviations.append(deviation)
+    return _outliers(
+        scans, deviations, bounds,
+        "an energy far from the others of its system (after subtraction of energies per element)", "eV/atom",
+        "Has it converged?",
+    )  # fmt: skip
+
+
+def force_outliers(scans: Sequence[SystemScan]) -> Suspects:
+    """Return frames whose largest force, or the RMS of all, is far beyond those of the other frames of the system."""
+    sizes, bounds = [], []
+    for scan in scans:
+        known = np.isfinite(scan.force_rms)
+        # the size of a frame by what is larger of both: 1 at the median
+        middles = [max(float(np.median(of[known])), 1e-300) if known.any() else 1.0
+                   for of in (scan.max_force, scan.force_rms)]  # fmt: skip
+        relative = np.maximum(scan.max_force / middles[0], scan.force_rms / middles[1])
+        sizes.append(np.where(relative > OUTLIER_FACTOR, scan.max_force, 0.0 * scan.max_force))
+        bounds.append(OUTLIER_FORCE)
+    what = f"forces {OUTLIER_FACTOR:g} times as large as usual in its system"
+    return _outliers(scans, sizes, bounds, what, "eV/angstrom", "Has it converged, and do atoms overlap?")
+
+
+def _outliers(
+    scans: Sequence[SystemScan], sizes: Sequence[Array], bounds: Sequence[float], what: str, unit: str, advice: str
+) -> Suspects:
+    """Return the frames of systems of at least three whose size is beyond a bound; where they are many, a note.
+
+    Args:
+        scans: the systems.
+        sizes: (F,) of the frames of each; NaN where it is not known.
+        bounds: of each system.
+        what: has a frame that is named.
+        unit: of the sizes.
+        advice: for the user.
+    """
+    by_system, several, outliers = [], list[str](), list[tuple[float, str]]()
+    for scan, size, bound in zip(scans, sizes, bounds):
+        far = np.flatnonzero(np.abs(size) > bound) if np.isfinite(size).sum() >= _MIN_FRAMES else np.zeros(0, int)
+        if len(far) > max(1, _SEVERAL * len(size)):
+            several.append(f"{scan.system.name} ({len(far):,} of {len(size):,})")
+            far = far[:0]
+        by_system.append(len(far))
+        scan.outliers.update(far.tolist())
+        outliers += [(float(size[k]), name_of([scan.system], k)) for k in far.tolist()]
+    total = sum(int(np.isfinite(size).sum()) for size in sizes)
+    note = f"frames with {what} are of another kind, none is named: {first_few(several, _MAX_NAMES)}" if several else ""
+    if not outliers:
+        return Suspects(tuple(by_system), total, note=note)
+    outliers.sort(key=lambda one: -abs(one[0]))
+    named = [f"{name} ({size:.4g} {unit})" for size, name in outliers[:_MAX_NAMES]]
+    many = counted(len(outliers), "frame has", "frames have each")
+    return Suspects(tuple(by_system), total, named[0], f"{many} {what}: {', '.join(named)}. {advice}", note)
+
+
+def placeholders(scan: SystemScan) -> Iterator[str]:
+    """Yield texts about labels that are the same in all frames of a system, which differ in something else."""
+    num_frames, name = scan.system.num_frames, scan.system.name
+    if FORCE in scan.ranges and scan.ranges[FORCE].size == 0:
+        frames = [scan.system.frame(k) for k in np.unique(np.linspace(0, num_frames - 1, 8).astype(int)).tolist()]
+        if not scan.bad_frames and not all(map(forces_vanish, frames)):
+            yield (
+                f"{name}: all forces are zero, which the positions do not explain. Remove set.*/force.npy, or compute "
+                "them again."
+            )
+        return
+    if num_frames < _MIN_FRAMES or len(np.unique(scan.digests, axis=0)) < _MIN_FRAMES:
+        return
+    for label in (name for name in (ENERGY, VIRIAL) if name in scan.first and name not in scan.varying):
+        if label == ENERGY or ENERGY in scan.varying:
+            value = scan.first[label].ravel()
+            values = f"{value[0]:g}" if (value == value[0]).all() else "the same"
+            yield (
+                f"{name}: {label} is {values} in all {num_frames:,} frames, a placeholder. Remove "
+                f"set.*/{LABELS[label].files[0]}.npy, or compute it again."
+            )
+
+
+def zero_forces(scans: Sequence[SystemScan]) -> Suspects:
+    """Return frames whose forces are all zero, though others of the system are not and symmetry does not explain it."""
+    by_system, named = [], list[str]()
+    for scan in scans:
+        zero = np.flatnonzero((scan.force_rms == 0) & ~scan.isolated)
+        if len(zero) and np.nanmax(scan.force_rms) > 0:
+            found = [k for k in zero[:_MAX_ZERO].tolist() if k not in scan.bad_frames]
+            zero = np.array([k for k in found if not forces_vanish(scan.system.frame(k))], int)
+        else:
+            zero = zero[:0]
+        by_system.append(len(zero))
+        named += [name_of([scan.system], k) for k in zero.tolist()]
+    warning = f"{counted(len(named), 'frame has', 'frames have')} forces that are all zero, which the positions do not "
+    warning += f"explain: {first_few(named, _MAX_NAMES)}. Remove them, or compute them again."
+    total = sum(int(np.isfinite(scan.force_rms).sum()) for scan in scans)
+    return Suspects(tuple(by_system), total, named[0], warning) if named else Suspects(tuple(by_system), total)
+
+
+def forces_vanish(frame: Frame) -> bool:
+    """Return whether symmetry makes the forces of a frame zero: those of some pair potential are."""
+    try:
+        i, j, vector, distance = find_pairs_once(frame.coord, frame.box, _REACH)
+    except DataError:
+        return True
+    types = frame.atom_type
+    weight = np.exp(-distance) * (1 - (distance / _REACH) ** 2) ** 2 * (1 + 0.37 * (types[i] + types[j]))
+    force = np.zeros_like(frame.coord)
+    pull = vector * (weight / np.maximum(distance, 1e-12))[:, None]
+    np.add.at(force, i, pull)
+    np.subtract.at(force, j, pull)
+    return bool(np.abs(force).max(initial=0.0) < 1e-4)
+
+
+def large_virials(scans: Sequence[SystemScan]) -> Iterator[str]:
+    """Yield a warning about virials that no material has."""
+    rms = [(scan.ranges[VIRIAL].rms, scan.system.name) for scan in scans if VIRIAL in scan.ranges]
+    large = [(value, name) for value, name in rms if value > LARGE_VIRIAL_RMS]
+    if large:
+        value, name = max(large)
+        more = f" (and those of {counted(len(large) - 1, 'more system')})" if len(large) > 1 else ""
+        yield (
+            f"{name}: virials have an RMS of {value:.4g} eV/atom{more}; no material has more than "
+            f"{LARGE_VIRIAL_RMS:g}. Expected virial = -volume * stress in eV; are they from stresses in kbar or GPa?"
+        )
+
+
+def _parts(scans: Sequence[SystemScan], energies: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
+    """Yield compositions and energies of some frames at a time."""
+    for scan, energy in zip(scans, energies):
+        for begin in range(0, len(energy), _AT_ONCE):
+            yield scan.type_counts[begin : begin + _AT_ONCE], energy[begin : begin + _AT_ONCE]
+
+
+def net_forces(scans: Sequence[SystemScan]) -> Suspects:
+    """Return frames whose forces do not add up to zero.
+
+    Errors of N forces that have nothing to do with each other add up to sqrt(N) times one of them, so the sum is judged
+    by that.
+    """
+    by_system, known, worst, place = [], 0, 0.0, ""
+    for scan in scans:
+        net, rms = np.nan_to_num(scan.net_force), np.nan_to_num(scan.force_rms)
+        each = net / np.sqrt(np.maximum(scan.type_counts.sum(axis=1), 1))
+        off = (net > NET_FORCE) & (each > NET_FORCE * rms)
+        by_system.append(int(off.sum()))
+        known += int(np.isfinite(scan.net_force).sum())
+        if off.any() and each[off].max() > worst:
+            frame = int(np.where(off, each, 0).argmax())
+            worst, name = float(each[frame]), name_of([scan.system], frame)
+            place = f"{net[frame]:.3g} eV/angstrom in {name}, RMS force {rms[frame]:.3g}"
+    warning = (
+        f"the forces of {counted(sum(by_system), 'frame')} of {known:,} do not add up to zero (worst: {place}): no "
+        "model can learn this part. Without an outer field it points to unconverged forces."
+    )
+    return Suspects(tuple(by_system), known, place, warning * bool(place))

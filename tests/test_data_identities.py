@@ -1,0 +1,322 @@
+"""Units and signs: found by identities of energies, forces and virials and by bounds of lengths, or not verified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import open_data, toy_frame, toy_labels
+
+from deepmd_ema.data.check import identities
+from deepmd_ema.data.check.identities import Ratios, ratios_of
+from deepmd_ema.data.check.report import check_systems
+from deepmd_ema.data.source import Frame
+from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+BOHR, HARTREE, KCAL, GPA = 0.52917721, 27.211386, 23.060548, 160.21766
+LABELS = ("energy", "force", "virial")
+
+
+def crystal(num, energy=1, force=1, virial=1, seed=9, size=0.01, strains=True):
+    """Return frames of a strained crystal whose atoms are off their sites, with labels multiplied by factors."""
+    rng = np.random.default_rng(seed)
+    coord, types, box = toy_frame(rng, 12, jitter=0.0)
+    frames = []
+    for _ in range(num):
+        strain = np.eye(3) + rng.normal(0, size if strains else 0, (3, 3))
+        moved, cell = (coord + rng.normal(0, size, coord.shape)) @ strain, box @ strain
+        e, f, w, _ = toy_labels(moved, types, cell)
+        labels = {"energy": e * energy, "force": f * force, "virial": w * virial}
+        frames.append(Frame(moved + rng.integers(-1, 2, (12, 1)) @ cell[:1], types, cell, labels))
+    return frames
+
+
+def molecules(num, seed=1, size=0.05, force=1, **factors):
+    """Return frames of a molecule that is turned at will, without a cell."""
+    rng = np.random.default_rng(seed)
+    coord, types, _ = toy_frame(rng, 6, pbc=False)
+    frames = []
+    for _ in range(num):
+        turn = np.linalg.qr(rng.normal(size=(3, 3)))[0]
+        turn *= np.linalg.det(turn)  # a rotation
+        moved = (coord + rng.normal(0, size, coord.shape)) @ turn + rng.normal(size=3)
+        e, f, w, _ = toy_labels(moved, types)
+        labels = {"energy": e * factors.get("energy", 1), "force": f * force}
+        frames.append(Frame(moved, types, None, labels | {"virial": w * factors.get("virial", 1)}))
+    return frames
+
+
+def stored(path, frames, virial=True, names=("O", "H")):
+    """Write frames as a system, and return its path."""
+    folder = path / "set.000"
+    folder.mkdir(parents=True)
+    np.savetxt(path / "type.raw", frames[0].atom_type, fmt="%d")
+    (path / "type_map.raw").write_text("\n".join(names) + "\n")
+    arrays = {name: [np.ravel(frame.labels[name]) for frame in frames] for name in LABELS[: 2 + virial]}
+    arrays |= {"coord": [frame.coord.ravel() for frame in frames]}
+    if frames[0].box is None:
+        (path / "nopbc").touch()
+    else:
+        arrays["box"] = [frame.box.ravel() for frame in frames]
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+    return path
+
+
+def report_of(*systems, names=("O", "H")):
+    opened = open_data([str(path) for path in systems], names, LABELS)
+    return check_systems(opened, [], names, SeE2AConfig(rcut=4.0, sel="auto"), LABELS)
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ({"energy": 1 / HARTREE}, "the energies look like Hartree"),
+        ({"energy": KCAL}, "the energies look like kcal/mol"),
+        ({"energy": -1}, "the energies have the wrong sign"),
+        ({"force": BOHR / HARTREE}, "the forces look like Hartree/bohr"),
+        ({"force": KCAL}, "the forces look like kcal/mol/angstrom"),
+        ({"force": -1}, "the forces have the wrong sign"),
+        ({"virial": -1}, "the virials have the wrong sign"),
+        ({"virial": 10 * GPA}, "the virials look like kbar * angstrom^3"),
+        ({"virial": -GPA}, "the virials look like GPa * angstrom^3 with the wrong sign"),
+        ({"virial": "stress"}, "the virials look like a stress in eV/angstrom^3"),
+        (
+            {"energy": 1 / HARTREE, "virial": 1 / HARTREE},
+            "the forces are 28 times the expected, or energies and virials like Hartree",
+        ),
+    ],
+)
+def test_of_three_quantities_the_one_that_does_not_fit_the_others_is_named(tmp_path, factors, words):
+    """Of Si and Ge, stresses in kbar, in GPa and with the wrong sign passed without a word."""
+    if factors.get("virial") == "stress":
+        factors = {"virial": -1 / abs(np.linalg.det(crystal(1)[0].box))}
+    report = report_of(stored(tmp_path / "s", crystal(24, **factors)))
+    [warning] = report.units.warnings
+    assert warning.startswith(f"{tmp_path / 's'}: {words}"), warning
+    assert warning.count(" the energy changes by ") == 2
+    assert "Expected eV, eV/angstrom and angstrom, and virial = -volume * stress in eV" in warning
+    assert set(report.units.verified.values()) <= {0, 1}
+    assert "energies and forces" in report.units.unverified
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ({"energy": 1 / HARTREE}, "energies like Hartree or forces like kcal/mol/angstrom"),
+        ({"energy": KCAL}, "energies like kcal/mol or"),
+        ({"energy": 1 / HARTREE, "force": BOHR / HARTREE}, "energies and forces like Hartree and Hartree/bohr"),
+        ({"force": -1}, "the forces have the wrong sign (gradients instead of forces), or the energies"),
+        ({"force": 4}, "energies and forces do not fit together: between near frames the energy changes by 0.2"),
+    ],
+)
+@pytest.mark.parametrize("make", [crystal, molecules])
+def test_of_two_quantities_both_are_named(tmp_path, make, factors, words):
+    options = {"strains": False} if make is crystal else {}
+    [warning] = report_of(stored(tmp_path / "s", make(24, **factors, **options), virial=False)).units.warnings
+    assert words in warning
+
+
+@pytest.mark.parametrize("make", [crystal, molecules])
+def test_right_frames_are_verified(tmp_path, make):
+    report = report_of(stored(tmp_path / "s", make(24)))
+    assert report.warnings == []
+    assert report.units.lines() == ["verified: lengths in 1, energies and forces in 1, virials in 1 of 1 system"]
+
+
+@pytest.mark.usefixtures("real_radii")
+def test_right_data_are_quiet():
+    for source in sorted(EXAMPLES.glob("*/data/*")):
+        if source.is_dir():
+            names = (source / "type_map.raw").read_text().split()
+            assert report_of(source, names=names).units.warnings == [], source
+
+
+def test_a_unit_that_all_have_in_common_is_not_seen():
+    """No identity reaches it; energies and forces count as verified against each other."""
+    assert ratios_of(crystal(24, 3.0, 3.0, 3.0)) == pytest.approx(ratios_of(crystal(24)), nan_ok=True)
+
+
+@pytest.mark.parametrize("open_virial", [np.ones(9), np.zeros(9), np.eye(3).ravel()])
+def test_virials_of_open_systems_that_are_placeholders_are_found(tmp_path, open_virial):
+    """A virial.npy of ones or zeros was trained on."""
+    frames = [Frame(f.coord, f.atom_type, None, f.labels | {"virial": open_virial}) for f in molecules(24)]
+    report = report_of(stored(tmp_path / "s", frames))
+    assert any("the virials are placeholders, or another quantity" in text for text in report.units.warnings)
+    assert any("virial is" in text and "in all 24 frames, a placeholder" in text for text in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ({"virial": -1}, "the virials have the wrong sign"),
+        ({"virial": KCAL}, "the virials look like kcal/mol"),
+        ({"force": -1}, "the forces have the wrong sign"),
+        ({"energy": -1}, "the energies have the wrong sign"),
+    ],
+)
+def test_open_systems_hold_virials_against_forces(tmp_path, factors, words):
+    [warning] = report_of(stored(tmp_path / "s", molecules(24, **factors))).units.warnings
+    assert words in warning
+    assert "times the sum of positions and forces" in warning
+
+
+def test_forces_of_other_atoms_or_frames_have_a_torque(tmp_path):
+    frames = molecules(24, size=0.2)
+    order = np.random.default_rng(0).permutation(6)
+    permuted = [Frame(f.coord, f.atom_type, None, f.labels | {"force": f.labels["force"][order]}) for f in frames]
+    rolled = [
+        Frame(f.coord, f.atom_type, None, f.labels | {"force": g.labels["force"]})
+        for f, g in zip(frames, frames[1:] + frames[:1])
+    ]
+    for name, wrong in (("permuted", permuted), ("rolled", rolled)):
+        [warning] = report_of(stored(tmp_path / name, wrong)).units.warnings
+        assert "the forces belong to other atoms or frames, or act from outside: their torque is " in warning
+
+
+@pytest.mark.usefixtures("real_radii")
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (1 / BOHR, "lengths look like bohr, or were converted from bohr although they were in angstrom"),
+        (BOHR, "lengths look like angstrom that were divided by 1.89 as if they were in bohr"),
+    ],
+)
+def test_lengths_beyond_their_bounds_are_reported_with_a_pair_of_atoms(tmp_path, factor, words):
+    source = EXAMPLES / "water" / "data" / "train_400K"
+    path = tmp_path / "s"
+    (path / "set.000").mkdir(parents=True)
+    for file in source.rglob("*"):
+        target = path / file.relative_to(source)
+        if file.suffix == ".npy":
+            np.save(target, np.load(file)[:20] * (factor if file.stem in ("coord", "box") else 1))
+        elif file.is_file():
+            target.write_bytes(file.read_bytes())
+    report = report_of(path, names=(source / "type_map.raw").read_text().split())
+    [warning] = [text for text in (report.units.warnings if report.units else report.problems) if "lengths" in text]
+    assert words in warning
+    assert "half of the atoms have their nearest neighbor within " in warning
+    assert f"in {path} frame " in warning
+    assert report.units.verified["lengths"] == 0
+
+
+def test_a_scan_of_a_dimer_and_noble_gases_have_no_bonds_to_judge(tmp_path):
+    dimers = [Frame(np.array([[0, 0, 0], [r, 0, 0]]), np.array([0, 1]), None) for r in np.linspace(0.8, 6, 20)]
+    argon = [Frame(frame.coord * 4, frame.atom_type * 0, None) for frame in dimers]
+    for name, frames, names in (("oh", dimers, ("O", "H")), ("ar", argon, ("Ar", "H"))):
+        labelled = [
+            Frame(f.coord, f.atom_type, None, dict(zip(LABELS, (0.0, np.zeros((2, 3)), np.zeros(9))))) for f in frames
+        ]
+        report = report_of(stored(tmp_path / name, labelled, names=names), names=names)
+        assert not any("lengths" in text for text in report.warnings)
+
+
+def test_elements_that_are_unknown_hide_lengths_only(tmp_path):
+    path = stored(tmp_path / "s", crystal(24, force=-1), names=("O_w", "H_w"))
+    report = report_of(path, names=("O_w", "H_w"))
+    assert "the forces have the wrong sign" in report.units.warnings[0]
+    assert report.units.verified["lengths"] == 0
+
+
+def test_what_cannot_be_verified_is_said(tmp_path):
+    path = stored(tmp_path / "s", crystal(24, size=0.4))
+    assert report_of(path).units.lines() == [
+        "verified: lengths in 1, energies and forces in 0, virials in 0 of 1 system",
+        f"not verified: energies and forces of {path}",
+        f"not verified: virials of {path}",
+    ]
+
+
+def test_small_systems_are_judged_together(tmp_path):
+    frames = crystal(24, force=-1, strains=False)
+    parts = [stored(tmp_path / f"s{k}", frames[4 * k : 4 * k + 4]) for k in range(6)]
+    [warning] = report_of(*parts).units.warnings
+    assert warning.startswith(f"{parts[0]} and 5 more systems of few frames: the forces have the wrong sign")
+
+
+def test_of_many_systems_some_are_judged(tmp_path, monkeypatch):
+    monkeypatch.setattr(identities, "_MAX_SYSTEMS", 2)
+    parts = [stored(tmp_path / f"s{k}", crystal(9, seed=k)) for k in range(5)]
+    assert report_of(*parts).units.lines()[0].endswith(" of 2 evenly spaced systems of 5")
+
+
+def test_a_frame_far_from_the_others_does_not_hide_the_identity(tmp_path):
+    frames = crystal(24, strains=False)
+    frames[7].labels["force"][0] += [300, 0, 0]
+    frames[7].labels["force"][1] -= [300, 0, 0]
+    report = report_of(stored(tmp_path / "s", frames))
+    assert report.units.verified["energies and forces"] == 1
+
+
+def test_near_frames_give_energies_and_virials_of_their_paths():
+    ratios = ratios_of(crystal(24))
+    assert ratios == Ratios(pytest.approx(1, abs=0.05), pytest.approx(1, abs=0.05))
+    ratios = ratios_of(crystal(24, 3.0, -1.0, 5.0))
+    assert ratios == Ratios(pytest.approx(-3, abs=0.15), pytest.approx(0.6, abs=0.03))
+    ratios = ratios_of(molecules(24, virial=2.0))
+    assert ratios.force == pytest.approx(1, abs=0.05)
+    assert ratios.open_virial == pytest.approx(2)
+    assert ratios.torque < 1e-6
+
+
+_TURNS = {
+    "half_turn_about_z": np.diag([-1.0, -1.0, 1.0]),
+    "half_turn_about_110": np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, -1.0]]),
+    "mirror_in_z": np.diag([1.0, 1.0, -1.0]),
+    "inversion": -np.eye(3),
+    "any": np.linalg.qr(np.random.default_rng(3).normal(size=(3, 3)))[0],
+}
+
+
+@pytest.mark.parametrize("strains", [False, True])
+@pytest.mark.parametrize("turn", _TURNS.values(), ids=_TURNS)
+def test_crystals_that_were_turned_or_mirrored_give_the_ratios_of_those_that_were_not(turn, strains):
+    """The mean of two such cells is singular, and `check` ended with a LinAlgError."""
+    frames = crystal(24, strains=strains)
+    turned = [
+        Frame(
+            frame.coord @ turn,
+            frame.atom_type,
+            frame.box @ turn,
+            frame.labels
+            | {"force": frame.labels["force"] @ turn, "virial": (turn.T @ virial.reshape(3, 3) @ turn).ravel()},
+        )
+        for frame in frames[::2]
+        for virial in [frame.labels["virial"]]
+    ]
+    found, expected = ratios_of([*turned, *frames[1::2]]), ratios_of([*frames[::2], *frames[1::2]])
+    assert found.force == pytest.approx(expected.force, rel=1e-6)
+    assert found.virial == (pytest.approx(expected.virial, rel=1e-6) if strains else None)
+
+
+@pytest.mark.parametrize("strains", [False, True])
+@pytest.mark.parametrize("signs", [(1, 1, -1), (-1, -1, -1), (-1, -1, 1)], ids=str)
+def test_crystals_whose_cell_vectors_point_the_other_way_in_half_of_the_frames_are_right(signs, strains):
+    frames = crystal(24, strains=strains)
+    for frame in frames[::2]:
+        frame.box[:] = np.diag(signs) @ frame.box
+    found = ratios_of(frames)
+    assert found.force == pytest.approx(1, abs=0.05)
+    assert found.virial == (pytest.approx(1, abs=0.05) if strains else None)
+
+
+def test_few_or_distant_or_unrelated_frames_give_no_ratio():
+    assert ratios_of(crystal(7)) == Ratios()
+    assert ratios_of(crystal(24, size=0.4)) == Ratios()
+    frames = crystal(24)
+    mixed = [
+        Frame(f.coord, f.atom_type, f.box, f.labels | {"energy": g.labels["energy"]})
+        for f, g in zip(frames, frames[5:] + frames[:5])
+    ]
+    assert ratios_of(mixed) == Ratios()
+    assert ratios_of([Frame(f.coord, f.atom_type, f.box, {"force": f.labels["force"]}) for f in frames]) == Ratios()
+
+
+def test_virials_that_no_material_has_are_reported_whatever_can_be_verified(tmp_path):
+    """A virial RMS of 1,875 eV/atom passed where units could not be determined."""
+    report = report_of(stored(tmp_path / "s", crystal(5, size=0.2, virial=1000 * GPA)))
+    assert report.units.warnings == []
+    [warning] = [w for w in report.warnings if "virials" in w]
+    assert "eV/atom; no material has more than 20. Expected virial = -volume * stress in eV" in warning
