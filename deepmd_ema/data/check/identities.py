@@ -49,6 +49,7 @@ _MIN_FRAMES = 8  # in the pairs
 _LEAST = 3  # frames of an open system, whose virials or torques are compared
 _MAX_TORQUE = 0.3  # antisymmetric part of sum_i r_i F_i^T over the symmetric one: rounding in right data, 1 by chance
 SHORT, LONG = 0.65, 1.8  # bounds of the distance of nearest neighbors, in sums of covalent radii
+_REACH = 2.6  # where neighbors are searched, beyond bonds in bohr
 _LONG_TENTH = 1.4  # the nearest tenth in too long units; a scan of a dimer has bonds among its distances
 # factors by which lengths are wrong, and what they look like
 _LENGTHS = {
@@ -169,7 +170,9 @@ def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[fl
     for k in np.unique(np.linspace(0, len(frames) - 1, _SEARCHED).round().astype(int)).tolist():
         found += _nearest(frames[k], radii)
     if not found:
-        return 1.0, [], False
+        alone = [frame for frame in frames if frame.num_atoms >= _LEAST and np.isfinite(radii[frame.atom_type]).any()]
+        far = f"lengths are too large: no atom has a neighbor within {_REACH} sums of covalent radii"
+        return 1.0, [far] * bool(alone), False
     found.sort(key=lambda one: one[0])
     tenth, middle, ninth = (found[int(share * (len(found) - 1))] for share in (0.1, 0.5, 0.9))
     ratio, distance, frame, i, j = middle
@@ -195,8 +198,8 @@ def _nearest(frame: Frame, radii: Array) -> list[tuple[float, float, Frame, int,
         return []
     size = np.ptp(frame.coord, axis=0) + 1.0 if frame.box is None else np.linalg.svd(frame.box, compute_uv=False)
     most = (1.5 / math.pi * _MAX_PAIRS * float(size.prod())) ** (1 / 3) / frame.num_atoms ** (2 / 3)
-    try:  # 2.6: a bond in bohr, and more
-        i, j, _, distance = find_pairs_once(frame.coord, frame.box, min(2.6 * 2 * float(np.nanmax(own)), most))
+    try:
+        i, j, _, distance = find_pairs_once(frame.coord, frame.box, min(_REACH * 2 * float(np.nanmax(own)), most))
     except DataError:
         return []
     scaled = distance / (own[i] + own[j])
@@ -266,6 +269,7 @@ def _of_two(ratio: float) -> str:
     units = {f"energies like {name}": number for name, number in _ENERGIES.items()}
     units |= {f"forces like {name}": 1 / number for name, number in _FORCES.items()}
     units |= {f"energies and forces like {name}": number for name, number in both.items() if not _is_one(number)}
+    units |= {f"lengths like {name}": 1 / factor for factor, name in _LENGTHS.items()}
     near = _near(ratio, units)
     sign = " with the wrong sign of one" * (ratio < 0)
     return (" or ".join(near) + sign) if near else "energies and forces do not fit together"

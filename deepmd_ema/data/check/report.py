@@ -175,7 +175,7 @@ def check_systems(
     }
     report.warnings += [suspects.warning for suspects in report.suspects.values() if suspects.warning]
     report.notes += [suspects.note for suspects in report.suspects.values() if suspects.note]
-    if not report.problems:  # numbers that are no energies would make it blind
+    if not any(scan.problems for scan in every):  # numbers that are no energies would make it blind
         report.units = judge_units(every, type_map)
         report.warnings += report.units.warnings
     report.warnings += large_virials(every)

@@ -13,8 +13,8 @@ from deepmd_ema.data.source import Frame, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.geometry import Array, find_pairs_once
 
-OUTLIER_SIGMAS = 20.0  # robust standard deviations of a system; strained cells are many from those at rest
-OUTLIER_ENERGY = 0.2  # eV/atom; a smaller residual is no outlier: near copies have no spread
+OUTLIER_SIGMAS = 15.0  # robust standard deviations of a system; strained cells are many from those at rest
+OUTLIER_ENERGY = 0.05  # eV/atom; a smaller residual is no outlier: near copies have no spread
 FAR_ENERGY = 1.0  # eV/atom; a larger residual is one
 OUTLIER_FORCE, OUTLIER_FACTOR = 15.0, 30.0  # eV/angstrom, and times the median of the system
 _SEVERAL = 0.1  # a larger share of the frames of a system is another kind of frames
@@ -161,7 +161,7 @@ def _outliers(
         return Suspects(tuple(by_system), total, note=note)
     outliers.sort(key=lambda one: -abs(one[0]))
     named = [f"{name} ({size:.4g} {unit})" for size, name in outliers[:_MAX_NAMES]]
-    many = counted(len(outliers), "frame has", "frames have each")
+    many = counted(len(outliers), "frame has", "frames have")
     return Suspects(tuple(by_system), total, named[0], f"{many} {what}: {', '.join(named)}. {advice}", note)
 
 
