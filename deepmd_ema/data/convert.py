@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, WEIGHTS
-from deepmd_ema.data.check.physics import COVALENT_RADII
+from deepmd_ema.data.check.identities import COVALENT_RADII
 from deepmd_ema.data.formats.discover import split_address
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.foreign import stored_parts

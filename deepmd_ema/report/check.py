@@ -54,7 +54,7 @@ _CHECKS = {
     "in_training_and_validation": ("leaks", "first", "validation frames are also training frames"),
     "near_training_frames": ("near copies", "first", "validation frames are near a training frame"),
     "energy_outliers": ("outliers", "worst", "frames have energies far from the others"),
-    "force_outliers": ("", "worst", "frames have forces far larger than the others"),
+    "force_outliers": ("large forces", "worst", "frames have forces far larger than the others"),
     "zero_forces": ("zero forces", "first", "frames have no forces"),
     "net_forces": ("net forces", "worst", "frames have forces that do not add up to zero"),
 }

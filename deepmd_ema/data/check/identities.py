@@ -146,17 +146,20 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
 def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[SystemScan, int]]]]:
     """Yield the name and some frames of each system, or of all small systems together, in runs of consecutive ones."""
     small: dict[bool, list[tuple[SystemScan, int]]] = {True: [], False: []}
+    parts: dict[str, list[SystemScan]] = {}  # frames of one file may be split between training and validation
     for scan in scans:
-        left_out = scan.bad_frames | scan.outliers
-        usable = [(scan, k) for k in range(scan.system.num_frames) if k not in left_out]
-        if len(usable) < _MIN_FRAMES and scan.open_frames in (0, scan.system.num_frames):
-            small[scan.open_frames == 0] += usable
+        parts.setdefault(scan.system.name, []).append(scan)
+    for name, own in parts.items():
+        usable = [(scan, k) for scan in own for k in range(scan.system.num_frames)
+                  if k not in scan.bad_frames and k not in scan.outliers]  # fmt: skip
+        usable.sort(key=lambda place: int(place[0].system.numbers[place[1]]))
+        if len(usable) < _MIN_FRAMES:
+            small[own[0].open_frames == 0] += usable
             continue
-        atoms = max(int(scan.type_counts.sum(axis=1).max()), 1)
+        atoms = max(int(scan.type_counts.sum(axis=1).max(initial=1)) for scan in own)
         runs = max(min(_MAX_FRAMES, _MAX_ATOMS // atoms) // _RUN, 2)
-        starts = np.linspace(0, max(len(usable) - _RUN, 0), runs).round().astype(int)
-        chosen = np.unique((starts[:, None] + np.arange(_RUN)).clip(max=len(usable) - 1))
-        yield scan.system.name, [usable[k] for k in chosen.tolist()]
+        starts = np.linspace(0, len(usable) - _RUN, runs).round().astype(int)
+        yield name, [usable[k] for k in np.unique(starts[:, None] + np.arange(_RUN)).tolist()]
     for places in filter(None, small.values()):
         others = len({scan.system.name for scan, _ in places}) - 1
         more = f" and {counted(others, 'more system')} of few frames" if others else ""
