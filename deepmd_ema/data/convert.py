@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, WEIGHTS
-from deepmd_ema.data.check.identities import COVALENT_RADII
+from deepmd_ema.data.check.identities import LONG, SHORT, bond_radii, nearest_neighbors
 from deepmd_ema.data.formats.discover import split_address
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.foreign import stored_parts
@@ -25,7 +25,7 @@ from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
 from deepmd_ema.data.split import FrameTable, split_frames
 from deepmd_ema.distributed.files import atomic_write, taking_the_place_of, writing
 from deepmd_ema.errors import DataError, UserError, collect_problems, counted
-from deepmd_ema.geometry import Array, find_pairs_once
+from deepmd_ema.geometry import Array
 
 _MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo", ".savedmodel", ".jax")
 Predictor: TypeAlias = Callable[[StoredFrame, "Array | None", "Array | None"], Mapping[str, Array]]
@@ -35,7 +35,6 @@ _LENGTHS = {"angstrom": 1.0, "bohr": 0.529177210903, "nm": 10.0}  # angstrom
 _HARTREE, _KJ = 27.211386245988, 1 / 96.48533212331  # eV, CODATA 2018
 _ENERGIES = {"ev": 1.0, "hartree": _HARTREE, "rydberg": _HARTREE / 2, "kcal/mol": 4.184 * _KJ, "kj/mol": _KJ}
 _TWO_CONVENTIONS = ("ASE as runnerdata", "dpdata as n2p2")  # readers of files that have either bohr or angstrom
-_NEAREST = (0.65, 1.8)  # of nearest atoms in matter, in sums of covalent radii
 _MAX_LOOKED = 20  # frames of a file whose nearest atoms are searched
 
 
@@ -189,7 +188,7 @@ def _factors(
     reader, read_by, assumed = inventory.reader, f"by {inventory.reader}", inventory.units or ("angstrom", "eV")
     nearest = 1.0 if reader == "dp-ema" else _nearest_atoms(stored)
     found = f"nearest atoms are {nearest:.2f} sums of their covalent radii apart"
-    fits = _NEAREST[0] < nearest < _NEAREST[1]
+    fits = SHORT < nearest < LONG
     if units is not None:
         if fits and inventory.units is None:
             raise DataError(f"{name}: is read {read_by}, which knows the units: {found}. Leave --units out.")
@@ -202,7 +201,7 @@ def _factors(
     read_by += f", in {' and '.join(assumed)}" if inventory.units is not None else ", in the units of the program"
     if fits:
         return {}, [read_by]
-    found += ", expected 0.65 to 1.8"
+    found += f", expected {SHORT} to {LONG}"
     if reader in _TWO_CONVENTIONS:
         raise DataError(
             f"{name}: is read {read_by}, and {found} (with angstrom {nearest / _LENGTHS['bohr']:.2f}). Say which units "
@@ -213,19 +212,11 @@ def _factors(
 
 def _nearest_atoms(stored: Sequence[StoredFrame]) -> float:
     """Return the median distance of an atom to the nearest other in sums of covalent radii; 1 where none is near."""
-    nearest = [np.empty(0)]
+    nearest = list[float]()
     for k in np.linspace(0, len(stored) - 1, min(len(stored), _MAX_LOOKED)).astype(int).tolist():
-        frame, radii = stored[k], np.array([COVALENT_RADII.get(symbol, np.nan) for symbol in stored[k].symbols])
-        if np.isnan(radii).any():
-            continue
-        with suppress(DataError):  # of cells and positions that the check of the data reports
-            i, j, _, distance = find_pairs_once(frame.coord, frame.box, 4 * float(radii.max()))
-            of_frame = np.full(len(radii), np.inf)
-            for atoms in (i, j):
-                np.minimum.at(of_frame, atoms, distance / (radii[i] + radii[j]))
-            nearest.append(of_frame[np.isfinite(of_frame)])
-    every = np.concatenate(nearest)
-    return float(np.median(every)) if len(every) else 1.0
+        atoms = nearest_neighbors(stored[k].coord, stored[k].box, bond_radii(stored[k].symbols))
+        nearest += [scaled for scaled, *_ in atoms]
+    return float(np.median(nearest)) if nearest else 1.0
 
 
 def _chunks(frames: Sequence[_Labelled], type_map: Sequence[str]) -> Iterator[Chunk]:

@@ -168,49 +168,60 @@ def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[Syste
 
 def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[float, list[str], bool]:
     """Return an angstrom in the unit of the frames, texts about it, and whether lengths are within their bounds."""
-    radii = np.array([math.nan if name in _NOBLE else COVALENT_RADII.get(name, math.nan) for name in type_map])
-    found: list[tuple[float, float, Frame, int, int]] = []
+    radii = bond_radii(type_map)
+    found = list[tuple[float, float, int, int, Frame]]()
     for k in np.unique(np.linspace(0, len(frames) - 1, _SEARCHED).round().astype(int)).tolist():
-        found += _nearest(frames[k], radii)
+        near = nearest_neighbors(frames[k].coord, frames[k].box, radii[frames[k].atom_type])
+        found += [(*atom, frames[k]) for atom in near]
     if not found:
         alone = [frame for frame in frames if frame.num_atoms >= _LEAST and np.isfinite(radii[frame.atom_type]).any()]
         far = f"lengths are too large: no atom has a neighbor within {_REACH} sums of covalent radii"
         return 1.0, [far] * bool(alone), False
     found.sort(key=lambda one: one[0])
     tenth, middle, ninth = (found[int(share * (len(found) - 1))] for share in (0.1, 0.5, 0.9))
-    ratio, distance, frame, i, j = middle
+    ratio, distance, i, j, frame = middle
     if SHORT <= ratio <= LONG:
         return 1.0, [], True
     if ninth[0] > SHORT and tenth[0] < _LONG_TENTH:
         return 1.0, [], False
     factor = min(_LENGTHS, key=lambda factor: abs(math.log(ratio / factor)))
-    near = abs(math.log(ratio / factor)) < math.log(1.4)
-    looks = f"lengths look like {_LENGTHS[factor]}" if near else "lengths have another unit"
+    is_near = abs(math.log(ratio / factor)) < math.log(1.4)
+    looks = f"lengths look like {_LENGTHS[factor]}" if is_near else "lengths have another unit"
     pair = " and ".join(frame.describe_atom(atom, type_map) for atom in (i, j))
     text = (
         f"{looks}: half of the atoms have their nearest neighbor within {ratio:.2g} sums of covalent radii (as atoms "
         f"{pair} in {frame.source[0]} frame {frame.source[1]}, {distance:.3g} apart), expected {SHORT} to {LONG}"
     )
-    return factor if near else 1.0, [text], False
+    return factor if is_near else 1.0, [text], False
 
 
-def _nearest(frame: Frame, radii: Array) -> list[tuple[float, float, Frame, int, int]]:
-    """Return of each atom the distance of its nearest neighbor in sums of radii and in angstrom, and both atoms."""
-    own = radii[frame.atom_type]
-    if not np.isfinite(own).any() or frame.num_atoms < 2:
+def bond_radii(symbols: Sequence[str]) -> Array:
+    """Return covalent radii of elements, angstrom; NaN of noble gases and of names that are no elements."""
+    return np.array([math.nan if name in _NOBLE else COVALENT_RADII.get(name, math.nan) for name in symbols])
+
+
+def nearest_neighbors(coord: Array, box: Array | None, radii: Array) -> list[tuple[float, float, int, int]]:
+    """Return distances of nearest neighbors in sums of covalent radii and in angstrom, and both atoms, of each atom.
+
+    Args:
+        coord: (N, 3) angstrom.
+        box: (3, 3) angstrom, or None.
+        radii: (N,) angstrom, NaN of atoms that have no bonds.
+    """
+    if not np.isfinite(radii).any() or len(coord) < 2:
         return []
-    size = np.ptp(frame.coord, axis=0) + 1.0 if frame.box is None else np.linalg.svd(frame.box, compute_uv=False)
-    most = (1.5 / math.pi * _MAX_PAIRS * float(size.prod())) ** (1 / 3) / frame.num_atoms ** (2 / 3)
+    size = np.ptp(coord, axis=0) + 1.0 if box is None else np.linalg.svd(box, compute_uv=False)
+    most = (1.5 / math.pi * _MAX_PAIRS * float(size.prod())) ** (1 / 3) / len(coord) ** (2 / 3)
     try:
-        i, j, _, distance = find_pairs_once(frame.coord, frame.box, min(_REACH * 2 * float(np.nanmax(own)), most))
+        i, j, _, distance = find_pairs_once(coord, box, min(_REACH * 2 * float(np.nanmax(radii)), most))
     except DataError:
         return []
-    scaled = distance / (own[i] + own[j])
+    scaled = distance / (radii[i] + radii[j])
     i, j, distance, scaled = (np.concatenate(both) for both in ((i, j), (j, i), (distance,) * 2, (scaled,) * 2))
     order = np.lexsort((scaled, i))
     order = order[np.isfinite(scaled[order]) & (i[order] != j[order])]
     first = order[np.unique(i[order], return_index=True)[1]]
-    return [(float(scaled[k]), float(distance[k]), frame, int(i[k]), int(j[k])) for k in first]
+    return [(float(scaled[k]), float(distance[k]), int(i[k]), int(j[k])) for k in first]
 
 
 def _judge_ratios(ratios: Ratios, frames: Sequence[Frame], length: float) -> tuple[list[str], set[str]]:
