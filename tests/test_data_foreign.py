@@ -33,7 +33,8 @@ def dpdata(monkeypatch):
         warnings.warn("the stress  is\nmissing", UserWarning, stacklevel=1)
         warnings.warn("numpy changes", DeprecationWarning, stacklevel=1)
         print("a line for the screen")
-        data = {"atom_names": ["Fe1", "O_s", "Fe2", "Xx1"], "atom_types": np.arange(4), "coords": np.ones((1, 4, 3)),
+        data = {"atom_names": ["Fe1", "O_s", "Fe2", "Xx1"], "atom_types": np.arange(4),
+                "coords": 1.3 * np.arange(4)[None, :, None] * np.ones(3),
                 "cells": 9 * np.eye(3)[None], "energies": np.array([-1.0]), "forces": np.ones((1, 4, 3))}  # fmt: skip
         return types.SimpleNamespace(data=data)
 

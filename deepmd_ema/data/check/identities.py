@@ -46,7 +46,7 @@ _LEVELS = ((0.3, 0.03), (0.6, 0.06), (1.0, 0.1))
 _MIN_STRAIN = 1e-6  # of rounding
 _MIN_WORK = 1e-6  # eV, RMS; forces that are zero by symmetry do less
 _MIN_FRAMES = 8  # in the pairs
-_LEAST = 3  # frames of an open system, whose virials or torques are compared
+_MIN_OPEN = 3  # frames of an open system, whose virials or torques are compared
 _MAX_TORQUE = 0.3  # antisymmetric part of sum_i r_i F_i^T over the symmetric one: rounding in right data, 1 by chance
 SHORT, LONG = 0.65, 1.8  # bounds of the distance of nearest neighbors, in sums of covalent radii
 _REACH = 2.6  # where neighbors are searched, beyond bonds in bohr
@@ -79,7 +79,7 @@ COVALENT_RADII = {name: int(r) / 100 for name, r in zip(_RADII.split()[::2], _RA
 
 @dataclass
 class UnitReport:
-    """What identities and lengths say about units and signs.
+    """Units and signs, as identities and lengths show them.
 
     Attributes:
         warnings: one for each system in which something is wrong.
@@ -122,7 +122,7 @@ class Ratios(NamedTuple):
 
 
 def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitReport:
-    """Return what is known about units and signs, with a warning for each system that has others than expected."""
+    """Return a report on units and signs, with a warning for each system that has others than expected."""
     groups = list(_groups(scans))
     most = min(len(groups), _MAX_SYSTEMS)
     report = UnitReport(num_systems=most, num_all=len(groups))
@@ -174,7 +174,9 @@ def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[fl
         near = nearest_neighbors(frames[k].coord, frames[k].box, radii[frames[k].atom_type])
         found += [(*atom, frames[k]) for atom in near]
     if not found:
-        alone = [frame for frame in frames if frame.num_atoms >= _LEAST and np.isfinite(radii[frame.atom_type]).any()]
+        alone = [
+            frame for frame in frames if frame.num_atoms >= _MIN_OPEN and np.isfinite(radii[frame.atom_type]).any()
+        ]
         far = f"lengths are too large: no atom has a neighbor within {_REACH} sums of covalent radii"
         return 1.0, [far] * bool(alone), False
     found.sort(key=lambda one: one[0])
@@ -276,7 +278,7 @@ def _is_one(ratio: float | None) -> bool:
 
 
 def _of_two(ratio: float) -> str:
-    """Return what energies and forces look like whose differences and work have this ratio."""
+    """Return units that energies and forces may have whose differences and work have this ratio."""
     if ratio < 0 and _is_one(-ratio):
         return "the forces have the wrong sign (gradients instead of forces), or the energies"
     both = {f"{a} and {b}": x / y for a, x in _ENERGIES.items() for b, y in _FORCES.items() if b.startswith(a)}
@@ -290,7 +292,7 @@ def _of_two(ratio: float) -> str:
 
 
 def _looks(what: str, number: float, units: Mapping[str, float]) -> str:
-    """Return what a quantity looks like whose numbers are ``number`` times the expected ones."""
+    """Return units that a quantity may have whose numbers are ``number`` times the expected ones as text."""
     near, sign = _near(number, units), " with the wrong sign" * (number < 0)
     if _is_one(-number) or not near:
         return f"the {what} " + ("have the wrong sign" if _is_one(-number) else f"are {number:.3g} times the expected")
@@ -313,13 +315,13 @@ def ratios_of(frames: Sequence[Frame]) -> Ratios:
         force = _slope(near, 3, 4) if force is None else force
         virial = _slope(near, 4, 3) if virial is None else virial
     sums = [(frame, _moment(frame)) for frame in labelled if frame.box is None and frame.num_atoms > 1]
-    if len(sums) < _LEAST:
+    if len(sums) < _MIN_OPEN:
         return Ratios(force, virial)
     sizes = np.array([[np.linalg.norm(m - m.T), np.linalg.norm(m + m.T)] for _, m in sums])
     torque = float(np.median(sizes[:, 0] / np.maximum(sizes[:, 1], 1e-12))) if sizes[:, 1].max() > _MIN_WORK else None
     both = [(np.reshape(f.labels[VIRIAL], -1), m.ravel()) for f, m in sums if VIRIAL in f.labels]
     between = None
-    if len(both) >= _LEAST and (torque or 0.0) <= _MAX_TORQUE:
+    if len(both) >= _MIN_OPEN and (torque or 0.0) <= _MAX_TORQUE:
         given, expected = (np.concatenate(part) for part in zip(*both))
         if np.isfinite(given).all() and expected @ expected > _MIN_WORK:
             between = float(given @ expected / (expected @ expected))

@@ -21,6 +21,8 @@ _SEVERAL = 0.1  # a larger share of the frames of a system is another kind of fr
 NET_FORCE = 0.1  # eV/angstrom, and also, per square root of the atoms, the least fraction of the RMS force
 LARGE_VIRIAL_RMS = 20.0  # eV/atom; 10 angstrom^3 per atom under 300 GPa; stresses in kbar are 1,602 times too large
 _MAX_NAMES = 3
+_NUM_FITS = 12  # of energies per element
+_FITTED = 0.01  # eV/atom, size of a residual from which on it counts by its size
 _MIN_FRAMES = 3  # of a system, to judge outliers and labels that do not vary
 _AT_ONCE = 20_000  # frames whose compositions are in memory as floating-point numbers
 _MAX_ZERO = 32  # frames of a system whose symmetry is looked at
@@ -88,22 +90,28 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
     """Return frames far from energies per element that are fitted to the training frames, by the spread of a system."""
     scans = [*training, *validation]
     # without isolated atoms, which are a cohesive energy above all others
-    energies = [np.where(scan.isolated, np.nan, scan.energy) for scan in scans]
+    energies = [np.where(scan.isolated | ~np.isfinite(scan.energy), np.nan, scan.energy) for scan in scans]
     num_known = sum(int(np.isfinite(energy).sum()) for energy in energies[: len(training)])
     if num_known < _MIN_FRAMES:
         return Suspects()
     num_types = training[0].type_counts.shape[1]
-    reduced = np.zeros((0, num_types + 1))  # compositions and energies, as the triangle that a QR decomposition leaves
-    for counts, energy in _parts(training, energies):
-        known = np.isfinite(energy)
-        rows = np.concatenate([counts[known].astype(np.float64), energy[known, None]], axis=1)
-        reduced = np.asarray(np.linalg.qr(np.concatenate([reduced, rows]), mode="r"))
     smallest = np.finfo(np.float64).eps * max(num_known, num_types)  # as if all frames were fitted at once
-    fit = np.linalg.lstsq(reduced[:, :-1], reduced[:, -1], rcond=smallest)[0]
-    residuals = [  # eV/atom
-        np.concatenate([np.zeros(0), *((e - c @ fit) / c.sum(axis=1) for c, e in _parts([scan], [energy]))])
-        for scan, energy in zip(scans, energies)
-    ]
+    weights = [np.isfinite(energy) * 1.0 for energy in energies[: len(training)]]
+    for _ in range(
+        _NUM_FITS
+    ):  # to the least sum of sizes, not of squares: a frame far from all others does not tilt it
+        # compositions and energies per atom, as the triangle that a QR decomposition leaves
+        reduced = np.zeros((0, num_types + 1))
+        for (counts, energy), weight in zip(_parts(training, energies), _parts_of(weights)):
+            factor = (np.sqrt(weight) / counts.sum(axis=1))[:, None]
+            rows = np.concatenate([counts, energy[:, None]], axis=1) * factor
+            reduced = np.asarray(np.linalg.qr(np.concatenate([reduced, rows[weight > 0]]), mode="r"))
+        fit = np.linalg.lstsq(reduced[:, :-1], reduced[:, -1], rcond=smallest)[0]
+        residuals = [  # eV/atom
+            np.concatenate([np.zeros(0), *((e - c @ fit) / c.sum(axis=1) for c, e in _parts([scan], [energy]))])
+            for scan, energy in zip(scans, energies)
+        ]
+        weights = [np.nan_to_num(1 / np.maximum(np.abs(of), _FITTED)) for of in residuals[: len(training)]]
     deviations, bounds = [], []
     for residual in residuals:
         known = residual[np.isfinite(residual)]
@@ -236,9 +244,12 @@ def large_virials(scans: Sequence[SystemScan]) -> Iterator[str]:
 
 def _parts(scans: Sequence[SystemScan], energies: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
     """Yield compositions and energies of some frames at a time."""
-    for scan, energy in zip(scans, energies):
-        for begin in range(0, len(energy), _AT_ONCE):
-            yield scan.type_counts[begin : begin + _AT_ONCE], energy[begin : begin + _AT_ONCE]
+    yield from zip(_parts_of([scan.type_counts for scan in scans]), _parts_of(energies))
+
+
+def _parts_of(arrays: Sequence[Array]) -> Iterator[Array]:
+    for array in arrays:
+        yield from (array[begin : begin + _AT_ONCE] for begin in range(0, len(array), _AT_ONCE))
 
 
 def net_forces(scans: Sequence[SystemScan]) -> Suspects:
