@@ -176,6 +176,19 @@ def test_forces_of_other_atoms_or_frames_have_a_torque(tmp_path):
         assert "the forces belong to other atoms or frames, or act from outside: their torque is " in warning
 
 
+def test_forces_that_were_moved_by_a_frame_or_sorted_are_found(tmp_path):
+    frames = crystal(24, strains=False)
+    before = [Frame(f.coord, f.atom_type, f.box, f.labels | {"force": g.labels["force"]})
+              for f, g in zip(frames, frames[-1:] + frames[:-1])]  # fmt: skip
+    order = np.argsort(frames[0].atom_type, kind="stable")
+    by_type = [Frame(f.coord, f.atom_type, f.box, f.labels | {"force": f.labels["force"][order]}) for f in frames]
+    for name, wrong, place in (
+        ("before", before, "the frame before"), ("by_type", by_type, "atoms in the order of their types")
+    ):  # fmt: skip
+        [warning] = report_of(stored(tmp_path / name, wrong)).units.warnings
+        assert f"the forces are those of {place}: with these" in warning
+
+
 @pytest.mark.usefixtures("real_radii")
 @pytest.mark.parametrize(
     ("factor", "words"),

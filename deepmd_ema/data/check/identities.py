@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -130,7 +130,12 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
         name, places = groups[k]
         frames = [scan.system.frame(index) for scan, index in places]
         length, texts, is_known = _judge_lengths(frames, type_map)
-        found, verified = _judge_ratios(ratios_of(frames), frames, length)
+        ratios = ratios_of(frames)
+        found, verified = _judge_ratios(ratios, frames, length)
+        if ratios.force is None and not found and (place := misplaced_forces(frames)):
+            found = [
+                f"the forces are those of {place}: with these the energy changes by their work between near frames"
+            ]
         if texts or found:
             expected = "Expected eV, eV/angstrom and angstrom, and virial = -volume * stress in eV."
             report.warnings.append(f"{name}: {'; '.join(texts + found)}. {expected}")
@@ -308,12 +313,7 @@ def _near(number: float, units: Mapping[str, float]) -> list[str]:
 def ratios_of(frames: Sequence[Frame]) -> Ratios:
     """Return the ratios that identities give, from frames that are all open, or all periodic."""
     labelled = [frame for frame in frames if FORCE in frame.labels and np.isfinite(frame.labels[FORCE]).all()]
-    force = virial = None
-    pairs = _pairs_of(labelled)
-    for max_step, max_strain in _LEVELS if len(pairs) else ():
-        near = pairs[(pairs[:, 5] < max_step) & (pairs[:, 6] < max_strain) & np.isfinite(pairs[:, 2:5]).all(axis=1)]
-        force = _slope(near, 3, 4) if force is None else force
-        virial = _slope(near, 4, 3) if virial is None else virial
+    force, virial = _works(labelled)
     sums = [(frame, _moment(frame)) for frame in labelled if frame.box is None and frame.num_atoms > 1]
     if len(sums) < _MIN_OPEN:
         return Ratios(force, virial)
@@ -328,6 +328,35 @@ def ratios_of(frames: Sequence[Frame]) -> Ratios:
             if between**2 * (expected @ expected) <= _EXPLAINED * (given @ given):
                 between = math.nan
     return Ratios(force, virial, between, torque)
+
+
+def misplaced_forces(frames: Sequence[Frame]) -> str:
+    """Return the frames or atoms whose forces are at others, as near frames show; empty if there are none."""
+    labelled = {frame.source: frame for frame in frames if FORCE in frame.labels}
+    for text, step in (("the frame before", 1), ("the frame after", -1), ("atoms in the order of their types", 0)):
+        moved = list[Frame]()
+        for (name, number), frame in labelled.items():
+            other, order = labelled.get((name, number + step)), np.arange(frame.num_atoms)
+            if not step:  # the atoms were sorted by their types, and the forces were not
+                order = np.argsort(frame.atom_type, kind="stable")
+            if other is not None and other.num_atoms == frame.num_atoms and (step or (np.diff(order) < 0).any()):
+                force = np.empty_like(other.labels[FORCE].reshape(-1, 3))
+                force[order] = other.labels[FORCE].reshape(-1, 3)
+                moved.append(replace(frame, labels={**frame.labels, FORCE: force}))
+        if _is_one(_works(moved)[0]):
+            return text
+    return ""
+
+
+def _works(frames: Sequence[Frame]) -> tuple[float | None, float | None]:
+    """Return the energy differences over the work of the forces, and over that of the virials, of near frames."""
+    force = virial = None
+    pairs = _pairs_of(frames)
+    for max_step, max_strain in _LEVELS if len(pairs) else ():
+        near = pairs[(pairs[:, 5] < max_step) & (pairs[:, 6] < max_strain) & np.isfinite(pairs[:, 2:5]).all(axis=1)]
+        force = _slope(near, 3, 4) if force is None else force
+        virial = _slope(near, 4, 3) if virial is None else virial
+    return force, virial
 
 
 def _moment(frame: Frame) -> Array:
