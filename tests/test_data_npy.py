@@ -52,6 +52,15 @@ def system(tmp_path, monkeypatch):
     return write_system("water", frames=6, natoms=12, seed=1, sets=3)
 
 
+def test_files_that_a_system_does_not_have_are_not_looked_for_one_by_one(system, monkeypatch):
+    looked_at, stat = [], os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **options: (looked_at.append(str(path)), stat(path, **options))[1])
+    assert open_data([str(system)], ["O", "H"], LABELS)[0].num_frames == 6
+    of_sets = [path for path in looked_at if "/set." in path]
+    assert len(of_sets) > 6
+    assert all(map(os.path.exists, of_sets))
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_frames_have_the_numbers_of_the_files_in_order_of_the_sets(tmp_path, dtype):
     path = write_system(

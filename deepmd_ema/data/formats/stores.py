@@ -15,7 +15,7 @@ import tokenize
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,13 @@ class NpyStore:
     """A system in a folder: type.raw, type_map.raw, nopbc, set.*/coord.npy and so on."""
 
     name: str
+    _names: dict[str, frozenset[str]] = field(default_factory=dict, repr=False, compare=False)  # in each folder
 
     def set_names(self, backups: bool = False) -> list[str]:
         """Return the names of the set.* folders, sorted, or of those that are backups; DataError if one is a file."""
-        with readable(Path(self.name)):
-            names = sorted(name for name in os.listdir(self.name) if name.startswith("set."))
-        folders = [name for name in names if self.has(name) and Path(self.name, name).is_dir()]
+        self.has("")
+        names = sorted(name for name in self._names[""] if name.startswith("set."))
+        folders = [name for name in names if self.has(name) and os.path.isdir(f"{self.name}/{name}")]
         for name in set(names) - set(folders):
             if name.removeprefix("set.").isdigit():  # not set.000.tar.gz
                 place = Path(self.name, name)
@@ -51,19 +52,23 @@ class NpyStore:
 
     def has(self, file: str) -> bool:
         """Whether there is ``file``; DataError if it is a link to what does not exist."""
-        return is_there(Path(self.name, file))
+        folder, _, name = file.rpartition("/")
+        if folder not in self._names:  # most names are not there, and to look for each of them takes longer
+            with readable(Path(self.name, folder)):
+                self._names[folder] = frozenset(os.listdir(f"{self.name}/{folder}"))
+        return name in self._names[folder] and is_there(Path(self.name, file))
 
     def words(self, file: str) -> list[str] | None:
         """Return the words of a small text file, None if there is no such file."""
-        path = Path(self.name, file)
-        if not is_there(path):
+        if not self.has(file):
             return None
+        path = Path(self.name, file)
         with readable(path, "a text file", "one word per line"):
             return path.read_text(encoding="utf-8").split()
 
     def text_files(self) -> list[Path]:
         """Return the small files of the folder, which hold no arrays."""
-        return [path for name in ("type.raw", "type_map.raw", "nopbc") if (path := Path(self.name, name)).exists()]
+        return [Path(self.name, name) for name in ("type.raw", "type_map.raw", "nopbc") if self.has(name)]
 
     def array(self, file: str) -> StoredArray | None:
         """Return the npy file, of which only the header is read now; None if there is no such file.
@@ -71,9 +76,9 @@ class NpyStore:
         Raises:
             DataError: if it is not an npy file, holds Python objects or text, or is shorter than its header says.
         """
-        path = Path(self.name, file)
-        if not is_there(path):
+        if not self.has(file):
             return None
+        path = Path(self.name, file)
         with readable(path, "an npy file", "an array written by numpy.save"), path.open("rb") as opened:
             version = np.lib.format.read_magic(opened)
             header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
