@@ -150,8 +150,8 @@ def find_pairs(coord: Array, box: Array | None, rcut: float) -> Pairs:
     _refuse_faults(coord, box, rcut)
     pairs, shift, distance = _search(coord, box, rcut, "PSd")
     near_first = np.argsort(distance)
-    shift = shift[near_first]
-    ends = pairs[near_first]
+    shift = np.take(shift, near_first, axis=0)
+    ends = np.take(pairs, near_first, axis=0)
     return _by_atom(
         ends.ravel(), ends[:, ::-1].ravel(), np.stack([shift, -shift], 1).reshape(-1, 3),
         np.repeat(distance[near_first], 2), len(coord),
@@ -243,7 +243,7 @@ def frame_faults(coord: Array, box: Array | None, num_atoms: Array, rcut: float)
         checks = []  # numbers of each frame, the most that is expected, and the message
         if box is not None:
             edges, volume = np.linalg.norm(box, axis=2), np.abs(np.linalg.det(box))
-            areas = np.linalg.norm(np.cross(np.roll(box, -1, axis=1), np.roll(box, -2, axis=1)), axis=2)
+            areas = np.linalg.norm(np.cross(box[:, [1, 2, 0]], box[:, [2, 0, 1]]), axis=2)
             heights = volume[:, None] / areas
             neighbors = num_atoms * (4 / 3 * math.pi * rcut**3) / volume
             images = (2 * np.ceil(rcut / heights) + 1).prod(axis=1)
@@ -312,7 +312,7 @@ def _by_atom(i: Array, j: Array, shift: Array, distance: Array, natoms: int) -> 
     tied = (np.diff(distance[order]) == 0) & (np.diff(i[order]) == 0)
     if tied.any():  # as in a perfect crystal: the order must not depend on how the pairs were searched
         order = np.lexsort((*shift.T, j, distance, i))
-    return Pairs(i[order], j[order], shift[order], nearest=float(distance.min(initial=np.inf)))
+    return Pairs(i[order], j[order], np.take(shift, order, axis=0), nearest=float(distance.min(initial=np.inf)))
 
 
 def _statistics_without_pairs(num_types: int) -> NeighborStatistics:

@@ -125,7 +125,7 @@ def pair_frame(
         rank, counts = rank_in_group(key, natoms * sections)
     slots = _rounded(counts.reshape(natoms, sections).max(axis=0), layout.sel, round_to)
     row, column, place = row_of_atom[i], row_of_atom[j], rank + (np.cumsum(slots) - slots)[section[sorter]]
-    table, image_of_pair = _images(pairs.shift[sorter], frame.box, layout.rcut)
+    table, image_of_pair = _images(np.take(pairs.shift, sorter, axis=0), frame.box, layout.rcut)
     total = sum(slots)
     flat = row * total + place
     neighbor = np.repeat(np.arange(natoms, dtype=small_int(natoms)), total)
@@ -304,13 +304,14 @@ def _images(shift: Array, box: Array | None, rcut: float) -> tuple[Array, Array]
     empty = np.array([[2.0 * rcut, 0.0, 0.0]])
     if box is None or len(shift) == 0:
         return np.concatenate([empty, np.zeros((1, 3))]), np.ones(len(shift), np.int64)
-    low = shift.min(axis=0)
-    span = shift.max(axis=0) - low + 1.0
+    x, y, z = columns = np.ascontiguousarray(shift.T)
+    low = columns.min(axis=1)
+    span = columns.max(axis=1) - low + 1.0
     if span.prod() > _MAX_TABLE_IMAGES:  # atoms far outside of the cell, which need not be wrapped
         images, image_of_pair = np.unique(shift, axis=0, return_inverse=True)
         return np.concatenate([empty, images @ box]), image_of_pair.ravel() + 1
     span = span.astype(np.int64)
-    code = ((shift[:, 0] - low[0]) * span[1] + (shift[:, 1] - low[1])) * span[2] + (shift[:, 2] - low[2])
+    code = ((x - low[0]) * span[1] + (y - low[1])) * span[2] + (z - low[2])
     present = np.bincount(code, minlength=int(span.prod())) > 0
     codes = np.flatnonzero(present)
     images = np.stack(np.unravel_index(codes, span), axis=1) + low
