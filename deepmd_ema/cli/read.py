@@ -51,10 +51,6 @@ def _seconds(text: str) -> float | None:
     return None
 
 
-def _file_name(text: str) -> str | None:
-    return None if Path(text).name.strip() in ("", "..") or text.endswith(os.sep) else text
-
-
 frames = reader("a number of frames, 0 for all", _whole)
 steps = reader("a number of steps, at least 1", lambda text: _whole(text, 9) or None)
 run_steps = reader("a number of steps above 0", lambda text: _whole(text, 12) or None)
@@ -68,7 +64,7 @@ share = reader("a share of the frames, such as 0.1", lambda text: _below(1, floa
 seconds = reader("a time above 0 with its unit (300s, 90m, 23.5h, 2d), or hours:minutes:seconds (23:30:00)", _seconds)
 # an unset variable of a shell makes both empty
 path = reader("a path, and this is empty", lambda text: text if text.strip() else None)
-file = reader("the name of a file", _file_name)
+file = reader("the name of a file", lambda t: None if Path(t).name.strip() in ("", "..") or t.endswith(os.sep) else t)
 backend = reader(f"a backend that uses PyTorch: {', '.join(BACKENDS)}", BACKENDS.get)
 log_level = reader(
     "DEBUG, INFO, WARNING or ERROR",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from deepmd_ema.config.fields import Check, file_name, not_negative, not_negative_int, option, positive, positive_int
 from deepmd_ema.config.schema.averaging import AVERAGES, EmaShorthand, EmaValidationShorthand
@@ -14,12 +14,6 @@ from deepmd_ema.config.unsupported import REMOVED_METRICS
 
 _MAX_PAIR_DISTANCE = 5.0  # angstrom, longer than any bond
 MODES_OF_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # of torch.compile
-
-
-def _is_batch_size(value: Any) -> bool:
-    if isinstance(value, str):
-        return BatchSizeRule.is_readable(value)
-    return len(value) > 0 and min(value) > 0 if isinstance(value, list) else value > 0
 
 
 def _is_probs(value: list[float]) -> bool:
@@ -62,7 +56,14 @@ class _Data(TestDataConfig):
 
     batch_size: int | list[int] | BatchSizeRule = option(
         BatchSizeRule("auto"),
-        check=Check(_is_batch_size, BatchSizeRule.wants),
+        check=Check(
+            lambda v: (
+                BatchSizeRule.is_readable(v)
+                if isinstance(v, str)
+                else min(v if isinstance(v, list) else [v], default=0) > 0
+            ),
+            BatchSizeRule.wants,
+        ),
         convert=lambda v: BatchSizeRule(v) if isinstance(v, str) else v,
         unit="frames",
         doc="Frames of a batch: a number; one number per system; `auto:N`: as few frames as have N atoms (`auto` is "
