@@ -24,6 +24,7 @@ from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interop.freeze import freeze
+from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics
 from deepmd_ema.model.output_bias import change_bias, energies_of, set_bias
 from deepmd_ema.model.statistics import collect_statistics
 from deepmd_ema.training.prepare import chosen_frames, prepare, refit_bias
@@ -334,6 +335,17 @@ def prepared(data, tmp_path, monkeypatch):
         return prepare(config_from_dict(tiny_input(systems, **changes)), Start(), World())
 
     return make
+
+
+def test_frames_of_several_small_systems_are_measured_together(prepared, monkeypatch):
+    sizes, measure = [], EnvironmentStatistics.measure
+
+    def count(self, batch, excluded):
+        sizes.append(len({system for system, _ in batch.frames}))
+        return measure(self, batch, excluded)
+
+    monkeypatch.setattr(EnvironmentStatistics, "measure", count)
+    assert len(prepared().tasks[""].train) == max(sizes) == 4
 
 
 def test_refit_changes_nothing_in_model_and_bank(prepared):

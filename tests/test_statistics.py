@@ -118,6 +118,21 @@ def test_statistics_do_not_depend_on_how_frames_are_batched(folders):
         close(many.measured[name], value)
 
 
+def test_sums_of_an_environment_are_made_on_one_thread_which_changes_no_other_part(folders, monkeypatch):
+    threads, norm = [], torch.linalg.vector_norm
+    before = torch.get_num_threads()
+    monkeypatch.setattr(
+        torch.linalg, "vector_norm", lambda *a, **k: (threads.append(torch.get_num_threads()), norm(*a, **k))[1]
+    )
+    torch.set_num_threads(2)
+    try:
+        case("plain", folders)
+        after = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+    assert (set(threads), after) == ({1}, 2)
+
+
 def test_means_spreads_and_biases_reach_the_buffers(folders):
     config, found = case("parameters", folders)
     model = build_model(config)

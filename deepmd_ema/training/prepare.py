@@ -24,7 +24,7 @@ from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig
 from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.data.check.scan import is_isolated
-from deepmd_ema.data.collate import PairCache, collate
+from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.loader import atoms_at_once, sequential_batches
 from deepmd_ema.data.run import (
     RunLength,
@@ -59,7 +59,7 @@ from deepmd_ema.utils import LIVE, seed_for, stream_of
 logger = logging.getLogger(__name__)
 
 MAX_FRAMES = 10_000  # of a fit after training: few numbers are fitted, more frames would only take longer
-MAX_ATOMS_OF_FIT = 512  # in a batch whose energies are evaluated: dpa4 takes 3 MB for each
+MAX_ATOMS_AT_ONCE = 512  # in a batch whose energies are evaluated: dpa4 takes 3 MB for each
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[st
     start.load_weights(run.models)
     for name, task in run.tasks.items():
         if start.fits_bias(name) and task.config.model.finetune_bias == "fit":
-            model, batches = task.model, _statistics_batches(task, run.seed, num_ranks, MAX_ATOMS_OF_FIT)
+            model, batches = task.model, _statistics_batches(task, run.seed, num_ranks)
             of_task = f" of task {name}" * bool(name)
             fit = _fit_bias(task, model, batches, f"{of_task} moved by a fit of label minus prediction")
             if fit is None:
@@ -229,26 +229,25 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
     return found
 
 
-def _statistics_batches(task: Task, seed: int, num_ranks: int, max_atoms: int | None = None) -> Iterator[Batch]:
-    """Yield the frames of the statistics, eight at once, or fewer if they had more than ``max_atoms``."""
+def _statistics_batches(task: Task, seed: int, num_ranks: int) -> Iterator[Batch]:
+    """Return batches of the frames of the statistics; those of several systems may be in one."""
     train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
     sizes, taken, _ = batch_sizes(task.config.data.training_data.batch_size, [system.frame_sizes for system in train])
+    chosen = list[list[int]]()
     for number, (system, size, frames) in enumerate(zip(train, sizes, taken)):
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
         order = frames[permutation(len(frames), seed_for(stream, seed, number))]
         # as many as one process with all the frames of a step would take, so that it starts from the same model
         drawn = task.config.model.data_stat_nbatch * size * num_ranks
-        chosen = [int(k) for k in order[:drawn]]
+        chosen.append(order[:drawn].tolist())
         # and the isolated atoms of the first hundred of the others that are one atom: a sample rarely has one, and
         # without them nothing fixes what compositions leave open. Of one molecule alone each element gets the mean
         # energy, hundreds of eV from that of its atom.
-        for k in [int(k) for k in order[drawn:] if system.frame_sizes[k] == 1][:100]:
+        rest = order[drawn:]
+        for k in rest[system.frame_sizes[rest] == 1][:100].tolist():
             box = system.frame(k).box
-            chosen += [k] * bool(is_isolated(np.ones(1), None if box is None else box[None], layout.rcut)[0])
-        largest = max((int(system.frame_sizes[k]) for k in chosen), default=1)
-        at_once = 8 if max_atoms is None else max(1, min(8, max_atoms // largest))
-        for begin in range(0, len(chosen), at_once):
-            yield collate([task.cache.get(system, k, layout) for k in chosen[begin : begin + at_once]], layout)
+            chosen[-1] += [k] * bool(is_isolated(np.ones(1), None if box is None else box[None], layout.rcut)[0])
+    return sequential_batches(train, layout, task.cache, MAX_ATOMS_AT_ONCE, frames=chosen)
 
 
 def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, Tensor]]:
