@@ -226,6 +226,14 @@ def test_a_scan_of_a_dimer_and_noble_gases_have_no_bonds_to_judge(tmp_path):
         assert not any("lengths" in text for text in report.warnings)
 
 
+def test_noise_of_relaxed_molecules_is_no_torque(tmp_path):
+    rng = np.random.default_rng(0)
+    frames = [
+        Frame(f.coord, f.atom_type, None, f.labels | {"force": rng.normal(0, 0.01, (6, 3))}) for f in molecules(9)
+    ]
+    assert ratios_of(frames) == Ratios()
+
+
 def test_elements_that_are_unknown_hide_lengths_only(tmp_path):
     path = stored(tmp_path / "s", crystal(24, force=-1), names=("O_w", "H_w"))
     report = report_of(path, names=("O_w", "H_w"))

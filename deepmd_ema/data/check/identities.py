@@ -47,6 +47,7 @@ _MIN_STRAIN = 1e-6  # of rounding
 _MIN_WORK = 1e-6  # eV, RMS; forces that are zero by symmetry do less
 _MIN_FRAMES = 8  # in the pairs
 _MIN_OPEN = 3  # frames of an open system, whose virials or torques are compared
+_MIN_FORCE = 0.1  # eV/angstrom, the largest of a frame; those of relaxed molecules are noise
 _MAX_TORQUE = 0.3  # antisymmetric part of sum_i r_i F_i^T over the symmetric one: rounding in right data, 1 by chance
 SHORT, LONG = 0.65, 1.8  # bounds of the distance of nearest neighbors, in sums of covalent radii
 _REACH = 2.6  # where neighbors are searched, beyond bonds in bohr
@@ -59,7 +60,8 @@ _LENGTHS = {
     100.0: "pm",
 }
 _NOBLE = {"He", "Ne", "Ar", "Kr", "Xe", "Rn"}  # they have no bonds
-_MAX_PAIRS = 3e5  # of a frame whose nearest neighbors are searched
+_MAX_SEARCHED = 15_000  # atoms of a frame whose nearest neighbors are searched
+_MAX_PAIRS = 3e5  # of such a frame, within more than twice the distance of neighbors whatever the unit
 _RUN = 8  # consecutive frames
 _MAX_FRAMES = 64  # of a system
 _MAX_ATOMS = 6000  # of these frames together, if they are more than two runs
@@ -180,7 +182,9 @@ def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[fl
         found += [(*atom, frames[k]) for atom in near]
     if not found:
         alone = [
-            frame for frame in frames if frame.num_atoms >= _MIN_OPEN and np.isfinite(radii[frame.atom_type]).any()
+            frame
+            for frame in frames
+            if 2 < frame.num_atoms <= _MAX_SEARCHED and np.isfinite(radii[frame.atom_type]).any()
         ]
         far = f"lengths are too large: no atom has a neighbor within {_REACH} sums of covalent radii"
         return 1.0, [far] * bool(alone), False
@@ -215,7 +219,7 @@ def nearest_neighbors(coord: Array, box: Array | None, radii: Array) -> list[tup
         box: (3, 3) angstrom, or None.
         radii: (N,) angstrom, NaN of atoms that have no bonds.
     """
-    if not np.isfinite(radii).any() or len(coord) < 2:
+    if not np.isfinite(radii).any() or not 1 < len(coord) <= _MAX_SEARCHED:
         return []
     size = np.ptp(coord, axis=0) + 1.0 if box is None else np.linalg.svd(box, compute_uv=False)
     most = (1.5 / math.pi * _MAX_PAIRS * float(size.prod())) ** (1 / 3) / len(coord) ** (2 / 3)
@@ -314,16 +318,17 @@ def ratios_of(frames: Sequence[Frame]) -> Ratios:
     """Return the ratios that identities give, from frames that are all open, or all periodic."""
     labelled = [frame for frame in frames if FORCE in frame.labels and np.isfinite(frame.labels[FORCE]).all()]
     force, virial = _works(labelled)
-    sums = [(frame, _moment(frame)) for frame in labelled if frame.box is None and frame.num_atoms > 1]
+    opened = [frame for frame in labelled if frame.box is None and np.abs(frame.labels[FORCE]).max() > _MIN_FORCE]
+    sums = [(frame, _moment(frame)) for frame in opened]
     if len(sums) < _MIN_OPEN:
         return Ratios(force, virial)
     sizes = np.array([[np.linalg.norm(m - m.T), np.linalg.norm(m + m.T)] for _, m in sums])
-    torque = float(np.median(sizes[:, 0] / np.maximum(sizes[:, 1], 1e-12))) if sizes[:, 1].max() > _MIN_WORK else None
+    torque = float(np.median(sizes[:, 0] / np.maximum(sizes[:, 1], 1e-12)))
     both = [(np.reshape(f.labels[VIRIAL], -1), m.ravel()) for f, m in sums if VIRIAL in f.labels]
     between = None
-    if len(both) >= _MIN_OPEN and (torque or 0.0) <= _MAX_TORQUE:
+    if len(both) >= _MIN_OPEN and torque <= _MAX_TORQUE:
         given, expected = (np.concatenate(part) for part in zip(*both))
-        if np.isfinite(given).all() and expected @ expected > _MIN_WORK:
+        if np.isfinite(given).all():
             between = float(given @ expected / (expected @ expected))
             if between**2 * (expected @ expected) <= _EXPLAINED * (given @ given):
                 between = math.nan
