@@ -123,7 +123,9 @@ def test_of_two_quantities_both_are_named(tmp_path, make, factors, words):
 def test_right_frames_are_verified(tmp_path, make):
     report = report_of(stored(tmp_path / "s", make(24)))
     assert report.warnings == []
-    assert report.units.lines() == ["verified: lengths in 1, energies and forces in 1, virials in 1 of 1 system"]
+    assert report.units.lines() == [
+        "verified: lengths in 1, energies and forces (with each other) in 1, virials in 1 of 1 system"
+    ]
 
 
 @pytest.mark.usefixtures("real_radii")
@@ -244,7 +246,7 @@ def test_elements_that_are_unknown_hide_lengths_only(tmp_path):
 def test_what_cannot_be_verified_is_said(tmp_path):
     path = stored(tmp_path / "s", crystal(24, size=0.4))
     assert report_of(path).units.lines() == [
-        "verified: lengths in 1, energies and forces in 0, virials in 0 of 1 system",
+        "verified: lengths in 1, energies and forces (with each other) in 0, virials in 0 of 1 system",
         f"not verified: energies and forces of {path}",
         f"not verified: virials of {path}",
     ]

@@ -52,6 +52,7 @@ _MAX_TORQUE = 0.3  # antisymmetric part of sum_i r_i F_i^T over the symmetric on
 SHORT, LONG = 0.65, 1.8  # bounds of the distance of nearest neighbors, in sums of covalent radii
 _REACH = 2.6  # where neighbors are searched, beyond bonds in bohr
 _LONG_TENTH = 1.4  # the nearest tenth in too long units; a scan of a dimer has bonds among its distances
+_USUAL = (0.75, 1.35)  # where lengths are verified: in bohr they are 1.43 to 2.2, beryllium in angstrom has 1.43
 # factors by which lengths are wrong, and what they look like
 _LENGTHS = {
     1 / BOHR: "bohr, or were converted from bohr although they were in angstrom",
@@ -102,7 +103,10 @@ class UnitReport:
         many = counted(self.num_systems, "system")
         if self.num_systems < self.num_all:
             many = f"{self.num_systems:,} evenly spaced systems of {self.num_all:,}"
-        verified = ", ".join(f"{what} in {count:,}" for what, count in self.verified.items())
+        agree = "energies and forces"  # a unit or sign that they have in common changes no identity
+        verified = ", ".join(
+            f"{what} {'(with each other) ' * (what == agree)}in {count:,}" for what, count in self.verified.items()
+        )
         names = {what: first_few(names, 3) for what, names in self.unverified.items() if names}
         return [f"verified: {verified} of {many}", *(f"not verified: {what} of {of}" for what, of in names.items())]
 
@@ -192,7 +196,7 @@ def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[fl
     tenth, middle, ninth = (found[int(share * (len(found) - 1))] for share in (0.1, 0.5, 0.9))
     ratio, distance, i, j, frame = middle
     if SHORT <= ratio <= LONG:
-        return 1.0, [], True
+        return 1.0, [], _USUAL[0] < ratio < _USUAL[1]
     if ninth[0] > SHORT and tenth[0] < _LONG_TENTH:
         return 1.0, [], False
     factor = min(_LENGTHS, key=lambda factor: abs(math.log(ratio / factor)))
@@ -264,8 +268,10 @@ def _judge_ratios(ratios: Ratios, frames: Sequence[Frame], length: float) -> tup
             looks = _looks("virials", 1 / by_virial, virials)
         elif right["virials"] and not right["forces"]:
             looks = _looks("forces", 1 / by_force, _FORCES)
-            if both := _near(by_force, _ENERGIES):
-                looks += f", or energies and virials like {' or '.join(both)}"
+            others = {f"energies and virials like {name}": number for name, number in _ENERGIES.items()}
+            others |= {f"lengths like {name}": 1 / factor for factor, name in _LENGTHS.items()}
+            if near := _near(by_force, others):
+                looks += f", or {' or '.join(near)}"
         elif agree and not right["forces"]:
             looks = _looks("energies", by_force, _ENERGIES)
         elif not right["forces"]:

@@ -14,7 +14,7 @@ from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.geometry import Array, find_pairs_once
 
 OUTLIER_SIGMAS = 15.0  # robust standard deviations of a system; strained cells are many from those at rest
-OUTLIER_ENERGY = 0.05  # eV/atom; a smaller residual is no outlier: near copies have no spread
+OUTLIER_ENERGY = 0.2  # eV/atom; a smaller residual is no outlier: near copies have no spread
 FAR_ENERGY = 1.0  # eV/atom; a larger residual is one
 OUTLIER_FORCE, OUTLIER_FACTOR = 15.0, 30.0  # eV/angstrom, and times the median of the system
 _SEVERAL = 0.1  # a larger share of the frames of a system is another kind of frames
@@ -23,7 +23,8 @@ LARGE_VIRIAL_RMS = 20.0  # eV/atom; 10 angstrom^3 per atom under 300 GPa; stress
 _MAX_NAMES = 3
 _NUM_FITS = 12  # of energies per element
 _FITTED = 0.01  # eV/atom, size of a residual from which on it counts by its size
-_MIN_FRAMES = 3  # of a system, to judge outliers and labels that do not vary
+_MIN_FRAMES = 3  # of the same elements, to judge outliers; of a system, to judge labels that do not vary
+_MIN_SPREAD = 10  # frames, to judge energies by their spread
 _AT_ONCE = 20_000  # frames whose compositions are in memory as floating-point numbers
 _MAX_ZERO = 32  # frames of a system whose symmetry is looked at
 _REACH = 5.0  # angstrom, of the pair potential that looks at symmetry
@@ -113,12 +114,14 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
         ]
         weights = [np.nan_to_num(1 / np.maximum(np.abs(of), _FITTED)) for of in residuals[: len(training)]]
     deviations, bounds = [], []
-    for residual in residuals:
-        known = residual[np.isfinite(residual)]
-        deviation = residual - np.median(known) if len(known) else residual
-        spread = 1.4826 * float(np.nanmedian(np.abs(deviation))) if len(known) else 0.0
-        bounds.append(min(max(OUTLIER_SIGMAS * spread, OUTLIER_ENERGY), FAR_ENERGY))
-        deviations.append(deviation)
+    for scan, residual in zip(scans, residuals):
+        middles, number = _middles(scan, residual)
+        if len(all_known := residual[np.isfinite(residual)]) >= _MIN_FRAMES:
+            middles = np.where(np.isfinite(middles), middles, np.median(all_known))
+        deviations.append(residual - middles)
+        spread = 1.4826 * _middles(scan, np.abs(deviations[-1]))[0]
+        bound = np.minimum(np.maximum(OUTLIER_SIGMAS * spread, OUTLIER_ENERGY), FAR_ENERGY)
+        bounds.append(np.where(number < _MIN_SPREAD, FAR_ENERGY, bound))
     return _outliers(
         scans, deviations, bounds,
         "an energy far from the others of its system (after subtraction of energies per element)", "eV/atom",
@@ -130,33 +133,29 @@ def force_outliers(scans: Sequence[SystemScan]) -> Suspects:
     """Return frames whose largest force, or the RMS of all, is far beyond those of the other frames of the system."""
     sizes, bounds = [], []
     for scan in scans:
-        known = np.isfinite(scan.force_rms)
-        # the size of a frame by what is larger of both: 1 at the median
-        middles = [max(float(np.median(of[known])), 1e-300) if known.any() else 1.0
-                   for of in (scan.max_force, scan.force_rms)]  # fmt: skip
-        relative = np.maximum(scan.max_force / middles[0], scan.force_rms / middles[1])
-        sizes.append(np.where(relative > OUTLIER_FACTOR, scan.max_force, 0.0 * scan.max_force))
-        bounds.append(OUTLIER_FORCE)
+        of_both = [of / np.maximum(_middles(scan, of)[0], 1e-300) for of in (scan.max_force, scan.force_rms)]
+        sizes.append(np.where(np.maximum(*of_both) > OUTLIER_FACTOR, scan.max_force, 0.0 * scan.max_force))
+        bounds.append(np.full(len(scan.max_force), OUTLIER_FORCE))
     what = f"forces {OUTLIER_FACTOR:g} times as large as usual in its system"
     return _outliers(scans, sizes, bounds, what, "eV/angstrom", "Has it converged, and do atoms overlap?")
 
 
 def _outliers(
-    scans: Sequence[SystemScan], sizes: Sequence[Array], bounds: Sequence[float], what: str, unit: str, advice: str
+    scans: Sequence[SystemScan], sizes: Sequence[Array], bounds: Sequence[Array], what: str, unit: str, advice: str
 ) -> Suspects:
     """Return the frames of systems of at least three whose size is beyond a bound; where they are many, a note.
 
     Args:
         scans: the systems.
         sizes: (F,) of the frames of each; NaN where it is not known.
-        bounds: of each system.
+        bounds: (F,) of each.
         what: has a frame that is named.
         unit: of the sizes.
         advice: for the user.
     """
     by_system, several, outliers = [], list[str](), list[tuple[float, str]]()
     for scan, size, bound in zip(scans, sizes, bounds):
-        far = np.flatnonzero(np.abs(size) > bound) if np.isfinite(size).sum() >= _MIN_FRAMES else np.zeros(0, int)
+        far = np.flatnonzero(np.abs(size) > bound)
         if len(far) > max(1, _SEVERAL * len(size)):
             several.append(f"{scan.system.name} ({len(far):,} of {len(size):,})")
             far = far[:0]
@@ -171,6 +170,19 @@ def _outliers(
     named = [f"{name} ({size:.4g} {unit})" for size, name in outliers[:_MAX_NAMES]]
     many = counted(len(outliers), "frame has", "frames have")
     return Suspects(tuple(by_system), total, named[0], f"{many} {what}: {', '.join(named)}. {advice}", note)
+
+
+def _middles(scan: SystemScan, values: Array) -> tuple[Array, Array]:
+    """Return medians of values (F,) over frames with the same elements, NaN of less than three, and their number."""
+    kinds = np.unique(scan.type_counts > 0, axis=0, return_inverse=True)[1].ravel()
+    middles, number = np.full(len(values), np.nan), np.zeros(len(values))
+    for kind in range(kinds.max(initial=-1) + 1):
+        own = kinds == kind
+        known = values[own & np.isfinite(values)]
+        number[own] = len(known)
+        if len(known) >= _MIN_FRAMES:
+            middles[own] = np.median(known)
+    return middles, number
 
 
 def placeholders(scan: SystemScan) -> Iterator[str]:
