@@ -178,6 +178,19 @@ def test_forces_of_other_atoms_or_frames_have_a_torque(tmp_path):
         assert "the forces belong to other atoms or frames, or act from outside: their torque is " in warning
 
 
+def test_a_smooth_scan_with_one_wrong_frame_has_its_own_forces(tmp_path):
+    """Forces of the frame before do as well between the frames of a dimer."""
+    types, frames = np.array([0, 1]), []
+    for r in np.linspace(1.5, 5.75, 40):
+        fall = np.exp(2.3 - r)  # a Morse potential
+        coord, force = np.array([[0, 0, 0], [r, 0, 0]]), np.array([[1.0, 0, 0], [-1, 0, 0]]) * 2.4 * (1 - fall) * fall
+        frames.append(Frame(coord, types, None, {"energy": np.array(1.2 * (1 - fall) ** 2), "force": force}))
+    frames[-1].labels["energy"][...] = 0.1
+    path = stored(tmp_path / "s", frames, virial=False, names=("O_", "H_"))
+    assert ratios_of(frames).force is None
+    assert report_of(path, names=("O_", "H_")).units.warnings == []
+
+
 def test_forces_that_were_moved_by_a_frame_or_sorted_are_found(tmp_path):
     frames = crystal(24, strains=False)
     before = [Frame(f.coord, f.atom_type, f.box, f.labels | {"force": g.labels["force"]})

@@ -44,7 +44,7 @@ def rows_of(file):
 
 def train_without_reshard(folder):
     """Train as a rank whose averages are swapped in without dropping gathered weights."""
-    with mock.patch("deepmd_ema.averaging.bank._reshard"):
+    with mock.patch("deepmd_ema.averaging.bank.reshard"):
         train_here(folder, {})
 
 

@@ -40,6 +40,7 @@ _STRESSES = {"eV/angstrom^3": 1.0, "GPa": _GPA, "kbar": 10 * _GPA}
 _SAME = 1.5  # ratio of what is equal: 0.83 to 1.2 in right data, where a line explains the share of _EXPLAINED
 _SAME_UNIT = 1.2  # ratio to that of a unit that is named: kcal/mol is 1.18 / hartree
 _EXPLAINED = 0.95  # least share of the squares of the energy differences that a line explains
+_HALF = 0.5  # a larger share is explained by forces that are those of the frames
 _EXPLAINED_BY_HALF = 0.9  # the same in each half of the frames, whose ratios differ by at most _SAME
 # largest displacement of an atom (angstrom) and strain of two frames; nearer ones are compared first
 _LEVELS = ((0.3, 0.03), (0.6, 0.06), (1.0, 0.1))
@@ -344,6 +345,10 @@ def ratios_of(frames: Sequence[Frame]) -> Ratios:
 def misplaced_forces(frames: Sequence[Frame]) -> str:
     """Return the frames or atoms whose forces are at others, as near frames show; empty if there are none."""
     labelled = {frame.source: frame for frame in frames if FORCE in frame.labels}
+    pairs = _pairs_of(list(labelled.values()))
+    shares = [_partial(*pairs[(pairs[:, 5] < step) & np.isfinite(pairs[:, 4])][:, 2:5].T)[1] for step, _ in _LEVELS]
+    if max(shares) > _HALF:  # a smooth scan has about the forces of the frame before, too
+        return ""
     for text, step in (("the frame before", 1), ("the frame after", -1), ("atoms in the order of their types", 0)):
         moved = list[Frame]()
         for (name, number), frame in labelled.items():
