@@ -105,7 +105,7 @@ def test_no_package_has_more_lines_than_its_budget():
 
 
 # of examples/water without validation and averages, by tests/first_step.py; they may only fall
-MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 535, 104, 8
+MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 532, 103, 8
 
 
 @pytest.mark.slow
