@@ -65,12 +65,12 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
 
 # lines of code, without blank lines, comments and docstrings; a number may only fall, and falls with the code
 MAX_LINES = {
-    "all": 30107,
+    "all": 30105,
     "averaging": 1321,
     "checkpoint": 783,
     "cli": 1027,
     "config": 4008,
-    "data": 3975,
+    "data": 3973,
     "distributed": 939,
     "infer": 1629,
     "interop": 1979,

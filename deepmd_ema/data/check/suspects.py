@@ -98,10 +98,9 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
     num_types = training[0].type_counts.shape[1]
     smallest = np.finfo(np.float64).eps * max(num_known, num_types)  # as if all frames were fitted at once
     weights = [np.isfinite(energy) * 1.0 for energy in energies[: len(training)]]
-    for _ in range(
-        _NUM_FITS
-    ):  # to the least sum of sizes, not of squares: a frame far from all others does not tilt it
-        # compositions and energies per atom, as the triangle that a QR decomposition leaves
+    for _ in range(_NUM_FITS):
+        # to the least sum of sizes, not of squares, which a frame far from all others would tilt; compositions and
+        # energies per atom are reduced to the triangle that a QR decomposition leaves
         reduced = np.zeros((0, num_types + 1))
         for (counts, energy), weight in zip(_parts(training, energies), _parts_of(weights)):
             factor = (np.sqrt(weight) / counts.sum(axis=1))[:, None]
@@ -134,6 +133,7 @@ def force_outliers(scans: Sequence[SystemScan]) -> Suspects:
     sizes, bounds = [], []
     for scan in scans:
         of_both = [of / np.maximum(_middles(scan, of)[0], 1e-300) for of in (scan.max_force, scan.force_rms)]
+        # 0 times a force is NaN where it is missing
         sizes.append(np.where(np.maximum(*of_both) > OUTLIER_FACTOR, scan.max_force, 0.0 * scan.max_force))
         bounds.append(np.full(len(scan.max_force), OUTLIER_FORCE))
     what = f"forces {OUTLIER_FACTOR:g} times as large as usual in its system"
