@@ -3,8 +3,8 @@
 usage: python benchmarks/init_recipes.py --sources DIR --work DIR [--seconds 180] [--sets NAME ...]
                                          [--beside OPTIMIZER] [--output PAGE]
 
---sources holds the clones that init_sets.py names. The old input is the hand-written one of getting_started.md before
-init existed: Adam with an exponential decay, in float64. With --beside it is that of init with another optimizer and
+--sources holds the clones that init_sets.py names. The old input is the hand-written one of before:
+Adam with an exponential decay, in float64. With --beside it is that of init with another optimizer and
 rate: SOAP, or AdamWScheduleFree at a constant rate. Both train the same frames, with the same validation frames and
 seed, for the same time: as many steps as fit into --seconds of the processor by a short run of both. The two runs are
 made at the same time, so that they see the same load of the machine. On a core that does nothing else --seconds 180 are
@@ -169,7 +169,7 @@ def _folder(args: argparse.Namespace, name: str, recipe: str) -> Path:
 
 
 def _old_input(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the input of getting_started.md before ``init``, with the data of a proposed one."""
+    """Return a hand-written input, with the data of a proposed one."""
     loss = {"start_pref_e": 0.02, "limit_pref_e": 1, "start_pref_f": 1000, "limit_pref_f": 1}
     if "start_pref_v" in values["loss"]:
         loss |= {"start_pref_v": 0.02, "limit_pref_v": 1}
