@@ -131,8 +131,8 @@ def trained(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES.values(), ids=QUANTITIES)
-def test_the_page_of_numbers_has_every_error_with_its_letter_and_unit(quantity):
-    rows = re.findall(r"^\| *(\w?) *\| `(\w+)` \|.*\| (\S+) \|$", (ROOT / "doc" / "numbers.md").read_text(), flags=re.M)
+def test_the_page_of_a_run_has_every_error_with_its_letter_and_unit(quantity):
+    rows = re.findall(r"^\| *(\w?) *\| `(\w+)` \|.*\| (\S+) \|$", (ROOT / "doc" / "running.md").read_text(), flags=re.M)
     assert (quantity.metric, quantity.name, quantity.unit) in rows
 
 

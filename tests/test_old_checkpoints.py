@@ -21,9 +21,9 @@ BANKS = [p for p in KEPT if "averaging" in json.loads((p / "input.json").read_te
 
 
 def documented_parts():
-    """Return the parts of checkpoints that doc/checkpoints.md lists: those of every file, and all of them."""
-    page = (Path(__file__).parents[1] / "doc" / "checkpoints.md").read_text()
-    table = page.partition("## Inside a checkpoint")[2].partition("\n## ")[0]
+    """Return the parts of checkpoints that doc/running.md lists: those of every file, and all of them."""
+    page = (Path(__file__).parents[1] / "doc" / "running.md").read_text()
+    table = page.partition("### Inside a checkpoint")[2].partition("\n### ")[0]
     rows = re.findall(r"^\| (`[^|]*`) \| ([^|]+) \|", table, re.MULTILINE)
     parts = {name: place for names, place in rows for name in re.findall(r"`(\w+)`", names)}
     # 0.1.0 wrote no run, and a digest is checked and left out by what reads a file
