@@ -84,7 +84,6 @@ def test_the_calculator_of_ase_moves_atoms_as_on_the_cpu(run):
     np.testing.assert_allclose(gpu.get_stress(), cpu.get_stress(), **SAME_MATH)
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch-sim and what it imports
 @pytest.mark.parametrize("skin", [0.0, 1.0])
 def test_systems_of_torch_sim_have_the_results_of_the_cpu(run, skin):
     ase, ts = pytest.importorskip("ase"), pytest.importorskip("torch_sim")

