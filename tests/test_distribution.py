@@ -69,6 +69,9 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert package_files() <= names
+    files = ("py.typed", "config/presets/models.yaml", "report/page.html", "report/plots.mplstyle")  # read at run time
+    assert {f"deepmd_ema/{name}" for name in files} <= names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert {name.split("/")[0].split("-")[0] for name in names} <= {"deepmd_ema", "dp_ema"}
 
 
