@@ -18,7 +18,7 @@ from deepmd_ema import cli
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig
-from deepmd_ema.config.schema.training import CompileConfig
+from deepmd_ema.config.schema.training import MODES_OF_CUDA_GRAPHS, CompileConfig
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import UserError
 from deepmd_ema.infer import evaluate as evaluating
@@ -153,8 +153,9 @@ def test_a_graph_that_was_traced_serves_batches_that_are_filled_up_ahead_or_by_i
     assert len(compiler.graphs) == 1
 
 
-def test_nothing_is_computed_between_a_padded_batch_and_its_graph(monkeypatch):
-    compiler = Compiler(TRACED)
+@pytest.mark.parametrize("mode", ["default", *MODES_OF_CUDA_GRAPHS])
+def test_nothing_is_computed_between_a_padded_batch_and_its_graph(monkeypatch, mode):
+    compiler = Compiler(CompileConfig(mode=mode))
     _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
     padded = pad(next(batches_of(model.eval())), model.layout)
     prediction = run(model, padded)

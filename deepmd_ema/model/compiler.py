@@ -108,12 +108,12 @@ class Compiler:
         self._evaluate(model, _fill(batch, model.layout, up).batch)
 
     def _evaluate(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
-        (graphs, hits), began = _counts(), time.perf_counter()
-        if self.options.mode in MODES_OF_CUDA_GRAPHS:
-            torch.compiler.cudagraph_mark_step_begin()
         import torch._dynamo
         import torch.fx.experimental._config
 
+        (graphs, hits), began = _counts(), time.perf_counter()
+        if self.options.mode in MODES_OF_CUDA_GRAPHS:
+            torch.compiler.cudagraph_mark_step_begin()
         with (
             # DDP would have the graph cut at its buckets; it needs no more than gradients
             torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS, optimize_ddp=False),
