@@ -46,7 +46,8 @@ def state_of(systems, dtype=torch.float64):
 @pytest.mark.parametrize("skin", [0.0, 1.0])
 def test_it_fulfils_the_interface_of_torch_sim(tmp_path, skin):
     elements = ["Si", "Fe", "Mg", "C", "H"]  # of the systems of the check
-    model = DPModel(write_run(tmp_path, model__type_map=elements)[0], device="cpu", skin=skin)
+    run = write_run(tmp_path, model__type_map=elements, model__descriptor__sel=[24] * len(elements))
+    model = DPModel(run[0], device="cpu", skin=skin)
     interface.validate_model_outputs(model, model.device, model.dtype)
 
 
