@@ -70,19 +70,24 @@ def collect_statistics(model: EnergyModel, config: ModelConfig, batches: Iterabl
     num_atoms, atomic, energies = np.zeros(num_types), np.zeros((num_types, 3)), FrameEnergies(config)
     measured: dict[str, Array] = {}
     conditions: dict[str, Array] = {}
-    for batch in batches:
-        num_atoms += batch.type_counts
-        energies.add(batch)
-        _accumulate(measured, model.descriptor.measure(batch))
-        for name, number in ((FPARAM, fitting.numb_fparam), (APARAM, fitting.numb_aparam)):
-            if number and name in batch.conditions:
-                values = batch.conditions[name].numpy()  # (M, N)
-                count = np.full(values.shape[1], float(len(values)))
-                _accumulate(conditions, {name: np.stack([count, values.sum(0), (values**2).sum(0)], 1)})
-        if ATOM_ENERGY in batch.labels:
-            has_label = batch.has_label[ATOM_ENERGY][batch.atom_frame]
-            energy = batch.labels[ATOM_ENERGY].view(-1)
-            atomic += sum_by_type(torch.stack([has_label, has_label * energy, has_label * energy**2], 1), batch)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # while pairs are searched between these short operations, the others would spin
+    try:
+        for batch in batches:
+            num_atoms += batch.type_counts
+            energies.add(batch)
+            _accumulate(measured, model.descriptor.measure(batch))
+            for name, number in ((FPARAM, fitting.numb_fparam), (APARAM, fitting.numb_aparam)):
+                if number and name in batch.conditions:
+                    values = batch.conditions[name].numpy()  # (M, N)
+                    count = np.full(values.shape[1], float(len(values)))
+                    _accumulate(conditions, {name: np.stack([count, values.sum(0), (values**2).sum(0)], 1)})
+            if ATOM_ENERGY in batch.labels:
+                has_label = batch.has_label[ATOM_ENERGY][batch.atom_frame]
+                energy = batch.labels[ATOM_ENERGY].view(-1)
+                atomic += sum_by_type(torch.stack([has_label, has_label * energy, has_label * energy**2], 1), batch)
+    finally:
+        torch.set_num_threads(threads)
     return Statistics(
         type_map=tuple(config.type_map),
         measured=measured,

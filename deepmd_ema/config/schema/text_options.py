@@ -66,6 +66,13 @@ class BatchSizeRule(TextOption):
     kind: str
     number: int
 
+    @classmethod
+    def is_readable(cls, value: str | int | list[int]) -> bool:
+        """Whether a text can be understood, or numbers are above 0."""
+        if isinstance(value, str):
+            return super().is_readable(value)
+        return min(value if isinstance(value, list) else [value], default=0) > 0
+
     def read(self) -> bool:
         """Set kind and number."""
         found = re.fullmatch(r"(auto|max|filter|mixed|mix):([0-9]{1,18})|auto", self)

@@ -56,14 +56,7 @@ class _Data(TestDataConfig):
 
     batch_size: int | list[int] | BatchSizeRule = option(
         BatchSizeRule("auto"),
-        check=Check(
-            lambda v: (
-                BatchSizeRule.is_readable(v)
-                if isinstance(v, str)
-                else min(v if isinstance(v, list) else [v], default=0) > 0
-            ),
-            BatchSizeRule.wants,
-        ),
+        check=Check(BatchSizeRule.is_readable, BatchSizeRule.wants),
         convert=lambda v: BatchSizeRule(v) if isinstance(v, str) else v,
         unit="frames",
         doc="Frames of a batch: a number; one number per system; `auto:N`: as few frames as have N atoms (`auto` is "

@@ -168,23 +168,17 @@ class EnvironmentStatistics:
         """  # noqa: D205
         neighborhood = batch.within(self.rcut, self.most) if isinstance(self._module.sel, int) else None
         vector, dropped = (neighborhood or batch).vector, excluded(batch, neighborhood)
-        # on one thread: while pairs are searched between these short operations, the others would spin
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            distance = torch.linalg.vector_norm(vector, dim=-1)
-            inverse = (distance + self._module.protection).reciprocal_()
-            radial = switch(distance, self.rcut, self._module.rcut_smth).mul_(inverse)
-            if dropped is not None:
-                radial[dropped] = 0
-            count = radial.new_full((len(radial),), self.most)
-            columns = [count, radial.sum(1), (radial * radial).sum(1)]
-            if self._module.mean.shape[2] > 1:
-                angular = inverse.mul_(radial)
-                along = torch.bmm(angular[:, None], vector).sum((1, 2))
-                columns += [3 * count, along, angular.mul_(distance).square_().sum(1)]
-        finally:
-            torch.set_num_threads(threads)
+        distance = torch.linalg.vector_norm(vector, dim=-1)
+        inverse = (distance + self._module.protection).reciprocal_()
+        radial = switch(distance, self.rcut, self._module.rcut_smth).mul_(inverse)
+        if dropped is not None:
+            radial[dropped] = 0
+        count = radial.new_full((len(radial),), self.most)
+        columns = [count, radial.sum(1), (radial * radial).sum(1)]
+        if self._module.mean.shape[2] > 1:
+            angular = inverse.mul_(radial)
+            along = torch.bmm(angular[:, None], vector).sum((1, 2))
+            columns += [3 * count, along, angular.mul_(distance).square_().sum(1)]
         by_type = sum_by_type(torch.stack(columns, 1), batch)  # (T, 3) or (T, 6)
         parts = np.split(by_type, by_type.shape[1] // 3, 1)
         return dict(zip(self.sum_names, np.concatenate(parts), strict=True))
