@@ -412,6 +412,16 @@ def test_what_cannot_be_converted_is_reported(inputs, options, message):
     assert not Path("out").exists()
 
 
+def test_an_input_that_is_given_twice_is_named():
+    write_toy("train.xyz", 3)
+    Path("again.xyz").symlink_to("train.xyz")
+    reported = convert_data(["train.xyz", "again.xyz"], "out")
+    assert reported[0] == (
+        "warning: listed more than once: train.xyz (2 times). Their frames count as often; list each system once."
+    )
+    assert not any("more than once" in line for line in convert_data(["train.xyz"], "once"))
+
+
 def test_nothing_is_written_over():
     Path("a.xyz").write_text(text())
     Path("out").mkdir()

@@ -161,7 +161,7 @@ def test_data_of_runner_in_angstrom_need_their_units():
         convert_data(["input.data"], "out")
     assert str(caught.value) == (
         "input.data: is read by ASE as runnerdata, in bohr and hartree, and nearest atoms are 0.51 sums of their "
-        "covalent radii apart, expected 0.65 to 1.8 (with angstrom 0.95). Say which units it has: dp-ema convert with "
+        "covalent radii apart, expected 0.65 to 1.8 (with angstrom 0.95). Say which units it has: "
         "--units angstrom,eV (or angstrom,hartree), or --units bohr,hartree."
     )
     reported = convert_data(["input.data"], "out", units="Angstrom,EV")

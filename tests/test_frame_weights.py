@@ -274,6 +274,17 @@ def test_wrong_weights_are_reported(tmp_path, monkeypatch, capsys, weights, mess
     assert code == (0 if weights is None else 2)
 
 
+def test_the_range_of_weights_is_shown(tmp_path, monkeypatch, capsys):
+    one, other = (write_system(tmp_path / name, frames=4) for name in "ab")
+    np.save(one / "set.000" / "weight.npy", np.array([0.0, 1, 3, 0]))
+    np.save(other / "set.000" / "weight.npy", np.full(4, 2.5))
+    np.save(other / "set.000" / "force_weight.npy", np.ones(4))
+    code, said = check(tmp_path, monkeypatch, capsys, [one, other], **OPTIONS)
+    assert code == 0
+    assert "note weight of 8 training frames: 0 to 3, mean 1.75, zero in 2 frames" in said
+    assert "note force_weight of 4 training frames: 1 to 1, mean 1, zero in 0 frames" in said
+
+
 def test_lkf_refuses_weights(tmp_path, monkeypatch, capsys):
     path = write_system(tmp_path / "w", frames=4)
     code, said = check(tmp_path, monkeypatch, capsys, [path], **OPTIONS, optimizer={"type": "LKF"},

@@ -226,6 +226,14 @@ def test_the_command_prints_and_writes(run, labelled, tmp_path, capsys, monkeypa
     assert (tmp_path / "parity.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_system_that_is_given_twice_and_a_backup_of_a_set_are_named(run, tmp_path, caplog):
+    data = write_system(tmp_path / "data", frames=2, natoms=6)
+    (data / "set.000.bak").mkdir()
+    measure(run[0], [data, f"{tmp_path}/./data"])
+    assert f"{data}: left out, since their names end as those of backups do: set.000.bak." in caplog.messages
+    assert any(text.startswith(f"listed more than once: {data} (2 times). Their frames") for text in caplog.messages)
+
+
 def test_one_of_several_averages_is_tested_by_its_name(tmp_path, labelled, capsys):
     """`test --use-ema` requested --average, which test did not have."""
     path = write_kept_run(tmp_path, None, steps=40, every=20) / "model.ckpt-40.pt"

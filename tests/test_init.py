@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from helpers import toy_frame, write_system
+from test_data_foreign import BOHR, HARTREE, assert_is_copper, write_runner
 
 from deepmd_ema.cli import commands
 from deepmd_ema.cli.main import main
@@ -258,7 +259,10 @@ def test_an_output_whose_folder_is_missing_ends_in_one_line_before_the_data_are_
         ("damaged", "data.extxyz: frame 11 (from 0): atom 5 (from 0): 'O 2.0"),
         ("missing", "data.extxyz: no such file or folder"),
         ("folder", "data.extxyz: no system in it or below it. A system has type.raw and set.*/coord.npy."),
-        ("foreign", "OUTCAR: cannot be read by ASE (Incomplete OUTCAR). Is it complete? Name its format with dp-ema"),
+        (
+            "foreign",
+            "OUTCAR: cannot be read by ASE (Incomplete OUTCAR). Is it complete? Name its format: --format vasp-out",
+        ),
     ],
 )
 def test_data_that_nothing_can_be_learned_from_end_in_one_message(content, message, capsys):
@@ -346,3 +350,21 @@ def test_a_file_that_no_reader_knows_ends_init_in_one_message(capsys):
     assert main(["init", "notes.txt"]) == 2
     assert "notes.txt: cannot be read by ASE" in capsys.readouterr().err
     assert not Path("notes_data").exists()
+
+
+def test_units_and_format_are_those_of_a_conversion(capsys):
+    basis = write_runner("input.data", 1 / BOHR, 1 / HARTREE)
+    assert main(["init", "input.data", "--units", "bohr,hartree", "--format", "runnerdata", "--steps", "2"]) == 0
+    assert "  by ASE as runnerdata, in bohr and hartree (--units)" in capsys.readouterr().out
+    assert_is_copper("input_data", basis)
+    write_runner("other.data")
+    assert main(["init", "other.data", "-o", "other.yaml"]) == 2
+    assert "Say which units it has: --units angstrom,eV" in capsys.readouterr().err
+
+
+def test_units_of_data_that_need_no_conversion_are_converted(capsys):
+    symbols, coord, cell = copper(np.random.default_rng(3))
+    write_extxyz("bohr.xyz", [(symbols, coord / BOHR, cell / BOHR)])
+    assert main(["init", "bohr.xyz", "--units", "bohr,eV"]) == 0
+    assert "converted bohr.xyz to bohr_data" in capsys.readouterr().out
+    assert yaml.safe_load(Path("input.yaml").read_text())["training"]["training_data"]["systems"] == ["bohr_data"]

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 
+import numpy as np
 import pytest
 from helpers import assert_same, tiny_input, trains_in, write_system
 from parallel_runs import train as train_ranks
@@ -14,6 +15,7 @@ from test_train_tasks import joined
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import config_from_dict
+from deepmd_ema.data.run import check_task, open_run
 from deepmd_ema.errors import ConfigError, Interrupted
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.training.run import run_training
@@ -190,6 +192,57 @@ def test_test_data_that_are_trained_on_are_named(tmp_path, monkeypatch, capsys, 
     said = " ".join(capsys.readouterr().out.split())
     assert f"listed in training_data and in test_data: {systems['train']}. Test errors will look too good;" in said
     assert f"test {systems['train']}, after the last step" in said
+
+
+def test_faults_of_test_data_are_reported_before_the_first_step(tmp_path, monkeypatch, capsys, systems):
+    monkeypatch.chdir(tmp_path)
+    bad, file = shutil.copytree(systems["test"], tmp_path / "bad"), tmp_path / "bad" / "set.000" / "force.npy"
+    force = np.load(file)
+    force[1, 4] = np.nan
+    np.save(file, force)
+    coord = np.load(bad / "set.000" / "coord.npy")
+    coord[0, 3:6] = coord[0, :3] + 0.01
+    np.save(bad / "set.000" / "coord.npy", coord)
+    (tmp_path / "input.json").write_text(json.dumps(tiny_input([systems["train"]], **with_test(bad))))
+    for command in ("check", "train"):
+        assert cli.main([command, "input.json"]) == 2
+        said = capsys.readouterr()
+        assert f"{file}: frame 1 (of 5, from 0): nan at atom 1. Expected finite numbers" in said.err
+        assert "coord.npy: frame 0 (of 5, from 0): atoms 0 (O) and 1 (" in said.err
+    assert not (tmp_path / "lcurve.out").exists()
+
+
+def test_test_frames_that_are_training_frames_or_near_them_are_named(tmp_path, monkeypatch, capsys, systems):
+    monkeypatch.chdir(tmp_path)
+    same, near = (shutil.copytree(systems["train"], tmp_path / name) for name in ("same", "near"))
+    for file in near.rglob("coord.npy"):
+        np.save(file, np.load(file) + 1e-5)  # another frame in single precision, and no other structure
+    config = tiny_input([systems["train"]], [systems["valid"]], **with_test(same, near))
+    (tmp_path / "input.json").write_text(json.dumps(config))
+    assert cli.main(["check", "input.json"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Test data: 2 systems, 16 frames" in said
+    assert "leaks 8 of 16 test frames are also training frames (first: " in said
+    assert "near copies 16 of 16 test frames are near a training frame" in said
+    assert "8 of 16 test frames are also training frames (first: " in said
+    assert "16 of 16 test frames are near copies of training frames (first: " in said
+    assert "test errors will look too good. Take test frames from other trajectories." in said
+    assert "leaks 0 of 4 validation frames" in said
+    assert cli.main(["check", "input.json", "--json"]) == 0
+    [data] = json.loads(capsys.readouterr().out)["data"]
+    assert [system["suspicious_frames"] for system in data["systems"] if system["part"] == "test"] == [8, 8]
+    assert data["checks"]["in_training_and_test"]["frames"] == 8
+    assert data["checks"]["test_near_training_frames"]["frames"] == 16
+
+
+def test_neighbors_in_test_data_change_no_model(tmp_path, systems):
+    dense = write_system(tmp_path / "dense", frames=2, natoms=40, seed=5)
+    reports = []
+    for test in ({}, with_test(dense)):
+        config = config_from_dict(tiny_input([systems["train"]], model__descriptor__sel="auto", **test))
+        reports.append(check_task(config.task(None), open_run(config)[""]))
+    assert [scan.system.name for scan in reports[1].test] == [str(dense)]
+    assert reports[1].neighbors.max_neighbors == reports[0].neighbors.max_neighbors
 
 
 def test_one_task_and_several_have_options_of_their_own(systems):

@@ -86,6 +86,11 @@ WEIGHTS = (
     option("--average --profile", "NAME", "which average, when there are several; implies --use-ema"),
     HEAD,
 )
+FOREIGN = (
+    option("--format", "NAME", "of ASE (vasp-out, vasp-xml, db, ...) or dpdata (cp2k/output, ...)"),
+    option("--units", "LENGTH,ENERGY", "of the numbers in the files, such as bohr,hartree, in place of those that "
+           "their reader assumes: angstrom, bohr, nm; eV, hartree, rydberg, kcal/mol, kJ/mol"),
+)
 
 # before or after the command: where it is after, the default would replace a value that is before
 COMMON = (
@@ -123,6 +128,7 @@ COMMANDS = {
                "labelled (convert --labels-of), in 30 %% of the steps, so that it forgets less", type=read.path,
                nargs="+", action="extend", default=[]),
         HEAD,
+        Group(FOREIGN, "data of other programs (all data become folders where one of these is given)"),
         Group((
             option("--steps", "N", "steps of the run (default: those of the recipe)", type=read.run_steps),
             option("--hours", "H", "time of the run on this machine; some steps are measured", type=read.positive),
@@ -282,9 +288,7 @@ COMMANDS = {
                    type=read.share),
             option("--seed", "N", "of the random choice of these frames (1)", type=read.seed),
             switch("--mixed", "one system for all frames of one size (real_atom_types.npy), not per composition"),
-            option("--format", "NAME", "of ASE (vasp-out, vasp-xml, db, ...) or dpdata (cp2k/output, ...)"),
-            option("--units", "LENGTH,ENERGY", "of the numbers in IN, such as bohr,hartree, in place of those that "
-                   "its reader assumes: angstrom, bohr, nm; eV, hartree, rydberg, kcal/mol, kJ/mol"),
+            *FOREIGN,
         ), "data"),
     ), keeps_log=True),
     "pretrained": Command("models", "list published models that can be fine-tuned, or download one", (

@@ -40,7 +40,7 @@ def init(args: argparse.Namespace) -> None:
         from deepmd_ema.report.propose import Wishes, propose
     given = {wish.name: getattr(args, wish.name) for wish in fields(Wishes)}
     for name, ending in (("systems", "data"), ("validation", "validation"), ("replay", "replay")):
-        given[name] = _converted(given[name], file, ending)
+        given[name] = _converted(given[name], file, ending, args.format, args.units)
     proposal = propose(Wishes(**{name: value for name, value in given.items() if value is not None}))
     with atomic_write(file) as part:
         part.write_text(proposal.text(file), encoding="utf-8")
@@ -51,13 +51,15 @@ def init(args: argparse.Namespace) -> None:
                    f"            {command('dp-ema', 'train', *start, file)}"]))  # fmt: skip
 
 
-def _converted(paths: Sequence[str], file: Path, ending: str) -> list[str]:
+def _converted(paths: Sequence[str], file: Path, ending: str, file_format: str | None, units: str | None) -> list[str]:
     """Return data that can be trained on: files of other programs become one folder beside the input.
 
     Args:
-        paths: of data.
+        paths: of data; with a format or units all of them are converted.
         file: the input.
         ending: of the name of the new folder.
+        file_format: as for ``convert_data``.
+        units: as for ``convert_data``.
 
     Raises:
         UserError: if the folder is there, or files cannot be read.
@@ -65,14 +67,14 @@ def _converted(paths: Sequence[str], file: Path, ending: str) -> list[str]:
     from deepmd_ema.data.convert import convert_data
     from deepmd_ema.data.formats.discover import needs_conversion, split_address
 
-    foreign = [path for path in paths if needs_conversion(path)]
+    foreign = [path for path in paths if file_format or units or needs_conversion(path)]
     if not foreign:
         return list(paths)
     folder, files = str(file.with_name(f"{split_address(foreign[0])[0].stem}_{ending}")), first_few(foreign, 3)
     if os.path.lexists(folder):
         named = f"{folder}: is there already, and {files} would be converted to it"
         raise UserError(f"{named}. Give the folder in place of the files, or remove it.")
-    lines = convert_data(foreign, folder)
+    lines = convert_data(foreign, folder, file_format=file_format, units=units)
     say("\n".join([f"converted {files} to {folder}, as `dp-ema convert` does",
                    *(f"  {line}" for line in lines[:_MAX_LINES]),
                    *[f"  ... and {len(lines) - _MAX_LINES} more lines"] * (len(lines) > _MAX_LINES)]))  # fmt: skip

@@ -48,12 +48,14 @@ def recall_or_find(
     result = find()
     if result.get("problems") or _key(files, about) != key:  # else they were changed while they were read
         return result
-    dated = {"date": time.strftime("%Y-%m-%d %H:%M:%S"), **result}
+    dated = json.dumps({"date": time.strftime("%Y-%m-%d %H:%M:%S"), **result})
+    # of the key as well, so that a file that was renamed is not taken for another
+    digest = hashlib.sha256((key + dated).encode()).hexdigest()
     try:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / f"{key}.json") as part:
-            part.write_text(json.dumps({"digest": _digest_of(key, dated), "result": dated}), encoding="utf-8")
+            part.write_text(json.dumps([digest, dated]), encoding="utf-8")
         with suppress(OSError):  # another run removes them at the same time
             results = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
             for file in results[:-_MAX_RESULTS]:
@@ -66,9 +68,10 @@ def recall_or_find(
 def recall(folder: Path, key: str) -> dict[str, Any] | None:
     """Return the result that was stored under a key; None if there is none, or if it was changed."""
     try:
-        stored = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
-        result: dict[str, Any] = stored["result"]
-        return result if stored["digest"] == _digest_of(key, result) else None
+        digest, stored = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        is_whole = digest == hashlib.sha256((key + stored).encode()).hexdigest()
+        result: dict[str, Any] | None = json.loads(stored) if is_whole else None
+        return result
     # there is none, it was damaged, or something else has written it
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
@@ -85,11 +88,6 @@ def _key(files: Iterable[Path], about: Mapping[str, Any]) -> str | None:
         return None
     everything = json.dumps([__version__, _source_digest(), about, contents], sort_keys=True)
     return hashlib.sha256(everything.encode()).hexdigest()[:32]
-
-
-def _digest_of(key: str, result: Mapping[str, Any]) -> str:
-    """Return the digest of a result and of its key, so that a file that was renamed is not taken for another."""
-    return hashlib.sha256(json.dumps([key, result], sort_keys=True).encode()).hexdigest()
 
 
 @cache

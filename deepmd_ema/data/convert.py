@@ -16,7 +16,7 @@ import numpy as np
 
 from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, WEIGHTS
 from deepmd_ema.data.check.identities import LONG, SHORT, bond_radii, nearest_neighbors
-from deepmd_ema.data.formats.discover import split_address
+from deepmd_ema.data.formats.discover import repeated, split_address
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.foreign import stored_parts
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, labels_of
@@ -143,12 +143,13 @@ def _read(
     inputs: Sequence[str], file_format: str | None, predict: Predictor | None, units: str | None
 ) -> tuple[list[_Labelled], list[str]]:
     """Return the frames with energies or forces of all files, and remarks on each file."""
-    frames, lines, problems, num_empty = list[_Labelled](), list[str](), list[str](), 0
+    frames, lines, problems, names, num_empty = list[_Labelled](), list[str](), list[str](), list[str](), 0
     wanted = (*LABELS, FPARAM, APARAM) if predict is None else (FPARAM, APARAM, *WEIGHTS)
     for given in inputs:
         with collect_problems(problems):
             # numbers are unique, as each part adds a line or more
             for number, (name, inventory, stored) in enumerate(stored_parts(given, file_format), len(lines)):
+                names.append(name)
                 num_atoms = counted(sum(len(frame.symbols) for frame in stored), "atom")
                 lines.append(f"read {name}: {counted(inventory.num_frames, 'frame')}, {num_atoms}")
                 factors, about_units = _factors(name, inventory, stored, units)
@@ -168,7 +169,7 @@ def _read(
     DataError.raise_if_any(problems)
     if num_empty:
         lines.append(f"left out: {counted(num_empty, 'frame')} without energy and forces")
-    return frames, lines
+    return frames, [*(f"warning: {text}" for text in repeated(names)), *lines]
 
 
 def _factors(
@@ -205,7 +206,7 @@ def _factors(
     if reader in _TWO_CONVENTIONS:
         raise DataError(
             f"{name}: is read {read_by}, and {found} (with angstrom {nearest / _LENGTHS['bohr']:.2f}). Say which units "
-            "it has: dp-ema convert with --units angstrom,eV (or angstrom,hartree), or --units bohr,hartree."
+            "it has: --units angstrom,eV (or angstrom,hartree), or --units bohr,hartree."
         )
     return {}, [read_by, f"warning: {found}. If the file has other units, name them: --units LENGTH,ENERGY"]
 

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial, reduce
@@ -19,8 +19,7 @@ from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL, WEIGHTS
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.check_cache import recall_or_find
-from deepmd_ema.data.formats.discover import open_systems, split_address
-from deepmd_ema.data.formats.stores import is_hdf5
+from deepmd_ema.data.formats.discover import open_systems, repeated
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpec
 from deepmd_ema.data.split import FrameTable, Split, split_frames
@@ -257,7 +256,9 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
 
     def check() -> dict[str, Any]:
         nonlocal report
-        report = check_systems(*data[:2], model.type_map, descriptor, task.loss.labels, least, task=task.name)
+        report = check_systems(
+            data.train, data.valid, model.type_map, descriptor, task.loss.labels, least, task=task.name, test=data.test
+        )
         option = f"task {task.name}: " * bool(task.name) + f"{task.place('training')}.training_data.frame_weights"
         having = [source.name for source in data.train if set(WEIGHTS) & {*source.unread}]
         if having:
@@ -271,6 +272,15 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
                 f"{option} is true, and no training frame has a weight: all count alike. Expected weight or "
                 f"config_weight in extended XYZ, or {names}."
             )
+        for name in WEIGHTS if weighted and not report.problems else ():
+            chunks = [chunk for source in data.train for chunk in source.chunks((name,)) if name in chunk.arrays]
+            if chunks:
+                values = np.concatenate([chunk.arrays[name] for chunk in chunks])
+                report.notes.append(
+                    f"task {task.name}: " * bool(task.name) + f"{name} of {counted(len(values), 'training frame')}: "
+                    f"{values.min():.4g} to {values.max():.4g}, mean {values.mean():.4g}, zero in "
+                    f"{counted(int((values == 0).sum()), 'frame')}"
+                )
         nearest = report.neighbors.min_distance if report.neighbors is not None else math.inf
         if bridging is not None and max(chosen, nearest) < bridging.inner:  # distances are clamped to a constant
             report.warnings.append(
@@ -278,17 +288,19 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
                 f"nearer than bridging_r_inner = {bridging.inner:g}: the network cannot learn from their forces. "
                 f"training.training_data.min_pair_dist: {bridging.inner:g} leaves such training frames out."
             )
-        layout = [*dict.fromkeys(text for source in sources for text in source.warnings), *_repeated(data)]
+        wholes = [dict.fromkeys(s.whole if isinstance(s, FrameSubset) else s for s in part) for part in data]
+        # of a system that was split both parts are of one source
+        listed = [[s.name for s in part if part is wholes[0] or s not in wholes[0]] for part in wholes]
+        layout = [*dict.fromkeys(text for source in sources for text in source.warnings), *repeated(*listed)]
         report.warnings[:0] = [f"task {task.name}: " * bool(task.name) + text for text in layout]
         return report.to_dict()
 
-    sources, fitting = [*data.train, *data.valid], model.fitting_net
+    sources, fitting = [*data.train, *data.valid, *data.test], model.fitting_net
     about = {  # the options that change the result
         "task": task.name,
         "systems": [[source.name, source.num_frames, list(source.unread)] for source in sources],
         "parts": [source.frames.tolist() for source in sources if isinstance(source, FrameSubset)],
-        "validation": len(data.valid),
-        "test": [source.name for source in data.test],
+        "validation": [len(data.valid), len(data.test)],
         "read": [list(model.type_map), fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam],
         "labels": [*task.loss.labels, *WEIGHTS * weighted],
         "cutoff": descriptor.cutoff,
@@ -306,30 +318,6 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
                 build_sampler(options, systems)
     report.problems[:0] = problems
     return report
-
-
-def _repeated(data: TaskData) -> Iterator[str]:
-    """Yield a warning about systems that are listed more than once, and about those to train and to judge it."""
-    places: list[dict[str, set[FrameSource]]] = []  # by real path and group in the file, what was opened there
-    names = dict[str, str]()
-    for sources in data:
-        places.append({})
-        for source in sources:
-            whole = source.whole if isinstance(source, FrameSubset) else source
-            path, group = split_address(whole.name)
-            key = f"{path.resolve()}#{group * is_hdf5(path)}"
-            places[-1].setdefault(key, set()).add(whole)
-            names.setdefault(key, whole.name)
-    often = [f"{names[key]} ({len(s)} times)" for part in places for key, s in part.items() if len(s) > 1]
-    if often:
-        yield f"listed more than once: {first_few(often)}. Their frames count as often; list each system once."
-    split = ", or let training.validation_fraction choose frames"
-    for part, name, advice in zip(places[1:], ("validation", "test"), (split, "")):
-        if both := [names[key] for key in places[0] if part.get(key, set()) - places[0][key]]:
-            yield (
-                f"listed in training_data and in {name}_data: {first_few(both)}. {name.title()} errors will look too "
-                f"good; leave them out of one{advice}."
-            )
 
 
 def build_sampler(

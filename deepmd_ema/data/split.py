@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -172,35 +172,38 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
     return Split(len(chosen), np.flatnonzero(chosen).tolist(), *_describe_parts(head, table, chosen))
 
 
-def find_near_copies(training: Sequence[FrameSource], validation: Sequence[FrameSource], num_types: int) -> Suspects:
-    """Return validation frames that are nearer to a training frame than near copies are, also exact copies.
+def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> list[Suspects]:
+    """Return frames of validation and of test data that are nearer to a training frame than near copies are, or equal.
 
     Frames are compared that follow each other closely in the order of a number, so some may be missed.
+
+    Args:
+        parts: sources of training, validation and test data.
+        num_types: number of elements.
     """
-    sources, table = [*training, *validation], FrameTable()
+    sources, table = [source for part in parts for source in part], FrameTable()
     for source in sources:
         table.add(source.chunks((COORD, BOX)), num_types)
     points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
-    num_training = sum(source.num_frames for source in training)
+    starts = np.cumsum([0, *(sum(source.num_frames for source in part) for part in parts)]).tolist()
+    ends, kinds = np.cumsum([0, *(source.num_frames for source in sources)]), []
     copy_of: dict[int, int] = {}
     for members in _groups(table.compositions).values():
         low, high = np.sort(_near_pairs(points, members, max(_COPY, _NEAR * _scale(points, members))), axis=0)
-        across = (low < num_training) & (high >= num_training)
+        across = (low < starts[1]) & (high >= starts[1])
         copy_of |= dict(zip(high[across].tolist(), low[across].tolist()))
-    ends = np.cumsum([0, *(source.num_frames for source in sources)])
-    by_system = np.histogram(list(copy_of), ends)[0].tolist() if sources else []
-
-    num_validation = len(points) - num_training
-    if not copy_of:
-        return Suspects(tuple(by_system), num_validation)
-    first = min(copy_of)
-    worst = f"{name_of(sources, first)} is near {name_of(sources, copy_of[first])}"
-    warning = (
-        f"{len(copy_of):,} of {num_validation:,} validation frames are near copies of training frames (first: "
-        f"{worst}): validation errors will look too good. Take validation frames from other trajectories, or let "
-        "training.validation_fraction choose them."
-    )
-    return Suspects(tuple(by_system), num_validation, worst, warning)
+    choose = ", or let training.validation_fraction choose them"
+    for name, advice, (start, stop) in zip(("validation", "test"), (choose, ""), pairwise(starts[1:])):
+        near, worst, warning = sorted(frame for frame in copy_of if start <= frame < stop), "", ""
+        if near:
+            worst = f"{name_of(sources, near[0])} is near {name_of(sources, copy_of[near[0]])}"
+            warning = (
+                f"{len(near):,} of {stop - start:,} {name} frames are near copies of training frames (first: {worst}): "
+                f"{name} errors will look too good. Take {name} frames from other trajectories{advice}."
+            )
+        by_system = tuple(np.histogram(near, ends)[0].tolist()) if sources else ()
+        kinds.append(Suspects(by_system, stop - start, worst, warning))
+    return kinds
 
 
 def describe_frames(chunk: Chunk, num_types: int) -> Array:

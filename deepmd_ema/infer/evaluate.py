@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.collate import PairCache
-from deepmd_ema.data.formats.discover import open_systems, stored_type_map
+from deepmd_ema.data.formats.discover import open_systems, repeated, stored_type_map
 from deepmd_ema.data.formats.properties import KIND_NAMES, describe_singles
 from deepmd_ema.data.loader import Pad, atoms_at_once, prefetch, sequential_batches
 from deepmd_ema.data.source import FrameSource, FrameSubset, ReadSpec
@@ -46,6 +47,8 @@ from deepmd_ema.model.metrics import Errors, FrameResult, evaluate, force_errors
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.tabulated import tabulate
 from deepmd_ema.report.table import KINDS, Column, Table, labelled, render
+
+logger = logging.getLogger(__name__)
 
 WORST = 10  # frames shown at the end
 MAX_GROUPS = 20  # rows of a table of compositions or kinds of calculation
@@ -329,6 +332,8 @@ def open_checked(
     opened = open_systems([str(path) for path in systems], spec, rglob_patterns)
     problems = [text for s in opened for text in scan_system(s, len(spec.type_map), rcut).problems]
     DataError.raise_if_any(problems)
+    for text in (*(text for s in opened for text in s.warnings), *repeated(s.name for s in opened)):
+        logger.warning(text)
     return opened
 
 

@@ -53,6 +53,8 @@ _CHECKS = {
     "duplicates": ("duplicates", "first", "training frames are copies of others"),
     "in_training_and_validation": ("leaks", "first", "validation frames are also training frames"),
     "near_training_frames": ("near copies", "first", "validation frames are near a training frame"),
+    "in_training_and_test": ("leaks", "first", "test frames are also training frames"),
+    "test_near_training_frames": ("near copies", "first", "test frames are near a training frame"),
     "energy_outliers": ("outliers", "worst", "frames have energies far from the others"),
     "force_outliers": ("large forces", "worst", "frames have forces far larger than the others"),
     "zero_forces": ("zero forces", "first", "frames have no forces"),
@@ -95,7 +97,7 @@ class RunCheck:
             DataError: if data cannot be opened or split.
         """
         from deepmd_ema.data import run
-        from deepmd_ema.data.check.report import NEAR_COPIES, SHARED
+        from deepmd_ema.data.check.report import NEAR_COPIES, NEAR_TEST, SHARED, SHARED_TEST
         from deepmd_ema.data.split import find_near_copies
         from deepmd_ema.model.build import build_models
         from deepmd_ema.optim.build import describe_groups
@@ -105,11 +107,13 @@ class RunCheck:
         data = run.split_off(self.config, data, self.splits)
         self.reports = {name: run.check_task(task, data[name]) for name, task in self.config.tasks.items()}
         for name, report in self.reports.items():
-            if data[name].valid and name not in self.splits and not report.problems:  # a split has no near copies
-                near = find_near_copies(*data[name][:2], len(report.type_map))
-                report.suspects = {**report.suspects, NEAR_COPIES: near}
-                if near.num_frames > report.suspects[SHARED].num_frames:
-                    report.warnings.append(f"task {name}: " * bool(name) + near.warning)
+            is_given = [data[name].valid and name not in self.splits, data[name].test]  # a split has no near copies
+            if any(is_given) and not report.problems:
+                found = find_near_copies(data[name], len(report.type_map))
+                for near, key, shared, is_part in zip(found, (NEAR_COPIES, NEAR_TEST), (SHARED, SHARED_TEST), is_given):
+                    report.suspects |= {key: near} if is_part else {}
+                    if is_part and near.num_frames > report.suspects[shared].num_frames:
+                        report.warnings.append(f"task {name}: " * bool(name) + near.warning)
         self.problems = [problem for report in self.reports.values() for problem in report.problems]
         if self.problems:
             return
@@ -148,7 +152,7 @@ def data_lines(check: RunCheck) -> Iterator[str]:
     for task, report in check.reports.items():
         of = f" of task {task}" * bool(task)
         yield ""
-        for part, scans in (("Training", report.training), ("Validation", report.validation)):
+        for part, scans in (("Training", report.training), ("Validation", report.validation), ("Test", report.test)):
             if scans or part == "Training":
                 yield from _system_table(f"{part} data{of}", scans, report)
         rows = [row for row in _elements(report) if row["training_atoms"] or row["validation_atoms"]]
@@ -222,12 +226,13 @@ def _table(title: str, columns: Mapping[str, Column], rows: Sequence[Mapping[str
 
 def _suspicious_frames(report: DataReport) -> dict[int, int]:
     """Return the number of frames that the checks have found in each system, by the identity of its scan."""
-    from deepmd_ema.data.check.report import NEAR_COPIES, SHARED
+    from deepmd_ema.data.check.report import NEAR_COPIES, NEAR_TEST, SHARED, SHARED_TEST
 
     found = {name: one.by_system for name, one in report.suspects.items() if one.by_system}
-    if NEAR_COPIES in found:  # frames that are in both parts are near copies as well
-        found[SHARED] = tuple(map(max, found[SHARED], found.pop(NEAR_COPIES)))
-    every = enumerate([*report.training, *report.validation])
+    for shared, near in ((SHARED, NEAR_COPIES), (SHARED_TEST, NEAR_TEST)):
+        if near in found:  # frames that are in both parts are near copies as well
+            found[shared] = tuple(map(max, found[shared], found.pop(near)))
+    every = enumerate([*report.training, *report.validation, *report.test])
     return {id(scan): len(scan.bad_frames) + sum(of[k] for of in found.values()) for k, scan in every}
 
 
@@ -356,7 +361,7 @@ def document(input_file: str, check: RunCheck | None, problems: Sequence[str]) -
 
 def _data(task: str, report: DataReport) -> dict[str, Any]:
     suspects, systems = _suspicious_frames(report), []
-    for part, scans in (("training", report.training), ("validation", report.validation)):
+    for part, scans in (("training", report.training), ("validation", report.validation), ("test", report.test)):
         for scan in scans:
             sizes, frames, labels = scan.type_counts.sum(axis=1), scan.system.num_frames, dict[str, Any]()
             for name in (name for name in LABELS if scan.label_frames.get(name)):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
 # names of checks of frames, and keys of `dp-ema check --json`
 COPIES, SHARED, NEAR_COPIES = "duplicates", "in_training_and_validation", "near_training_frames"
+SHARED_TEST, NEAR_TEST = "in_training_and_test", "test_near_training_frames"
 OUTLIERS, LARGE_FORCES, NET_FORCES = "energy_outliers", "force_outliers", "net_forces"
 ZERO_FORCES = "zero_forces"
 _MAX_MESSAGES = 5  # of one kind and system
@@ -55,6 +56,7 @@ class DataReport:
         notes: remarks on sources of other formats, one line each, and on frames of isolated atoms.
         training: scan of each training system.
         validation: scan of each validation system.
+        test: scan of each test system.
         neighbors: statistics over the usable frames, or over a sample of them.
         num_searched: number of frames in ``neighbors``.
         closest: the frame with the shortest distance of all, for messages.
@@ -70,6 +72,7 @@ class DataReport:
     notes: list[str] = field(default_factory=list)
     training: list[SystemScan] = field(default_factory=list)
     validation: list[SystemScan] = field(default_factory=list)
+    test: list[SystemScan] = field(default_factory=list)
     neighbors: NeighborStatistics | None = None
     num_searched: int = 0
     closest: str = ""
@@ -110,6 +113,7 @@ def check_systems(
     min_distance: float = MIN_DISTANCE,
     max_searched: int = 20_000,
     task: str = "",
+    test: Sequence[FrameSource] = (),
 ) -> DataReport:
     """Return problems, warnings and a summary of the data; nothing is raised for wrong data.
 
@@ -122,37 +126,47 @@ def check_systems(
         min_distance: atoms closer than this, angstrom, are a problem.
         max_searched: largest number of frames whose neighbors are searched; of more frames an even sample is taken.
         task: whose data these are, for warnings; empty in a run of one task.
+        test: test systems, of which neighbors are not counted: nothing in a run depends on them.
     """
     report = DataReport(tuple(type_map), descriptor.cutoff)
     report.training = [scan_system(s, len(type_map), descriptor.cutoff) for s in training]
     report.validation = [scan_system(s, len(type_map), descriptor.cutoff) for s in validation]
-    every = report.training + report.validation
+    report.test = [scan_system(s, len(type_map), descriptor.cutoff) for s in test]
+    in_run = report.training + report.validation
+    every = in_run + report.test
     # a source whose frames are in both parts is there twice
     report.notes += dict.fromkeys(f"{scan.system.name}: {note}" for scan in every for note in scan.system.notes)
-    report.notes += isolated_atom_notes(every, type_map)
+    report.notes += isolated_atom_notes(in_run, type_map)
     report.problems += [problem for scan in every for problem in scan.problems]
-    # neighbors of the frames whose geometry is valid; of many an even sample, in order
-    usable = [np.delete(np.arange(scan.system.num_frames), sorted(scan.bad_frames)) for scan in every]
-    owner, number = np.repeat(np.arange(len(every)), list(map(len, usable))), np.concatenate([np.arange(0), *usable])
-    if len(number) > max_searched:
-        chosen = np.linspace(0, len(number) - 1, max_searched).round().astype(np.int64)
-        owner, number = owner[chosen], number[chosen]
-    frames = [(every[k], index) for k, index in zip(owner.tolist(), number.tolist())]
-    report.num_searched = len(frames)
-    if frames:
-        report.neighbors = near = neighbor_statistics(_geometries(frames), descriptor.cutoff, len(type_map))
-        if math.isfinite(near.min_distance):
-            scan, index = frames[int(near.frame_min.argmin())]
-            report.closest = name_of([scan.system], index)
+    for scans in (in_run, report.test):
+        # neighbors of the frames whose geometry is valid; of many an even sample, in order
+        usable = [np.delete(np.arange(scan.system.num_frames), sorted(scan.bad_frames)) for scan in scans]
+        owner, number = (
+            np.repeat(np.arange(len(scans)), list(map(len, usable))),
+            np.concatenate([np.arange(0), *usable]),
+        )
+        if len(number) > max_searched:
+            chosen = np.linspace(0, len(number) - 1, max_searched).round().astype(np.int64)
+            owner, number = owner[chosen], number[chosen]
+        frames = [(scans[k], index) for k, index in zip(owner.tolist(), number.tolist())]
+        if not frames:
+            continue
+        near = neighbor_statistics(_geometries(frames), descriptor.cutoff, len(type_map))
         if near.min_distance < min_distance:
             report.problems += _too_close(frames, near, min_distance, type_map)
         report.warnings += _neighbor_warnings(descriptor, near, type_map)
+        if scans is in_run:
+            report.neighbors, report.num_searched = near, len(frames)
+            if math.isfinite(near.min_distance):
+                scan, index = frames[int(near.frame_min.argmin())]
+                report.closest = name_of([scan.system], index)
     if labels and not any(scan.label_frames.get(label) for scan in report.training for label in labels):
         files = ", ".join(f"{LABELS[label].files[0]}.npy" for label in labels)
         none = f"training data: no label of the loss is present in any system ({files})"
         report.problems.append(f"{none}: there is nothing to learn.")
     report.warnings += _label_warnings(report.training, labels, "training")
     report.warnings += _label_warnings(report.validation, labels, "validation")
+    report.warnings += _label_warnings(report.test, labels, "test")
     for name, each in ((FPARAM, "frame"), (APARAM, "atom")):
         if having := [scan.system.name for scan in every if name in scan.system.unread]:
             report.warnings.append(
@@ -165,9 +179,10 @@ def check_systems(
         found = placeholders(scan)
         is_problem = FORCE in labels and FORCE in scan.ranges and scan.ranges[FORCE].size == 0
         (report.problems if is_problem else report.warnings).extend(found)
-    copies, shared = find_copies(report.training, report.validation)
-    report.suspects = {COPIES: copies, SHARED: shared}
-    report.suspects |= {OUTLIERS: energy_outliers(report.training, report.validation)}
+    report.suspects = dict(
+        zip((COPIES, SHARED, SHARED_TEST), find_copies(report.training, report.validation, report.test))
+    )
+    report.suspects |= {OUTLIERS: energy_outliers(report.training, report.validation + report.test)}
     report.suspects |= {
         LARGE_FORCES: force_outliers(every),
         ZERO_FORCES: zero_forces(every),
@@ -282,15 +297,16 @@ def _element_warnings(report: DataReport, task: str) -> Iterator[str]:
     """Yield warnings about elements that no training frame has."""
     if not report.training:
         return
-    trained, validated = (
+    trained, validated, tested = (
         sum((s.type_counts.sum(axis=0) for s in scans), np.zeros(len(report.type_map), np.int64))
-        for scans in (report.training, report.validation)
+        for scans in (report.training, report.validation, report.test)
     )
     if unseen := [name for name, n in zip(report.type_map, trained) if not n]:
         but = ", but for what other tasks share and train" * bool(task)
         yield f"type_map has {first_few(unseen)}, but no training frame does: their networks stay untrained{but}."
-    if only_validated := [name for name, a, b in zip(report.type_map, trained, validated) if b and not a]:
-        yield f"validation frames have {first_few(only_validated)}, but no training frame does."
+    for kind, atoms in (("validation", validated), ("test", tested)):
+        if untrained := [name for name, a, b in zip(report.type_map, trained, atoms) if b and not a]:
+            yield f"{kind} frames have {first_few(untrained)}, but no training frame does."
 
 
 def isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) -> list[str]:

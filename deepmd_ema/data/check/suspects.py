@@ -62,29 +62,30 @@ def name_of(sources: Sequence[FrameSource], frame: int) -> str:
     return f"{source.name} frame {source.numbers[frame]}"
 
 
-def find_copies(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> tuple[Suspects, Suspects]:
-    """Return training frames that are copies of others, and validation frames that are also training frames."""
-    scans, sources = [*training, *validation], [scan.system for scan in (*training, *validation)]
-    num_training = sum(scan.system.num_frames for scan in training)
+def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
+    """Return frames of training data that are copies of others, and those of validation and test data that it has."""
+    scans = [scan for part in parts for scan in part]
+    sources, total = [scan.system for scan in scans], [sum(scan.system.num_frames for scan in part) for part in parts]
     digests = np.concatenate([np.zeros((0, 2), np.uint64), *(scan.digests for scan in scans)])
     order = np.lexsort(digests.T)  # stable: equal ones stay in order
     is_new = np.append(True, (digests[order[1:]] != digests[order[:-1]]).any(axis=1))[: len(order)]
     first, numbers = np.empty(len(order), np.int64), np.arange(len(order))  # the first frame that is equal to each
     first[order] = order[np.flatnonzero(is_new)][np.cumsum(is_new) - 1]
-    ends, kinds = np.cumsum([source.num_frames for source in sources])[:-1], []
-    for is_copy in ((numbers < num_training) & (first < numbers), (numbers >= num_training) & (first < num_training)):
-        frame = int(is_copy.argmax()) if is_copy.any() else None
-        worst = "" if frame is None else f"{name_of(sources, frame)} is {name_of(sources, int(first[frame]))}"
+    ends, part_of = np.cumsum([source.num_frames for source in sources])[:-1], np.repeat(np.arange(len(parts)), total)
+    kinds = []
+    for k, name in enumerate(("training", "validation", "test")[: len(parts)]):
+        is_copy, worst, warning = (part_of == k) & (first < (total[0] if k else numbers)), "", ""
         by_system = tuple(int(part.sum()) for part in np.split(is_copy, ends)) if sources else ()
-        kinds.append(Suspects(by_system, worst=worst))
-    copies, shared = kinds[0]._replace(total=num_training), kinds[1]._replace(total=len(first) - num_training)
-    if copies.worst:
-        many = counted(copies.num_frames, "training frame is a copy", "training frames are copies")
-        copies = copies._replace(warning=f"{many} of another (first: {copies.worst}).")
-    if shared.worst:
-        many = f"{shared.num_frames:,} of {shared.total:,} validation frames are also training frames"
-        shared = shared._replace(warning=f"{many} (first: {shared.worst}): validation errors will look too good.")
-    return copies, shared
+        if is_copy.any():
+            frame = int(is_copy.argmax())
+            worst = f"{name_of(sources, frame)} is {name_of(sources, int(first[frame]))}"
+            many = counted(sum(by_system), "training frame is a copy", "training frames are copies")
+            warning = f"{many} of another (first: {worst})."
+        if k and worst:
+            many = f"{sum(by_system):,} of {total[k]:,} {name} frames are also training frames"
+            warning = f"{many} (first: {worst}): {name} errors will look too good."
+        kinds.append(Suspects(by_system, total[k], worst, warning))
+    return kinds
 
 
 def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> Suspects:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -119,6 +119,25 @@ def split_address(path: str) -> tuple[Path, str]:
     ends = [k for k, letter in enumerate(path) if letter == "#"]
     end = next((k for k in (len(path), *reversed(ends)) if Path(path[:k]).exists()), min(ends, default=len(path)))
     return Path(path[:end]), path[end + 1 :]
+
+
+def repeated(training: Iterable[str], validation: Iterable[str] = (), test: Iterable[str] = ()) -> Iterator[str]:
+    """Yield warnings about sources, by name, that are listed more than once, and about those to train and to judge."""
+    parts: list[dict[str, list[str]]] = []
+    for names in (training, validation, test):
+        parts.append({})  # by real path and group in the file
+        for name in names:
+            path, group = split_address(name)
+            parts[-1].setdefault(f"{path.resolve()}#{group * is_hdf5(path)}", []).append(name)
+        if often := [f"{same[0]} ({len(same)} times)" for same in parts[-1].values() if len(same) > 1]:
+            yield f"listed more than once: {first_few(often)}. Their frames count as often; list each system once."
+    split = ", or let training.validation_fraction choose frames"
+    for part, kind, advice in zip(parts[1:], ("validation", "test"), (split, "")):
+        if both := [names[0] for place, names in parts[0].items() if place in part]:
+            yield (
+                f"listed in training_data and in {kind}_data: {first_few(both)}. {kind.title()} errors will look too "
+                f"good; leave them out of one{advice}."
+            )
 
 
 def _find(path: str, patterns: Sequence[str] | None) -> Sequence[Opener]:

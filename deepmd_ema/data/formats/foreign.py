@@ -246,8 +246,8 @@ def _readable(path: Path, reader: str, inventory: Inventory) -> Iterator[None]:
     except Exception as error:
         reason = _shortened(" ".join(str(error).split())) or type(error).__name__
         raise DataError(
-            f"{path}: cannot be read by {reader} ({reason}). Is it complete? Name its format with dp-ema convert "
-            "--format, such as vasp-out, vasp-xml, db (of ASE) or cp2k/output (of dpdata)."
+            f"{path}: cannot be read by {reader} ({reason}). Is it complete? Name its format: --format "
+            "vasp-out, vasp-xml, db (of ASE), cp2k/output (of dpdata) or another."
         ) from error
 
 
