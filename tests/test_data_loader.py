@@ -157,19 +157,6 @@ def test_a_loader_that_is_forgotten_ends_its_thread(systems):
     assert not loader_threads()
 
 
-def test_waiting_is_counted(systems):
-    class Slow(Failing):
-        def batch(self, n):
-            time.sleep(0.03)
-            return self.sampler.batch(n)
-
-    with closing(Loader(systems, Slow(make_sampler(systems)), LAYOUT)) as loader:
-        began = time.perf_counter()
-        for _ in range(3):
-            next(loader)
-        assert 0.03 < loader.wait_s <= time.perf_counter() - began
-
-
 def test_the_cache_holds_no_more_than_its_bound_and_changes_nothing(systems):
     kept, none = PairCache(), PairCache(max_bytes=0)
     one = kept.get(systems[0], 0, LAYOUT)

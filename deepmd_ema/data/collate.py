@@ -150,21 +150,11 @@ def pair_frame(
     rank, counts = rank_in_group(center[sorter], natoms)
     reverse = np.full((natoms, -(-int(counts.max(initial=0)) // round_to) * round_to), natoms * total, np.int32)
     reverse[center[sorter], rank] = by_slot[sorter]
+    shape, counts = (natoms, total), np.bincount(atom_type, minlength=layout.num_types)
     return PairedFrame(
-        frame=frame,
-        order=order,
-        counts=np.bincount(atom_type, minlength=layout.num_types),
-        slots=slots,
-        type_slots=type_slots,
-        inner=tuple(inner),
-        coord=coord,
-        neighbor=neighbor.reshape(natoms, total),
-        image=image.reshape(natoms, total),
-        table=table,
-        reverse=reverse,
-        most=most,
-        nearest=pairs.nearest,
-    )
+        frame, order, counts, slots, type_slots, tuple(inner), coord, neighbor.reshape(shape), image.reshape(shape),
+        table, reverse, most, pairs.nearest,
+    )  # fmt: skip
 
 
 class PairCache:
@@ -182,10 +172,7 @@ class PairCache:
     """
 
     def __init__(self, max_bytes: int | None = None, local_size: int = 1) -> None:
-        try:
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):  # no such question on this system
-            memory = MAX_CACHE_BYTES * local_size
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.max_bytes = min(MAX_CACHE_BYTES, memory // (4 * local_size)) if max_bytes is None else max_bytes
         self.num_bytes = 0
         self._frames: dict[tuple[FrameSource, int, NeighborLayout | None], PairedFrame | Frame] = {}

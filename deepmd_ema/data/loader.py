@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,7 +48,6 @@ class Loader:
         cache: neighbor lists.
         batch: returns batch ``n`` as it was collated, whatever comes next.
         position: number of the batch that ``next`` returns; a checkpoint needs nothing else of the loader.
-        wait_s: seconds that ``next`` has waited for batches in all.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class Loader:
     ) -> None:
         self.systems, self.sampler = systems, sampler
         self.position = start
-        self.wait_s = 0.0
         self.cache = pairs = PairCache() if cache is None else cache
 
         # no methods: a thread that held this object would keep it from being forgotten
@@ -91,11 +88,7 @@ class Loader:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="dp-ema-loader")
         while len(self._ahead) <= self._prefetch:
             self._ahead.append(self._thread.submit(self._prepare, self.position + len(self._ahead)))
-        began = time.perf_counter()
-        try:
-            batch = self._ahead[0].result()  # an error stays the first, to be raised again
-        finally:
-            self.wait_s += time.perf_counter() - began
+        batch = self._ahead[0].result()  # an error stays the first, to be raised again
         self._ahead.popleft()
         self.position += 1
         return batch

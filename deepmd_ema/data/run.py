@@ -259,40 +259,38 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
         report = check_systems(
             data.train, data.valid, model.type_map, descriptor, task.loss.labels, least, task=task.name, test=data.test
         )
-        option = f"task {task.name}: " * bool(task.name) + f"{task.place('training')}.training_data.frame_weights"
-        having = [source.name for source in data.train if set(WEIGHTS) & {*source.unread}]
-        if having:
-            report.notes.append(
-                f"{option} is false: the weights of frames in {len(having)} of "
-                f"{counted(len(data.train), 'system')} (first: {having[0]}) are not used"
-            )
-        if weighted and not any(scan.label_frames.get(name) for scan in report.training for name in WEIGHTS):
-            names = ", ".join(f"set.*/{name}.npy" for name in WEIGHTS)
-            report.warnings.append(
-                f"{option} is true, and no training frame has a weight: all count alike. Expected weight or "
-                f"config_weight in extended XYZ, or {names}."
-            )
-        for name in WEIGHTS if weighted and not report.problems else ():
-            chunks = [chunk for source in data.train for chunk in source.chunks((name,)) if name in chunk.arrays]
-            if chunks:
-                values = np.concatenate([chunk.arrays[name] for chunk in chunks])
-                report.notes.append(
-                    f"task {task.name}: " * bool(task.name) + f"{name} of {counted(len(values), 'training frame')}: "
-                    f"{values.min():.4g} to {values.max():.4g}, mean {values.mean():.4g}, zero in "
-                    f"{counted(int((values == 0).sum()), 'frame')}"
-                )
-        nearest = report.neighbors.min_distance if report.neighbors is not None else math.inf
-        if bridging is not None and max(chosen, nearest) < bridging.inner:  # distances are clamped to a constant
-            report.warnings.append(
-                f"task {task.name}: " * bool(task.name) + f"atoms are {nearest:.3f} angstrom apart ({report.closest}), "
-                f"nearer than bridging_r_inner = {bridging.inner:g}: the network cannot learn from their forces. "
-                f"training.training_data.min_pair_dist: {bridging.inner:g} leaves such training frames out."
-            )
+        option, notes = f"{task.place('training')}.training_data.frame_weights", list[str]()
         wholes = [dict.fromkeys(s.whole if isinstance(s, FrameSubset) else s for s in part) for part in data]
         # of a system that was split both parts are of one source
         listed = [[s.name for s in part if part is wholes[0] or s not in wholes[0]] for part in wholes]
-        layout = [*dict.fromkeys(text for source in sources for text in source.warnings), *repeated(*listed)]
-        report.warnings[:0] = [f"task {task.name}: " * bool(task.name) + text for text in layout]
+        warnings = [*dict.fromkeys(text for source in sources for text in source.warnings), *repeated(*listed)]
+        if having := [source.name for source in data.train if set(WEIGHTS) & {*source.unread}]:
+            systems = f"{len(having)} of {counted(len(data.train), 'system')} (first: {having[0]})"
+            notes.append(f"{option} is false: the weights of frames in {systems} are not used")
+        if weighted and not any(scan.label_frames.get(name) for scan in report.training for name in WEIGHTS):
+            names = ", ".join(f"set.*/{name}.npy" for name in WEIGHTS)
+            warnings.append(
+                f"{option} is true, and no training frame has a weight: all count alike. Expected weight or "
+                f"config_weight in extended XYZ, or {names}."
+            )
+        for name in WEIGHTS if weighted else ():
+            chunks = [chunk.arrays for source in data.train for chunk in source.chunks((name,))]
+            if parts := [arrays[name] for arrays in chunks if name in arrays]:
+                values = np.concatenate(parts)
+                notes.append(
+                    f"{name} of {counted(len(values), 'training frame')}: {values.min():.4g} to {values.max():.4g}, "
+                    f"mean {values.mean():.4g}, zero in {counted(int((values == 0).sum()), 'frame')}"
+                )
+        nearest = report.neighbors.min_distance if report.neighbors is not None else math.inf
+        if bridging is not None and max(chosen, nearest) < bridging.inner:  # distances are clamped to a constant
+            warnings.append(
+                f"atoms are {nearest:.3f} angstrom apart ({report.closest}), nearer than bridging_r_inner = "
+                f"{bridging.inner:g}: the network cannot learn from their forces. "
+                f"training.training_data.min_pair_dist: {bridging.inner:g} leaves such training frames out."
+            )
+        of_task = f"task {task.name}: " * bool(task.name)
+        report.notes += [of_task + text for text in notes]
+        report.warnings[:0] = [of_task + text for text in warnings]
         return report.to_dict()
 
     sources, fitting = [*data.train, *data.valid, *data.test], model.fitting_net

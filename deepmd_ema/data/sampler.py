@@ -262,8 +262,6 @@ def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ..
         sizes = tuple([rule] * len(natoms) if isinstance(rule, int) else rule)
         if len(sizes) != len(natoms):
             raise ConfigError(f"batch_size: a list of {len(sizes)} numbers, expected one per system: {len(natoms)}.")
-        if any(s < 1 for s in sizes):
-            raise ConfigError(f"batch_size = {rule}: expected numbers from 1.")
     elif kind == "mixed":
         sizes = (number,) * len(natoms)
     elif kind == "auto":
@@ -298,9 +296,6 @@ def system_probabilities(
         if len(sys_probs) != len(batches):
             raise ConfigError(f"sys_probs: {len(sys_probs)} numbers, expected one per system: {len(batches)}.")
         given = sum((Fraction(p) for p in sys_probs if p >= 0), Fraction(0))
-        if given > 1 + Fraction(1, 10**8):
-            said = f"the numbers that are not negative add up to {float(given):g}"
-            raise ConfigError(f"sys_probs: {said}, expected at most 1.")
         whole = sum(b for b, p in zip(batches, sys_probs) if p < 0) or 1
         rest = max(1 - given, Fraction(0)) / whole
         weights = [(Fraction(p) if p >= 0 else rest * b) if b else Fraction(0) for b, p in zip(batches, sys_probs)]

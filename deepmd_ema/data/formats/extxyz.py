@@ -12,14 +12,7 @@ import numpy as np
 
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY_WEIGHT, FORCE, FORCE_WEIGHT, VIRIAL, VIRIAL_WEIGHT, WEIGHT
-from deepmd_ema.data.formats.properties import (
-    KIND_NAMES,
-    Inventory,
-    StoredFrame,
-    kind_of,
-    make_frame,
-    numbers,
-)
+from deepmd_ema.data.formats.properties import KIND_NAMES, Inventory, StoredFrame, kind_of, make_frame, numbers
 from deepmd_ema.data.formats.stores import is_there, readable
 from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, rows_per
 from deepmd_ema.errors import DataError, collect_problems, show_text
@@ -38,10 +31,7 @@ _PLAIN = "species:S:1:pos:R:3"  # columns where a file does not say
 _WORD = re.compile(r"""\s*("(?:\\.|[^"\\])*"|'[^']*'|[^\s=]+)""")
 _EQUALS = re.compile(r"\s*=\s*")
 _VALUE = re.compile(r""""(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\{[^}]*\}|\[(?:[^\[\]]|\[[^\]]*\])*\]|[^\s"'{\[]\S*""")
-_BOOLEANS = {
-    **dict.fromkeys(("T", "True", "true", "TRUE", "1"), True),
-    **dict.fromkeys(("F", "False", "false", "FALSE", "0"), False),
-}
+_BOOLEANS = {w: w[0] in "Tt1" for w in ("T", "True", "true", "TRUE", "1", "F", "False", "false", "FALSE", "0")}
 
 
 @dataclass(eq=False, kw_only=True)

@@ -191,13 +191,9 @@ def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
     # ASE's data bases keep entries of users in dictionaries in `info`
     nested = [atoms.info[n] for n in _NESTED if isinstance(atoms.info.get(n), dict)]
     own = {n: v for n, v in atoms.info.items() if n not in (*_NESTED, "unique_id")}
-    return StoredFrame(
-        symbols=atoms.get_chemical_symbols(),
-        coord=atoms.get_positions().astype(np.float64),
-        box=np.array(atoms.cell.array, np.float64) if atoms.pbc.all() else None,
-        per_frame={str(name): value for part in (*nested, own) for name, value in part.items()} | results,
-        per_atom=per_atom,
-    )
+    per_frame = {str(name): value for part in (*nested, own) for name, value in part.items()} | results
+    coord, box = atoms.get_positions().astype(np.float64), np.array(atoms.cell.array, np.float64)
+    return StoredFrame(atoms.get_chemical_symbols(), coord, box if atoms.pbc.all() else None, per_frame, per_atom)
 
 
 def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:

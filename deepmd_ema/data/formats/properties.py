@@ -10,21 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from deepmd_ema.config.labels import (
-    APARAM,
-    ATOM_ENERGY,
-    ATOM_PREF,
-    ENERGY,
-    ENERGY_WEIGHT,
-    FORCE,
-    FORCE_WEIGHT,
-    FPARAM,
-    HESSIAN,
-    VIRIAL,
-    VIRIAL_WEIGHT,
-    WEIGHT,
-    WEIGHTS,
-)
+from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, FPARAM, HESSIAN, VIRIAL, WEIGHTS
 from deepmd_ema.data.source import Frame, ReadSpec, rows_per
 from deepmd_ema.errors import DataError, counted, did_you_mean, first_few, show_text
 from deepmd_ema.geometry import Array
@@ -41,11 +27,13 @@ _NAMES = {
     HESSIAN: ("hessian",),
     FPARAM: ("fparam",),
     APARAM: ("aparam",),
-    WEIGHT: ("weight", "config_weight"),  # of GPUMD, and those of MACE
-    ENERGY_WEIGHT: ("energy_weight", "config_energy_weight"),
-    FORCE_WEIGHT: ("force_weight", "forces_weight", "config_forces_weight"),
-    VIRIAL_WEIGHT: ("virial_weight", "config_virials_weight", "config_stress_weight"),
-}
+    # of GPUMD, and those of MACE
+    **dict(zip(WEIGHTS, (
+        ("weight", "config_weight"), ("energy_weight", "config_energy_weight"),
+        ("force_weight", "forces_weight", "config_forces_weight"),
+        ("virial_weight", "config_virials_weight", "config_stress_weight"),
+    ), strict=True)),
+}  # fmt: skip
 KIND_NAMES = ("config_type", "group")  # under which files name the kind of calculation of a frame
 _ORIGIN = re.compile(r"^(ref|reference|dft|qm|target)[_-]")
 _VOIGT = [0, 5, 4, 5, 1, 3, 4, 3, 2]  # of xx yy zz yz xz xy, as ASE orders them
@@ -292,15 +280,9 @@ def make_frame(stored: StoredFrame, sources: Mapping[str, str], spec: ReadSpec, 
             f"element {show_text(unknown[0])} is not in model.type_map. {did_you_mean(unknown[0], spec.type_map)} "
             "Add it to model.type_map, or leave the data out."
         )
-    return Frame(
-        coord=stored.coord,
-        atom_type=np.array([type_of[element] for element in stored.symbols], np.int64),
-        box=stored.box,
-        labels={name: read[name] for name in spec.labels if name in read},
-        fparam=read.get(FPARAM),
-        aparam=read.get(APARAM),
-        source=source,
-    )
+    atom_type = np.array([type_of[element] for element in stored.symbols], np.int64)
+    labels = {name: read[name] for name in spec.labels if name in read}
+    return Frame(stored.coord, atom_type, stored.box, labels, read.get(FPARAM), read.get(APARAM), source)
 
 
 def numbers(name: str, value: Any) -> Array:

@@ -87,20 +87,10 @@ class DeepmdSystem(FrameSource):
         fparam = arrays.get(FPARAM)
         if fparam is None and self.spec.numb_fparam:
             fparam = np.array(self.spec.default_fparam, np.float64)
-        return Frame(
-            coord=arrays[COORD],
-            atom_type=types,
-            box=arrays[BOX].reshape(3, 3) if self.periodic else None,
-            labels={
-                name: arrays[name].reshape(LABELS[name].shape_in_frame(len(types)))
-                for name in self.spec.labels
-                if name in arrays
-            },
-            fparam=fparam,
-            aparam=arrays.get(APARAM),
-            source=(self.name, index),
-            file_index=real,
-        )
+        box = arrays[BOX].reshape(3, 3) if self.periodic else None
+        shapes = {name: LABELS[name].shape_in_frame(len(types)) for name in self.spec.labels if name in arrays}
+        labels = {name: arrays[name].reshape(shape) for name, shape in shapes.items()}
+        return Frame(arrays[COORD], types, box, labels, fparam, arrays.get(APARAM), (self.name, index), real)
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
         """Yield all frames in order, some of one set at a time, with the arrays ``names``, or with all."""
