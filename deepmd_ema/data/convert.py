@@ -197,7 +197,8 @@ def _factors(
         length, energy = (table[a] / table[b] for table, a, b in zip((_LENGTHS, _ENERGIES), given, own))
         powers = ("eV", "eV/angstrom", "eV/angstrom^2")  # of an energy over a length
         labels = {n: energy / length ** powers.index(label.unit) for n, label in LABELS.items() if label.unit}
-        line = f"{read_by}, in {' and '.join(units.split(','))} (--units), not {' and '.join(assumed)}"
+        line = f"{read_by}, in {' and '.join(units.split(','))} (--units)"
+        line += f", not {' and '.join(assumed)}" * (given != own)
         return {COORD: length, BOX: length, **labels}, [line]
     read_by += f", in {' and '.join(assumed)}" if inventory.units is not None else ", in the units of the program"
     if fits:
