@@ -154,7 +154,7 @@ def check_systems(
         near = neighbor_statistics(_geometries(frames), descriptor.cutoff, len(type_map))
         if near.min_distance < min_distance:
             report.problems += _too_close(frames, near, min_distance, type_map)
-        report.warnings += _neighbor_warnings(descriptor, near, type_map)
+        report.warnings = report.warnings or [*_neighbor_warnings(descriptor, near, type_map)]  # not of both
         if scans is in_run:
             report.neighbors, report.num_searched = near, len(frames)
             if math.isfinite(near.min_distance):
