@@ -141,10 +141,8 @@ def check_systems(
     for scans in (in_run, report.test):
         # neighbors of the frames whose geometry is valid; of many an even sample, in order
         usable = [np.delete(np.arange(scan.system.num_frames), sorted(scan.bad_frames)) for scan in scans]
-        owner, number = (
-            np.repeat(np.arange(len(scans)), list(map(len, usable))),
-            np.concatenate([np.arange(0), *usable]),
-        )
+        number = np.concatenate([np.arange(0), *usable])
+        owner = np.repeat(np.arange(len(scans)), list(map(len, usable)))
         if len(number) > max_searched:
             chosen = np.linspace(0, len(number) - 1, max_searched).round().astype(np.int64)
             owner, number = owner[chosen], number[chosen]
