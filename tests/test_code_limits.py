@@ -65,12 +65,12 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
 
 # lines of code, without blank lines, comments and docstrings; a number may only fall, and falls with the code
 MAX_LINES = {
-    "all": 30069,
+    "all": 30068,
     "averaging": 1321,
     "checkpoint": 783,
     "cli": 1031,
     "config": 4006,
-    "data": 3926,
+    "data": 3925,
     "distributed": 939,
     "infer": 1633,
     "interop": 1979,
