@@ -58,7 +58,7 @@ html_css_files = ["site.css"]
 html_math_renderer = "mathml"
 
 # pages whose lists of links are the table of contents
-CONTENTS = ("doc/README", "doc/manual/README", "doc/decisions/README", "benchmarks/README")
+CONTENTS = ("doc/README", "doc/manual/README", "benchmarks/README")
 _ROW = re.compile(r"^(?:- |\| )\[([^]]+)\]\(([^)#\s]+)\.md\)", re.M)
 
 

@@ -137,7 +137,7 @@ def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str,
     """Return ``model(batch)``: what ``torch.compile(run, dynamic=True)`` compiles.
 
     A function of the module, not a method of one: models of one structure then share their graphs, because parameters
-    and buffers are inputs of a graph. The number of graphs is that of kinds of sizes (decision 0006).
+    and buffers are inputs of a graph. The number of graphs is that of kinds of sizes (doc/decisions.md).
     """
     return model(batch, need_virial=need_virial)
 

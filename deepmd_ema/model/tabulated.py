@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MIN_DISTANCE = 0.7  # angstrom, where the shortest distance of the training data is not known; H2 has 0.74
 NEARER = 0.9  # atoms that move come a bit nearer than in the training data
-# of layers, for a pair and for all pairs of a batch, from which on "auto" uses tables (decision 0016)
+# of layers, for a pair and for all pairs of a batch, from which on "auto" uses tables (doc/decisions.md)
 MIN_WIDTH, MIN_NUMBERS = 40, 200_000
 
 
@@ -29,7 +29,7 @@ def interpolations_of(model: nn.Module) -> dict[str, Interpolation]:
 
 
 def tabulate(model: EnergyModel, always: bool = False) -> bool:
-    """Let a model that is only evaluated use tables of its nets, and return whether it does (decision 0016).
+    """Let a model that is only evaluated use tables of its nets, and return whether it does (doc/decisions.md).
 
     Its parameters get no gradients from then on. Tables are made by the first evaluation.
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 20  # steps
 MIN_GROWTH_OF_GRAPHS = 1.5  # of the number of terms
-MIN_NUMBERS_PER_SITE = 3000  # of layers, from which on "auto" uses series (decision 0016)
+MIN_NUMBERS_PER_SITE = 3000  # of layers, from which on "auto" uses series (doc/decisions.md)
 
 
 class InterpolationControl:

@@ -29,7 +29,7 @@ Array = NDArray[np.float64]
 
 # S snapshots, L targets, C classes: averages of one gamma that were updated at the same steps
 
-TOLERANCE = 0.05  # largest residual, see doc/decisions/0005-averages-found-after-training.md
+TOLERANCE = 0.05  # largest residual, see doc/decisions.md
 MIN_SIGMA_REL, MAX_SIGMA_REL = 0.005, 12**-0.5  # sigma_rel that are considered; the longest is that of equal weights
 _NUM_CONSIDERED = 49
 _NOISE = 64 * np.finfo(np.float64).eps  # of an entry of the normalized Gram matrix, per average

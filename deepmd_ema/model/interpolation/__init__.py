@@ -1,1 +1,1 @@
-"""Interpolated embedding nets: sums over neighbors whose cost does not grow with the size of a net (decision 0016)."""
+"""Interpolated embedding nets: sums over neighbors whose cost does not grow with the size of a net (doc/decisions.md)."""

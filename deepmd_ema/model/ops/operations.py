@@ -1,4 +1,4 @@
-"""Sets of operations of equal values and derivatives, and how a module gets one (decision 0006)."""
+"""Sets of operations of equal values and derivatives, and how a module gets one (doc/decisions.md)."""
 
 from __future__ import annotations
 
