@@ -1,1 +1,1 @@
-"""Interpolated embedding nets: sums over neighbors whose cost does not grow with the size of a net (doc/decisions.md)."""
+"""Interpolated embedding nets: sums over neighbors at a cost that does not depend on their size (doc/decisions.md)."""

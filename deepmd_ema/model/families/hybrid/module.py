@@ -36,9 +36,9 @@ class HybridDescriptor(nn.Module):
     """The features of all parts, one after the other.
 
     All parts read one list of neighbors: by type if all of them want it so, otherwise the nearest of all types, in
-    which parts of the first kind look up their types (doc/architecture.md). As in DeePMD-kit, the list ends at the largest
-    cutoff and at the largest ``sel`` of all parts, and a part with a shorter cutoff does not know which neighbors are
-    beyond its own cutoff.
+    which parts of the first kind look up their types. As in DeePMD-kit, the list ends at the largest cutoff and at the
+    largest ``sel`` of all parts, and a part with a shorter cutoff does not know which neighbors are beyond its own
+    cutoff.
 
     Args:
         config: the section ``model.descriptor``.
