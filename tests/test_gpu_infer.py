@@ -19,6 +19,7 @@ from deepmd_ema.infer.deviation import DeviationOptions, measure_deviation
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
+from deepmd_ema.interop.freeze import freeze
 
 pytestmark = pytest.mark.gpu
 
@@ -148,6 +149,20 @@ def test_posthoc_averages_are_ranked_as_on_the_cpu(tmp_path, water_like_valid):
     assert gpu.chosen.errors.metric("F:RMSE") == pytest.approx(cpu.chosen.errors.metric("F:RMSE"), rel=1e-9)
     for name, value in weights.items():
         torch.testing.assert_close(found[name], value, **SAME_MATH)
+
+
+@pytest.mark.real_gpu("AOTInductor for CUDA")
+@pytest.mark.filterwarnings("ignore")  # torch's own
+@pytest.mark.timeout(600)
+def test_a_pt2_that_is_frozen_for_a_gpu_has_the_results_of_its_checkpoint(tmp_path):
+    path, _ = write_run(tmp_path)
+    freeze(load_model(path), tmp_path / "model.pt2", device="cuda")
+    compiled, plain = (Potential(file, device="cuda") for file in (tmp_path / "model.pt2", path))
+    frames = [toy_frame(np.random.default_rng(3), natoms) for natoms in (12, 5)]
+    for frame in frames:
+        found, expected = compiled.evaluate(*frame), plain.evaluate(*frame)
+        for name in RESULTS:
+            np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-10, atol=1e-10)
 
 
 def test_the_arrays_of_a_pt2_are_made_without_a_wait_for_the_gpu():

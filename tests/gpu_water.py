@@ -1,0 +1,152 @@
+"""Training steps of the models of the benchmarks on a CUDA device, with 192 atoms of water in a frame.
+
+    python tests/gpu_water.py versions [--peer DIR]  # of the device and the packages
+    python tests/gpu_water.py steps [KIND ...]       # time, kernels, memory, calls of the CUDA runtime
+    python tests/gpu_water.py twice [KIND ...]       # whether two runs at the same time have the same weights
+
+KIND is a name in benchmarks/models.json.
+"""
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import common
+import speed_cases
+
+from deepmd_ema import __version__, checkpoint
+from deepmd_ema.distributed.tensors import content_digest
+from deepmd_ema.training.run import run_training
+from deepmd_ema.training.trainer import Callback
+
+KINDS = ("se_e2_a", "se_atten, 2 layers", "dpa2", "dpa3")
+IS_PRETENDED = torch.version.cuda is None  # which is as slow as a CPU: only few steps are tried
+MEASURED = (("float32", 1), ("float32", 8), ("float64", 8))[: 1 if IS_PRETENDED else 3]  # precision, frames of a step
+TIMED, PROFILED = (2, 1) if IS_PRETENDED else (20, 3)
+STEPS_TWICE, FRAMES_TWICE = (3, 1) if IS_PRETENDED else (20, 4)
+PEER = "import deepmd, torch; print('DeePMD-kit', deepmd.__version__, 'with torch', torch.__version__)"
+
+
+class Profile(Callback):
+    """Times ``TIMED`` steps after the first ``epoch``, in which neighbors are found, and profiles the next ones."""
+
+    def __init__(self, epoch):
+        self.epoch, self.began, self.seconds, self.memory = epoch, 0.0, 0.0, 0
+        self.profiler = torch.profiler.profile(activities=torch.profiler.supported_activities())
+
+    def after_step(self, trainer):
+        number = trainer.step - self.epoch
+        if number not in (0, TIMED, TIMED + PROFILED):
+            return
+        torch.cuda.synchronize()
+        if number == 0:
+            self.began = time.perf_counter()
+        elif number == TIMED:
+            self.seconds = (time.perf_counter() - self.began) / TIMED
+            self.memory = torch.cuda.max_memory_allocated()
+            self.profiler.start()
+        else:
+            self.profiler.stop()
+
+    def calls(self):
+        """Return how often a step calls each function of the CUDA runtime, and the seconds of its kernels."""
+        calls, seconds = Counter(), 0.0
+        for event in self.profiler.key_averages():
+            if re.fullmatch(r"cu(da)?[A-Z]\w+", event.key):
+                calls[event.key] += event.count
+            elif event.device_type == DeviceType.CUDA:
+                seconds += event.self_device_time_total / 1e6
+        return {name: number / PROFILED for name, number in calls.most_common()}, seconds / PROFILED
+
+
+def train(kind, precision, batch, num_steps, work, **how):
+    """Train in a folder of ``work``, and return the checkpoint."""
+    words = argparse.Namespace(kinds=[kind], precision=[precision], batch=[batch])
+    args = argparse.Namespace(input=common.EXAMPLE / "input.json", data=None, work=work)
+    (case,) = speed_cases.cases_of(words)
+    config = speed_cases.input_of(case, args, numb_steps=num_steps, disp_freq=10**6)
+    folder, before = work / case.file_name, Path.cwd()
+    common.write_input(folder, config)
+    os.chdir(folder)
+    run_training("input.json", device="cuda", skip_neighbor_stat=True, **how)
+    os.chdir(before)
+    return checkpoint.load(folder / "model.ckpt.pt")
+
+
+def print_versions(peer):
+    """Print the device, its driver and the versions of the packages."""
+    print(f"- dp-ema {__version__}, Python {platform.python_version()}, {len(os.sched_getaffinity(0))} cores")
+    print(f"- torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices", flush=True)
+    properties = torch.cuda.get_device_properties(0)
+    capability = f"compute capability {properties.major}.{properties.minor}"
+    print(f"- {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {capability}")
+    print(f"- NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, cuDNN {torch.backends.cudnn.version()}", flush=True)
+    words = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit", "--format=csv"]
+    commands = [words, ["g++", "--version"], *([[f"{peer}/bin/python", "-c", PEER]] if peer else [])]
+    for command in commands:
+        if shutil.which(command[0]) is None:
+            print(f"- {command[0]}: not found")
+            continue
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        print(f"- {command[0]}: " + "; ".join((done.stdout + done.stderr).splitlines()[:2]))
+
+
+def print_steps(kinds):
+    """Print a line for each model, precision and number of frames."""
+    print("| model | precision | frames | step, ms | kernels, ms | memory, MB | calls of a step |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | --- |")
+    for kind in kinds:
+        for precision, frames in MEASURED:
+            profile = Profile(2 if IS_PRETENDED else speed_cases.MAX_FRAMES // frames)
+            torch.cuda.reset_peak_memory_stats()
+            with tempfile.TemporaryDirectory() as work:
+                train(kind, precision, frames, profile.epoch + TIMED + PROFILED + 1, Path(work), callback=profile)
+            calls, seconds = profile.calls()
+            listed = ", ".join(f"{name} {number:.4g}" for name, number in calls.items()) or "not seen by the profiler"
+            numbers = f"{1e3 * profile.seconds:.2f} | {1e3 * seconds:.2f} | {profile.memory / 1e6:.0f}"
+            print(f"| {kind} | {precision} | {frames} | {numbers} | {listed} |", flush=True)
+
+
+def print_digests(kinds):
+    """Print a digest of the weights and of the optimizer's numbers after some steps."""
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as work:
+            payload = train(kind, "float32", FRAMES_TWICE, STEPS_TWICE, Path(work))
+        print(kind, content_digest([payload["model"], payload["optimizer"]]), sep=": ", flush=True)
+
+
+def print_twice(kinds):
+    """Print whether two processes that run at the same time train to the same bits; return 1 if not."""
+    words = [sys.executable, __file__, "digests", *kinds]
+    runs = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    one, other = (run.communicate()[0].splitlines() for run in runs)
+    for a, b in zip(one, other, strict=True):
+        print(f"- {a[:40]}: {'the same bits' if a == b else f'DIFFERENT: {b[:40]}'}")
+    return int(one != other or len(one) != len(kinds))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("versions", "steps", "twice", "digests"))
+    parser.add_argument("kinds", nargs="*", default=list(KINDS), metavar="KIND")
+    parser.add_argument("--peer", help="virtual environment with DeePMD-kit")
+    args = parser.parse_args()
+    if args.what == "versions":
+        return print_versions(args.peer)
+    return {"steps": print_steps, "twice": print_twice, "digests": print_digests}[args.what](args.kinds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
