@@ -86,21 +86,21 @@ def train(kind, precision, batch, num_steps, work, **how):
 
 
 def print_versions(peer):
-    """Print the device, its driver and the versions of the packages."""
-    print(f"- dp-ema {__version__}, Python {platform.python_version()}, {len(os.sched_getaffinity(0))} cores")
-    print(f"- torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices", flush=True)
-    properties = torch.cuda.get_device_properties(0)
-    capability = f"compute capability {properties.major}.{properties.minor}"
-    print(f"- {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {capability}")
-    print(f"- NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, cuDNN {torch.backends.cudnn.version()}", flush=True)
-    words = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit", "--format=csv"]
-    commands = [words, ["g++", "--version"], *([[f"{peer}/bin/python", "-c", PEER]] if peer else [])]
-    for command in commands:
+    """Print the versions of the packages and of the driver, and the device, which fails if torch sees none."""
+    cores = len(os.sched_getaffinity(0))
+    print(f"- dp-ema {__version__}, torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN", end=" ")
+    print(f"{torch.backends.cudnn.version()}, Python {platform.python_version()}, {cores} cores")
+    smi = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit", "--format=csv"]
+    for command in (smi, ["g++", "-dumpfullversion"], *([[f"{peer}/bin/python", "-c", PEER]] if peer else [])):
         if shutil.which(command[0]) is None:
             print(f"- {command[0]}: not found")
             continue
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        print(f"- {command[0]}: " + "; ".join((done.stdout + done.stderr).splitlines()[:2]))
+        lines = done.stderr.splitlines()[-1:] if done.returncode else done.stdout.splitlines()
+        print(f"- {command[0]}: {'; '.join(lines)}", flush=True)
+    device = torch.cuda.get_device_properties(0)
+    print(f"- device 0 of {torch.cuda.device_count()}: {device.name}, {device.total_memory / 2**30:.0f} GiB,", end=" ")
+    print(f"compute capability {device.major}.{device.minor}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
 
 
 def print_steps(kinds):

@@ -1,6 +1,7 @@
 """Inference, tests, changed biases and posthoc averages of trained models on a CUDA device, beside the CPU."""
 
 import re
+import zipfile
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interop.freeze import freeze
+from deepmd_ema.interop.pt2 import write_pt2
 
 pytestmark = pytest.mark.gpu
 
@@ -149,6 +151,24 @@ def test_posthoc_averages_are_ranked_as_on_the_cpu(tmp_path, water_like_valid):
     assert gpu.chosen.errors.metric("F:RMSE") == pytest.approx(cpu.chosen.errors.metric("F:RMSE"), rel=1e-9)
     for name, value in weights.items():
         torch.testing.assert_close(found[name], value, **SAME_MATH)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own
+@pytest.mark.timeout(600)
+def test_the_graph_of_a_pt2_for_a_gpu_computes_on_the_gpu_alone(tmp_path, monkeypatch):
+    def compiled(graph, package_path, **_):
+        graphs.append(graph.module())
+        zipfile.ZipFile(package_path, "w").close()
+
+    graphs, (config, model) = [], toy_model("se_e2_a")
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
+    write_pt2(tmp_path / "model.pt2", model.eval(), config, {"model_def_script": {}}, torch.device("cuda"))
+    coord, types = toy_atoms()
+    batch = batch_of(model, (coord, types, TRICLINIC), (coord[:7], types[:7], None))
+    found, expected = CompiledModel(graphs[0], model, None)(batch.to(torch.device("cuda"))), model(batch)
+    for name, value in found.items():
+        assert value.is_cuda, name
+        torch.testing.assert_close(value.cpu(), expected[name], **SAME_MATH)
 
 
 @pytest.mark.real_gpu("AOTInductor for CUDA")
