@@ -6,7 +6,7 @@ Each part is a process of its own with a limit, and the next one follows if it f
 written before and after each part; complete outputs are in the folder ``page.logs``. The last line names the parts that
 failed with their commands, and those for which no time was left. DIR is a virtual environment with DeePMD-kit.
 
-On a bare machine with a driver, in the root of the repository::
+On a bare machine with a driver, in the root of the repository; nothing has to be installed where the dependencies are::
 
     python3 -m venv venv && . venv/bin/activate
     pip install -c constraints.txt -e '.[test]'  # torch for CUDA is 3 GB; with a torch that is installed already:
@@ -14,7 +14,6 @@ On a bare machine with a driver, in the root of the repository::
     python3 -m venv peer && peer/bin/pip install torch deepmd-kit==3.2.0
     python tests/gpu_first_contact.py --peer peer
 
-Nothing has to be installed where the dependencies are: the parts import the package from the repository.
 ``python tests/pretend_cuda tests/gpu_first_contact.py --minutes 60`` tries all parts on the pretended device.
 """
 
@@ -32,22 +31,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_WORKERS = 4  # tests at once
-MAX_LINES = 60  # of an output on the page
-MIN_SECONDS = 5.0  # left for a part to be started
-MEANT_MINUTES = 10.0  # for which the limits are meant
+MAX_WORKERS, MAX_LINES = 4, 60  # tests at once; lines of an output on the page
+MEANT_MINUTES, MIN_SECONDS = 10.0, 5.0  # for which the limits are meant; left for a part to be started
 
 
 @dataclass(frozen=True)
 class Part:
-    """A process that shows something on the device.
-
-    Attributes:
-        name: on the command line and in titles.
-        title: content of its section.
-        words: command line after ``python``.
-        limit: seconds, of ``MEANT_MINUTES``.
-    """
+    """A process that shows something on the device: ``words`` follow ``python``; a limit in s, for ten minutes."""
 
     name: str
     title: str
@@ -118,9 +108,8 @@ def run_part(part, limit, log):
     """Run a part, with its output in the file ``log``; after ``limit`` seconds it is killed with all it has started."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    start, errors = time.monotonic(), log.with_suffix(".err")
+    start, errors, words = time.monotonic(), log.with_suffix(".err"), [sys.executable, *part.words]
     with log.open("w") as out, errors.open("w") as err:
-        words = [sys.executable, *part.words]
         process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
         try:
             code = process.wait(limit)
@@ -163,23 +152,21 @@ def write_page(parts, results, page):
     failed = [f"{p.name}: `{p.command}`" for p in parts if results[p.name].state.startswith("failed")]
     left = [p.name for p in parts if results[p.name].state.startswith(("not run", "running"))]
     last = f"Failed: {'; '.join(failed)}." if failed else "Nothing failed."
-    last += f" Not run: `python tests/gpu_first_contact.py --parts {' '.join(left)}`." if left else ""
+    last += f" Not run: `python tests/gpu_first_contact.py --output rest.md --parts {' '.join(left)}`." if left else ""
     title = f"# First contact with a GPU, {time.strftime('%Y-%m-%d %H:%M')}"
-    text = "\n\n".join([title, *sections[:1], table, *sections[1:], last])
     unfinished = page.with_suffix(".part")
-    unfinished.write_text(text + "\n")
+    unfinished.write_text("\n\n".join([title, *sections[:1], table, *sections[1:], last]) + "\n")
     os.replace(unfinished, page)
 
 
 def _section(part, result):
     """Return title, command and the end of the output, of which tables and lists are shown as such."""
-    is_markdown = result.state == "passed" and part.words[0] != "-m"
-    # the page of a benchmark begins after the lines that it prints while it measures
-    output = (
-        re.sub(r"\A.*?^# ", "### ", result.output, flags=re.DOTALL | re.MULTILINE) if is_markdown else result.output
-    )
-    lines = output.splitlines()[-MAX_LINES:]
-    shown = [re.sub("^## ", "### ", line) for line in lines] if is_markdown else ["```text", *lines, "```"]
+    lines = result.output.splitlines()[-MAX_LINES:]
+    shown = ["```text", *lines, "```"]
+    if result.state == "passed" and part.words[0] != "-m":
+        # the page of a benchmark begins after the lines that it prints while it measures
+        first = next((k for k, line in enumerate(lines) if line.startswith("# ")), 0)
+        shown = [re.sub("^##? ", "### ", line) for line in lines[first:]]
     return "\n".join([f"## {part.name}: {part.title}", "", f"`{part.command}`: {result.state}", "", *shown])
 
 

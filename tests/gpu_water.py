@@ -61,7 +61,7 @@ class Profile(Callback):
             self.profiler.stop()
 
     def calls(self):
-        """Return how often a step calls each function of the CUDA runtime, and the seconds of its kernels."""
+        """Return the calls of the CUDA runtime by function and the seconds of the kernels, both of one step."""
         calls, seconds = Counter(), 0.0
         for event in self.profiler.key_averages():
             if re.fullmatch(r"cu(da)?[A-Z]\w+", event.key):

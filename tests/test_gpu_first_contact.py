@@ -49,7 +49,7 @@ def test_parts_for_which_no_time_is_left_are_named_with_the_command_that_runs_th
     parts = [python("one", "print(1)"), python("two", "print(2)")]
     run_parts(parts, tmp_path / "page.md", minutes=0)
     last = (tmp_path / "page.md").read_text().splitlines()[-1]
-    assert last == "Nothing failed. Not run: `python tests/gpu_first_contact.py --parts one two`."
+    assert last == "Nothing failed. Not run: `python tests/gpu_first_contact.py --output rest.md --parts one two`."
 
 
 def test_limits_grow_with_the_minutes_and_end_with_them(tmp_path):
