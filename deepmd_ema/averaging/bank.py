@@ -18,7 +18,7 @@ from deepmd_ema.averaging.storage import Binding, Shard, canonical, lerp, lerp_o
 from deepmd_ema.config.schema.averaging import CustomAverage, ScheduleFreeProfile
 from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.distributed.launch import END_SIGNALS, handling
-from deepmd_ema.distributed.tensors import Take, WholeTensors, check_weights, prefix_of
+from deepmd_ema.distributed.tensors import Take, WholeTensors, check_weights, prefix_of, settle_shards
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.utils import LIVE
 
@@ -65,6 +65,8 @@ class AverageBank:
         self._swapped: Average | None = None
         self._binding = Binding({}, buffers=False)  # without averages nothing is looked up
         if self._profiles:
+            for module in self._modules.values() if around is None else [around]:
+                settle_shards(module)
             self.rebind()
         if self._profiles and not self._binding.shards:
             raise ConfigError(

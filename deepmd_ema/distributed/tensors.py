@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeGuard
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepmd_ema.errors import CheckpointError, first_few
 
@@ -270,6 +270,21 @@ def from_local(shard: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def settle_shards(module: nn.Module) -> None:
+    """Move the shards of ``module`` to the memory where they stay. Must be called by every rank, if it is sharded.
+
+    Call it before anything refers to their memory, as averages and optimizers do.
+    """
+    # torch before 2.10 copies those of fewer rows in the first forward pass, unless they have been gathered before
+    if torch.__version__ < "2.10" and "torch.distributed.fsdp" in sys.modules:
+        from torch.distributed.fsdp import FSDPModule
+
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.unshard()
+                part.reshard()
 
 
 def is_row_sharded(tensor: Tensor) -> bool:

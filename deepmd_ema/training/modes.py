@@ -22,7 +22,7 @@ from deepmd_ema.config.messages import dotted, path_of
 from deepmd_ema.config.schema.descriptor import HasMixedPrecision
 from deepmd_ema.config.schema.optim import LKFConfig, SOAPConfig
 from deepmd_ema.data.loader import Pad
-from deepmd_ema.distributed.tensors import content_digest, is_sharded
+from deepmd_ema.distributed.tensors import content_digest, is_sharded, settle_shards
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import UserError, first_few
 from deepmd_ema.model.compiler import Compiler, explained, pad_for
@@ -223,6 +223,7 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
     each = list(models.by_task.values())
     if models.compiler is not None:  # its code takes all parameters of a model at once, and cannot wait for blocks
         shard(models)
+        settle_shards(models)
         return
     for model in each:
         model.evaluate_all_blocks()
@@ -243,3 +244,4 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
     for model in each:
         shard(model)
     shard(models)  # the root, through which all forward passes go
+    settle_shards(models)
