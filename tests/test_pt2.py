@@ -17,6 +17,7 @@ from helpers import toy_frame
 from infer_models import let_slots_differ, write_run
 from torch._inductor import config as inductor_options
 from torch._inductor.exc import CppCompileError
+from torch.torch_version import TorchVersion
 from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, disturb, toy_atoms, toy_model
 
 from deepmd_ema import cli
@@ -347,15 +348,19 @@ def test_where_torch_cannot_compile_the_message_says_what_and_what_to_do(run, tm
     assert not (tmp_path / "m.pt2").exists()
 
 
-@pytest.mark.parametrize(("error", "code", "phrase"), [
-    (CppCompileError(["g++"], "a.cpp:1:10: fatal error: b.h: No such file\nmore"), 2,
+@pytest.mark.parametrize(("version", "error", "code", "phrase"), [
+    ("2.13.0", CppCompileError(["g++"], "a.cpp:1:10: fatal error: b.h: No such file\nmore"), 2,
      "the C++ compiler failed (a.cpp:1:10: fatal error: b.h: No such file). Install g++, or name another"),
-    (RuntimeError("LoweringException: target: aten.bmm.default"), 1, "cannot compile this model (se_e2_a, aten.bmm)"),
+    ("2.12.1", CppCompileError(["g++"], "a.cpp:1:1: error: ‘tmp47’ was not declared in this scope"), 2,
+     "not declared in this scope). Code of this model is right from torch 2.13 on, whose .pt2 files torch 2.11 runs"),
+    ("2.13.0", RuntimeError("LoweringException: target: aten.bmm.default"), 1,
+     "cannot compile this model (se_e2_a, aten.bmm)"),
 ])  # fmt: skip
-def test_a_failure_of_the_compiler_is_distinguished(run, tmp_path, monkeypatch, capsys, error, code, phrase):
+def test_a_failure_of_the_compiler_is_distinguished(run, tmp_path, monkeypatch, capsys, version, error, code, phrase):
     def fail(*_, **__):
         raise error
 
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     monkeypatch.setattr(pt2, "_exported", lambda *_: None)
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
     assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == code

@@ -41,9 +41,14 @@ _FACTS = "model/extra/metadata.json"  # names of DeePMD-kit
 _SCRIPT = "model/extra/model_def_script.json"
 _DEVICE = "dp_ema_device"
 _OTHER_COMPILER = "Install g++, or name another compiler in the environment variable CXX; or write a .dp file."
-# torch 2.11 and 2.12 generate code that does not compile, 2.6 cannot export the graph; 2.11 runs files made with 2.13
-_WORKS_WITH = (2, 13)
+_DECLARES_ALL = "2.13"  # torch before it uses names in its code that it does not declare, most in assertions
+_OTHER_TORCH = (
+    f"Code of this model is right from torch {_DECLARES_ALL} on, whose .pt2 files torch 2.11 runs too; or write a .pth "
+    "file for LAMMPS, or a .dp file."
+)
 _OPTIONS = {"cpp.dynamic_threads": True}  # as many threads as torch has when it runs, not when it was compiled
+if torch.__version__ < _DECLARES_ALL:
+    _OPTIONS |= {"scalar_asserts": False, "assert_indirect_indexing": False}
 
 
 def check_compiler(path: Path) -> None:
@@ -52,11 +57,10 @@ def check_compiler(path: Path) -> None:
     Raises:
         UserError: if torch is too old, or there is no C++ compiler.
     """
-    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if version is not None and tuple(map(int, version.groups())) < _WORKS_WITH:
+    if torch.__version__ < "2.10":  # which cannot export the graph
         raise UserError(
-            f"-o {path}: torch {torch.__version__} cannot compile models to .pt2 files. Use torch "
-            f"{'.'.join(map(str, _WORKS_WITH))} or newer, also where an older one runs the file; or write a .dp file."
+            f"-o {path}: torch {torch.__version__} cannot compile models to .pt2 files. Use torch 2.10 or newer; "
+            "or write a .pth file for LAMMPS, or a .dp file."
         )
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -231,9 +235,10 @@ def _failures_as_messages(path: Path, config: ModelConfig) -> Iterator[None]:
         text = f"{type(error).__name__}: {error}"
         if "CppCompileError" in text:
             output = text.partition("Output:")[2].strip() or text
+            advice = _OTHER_TORCH if torch.__version__ < _DECLARES_ALL else _OTHER_COMPILER
             raise UserError(
-                f"{path}: the C++ compiler failed ({output.splitlines()[0][:200]}). {_OTHER_COMPILER} --debug shows "
-                "all of its output."
+                f"{path}: the C++ compiler failed ({output.splitlines()[0][:200]}). {advice} --debug shows all of its "
+                "output."
             ) from error
         # an error of a graph has the traced lines in its text
         lines = re.findall(r'deepmd_ema/(model/\S+)", line (\d+)', "".join(format_exception(error)))
