@@ -6,6 +6,7 @@ Shards are written and read by torch.distributed.checkpoint; each rank writes th
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Mapping
 from enum import EnumMeta
 from functools import partial
@@ -171,6 +172,8 @@ def _write_shards(folder: Path, shards: Mapping[str, RowShard], world: World) ->
     plans, table = world.broadcast_from_rank0(plan_together)
     plan = rows.finish_plan(plans[world.rank])
     with world.all_ranks_ok():
+        # torch before 2.11 warns of a call of its own, in threads where warnings cannot be caught
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, r"torch\.distributed")
         results = storage.write_data(plan, rows).wait()
         digests = {name: file_digest(folder / name) for name in {r.storage_data.relative_path for r in results}}
     written = world.gather((results, digests))
