@@ -6,15 +6,29 @@ With another torch the test of a line that is gone fails, and says which file ne
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 FOREACH = ["add_", "copy_", "div", "lerp", "lerp_", "mul", "mul_", "norm", "sqrt", "sub_", "addcmul_"]
 
 
 def gone(what, where):
     return f"torch {torch.__version__}: {what} is not what {where} expects"
+
+
+@pytest.mark.parametrize(("version", "guards"), [
+    ("2.10", "settle_shards of distributed/tensors.py and the refusal in interop/pt2.py"),
+    ("2.11", "the filter of warnings in checkpoint/sharded.py"),
+    ("2.13", "options and advice in interop/pt2.py, and the other name of forward_sync_buffers in training/modes.py"),
+])  # fmt: skip
+def test_what_guards_against_an_older_torch_goes_when_that_is_not_supported(version, guards):
+    text = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text()
+    lowest = TorchVersion(re.search(r'"torch>=([\d.]+)"', text)[1])
+    assert lowest < version, f"torch before {version} cannot be installed: remove {guards}"
 
 
 @pytest.mark.parametrize("name", FOREACH)
