@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from traceback import format_exception
@@ -41,13 +42,10 @@ _FACTS = "model/extra/metadata.json"  # names of DeePMD-kit
 _SCRIPT = "model/extra/model_def_script.json"
 _DEVICE = "dp_ema_device"
 _OTHER_COMPILER = "Install g++, or name another compiler in the environment variable CXX; or write a .dp file."
-_DECLARES_ALL = "2.13"  # torch before it uses names in its code that it does not declare, most in assertions
-_OTHER_TORCH = (
-    f"Code of this model is right from torch {_DECLARES_ALL} on, whose .pt2 files torch 2.11 runs too; or write a .pth "
-    "file for LAMMPS, or a .dp file."
-)
 _OPTIONS = {"cpp.dynamic_threads": True}  # as many threads as torch has when it runs, not when it was compiled
-if torch.__version__ < _DECLARES_ALL:
+# torch before 2.13 uses names in its code that it does not declare: in assertions and, for some models, in loops that
+# transpose vectors
+if _DECLARES_TOO_LITTLE := torch.__version__ < "2.13":
     _OPTIONS |= {"scalar_asserts": False, "assert_indirect_indexing": False}
 
 
@@ -102,7 +100,14 @@ def write_pt2(
         with _failures_as_messages(path, config), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch about its own calls
             exported = _exported(model, config, device)
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(file), inductor_configs=_OPTIONS)
+            compiling = partial(torch._inductor.aoti_compile_and_package, exported, package_path=str(file))
+            try:
+                compiling(inductor_configs=_OPTIONS)
+            except RuntimeError as error:
+                if not (_DECLARES_TOO_LITTLE and "CppCompileError" in f"{type(error).__name__}: {error}"):
+                    raise
+                logger.info("compiling it without vectors, of which torch %s makes wrong code", torch.__version__)
+                compiling(inductor_configs=_OPTIONS | {"cpp.simdlen": 1})
         with zipfile.ZipFile(file, "a") as package:
             package.writestr(_FACTS, json.dumps(facts))
             package.writestr(_SCRIPT, json.dumps(tree["model_def_script"]))
@@ -235,10 +240,9 @@ def _failures_as_messages(path: Path, config: ModelConfig) -> Iterator[None]:
         text = f"{type(error).__name__}: {error}"
         if "CppCompileError" in text:
             output = text.partition("Output:")[2].strip() or text
-            advice = _OTHER_TORCH if torch.__version__ < _DECLARES_ALL else _OTHER_COMPILER
             raise UserError(
-                f"{path}: the C++ compiler failed ({output.splitlines()[0][:200]}). {advice} --debug shows all of its "
-                "output."
+                f"{path}: the C++ compiler failed ({output.splitlines()[0][:200]}). {_OTHER_COMPILER} --debug shows "
+                "all of its output."
             ) from error
         # an error of a graph has the traced lines in its text
         lines = re.findall(r'deepmd_ema/(model/\S+)", line (\d+)', "".join(format_exception(error)))
