@@ -109,7 +109,7 @@ def test_the_printed_lines_run_in_lammps_with_our_numbers_on_one_rank_and_two(tm
 
 @in_lammps
 def test_one_environment_goes_from_training_to_lammps(tmp_path):
-    """Its torch trains and writes the file, which its LAMMPS reads; the energy is that of the checkpoint read here."""
+    """Its torch trains and writes the files that its LAMMPS reads; the energy is that of the checkpoint read here."""
     shutil.copytree(ROOT / "examples" / "water", tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "input.json").read_text())
     config["training"].update(numb_steps=20, disp_freq=20)
@@ -123,11 +123,12 @@ def test_one_environment_goes_from_training_to_lammps(tmp_path):
         return done.stdout
 
     printed("train", "input.json")
-    lines = printed("freeze", "--use-ema", "-o", "water.pth")
     system = tmp_path / "data" / "validation"
     coord, box = (np.load(system / "set.000" / f"{name}.npy")[0].reshape(-1, 3) for name in ("coord", "box"))
     frame = coord, np.loadtxt(system / "type.raw", dtype=int), box
-    assert_same_numbers(tmp_path, lines, tmp_path / "model_ema.ckpt.pt", *frame)
+    for name in ("water.pth", "water.pt2"):
+        lines = printed("freeze", "--use-ema", "-o", name)
+        assert_same_numbers(tmp_path, lines, tmp_path / "model_ema.ckpt.pt", *frame)
 
 
 def assert_same_numbers(folder, printed, model, coord, types, box):
