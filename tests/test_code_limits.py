@@ -65,19 +65,19 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
 
 # lines of code, without blank lines, comments and docstrings; a number may only fall, and falls with the code
 MAX_LINES = {
-    "all": 30089,
+    "all": 30081,
     "averaging": 1323,
     "checkpoint": 785,
     "cli": 1031,
     "config": 4006,
-    "data": 3925,
+    "data": 3922,
     "distributed": 946,
-    "infer": 1633,
+    "infer": 1632,
     "interop": 1987,
     "model": 7466,
     "modules": 877,
     "optim": 862,
-    "report": 2270,
+    "report": 2266,
     "training": 2978,
 }
 SKIPPED = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}

@@ -13,7 +13,7 @@ from helpers import open_data, toy_frame, toy_labels, write_system
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.source import FrameSubset
 from deepmd_ema.errors import DataError
-from deepmd_ema.geometry import find_pairs
+from deepmd_ema.geometry import find_pairs, find_pairs_once
 from deepmd_ema.model.families.dpa3.section import DPA3Config, RepflowConfig
 from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 from deepmd_ema.report.check import RunCheck, data_lines
@@ -292,6 +292,22 @@ def test_frames_of_three_are_judged_and_those_of_several_kinds_are_not(tmp_path)
     assert note.endswith(f"are of another kind, none is named: {kinds} (24 of 60)")
 
 
+def test_large_forces_of_atoms_near_each_other_are_no_outliers(tmp_path):
+    """A rattled cell beside relaxed ones was accused."""
+    for name, factor in (("rattled", 0.55), ("spike", 1.0)):
+        path = write_system(tmp_path / name, frames=20, seed=1)
+        edit(path / "set.000" / "force.npy", lambda f: f.__imul__(0.01 / np.abs(f).max()))
+        edit(path / "set.000" / "force.npy", lambda f: f.__setitem__(4, f[4] * 40 / np.abs(f[4]).max()))
+        frame = open_data([str(path)], ELEMENTS, ["force"])[0].frame(4)
+        i, _, vector, distance = find_pairs_once(frame.coord, frame.box, 4.0)
+        pair = distance.argmin()
+        frame.coord[i[pair]] += (1 - factor) * vector[pair]
+        edit(path / "set.000" / "coord.npy", put(4, frame.coord.ravel()))
+        large = [text for text in check([path]).warnings if "30 times" in text]
+        assert len(large) == (name == "spike"), name
+        assert all(f"{path} frame 4 (40 eV/angstrom). Has it converged?" in text for text in large)
+
+
 def test_copies_of_a_frame_make_no_bound_of_zero(tmp_path):
     path = write_system(tmp_path / "w", frames=30, seed=1)
     for file in (path / "set.000").glob("*.npy"):
@@ -332,12 +348,12 @@ def test_single_frames_without_forces_are_named(water):
     ("energy_unit", "force_unit", "meaning"),
     [
         (1, 1, None),
-        (1 / 27.211386, 1, "energies like Hartree or"),
-        (23.0605, 1, "energies like kcal/mol or"),
-        (1, 0.52917721 / 27.211386, "forces like Hartree/bohr:"),
-        (1 / 27.211386, 0.52917721 / 27.211386, "energies and forces like Hartree and Hartree/bohr"),
+        (1 / 27.211386, 1, "the energies look like Hartree or"),
+        (23.0605, 1, "the energies look like kcal/mol or"),
+        (1, 0.52917721 / 27.211386, "the forces look like Hartree/bohr:"),
+        (1 / 27.211386, 0.52917721 / 27.211386, "the energies and forces look like Hartree and Hartree/bohr"),
         (1, -1, "the forces have the wrong sign"),
-        (1, 23.0605, "forces like kcal/mol/angstrom"),
+        (1, 23.0605, "the forces look like kcal/mol/angstrom"),
         (1, 4.0, "the energy changes by 0.259 times the work"),
     ],
 )

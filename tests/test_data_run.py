@@ -157,9 +157,9 @@ def test_frames_that_are_left_out_are_remembered(tmp_path, monkeypatch):
     close = with_close_atoms(tmp_path / "close", [1, 4], 0.2)
     config = config_from_dict(tiny_input([close], training__training_data__min_pair_dist=0.21))
     memories = {"": tmp_path / "kept"}
-    first = open_run(config, memories)[""].train[0].frames.tolist()
+    first = open_run(config, memories)[""].train[0].numbers.tolist()
     monkeypatch.setattr("deepmd_ema.data.run.find_pairs_once", None)
-    assert open_run(config, memories)[""].train[0].frames.tolist() == first == [0, 2, 3, 5]
+    assert open_run(config, memories)[""].train[0].numbers.tolist() == first == [0, 2, 3, 5]
 
 
 def test_validation_frames_are_not_left_out(tmp_path, water_like):
@@ -206,6 +206,8 @@ def test_a_system_that_is_listed_twice_is_named_as_such(tmp_path, monkeypatch):
     assert report.warnings[0] == (
         "listed more than once: all/a (2 times). Their frames count as often; list each system once."
     )
+    *_, report = checked(config_from_dict(tiny_input(["all/a", "all/a"])))
+    assert not any("copies of another" in text for text in report.warnings)
     *_, report = checked(config_from_dict(tiny_input(["all/a"], ["all/../all/a"])))
     assert report.warnings[0].startswith("listed in training_data and in validation_data: all/a. Validation errors")
     *_, report = checked(config_from_dict(tiny_input(["all/a"], ["all/b"])))

@@ -131,7 +131,7 @@ def test_the_parts_of_a_file_that_is_split_have_names_of_their_own(tmp_path, mon
     assert [s.name for s in data[""].train] == ["a.extxyz (training part)"]
     assert [s.name for s in data[""].valid] == ["a.extxyz (validation part)"]
     report = check_task(config.task(None), data[""])
-    assert [text.partition(": ")[0] for text in report.notes] == ["a.extxyz (training part)"] * len(report.notes)
+    assert [text.partition(": ")[0] for text in report.notes] == ["a.extxyz"] * len(report.notes)
     assert not any(text.startswith("listed") for text in report.warnings)
 
 

@@ -138,7 +138,6 @@ def split_off(config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[s
                 continue
             for part, frames, kind in zip(parts, map(np.flatnonzero, (~own, own)), ("training", "validation")):
                 part.append(FrameSubset(source, frames, f"{kind} part"))
-            parts.valid[-1].notes = ()  # they are those of the training part
         reason = "validation_fraction", "are for validation", "Use another seed"
         _lost_systems(config.tasks[name], lost, parts.train, reason)
         divided[name] = parts
@@ -260,7 +259,7 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
             data.train, data.valid, model.type_map, descriptor, task.loss.labels, least, task=task.name, test=data.test
         )
         option, notes = f"{task.place('training')}.training_data.frame_weights", list[str]()
-        wholes = [dict.fromkeys(s.whole if isinstance(s, FrameSubset) else s for s in part) for part in data]
+        wholes = [dict.fromkeys(source.whole for source in part) for part in data]
         # of a system that was split both parts are of one source
         listed = [[s.name for s in part if part is wholes[0] or s not in wholes[0]] for part in wholes]
         warnings = [*dict.fromkeys(text for source in sources for text in source.warnings), *repeated(*listed)]
@@ -297,7 +296,7 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
     about = {  # the options that change the result
         "task": task.name,
         "systems": [[source.name, source.num_frames, list(source.unread)] for source in sources],
-        "parts": [source.frames.tolist() for source in sources if isinstance(source, FrameSubset)],
+        "parts": [source.numbers.tolist() for source in sources if isinstance(source, FrameSubset)],
         "validation": [len(data.valid), len(data.test)],
         "read": [list(model.type_map), fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam],
         "labels": [*task.loss.labels, *WEIGHTS * weighted],

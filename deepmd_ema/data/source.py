@@ -138,6 +138,7 @@ class FrameSource(ABC):
         kinds: kind of calculation of each frame, empty where it has no name; None if the format knows none.
         is_slow: whether reading a frame takes so long that even small ones are worth keeping.
         warnings: what of the stored frames is not read although it may have been meant, with its place.
+        numbers: (num_frames,) of the frames in the source that was opened.
     """
 
     name: str
@@ -147,6 +148,10 @@ class FrameSource(ABC):
     kinds: Sequence[str] | None = field(default=None, repr=False)
     is_slow: bool = True
     warnings: Sequence[str] = field(default=(), repr=False)
+    _whole: FrameSource | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.numbers: Array = np.arange(self.num_frames)
 
     @property
     def num_frames(self) -> int:
@@ -154,9 +159,9 @@ class FrameSource(ABC):
         return len(self.frame_sizes)
 
     @property
-    def numbers(self) -> Array:
-        """(num_frames,) numbers of the frames in the source that was opened."""
-        return np.arange(self.num_frames)
+    def whole(self) -> FrameSource:
+        """The source that was opened, of which this may be a part."""
+        return self._whole or self
 
     @abstractmethod
     def files(self) -> Sequence[Path]:
@@ -194,8 +199,8 @@ class FrameSubset(FrameSource):
     """Some frames of a source, which keep their sources and their numbers in the whole one.
 
     Args:
-        whole: the source, of which ``self.whole`` is the one that was opened.
-        frames: (num_frames,) numbers of the frames in it, rising; ``self.frames`` are those in ``self.whole``.
+        whole: the source, which may be a part itself.
+        frames: (num_frames,) numbers of the frames in it, rising.
         part: which of several parts it is, for its name.
     """
 
@@ -203,13 +208,7 @@ class FrameSubset(FrameSource):
         kinds = None if whole.kinds is None else [whole.kinds[k] for k in frames.tolist()]
         name, sizes = whole.name + f" ({part})" * bool(part), whole.frame_sizes[frames]
         super().__init__(name, sizes, whole.unread, whole.notes, kinds, whole.is_slow, whole.warnings)
-        self.whole: FrameSource = whole.whole if isinstance(whole, FrameSubset) else whole
-        self.frames: Array = whole.frames[frames] if isinstance(whole, FrameSubset) else frames
-
-    @property
-    def numbers(self) -> Array:
-        """(num_frames,) numbers of the frames in the source that was opened."""
-        return self.frames
+        self._whole, self.numbers = whole.whole, whole.numbers[frames]
 
     def files(self) -> Sequence[Path]:
         """Return every file of the whole source."""
@@ -217,14 +216,14 @@ class FrameSubset(FrameSource):
 
     def frame(self, index: int) -> Frame:
         """Return one frame."""
-        return self.whole.frame(int(self.frames[index]))
+        return self.whole.frame(int(self.numbers[index]))
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Chunk]:
         """Yield all frames in order as chunks that fit in memory, with the arrays ``names``, or with all."""
         first = 0
         for chunk in self.whole.chunks(names):
-            start, stop = np.searchsorted(self.frames, [chunk.first, chunk.first + len(chunk.types)])
-            rows = self.frames[start:stop] - chunk.first
+            start, stop = np.searchsorted(self.numbers, [chunk.first, chunk.first + len(chunk.types)])
+            rows = self.numbers[start:stop] - chunk.first
             if len(rows):
                 arrays = {name: array[rows] for name, array in chunk.arrays.items()}
                 yield Chunk(first, chunk.types[rows], arrays)
@@ -232,7 +231,7 @@ class FrameSubset(FrameSource):
 
     def where(self, index: int, array: str = "") -> Place:
         """Return the place where a frame, or one of its arrays, is stored."""
-        return self.whole.where(int(self.frames[index]), array)
+        return self.whole.where(int(self.numbers[index]), array)
 
 
 def evenly_spaced(sources: Sequence[FrameSource], most: int) -> list[FrameSource]:

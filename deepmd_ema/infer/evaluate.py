@@ -35,7 +35,7 @@ from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats.discover import open_systems, repeated, stored_type_map
 from deepmd_ema.data.formats.properties import KIND_NAMES, describe_singles
 from deepmd_ema.data.loader import Pad, atoms_at_once, prefetch, sequential_batches
-from deepmd_ema.data.source import FrameSource, FrameSubset, ReadSpec
+from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.distributed.files import TABLE, atomic_write, check_output
 from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.geometry import neighbor_statistics
@@ -278,8 +278,7 @@ def predict(
         # a compiled file has no second derivatives
         has_hessian = not loaded.is_compiled
         total = evaluate(evaluated, batches, where, progress=bar.update, collect=True, hessian=has_hessian)
-    wholes = [s.whole if isinstance(s, FrameSubset) else s for s in systems]
-    opened = {s.name: s for s in wholes}
+    opened = {s.whole.name: s.whole for s in systems}
     report = ErrorReport(loaded.info, loaded.config.type_map, total, total.frames, opened)
     _refuse_non_finite(report, loaded)
     return report

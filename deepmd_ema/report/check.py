@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from deepmd_ema.data.check.report import DataReport
     from deepmd_ema.data.check.scan import SystemScan
     from deepmd_ema.data.run import TaskLength
-    from deepmd_ema.data.source import FrameSource
     from deepmd_ema.data.split import Split
     from deepmd_ema.training.estimate import Cost
 
@@ -201,7 +200,7 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
 
     rows = list[dict[str, Cell]]()
     for scan in shown[:MAX_ROWS]:
-        name, sizes, half = _path_of(scan), scan.type_counts.sum(axis=1), _MAX_NAME // 2 - 1
+        name, sizes, half = scan.system.whole.name, scan.type_counts.sum(axis=1), _MAX_NAME // 2 - 1
         row: dict[str, Cell] = {"system": name if len(name) <= _MAX_NAME else f"{name[:half]}..{name[-half:]}"}
         row["atoms"] = f"{sizes.min()}" if sizes.min() == sizes.max() else f"{sizes.min()}-{sizes.max()}"
         for name in conditions:
@@ -373,7 +372,7 @@ def _data(task: str, report: DataReport) -> dict[str, Any]:
                     labels[name]["largest_in_frame"] = int(scan.system.numbers[values.worst])
             systems.append(
                 {
-                    "system": _path_of(scan),
+                    "system": scan.system.whole.name,
                     "part": part,
                     "frames": frames,
                     "min_atoms": int(sizes.min()) if len(sizes) else 0,
@@ -399,12 +398,6 @@ def _data(task: str, report: DataReport) -> dict[str, Any]:
         },
         "nearest_atoms": report.closest or None,
     }  # fmt: skip
-
-
-def _path_of(scan: SystemScan) -> str:
-    """Return the name of a system without that of its part, which the tables have in their titles."""
-    whole: FrameSource = getattr(scan.system, "whole", scan.system)
-    return whole.name
 
 
 def _elements(report: DataReport) -> Iterator[dict[str, Any]]:

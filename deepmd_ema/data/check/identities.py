@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,8 @@ _FORCES = {
 }
 _VIRIALS = {**_ENERGIES, "GPa * angstrom^3": _GPA, "kbar * angstrom^3": 10 * _GPA}
 _STRESSES = {"eV/angstrom^3": 1.0, "GPa": _GPA, "kbar": 10 * _GPA}
+# of three ratios: energy differences over the works of forces and of virials, and virials over those works of forces
+_EXPONENTS = {"energies": (1, 1, 0), "forces": (-1, 0, -1), "virials": (0, -1, 1), "lengths": (-1, 0, -1)}
 _SAME = 1.5  # ratio of what is equal: 0.83 to 1.2 in right data, where a line explains the share of _EXPLAINED
 _SAME_UNIT = 1.2  # ratio to that of a unit that is named: kcal/mol is 1.18 / hartree
 _EXPLAINED = 0.95  # least share of the squares of the energy differences that a line explains
@@ -45,6 +48,11 @@ _EXPLAINED_BY_HALF = 0.9  # the same in each half of the frames, whose ratios di
 # largest displacement of an atom (angstrom) and strain of two frames; nearer ones are compared first
 _LEVELS = ((0.3, 0.03), (0.6, 0.06), (1.0, 0.1))
 _MIN_STRAIN = 1e-6  # of rounding
+_MAX_STRAIN = 1e-3  # of frames in one cell
+_MIN_CHANGE = 0.2  # eV/angstrom, RMS of the changes of forces that changes of virials are held against
+# Bounds of the change of virials over that of forces times the spacing of atoms. It is 0.03 to 3 in right data, 160 and
+# 1,602 times as much from stresses in GPa and kbar, and a volume of 100 angstrom^3 and more times less as a stress.
+_SMALL_CHANGE, _LARGE_CHANGE = 5e-3, 10.0
 _MIN_WORK = 1e-6  # eV, RMS; forces that are zero by symmetry do less
 _MIN_FRAMES = 8  # in the pairs
 _MIN_OPEN = 3  # frames of an open system, whose virials or torques are compared
@@ -52,7 +60,7 @@ _MIN_FORCE = 0.1  # eV/angstrom, the largest of a frame; those of relaxed molecu
 _MAX_TORQUE = 0.3  # antisymmetric part of sum_i r_i F_i^T over the symmetric one: rounding in right data, 1 by chance
 SHORT, LONG = 0.65, 1.8  # bounds of the distance of nearest neighbors, in sums of covalent radii
 _REACH = 2.6  # where neighbors are searched, beyond bonds in bohr
-_LONG_TENTH = 1.4  # the nearest tenth in too long units; a scan of a dimer has bonds among its distances
+_MAX_SHORTEST = 1.2  # of all, 0.64 in angstrom: where it is less, the others are atoms of dissociated molecules
 _USUAL = (0.75, 1.35)  # where lengths are verified: in bohr they are 1.43 to 2.2, beryllium in angstrom has 1.43
 # factors by which lengths are wrong, and what they look like
 _LENGTHS = {
@@ -104,9 +112,9 @@ class UnitReport:
         many = counted(self.num_systems, "system")
         if self.num_systems < self.num_all:
             many = f"{self.num_systems:,} evenly spaced systems of {self.num_all:,}"
-        agree = "energies and forces"  # a unit or sign that they have in common changes no identity
+        # a unit or sign that energies and forces have in common changes no identity
         verified = ", ".join(
-            f"{what} {'(with each other) ' * (what == agree)}in {count:,}" for what, count in self.verified.items()
+            f"{what} {'(with each other) ' * ('and' in what)}in {n:,}" for what, n in self.verified.items()
         )
         names = {what: first_few(names, 3) for what, names in self.unverified.items() if names}
         return [f"verified: {verified} of {many}", *(f"not verified: {what} of {of}" for what, of in names.items())]
@@ -120,12 +128,15 @@ class Ratios(NamedTuple):
         virial: energy differences over the work of the virials.
         open_virial: virials over ``sum_i r_i F_i^T``, of open systems; NaN if they are no multiple of it.
         torque: the antisymmetric part of that sum over the symmetric one.
+        change: that of virials over that of forces times the spacing of atoms, between frames in one cell; None within
+            its bounds.
     """
 
     force: float | None = None
     virial: float | None = None
     open_virial: float | None = None
     torque: float | None = None
+    change: float | None = None
 
 
 def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitReport:
@@ -160,7 +171,7 @@ def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[Syste
     small: dict[bool, list[tuple[SystemScan, int]]] = {True: [], False: []}
     parts: dict[str, list[SystemScan]] = {}  # frames of one file may be split between training and validation
     for scan in scans:
-        parts.setdefault(scan.system.name, []).append(scan)
+        parts.setdefault(scan.system.whole.name, []).append(scan)
     for name, own in parts.items():
         usable = [(scan, k) for scan in own for k in range(scan.system.num_frames)
                   if k not in scan.bad_frames and k not in scan.outliers]  # fmt: skip
@@ -173,9 +184,9 @@ def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[Syste
         starts = np.linspace(0, len(usable) - _RUN, runs).round().astype(int)
         yield name, [usable[k] for k in np.unique(starts[:, None] + np.arange(_RUN)).tolist()]
     for places in filter(None, small.values()):
-        others = len({scan.system.name for scan, _ in places}) - 1
+        others = len({scan.system.whole.name for scan, _ in places}) - 1
         more = f" and {counted(others, 'more system')} of few frames" if others else ""
-        yield f"{places[0][0].system.name}{more}", places[:_MAX_FRAMES]
+        yield f"{places[0][0].system.whole.name}{more}", places[:_MAX_FRAMES]
 
 
 def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[float, list[str], bool]:
@@ -186,27 +197,30 @@ def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[fl
         near = nearest_neighbors(frames[k].coord, frames[k].box, radii[frames[k].atom_type])
         found += [(*atom, frames[k]) for atom in near]
     if not found:
-        alone = [
-            frame
-            for frame in frames
-            if 2 < frame.num_atoms <= _MAX_SEARCHED and np.isfinite(radii[frame.atom_type]).any()
-        ]
         far = f"lengths are too large: no atom has a neighbor within {_REACH} sums of covalent radii"
-        return 1.0, [far] * bool(alone), False
+        searched = (f for f in frames if 2 < f.num_atoms <= _MAX_SEARCHED)
+        return 1.0, [far] * any(np.isfinite(radii[frame.atom_type]).any() for frame in searched), False
     found.sort(key=lambda one: one[0])
-    tenth, middle, ninth = (found[int(share * (len(found) - 1))] for share in (0.1, 0.5, 0.9))
-    ratio, distance, i, j, frame = middle
+    shortest, ratio, ninth = (found[int(share * (len(found) - 1))][0] for share in (0, 0.5, 0.9))
     if SHORT <= ratio <= LONG:
         return 1.0, [], _USUAL[0] < ratio < _USUAL[1]
-    if ninth[0] > SHORT and tenth[0] < _LONG_TENTH:
+    if ninth > SHORT and shortest < _MAX_SHORTEST:
         return 1.0, [], False
     factor = min(_LENGTHS, key=lambda factor: abs(math.log(ratio / factor)))
     is_near = abs(math.log(ratio / factor)) < math.log(1.4)
     looks = f"lengths look like {_LENGTHS[factor]}" if is_near else "lengths have another unit"
-    pair = " and ".join(frame.describe_atom(atom, type_map) for atom in (i, j))
+    of_elements: dict[tuple[int, ...], list[tuple[float, float, int, int, Frame]]] = {}
+    for one in found:
+        of_elements.setdefault(tuple(sorted(one[4].atom_type[list(one[2:4])].tolist())), []).append(one)
+    middles = sorted((own[len(own) // 2] for own in of_elements.values()), key=lambda one: one[0])
+    pairs = [
+        f"{of:.2g} ({distance:.3g} apart: atoms {frame.describe_atom(i, type_map)} and "
+        f"{frame.describe_atom(j, type_map)} in {frame.source[0]} frame {frame.source[1]})"
+        for of, distance, i, j, frame in middles if not SHORT <= of <= LONG
+    ]  # fmt: skip
     text = (
-        f"{looks}: half of the atoms have their nearest neighbor within {ratio:.2g} sums of covalent radii (as atoms "
-        f"{pair} in {frame.source[0]} frame {frame.source[1]}, {distance:.3g} apart), expected {SHORT} to {LONG}"
+        f"{looks}: half of the atoms have their nearest neighbor within {ratio:.2g} sums of covalent radii, expected "
+        f"{SHORT} to {LONG}; by pair of elements {first_few(pairs, 3)}"
     )
     return factor if is_near else 1.0, [text], False
 
@@ -233,6 +247,8 @@ def nearest_neighbors(coord: Array, box: Array | None, radii: Array) -> list[tup
     except DataError:
         return []
     scaled = distance / (radii[i] + radii[j])
+    if len(coord) == 2 and len(scaled) == 1 and scaled[0] > LONG:  # a dimer without a bond, in any unit
+        return []
     i, j, distance, scaled = (np.concatenate(both) for both in ((i, j), (j, i), (distance,) * 2, (scaled,) * 2))
     order = np.lexsort((scaled, i))
     order = order[np.isfinite(scaled[order]) & (i[order] != j[order])]
@@ -249,86 +265,79 @@ def _judge_ratios(ratios: Ratios, frames: Sequence[Frame], length: float) -> tup
         why = f"their torque is {ratios.torque:.2g} of the sum of positions and forces, expected 0"
         return [f"the forces belong to other atoms or frames, or act from outside: {why}"], set()
     if between is not None and math.isnan(between):
-        why = "in an open system they are the sum of positions and forces. Remove virial.npy, or compute it again"
+        why = "they are no multiple of the sum of positions and forces, which an open system has"
         return [f"the virials are placeholders, or another quantity: {why}"], set()
-    if between is not None and by_force is not None:
-        by_virial = by_force / between
-    boxes = [abs(float(np.linalg.det(frame.box))) for frame in frames if frame.box is not None]
-    virials = _VIRIALS | ({f"a stress in {u}": n / np.mean(boxes) for u, n in _STRESSES.items()} if boxes else {})
     evidence = [f"between near frames the energy changes by {ratio:.3g} times the work of the {what}"
                 for ratio, what in ((by_force, "forces"), (by_virial if between is None else None, "virials"))
                 if ratio is not None]  # fmt: skip
     if between is not None:
         evidence.append(f"the virials are {between:.3g} times the sum of positions and forces")
-    right = {"forces": _is_one(by_force), "virials": _is_one(by_virial), "between": _is_one(between)}
-    why = ", ".join(evidence)
-    looks: str | None = None
-    if by_force is not None and by_virial is not None:  # of three quantities one is named
-        agree = _is_one(by_virial / by_force)
-        if right["forces"] and not right["virials"]:
-            looks = _looks("virials", 1 / by_virial, virials)
-        elif right["virials"] and not right["forces"]:
-            looks = _looks("forces", 1 / by_force, _FORCES)
-            others = {f"energies and virials like {name}": number for name, number in _ENERGIES.items()}
-            others |= {f"lengths like {name}": 1 / factor for factor, name in _LENGTHS.items()}
-            if near := _near(by_force, others):
-                looks += f", or {' or '.join(near)}"
-        elif agree and not right["forces"]:
-            looks = _looks("energies", by_force, _ENERGIES)
-        elif not right["forces"]:
-            looks = f"{_of_two(by_force)}, {_looks('virials', 1 / by_virial, virials)}"
-    elif by_force is not None and not right["forces"]:
-        looks = _of_two(by_force)
-    elif by_virial is not None and not right["virials"]:
-        looks = f"{_looks('virials', 1 / by_virial, virials)}, or {_looks('energies', by_virial, _ENERGIES)}"
-    elif between is not None and not right["between"]:
-        looks = _looks("virials", between, virials)
-    if looks is not None:
-        return [f"{looks}: {why}"], set()
-    verified = {"energies and forces"} if right["forces"] else set()
-    return [], verified | ({"virials"} if right["virials"] or right["between"] else set())
+    boxes = [abs(float(np.linalg.det(frame.box))) for frame in frames if frame.box is not None]
+    virials = _VIRIALS | ({f"a stress in {u}": n / np.mean(boxes) for u, n in _STRESSES.items()} if boxes else {})
+    by_force, by_virial, between = (  # what is one, but for its sign, is exactly one
+        ratio and (math.copysign(1.0, ratio) if _is_one(abs(ratio)) else ratio)
+        for ratio in (by_force, by_virial, between)
+    )
+    if by_force and between:
+        by_virial = by_force / between
+    elif by_force and by_virial:
+        between = by_force / by_virial
+    if {by_force, by_virial, between} - {None, 1.0}:
+        return [f"{_explain((by_force, by_virial, between), virials)}: {', '.join(evidence)}"], set()
+    verified = {"energies and forces"} if by_force else set()
+    if by_virial or between:
+        return [], verified | {"virials"}
+    if ratios.change is None or length != 1.0:
+        return [], verified
+    looks = "volume * stress in kbar or GPa" if ratios.change > 1 else "a stress"
+    why = f"{ratios.change:.3g} times the change of the forces times the spacing of atoms, expected 0.03 to 3"
+    return [f"the virials look like {looks}: between frames in one cell they change by {why}"], verified
 
 
 def _is_one(ratio: float | None) -> bool:
     return ratio is not None and 1 / _SAME < ratio < _SAME
 
 
-def _of_two(ratio: float) -> str:
-    """Return units that energies and forces may have whose differences and work have this ratio."""
-    if ratio < 0 and _is_one(-ratio):
-        return "the forces have the wrong sign (gradients instead of forces), or the energies"
-    both = {f"{a} and {b}": x / y for a, x in _ENERGIES.items() for b, y in _FORCES.items() if b.startswith(a)}
-    units = {f"energies like {name}": number for name, number in _ENERGIES.items()}
-    units |= {f"forces like {name}": 1 / number for name, number in _FORCES.items()}
-    units |= {f"energies and forces like {name}": number for name, number in both.items() if not _is_one(number)}
-    units |= {f"lengths like {name}": 1 / factor for factor, name in _LENGTHS.items()}
-    near = _near(ratio, units)
-    sign = " with the wrong sign of one" * (ratio < 0)
-    return (" or ".join(near) + sign) if near else "energies and forces do not fit together"
-
-
-def _looks(what: str, number: float, units: Mapping[str, float]) -> str:
-    """Return units that a quantity may have whose numbers are ``number`` times the expected ones as text."""
-    near, sign = _near(number, units), " with the wrong sign" * (number < 0)
-    if _is_one(-number) or not near:
-        return f"the {what} " + ("have the wrong sign" if _is_one(-number) else f"are {number:.3g} times the expected")
-    return f"the {what} look like {' or '.join(near)}{sign}"
-
-
-def _near(number: float, units: Mapping[str, float]) -> list[str]:
-    """Return the two nearest units of numbers that are about as large."""
-    off = {name: abs(math.log(abs(number) / of)) for name, of in units.items()}
-    return sorted((name for name in off if off[name] < math.log(_SAME_UNIT)), key=lambda name: off[name])[:2]
+def _explain(ratios: Sequence[float | None], virials: Mapping[str, float]) -> str:
+    """Return at most two explanations of wrong ratios, whose exponents are ``_EXPONENTS``, as text."""
+    units = {"energies": _ENERGIES, "forces": _FORCES, "virials": virials}
+    options = {"the forces have the wrong sign (gradients instead of forces)": {"forces": -1.0}}
+    options |= {f"the {what} have the wrong sign": {what: -1.0} for what in ("energies", "virials")}
+    for what, of in units.items():
+        options |= {f"the {what} look like {name}": {what: number} for name, number in of.items()}
+        options |= {f"the {what} look like {name} with the wrong sign": {what: -number} for name, number in of.items()}
+    options |= {f"the lengths look like {name}": {"lengths": factor} for factor, name in _LENGTHS.items()}
+    for (a, x), (b, y) in product(_ENERGIES.items(), _FORCES.items()):
+        if b.startswith(a):
+            options[f"the energies and forces look like {a} and {b}"] = {"energies": x, "forces": y}
+    if None not in ratios:
+        options |= {f"the energies and virials look like {a}": dict.fromkeys(("energies", "virials"), x)
+                    for a, x in _ENERGIES.items()}  # fmt: skip
+    off = dict[str, float]()
+    for text, numbers in options.items():
+        expected = [math.prod(n ** _EXPONENTS[what][k] for what, n in numbers.items()) for k in range(3)]
+        parts = [ratio / of for ratio, of in zip(ratios, expected) if ratio is not None]
+        off[text] = max(abs(math.log(part)) for part in parts) if min(parts) > 0 else math.inf
+    near = sorted((text for text in off if off[text] < math.log(_SAME_UNIT)), key=lambda text: off[text])[:2]
+    if near:
+        return " or ".join(near)
+    wrong = {k: ratio for k, ratio in enumerate(ratios) if ratio not in (None, 1.0)}
+    # one quantity may not fit the two others, which fit each other
+    names = [what for what in units if len(wrong) == 3 or all(_EXPONENTS[what][k] for k in wrong)]
+    if len(names) > 1:
+        return f"{' and '.join(names)} do not fit together"
+    k, ratio = next(iter(wrong.items()))
+    return f"the {names[0]} are {ratio ** _EXPONENTS[names[0]][k]:.3g} times the expected"
 
 
 def ratios_of(frames: Sequence[Frame]) -> Ratios:
     """Return the ratios that identities give, from frames that are all open, or all periodic."""
     labelled = [frame for frame in frames if FORCE in frame.labels and np.isfinite(frame.labels[FORCE]).all()]
-    force, virial = _works(labelled)
+    force, virial, change = _works(labelled)
     opened = [frame for frame in labelled if frame.box is None and np.abs(frame.labels[FORCE]).max() > _MIN_FORCE]
-    sums = [(frame, _moment(frame)) for frame in opened]
+    sums = [(f, (f.coord - f.coord.mean(axis=0)).T @ f.labels[FORCE].reshape(-1, 3)) for f in opened]
     if len(sums) < _MIN_OPEN:
-        return Ratios(force, virial)
+        return Ratios(force, virial, change=change)
     sizes = np.array([[np.linalg.norm(m - m.T), np.linalg.norm(m + m.T)] for _, m in sums])
     torque = float(np.median(sizes[:, 0] / np.maximum(sizes[:, 1], 1e-12)))
     both = [(np.reshape(f.labels[VIRIAL], -1), m.ravel()) for f, m in sums if VIRIAL in f.labels]
@@ -364,21 +373,17 @@ def misplaced_forces(frames: Sequence[Frame]) -> str:
     return ""
 
 
-def _works(frames: Sequence[Frame]) -> tuple[float | None, float | None]:
-    """Return the energy differences over the work of the forces, and over that of the virials, of near frames."""
+def _works(frames: Sequence[Frame]) -> tuple[float | None, float | None, float | None]:
+    """Return the energy differences over the works of forces and of virials, and the change of virials, of frames."""
     force = virial = None
     pairs = _pairs_of(frames)
     for max_step, max_strain in _LEVELS if len(pairs) else ():
         near = pairs[(pairs[:, 5] < max_step) & (pairs[:, 6] < max_strain) & np.isfinite(pairs[:, 2:5]).all(axis=1)]
         force = _slope(near, 3, 4) if force is None else force
         virial = _slope(near, 4, 3) if virial is None else virial
-    return force, virial
-
-
-def _moment(frame: Frame) -> Array:
-    """Return ``sum_i r_i F_i^T`` (3, 3), eV, about the centre of the atoms."""
-    moment: Array = (frame.coord - frame.coord.mean(axis=0)).T @ frame.labels[FORCE].reshape(-1, 3)
-    return moment
+    changes = pairs[(pairs[:, 6] < _MAX_STRAIN) & np.isfinite(pairs[:, 7])][:, 7:]
+    least, most = np.median(changes, axis=0) if len(changes) >= _MIN_OPEN else (1.0, 1.0)
+    return force, virial, float(most) if most > _LARGE_CHANGE else float(least) if 0 < least < _SMALL_CHANGE else None
 
 
 def _slope(pairs: Array, column: int, other: int) -> float | None:
@@ -416,14 +421,15 @@ def _pairs_of(frames: Sequence[Frame]) -> Array:
             groups.setdefault((frame.atom_type.tobytes(), frame.box is None), []).append(frame)
     several = [group for group in groups.values() if len(group) > 1]
     shift = np.cumsum([0, *map(len, several)])
-    rows = [_pairs(group) + np.array([k, k, 0, 0, 0, 0, 0]) for group, k in zip(several, shift)]
-    return np.concatenate([np.zeros((0, 7)), *rows])
+    rows = [_pairs(group) + np.array([k, k, 0, 0, 0, 0, 0, 0, 0]) for group, k in zip(several, shift)]
+    return np.concatenate([np.zeros((0, 9)), *rows])
 
 
 def _pairs(frames: Sequence[Frame]) -> Array:
-    """Return (pairs, 7): two frames, energy difference, work of forces and virials, displacement, strain; eV, angstrom.
+    """Return (pairs, 9): two frames, energy difference, work of forces and virials, displacement, strain; eV, angstrom.
 
-    Works of frames without virials in different cells are NaN.
+    Then the change of the virial, and of its traceless part, which has no pressure of hot electrons, over that of the
+    forces times the spacing of atoms. Numbers that are not known are NaN.
     """
     coord = np.stack([frame.coord for frame in frames])
     force = np.stack([frame.labels[FORCE].reshape(-1, 3) for frame in frames])
@@ -455,8 +461,14 @@ def _pairs(frames: Sequence[Frame]) -> Array:
         turned = turn.transpose(0, 2, 1) @ virial[k + 1 :] @ turn
         by_strain = -0.5 * ((virial[k] + turned) * strain).sum(axis=(1, 2))
         by_strain[size < _MIN_STRAIN] = 0.0
+        # Both are sums over neighbors; those of the forces of relaxed frames are noise.
+        change, pull = turned - virial[k], np.linalg.norm(force[k + 1 :] @ turn - force[k], axis=(1, 2))
+        pull[pull < _MIN_CHANGE * math.sqrt(force[k].size)] = np.nan
+        traceless = change - np.trace(change, axis1=1, axis2=2)[:, None, None] / 3 * np.eye(3)
+        spacing = np.nan if box is None else abs(np.linalg.det(box[k]) / len(force[k])) ** (1 / 3)
+        changes = [np.linalg.norm(of, axis=(1, 2)) / (pull * spacing) for of in (change, traceless)]
         rise = energy[k + 1 :] - energy[k]
         first, second = np.full(len(rise), k), np.arange(k + 1, len(frames))
         longest = np.linalg.norm(step, axis=2).max(axis=1)
-        rows.append(np.stack([first, second, rise, by_force, by_strain, longest, size], axis=1))
+        rows.append(np.stack([first, second, rise, by_force, by_strain, longest, size, *changes], axis=1))
     return np.concatenate(rows)

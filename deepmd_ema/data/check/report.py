@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,13 +19,12 @@ from deepmd_ema.data.check.suspects import (
     energy_outliers,
     find_copies,
     force_outliers,
-    large_virials,
     name_of,
     net_forces,
     placeholders,
     zero_forces,
 )  # fmt: skip
-from deepmd_ema.data.source import BOX, COORD, FrameSource
+from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, evenly_spaced
 from deepmd_ema.errors import DataError, counted, first_few
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
 
@@ -36,11 +32,8 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
 
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
-# names of checks of frames, and keys of `dp-ema check --json`
-COPIES, SHARED, NEAR_COPIES = "duplicates", "in_training_and_validation", "near_training_frames"
+SHARED, NEAR_COPIES = "in_training_and_validation", "near_training_frames"  # names of checks of frames
 SHARED_TEST, NEAR_TEST = "in_training_and_test", "test_near_training_frames"
-OUTLIERS, LARGE_FORCES, NET_FORCES = "energy_outliers", "force_outliers", "net_forces"
-ZERO_FORCES = "zero_forces"
 _MAX_MESSAGES = 5  # of one kind and system
 _FEW = 16  # of so many frames one is read alone, not among all of them
 _MAX_ELEMENTS = 12  # numbers of so many elements in one line
@@ -135,33 +128,28 @@ def check_systems(
     in_run = report.training + report.validation
     every = in_run + report.test
     # a source whose frames are in both parts is there twice
-    report.notes += dict.fromkeys(f"{scan.system.name}: {note}" for scan in every for note in scan.system.notes)
+    report.notes += dict.fromkeys(f"{scan.system.whole.name}: {note}" for scan in every for note in scan.system.notes)
     report.notes += isolated_atom_notes(in_run, type_map)
     report.problems += [problem for scan in every for problem in scan.problems]
     for scans in (in_run, report.test):
-        # neighbors of the frames whose geometry is valid; of many an even sample, in order
+        # neighbors of the frames whose geometry is valid; of many an even sample
         usable = [np.delete(np.arange(scan.system.num_frames), sorted(scan.bad_frames)) for scan in scans]
-        number = np.concatenate([np.arange(0), *usable])
-        owner = np.repeat(np.arange(len(scans)), list(map(len, usable)))
-        if len(number) > max_searched:
-            chosen = np.linspace(0, len(number) - 1, max_searched).round().astype(np.int64)
-            owner, number = owner[chosen], number[chosen]
-        frames = [(scans[k], index) for k, index in zip(owner.tolist(), number.tolist())]
+        searched = evenly_spaced([FrameSubset(s.system, frames) for s, frames in zip(scans, usable)], max_searched)
+        frames = [(part, index) for part in searched for index in range(part.num_frames)]
         if not frames:
             continue
-        near = neighbor_statistics(_geometries(frames), descriptor.cutoff, len(type_map))
+        near = neighbor_statistics(_geometries(searched), descriptor.cutoff, len(type_map))
         if near.min_distance < min_distance:
             report.problems += _too_close(frames, near, min_distance, type_map)
         report.warnings = report.warnings or [*_neighbor_warnings(descriptor, near, type_map)]  # not of both
         if scans is in_run:
             report.neighbors, report.num_searched = near, len(frames)
             if math.isfinite(near.min_distance):
-                scan, index = frames[int(near.frame_min.argmin())]
-                report.closest = name_of([scan.system], index)
+                report.closest = name_of(searched, int(near.frame_min.argmin()))
     if labels and not any(scan.label_frames.get(label) for scan in report.training for label in labels):
         files = ", ".join(f"{LABELS[label].files[0]}.npy" for label in labels)
-        none = f"training data: no label of the loss is present in any system ({files})"
-        report.problems.append(f"{none}: there is nothing to learn.")
+        text = f"no label of the loss is present in any system ({files}): there is nothing to learn."
+        report.problems.append(f"training data: {text}")
     report.warnings += _label_warnings(report.training, labels, "training")
     report.warnings += _label_warnings(report.validation, labels, "validation")
     report.warnings += _label_warnings(report.test, labels, "test")
@@ -177,51 +165,45 @@ def check_systems(
         found = placeholders(scan)
         is_problem = FORCE in labels and FORCE in scan.ranges and scan.ranges[FORCE].size == 0
         (report.problems if is_problem else report.warnings).extend(found)
-    report.suspects = dict(
-        zip((COPIES, SHARED, SHARED_TEST), find_copies(report.training, report.validation, report.test))
-    )
-    report.suspects |= {OUTLIERS: energy_outliers(report.training, report.validation + report.test)}
-    report.suspects |= {
-        LARGE_FORCES: force_outliers(every),
-        ZERO_FORCES: zero_forces(every),
-        NET_FORCES: net_forces(every),
-    }
+    copies = find_copies(report.training, report.validation, report.test)
+    report.suspects = {  # the names are keys of `dp-ema check --json`
+        **dict(zip(("duplicates", SHARED, SHARED_TEST), copies)),
+        "energy_outliers": energy_outliers(report.training, report.validation + report.test),
+        "force_outliers": force_outliers(every, type_map), "zero_forces": zero_forces(every),
+        "net_forces": net_forces(every),
+    }  # fmt: skip
     report.warnings += [suspects.warning for suspects in report.suspects.values() if suspects.warning]
     report.notes += [suspects.note for suspects in report.suspects.values() if suspects.note]
     if not any(scan.problems for scan in every):  # numbers that are no energies would make it blind
         report.units = judge_units(every, type_map)
         report.warnings += report.units.warnings
-    report.warnings += large_virials(every)
     report.warnings = [f"task {task}: {text}" if task else text for text in report.warnings]
     return report
 
 
-def _geometries(frames: Sequence[tuple[SystemScan, int]]) -> Iterator[FrameGeometry]:
-    """Yield coordinates, cell and types of frames, which are sorted."""
-    for scan, group in groupby(frames, key=itemgetter(0)):
-        numbers, system = [index for _, index in group], scan.system
-        if len(numbers) * _FEW < system.num_frames:
-            yield from ((f.coord, f.box, f.atom_type) for f in map(system.frame, numbers))
+def _geometries(sources: Sequence[FrameSource]) -> Iterator[FrameGeometry]:
+    """Yield coordinates, cell and types of all frames."""
+    for source in sources:
+        if source.num_frames * _FEW < source.whole.num_frames:
+            yield from ((f.coord, f.box, f.atom_type) for f in map(source.frame, range(source.num_frames)))
             continue
-        for chunk in system.chunks((COORD, BOX)):
-            start, stop = (bisect_left(numbers, end) for end in (chunk.first, chunk.first + len(chunk.types)))
-            for row in (index - chunk.first for index in numbers[start:stop]):
-                exists = chunk.types[row] >= 0
+        for chunk in source.chunks((COORD, BOX)):
+            for row, types in enumerate(chunk.types):
                 box = chunk.arrays[BOX][row].reshape(3, 3) if BOX in chunk.arrays else None
-                yield chunk.arrays[COORD][row][exists], box, chunk.types[row][exists]
+                yield chunk.arrays[COORD][row][types >= 0], box, types[types >= 0]
 
 
 def _too_close(
-    frames: Sequence[tuple[SystemScan, int]], near: NeighborStatistics, bound: float, type_map: Sequence[str]
+    frames: Sequence[tuple[FrameSource, int]], near: NeighborStatistics, bound: float, type_map: Sequence[str]
 ) -> list[str]:
     """Return a message for each of the first frames in which atoms are closer than ``bound``, angstrom."""
-    problems, counts = list[str](), Counter[SystemScan]()
+    problems, counts = list[str](), Counter[str]()
     for number in np.flatnonzero(near.frame_min < bound).tolist():
-        scan, index = frames[number]
-        counts[scan] += 1
-        if counts[scan] > _MAX_MESSAGES:
+        source, index = frames[number]
+        counts[source.name] += 1
+        if counts[source.name] > _MAX_MESSAGES:
             continue
-        place, frame = scan.system.where(index, COORD), scan.system.frame(index)
+        place, frame = source.where(index, COORD), source.frame(index)
         pair = " and ".join(frame.describe_atom(a, type_map) for a in near.frame_pair[number])
         problems.append(
             f"{place.file}: frame {place.frame} (of {place.num_frames}, from 0): atoms {pair} are "
@@ -229,7 +211,7 @@ def _too_close(
             f"Remove the frame, or set training.training_data.min_pair_dist: {bound:g} leaves such training frames "
             "out, a smaller number accepts them."
         )
-    more = {scan.system.name: n - _MAX_MESSAGES for scan, n in counts.items() if n > _MAX_MESSAGES}
+    more = {name: n - _MAX_MESSAGES for name, n in counts.items() if n > _MAX_MESSAGES}
     return problems + [f"{name}: {n} more frames have atoms closer than {bound:g} angstrom" for name, n in more.items()]
 
 
@@ -237,9 +219,8 @@ def _neighbor_warnings(
     descriptor: DescriptorConfig, near: NeighborStatistics, type_map: Sequence[str]
 ) -> Iterator[str]:
     """Yield warnings about neighbors that a descriptor does not keep."""
-    small: list[
-        tuple[str, Any, Any, float, Any]
-    ] = []  # option, what it is, what is needed (of all types or one per type), within which cutoff, what is enough
+    # option, what it is, what is needed (of all types or one per type), within which cutoff, and what is enough
+    small = list[tuple[str, Any, Any, float, Any]]()
     jumps = "the farthest are dropped, which makes the energy jump"
     if (kept := descriptor.neighbors) is not None:
         option, rcut = descriptor.neighbors_option, descriptor.cutoff
@@ -269,12 +250,9 @@ def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: st
     for label in labels:
         lacking = []  # systems, and their frames without a label that they could have
         for scan in scans:
-            by_nature = 0
-            if label == VIRIAL:
-                by_nature = scan.open_frames
-            elif label == FORCE:  # zero; NaN is a missing one
-                by_nature = int(np.count_nonzero(scan.isolated & np.isnan(scan.force_rms)))
-            number = scan.system.num_frames - scan.label_frames.get(label, 0) - by_nature
+            # forces of isolated atoms are zero; NaN is a missing one
+            by_nature = {VIRIAL: scan.open_frames, FORCE: int((scan.isolated & np.isnan(scan.force_rms)).sum())}
+            number = scan.system.num_frames - scan.label_frames.get(label, 0) - by_nature.get(label, 0)
             if number > 0:
                 lacking.append((scan.system.name, number))
         if scans and not any(s.label_frames.get(label) for s in scans):

@@ -40,7 +40,7 @@ class SystemScan:
         label_frames: number of frames that have each label.
         conditions: smallest and largest value, and numbers per row, of frame and atomic parameters.
         open_frames: number of frames without a cell.
-        digests: (F, 2) 64-bit numbers, equal for equal types, positions and cells.
+        digests: (F,) 64-bit numbers, equal for equal types, positions and cells.
         max_force: (F,) the largest component, eV/angstrom, NaN where missing.
         first: of each label the numbers of the first frame.
         varying: the labels that differ between frames.
@@ -51,7 +51,7 @@ class SystemScan:
         self.problems: list[str] = []
         self.bad_frames: set[int] = set()
         self.outliers: set[int] = set()
-        # kept of each frame are 40 bytes and, of small frames, one per type, so that this fits for millions of frames
+        # kept of each frame are 41 bytes and, of small frames, one per type, so that this fits for millions of frames
         small = np.min_scalar_type(-int(system.frame_sizes.max(initial=0)) - 1)
         self.type_counts = np.zeros((system.num_frames, num_types), small)
         self.energy, self.net_force, self.force_rms = np.full((3, system.num_frames), np.nan)
@@ -61,7 +61,7 @@ class SystemScan:
         self.label_frames: dict[str, int] = {}
         self.conditions: dict[str, tuple[float, float, int]] = {}
         self.open_frames = 0
-        self.digests = np.zeros((system.num_frames, 2), np.uint64)
+        self.digests = np.zeros(system.num_frames, np.uint64)
         self.max_force = np.full(system.num_frames, np.nan)
         self.first: dict[str, Array] = {}
         self.varying: set[str] = set()
@@ -231,5 +231,5 @@ def _digests(chunk: Chunk) -> Array:
         # only atoms that exist: how far frames are padded depends on where they are stored
         rows = zip(exists, types, coord, *boxes)
         contents = (b"".join((t[e].tobytes(), c[e].tobytes(), *(b.tobytes() for b in box))) for e, t, c, *box in rows)
-    digests = b"".join(hashlib.blake2b(content, digest_size=16).digest() for content in contents)
-    return np.frombuffer(digests, np.uint64).reshape(-1, 2)
+    digests = b"".join(hashlib.blake2b(content, digest_size=8).digest() for content in contents)
+    return np.frombuffer(digests, np.uint64)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from deepmd_ema.config.labels import ENERGY, FORCE, LABELS, VIRIAL
+from deepmd_ema.data.check.identities import COVALENT_RADII
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
@@ -17,9 +18,12 @@ OUTLIER_SIGMAS = 15.0  # robust standard deviations of a system; strained cells 
 OUTLIER_ENERGY = 0.2  # eV/atom; a smaller residual is no outlier: near copies have no spread
 FAR_ENERGY = 1.0  # eV/atom; a larger residual is one
 OUTLIER_FORCE, OUTLIER_FACTOR = 15.0, 30.0  # eV/angstrom, and times the median of the system
+# distance in sums of covalent radii within which atoms repel each other; less than so much of that of other frames is
+# nearer: in right data all forces beyond 15 eV/angstrom have such a pair
+_CONTACT, _NEARER = 1.2, 0.9
+_NUM_USUAL, _MAX_SEARCHED = 8, 64  # frames of a system in which such pairs are searched, with usual and large forces
 _SEVERAL = 0.1  # a larger share of the frames of a system is another kind of frames
 NET_FORCE = 0.1  # eV/angstrom, and also, per square root of the atoms, the least fraction of the RMS force
-LARGE_VIRIAL_RMS = 20.0  # eV/atom; 10 angstrom^3 per atom under 300 GPa; stresses in kbar are 1,602 times too large
 _MAX_NAMES = 3
 _NUM_FITS = 12  # of energies per element
 _FITTED = 0.01  # eV/atom, size of a residual from which on it counts by its size
@@ -63,19 +67,27 @@ def name_of(sources: Sequence[FrameSource], frame: int) -> str:
 
 
 def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
-    """Return frames of training data that are copies of others, and those of validation and test data that it has."""
+    """Return frames of training data that are copies of others, and those of validation and test data that it has.
+
+    Training frames of a system that is listed again are no copies: a warning names the system.
+    """
     scans = [scan for part in parts for scan in part]
     sources, total = [scan.system for scan in scans], [sum(scan.system.num_frames for scan in part) for part in parts]
-    digests = np.concatenate([np.zeros((0, 2), np.uint64), *(scan.digests for scan in scans)])
-    order = np.lexsort(digests.T)  # stable: equal ones stay in order
-    is_new = np.append(True, (digests[order[1:]] != digests[order[:-1]]).any(axis=1))[: len(order)]
-    first, numbers = np.empty(len(order), np.int64), np.arange(len(order))  # the first frame that is equal to each
-    first[order] = order[np.flatnonzero(is_new)][np.cumsum(is_new) - 1]
-    ends, part_of = np.cumsum([source.num_frames for source in sources])[:-1], np.repeat(np.arange(len(parts)), total)
+    _, places, of = np.unique(
+        np.concatenate([np.zeros(0, np.uint64), *(scan.digests for scan in scans)]),
+        return_index=True,
+        return_inverse=True,
+    )
+    first, part_of = places[of], np.repeat(np.arange(len(parts)), total)  # the first frame that is equal to each
+    owner = np.repeat(np.arange(len(sources)), [source.num_frames for source in sources])
+    names = [source.whole.name for source in sources]
+    is_new = np.isin(owner, list({name: k for k, name in reversed(list(enumerate(names)))}.values()))
     kinds = []
     for k, name in enumerate(("training", "validation", "test")[: len(parts)]):
-        is_copy, worst, warning = (part_of == k) & (first < (total[0] if k else numbers)), "", ""
-        by_system = tuple(int(part.sum()) for part in np.split(is_copy, ends)) if sources else ()
+        is_copy, worst, warning = (part_of == k) & (first < total[0]), "", ""
+        if k == 0:
+            is_copy &= is_new & (first < np.arange(len(first)))
+        by_system = np.bincount(owner[is_copy], minlength=len(sources)).tolist()
         if is_copy.any():
             frame = int(is_copy.argmax())
             worst = f"{name_of(sources, frame)} is {name_of(sources, int(first[frame]))}"
@@ -84,7 +96,7 @@ def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
         if k and worst:
             many = f"{sum(by_system):,} of {total[k]:,} {name} frames are also training frames"
             warning = f"{many} (first: {worst}): {name} errors will look too good."
-        kinds.append(Suspects(by_system, total[k], worst, warning))
+        kinds.append(Suspects(tuple(by_system), total[k], worst, warning))
     return kinds
 
 
@@ -103,21 +115,22 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
         # to the least sum of sizes, not of squares, which a frame far from all others would tilt; compositions and
         # energies per atom are reduced to the triangle that a QR decomposition leaves
         reduced = np.zeros((0, num_types + 1))
-        for (counts, energy), weight in zip(_parts(training, energies), _parts_of(weights)):
-            factor = (np.sqrt(weight) / counts.sum(axis=1))[:, None]
-            rows = np.concatenate([counts, energy[:, None]], axis=1) * factor
-            reduced = np.asarray(np.linalg.qr(np.concatenate([reduced, rows[weight > 0]]), mode="r"))
+        for scan, energy, weight in zip(training, energies, weights):
+            for begin in range(0, len(energy), _AT_ONCE):
+                part = np.arange(begin, min(begin + _AT_ONCE, len(energy)))
+                part = part[weight[part] > 0]
+                rows = np.concatenate([scan.type_counts[part], energy[part, None]], axis=1)
+                rows *= (np.sqrt(weight[part]) / scan.type_counts[part].sum(axis=1))[:, None]
+                reduced = np.asarray(np.linalg.qr(np.concatenate([reduced, rows]), mode="r"))
         fit = np.linalg.lstsq(reduced[:, :-1], reduced[:, -1], rcond=smallest)[0]
         residuals = [  # eV/atom
-            np.concatenate([np.zeros(0), *((e - c @ fit) / c.sum(axis=1) for c, e in _parts([scan], [energy]))])
+            (energy - sum(n * e for n, e in zip(scan.type_counts.T, fit))) / scan.type_counts.sum(axis=1)
             for scan, energy in zip(scans, energies)
         ]
         weights = [np.nan_to_num(1 / np.maximum(np.abs(of), _FITTED)) for of in residuals[: len(training)]]
     deviations, bounds = [], []
     for scan, residual in zip(scans, residuals):
         middles, number = _middles(scan, residual)
-        if len(all_known := residual[np.isfinite(residual)]) >= _MIN_FRAMES:
-            middles = np.where(np.isfinite(middles), middles, np.median(all_known))
         deviations.append(residual - middles)
         spread = 1.4826 * _middles(scan, np.abs(deviations[-1]))[0]
         bound = np.minimum(np.maximum(OUTLIER_SIGMAS * spread, OUTLIER_ENERGY), FAR_ENERGY)
@@ -129,27 +142,48 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
     )  # fmt: skip
 
 
-def force_outliers(scans: Sequence[SystemScan]) -> Suspects:
-    """Return frames whose largest force, or the RMS of all, is far beyond those of the other frames of the system."""
-    sizes, bounds = [], []
+def force_outliers(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Suspects:
+    """Return frames with forces far beyond those of the system, in which no atoms are nearer than in other frames."""
+    radii, sizes = np.array([COVALENT_RADII.get(name, 1.0) for name in type_map]), []
     for scan in scans:
         of_both = [of / np.maximum(_middles(scan, of)[0], 1e-300) for of in (scan.max_force, scan.force_rms)]
         # 0 times a force is NaN where it is missing
-        sizes.append(np.where(np.maximum(*of_both) > OUTLIER_FACTOR, scan.max_force, 0.0 * scan.max_force))
-        bounds.append(np.full(len(scan.max_force), OUTLIER_FORCE))
-    what = f"forces {OUTLIER_FACTOR:g} times as large as usual in its system"
-    return _outliers(scans, sizes, bounds, what, "eV/angstrom", "Has it converged, and do atoms overlap?")
+        size = np.where(np.maximum(*of_both) > OUTLIER_FACTOR, scan.max_force, 0.0 * scan.max_force)
+        large = np.flatnonzero(size > OUTLIER_FORCE)
+        usual = np.setdiff1d(np.flatnonzero(size <= OUTLIER_FORCE), list(scan.bad_frames))
+        if 0 < len(large) <= max(1, _SEVERAL * len(size)) and len(usual):
+            # large forces of right frames come from atoms near each other, as in rattled cells beside relaxed ones
+            usual = usual[np.unique(np.linspace(0, len(usual) - 1, _NUM_USUAL).astype(int))]
+            contacts = np.median([_contacts(scan.system.frame(k), radii) for k in usual.tolist()], axis=0)
+            for k in large[np.argsort(-size[large])][:_MAX_SEARCHED].tolist():
+                if k not in scan.bad_frames and (_contacts(scan.system.frame(k), radii) < _NEARER * contacts).any():
+                    size[k] = 0.0
+        sizes.append(size)
+    what = f"forces {OUTLIER_FACTOR:g} times as large as usual in its system, though its atoms are not nearer"
+    return _outliers(scans, sizes, [OUTLIER_FORCE] * len(scans), what, "eV/angstrom", "Has it converged?")
+
+
+def _contacts(frame: Frame, radii: Array) -> Array:
+    """Return the shortest distances of pairs of elements (T, T) in sums of their radii (T,), at most ``_CONTACT``."""
+    shortest = np.full((len(radii), len(radii)), _CONTACT)
+    try:
+        i, j, _, distance = find_pairs_once(frame.coord, frame.box, 2 * _CONTACT * float(radii.max()))
+    except DataError:
+        return shortest
+    a, b = frame.atom_type[i], frame.atom_type[j]
+    np.minimum.at(shortest, (np.minimum(a, b), np.maximum(a, b)), distance / (radii[a] + radii[b]))
+    return shortest
 
 
 def _outliers(
-    scans: Sequence[SystemScan], sizes: Sequence[Array], bounds: Sequence[Array], what: str, unit: str, advice: str
+    scans: Sequence[SystemScan], sizes: Sequence[Array], bounds: Sequence[Any], what: str, unit: str, advice: str
 ) -> Suspects:
     """Return the frames of systems of at least three whose size is beyond a bound; where they are many, a note.
 
     Args:
         scans: the systems.
         sizes: (F,) of the frames of each; NaN where it is not known.
-        bounds: (F,) of each.
+        bounds: (F,) of each, or a number.
         what: has a frame that is named.
         unit: of the sizes.
         advice: for the user.
@@ -197,12 +231,11 @@ def placeholders(scan: SystemScan) -> Iterator[str]:
                 "them again."
             )
         return
-    if num_frames < _MIN_FRAMES or len(np.unique(scan.digests, axis=0)) < _MIN_FRAMES:
+    if num_frames < _MIN_FRAMES or len(np.unique(scan.digests)) < _MIN_FRAMES:
         return
     for label in (name for name in (ENERGY, VIRIAL) if name in scan.first and name not in scan.varying):
         if label == ENERGY or ENERGY in scan.varying:
-            value = scan.first[label].ravel()
-            values = f"{value[0]:g}" if (value == value[0]).all() else "the same"
+            values = "the same" if np.ptp(value := scan.first[label].ravel()) else f"{value[0]:g}"
             yield (
                 f"{name}: {label} is {values} in all {num_frames:,} frames, a placeholder. Remove "
                 f"set.*/{LABELS[label].files[0]}.npy, or compute it again."
@@ -211,20 +244,21 @@ def placeholders(scan: SystemScan) -> Iterator[str]:
 
 def zero_forces(scans: Sequence[SystemScan]) -> Suspects:
     """Return frames whose forces are all zero, though others of the system are not and symmetry does not explain it."""
-    by_system, named = [], list[str]()
+    by_system, named = list[int](), list[str]()
     for scan in scans:
-        zero = np.flatnonzero((scan.force_rms == 0) & ~scan.isolated)
-        if len(zero) and np.nanmax(scan.force_rms) > 0:
-            found = [k for k in zero[:_MAX_ZERO].tolist() if k not in scan.bad_frames]
-            zero = np.array([k for k in found if not forces_vanish(scan.system.frame(k))], int)
-        else:
-            zero = zero[:0]
-        by_system.append(len(zero))
-        named += [name_of([scan.system], k) for k in zero.tolist()]
-    warning = f"{counted(len(named), 'frame has', 'frames have')} forces that are all zero, which the positions do not "
-    warning += f"explain: {first_few(named, _MAX_NAMES)}. Remove them, or compute them again."
+        zero = (scan.force_rms == 0) & ~scan.isolated & (scan.force_rms > 0).any()
+        found = [k for k in np.flatnonzero(zero)[:_MAX_ZERO].tolist()
+                 if k not in scan.bad_frames and not forces_vanish(scan.system.frame(k))]  # fmt: skip
+        by_system.append(len(found))
+        named += [name_of([scan.system], k) for k in found]
     total = sum(int(np.isfinite(scan.force_rms).sum()) for scan in scans)
-    return Suspects(tuple(by_system), total, named[0], warning) if named else Suspects(tuple(by_system), total)
+    if not named:
+        return Suspects(tuple(by_system), total)
+    warning = (
+        f"{counted(len(named), 'frame has', 'frames have')} forces that are all zero, which the positions do not "
+        f"explain: {first_few(named, _MAX_NAMES)}. Remove them, or compute them again."
+    )
+    return Suspects(tuple(by_system), total, named[0], warning)
 
 
 def forces_vanish(frame: Frame) -> bool:
@@ -240,29 +274,6 @@ def forces_vanish(frame: Frame) -> bool:
     np.add.at(force, i, pull)
     np.subtract.at(force, j, pull)
     return bool(np.abs(force).max(initial=0.0) < 1e-4)
-
-
-def large_virials(scans: Sequence[SystemScan]) -> Iterator[str]:
-    """Yield a warning about virials that no material has."""
-    rms = [(scan.ranges[VIRIAL].rms, scan.system.name) for scan in scans if VIRIAL in scan.ranges]
-    large = [(value, name) for value, name in rms if value > LARGE_VIRIAL_RMS]
-    if large:
-        value, name = max(large)
-        more = f" (and those of {counted(len(large) - 1, 'more system')})" if len(large) > 1 else ""
-        yield (
-            f"{name}: virials have an RMS of {value:.4g} eV/atom{more}; no material has more than "
-            f"{LARGE_VIRIAL_RMS:g}. Expected virial = -volume * stress in eV; are they from stresses in kbar or GPa?"
-        )
-
-
-def _parts(scans: Sequence[SystemScan], energies: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
-    """Yield compositions and energies of some frames at a time."""
-    yield from zip(_parts_of([scan.type_counts for scan in scans]), _parts_of(energies))
-
-
-def _parts_of(arrays: Sequence[Array]) -> Iterator[Array]:
-    for array in arrays:
-        yield from (array[begin : begin + _AT_ONCE] for begin in range(0, len(array), _AT_ONCE))
 
 
 def net_forces(scans: Sequence[SystemScan]) -> Suspects:
