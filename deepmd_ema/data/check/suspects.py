@@ -18,9 +18,9 @@ OUTLIER_SIGMAS = 15.0  # robust standard deviations of a system; strained cells 
 OUTLIER_ENERGY = 0.2  # eV/atom; a smaller residual is no outlier: near copies have no spread
 FAR_ENERGY = 1.0  # eV/atom; a larger residual is one
 OUTLIER_FORCE, OUTLIER_FACTOR = 15.0, 30.0  # eV/angstrom, and times the median of the system
-# distance in sums of covalent radii within which atoms repel each other; less than so much of that of other frames is
-# nearer: in right data all forces beyond 15 eV/angstrom have such a pair
-_CONTACT, _NEARER = 1.2, 0.9
+# distance in sums of covalent radii within which atoms repel each other, and the power with which the largest force may
+# rise as the shortest distance falls below that of other frames: 3 to 5 in right data beyond 15 eV/angstrom
+_CONTACT, _STEEPNESS = 1.2, 8
 _NUM_USUAL, _MAX_SEARCHED = 8, 64  # frames of a system in which such pairs are searched, with usual and large forces
 _SEVERAL = 0.1  # a larger share of the frames of a system is another kind of frames
 NET_FORCE = 0.1  # eV/angstrom, and also, per square root of the atoms, the least fraction of the RMS force
@@ -156,7 +156,8 @@ def force_outliers(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Susp
             usual = usual[np.unique(np.linspace(0, len(usual) - 1, _NUM_USUAL).astype(int))]
             contacts = np.median([_contacts(scan.system.frame(k), radii) for k in usual.tolist()], axis=0)
             for k in large[np.argsort(-size[large])][:_MAX_SEARCHED].tolist():
-                if k not in scan.bad_frames and (_contacts(scan.system.frame(k), radii) < _NEARER * contacts).any():
+                nearer = 1.0 if k in scan.bad_frames else (_contacts(scan.system.frame(k), radii) / contacts).min()
+                if size[k] < OUTLIER_FORCE * nearer**-_STEEPNESS:
                     size[k] = 0.0
         sizes.append(size)
     what = f"forces {OUTLIER_FACTOR:g} times as large as usual in its system, though its atoms are not nearer"
