@@ -157,8 +157,7 @@ def force_outliers(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Susp
             contacts = np.median([_contacts(scan.system.frame(k), radii) for k in usual.tolist()], axis=0)
             for k in large[np.argsort(-size[large])][:_MAX_SEARCHED].tolist():
                 nearer = 1.0 if k in scan.bad_frames else (_contacts(scan.system.frame(k), radii) / contacts).min()
-                if size[k] < OUTLIER_FORCE * nearer**-_STEEPNESS:
-                    size[k] = 0.0
+                size[k] *= size[k] >= OUTLIER_FORCE * nearer**-_STEEPNESS
         sizes.append(size)
     what = f"forces {OUTLIER_FACTOR:g} times as large as usual in its system, though its atoms are not nearer"
     return _outliers(scans, sizes, [OUTLIER_FORCE] * len(scans), what, "eV/angstrom", "Has it converged?")
