@@ -191,7 +191,7 @@ def _outliers(
     by_system, several, outliers = [], list[str](), list[tuple[float, str]]()
     for scan, size, bound in zip(scans, sizes, bounds):
         far = np.flatnonzero(np.abs(size) > bound)
-        if len(far) > max(1, _SEVERAL * len(size)):
+        if len(far) > max(1, _SEVERAL * np.isfinite(size).sum()):
             several.append(f"{scan.system.name} ({len(far):,} of {len(size):,})")
             far = far[:0]
         by_system.append(len(far))
