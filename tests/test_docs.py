@@ -168,7 +168,7 @@ def test_every_step_of_the_tutorial_runs_and_its_potential_conserves_energy(tmp_
     assert max(map(abs, total)) < 1.0
 
 
-@pytest.mark.parametrize("name", ["README.md", "doc/averaging.md", "doc/potential.md", "doc/python.md"])
+@pytest.mark.parametrize("name", ["README.md", "doc/averaging.md", "doc/potential.md"])
 def test_every_python_snippet_of_a_page_runs(name, trained, capsys):
     if "ase" in (ROOT / name).read_text():
         pytest.importorskip("ase")
