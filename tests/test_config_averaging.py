@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import get_type_hints
 
 import pytest
 from config_inputs import REMOVE, spoiled, write
@@ -17,6 +18,12 @@ from deepmd_ema.errors import ConfigError
 SLOW = {"name": "slow", "decay": 0.99}
 POWER = {"type": "power", "name": "p1", "sigma_rel": 0.05}
 FLAT = {"type": "swa", "name": "flat"}
+
+
+@pytest.mark.parametrize("profile", [EmaProfile, PowerProfile, SwaProfile])
+def test_annotations_of_an_average_are_types(profile):
+    """The mark KW_ONLY is none for Python 3.10, which read no input."""
+    assert "_" not in get_type_hints(profile)
 
 
 def bank(*entries, **changes):

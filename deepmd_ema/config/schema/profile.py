@@ -251,3 +251,6 @@ class Profile(ABC):
     @abstractmethod
     def describe_length(self, steps_per: Mapping[str, float]) -> str:
         """Return type and length as text; ``steps_per`` as for :meth:`summary`."""
+
+
+del Profile.__annotations__["_"]  # typing of Python 3.10 takes the mark KW_ONLY for no type
