@@ -292,6 +292,15 @@ def test_frames_of_three_are_judged_and_those_of_several_kinds_are_not(tmp_path)
     assert note.endswith(f"are of another kind, none is named: {kinds} (24 of 60)")
 
 
+def test_a_frame_is_held_against_those_with_the_same_elements_alone(tmp_path):
+    """Right frames of random compositions in one file were "far from the others"."""
+    for name, elements in (("alone", 0), ("same", [0, 1] * 6)):
+        path = write_system(tmp_path / name, frames=30, seed=1, mixed=True)
+        edit(path / "set.000" / "real_atom_types.npy", put(5, elements))
+        edit(path / "set.000" / "energy.npy", lambda e: e.__setitem__(5, e[5] + 60))
+        assert any("far from the others" in text for text in check([path]).warnings) == (name == "same")
+
+
 def test_large_forces_of_atoms_near_each_other_are_no_outliers(tmp_path):
     """A rattled cell beside relaxed ones was accused."""
     for name, factor in (("rattled", 0.55), ("spike", 1.0)):
