@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from config_inputs import write
 from helpers import assert_same as assert_same_checkpoints
-from helpers import tiny_input, write_system
+from helpers import compile_with, tiny_input, write_system, wrong_forces
 from test_train import load
 from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 from toy_models import SECTIONS, TRICLINIC, batch_of, toy_atoms, toy_model
@@ -20,11 +21,10 @@ from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.config.schema.training import MODES_OF_CUDA_GRAPHS, CompileConfig
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import UserError
 from deepmd_ema.infer import evaluate as evaluating
 from deepmd_ema.model import compiler as compiling
 from deepmd_ema.model.build import share_parts
-from deepmd_ema.model.compiler import Compiler, explained, pad_for
+from deepmd_ema.model.compiler import Compiler, pad_for
 from deepmd_ema.model.dummy_atoms import fill, pad
 from deepmd_ema.model.energy import run
 from deepmd_ema.model.interpolation.series import MIN_TERMS
@@ -275,7 +275,7 @@ def test_without_a_compiler_the_message_says_what_to_install(desk, monkeypatch, 
 
         raise InvalidCxxCompiler
 
-    monkeypatch.setattr(compiling.Compiler, "trace", fail)
+    monkeypatch.setattr(compiling.Compiler, "_evaluate", fail)
     values = tiny_input([desk / "train_0"], [desk / "validation"], num_steps=2, **TINY, training__enable_compile=True)
     write(desk, values)
     assert cli.main(["train", "input.json"]) == 2
@@ -283,11 +283,93 @@ def test_without_a_compiler_the_message_says_what_to_install(desk, monkeypatch, 
     assert "training.enable_compile: no C++ compiler was found" in message
     assert "Install g++" in message
     assert "Traceback" not in message
-    with pytest.raises(UserError, match="could not compile the model"), explained("here", "Leave it out"):
-        raise RuntimeError("no kernel for this")
 
 
-def test_errors_of_a_compiled_model_are_those_of_the_eager_one(desk, capsys, monkeypatch):
+def warnings_of(caplog):
+    return [
+        r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "evaluated eagerly" in r.getMessage()
+    ]
+
+
+def no_code(graph, inputs):
+    raise NotImplementedError("no kernel for this")
+
+
+@pytest.mark.parametrize("backend", [wrong_forces, no_code])
+def test_a_run_whose_compiled_code_is_wrong_or_not_made_warns_once_and_is_the_eager_run(desk, caplog, backend):
+    eager = train(desk / "eager")
+    caplog.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", compile_with(backend))
+        found = train(desk / "wrong", training__enable_compile=True)
+    for one, other in zip(eager, found):
+        assert_same_checkpoints(one["model"], other["model"])
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("training.enable_compile: ")
+    if backend is no_code:
+        assert "could not compile the model (NotImplementedError: " in warning
+    else:
+        assert re.search(r"force -?0 instead of -?0\.\d+ \(difference [01]\..* of 0\.\d+; rounding gives less", warning)
+    assert warning.endswith("Steps and validation are evaluated eagerly.")
+    assert "compiled  " not in caplog.text
+
+
+def test_only_validation_is_eager_where_only_its_code_is_wrong(desk, caplog):
+    eager = train(desk / "eager")
+    caplog.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", compile_with(wrong_forces))
+        found = train(desk / "wrong", validating=TINY["validating"] | {"compiled_infer": True})
+    for one, other in zip(eager, found):
+        assert_same_checkpoints(one["model"], other["model"])
+    assert (desk / "wrong" / "val_ema.log").read_text() == (desk / "eager" / "val_ema.log").read_text()
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("validating.compiled_infer: code compiled by torch")
+    assert warning.endswith("Validation is evaluated eagerly.")
+
+
+def test_a_graph_that_is_made_later_is_compared_too(caplog):
+    """A graph for each size: the first is right, the second is not."""
+    _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
+    first, second, *_ = batches_of(model.train())
+    compiler = Compiler(CompileConfig(backend="aot_eager", dynamic=False))
+    assert compiler.trace(model, first) == ""
+    compiler._run = torch.compile(run, backend=wrong_forces, dynamic=False)
+    torch._dynamo.reset()
+    found = outputs_loss_and_gradients(compiler, model, second)
+    assert_same(found, outputs_loss_and_gradients(run, model, second))
+    assert len(warnings_of(caplog)) == 1
+    assert not compiler.serves(model)
+
+
+def test_gradients_by_parameters_are_compared():
+    def wrong(graph, inputs):
+        def evaluate(*args):
+            return [x.detach() + 2 * (x - x.detach()) if x.requires_grad else x for x in graph.forward(*args)]
+
+        return evaluate
+
+    _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
+    batch = next(batches_of(model.train()))
+    compiler = Compiler(TRACED)
+    compiler._run = torch.compile(run, backend=wrong, dynamic=True)
+    assert "gradient by " in compiler.trace(model, batch)
+    assert compiler.trace(model.eval(), batch) == ""
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+def test_forces_that_cancel_are_no_difference(precision):
+    """A chain of equal atoms in a cell: the forces are what rounding leaves of terms that cancel."""
+    _, model = toy_model(
+        "se_e2_a", SMALL | ONE_SIDE | {"precision": precision}, {"neuron": [2], "precision": precision}
+    )
+    coord = np.stack(np.meshgrid(*[np.arange(3) * 2.1] * 3, indexing="ij"), -1).reshape(-1, 3)
+    batch = batch_of(model.train(), (coord, [0] * 27, 6.3 * np.eye(3)))
+    assert float(run(model, batch)["force"].detach().abs().max()) < 1e-4
+    assert Compiler(TRACED).trace(model, batch) == ""
+
+
+def test_errors_of_a_compiled_model_are_those_of_the_eager_one(desk, capsys, caplog, monkeypatch):
     train(desk / "run")
     monkeypatch.setattr(evaluating, "CompileConfig", lambda: TRACED)
     command = ["test", "-m", str(desk / "run" / "model_ema.ckpt.pt"), "-s", str(desk / "validation")]
@@ -298,3 +380,11 @@ def test_errors_of_a_compiled_model_are_those_of_the_eager_one(desk, capsys, mon
         found.append(capsys.readouterr().out)
     assert found[0] == found[1]
     assert counters["stats"]["unique_graphs"] >= 1
+    torch._dynamo.reset()
+    caplog.clear()
+    monkeypatch.setattr(torch, "compile", compile_with(wrong_forces))
+    assert cli.main([*command, "--compile"]) == 0
+    assert capsys.readouterr().out == found[0]
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("--compile: code compiled by torch")
+    assert warning.endswith("The test is evaluated eagerly.")

@@ -1,9 +1,13 @@
 """Compiled models on two processes that share weights out: the numbers of eager runs, exact restarts, few graphs."""
 
+import json
+import os
+from unittest import mock
+
 import pytest
 import torch
-from helpers import assert_same, write_system
-from parallel_runs import train
+from helpers import assert_same, compile_with, write_system, wrong_forces
+from parallel_runs import run_ranks, train, train_here
 
 pytestmark = pytest.mark.timeout(480)
 
@@ -79,3 +83,27 @@ def test_a_compiled_run_of_two_ranks_is_the_eager_one_and_restarts_bitwise(tmp_p
     assert len(rows) == 5
     for name, later in rows_of(restarted).items():
         assert later[-HALF if name == "lcurve.out" else -1 :] == rows[name][-HALF if name == "lcurve.out" else -1 :]
+
+
+def train_with_wrong_code_on_rank_1(folder):
+    if os.environ["RANK"] == "1":
+        with mock.patch.object(torch, "compile", compile_with(wrong_forces)):
+            return train_here(folder, {})
+    return train_here(folder, {})
+
+
+def test_where_the_code_of_one_rank_is_wrong_all_ranks_are_eager(tmp_path):
+    for task in ("water", "ice"):
+        for n in (1, 2):
+            write_system(tmp_path / f"{task}{n}", frames=4, natoms=4, seed=n, num_types=1)
+    eager, wrong = tmp_path / "eager", tmp_path / "wrong"
+    train(eager, 2, input_of(tmp_path, 0, False))
+    wrong.mkdir()
+    (wrong / "input.json").write_text(json.dumps(input_of(tmp_path, 0, True)))
+    ranks = run_ranks(2, train_with_wrong_code_on_rank_1, str(wrong))
+    lines = [line for line in ranks[0].log.splitlines() if "Steps and validation are evaluated eagerly." in line]
+    assert len(lines) == 1
+    assert "force" in lines[0]
+    for name in FILES:
+        assert_same(ends_of(wrong)[name]["model"], ends_of(eager)[name]["model"], name)
+    assert rows_of(wrong) == rows_of(eager)

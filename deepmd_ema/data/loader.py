@@ -47,6 +47,7 @@ class Loader:
         sampler: as given.
         cache: neighbor lists.
         batch: returns batch ``n`` as it was collated, whatever comes next.
+        pad: as given; may be set before the first batch.
         position: number of the batch that ``next`` returns; a checkpoint needs nothing else of the loader.
     """
 
@@ -71,7 +72,8 @@ class Loader:
             frames = collate([pairs.get(systems[system], k, layout) for system, k in sampler.batch(n)], layout, labels)
             return frames.as_padding() if sampler.is_repeat(n) else frames
 
-        self.batch, self._prepare = batch, lambda n: _prepared(batch(n), pin, pad)
+        self.batch, self.pad = batch, pad
+        self._prepare: Callable[[int, Pad | None], Batch | PackedBatch] = lambda n, pad: _prepared(batch(n), pin, pad)
         self._prefetch = prefetch
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch | PackedBatch]] = deque()
@@ -87,7 +89,7 @@ class Loader:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="dp-ema-loader")
         while len(self._ahead) <= self._prefetch:
-            self._ahead.append(self._thread.submit(self._prepare, self.position + len(self._ahead)))
+            self._ahead.append(self._thread.submit(self._prepare, self.position + len(self._ahead), self.pad))
         batch = self._ahead[0].result()  # an error stays the first, to be raised again
         self._ahead.popleft()
         self.position += 1

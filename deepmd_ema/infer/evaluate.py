@@ -41,7 +41,7 @@ from deepmd_ema.errors import DataError, UserError, counted
 from deepmd_ema.geometry import neighbor_statistics
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import SAME_PLACE, describe_short_pair
-from deepmd_ema.model.compiler import Compiler, explained, pad_for
+from deepmd_ema.model.compiler import Compiler, pad_for
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.model.model_set import ModelSet
@@ -269,10 +269,13 @@ def predict(
         if not isinstance(network, EnergyModel):
             raise UserError("--compile: the file holds compiled code already. Leave it out.")
         models = ModelSet({"": network})
-        models.compiler = Compiler(CompileConfig(), in_training=False)
-        with explained("--compile", "Leave it out"):
-            models.compiler.trace(network, first.to(where))
-        evaluated, pad = models.of(""), pad_for(models.compiler.options, network.layout)
+        compiler = Compiler(CompileConfig(), "--compile", in_training=False)
+        compiler.refuse(network.training, compiler.trace(network, first.to(where)))
+        if compiler.serves(network):
+            models.compiler, pad = compiler, pad_for(compiler.options, network.layout)
+        else:
+            tabulate(network)
+        evaluated = models.of("")
     batches = prefetch(made(), where, pad)
     with tqdm(total=sum(map(len, frames)), unit=" frames", disable=None, leave=False) as bar:
         # a compiled file has no second derivatives

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,16 +17,22 @@ import torch
 from torch import Tensor
 
 from deepmd_ema.batch import Batch, NeighborLayout
-from deepmd_ema.config.labels import ENERGY
+from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.config.schema.training import MODES_OF_CUDA_GRAPHS, CompileConfig
 from deepmd_ema.distributed.files import writing
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.model.dummy_atoms import Filled, Round, at_least_two, fill, pad, to_half_octave, to_prime
 from deepmd_ema.model.energy import EnergyModel, run
+from deepmd_ema.model.interpolation.interpolation import Interpolation
 
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 64  # of a process; then torch continues eagerly and warns
+# of a factor of a product, where parameters have another precision
+TF32_EPS, BFLOAT16_EPS = 2**-10, torch.finfo(torch.bfloat16).eps
+# two sets of operations differ by at most 33 eps for all descriptors, in float64 and float32
+MAX_ROUNDING = 100  # eps
+MIN_GRADIENT = 1e-2  # of the largest gradient: a smaller one is what is left of terms that cancel
 
 
 @dataclass(frozen=True)
@@ -56,14 +62,19 @@ class Compiler:
     fill them up ahead (:func:`pad_for`), and then predictions have the dummy frames and atoms too; a batch that is not
     filled up is so here, and its predictions are its own.
 
+    The numbers of each new graph are compared with the eager ones (:meth:`difference`). Where they differ by more than
+    rounding, or torch cannot compile, models are evaluated eagerly from then on, and a warning says so.
+
     Attributes:
         options: of torch.
+        place: the option for compiled code, for messages.
         in_training: whether models in training mode are compiled.
         in_validation: whether models in evaluation mode are.
         graphs: made so far.
     """
 
     options: CompileConfig
+    place: str = "training.enable_compile"
     in_training: bool = True
     in_validation: bool = True
     graphs: list[Graph] = field(default_factory=list)
@@ -87,6 +98,86 @@ class Compiler:
 
     def __call__(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
         """Return the predictions of ``model`` for ``batch``, with gradients by parameters in training mode."""
+        graphs = len(self.graphs)
+        prediction = self._predict(model, batch)
+        if len(self.graphs) == graphs:
+            return prediction
+        # a graph for other sizes or series; it runs again, because CUDA graphs write over what they have returned
+        self.refuse(model.training, self.difference(model, batch))
+        return self._predict(model, batch) if self.serves(model) else run(model, batch)
+
+    def trace(self, model: EnergyModel, batch: Batch) -> str:
+        """Make the graph of a model before it is used, and return the reason not to use it; empty if there is none.
+
+        It is made for a batch all of whose sizes differ, and differ from widths: torch would take sizes that are equal
+        in the first batch for equal in all, and make another graph later. And the code depends a little on the sizes it
+        was made for: a restart makes it for the same batch as the first start.
+        """
+        widths = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
+        up = to_prime(widths) if self.options.dynamic else _rounding(self.options)
+        return self.difference(model, _fill(batch, model.layout, up).batch)
+
+    def refuse(self, training: bool, reason: str) -> None:
+        """Evaluate models eagerly from now on if there is a reason, found in training or in evaluation mode."""
+        if reason:
+            self.in_training, self.in_validation = self.in_training and not training, False
+            of_mode = "The test is" if self.place == "--compile" else "Validation is"
+            what = "Steps and validation are" if training else of_mode
+            logger.warning("%s: %s. %s evaluated eagerly.", self.place, reason, what)
+
+    def difference(self, model: EnergyModel, batch: Batch) -> str:
+        """Return the first number of compiled code that is not the eager one to rounding; empty if all are.
+
+        Compares predictions, and in training mode the gradients by parameters of a weighted sum of all of them. Another
+        order of the same sums changes them by the error of a factor, eps, times what cancels: half of its digits must
+        agree, so that a difference is at most sqrt(eps) of the largest eager number, or 100 eps where that is more.
+
+        Args:
+            model: in the mode and the context of products in which it is used.
+            batch: evaluated both ways.
+
+        Raises:
+            UserError: without a C++ compiler.
+        """
+        needed = {one: one.needed for one in model.modules() if isinstance(one, Interpolation)}
+        scale: dict[str, float] = {}
+        eager = _numbers(run, model, batch, scale)
+        for one, terms in needed.items():  # of the batches that the run evaluates eagerly
+            one.needed = terms
+        try:
+            compiled = _numbers(self._predict, model, batch, scale)
+        except Exception as error:
+            return self._why_not(error)
+        # nan where only one of both has it
+        off = {name: (compiled[name] - value).abs().nan_to_num(math.inf, math.inf) for name, value in eager.items()}
+        eps = _eps_of_factors(model)
+        tolerance = max(math.sqrt(eps), MAX_ROUNDING * eps)
+        # predictions come first, of which a gradient depends on several
+        name = next((name for name, by in off.items() if float(by.amax()) > tolerance * scale[name]), None)
+        if name is None:
+            return ""
+        at = int(off[name].argmax())
+        found, expected, share = float(compiled[name][at]), float(eager[name][at]), float(off[name][at]) / scale[name]
+        return (
+            f"code compiled by torch {torch.__version__} gives other numbers: {name} {found:.6g} instead of "
+            f"{expected:.6g} (difference {share:.1e} of {scale[name]:.3g}; rounding gives less than {tolerance:.0e})"
+        )
+
+    def _why_not(self, error: Exception) -> str:
+        """Return the reason why torch could not compile a model, or raise UserError where it lacks a C++ compiler."""
+        chain: list[BaseException] = [error]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+            chain.append(cause)
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        if any(isinstance(one, InvalidCxxCompiler) for one in chain) or "InvalidCxxCompiler" in str(error):
+            otherwise = "Leave it out" if self.place.startswith("--") else "Set it to false to train eagerly"
+            raise UserError(f"{self.place}: {without_compiler('compiled code is made with')}. {otherwise}.") from error
+        logger.debug("torch.compile", exc_info=error)
+        first = [*str(error).strip().splitlines(), "no message"][0][:300]
+        return f"torch {torch.__version__} could not compile the model ({type(chain[-1]).__name__}: {first})"
+
+    def _predict(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
         if batch.num_dummies[0]:
             prediction = self._evaluate(model, _without_labels(batch))
         else:
@@ -96,16 +187,6 @@ class Compiler:
         if prediction[ENERGY].device.type == "cpu" and not bool(torch.isfinite(prediction[ENERGY]).all()):
             return run(model, batch)
         return prediction
-
-    def trace(self, model: EnergyModel, batch: Batch) -> None:
-        """Make the graph of a model before it is used, on a batch all of whose sizes differ, and differ from widths.
-
-        torch would take sizes that are equal in the first batch for equal in all, and make another graph later. And the
-        code depends a little on the sizes it was made for: a restart makes it for the same batch as the first start.
-        """
-        widths = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
-        up = to_prime(widths) if self.options.dynamic else _rounding(self.options)
-        self._evaluate(model, _fill(batch, model.layout, up).batch)
 
     def _evaluate(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
         import torch._dynamo
@@ -184,36 +265,55 @@ def _counts() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], hits
 
 
-@contextmanager
-def explained(place: str, otherwise: str) -> Iterator[None]:
-    """Turn errors of torch about compiling into a message.
+def _numbers(
+    evaluate: Callable[[EnergyModel, Batch], dict[str, Tensor]],
+    model: EnergyModel,
+    batch: Batch,
+    scale: dict[str, float],
+) -> dict[str, Tensor]:
+    """Return predictions and, in training mode, gradients of their sum by parameters, each (n,) float64, by name.
 
     Args:
-        place: the option for compiled code.
-        otherwise: how to continue without it.
+        evaluate: the model.
+        model: in training or evaluation mode.
+        batch: filled up or not.
+        scale: the largest of each, which those of another evaluation are compared with; filled in if it is empty.
+    """  # fmt: skip
+    found = {name: value.flatten() for name, value in evaluate(model, batch).items()}
+    # beside those of the elements the energies that networks give may be small
+    found[ATOM_ENERGY] = found[ATOM_ENERGY] - model.out_bias.view(-1)[batch.atom_type]
+    if is_first := not scale:
+        scale.update({name: float(value.detach().abs().amax()) for name, value in found.items()})
+        # forces of a crystal are zero
+        of_atom = scale[ATOM_ENERGY] = scale[ATOM_ENERGY] or 1.0
+        least = {ENERGY: of_atom, FORCE: of_atom / model.layout.rcut, VIRIAL: of_atom}
+        scale.update({name: max(scale[name], value) for name, value in least.items()})
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad} if model.training else {}
+    if parameters:
+        parts = [(v * torch.cos(torch.arange(len(v)).to(v))).sum() / scale[name] for name, v in found.items()]
+        gradients = torch.autograd.grad(
+            torch.stack(parts).sum(), [*parameters.values()], allow_unused=True, materialize_grads=True
+        )
+        by_name = {f"gradient by {name}": g.flatten() for name, g in zip(parameters, gradients) if g.numel()}
+        found.update(by_name)
+        if is_first:
+            sizes = {name: float(g.abs().amax()) for name, g in by_name.items()}
+            most = max(sizes.values()) or 1.0
+            scale.update({name: max(size, MIN_GRADIENT * most) for name, size in sizes.items()})
+    return {name: value.detach().double().clone() for name, value in found.items()}
 
-    Raises:
-        UserError: with the missing program, and how to continue without it.
-    """
-    try:
-        yield
-    except (UserError, KeyboardInterrupt):
-        raise
-    except Exception as error:
-        chain: list[BaseException] = [error]
-        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
-            chain.append(cause)
-        from torch._inductor.exc import InvalidCxxCompiler
 
-        if any(isinstance(one, InvalidCxxCompiler) for one in chain) or "InvalidCxxCompiler" in str(error):
-            why = f"{without_compiler('compiled code is made with')}."
-        else:
-            first = str(error).strip().splitlines()
-            why = (
-                f"torch {torch.__version__} could not compile the model ({type(chain[-1]).__name__}: "
-                f"{first[0][:300] if first else 'no message'}). --debug shows all of it."
-            )
-        raise UserError(f"{place}: {why} {otherwise}.") from error
+def _eps_of_factors(model: EnergyModel) -> float:
+    """Return the largest relative error of a factor in the products of a model, in its mode and this context."""
+    eps = [torch.finfo(p.dtype).eps for p in model.parameters()]
+    if model.out_bias.is_cuda:
+        if torch.get_float32_matmul_precision() != "highest" and max(eps) > torch.finfo(torch.float64).eps:
+            eps.append(TF32_EPS)
+        for part in model.modules():
+            is_reduced = getattr(getattr(part, "section", None), "use_amp", False)
+            if is_reduced if model.training else getattr(part, "infers_in_bfloat16", False):
+                eps.append(BFLOAT16_EPS)
+    return max(eps)
 
 
 def without_compiler(purpose: str) -> str:

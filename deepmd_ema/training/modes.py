@@ -25,7 +25,7 @@ from deepmd_ema.data.loader import Pad
 from deepmd_ema.distributed.tensors import content_digest, is_sharded, settle_shards
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import UserError, first_few
-from deepmd_ema.model.compiler import Compiler, explained, pad_for
+from deepmd_ema.model.compiler import Compiler, pad_for
 from deepmd_ema.model.dummy_atoms import pad, to_eighth
 from deepmd_ema.model.model_set import ModelSet
 
@@ -98,14 +98,13 @@ def why_no_graphs(config: RunConfig, world: World) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def pads(config: RunConfig, world: World, layout: NeighborLayout) -> tuple[Pad | None, Pad | None]:
+def pads(config: RunConfig, compiler: Compiler | None, world: World, layout: NeighborLayout) -> list[Pad | None]:
     """Return the functions that fill up batches of training and displayed ones of validation; None: they stay."""
-    in_training, in_validation = compiled_modes(config)
-    compiled = pad_for(config.training.compile_options, layout) if in_training or in_validation else None
-    of_training = compiled if in_training else None
+    modes = (compiler.in_training, compiler.in_validation) if compiler is not None else (False, False)
+    found = [pad_for(config.training.compile_options, layout) if is_compiled else None for is_compiled in modes]
     if config.training.cuda_graphs and not why_no_graphs(config, world):  # few shapes
-        of_training = partial(pad, layout=layout, up=to_eighth)
-    return of_training, compiled if in_validation else None
+        found[0] = partial(pad, layout=layout, up=to_eighth)
+    return found
 
 
 def compile_models(
@@ -124,29 +123,33 @@ def compile_models(
         products: contexts of matrix products in a step and in a validation, on which graphs depend.
 
     Raises:
-        UserError: if they cannot be compiled.
+        UserError: without a C++ compiler.
     """
     if not config.training.enable_compile and not config.validating.compiled_infer:
         return config
     in_training, in_validation = compiled_modes(config)
     if in_training or in_validation:
-        compiler = Compiler(config.training.compile_options, in_training, in_validation)
+        place = "training.enable_compile" if in_training else "validating.compiled_infer"
+        compiler = Compiler(config.training.compile_options, place, in_training, in_validation)
         hessians = any(HESSIAN in task.loss.labels for task in config.tasks.values())
         eager = "; batches with Hessians are evaluated eagerly" * hessians
         logger.info("compiling with %s, which takes minutes the first time%s", compiler.options.backend, eager)
         for training in [True] * in_training + [False] * in_validation:
+            if not training and not compiler.in_validation:
+                break  # as its steps
             models.train(training)
-            context = products[0] if training else products[1]
+            context, reasons = products[0] if training else products[1], list[str]()
             # the first rank of each machine, then the others, which find the code in the cache
             for is_turn in (world.local_rank == 0, world.local_rank != 0):
-                explains = explained("training.enable_compile", "Set it to false to train eagerly")
-                with world.all_ranks_ok(world.long_timeout_group), explains:
-                    for name, model in models.by_task.items() if is_turn else ():
-                        with context():
-                            compiler.trace(model, batches[name])
+                with world.all_ranks_ok(world.long_timeout_group), context():
+                    reasons += [compiler.trace(m, batches[name]) for name, m in models.by_task.items() if is_turn]
+            # all ranks evaluate alike: the first reason of any
+            reasons = world.gather(next(filter(None, reasons), ""))
+            compiler.refuse(training, world.broadcast_from_rank0(partial(next, filter(None, reasons), "")))
         models.train()
-        models.compiler = compiler
-        logger.info("compiled: %s", compiler.describe())
+        if compiler.in_training or compiler.in_validation:
+            models.compiler = compiler
+            logger.info("compiled: %s", compiler.describe())
     return replace(config, validating=replace(config.validating, compiled_infer=in_validation))
 
 

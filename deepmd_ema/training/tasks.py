@@ -13,7 +13,7 @@ from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config import RunConfig, TaskConfig
 from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
 from deepmd_ema.data.collate import PairCache
-from deepmd_ema.data.loader import PREFETCH, Loader, Pad
+from deepmd_ema.data.loader import PREFETCH, Loader
 from deepmd_ema.data.run import TaskData, build_sampler
 from deepmd_ema.data.source import FrameSource
 from deepmd_ema.data.split import Split
@@ -22,7 +22,6 @@ from deepmd_ema.errors import CheckpointError
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.training.loss import EnergyLoss
-from deepmd_ema.training.modes import pads
 from deepmd_ema.utils import seed_for, stream_of
 
 logger = logging.getLogger(__name__)
@@ -186,13 +185,12 @@ def build_task(
     ahead, pin = max(PREFETCH, training.accumulate), world.device.type == "cuda"
 
     def loader(
-        options: TrainingDataConfig | ValidationDataConfig, systems: Sequence[FrameSource], stream: str, pad: Pad | None
+        options: TrainingDataConfig | ValidationDataConfig, systems: Sequence[FrameSource], stream: str
     ) -> Loader:
         of_run = {"seed": seed_for(stream_of(stream, name), seed), "rank": world.rank, "world_size": world.size}
         sampler = build_sampler(options, systems, **of_run)
-        return Loader(systems, sampler, model.layout, 0, ahead, pin, cache, task.loss.labels, pad)
+        return Loader(systems, sampler, model.layout, 0, ahead, pin, cache, task.loss.labels)
 
-    pad, display_pad = pads(config, world, model.layout)
     return Task(
         name,
         task,
@@ -203,6 +201,6 @@ def build_task(
         model,
         EnergyLoss(task.loss, config.learning_rate.start_lr, world),
         training.accumulate,
-        loader(task.data.training_data, data.train, "frames", pad),
-        loader(shown, data.valid, "display frames", display_pad) if shown is not None else None,
+        loader(task.data.training_data, data.train, "frames"),
+        loader(shown, data.valid, "display frames") if shown is not None else None,
     )

@@ -33,6 +33,7 @@ from deepmd_ema.training.modes import (
     check_replicas,
     compile_models,
     contexts_of_products,
+    pads,
     parallelize,
     why_no_graphs,
 )
@@ -114,6 +115,10 @@ class Trainer:
         # before the models are sharded: one rank may then compile while others wait for its code
         self.products, in_validation = contexts_of_products(config, models, world.device)
         used = compile_models(config, models, batches, world, (self.products, in_validation))
+        for task in self.tasks:
+            task.train_loader.pad, display_pad = pads(config, models.compiler, world, task.model.layout)
+            if task.display_loader is not None:
+                task.display_loader.pad = display_pad
         module = parallelize(models, world, training.zero_stage)
         if reads_shards(start, config):
             read_shards(start, models)

@@ -41,7 +41,7 @@ class Update(nn.Module):
         """Return the updated features (..., width)."""
         if len(self.factors) and features.dim() == 2:
             # the few numbers of atoms in as few operations as one update; those of pairs would be copied for it
-            scaled = torch.stack(list(updates), 1) * torch.stack(list(self.factors[: len(updates)]))
+            scaled = torch.stack(list(updates), 1) * torch.stack([self.factors[k] for k in range(len(updates))])
             features = features + scaled.sum(1)
         else:
             for k, update in enumerate(updates):

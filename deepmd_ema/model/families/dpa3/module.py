@@ -138,7 +138,7 @@ class RepflowLayer(UsesOperations):
             layers = [self.edge_angle] * self.edges_matter + [self.angle_self] * self.angles_matter
             found = self._angle_messages(layers, angle, *self._seen_by_angles(node, edge, geometry))
             if self.edges_matter:
-                messages.append(self._from_angles(found[0], edge, geometry))
+                messages = [*messages, self._from_angles(found[0], edge, geometry)]
             if self.angles_matter:
                 angle = self.angle_update(angle, found[-1:])
         return new_node, self.edge_update(edge, messages) if self.edges_matter else edge, angle
