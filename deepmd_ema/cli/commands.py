@@ -163,7 +163,7 @@ COMMANDS = {
             switch("--config-only", "do not read the data that the input names"),
             switch("--time", "also measure some steps, and say how long the run will take"),
         )),
-        switch("--json", "print one JSON document, described in doc/check.md"),
+        switch("--json", "print one JSON document, described in doc/data.md"),
         DEVICE,
     )),
     "freeze": Command("models", "write a checkpoint as a .dp, .pt2 or .pth file, which DeePMD-kit and LAMMPS read", (

@@ -1,6 +1,6 @@
 """The report of ``dp-ema check``: data, plan and cost of a run before it starts, as text and as JSON.
 
-The JSON document is described in doc/check.md; keys end with the unit of their numbers. Modules that load torch are
+The JSON document is described in doc/data.md; keys end with the unit of their numbers. Modules that load torch are
 imported where the data are read, so that an input is checked without.
 """
 
