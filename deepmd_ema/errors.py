@@ -224,7 +224,7 @@ RED, YELLOW = 31, 33
 _TOGETHER = re.compile(r"`[^`\n]+`|\d %|(?<=: |  )dp-ema [a-z].*$")
 _SPACE = "\x1f"  # in place of spaces at which lines must not break
 # the time of a line of the log; spaces, and a number of a list or the name of a row of two columns
-_START = re.compile(r"(\[\d{4}-\d\d-\d\d [\d:]{8}\] )?( *(?:\d+\. |\S+(?: \S+){0,4} {2,})?)")
+_START = re.compile(r"(\[\d{4}-\d\d-\d\d [\d:]{8}\] |\d\d:\d\d:\d\d )?( *(?:\d+\. |\S+(?: \S+){0,4} {2,})?)")
 
 
 def width_of(stream: TextIO) -> int | None:

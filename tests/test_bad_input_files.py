@@ -386,7 +386,7 @@ def test_a_forgotten_restart_loses_nothing_and_is_reported_before_the_first_step
     reported.must_say(
         "there were files of an earlier run, up to step 4: moved to earlier-1.", "use --restart", code=GOOD
     )
-    assert reported.text.index("moved to earlier-1") < reported.text.index("Batch       1")
+    assert reported.text.index("moved to earlier-1") < reported.text.index("1  train")
     ran = [name for name in before if name.endswith((".pt", ".out", ".log", "out.json")) or name == "checkpoint"]
     assert len(ran) > 5
     after = everything()

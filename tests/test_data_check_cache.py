@@ -219,7 +219,7 @@ def test_a_second_run_from_the_same_statistics_is_the_same_run(place, monkeypatc
     for number in range(2):
         if number:
             monkeypatch.setattr(DeepmdSystem, "chunks", lambda *_: pytest.fail("all frames are read"))
-        assert main(["train", "input.json", "--device", "cpu"]) == 0
+        assert main(["train", "input.json", "--device", "cpu", "-v", "DEBUG"]) == 0
         assert ("s (this content was checked before: 20" in capsys.readouterr().err) is bool(number)
         curves.append(Path("lcurve.out").read_text())
         assert len(list(Path("statistics.checked").iterdir())) == 1

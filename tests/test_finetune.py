@@ -211,7 +211,7 @@ def test_a_fresh_fitting_network_may_have_another_shape(trained, desk, capsys):
     said = capsys.readouterr().err
     assert f"{file}: its weights do not fit the model of this input." in said
     assert "--model-branch RANDOM" in said
-    assert train(config, "--finetune", file, "--model-branch", "random") == 0
+    assert train(config, "--finetune", file, "--model-branch", "random", "-v", "DEBUG") == 0
     said = capsys.readouterr().err
     assert "fitting network fresh" in said
     assert "output bias moved" not in said

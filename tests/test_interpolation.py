@@ -370,9 +370,9 @@ def test_a_step_that_is_not_finite_leaves_the_series_as_they_are():
 
 def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start, monkeypatch, caplog):  # noqa: F811
     monkeypatch.setattr("deepmd_ema.training.trainer.InterpolationControl", partial(InterpolationControl, interval=7))
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     direct = start("direct", 20, {"model__descriptor__interpolate": "never"})
-    assert "embedding networks  evaluated for each pair of atoms" in caplog.text
+    assert "embedding networks: evaluated for each pair of atoms" in caplog.text
     whole = start("whole", 20, ALWAYS)
     assert "terms of a Chebyshev series" in caplog.text
     weights = [load(folder / "model.ckpt-20.pt") for folder in (direct, whole)]

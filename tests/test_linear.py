@@ -302,7 +302,7 @@ def desk(tmp_path, monkeypatch):
 
 
 def test_a_run_restarts_exactly_and_goes_through_all_commands(desk, capsys):
-    assert cli.main(["train", "input.json", "--device", "cpu"]) == 0
+    assert cli.main(["train", "input.json", "--device", "cpu", "-v", "DEBUG"]) == 0
     assert "energy of each element: " in capsys.readouterr().err
     straight = checkpoint.load("model.ckpt-4.pt")
     assert cli.main(["train", "input.json", "--device", "cpu", "--restart", "model.ckpt-2.pt"]) == 0

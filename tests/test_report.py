@@ -261,11 +261,11 @@ def bar_text(monkeypatch, progress, columns=None):
 
 def show(progress, step):
     errors = {"": {"rmse_e": 0.2, "rmse": 41.9}}
-    progress.show(step, 1e-3, errors, {"": {"rmse": 35.0}})
+    progress.show(step, 1e-3, {"train": errors, "valid": {"": {"rmse": 35.0, "rmse_f": 0.0661}}})
 
 
 def test_a_displayed_step_says_errors_speed_split_and_when_it_ends(caplog, clock):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     progress = Progress(100, Known(left=2.5), interactive=False)
     progress.start_at(40)
     for step in range(41, 51):
@@ -274,11 +274,8 @@ def test_a_displayed_step_says_errors_speed_split_and_when_it_ends(caplog, clock
     show(progress, 50)
     progress.close()
     lines = [r.getMessage() for r in caplog.records]
-    assert lines[0] == "Batch      50: trn: rmse = 4.19e+01, rmse_e = 2.00e-01, lr = 1.00e-03"
-    assert lines[1] == "Batch      50: val: rmse = 3.50e+01"
-    assert lines[2].startswith(
-        "Batch      50: total wall time = 0.50 s (20.0 steps/s; data 2 % | step 95 %), eta = 0:00:02 at 20"
-    )
+    assert lines[0] == " 50  train E 200  valid F 66.1  lr 1.0e-03  20 steps/s  00:02 left"
+    assert lines[1] == " 50  0.50 s: data 2 % | step 95 %"
 
 
 def test_each_of_several_tasks_has_a_line_of_its_own(caplog, monkeypatch):
@@ -288,17 +285,13 @@ def test_each_of_several_tasks_has_a_line_of_its_own(caplog, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     progress = Progress(100, RunTimes(), interactive=True)
     progress.advance(1)
-    errors = {"water": {"rmse": 2.0, "rmse_e": 1.0}, "ice": {"rmse": 3.0}, "steam": {}}
-    progress.show(1, 1e-3, errors, {"water": {}, "ice": {"rmse": 4.0}})
-    progress.show_average(1, "ema", errors)
+    errors = {"water": {"rmse": 2.0, "rmse_e": 1.0, "rmse_ae": 0.5}, "ice": {"rmse": 3.0, "rmse_f": 3e-4}, "steam": {}}
+    progress.show(1, 1e-3, {"train": errors, "valid": {"water": {}, "ice": {"rmse_v": 4.0}}, "ema": errors})
     progress.close()
-    lines = [r.getMessage().removeprefix("Batch       1: ") for r in caplog.records]
-    assert lines[:3] == [
-        "water_trn: rmse = 2.00e+00, rmse_e = 1.00e+00, lr = 1.00e-03",
-        "ice_trn: rmse = 3.00e+00, lr = 1.00e-03",
-        "ice_val: rmse = 4.00e+00",
+    assert [r.getMessage() for r in caplog.records] == [
+        "  1  water  train E 1000 ae 0.5  ema E 1000 ae 0.5  lr 1.0e-03",
+        "  1  ice  train F 0.300  valid V 4000  ema F 0.300  lr 1.0e-03",
     ]
-    assert lines[4:] == ["water_ema: rmse = 2.00e+00, rmse_e = 1.00e+00", "ice_ema: rmse = 3.00e+00"]
 
 
 def take_steps(times, clock, steps, seconds):
@@ -362,11 +355,11 @@ def test_the_bar_shows_the_first_average_or_live_weights_and_each_task(monkeypat
 
 def test_the_bar_shows_errors_of_batches_until_there_is_a_validation(monkeypatch):
     progress = Progress(100, RunTimes(), interactive=True)
-    progress.show(30, 1e-3, {"": {"rmse": 1.0, "rmse_f": 0.5}}, {"": {"rmse": 1.0, "rmse_f": 0.0661}})
-    assert bar_text(monkeypatch, progress).endswith("40/100, val batch F 66.1 meV/Å")
+    progress.show(30, 1e-3, {"train": {"": {"rmse_f": 0.5}}, "valid": {"": {"rmse_f": 0.0661}}})
+    assert bar_text(monkeypatch, progress).endswith("40/100, valid F 66.1 meV/Å")
     progress = Progress(100, RunTimes(), interactive=True)
-    progress.show(30, 1e-3, {"": {"rmse": 1.0, "rmse_f": 0.5}}, {"": {}})
-    assert bar_text(monkeypatch, progress).endswith("40/100, trn batch F 500 meV/Å")
+    progress.show(30, 1e-3, {"train": {"": {"rmse_f": 0.5}}, "valid": {"": {}}})
+    assert bar_text(monkeypatch, progress).endswith("40/100, train F 500 meV/Å")
 
 
 def test_without_a_terminal_a_line_comes_every_minute_that_has_no_row(caplog, clock):
@@ -377,9 +370,9 @@ def test_without_a_terminal_a_line_comes_every_minute_that_has_no_row(caplog, cl
         progress.advance(step)
         if step == 5:
             show(progress, step)
-    lines = [r.getMessage() for r in caplog.records if "100 steps in all" in r.getMessage()]
-    assert [int(line.split()[1].rstrip(":")) for line in lines] == [3, 8, 45]
-    assert lines[0] == "Batch       3: 100 steps in all, 00:30 left, 0.25 s/step"
+    lines = [r.getMessage() for r in caplog.records if "of 100 steps" in r.getMessage()]
+    assert [int(line.split()[0]) for line in lines] == [3, 8, 45]
+    assert lines[0] == "  3  of 100 steps, 00:30 left, 0.25 s/step"
 
 
 def test_times_and_numbers_are_as_text():
@@ -391,13 +384,16 @@ def test_times_and_numbers_are_as_text():
     assert [every_steps(n) for n in (1, 5000)] == ["every step", "every 5,000 steps"]
 
 
-def test_live_and_averaged_errors_stand_one_above_the_other(caplog):
+def test_a_full_validation_is_one_line_for_each_task_with_stars_at_the_best(caplog):
     caplog.set_level(logging.INFO)
-    results = {"live": Given([94.363, 115.17, 896.33, 1103, "nan", "nan"]), "ema": Given([1, 2, 3, 4, 5, 6])}
-    Progress(10, RunTimes(), interactive=False).show_validation(4, results)
-    first, second = (r.getMessage() for r in caplog.records)
-    assert first.endswith("live: E 94.363 / 115.17 meV/atom, F 896.33 / 1103.0 meV/Å")
-    assert second.endswith("ema : E 1.0000 / 2.0000 meV/atom, F 3.0000 / 4.0000 meV/Å, S 5.0000 / 6.0000 meV/Å³")
+    progress = Progress(10, RunTimes(), interactive=False)
+    results = {"live": Given([94, 115.17, 896, 1103, "nan", "nan"]), "ema": Given([1, 2, 3, 4, 5, 6])}
+    progress.show_validation(4, results, ["ema"])
+    progress.show_validation(10, {f"ice {name}": errors for name, errors in results.items()}, ["ice live"])
+    assert [r.getMessage() for r in caplog.records] == [
+        " 4  full  live E 115 F 1100  ema* E 2.00 F 4.00",
+        "10  ice  full  live* E 115 F 1100  ema E 2.00 F 4.00",
+    ]
 
 
 def test_messages_do_not_break_the_bar(monkeypatch, fresh_logging):
@@ -415,7 +411,7 @@ def test_messages_do_not_break_the_bar(monkeypatch, fresh_logging):
     assert "20/20" in text
     for line in text.replace("\r", "\n").splitlines():
         assert not ("saved" in line and "step/s" in line)
-        assert not ("Batch" in line and "|" in line.split("data")[0])
+        assert not ("train" in line and "|" in line)
 
 
 def test_a_restarted_bar_begins_at_its_step(monkeypatch):

@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import pty
+import re
 
 import pytest
 
@@ -52,6 +53,7 @@ def test_long_lines_continue_below_the_beginning_of_their_text(line, lines):
 def test_lines_of_a_log_continue_below_their_time():
     line = "[2026-11-24 10:00:00] one two three four five six"
     assert wrapped(line, 40) == "[2026-11-24 10:00:00] one two three four\n  five six"
+    assert wrapped("10:00:00 one two three four five six", 31) == "10:00:00 one two three four\n  five six"
     line = "[2026-11-24 10:00:00]   average  one two three four five six seven"
     assert wrapped(line, 56) == "[2026-11-24 10:00:00]   average  one two three four five\n           six seven"
 
@@ -106,7 +108,7 @@ def test_a_warning_in_the_log_is_yellow_and_wrapped_on_a_terminal_only(monkeypat
     logging.getLogger("deepmd_ema").warning("word %s", "word " * 20 + "end")
     set_up_logging("ERROR")
     shown, kept = terminal.getvalue(), (tmp_path / "log").read_text()
-    assert "] \x1b[33mWARNING:\x1b[0m word" in shown
+    assert re.match("\\d\\d:\\d\\d:\\d\\d \x1b\\[33mWARNING:\x1b\\[0m word", shown)
     assert len(shown.splitlines()) > 1
     assert len(kept.splitlines()) == 1
     assert "] WARNING: word word" in kept

@@ -346,7 +346,7 @@ def test_the_short_form_is_a_bank_of_one_called_ema():
 def test_the_log_names_averaged_files_like_the_others_and_says_how_far_each_looks_back(start, caplog):
     late = {"name": "late", "decay": 0.9, "start_step": 15}
     entries = [{"name": "slow", "decay": 0.5, "warmup": False}, {"name": "flat", "type": "swa"}, late]
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         start("run", 20, {"training__averaging": entries})
     said = [record.getMessage() for record in caplog.records]
     names = ("model", "model_ema", "model_slow", "model_flat", "model_late")
@@ -368,7 +368,7 @@ def test_the_log_names_averaged_files_like_the_others_and_says_how_far_each_look
 
 
 def test_windows_of_averages_that_have_not_changed_are_logged_once(start, caplog):
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         start("run", 20, {"training__averaging": [{"name": "slow", "decay": 0.1, "warmup": False}],
                           "training__enable_ema": False, "training__save_freq": 5,
                           "validating__ema_full_validation": False})  # fmt: skip
@@ -387,16 +387,16 @@ def test_no_line_about_averages_breaks_the_progress_bar(start, monkeypatch):
     changed = [{**BANK[0], "decay": 0.5}, *BANK[1:4], {"name": "new", "type": "swa"}]
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    set_up_logging("INFO")
+    set_up_logging("DEBUG")
     start("run", 20, {"training__averaging": changed}, restart="model.ckpt.pt")
     text = stream.getvalue()
-    for words in ("slow: decay was 0.95", "no average new", "Batch      15: slow: rmse", "MAE / RMSE, p05 ",
+    for words in ("slow: decay was 0.95", "no average new", "15  train E ", "  slow E ", "20  full  live",
                   "averages of step 20: ema", "model_p05.ckpt-20.pt"):  # fmt: skip
         assert words in text
     lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
     bars = [line for line in lines if re.match(r"\d+%\|.*\| \d+/20", line)]
     assert bars
-    messages = [line for line in lines if re.match(r"\[\d{4}-\d\d-\d\d ", line)]
+    messages = [line for line in lines if re.match(r"\d\d:\d\d:\d\d ", line)]
     assert not [line for line in messages if "step/s]" in line or "%|" in line]
     more = [line.strip() for line in text.splitlines() if line.startswith("  ")]  # of a message of several lines
     assert {*lines} == {*bars, *messages, *more, ""}

@@ -158,7 +158,7 @@ class ValidationLog(RowTable):
         """Note that ``file`` was written as one of the best, here and in the log."""
         metric, shown = metric.upper(), show_metric(metric, value)
         self._add(f"# saved best checkpoint: {file} ({metric} = {shown})\n")
-        logger.info("Saved best model to %s with %s = %s", file, metric, shown)
+        logger.debug("saved best model to %s with %s = %s", file, metric, shown)
 
     def _row(self, prefix: str, cells: Sequence[str]) -> str:
         return prefix + " ".join(f"{cell:^{width}}" for cell, width in zip(cells, self._widths)) + "\n"

@@ -8,9 +8,8 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,8 +17,8 @@ from tqdm import tqdm
 
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.distributed.files import LOG, refuse_to_lose, writing
-from deepmd_ema.errors import RED, YELLOW, colored, fitted, reason_of
-from deepmd_ema.report.table import describe_errors, significant
+from deepmd_ema.errors import RED, YELLOW, colored, fitted, reason_of, width_of
+from deepmd_ema.report.table import labelled, significant
 from deepmd_ema.utils import LIVE
 
 if TYPE_CHECKING:
@@ -61,7 +60,8 @@ def set_up_logging(level: str | int = "INFO", log_file: str | Path | None = None
             Path(log_file).parent.mkdir(parents=True, exist_ok=True)
             handlers.append(_FileHandler(log_file, encoding="utf-8", errors="backslashreplace"))
     for handler in handlers:
-        handler.setFormatter(_Formatter())
+        short = isinstance(handler, _TerminalHandler) and width_of(sys.stderr) is not None
+        handler.setFormatter(_Formatter(datefmt="%H:%M:%S" if short else "[%Y-%m-%d %H:%M:%S]"))
         root.addHandler(handler)
     root.setLevel(level if is_main else logging.ERROR)
 
@@ -99,7 +99,7 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return one line."""
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
-        text = f"[{self.formatTime(record, '%Y-%m-%d %H:%M:%S')}] {level}{record.getMessage()}"
+        text = f"{self.formatTime(record, self.datefmt)} {level}{record.getMessage()}"
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
@@ -202,6 +202,7 @@ class Progress:
         self, num_steps: int, times: RunTimes, interactive: bool | None = None, frames_per_step: float | None = None
     ) -> None:
         self._num_steps, self._times, self._frames = num_steps, times, frames_per_step
+        self._width = len(str(num_steps))
         self._interactive = sys.stderr.isatty() if interactive is None else interactive
         self._bar: tqdm | None = None
         self._error, self._is_validated = "", False
@@ -221,7 +222,7 @@ class Progress:
             self._bar.update(step - self._step)
         elif time.perf_counter() - self._line_at > LINE_INTERVAL_S and step < self._num_steps:
             self._line_at = time.perf_counter()
-            logger.info("Batch %7d: %d steps in all, %s", step, self._num_steps, self._facts(step))
+            logger.info("%s  of %d steps, %s", f"{step:{self._width}d}", self._num_steps, self._facts(step))
         self._step = step
 
     def _new_bar(self) -> tqdm:
@@ -249,42 +250,47 @@ class Progress:
             facts.pop()
         return ", ".join(facts)
 
-    def show(self, step: int, lr: float, training: ValuesByTask, validation: ValuesByTask) -> None:
-        """Log the errors of a displayed step, the time of its interval with its parts, and when the run will end."""
-        for task, of_task in training.items():
-            _log(step, task, "trn", of_task, f", lr = {lr:8.2e}")
-            _log(step, task, "val", validation.get(task, {}))
+    def show(self, step: int, lr: float, errors: Mapping[str, ValuesByTask]) -> None:
+        """Log the errors of a displayed step, a line for each task; where no bar is drawn with speed and time left.
+
+        Args:
+            step: optimizer steps so far.
+            lr: learning rate of the step.
+            errors: of batches: ``train``, ``valid``, then averages by name.
+        """
         now = time.perf_counter()
-        seconds = now - self._shown_at
-        rate = (step - self._shown) / seconds if seconds > 0 else 0.0
-        more = f", {rate * self._frames:.4g} frames/s" if self._frames is not None else ""
-        left = self._times.left(step, self._num_steps)  # nothing is known after the first steps
-        eta = ""
-        if left is not None:
-            end = (datetime.now() + timedelta(seconds=left)).strftime("%Y-%m-%d %H:%M")
-            eta = f", eta = {timedelta(seconds=int(left))} at {end}"
-        more += f"; {self._times.split()}"
-        logger.info("Batch %7d: total wall time = %.2f s (%.1f steps/s%s)%s", step, seconds, rate, more, eta)
+        rate = (step - self._shown) / max(now - self._shown_at, 1e-9)
+        ends = [f"lr {lr:.1e}"]
+        if not self._interactive:
+            ends.append(f"{rate:.3g} steps/s")
+            if (left := self._times.left(step, self._num_steps)) is not None:  # not known after the first steps
+                ends.append(f"{tqdm.format_interval(left)} left")
+        for task in errors["train"]:
+            of_task = {name: _words(of.get(task, {})) for name, of in errors.items()}
+            cells = [f"{name} {words}" for name, words in of_task.items() if words]
+            if cells:
+                logger.info("%s", "  ".join([f"{step:{self._width}d}", *[task] * bool(task), *cells, *ends]))
+                ends = ends[:1]
+        frames = f", {rate * self._frames:.4g} frames/s" if self._frames is not None else ""
+        logger.debug("%s  %.2f s%s: %s", f"{step:{self._width}d}", now - self._shown_at, frames, self._times.split())
         self._shown, self._shown_at, self._line_at = step, now, now
         if not self._is_validated:  # beside the bar: of validation frames if there are any
-            name, values = ("val batch", validation) if any(validation.values()) else ("trn batch", training)
-            self._error = _force_errors(name, {task: of.get("rmse_f", math.nan) for task, of in values.items()})
+            name = "valid" if any(errors["valid"].values()) else "train"
+            self._error = _force_errors(name, {task: of.get("rmse_f", math.nan) for task, of in errors[name].items()})
 
-    def show_average(self, step: int, name: str, errors: ValuesByTask) -> None:
-        """Log the displayed errors of an average on the same batches."""
-        for task, of_task in errors.items():
-            _log(step, task, name, of_task)
-
-    def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
-        """Log the errors of a full validation, one line for the live weights and one for each average."""
-        width = max(map(len, results))
-        for weights, errors in results.items():
-            words = describe_errors(errors)
-            logger.info("Batch %7d: full validation, MAE / RMSE, %-*s: %s", step, width, weights, words)
+    def show_validation(self, step: int, results: Mapping[str, Errors], best: Collection[str] = ()) -> None:
+        """Log the RMSE of a full validation, a line for each task, with a star at the rows that are ``best`` so far."""
+        rows = [(*name.rpartition(" ")[::2], errors) for name, errors in results.items()]
+        for task in dict.fromkeys(task for task, _, _ in rows):
+            cells = [f"{step:{self._width}d}", *[task] * bool(task), "full"]
+            for weights, errors in ((weights, errors) for of, weights, errors in rows if of == task):
+                values = {f"rmse_{q.lower()}": errors.metric(f"{q}:RMSE") for q in labelled(errors) if q != "S"}
+                cells.append(f"{weights}{'*' * (f'{task} {weights}'.lstrip() in best)} {_words(values)}")
+            logger.info("%s", "  ".join(cells))
         # beside the bar: force errors of each task by the first average, or by the live weights if there is none
-        rows = [(*name.rpartition(" ")[::2], errors.metric("F:RMSE")) for name, errors in results.items()]
         chosen = next((weights for _, weights, _ in rows if weights != LIVE), LIVE)
-        if shown := _force_errors(chosen, {task: force for task, weights, force in rows if weights == chosen}):
+        forces = {task: errors.metric("F:RMSE") for task, weights, errors in rows if weights == chosen}
+        if shown := _force_errors(chosen, forces):
             self._error, self._is_validated = shown, True
 
     def close(self) -> None:
@@ -303,8 +309,12 @@ def _force_errors(name: str, errors: Mapping[str, float]) -> str:
     return f"{name} F {', '.join(shown)} {unit}" if shown else ""
 
 
-def _log(step: int, task: str, what: str, errors: Mapping[str, float], more: str = "") -> None:
-    """Log the errors of a task, in the units of lcurve.out, as DeePMD-kit does; nothing where there are none."""
-    if errors:
-        values = ", ".join(f"{name} = {errors[name]:8.2e}" for name in sorted(errors))
-        logger.info("Batch %7d: %s: %s%s", step, f"{task}_{what}" if task else what, values, more)
+def _words(errors: Mapping[str, float]) -> str:
+    """Return errors by columns of lcurve.out in the units of tables, such as ``E 3.24 F 146``, without the loss."""
+    parts = []
+    for symbol, value in ((name.partition("_")[2], value) for name, value in errors.items()):
+        if quantity := METRICS.get(symbol.upper()):
+            parts.append(f"{symbol.upper()} {significant(quantity.display_factor * value, _DIGITS)}")
+        elif symbol:
+            parts.append(f"{symbol} {value:.3g}")
+    return " ".join(parts)

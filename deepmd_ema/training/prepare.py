@@ -144,7 +144,7 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
         if not world.is_main:
             run.models.load_state_dict(state)
     known = f" (this content was checked before: {', '.join(dates)})" if dates else ""
-    logger.info(
+    logger.debug(
         "data and neighbors: %.1f s%s, statistics: %.1f s", checked - started, known, time.perf_counter() - checked
     )
     return run
@@ -191,7 +191,7 @@ def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[st
         ).items():
             run.tasks[name].model.apply_statistics(statistics)
             for line in statistics.lines():
-                logger.info("%s%s", f"task {name}: " * bool(name), line)
+                logger.debug("%s%s", f"task {name}: " * bool(name), line)
     start.load_weights(run.models)
     for name, task in run.tasks.items():
         if start.fits_bias(name) and task.config.model.finetune_bias == "fit":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -129,18 +129,19 @@ class Reporter:
             if 2 * step > self._num_steps and judged:
                 constant = self._values_of_step(task, batches, rate, is_constant=True)[task.name][judged]
                 self._compared[task.name].append((float(values[judged]), constant))
+        shown = {"train": train, "valid": valid}
         for name, (of_train, of_valid) in rows.items():
             if (file := self.curves.get(name)) is not None:
                 file.write(step, rate, of_train, of_valid)
             errors, of_row = named("train", name, of_train), named("batch", name, of_valid)
             if name != LIVE:
                 of_row |= errors
-                self._progress.show_average(step, name, of_valid if any(of_valid.values()) else of_train)
+                shown[name] = of_valid if any(of_valid.values()) else of_train
             if self._loggers is not None:
                 if name == LIVE:  # not to loggers that take training errors at their own pace
                     self._loggers.log(step, {"lr": rate, **errors}, lambda logger: logger.freq is None)
                 self._loggers.log(step, of_row)
-        self._progress.show(step, rate, train, valid)
+        self._progress.show(step, rate, shown)
         self._means = {name: _Mean() for name in self._means}
 
     def warn_if_nothing_is_learned(self, step: int, remedy: str, at_least: int = 1) -> None:
@@ -166,10 +167,10 @@ class Reporter:
         for line in render(table_of_errors(title, errors), "  "):
             logger.info("%s", line)
 
-    def show_validation(self, step: int, results: Mapping[str, Errors]) -> None:
-        """Set the errors of the live and the averaged weights side by side."""
+    def show_validation(self, step: int, results: Mapping[str, Errors], best: Collection[str]) -> None:
+        """Set the errors of the live and the averaged weights side by side; ``best`` rows have the lowest so far."""
         self.validated_step, self.validated = step, results
-        self._progress.show_validation(step, results)
+        self._progress.show_validation(step, results, best)
         if self._loggers is not None:
             for row, errors in results.items():
                 task, _, weights = row.rpartition(" ")

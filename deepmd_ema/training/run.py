@@ -114,8 +114,7 @@ def run_training(
                 deadline, file = began + request.max_time, request.file or request.output
                 trainer = Trainer(prepared, start, world, should_update, file, callback, record, deadline)
             remarks = config_warnings(prepared.config, trainer.num_steps, prepared.length.steps_per)
-            for line in render(start_table(trainer)):
-                logger.info("%s", line)
+            logger.info("%s", "\n".join(render(start_table(trainer), "  ")))
             for line in (*(line for of in prepared.length.tasks.values() for line in of.warnings), *remarks):
                 logger.warning("%s", line)
             trainer.run()
@@ -217,7 +216,7 @@ def start_table(trainer: Trainer) -> Table:
     parameters = dict(prepared.models.named_parameters())
     lines = describe_groups(config.optimizer.groups, prepared.models.first_names(), parameters)
     pairs += [("group", line) for line in lines]
-    pairs.append(("embedding networks", trainer.interpolation.describe()))
+    logger.debug("embedding networks: %s", trainer.interpolation.describe())
     # a kept copy has its trained parameters in float32, everything else as it is
     trained_names = {n for n, p in parameters.items() if p.requires_grad}
     state = prepared.models.state_dict()
@@ -232,7 +231,11 @@ def start_table(trainer: Trainer) -> Table:
     if total:
         text = "MB of disk in all, in float32; `dp-ema posthoc` finds the best length from them"
         pairs.append(("snapshots", f"{total / 1e6:,.2f} {text}"))
-    pairs.append(("units", "rows of single batches in eV and angstrom, as in lcurve.out; full validation in meV"))
+    kinds = {name.partition("_")[0].upper() for task in prepared.tasks.values() for name in task.loss.display_names}
+    words = f"{' or '.join(sorted(kinds))} of batches, E and V in meV/atom, F in meV/Å"
+    pairs.append(
+        ("rows", words + "; full: RMSE of all validation frames, * lowest so far" * bool(config.fully_validated))
+    )
     program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     return facts(f"{program}, on {describe_device(world.device)}", pairs)
 
@@ -308,16 +311,19 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
     compiler = trainer.validator.models.compiler
     if compiler is not None:
         pairs.append(("compiled", f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
-    if (writer := saver.writer).steps:
-        late = f", {counted(writer.waits, 'time')} for files of an earlier step" if writer.waits else ""
-        files = f"files of {counted(writer.steps, 'step')} written in {duration(writer.written_s)} beside training"
-        pairs.append(("saving", f"{files}, which waited {duration(writer.waited_s)} for them{late}"))
-    pairs.append(("time", f"{duration(seconds)} for {counted(steps, 'step')}, data and validation included"))
-    device, parts = trainer.world.device, [f"{peak_memory() / 1e9:.2g} GB at most"] * (peak_memory() > 0)
+    writer = saver.writer
+    logger.debug(
+        "files of %s written in %s beside training, which waited %s for them, %s for those of an earlier step",
+        counted(writer.steps, "step"), duration(writer.written_s), duration(writer.waited_s),
+        counted(writer.waits, "time"),
+    )  # fmt: skip
+    device, parts = trainer.world.device, [f"{duration(seconds)} for {counted(steps, 'step')}, validation included"]
+    parts += [f"{peak_memory() / 1e9:.2g} GB at most"] * (peak_memory() > 0)
     if device.type == "cuda":
         parts.append(f"{torch.cuda.max_memory_reserved(device) / 1e9:.2g} GB of the GPU")
-    pairs.append(("memory", ", ".join(parts)))
-    pairs.append(("waiting", f"for data {100 * trainer.times.waiting_share():.1f} % of the time of training"))
+    pairs.append(("time", ", ".join(parts)))
+    if (share := trainer.times.waiting_share()) >= 0.05:
+        pairs.append(("waiting", f"for data {100 * share:.0f} % of the time of training"))
     pairs.append(("continue", restart_command(trainer) if trainer.is_out_of_time else ""))
     # the averaged point of a schedule-free optimizer is the model that it trains
     own = [averages[a.name] for a in config.training.averaging if isinstance(a, ScheduleFreeProfile)]

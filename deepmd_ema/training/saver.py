@@ -206,9 +206,9 @@ class Saver:
     def _write(self, step: int, files: Sequence[tuple[CheckpointSeries, Mapping[str, Any]]], words: str) -> None:
         for table in self._tables:
             table.sync()
-        logger.info("saved %s", ", ".join(map(str, save_together(step, files, self._bests))))
+        logger.debug("saved %s", ", ".join(map(str, save_together(step, files, self._bests))))
         if words:
-            logger.info("%s", words)
+            logger.debug("%s", words)
 
 
 def _write_snapshot(series: CheckpointSeries, step: int, content: Mapping[str, Any], buffers: Iterable[str]) -> None:

@@ -237,6 +237,10 @@ class FullValidation:
             batch = following if following is not None else (batch or next(batches())).as_padding()
             yield batch
 
+    def best_at(self, step: int) -> list[str]:
+        """Return the names of the rows whose best files are those of ``step``."""
+        return [row.name for row in self.rows if row.best and row.best.records and row.best.records[0][1] == step]
+
     @property
     def stopped_early(self) -> str:
         """Why the errors so far end the run before its last step; empty if they do not."""
