@@ -95,8 +95,8 @@ FOREIGN = (
 # before or after the command: where it is after, the default would replace a value that is before
 COMMON = (
     switch("--debug", "show the traceback of an error", default=argparse.SUPPRESS),
-    option("-v --log-level", "LEVEL", "DEBUG (also saved files and times), INFO (default), WARNING, ERROR", type=read.log_level,
-           default=argparse.SUPPRESS),
+    option("-v --log-level", "LEVEL", "DEBUG (also saved files, times), INFO (default), WARNING, ERROR",
+           type=read.log_level, default=argparse.SUPPRESS),
     option("-l --log-path", "FILE", "write the log to a file as well", type=read.file, default=argparse.SUPPRESS),
 )
 BEFORE_COMMAND = (

@@ -195,14 +195,10 @@ class Progress:
         num_steps: steps of the whole run.
         times: stopwatch of the run.
         interactive: whether to draw a bar; None: if stderr is a terminal.
-        frames_per_step: mean number of frames in a step of all ranks together; None leaves frames per second out.
     """
 
-    def __init__(
-        self, num_steps: int, times: RunTimes, interactive: bool | None = None, frames_per_step: float | None = None
-    ) -> None:
-        self._num_steps, self._times, self._frames = num_steps, times, frames_per_step
-        self._width = len(str(num_steps))
+    def __init__(self, num_steps: int, times: RunTimes, interactive: bool | None = None) -> None:
+        self._num_steps, self._times, self._width = num_steps, times, len(str(num_steps))
         self._interactive = sys.stderr.isatty() if interactive is None else interactive
         self._bar: tqdm | None = None
         self._error, self._is_validated = "", False
@@ -222,7 +218,7 @@ class Progress:
             self._bar.update(step - self._step)
         elif time.perf_counter() - self._line_at > LINE_INTERVAL_S and step < self._num_steps:
             self._line_at = time.perf_counter()
-            logger.info("%s  of %d steps, %s", f"{step:{self._width}d}", self._num_steps, self._facts(step))
+            logger.info("%*d  of %d steps, %s", self._width, step, self._num_steps, self._facts(step))
         self._step = step
 
     def _new_bar(self) -> tqdm:
@@ -259,10 +255,9 @@ class Progress:
             errors: of batches: ``train``, ``valid``, then averages by name.
         """
         now = time.perf_counter()
-        rate = (step - self._shown) / max(now - self._shown_at, 1e-9)
         ends = [f"lr {lr:.1e}"]
         if not self._interactive:
-            ends.append(f"{rate:.3g} steps/s")
+            ends.append(f"{(step - self._shown) / max(now - self._shown_at, 1e-9):.3g} steps/s")
             if (left := self._times.left(step, self._num_steps)) is not None:  # not known after the first steps
                 ends.append(f"{tqdm.format_interval(left)} left")
         for task in errors["train"]:
@@ -271,8 +266,7 @@ class Progress:
             if cells:
                 logger.info("%s", "  ".join([f"{step:{self._width}d}", *[task] * bool(task), *cells, *ends]))
                 ends = ends[:1]
-        frames = f", {rate * self._frames:.4g} frames/s" if self._frames is not None else ""
-        logger.debug("%s  %.2f s%s: %s", f"{step:{self._width}d}", now - self._shown_at, frames, self._times.split())
+        logger.debug("%*d  %.2f s: %s", self._width, step, now - self._shown_at, self._times.split())
         self._shown, self._shown_at, self._line_at = step, now, now
         if not self._is_validated:  # beside the bar: of validation frames if there are any
             name = "valid" if any(errors["valid"].values()) else "train"

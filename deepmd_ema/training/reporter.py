@@ -66,7 +66,7 @@ class Reporter:
         config, length = prepared.config, prepared.length
         training, outputs = config.training, Outputs(config)
         self._tasks, self._bank, self._world, self.times, self._products = tasks, bank, world, times, products
-        self._progress = Progress(length.num_steps, times, None if world.is_main else False, length.frames_per_step)
+        self._progress = Progress(length.num_steps, times, None if world.is_main else False)
         # a row shows the mean over its interval, or the last batch of each task
         self._shows_means = training.disp_avg
         names = {task.name: task.loss.display_names for task in tasks}

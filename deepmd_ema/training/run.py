@@ -313,17 +313,15 @@ def end_table(trainer: Trainer, steps: int, seconds: float) -> Table:
         pairs.append(("compiled", f"{compiler.describe()}, {100 * compiler.seconds / seconds:.0f} % of the time"))
     writer = saver.writer
     logger.debug(
-        "files of %s written in %s beside training, which waited %s for them, %s for those of an earlier step",
+        "files of %s written in %s beside training, which waited %s for them (%s) and %.1f %% of the time for data",
         counted(writer.steps, "step"), duration(writer.written_s), duration(writer.waited_s),
-        counted(writer.waits, "time"),
+        counted(writer.waits, "time"), 100 * trainer.times.waiting_share(),
     )  # fmt: skip
     device, parts = trainer.world.device, [f"{duration(seconds)} for {counted(steps, 'step')}, validation included"]
     parts += [f"{peak_memory() / 1e9:.2g} GB at most"] * (peak_memory() > 0)
     if device.type == "cuda":
         parts.append(f"{torch.cuda.max_memory_reserved(device) / 1e9:.2g} GB of the GPU")
     pairs.append(("time", ", ".join(parts)))
-    if (share := trainer.times.waiting_share()) >= 0.05:
-        pairs.append(("waiting", f"for data {100 * share:.0f} % of the time of training"))
     pairs.append(("continue", restart_command(trainer) if trainer.is_out_of_time else ""))
     # the averaged point of a schedule-free optimizer is the model that it trains
     own = [averages[a.name] for a in config.training.averaging if isinstance(a, ScheduleFreeProfile)]
