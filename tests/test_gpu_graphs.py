@@ -56,7 +56,10 @@ class PretendedCapture:
             PretendedCapture.num_launches += 1
             torch.cuda.set_sync_debug_mode("error")
             try:
-                with Calls() as seen:
+                with Calls() as seen, pytest.MonkeyPatch.context() as patch:
+                    # optimizers of torch look at it
+                    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                    patch.setattr(torch.cuda.Stream, "is_capturing", lambda _: True)
                     updated = step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")

@@ -221,6 +221,9 @@ def guarded_step(optimizer: torch.optim.Optimizer, found_inf: Tensor, number: in
     assert isinstance(local, GuardedOptimizer) or local.defaults["fused"], "the step would not be skipped"
     if isinstance(local, GuardedOptimizer):
         local.number = number
+    elif found_inf.is_cuda:  # torch refuses to capture fused steps that are not marked, and warns of others that are
+        for group in local.param_groups:
+            group["capturable"] = torch.cuda.is_current_stream_capturing()
     local.found_inf = found_inf.detach().to(torch.float32)  # type: ignore[attr-defined]
     try:
         optimizer.step()
