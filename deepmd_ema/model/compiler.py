@@ -257,7 +257,7 @@ def _without_labels(batch: Batch) -> Batch:
 
 def _counts() -> tuple[int, int]:
     """Return the number of graphs that were made, and of those whose code was found in a cache."""
-    try:  # private to torch, and used for log lines only: without it there are none
+    try:  # private to torch: without it no later graph is logged, nor compared; the first ones are compared by trace
         from torch._dynamo.utils import counters, get_compilation_metrics  # noqa: F401
     except ImportError:
         return 0, 0
