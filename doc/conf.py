@@ -72,8 +72,6 @@ def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
         caption = heading.removeprefix("## ") if docname == root_doc and heading.startswith("## ") else ""
         pages = [f"{text} </{posixpath.normpath(posixpath.join(folder, page))}>" for text, page in _ROW.findall(part)]
         blocks += [_toctree([f":caption: {caption}"] * bool(caption), pages)] * bool(pages)
-    if docname == "benchmarks/README":
-        blocks.append(_toctree([":glob:", ":reversed:"], ["results/*"]))
     source[0] += "\n" + "\n".join(blocks)
 
 
