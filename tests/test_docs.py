@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "doc").rglob("*.md")]
     + [ROOT / folder / "README.md" for folder in ("examples", "configs", "benchmarks")]
+    + [*(ROOT / "benchmarks" / "results").glob("*.md")]
 )
 PROGRAM = ROOT / "deepmd_ema"
 SECTIONS = ("model", "learning_rate", "optimizer", "loss", "training", "validating")
@@ -98,6 +99,9 @@ def test_the_contents_of_a_folder_name_every_page():
     folders = [page.parent for page in (ROOT / "doc").glob("*/README.md")]
     assert [page for page in pages if f"({page.name})" not in (page.parent / "README.md").read_text()] == []
     assert [page for page in folders if f"({page.name}/README.md)" not in (ROOT / "doc/README.md").read_text()] == []
+    text = (ROOT / "benchmarks" / "README.md").read_text()
+    results = (ROOT / "benchmarks" / "results").iterdir()
+    assert [page for page in results if page.suffix == ".md" and f"(results/{page.name})" not in text] == []
 
 
 @every_page
