@@ -374,7 +374,8 @@ def test_isolated_atoms_are_no_outliers_and_offer_the_energies_of_the_elements(t
         "model.fitting_net.atom_ener = [430.25, null, -13.5] (eV; needs set_davg_zero and many more steps: the network "
         "then has to learn the whole binding energy)."
     )
-    write(tmp_path / "crystal.xyz", [*molecules, single("O", 432.5, cell=[3, 3, 3], pbc=True)], format="extxyz")
+    crystals = [single("O", energy, cell=[energy / 150] * 3, pbc=True) for energy in (430.0, 430.1, 430.2, 432.5)]
+    write(tmp_path / "crystal.xyz", crystals, format="extxyz")
     report = check_systems(open_data([str(tmp_path / "crystal.xyz")], ["O", "H"], LABELS), [], ["O", "H"], descriptor)
     assert [w for w in report.warnings if "far from the others" in w]
     assert not [note for note in report.notes if "one isolated atom (" in note]

@@ -219,16 +219,19 @@ def test_units_of_outputs_whose_readers_know_them_are_refused(dpdata):
 
 def test_units_of_an_output_are_taken_where_the_distances_of_its_reader_are_wrong(monkeypatch):
     """ASE reads positions of Qbox, which are in bohr, as if they were in angstrom."""
-    data = {"atom_names": ["Si"], "atom_types": [0, 0], "coords": np.array([[[0, 0, 0], [0, 0, 4.2]]]),
-            "cells": 20 * np.eye(3)[None], "energies": np.array([-1.0])}  # fmt: skip
+    from ase.build import bulk
+
+    crystal = bulk("Si", "diamond", 10.263, cubic=True)
+    data = {"atom_names": ["Si"], "atom_types": [0] * 8, "coords": crystal.positions[None],
+            "cells": crystal.cell.array[None], "energies": np.array([-1.0])}  # fmt: skip
     package = types.ModuleType("dpdata")
     package.LabeledSystem = lambda path, fmt: types.SimpleNamespace(data=data)
     monkeypatch.setitem(sys.modules, "dpdata", package)
     Path("md.out").write_text(OUTPUT)
     [warning] = [line for line in convert_data(["md.out"], "out") if "warning" in line]
-    assert "nearest atoms are 1.89 sums" in warning
+    assert "nearest atoms are 2.00 sums" in warning
     convert_data(["md.out"], "again", units="bohr,eV")
-    assert open_data(["again"], ["Si"])[0].frame(0).coord[1, 2] == pytest.approx(4.2 * BOHR, rel=1e-9)
+    assert open_data(["again"], ["Si"])[0].frame(0).coord == pytest.approx(crystal.positions * BOHR, rel=1e-9)
 
 
 @pytest.mark.parametrize("units", ["bohr", "bohr,", "hartree,bohr", "feet,eV", ""])
