@@ -28,7 +28,7 @@ from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.distributed.world import select_device
 from deepmd_ema.errors import CheckpointError, NotCompiledError, UserError
 from deepmd_ema.interop.tree_files import PACKAGED_TREE, Tree, opened_package, packaged_text
-from deepmd_ema.model.compiler import without_compiler
+from deepmd_ema.model.compiler import CODE_OPTIONS, without_compiler
 from deepmd_ema.model.dummy_atoms import MIN_SIZE
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.extended_model import ExtendedModel
@@ -42,11 +42,8 @@ _FACTS = "model/extra/metadata.json"  # names of DeePMD-kit
 _SCRIPT = "model/extra/model_def_script.json"
 _DEVICE = "dp_ema_device"
 _OTHER_COMPILER = "Install g++, or name another compiler in the environment variable CXX; or write a .dp file."
-_OPTIONS = {"cpp.dynamic_threads": True}  # as many threads as torch has when it runs, not when it was compiled
-# torch before 2.13 uses names in its code that it does not declare: in assertions and, for some models, in loops that
-# transpose vectors
-if _DECLARES_TOO_LITTLE := torch.__version__ < "2.13":
-    _OPTIONS |= {"scalar_asserts": False, "assert_indirect_indexing": False}
+# as many threads as torch has when it runs, not when it was compiled
+_OPTIONS = {"cpp.dynamic_threads": True, **CODE_OPTIONS}
 
 
 def check_compiler(path: Path) -> None:
@@ -104,8 +101,9 @@ def write_pt2(
             try:
                 compiling(inductor_configs=_OPTIONS)
             except RuntimeError as error:
-                if not (_DECLARES_TOO_LITTLE and "CppCompileError" in f"{type(error).__name__}: {error}"):
+                if not (CODE_OPTIONS and "CppCompileError" in f"{type(error).__name__}: {error}"):
                     raise
+                # names that are not declared are, for some models, also in loops that transpose vectors
                 logger.info("compiling it without vectors, of which torch %s makes wrong code", torch.__version__)
                 compiling(inductor_configs=_OPTIONS | {"cpp.simdlen": 1})
         with zipfile.ZipFile(file, "a") as package:

@@ -27,6 +27,8 @@ from deepmd_ema.model.interpolation.interpolation import Interpolation
 
 logger = logging.getLogger(__name__)
 
+# torch before 2.13 uses names in its code that it does not declare, most of them in assertions
+CODE_OPTIONS = {"scalar_asserts": False, "assert_indirect_indexing": False} if torch.__version__ < "2.13" else {}
 MAX_GRAPHS = 64  # of a process; then torch continues eagerly and warns
 # of a factor of a product, where parameters have another precision
 TF32_EPS, BFLOAT16_EPS = 2**-10, torch.finfo(torch.bfloat16).eps
@@ -190,6 +192,7 @@ class Compiler:
 
     def _evaluate(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
         import torch._dynamo
+        import torch._inductor.config
         import torch.fx.experimental._config
 
         (graphs, hits), began = _counts(), time.perf_counter()
@@ -198,6 +201,7 @@ class Compiler:
         with (
             # DDP would have the graph cut at its buckets; it needs no more than gradients
             torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS, optimize_ddp=False),
+            torch._inductor.config.patch(CODE_OPTIONS),
             # two sizes that are equal in one batch are two sizes
             torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         ):
