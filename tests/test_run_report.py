@@ -148,6 +148,8 @@ def test_the_page_has_the_errors_of_the_last_validation_and_needs_nothing_else(t
     for row, column in [("Energy MAE, meV/atom", 1), ("Energy RMSE, meV/atom", 2), ("Force MAE, meV/Å", 3),
                         ("Force RMSE, meV/Å", 4), ("Stress RMSE, meV/Å³", 6)]:  # fmt: skip
         assert table[row][1] == significant(float(last[column]), 3)
+    assert table["Stress RMSE, GPa"][1] == significant(0.1602176634 * float(last[6]), 3)
+    assert re.search(r"<h1>O\d+ H\d+ in run</h1>", page.source)
     rows = page.table("weights, frames")
     assert {f"{name}, {part}" for name in ("live", "ema", "slow") for part in ("validation", "training")} < rows.keys()
     assert rows["ema, validation"][0] == rows["ema, training"][0] == "6"
@@ -240,6 +242,7 @@ def test_programs_machine_warnings_and_input_are_there(runs, capsys):
 def test_each_of_several_tasks_has_its_errors_curves_and_worst_frames(runs, capsys):
     report(capsys, "tasks")
     page = Page()
+    assert "<h1>O, H in tasks</h1>" in page.source
     assert "Stress RMSE, meV/Å³" in page.table("ice: 24 validation frames")
     assert "Stress RMSE, meV/Å³" not in page.table("gas: 6 validation frames")
     assert page.images.count("Learning rate over steps") == 2

@@ -36,6 +36,7 @@ from deepmd_ema.utils import LIVE
 
 VALIDATION, TRAINING = "validation", "training"
 KINDS = ("RMSE", "MAE")
+GPA = 160.2176634  # in one eV/angstrom^3
 _DIGITS = 3
 _MAX_SHOWN = 2  # averages in the first table
 _MAX_GROUPS = 40  # rows of a table of systems or kinds of frames
@@ -179,7 +180,7 @@ class _Page:
 
     def parts(self, scratch: Path) -> Iterator[str]:
         """Yield the parts of the page from top to bottom; pictures are made in the folder ``scratch``."""
-        yield f"<header><h1>{escape(self.title)}</h1>"
+        yield f"<header><h1>{escape(self._system())}</h1>"
         for name, task in self.config.tasks.items():
             words = f"potential {task.model.descriptor.type} for {', '.join(task.model.type_map)}"
             if self.data is not None:
@@ -217,6 +218,15 @@ class _Page:
             yield from body
             yield "</section>"
 
+    def _system(self) -> str:
+        """Return the system, such as ``O32 H64 in water``: a formula if all first frames have it, else the elements."""
+        formulas, elements = set[str](), dict[str, None]()
+        for name, task in self.config.tasks.items():
+            elements |= dict.fromkeys(task.model.type_map)
+            frames = [source.frame(0) for source in self.data[name].train] if self.data is not None else []
+            formulas |= {describe_composition(frame.atom_type, task.model.type_map) for frame in frames}
+        return f"{formulas.pop() if len(formulas) == 1 else ', '.join(elements)} in {self.title}"
+
     def _first_facts(self) -> Iterator[tuple[str, str]]:
         status = self.status
         if status is not None:
@@ -249,6 +259,9 @@ class _Page:
                 for q in _quantities(tested)
                 for kind in KINDS
             ]
+            if "S" in _quantities(tested):
+                stresses = (GPA * of.metric("S:RMSE") for of in errors)
+                rows.append(["Stress RMSE, GPa", *(significant(stress, _DIGITS) for stress in stresses)])
             title = f"{task}: " * bool(task) + counted(frames, f"{part} frame")
             yield _table(Table("", (Column(title), *(Column(*column, "s") for column in columns)), rows))
         if not self.tested and self.status is not None:

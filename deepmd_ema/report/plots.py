@@ -321,7 +321,7 @@ def _draw_parity(axis: Any, below: Any, name: str, label: Array, predicted: Arra
     # below it the distribution of the errors
     error = 1000 * (predicted - label)
     mae, rmse = np.abs(error).mean(), np.sqrt(np.square(error).mean())
-    mean = error.mean() if abs(error.mean()) > 1e-9 * rmse else 0.0  # forces add up to zero but for rounding
+    mean = error.mean() if abs(error.mean()) > 1e-2 * rmse else 0.0  # a hundredth is no shift, but its noise
     limit = 4 * rmse or 1.0
     below.hist(np.clip(error, -limit, limit), bins=61, range=(-limit, limit), color=LIVE_COLOR, alpha=0.85)
     below.axvline(0, color=INK, lw=0.9)
