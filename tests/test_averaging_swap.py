@@ -162,7 +162,7 @@ def test_a_swap_inside_a_swap_is_an_error_and_keeps_the_outer_one(net):
     assert_same(copies(net), live)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Guards may run slower")  # of torch, on Python 3.13.0
 def test_a_compiled_model_sees_the_swap_without_compiling_again(net):
     compilations = []
 
