@@ -57,7 +57,7 @@ def test_files_that_a_system_does_not_have_are_not_looked_for_one_by_one(system,
     monkeypatch.setattr(os, "stat", lambda path, **options: (looked_at.append(str(path)), stat(path, **options))[1])
     assert open_data([str(system)], ["O", "H"], LABELS)[0].num_frames == 6
     of_sets = [path for path in looked_at if "/set." in path]
-    assert len(of_sets) > 6
+    assert of_sets
     assert all(map(os.path.exists, of_sets))
 
 
