@@ -63,7 +63,7 @@ def name_of(sources: Sequence[FrameSource], frame: int) -> str:
         if frame < source.num_frames:
             break
         frame -= source.num_frames
-    return f"{source.name} frame {source.numbers[frame]}"
+    return f"{source.whole.name} frame {source.numbers[frame]}"
 
 
 def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
