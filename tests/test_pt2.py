@@ -373,8 +373,8 @@ def test_code_of_an_old_torch_that_does_not_compile_is_made_again_without_vector
     monkeypatch.setattr(pt2, "_exported", lambda *_: None)
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiling)
     loaded = load_model(run[0])
-    for too_little, expected in ((False, [None]), (True, [None, None, 1])):
-        monkeypatch.setattr(pt2, "_DECLARES_TOO_LITTLE", too_little)
+    for options, expected in (({}, [None]), ({"cpp.max_horizontal_fusion_size": 1}, [None, None, 1])):
+        monkeypatch.setattr(pt2, "CODE_OPTIONS", options)
         with caplog.at_level("INFO"), pytest.raises(UserError, match="tmp47"):
             pt2.write_pt2(tmp_path / "m.pt2", loaded.model, loaded.config, {}, torch.device("cpu"))
         assert tried == expected
