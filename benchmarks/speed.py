@@ -1,6 +1,6 @@
-"""Speed beside DeePMD-kit: steps, start-up, validation, checkpoints, MD, memory, and the bound.
+"""Speed beside DeePMD-kit: steps, memory, growth with the atoms, start-up, validation, checkpoints, MD.
 
-usage: python benchmarks/speed.py [--peer DIR] [--stage step bound ...] [--kinds "dpa3" ...] [--output PAGE]
+usage: python benchmarks/speed.py [--peer DIR] [--stage step growth ...] [--kinds "dpa3" ...] [--output PAGE]
 
 The models are those of models.json and speed.json, the data frames of water, with 192 atoms if a case says nothing
 else. Both programs get the same input, precision, batch size and threads, and take turns; a ratio is the median of the
@@ -10,8 +10,9 @@ ratios of the turns. Results are kept in --work and not measured again, so each 
   step is that between rows of lcurve.out: loader, forward, backward, optimizer. Turns of dp-ema begin after its first
   epoch, in which it finds the neighbors of each frame, to keep them: DeePMD-kit does so in every step. Peak memory is
   that of these runs.
-- ``bound``: dp-ema alone. The operations of a step are counted; those of its matrix products are set beside the rate
-  of a large square product, and that of each shape, measured in the same process (:mod:`speed_bound`).
+- ``growth``: time and memory of steps against the --atoms of a frame, with the first batch size; without --kinds, of
+  GROWING. Each turn is a run of its own, since two may not fit into memory. On a CPU a program may take --memory GB;
+  what fails is shown with its error, and not tried with more atoms.
 - ``start``: seconds to the first row, and those of the statistics before it: of all, of none that a file has.
 - ``validation``, ``checkpoint``: the time that a step takes longer when all validation frames are evaluated or a
   checkpoint with an average is written after it.
@@ -43,12 +44,14 @@ import speed_cases
 import speed_page
 from speed_cases import Case, Runner
 
-STAGES = ("step", "bound", "start", "validation", "checkpoint", "md")
+STAGES = ("step", "growth", "start", "validation", "checkpoint", "md")
 ROW_S = 0.3  # between two rows of lcurve.out, about
+ROW_ATOMS = 3072  # between two rows of lcurve.out, while the time of a step is not known
+MEMORY_SHARE = 0.8  # of the available memory, which other programs use too
 PERIOD = 24  # steps between two validations or checkpoints: the files of one are written before the next
 MD_TRAINING = 200  # steps
-QUICK = {"kinds": ["se_e2_a, 96 atoms"], "precision": ["float64"], "batch": [1], "turns": 2, "seconds": 0.5,
-         "repeats": 1}  # fmt: skip
+QUICK = {"kinds": ["se_e2_a, 96 atoms"], "precision": ["float64"], "batch": [1], "atoms": [96, 192],
+         "turns": 2, "seconds": 0.5, "repeats": 1}  # fmt: skip
 Measure = Callable[[Case, list[Runner], argparse.Namespace], dict[str, Any]]
 
 
@@ -59,7 +62,7 @@ def main() -> None:
     cases = speed_cases.cases_of(args)
     stages: dict[str, tuple[Measure, list[Case]]] = {
         "step": (_steps, cases),
-        "bound": (_bound, cases),
+        "growth": (_growth, speed_cases.growth_cases(args)),
         "start": (_starts, cases[:1]),
         "validation": (_validation, _once(cases)),
         "checkpoint": (_checkpoint, _once(cases)),
@@ -67,10 +70,16 @@ def main() -> None:
     }
     for stage, (measure, its_cases) in stages.items():
         for case in its_cases:
-            result = _result(stage, case, runners, measure, args)
+            smaller = [
+                r for (s, c), r in found.items() if (s, c.name, c.precision) == ("growth", case.name, case.precision)
+            ]
+            able = [r for r in runners if stage != "growth" or not any(r.name in one["failed"] for one in smaller)]
+            result = _result(stage, case, able, measure, args)
             if result is not None:
                 found[stage, case] = result
     common.publish(speed_page.page(found, runners, args), args.output)
+    if args.output is not None and any(stage == "growth" for stage, _ in found):
+        speed_page.plot_growth(found, runners, args.output.with_name(f"{args.output.stem}-growth.png"))
 
 
 def _arguments() -> argparse.Namespace:
@@ -81,9 +90,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=5, help="of each program")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, after one row to wake up")
     parser.add_argument("--repeats", type=int, default=3, help="pairs of whole runs: start, validation, checkpoint")
+    parser.add_argument(
+        "--memory", type=float, metavar="GB", help="that each may take on a CPU; 4/5 of what is available"
+    )
     parser.add_argument("--wait", type=float, default=1500.0, help="seconds that a program has to begin")
     parser.add_argument("--quick", action="store_true", help="one small model, few turns: about two minutes")
-    parser.set_defaults(threads=1)
+    parser.set_defaults(threads=1, memory=round(MEMORY_SHARE * _available_memory() / 1e9, 1))
     args = parser.parse_args()
     if args.quick:
         for name, value in QUICK.items():
@@ -113,7 +125,7 @@ def _result(
         known = measure(case, [*runners, *again], _in_folder(args, folder))
         known |= {"programs": sorted(wanted | before), "load": os.getloadavg()[0]}
         file.write_text(json.dumps(known))
-        print(stage, *case.words, {k: v for k, v in known.items() if k not in ("times", "bound")}, flush=True)
+        print(stage, *case.words, {k: v for k, v in known.items() if k != "times"}, flush=True)
     return known
 
 
@@ -132,36 +144,57 @@ def _write(case: Case, runner: Runner, args: argparse.Namespace, config: dict[st
 # --- training steps that take turns
 
 
-def _steps(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
+def _steps(case: Case, runners: list[Runner], args: argparse.Namespace, interval: int | None = None) -> dict[str, Any]:
     """Return seconds per step in the turns of each program, seconds that each took to begin, and its peak memory."""
-    runs, begin, failed, memory = {}, {}, {}, {}
-    interval = _interval(case, runners[0], args)
+    runs: dict[str, common.HaltedRun] = {}
+    times: dict[str, list[float]] = {}
+    begin, failed, memory = {}, {}, {}
+    interval = interval or _interval(case, runners[0], args)
     epoch = math.ceil(common.count_frames(speed_cases.input_of(case, args)) / case.batch)
     try:
-        for runner in runners:
-            start = time.perf_counter()
-            run = _start(case, runner, args, interval)
-            try:
-                run.wait_for(0, start + args.wait)
-                begin[runner.name] = time.perf_counter() - start
-                if runner.ours:
-                    run.wait_for(epoch, start + args.wait)
-                run.halt()
-                runs[runner.name] = run
-            except (RuntimeError, TimeoutError) as error:
-                run.end()
-                failed[runner.name] = str(error) or f"not begun after {args.wait:.0f} s"
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for turn in range(args.turns + 1):
-            for name in list(runs) if turn % 2 else list(runs)[::-1]:
-                seconds = runs[name].turn(args.seconds if turn else 0.0, args.wait)
-                if turn:  # the first one wakes up
-                    times[name].append(seconds)
-        memory = {name: run.peak_memory(args.device) for name, run in runs.items()}
+        for turn in range(-1, args.turns + 1):
+            for runner in runners if turn % 2 else runners[::-1]:
+                name, start = runner.name, time.perf_counter()
+                try:
+                    if turn < 0:
+                        runs[name] = _start(case, runner, args, interval)
+                        runs[name].wait_for(0, start + args.wait)
+                        begin[name] = time.perf_counter() - start
+                        runs[name].wait_for(epoch if runner.ours else 0, start + args.wait)
+                        runs[name].halt()
+                    elif name not in failed:
+                        seconds = runs[name].turn(args.seconds if turn else 0.0, args.wait)
+                        times.setdefault(name, []).extend([seconds] if turn else [])  # the first one wakes up
+                except (RuntimeError, TimeoutError) as error:
+                    failed[name] = str(error) or f"no step within {args.wait:.0f} s"
+                    times.pop(name, None)
+                    runs[name].end()
+        memory = {name: runs[name].peak_memory(args.device) for name in times}
     finally:
         for run in runs.values():
             run.end()
     return {"times": times, "begin": begin, "failed": failed, "memory": memory}
+
+
+def _growth(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
+    """Return times, errors and memory as :func:`_steps`, each turn in a run of its own, and the limit in GB."""
+    found: dict[str, Any] = {"times": {}, "failed": {}, "memory": {}, "limit": args.memory}
+    once = copy.copy(args)
+    once.turns = 1
+    for turn in range(args.turns):
+        for runner in runners if turn % 2 else runners[::-1]:
+            if runner.name not in found["failed"]:
+                one = _steps(case, [runner], once, max(1, ROW_ATOMS // (case.atoms * case.batch)))
+                found["times"].setdefault(runner.name, []).extend(one["times"].get(runner.name, []))
+                found["failed"] |= one["failed"]
+                found["memory"] |= one["memory"]
+    return found
+
+
+def _available_memory() -> int:
+    """Return the bytes that programs can take without swapping."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return 1024 * int(lines["MemAvailable"].split()[0])
 
 
 def _start(case: Case, runner: Runner, args: argparse.Namespace, interval: int) -> common.HaltedRun:
@@ -171,7 +204,9 @@ def _start(case: Case, runner: Runner, args: argparse.Namespace, interval: int) 
     program = common.programs(args.peer)["ours" if runner.ours else "peer"]
     command = runner.command(common.programs(args.peer))
     if args.device == "cuda":
-        command = common.printing_memory(program, runner.backend)
+        command = common.printing_memory(program, runner.backend)  # the device is full before the host is
+    else:
+        command = ["prlimit", f"--data={round(1e9 * args.memory)}", *command]
     return common.HaltedRun.start(command, args.folder / runner.name, config, env)
 
 
@@ -186,32 +221,6 @@ def _interval(case: Case, runner: Runner, args: argparse.Namespace) -> int:
         run.end()
     first, *_, last = sorted(run.rows)[1:]
     return max(1, round(ROW_S * (last - first) / (run.rows[last] - run.rows[first])))
-
-
-# --- dp-ema alone
-
-
-def _bound(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict[str, Any]:
-    """Return by name of the runners of dp-ema what :mod:`speed_bound` finds."""
-    found, failed = {}, {}
-    steps, config = 3 if args.quick else 6, speed_cases.input_of(case, args)
-    epoch = math.ceil(common.count_frames(config) / case.batch)  # all neighbors are found, and kept from then on
-    config = speed_cases.with_options(
-        config, {"training.enable_ema": True, "training.numb_steps": epoch + steps + 4, "training.disp_freq": 10**6}
-    )
-    for runner in runners:
-        if not runner.ours:
-            continue
-        folder = _write(case, runner, args, config)
-        words = [sys.executable, str(Path(__file__).with_name("speed_bound.py")), str(folder), "--threads",
-                 str(args.threads), "--device", args.device, "--steps", str(steps)]  # fmt: skip
-        env = common.environment(args.threads, args.device)
-        done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
-        if done.returncode:
-            failed[runner.name] = done.stderr[-2000:]
-        else:
-            found[runner.name] = json.loads(done.stdout.splitlines()[-1])
-    return {"bound": found, "failed": failed}
 
 
 # --- whole runs in pairs

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ CASES = common.ROOT / "benchmarks" / "speed.json"
 FITTING = {"neuron": [120, 120, 120], "resnet_dt": True}
 MAX_ATOMS = 64 * 192  # atoms in all frames of a system
 MAX_FRAMES = 64  # of a system: batches of 1 to 64 divide them, so that all are full
-DOUBLED = (2, 1, 1)  # the cells of the example have 96 atoms
+CELL_ATOMS = 96  # of the example
+DOUBLED = (2, 1, 1)
+GROWING = ["se_e2_a, 1.0 M parameters", "dpa3"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +45,19 @@ class Case:
     own: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def atoms(self) -> int:
+        """Number of atoms of a frame."""
+        return CELL_ATOMS * math.prod(self.times)
+
+    @property
     def file_name(self) -> str:
         """Name of its results."""
-        return f"{self.name}-{self.precision}-{self.batch}".replace(", ", "-").replace(" ", "_")
+        return f"{self.name}-{self.precision}-{self.batch}-{self.atoms}".replace(", ", "-").replace(" ", "_")
 
     @property
     def words(self) -> list[str]:
         """First cells of a line of a table."""
-        return [self.name, self.precision, str(self.batch)]
+        return [self.name, self.precision, str(self.batch), str(self.atoms)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +98,7 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", help=f"names in {MODELS.name} and {CASES.name}; all if not given")
     parser.add_argument("--precision", nargs="+", default=["float64", "float32"], choices=("float64", "float32"))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], help="frames per step")
+    parser.add_argument("--atoms", nargs="+", type=int, default=[192, 768, 1536, 5184, 12288], help="stage growth")
     parser.add_argument("--programs", nargs="+", default=["eager", "pt"], choices=[r.name for r in RUNNERS])
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME:KEY=VALUE[,KEY=VALUE]",
@@ -109,6 +118,24 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
         shape = models[one["model"]], one.get("fitting", FITTING), tuple(one.get("times", DOUBLED))
         found += [Case(kind, *shape, p, n, one.get("set", {})) for p in args.precision for n in args.batch]
     return found
+
+
+def growth_cases(args: argparse.Namespace) -> list[Case]:
+    """Return a case for each model, precision and number of atoms, with the first batch size."""
+    args = argparse.Namespace(
+        kinds=args.kinds or GROWING, precision=args.precision, batch=args.batch[:1], atoms=args.atoms
+    )
+    return [replace(case, times=times_of(n)) for case in cases_of(args) for n in sorted(args.atoms)]
+
+
+def times_of(atoms: int) -> tuple[int, int, int]:
+    """Return the repetitions of the cells of the example for a number of atoms, in a shape near a cube."""
+    cells, rest = divmod(atoms, CELL_ATOMS)
+    if rest or not cells:
+        raise SystemExit(f"--atoms {atoms}: expected multiples of {CELL_ATOMS}, the atoms of a cell of the example.")
+    divisors = [n for n in range(1, cells + 1) if cells % n == 0]
+    shapes = [(cells // b // c, b, c) for c in divisors for b in divisors if cells % (b * c) == 0]
+    return min(shapes, key=lambda shape: (sum(shape), -shape[0], -shape[1]))
 
 
 def runners_of(args: argparse.Namespace) -> list[Runner]:
@@ -147,7 +174,7 @@ def system_of(source: str, times: tuple[int, int, int], work: Path) -> Path:
     folder = work.resolve() / "speed" / "data" / f"{Path(source).name}-{'x'.join(map(str, times))}"
     if not folder.exists():
         cells = times[0] * times[1] * times[2]
-        common.write_repeated(Path(source), folder, times, min(MAX_FRAMES, max(8, MAX_ATOMS // (96 * cells))))
+        common.write_repeated(Path(source), folder, times, min(MAX_FRAMES, max(8, MAX_ATOMS // (CELL_ATOMS * cells))))
     return folder
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
+from pathlib import Path
 from typing import Any
 
 import common
@@ -11,7 +13,8 @@ from speed_cases import Case, Runner
 
 Found = dict[tuple[str, Case], dict[str, Any]]
 Table = tuple[list[str], list[list[str]]]
-CASE = ["model", "precision", "batch"]
+CASE = ["model", "precision", "batch", "atoms"]
+MEMORY_ERRORS = r"out of memory|(?:can't|unable to|cannot) allocate|MemoryError|bad_alloc"
 SPREAD = "Ratios are medians of the ratios of turns or pairs, with the least and the largest; above 1 dp-ema is faster."
 
 
@@ -21,7 +24,7 @@ def page(found: Found, runners: list[Runner], args: argparse.Namespace) -> str:
     for title, note, make in (
         ("Training steps", SPREAD, _step_rows),
         ("Peak memory of these runs", _memory_note(args.device), _memory_rows),
-        ("The bound of a step", _BOUND_NOTE, _bound_rows),
+        ("Growth with the atoms of a frame", _growth_note(found), _growth_rows),
         ("Start of a run", "Seconds from the command to the first row, medians.", _start_rows),
         ("Full validation", "Frames per second; the time by which a step takes longer.", _validation_rows),
         ("Checkpoints", "Time by which a step that is saved takes longer, with one average.", _checkpoint_rows),
@@ -45,12 +48,6 @@ def page(found: Found, runners: list[Runner], args: argparse.Namespace) -> str:
 def _memory_note(device: str) -> str:
     what = "Most that torch has allocated" if device == "cuda" else "Largest resident size of the main process"
     return f"{what}, MB; the ratio is that of DeePMD-kit to dp-ema."
-
-
-_BOUND_NOTE = (
-    "The products of matrices alone, at the rate of a large square product and at the rate that each shape has alone, "
-    "with percent of the time of a step, which is the median of steps in one process, and the number of operations."
-)
 
 
 def _chosen(found: Found, stage: str) -> list[tuple[Case, dict[str, Any]]]:
@@ -104,20 +101,56 @@ def _memory_rows(found: Found, runners: list[Runner]) -> Table:
     return [*CASE, *(r.title for r in runners), *_ratio_titles(runners)], rows
 
 
-def _bound_rows(found: Found, runners: list[Runner]) -> Table:
+def _growth_note(found: Found) -> str:
+    limits = sorted({result["limit"] for _, result in _chosen(found, "growth")})
+    return (
+        "Milliseconds of a step; GB at its peak, as above. Each turn is a run of its own. Limit of a program on a CPU: "
+        f"{', '.join(map(str, limits))} GB. A program that failed is not tried with more atoms (-)."
+    )
+
+
+def _growth_rows(found: Found, runners: list[Runner]) -> Table:
     rows = []
-    for case, result in _chosen(found, "bound"):
-        for runner in (r for r in runners if r.name in result["bound"]):
-            one = result["bound"][runner.name]
-            times = [one[name] for name in ("at_square_rate", "at_own_rates")]
-            parts = [f"{1000 * t:.1f} ({100 * t / one['step']:.0f} %)" for t in times]
-            cells = [f"{one['flops'] / 1e9:.2f}", f"{one['rate'] / 1e9:.0f}", *parts, f"{one['operations']}"]
-            if "enable_compile" in str(runner.options):  # compiled code does not show its operations
-                cells = [""] * len(cells)
-            rows.append([*case.words, runner.title, f"{1000 * one['step']:.1f}", *cells, f"{one['memory'] / 1e6:.0f}"])
-    header = [*CASE, "", "step, ms", "products, GFLOP", "GFLOP/s", "products at this rate, ms", "at own rates, ms",
-              "operations", "peak memory, MB"]  # fmt: skip
-    return header, rows
+    for case, result in _chosen(found, "growth"):
+        medians, memory, failed = _medians(result["times"]), result["memory"], result["failed"]
+        shown = [
+            _reason(failed[r.name]) if r.name in failed
+            else f"{1000 * medians[r.name]:.1f}; {memory[r.name] / 1e9:.2f}" if r.name in medians else "-"
+            for r in runners
+        ]  # fmt: skip
+        rows.append([*case.words, *shown, *_ratios(result["times"], runners), f"{result['load']:.1f}"])
+    return [*CASE, *(f"{r.title}, ms; GB" for r in runners), *_ratio_titles(runners), "load"], rows
+
+
+def _reason(text: str) -> str:
+    """Return an error in a few words, for lack of memory with the size that was requested, if the error has it."""
+    if not re.search(MEMORY_ERRORS, text, re.IGNORECASE):
+        return text.strip().splitlines()[-1][:80]
+    requested = re.findall(r"allocate ([\d.]+) (bytes|[KMGT]iB)", text)
+    words = [
+        f"{float(number) / 1e9:.1f} GB" if unit == "bytes" else f"{number} {unit}" for number, unit in requested[-1:]
+    ]
+    return "out of memory" + "".join(f" ({size} more requested)" for size in words)
+
+
+def plot_growth(found: Found, runners: list[Runner], file: Path) -> None:
+    """Draw time and memory of a step against the atoms of a frame; a line ends where its program has failed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    panels = figure.subplots(1, 2)
+    lines: dict[tuple[str, str, Runner], list[tuple[int, float, float]]] = {}
+    for case, result in _chosen(found, "growth"):
+        for runner in (r for r in runners if result["times"].get(r.name)):
+            numbers = statistics.median(result["times"][runner.name]), result["memory"][runner.name] / 1e9
+            lines.setdefault((case.name, case.precision, runner), []).append((case.atoms, *numbers))
+    for k, (panel, label) in enumerate(zip(panels, ("seconds of a step", "peak memory, GB"))):
+        for (name, precision, runner), points in lines.items():
+            panel.loglog(*zip(*[(p[0], p[1 + k]) for p in points]), "o-", label=f"{runner.title}: {name}, {precision}")
+        panel.set(xlabel="atoms of a frame", ylabel=label)
+        panel.grid(which="major", alpha=0.3)
+    panels[0].legend(fontsize=8)
+    figure.savefig(file, dpi=130)
 
 
 def _start_rows(found: Found, runners: list[Runner]) -> Table:

@@ -1,19 +1,30 @@
-"""Counting of operations, and reading of times, in the benchmark of speed."""
+"""Reading of times, and growth up to the memory of the machine, in the benchmark of speed."""
 
 from __future__ import annotations
 
 import importlib
-import itertools
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.operations import CPU
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
+# a program that takes 20 ms for a step of 96 atoms, and wants more memory than there is for 192
+DP = """
+import json, sys, time
+from pathlib import Path
+system = json.loads(Path("input.json").read_text())["training"]["training_data"]["systems"][0]
+atoms = len(Path(system, "type.raw").read_text().split())
+if atoms == 192:
+    if "--pt" in sys.argv:
+        sys.exit("CPUAllocator: can't allocate memory: you tried to allocate 35000000000 bytes.")
+    bytearray(2 * 10**9)
+for step in range(1, 10**6):
+    time.sleep(0.02)
+    with open("lcurve.out", "a") as file:
+        print(step, 0.1, file=file)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -23,34 +34,6 @@ def scripts():
     sys.path.remove(str(FOLDER))
 
 
-def test_products_inside_written_out_functions_are_counted_as_explicit(scripts):
-    atoms, slots, widths = 5, 7, (4, 8, 16)
-    net = Network((1, *widths), "tanh", timestep=False, dtype=torch.float64, seed=1)
-    rows = torch.rand(atoms, slots, 4, dtype=torch.float64)
-    with scripts("speed_bound").Operations() as seen:
-        moments = CPU.moments(rows, net)
-        grad = torch.ones_like(moments.value, requires_grad=True)
-        total = moments.value.sum() + moments.vjp(grad).square().sum()
-        total.backward()
-    pairs, last = atoms * slots, widths[-1]
-    # values and derivatives: each of the two later layers forward, and backward to its input and its weights
-    layers = sum(2 * (2 * pairs) * a * b for a, b in itertools.pairwise(widths))
-    contraction = 2 * pairs * 4 * last
-    # of the moments: forward and to the net; of the vjp: values and derivatives, forward and backward to both factors
-    assert seen.flops == 3 * layers + 2 * contraction + 3 * 2 * contraction
-
-
-def test_views_are_no_operations(scripts):
-    with scripts("speed_bound").Operations() as seen:
-        a, b = torch.ones(6, 4), torch.ones(4)
-        before = seen.number
-        a.T.reshape(4, 6)[1:].unsqueeze(0)
-        views = seen.number - before
-        a + b
-        a.add_(b)
-    assert (views, seen.number - before) == (0, 2)
-
-
 def test_what_is_done_after_a_step_is_found_in_the_time_before_or_after_its_row(scripts):
     for lag in (0, 1):
         now, rows = 0.0, {}
@@ -58,3 +41,37 @@ def test_what_is_done_after_a_step_is_found_in_the_time_before_or_after_its_row(
             now += 0.5 + 2.0 * ((step - lag) % 4 == 0)
             rows[step] = now
         assert scripts("speed")._extra(rows, 4) == pytest.approx((2.0, 0.5))
+
+
+@pytest.mark.slow
+def test_a_program_without_memory_for_a_frame_is_shown_and_not_tried_with_larger_ones(tmp_path):
+    folder = tmp_path / "peer" / "bin"
+    folder.mkdir(parents=True)
+    (tmp_path / "dp.py").write_text(DP)
+    for name, words in (("python", ""), ("dp", tmp_path / "dp.py")):
+        (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        (folder / name).chmod(0o755)
+    words = ["--stage", "growth", "--atoms", "288", "96", "192", "--kinds", "se_e2_a", "--precision", "float64",
+             "--programs", "pt", "pt_expt", "--peer", folder.parent, "--work", tmp_path, "--memory", "1",
+             "--turns", "1", "--seconds", "0.1", "--output", tmp_path / "speed.md"]  # fmt: skip
+    subprocess.run([sys.executable, FOLDER / "speed.py", *words], check=True, capture_output=True)
+    rows = [line.split(" | ") for line in (tmp_path / "speed.md").read_text().splitlines() if "| se_e2_a |" in line]
+    (_, _, _, atoms, *cells, _), failed, skipped = rows
+    assert atoms == "96"
+    assert all(20 < float(cell.split(";")[0]) < 200 for cell in cells)
+    assert failed[3:6] == ["192", "out of memory (35.0 GB more requested)", "out of memory"]
+    assert skipped[3:6] == ["288", "-", "-"]
+    assert (tmp_path / "speed-growth.png").exists()
+
+
+def test_a_number_of_atoms_that_no_cells_have_is_refused_and_others_are_near_a_cube(scripts):
+    times_of = scripts("speed_cases").times_of
+    assert [times_of(n) for n in (96, 192, 1536, 5184, 12288)] == [
+        (1, 1, 1),
+        (2, 1, 1),
+        (4, 2, 2),
+        (6, 3, 3),
+        (8, 4, 4),
+    ]
+    with pytest.raises(SystemExit, match="--atoms 648: expected multiples of 96"):
+        times_of(648)
