@@ -46,7 +46,7 @@ from speed_cases import Case, Runner
 
 STAGES = ("step", "growth", "start", "validation", "checkpoint", "md")
 ROW_S = 0.3  # between two rows of lcurve.out, about
-ROW_ATOMS = 3072  # between two rows of lcurve.out, while the time of a step is not known
+ROW_ATOMS = 1536  # between two rows of lcurve.out, while the time of a step is not known
 MEMORY_SHARE = 0.8  # of the available memory, which other programs use too
 PERIOD = 24  # steps between two validations or checkpoints: the files of one are written before the next
 MD_TRAINING = 200  # steps

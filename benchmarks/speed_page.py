@@ -15,6 +15,7 @@ Found = dict[tuple[str, Case], dict[str, Any]]
 Table = tuple[list[str], list[list[str]]]
 CASE = ["model", "precision", "batch", "atoms"]
 MEMORY_ERRORS = r"out of memory|(?:can't|unable to|cannot) allocate|MemoryError|bad_alloc"
+MEMORY = {"cpu": "Largest resident size of the main process", "cuda": "Most that torch has allocated"}
 SPREAD = "Ratios are medians of the ratios of turns or pairs, with the least and the largest; above 1 dp-ema is faster."
 
 
@@ -24,7 +25,7 @@ def page(found: Found, runners: list[Runner], args: argparse.Namespace) -> str:
     for title, note, make in (
         ("Training steps", SPREAD, _step_rows),
         ("Peak memory of these runs", _memory_note(args.device), _memory_rows),
-        ("Growth with the atoms of a frame", _growth_note(found), _growth_rows),
+        ("Growth with the atoms of a frame", _growth_note(found, args.device), _growth_rows),
         ("Start of a run", "Seconds from the command to the first row, medians.", _start_rows),
         ("Full validation", "Frames per second; the time by which a step takes longer.", _validation_rows),
         ("Checkpoints", "Time by which a step that is saved takes longer, with one average.", _checkpoint_rows),
@@ -46,8 +47,7 @@ def page(found: Found, runners: list[Runner], args: argparse.Namespace) -> str:
 
 
 def _memory_note(device: str) -> str:
-    what = "Most that torch has allocated" if device == "cuda" else "Largest resident size of the main process"
-    return f"{what}, MB; the ratio is that of DeePMD-kit to dp-ema."
+    return f"{MEMORY[device]}, MB; the ratio is that of DeePMD-kit to dp-ema."
 
 
 def _chosen(found: Found, stage: str) -> list[tuple[Case, dict[str, Any]]]:
@@ -101,11 +101,12 @@ def _memory_rows(found: Found, runners: list[Runner]) -> Table:
     return [*CASE, *(r.title for r in runners), *_ratio_titles(runners)], rows
 
 
-def _growth_note(found: Found) -> str:
-    limits = sorted({result["limit"] for _, result in _chosen(found, "growth")})
+def _growth_note(found: Found, device: str) -> str:
+    limits = sorted({f"{result['limit']:g} GB" for _, result in _chosen(found, "growth")})
+    where = ", ".join(limits) if device == "cpu" else "what the device has"
     return (
-        "Milliseconds of a step; GB at its peak, as above. Each turn is a run of its own. Limit of a program on a CPU: "
-        f"{', '.join(map(str, limits))} GB. A program that failed is not tried with more atoms (-)."
+        f"Milliseconds of a step; {MEMORY[device].lower()}, GB. Each turn is a run of its own, which may take {where}. "
+        "A program that failed is not tried with more atoms (-)."
     )
 
 
