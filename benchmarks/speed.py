@@ -89,6 +89,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stage", nargs="*", default=list(STAGES), choices=STAGES, help="what is measured now")
     parser.add_argument("--turns", type=int, default=5, help="of each program")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, after one row to wake up")
+    parser.add_argument("--clock", choices=("wall", "processor"), default="wall",
+                        help="of steps and growth: processor for a CPU that other programs use too")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3, help="pairs of whole runs: start, validation, checkpoint")
     parser.add_argument(
         "--memory", type=float, metavar="GB", help="that each may take on a CPU; 4/5 of what is available"
@@ -123,7 +125,7 @@ def _result(
         before = set(known["programs"]) if known else set()
         again = [runner for runner in speed_cases.RUNNERS if runner.name in before - wanted]
         known = measure(case, [*runners, *again], _in_folder(args, folder))
-        known |= {"programs": sorted(wanted | before), "load": os.getloadavg()[0]}
+        known |= {"programs": sorted(wanted | before), "load": os.getloadavg()[0], "clock": args.clock}
         file.write_text(json.dumps(known))
         print(stage, *case.words, {k: v for k, v in known.items() if k != "times"}, flush=True)
     return known
@@ -163,7 +165,7 @@ def _steps(case: Case, runners: list[Runner], args: argparse.Namespace, interval
                         runs[name].wait_for(epoch if runner.ours else 0, start + args.wait)
                         runs[name].halt()
                     elif name not in failed:
-                        seconds = runs[name].turn(args.seconds if turn else 0.0, args.wait)
+                        seconds = runs[name].turn(args.seconds if turn else 0.0, args.wait, args.clock)
                         times.setdefault(name, []).extend([seconds] if turn else [])  # the first one wakes up
                 except (RuntimeError, TimeoutError) as error:
                     failed[name] = str(error) or f"no step within {args.wait:.0f} s"

@@ -23,7 +23,7 @@ def page(found: Found, runners: list[Runner], args: argparse.Namespace) -> str:
     """Return the page of all results that are known."""
     parts = [f"# Speed, {common.today()}"]
     for title, note, make in (
-        ("Training steps", SPREAD, _step_rows),
+        ("Training steps", f"{SPREAD} {_clock_note(found, 'step')}", _step_rows),
         ("Peak memory of these runs", _memory_note(args.device), _memory_rows),
         ("Growth with the atoms of a frame", _growth_note(found, args.device), _growth_rows),
         ("Start of a run", "Seconds from the command to the first row, medians.", _start_rows),
@@ -44,6 +44,10 @@ def page(found: Found, runners: list[Runner], args: argparse.Namespace) -> str:
     span = f"{min(loads):.1f} to {max(loads):.1f}" if loads else "unknown"
     where = common.machine(common.programs(args.peer), args.threads, args.device)
     return "\n\n".join([*parts, f"Load of the machine while measuring: {span}.  \nOn {where}."])
+
+
+def _clock_note(found: Found, stage: str) -> str:
+    return f"Clock: {', '.join(sorted({result['clock'] for _, result in _chosen(found, stage)}))}."
 
 
 def _memory_note(device: str) -> str:
@@ -106,7 +110,7 @@ def _growth_note(found: Found, device: str) -> str:
     where = ", ".join(limits) if device == "cpu" else "what the device has"
     return (
         f"Milliseconds of a step; {MEMORY[device].lower()}, GB. Each turn is a run of its own, which may take {where}. "
-        "A program that failed is not tried with more atoms (-)."
+        f"A program that failed is not tried with more atoms (-). {_clock_note(found, 'growth')}"
     )
 
 
