@@ -167,7 +167,7 @@ def pytest_collection_modifyitems(items):
     """Mark slow tests; leave out those marked ``gpu`` where there is no CUDA device."""
     import torch
 
-    pretended = "pretend_cuda" in sys.modules
+    pretended = torch.cuda.is_available() and torch.version.cuda is None
     for item in items:
         if item.module.__name__ in SLOW_MODULES or item.originalname in SLOW_LAWS:
             item.add_marker(pytest.mark.slow)
@@ -175,3 +175,5 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no GPU: python tests/pretend_cuda -m pytest -m gpu pretends one"))
         elif pretended and (real := item.get_closest_marker("real_gpu")):
             item.add_marker(pytest.mark.skip(reason=f"needs a real GPU: {real.args[0]}"))
+        elif not pretended and item.get_closest_marker("pretended_gpu"):
+            item.add_marker(pytest.mark.skip(reason="shows what the pretended device does"))

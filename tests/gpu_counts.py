@@ -130,7 +130,7 @@ class CountedSteps(Callback):
 
     @contextmanager
     def during(self, trainer, phase):
-        if phase != "step" or trainer.step + 1 < FIRST_COUNTED:
+        if phase != "step" or not 0 <= trainer.step + 1 - FIRST_COUNTED < COUNTED:  # the last one saves, and waits
             yield
             return
         with counted_waits() as waits, KernelCounter() as counter:
@@ -172,7 +172,7 @@ def count_step(folder, name, device="cuda"):
         patch.chdir(folder)
         run_training("input.json", device=device, callback=steps)
     first = steps.counts[0]
-    for counts in steps.counts[1:COUNTED]:
+    for counts in steps.counts[1:]:
         assert counts.kernels == first.kernels, f"{first.describe()}\n{counts.describe()}"
     return first
 

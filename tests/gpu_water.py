@@ -8,6 +8,7 @@ KIND is a name in benchmarks/models.json.
 """
 
 import argparse
+import itertools
 import os
 import platform
 import re
@@ -35,6 +36,8 @@ KINDS = ("se_e2_a", "se_atten, 2 layers", "dpa2", "dpa3")
 IS_PRETENDED = torch.version.cuda is None  # which is as slow as a CPU: only few steps are tried
 MEASURED = (("float32", 1), ("float32", 8), ("float64", 8))[: 1 if IS_PRETENDED else 3]  # precision, frames of a step
 TIMED, PROFILED = (2, 1) if IS_PRETENDED else (20, 3)
+WAYS = {"eager": {}, "CUDA graphs": {"cuda_graphs": True}}
+CAPTURING = 24  # steps at least, until the shapes of all batches have been captured
 STEPS_TWICE, FRAMES_TWICE = (3, 1) if IS_PRETENDED else (20, 4)
 PEER = "import deepmd, torch; print('DeePMD-kit', deepmd.__version__, 'with torch', torch.__version__)"
 
@@ -71,12 +74,12 @@ class Profile(Callback):
         return {name: number / PROFILED for name, number in calls.most_common()}, seconds / PROFILED
 
 
-def train(kind, precision, batch, num_steps, work, **how):
+def train(kind, precision, batch, num_steps, work, options=(), **how):
     """Train in a folder of ``work``, and return the checkpoint."""
     words = argparse.Namespace(kinds=[kind], precision=[precision], batch=[batch])
     args = argparse.Namespace(input=common.EXAMPLE / "input.json", data=None, work=work)
     (case,) = speed_cases.cases_of(words)
-    config = speed_cases.input_of(case, args, numb_steps=num_steps, disp_freq=10**6)
+    config = speed_cases.input_of(case, args, numb_steps=num_steps, disp_freq=10**6, **dict(options))
     folder, before = work / case.file_name, Path.cwd()
     common.write_input(folder, config)
     os.chdir(folder)
@@ -104,19 +107,20 @@ def print_versions(peer):
 
 
 def print_steps(kinds):
-    """Print a line for each model, precision and number of frames."""
-    print("| model | precision | frames | step, ms | kernels, ms | memory, MB | calls of a step |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | --- |")
-    for kind in kinds:
-        for precision, frames in MEASURED:
-            profile = Profile(2 if IS_PRETENDED else speed_cases.MAX_FRAMES // frames)
-            torch.cuda.reset_peak_memory_stats()
-            with tempfile.TemporaryDirectory() as work:
-                train(kind, precision, frames, profile.epoch + TIMED + PROFILED + 1, Path(work), callback=profile)
-            calls, seconds = profile.calls()
-            listed = ", ".join(f"{name} {number:.4g}" for name, number in calls.items()) or "not seen by the profiler"
-            numbers = f"{1e3 * profile.seconds:.2f} | {1e3 * seconds:.2f} | {profile.memory / 1e6:.0f}"
-            print(f"| {kind} | {precision} | {frames} | {numbers} | {listed} |", flush=True)
+    """Print a line for each model, precision, number of frames and way to launch a step."""
+    print("| model | precision | frames | launched | step, ms | kernels, ms | memory, MB | calls of a step |")
+    print("| --- | --- | ---: | --- | ---: | ---: | ---: | --- |")
+    for kind, (precision, frames), way in itertools.product(kinds, MEASURED, list(WAYS)[: 1 if IS_PRETENDED else 2]):
+        profile = Profile(2 if IS_PRETENDED else max(CAPTURING, speed_cases.MAX_FRAMES // frames))
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        with tempfile.TemporaryDirectory() as work:
+            num_steps = profile.epoch + TIMED + PROFILED + 1
+            train(kind, precision, frames, num_steps, Path(work), WAYS[way], callback=profile)
+        calls, seconds = profile.calls()
+        listed = ", ".join(f"{name} {number:.4g}" for name, number in calls.items()) or "not seen by the profiler"
+        numbers = f"{1e3 * profile.seconds:.2f} | {1e3 * seconds:.2f} | {profile.memory / 1e6:.0f}"
+        print(f"| {kind} | {precision} | {frames} | {way} | {numbers} | {listed} |", flush=True)
 
 
 def print_digests(kinds):

@@ -1,12 +1,12 @@
 """Weights of frames: read from every format, and in every form of a batch what single frames summed up give."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
 from flat_batches import COMPARED, flat_batch, predicted, random_frame
+from gpu_counts import IS_PRETENDED
 from helpers import open_data, tiny_input, write_system
 from parallel_runs import train as train_ranks
 from test_accumulate import LOSSES
@@ -310,7 +310,7 @@ def test_each_task_says_whether_it_takes_weights(tmp_path, monkeypatch, capsys):
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_gpu_trains_as_a_cpu_does(tmp_path, monkeypatch, graphs):
-    if graphs and "pretend_cuda" in sys.modules:
+    if graphs and IS_PRETENDED:
         monkeypatch.setattr(steps.GraphedSteps, "capture", lambda _, step: PretendedCapture()(step))
     systems, files = [write_system(tmp_path / name, 6, n, seed=n) for name, n in (("a", 6), ("b", 9))], []
     spoil(systems[0])  # batches with and without weights

@@ -73,7 +73,7 @@ def test_a_fault_of_nccl_itself_is_no_lost_rank_and_is_shown():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("pretend_cuda" not in sys.modules, reason="sets the number of pretended devices")
+@pytest.mark.pretended_gpu
 def test_two_tasks_that_see_one_gpu_each_train(tmp_path):
     folder, port = make_run(tmp_path / "run"), free_port()
     words = [sys.executable, "-m", "deepmd_ema", *ON_GPU]

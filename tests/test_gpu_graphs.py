@@ -1,10 +1,10 @@
 """Training steps as functions of static buffers, and as CUDA graphs where there is a real GPU."""
 
 import json
-import sys
 
 import pytest
 import torch
+from gpu_counts import IS_PRETENDED
 from helpers import assert_same, tiny_input
 from test_train import WITH_AVERAGES, StopAfter, load
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,7 +75,7 @@ class PretendedCapture:
 def start(tmp_path, monkeypatch, water_like, water_like_valid, mixed_like):
     """Return a function that trains with CUDA graphs, which are pretended where the GPU is."""
     monkeypatch.setattr(PretendedCapture, "num_launches", 0)
-    if "pretend_cuda" in sys.modules:
+    if IS_PRETENDED:
         monkeypatch.setattr(steps.GraphedSteps, "capture", lambda _, step: PretendedCapture()(step))
 
     def run(name, options=None, num_steps=STEPS, graphs=True, **how):
@@ -128,7 +128,7 @@ def test_captured_steps_have_the_bits_of_eager_ones_while_shapes_change(start, m
     watch = Watch()
     graphed = start("graphed", options, callback=watch)
     assert watch.graphs >= 3
-    if "pretend_cuda" in sys.modules:
+    if IS_PRETENDED:
         assert PretendedCapture.num_launches > STEPS / 2
     monkeypatch.setattr(steps, "CAPTURED_AT_USE", STEPS + 1)
     assert_same_run(graphed, start("eager", options))
@@ -154,6 +154,20 @@ def test_a_step_that_is_not_finite_is_skipped_in_a_graph_too(start):
     options = {"learning_rate__start_lr": 1e200, "learning_rate__stop_lr": 1e199, "training__save_freq": 4}
     with pytest.raises(DivergedError, match=r"step \d+: .* frame \d+"):
         start("run", options)
+
+
+@pytest.mark.real_gpu("a capture that fails")
+def test_a_step_that_cannot_be_captured_stays_eager(start, monkeypatch, caplog):
+    def waiting(self, *given):
+        updated = step(self, *given)
+        if torch.cuda.is_current_stream_capturing():
+            updated.ok.item()
+        return updated
+
+    step, captured = steps.GraphedSteps._step, start("captured")
+    monkeypatch.setattr(steps.GraphedSteps, "_step", waiting)
+    assert_same_run(captured, start("waiting"))
+    assert caplog.text.count("could not capture a CUDA graph") == 1
 
 
 def test_steps_of_several_batches_stay_eager(start, caplog):

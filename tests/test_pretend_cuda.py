@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.pretended_gpu]
 pretend_cuda = pytest.importorskip("pretend_cuda", reason="only on the pretended device")
 
 
