@@ -328,18 +328,33 @@ def test_only_validation_is_eager_where_only_its_code_is_wrong(desk, caplog):
     assert warning.endswith("Validation is evaluated eagerly.")
 
 
-def test_a_graph_that_is_made_later_is_compared_too(caplog):
-    """A graph for each size: the first is right, the second is not."""
+@pytest.mark.parametrize("backend", [wrong_forces, no_code])
+def test_a_later_graph_that_is_wrong_or_not_made_leaves_the_run_eager_with_one_warning(caplog, backend):
+    """A graph for each size: the first is right, the second is not. A graph that was not made ended the run."""
     _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
     first, second, *_ = batches_of(model.train())
     compiler = Compiler(CompileConfig(backend="aot_eager", dynamic=False))
     assert compiler.trace(model, first) == ""
-    compiler._run = torch.compile(run, backend=wrong_forces, dynamic=False)
+    compiler._run = torch.compile(run, backend=backend, dynamic=False)
     torch._dynamo.reset()
     found = outputs_loss_and_gradients(compiler, model, second)
     assert_same(found, outputs_loss_and_gradients(run, model, second))
     assert len(warnings_of(caplog)) == 1
     assert not compiler.serves(model)
+
+
+def test_an_error_that_is_not_the_compilers_is_raised_and_nothing_is_refused(caplog, monkeypatch):
+    def fail(*_, **__):
+        raise ZeroDivisionError("of the model")
+
+    _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
+    batch = next(batches_of(model.train()))
+    compiler = Compiler(TRACED)
+    monkeypatch.setattr(model.fitting, "forward", fail)
+    with pytest.raises(ZeroDivisionError, match="of the model"):
+        compiler(model, batch)
+    assert not warnings_of(caplog)
+    assert compiler.serves(model)
 
 
 def test_gradients_by_parameters_are_compared():

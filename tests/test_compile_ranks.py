@@ -9,6 +9,10 @@ import torch
 from helpers import assert_same, compile_with, write_system, wrong_forces
 from parallel_runs import run_ranks, train, train_here
 
+from deepmd_ema.model.compiler import Compiler
+from deepmd_ema.model.energy import run as evaluate
+from deepmd_ema.training.trainer import Trainer
+
 pytestmark = pytest.mark.timeout(480)
 
 LAST, HALF = 4, 2
@@ -85,6 +89,29 @@ def test_a_compiled_run_of_two_ranks_is_the_eager_one_and_restarts_bitwise(tmp_p
         assert later[-HALF if name == "lcurve.out" else -1 :] == rows[name][-HALF if name == "lcurve.out" else -1 :]
 
 
+def no_code(graph, inputs):
+    raise NotImplementedError("no kernel for this")
+
+
+def train_with_no_later_code_on_rank_1(folder):
+    """Return how often a rank called its compiler in the run, in which all graphs are made anew."""
+    calls, run, call = [], Trainer.run, Compiler.__call__
+
+    def begin(self):
+        if os.environ["RANK"] == "1":
+            self.validator.models.compiler._run = torch.compile(evaluate, backend=no_code)
+        torch._dynamo.reset()
+        run(self)
+
+    def count(self, model, batch):
+        calls.append(model.training)
+        return call(self, model, batch)
+
+    with mock.patch.object(Trainer, "run", begin), mock.patch.object(Compiler, "__call__", count):
+        train_here(folder, {})
+    return calls
+
+
 def train_with_wrong_code_on_rank_1(folder):
     if os.environ["RANK"] == "1":
         with mock.patch.object(torch, "compile", compile_with(wrong_forces)):
@@ -92,7 +119,8 @@ def train_with_wrong_code_on_rank_1(folder):
     return train_here(folder, {})
 
 
-def test_where_the_code_of_one_rank_is_wrong_all_ranks_are_eager(tmp_path):
+@pytest.mark.parametrize("function", [train_with_wrong_code_on_rank_1, train_with_no_later_code_on_rank_1])
+def test_where_the_code_of_one_rank_is_wrong_or_later_not_made_all_ranks_are_eager(tmp_path, function):
     for task in ("water", "ice"):
         for n in (1, 2):
             write_system(tmp_path / f"{task}{n}", frames=4, natoms=4, seed=n, num_types=1)
@@ -100,10 +128,14 @@ def test_where_the_code_of_one_rank_is_wrong_all_ranks_are_eager(tmp_path):
     train(eager, 2, input_of(tmp_path, 0, False))
     wrong.mkdir()
     (wrong / "input.json").write_text(json.dumps(input_of(tmp_path, 0, True)))
-    ranks = run_ranks(2, train_with_wrong_code_on_rank_1, str(wrong))
+    ranks = run_ranks(2, function, str(wrong))
     lines = [line for line in ranks[0].log.splitlines() if "Steps and validation are evaluated eagerly." in line]
     assert len(lines) == 1
-    assert "force" in lines[0]
+    later = function is train_with_no_later_code_on_rank_1
+    assert ("could not compile the model (NotImplementedError: " if later else "force") in lines[0]
     for name in FILES:
-        assert_same(ends_of(wrong)[name]["model"], ends_of(eager)[name]["model"], name)
+        for key, weight in ends_of(eager)[name]["model"].items():  # the first step of rank 0 was compiled
+            torch.testing.assert_close(ends_of(wrong)[name]["model"][key], weight, rtol=1e-10 * later, atol=1e-10 * later)
+    if later:
+        assert [rank.value for rank in ranks] == [[True, False, False], [True]]
     assert rows_of(wrong) == rows_of(eager)

@@ -20,6 +20,7 @@ from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.config.schema.training import MODES_OF_CUDA_GRAPHS, CompileConfig
 from deepmd_ema.distributed.files import writing
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import UserError, counted
 from deepmd_ema.model.dummy_atoms import Filled, Round, at_least_two, fill, pad, to_half_octave, to_prime
 from deepmd_ema.model.energy import EnergyModel, run
@@ -65,7 +66,8 @@ class Compiler:
     filled up is so here, and its predictions are its own.
 
     The numbers of each new graph are compared with the eager ones (:meth:`difference`). Where they differ by more than
-    rounding, or torch cannot compile, models are evaluated eagerly from then on, and a warning says so.
+    rounding, or torch cannot compile, models are evaluated eagerly from then on, and a warning says so. Other ranks
+    follow in :meth:`agree`.
 
     Attributes:
         options: of torch.
@@ -73,6 +75,8 @@ class Compiler:
         in_training: whether models in training mode are compiled.
         in_validation: whether models in evaluation mode are.
         graphs: made so far.
+        refused: a mode, whether it is that of training, and the reason why this rank evaluates it eagerly, which other
+            ranks do not know yet.
     """
 
     options: CompileConfig
@@ -80,6 +84,7 @@ class Compiler:
     in_training: bool = True
     in_validation: bool = True
     graphs: list[Graph] = field(default_factory=list)
+    refused: tuple[bool, str] = (False, "")
 
     def __post_init__(self) -> None:
         if self.options.cache_dir is not None:
@@ -101,7 +106,12 @@ class Compiler:
     def __call__(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
         """Return the predictions of ``model`` for ``batch``, with gradients by parameters in training mode."""
         graphs = len(self.graphs)
-        prediction = self._predict(model, batch)
+        try:
+            prediction = self._predict(model, batch)
+        except Exception as error:
+            prediction = run(model, batch)  # which raises an error that is not the compiler's
+            self.refuse(model.training, self._why_not(error))
+            return prediction
         if len(self.graphs) == graphs:
             return prediction
         # a graph for other sizes or series; it runs again, because CUDA graphs write over what they have returned
@@ -121,11 +131,18 @@ class Compiler:
 
     def refuse(self, training: bool, reason: str) -> None:
         """Evaluate models eagerly from now on if there is a reason, found in training or in evaluation mode."""
-        if reason:
+        if reason and (self.in_training if training else self.in_validation):
+            self.refused = training, reason
             self.in_training, self.in_validation = self.in_training and not training, False
             of_mode = "The test is" if self.place == "--compile" else "Validation is"
             what = "Steps and validation are" if training else of_mode
             logger.warning("%s: %s. %s evaluated eagerly.", self.place, reason, what)
+
+    def agree(self, world: World) -> None:
+        """Evaluate eagerly on all ranks what one of them does. Must be called by every rank."""
+        refused = world.gather(self.refused)
+        self.refuse(*world.broadcast_from_rank0(lambda: max(refused)))  # without steps there is no validation either
+        self.refused = False, ""
 
     def difference(self, model: EnergyModel, batch: Batch) -> str:
         """Return the first number of compiled code that is not the eager one to rounding; empty if all are.
@@ -166,13 +183,14 @@ class Compiler:
         )
 
     def _why_not(self, error: Exception) -> str:
-        """Return the reason why torch could not compile a model, or raise UserError where it lacks a C++ compiler."""
+        """Return the reason why torch could not compile a model; without a C++ compiler the first is a UserError."""
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
             chain.append(cause)
         from torch._inductor.exc import InvalidCxxCompiler
 
-        if any(isinstance(one, InvalidCxxCompiler) for one in chain) or "InvalidCxxCompiler" in str(error):
+        lacks_compiler = any(isinstance(one, InvalidCxxCompiler) for one in chain) or "InvalidCxxCompiler" in str(error)
+        if lacks_compiler and not self.graphs:
             otherwise = "Leave it out" if self.place.startswith("--") else "Set it to false to train eagerly"
             raise UserError(f"{self.place}: {without_compiler('compiled code is made with')}. {otherwise}.") from error
         logger.debug("torch.compile", exc_info=error)

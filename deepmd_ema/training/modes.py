@@ -143,9 +143,8 @@ def compile_models(
             for is_turn in (world.local_rank == 0, world.local_rank != 0):
                 with world.all_ranks_ok(world.long_timeout_group), context():
                     reasons += [compiler.trace(m, batches[name]) for name, m in models.by_task.items() if is_turn]
-            # all ranks evaluate alike: the first reason of any
-            reasons = world.gather(next(filter(None, reasons), ""))
-            compiler.refuse(training, world.broadcast_from_rank0(partial(next, filter(None, reasons), "")))
+            compiler.refuse(training, next(filter(None, reasons), ""))
+            compiler.agree(world)
         models.train()
         if compiler.in_training or compiler.in_validation:
             models.compiler = compiler

@@ -273,12 +273,19 @@ class Trainer:
     def _is_stopped(self) -> bool:
         """Whether some rank received a signal or is out of time: all of them then stop after this step.
 
+        They also agree on which models are compiled.
+
         Raises:
             UserError: if files could not be written since the last check.
         """
         is_late = self.step < self.num_steps and time.monotonic() >= self.deadline  # the end of a run is not broken off
         own = self.stop.signal or TIME_IS_OVER * is_late
-        (found,) = self.world.all_reduce_max([WRITER_FAILED if self.saver.writer.error is not None else own])
+        own = WRITER_FAILED if self.saver.writer.error is not None else own
+        compiler = self.validator.models.compiler
+        is_refused = compiler is not None and compiler.refused[1] != ""
+        found, is_refused_by_any = self.world.all_reduce_max([own, is_refused])
+        if compiler is not None and is_refused_by_any:
+            compiler.agree(self.world)
         if found == WRITER_FAILED:
             self.saver.writer.begin()
         self.is_out_of_time = found == TIME_IS_OVER
