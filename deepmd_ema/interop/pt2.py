@@ -74,8 +74,10 @@ def write_pt2(
     tree: Tree,
     device: torch.device,
     check: Callable[[Path], None] | None = None,
-) -> None:
+) -> bool:
     """Compile a model for ``device`` and write it; the file appears whole or not at all. This takes minutes.
+
+    Return whether its code has vector instructions.
 
     Args:
         path: ends in ``.pt2``.
@@ -98,6 +100,7 @@ def write_pt2(
             warnings.simplefilter("ignore", FutureWarning)  # of torch about its own calls
             exported = _exported(model, config, device)
             compiling = partial(torch._inductor.aoti_compile_and_package, exported, package_path=str(file))
+            has_vectors = True
             try:
                 compiling(inductor_configs=_OPTIONS)
             except RuntimeError as error:
@@ -105,6 +108,7 @@ def write_pt2(
                     raise
                 # names that are not declared are, for some models, also in loops that transpose vectors
                 logger.info("compiling it without vectors, of which torch %s makes wrong code", torch.__version__)
+                has_vectors = False
                 compiling(inductor_configs=_OPTIONS | {"cpp.simdlen": 1})
         with zipfile.ZipFile(file, "a") as package:
             package.writestr(_FACTS, json.dumps(facts))
@@ -114,6 +118,7 @@ def write_pt2(
             shutil.copyfile(file, part)
             if check is not None:
                 check(part)
+    return has_vectors
 
 
 def load_compiled(path: Path, name: str | None = None) -> tuple[Callable[..., dict[str, Tensor]], torch.device]:
