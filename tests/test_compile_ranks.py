@@ -135,7 +135,9 @@ def test_where_the_code_of_one_rank_is_wrong_or_later_not_made_all_ranks_are_eag
     assert ("could not compile the model (NotImplementedError: " if later else "force") in lines[0]
     for name in FILES:
         for key, weight in ends_of(eager)[name]["model"].items():  # the first step of rank 0 was compiled
-            torch.testing.assert_close(ends_of(wrong)[name]["model"][key], weight, rtol=1e-10 * later, atol=1e-10 * later)
+            torch.testing.assert_close(
+                ends_of(wrong)[name]["model"][key], weight, rtol=1e-10 * later, atol=1e-10 * later
+            )
     if later:
         assert [rank.value for rank in ranks] == [[True, False, False], [True]]
     assert rows_of(wrong) == rows_of(eager)
