@@ -94,7 +94,7 @@ def no_code(graph, inputs):
 
 
 def train_with_no_later_code_on_rank_1(folder):
-    """Return how often a rank called its compiler in the run, in which all graphs are made anew."""
+    """Return the modes of the calls of a compiler in a run, for which all graphs are made anew."""
     calls, run, call = [], Trainer.run, Compiler.__call__
 
     def begin(self):
