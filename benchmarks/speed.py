@@ -12,7 +12,8 @@ ratios of the turns. Results are kept in --work and not measured again, so each 
   that of these runs.
 - ``growth``: time and memory of steps against the --atoms of a frame, with the first batch size; without --kinds, of
   GROWING. Each turn is a run of its own, since two may not fit into memory. On a CPU a program may take --memory GB;
-  what fails is shown with its error, and not tried with more atoms.
+  what fails is shown with its error, and not tried with more atoms. Statistics are those of one batch: of several
+  DeePMD-kit makes one list of neighbors, which is larger than that of a step.
 - ``start``: seconds to the first row, and those of the statistics before it: of all, of none that a file has.
 - ``validation``, ``checkpoint``: the time that a step takes longer when all validation frames are evaluated or a
   checkpoint with an average is written after it.
@@ -97,7 +98,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--wait", type=float, default=1500.0, help="seconds that a program has to begin")
     parser.add_argument("--quick", action="store_true", help="one small model, few turns: about two minutes")
-    parser.set_defaults(threads=1, memory=round(MEMORY_SHARE * _available_memory() / 1e9, 1))
+    parser.set_defaults(threads=1, stat_batches=10, memory=round(MEMORY_SHARE * _available_memory() / 1e9, 1))
     args = parser.parse_args()
     if args.quick:
         for name, value in QUICK.items():
@@ -182,7 +183,7 @@ def _growth(case: Case, runners: list[Runner], args: argparse.Namespace) -> dict
     """Return times, errors and memory as :func:`_steps`, each turn in a run of its own, and the limit in GB."""
     found: dict[str, Any] = {"times": {}, "failed": {}, "memory": {}, "limit": args.memory}
     once = copy.copy(args)
-    once.turns = 1
+    once.turns, once.stat_batches = 1, 1
     for turn in range(args.turns):
         for runner in runners if turn % 2 else runners[::-1]:
             if runner.name not in found["failed"]:
@@ -201,6 +202,7 @@ def _available_memory() -> int:
 
 def _start(case: Case, runner: Runner, args: argparse.Namespace, interval: int) -> common.HaltedRun:
     config = speed_cases.input_of(case, args, disp_freq=interval)
+    config["model"]["data_stat_nbatch"] = args.stat_batches
     config = speed_cases.runner_input(config, case, runner, args.caches)
     env = speed_cases.runner_environment(args, runner, args.caches)
     program = common.programs(args.peer)["ours" if runner.ours else "peer"]
