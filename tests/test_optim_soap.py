@@ -10,7 +10,7 @@ from torch import nn
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.schema.optim import SOAPConfig
 from deepmd_ema.optim.build import build_optimizer, guarded_step, set_learning_rate
-from deepmd_ema.training.modes import why_no_graphs
+from deepmd_ema.training.modes import launches_graphs, why_no_graphs
 
 LR = 0.01
 SAME_MATH = 1e-9  # bases are of covariances with a ridge of 1e-6, which amplifies rounding
@@ -127,3 +127,21 @@ def test_steps_with_soap_are_not_launched_as_cuda_graphs():
     config = config_from_dict(spoiled({"optimizer": {"type": "SOAP"}}))
     world = SimpleNamespace(device=torch.device("cuda"), size=1)
     assert why_no_graphs(config, world) == "SOAP changes its bases in some steps only"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "options", "launches"),
+    [
+        ("13.0", {}, True),
+        (None, {}, False),  # a torch for other devices
+        ("13.0", {"training.enable_compile": True}, False),
+        ("13.0", {"training.accumulate": 2}, False),
+        ("13.0", {"training.cuda_graphs": False}, False),
+        (None, {"training.cuda_graphs": True}, True),
+    ],
+)
+def test_steps_on_a_gpu_are_launched_as_cuda_graphs_where_nothing_forbids_it(monkeypatch, cuda, options, launches):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    config = config_from_dict(spoiled(options))
+    assert launches_graphs(config, SimpleNamespace(device=torch.device("cuda"), size=1)) is launches
+    assert not launches_graphs(config, SimpleNamespace(device=torch.device("cpu"), size=1))

@@ -1,4 +1,4 @@
-"""Batches of training, made ahead by a thread, and batches of all frames in order."""
+"""Batches of training, made ahead by threads, and batches of all frames in order."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Pad = Callable[[Batch], Batch]
 
 
 class Loader:
-    """The batches of a sampler in order, made ahead by a thread.
+    """The batches of a sampler in order, made ahead by a thread, for a GPU by several.
 
     Batch n depends only on the sampler and n: a loader that starts at n gives the same batches as one that has made
-    all batches before n. An exception in the thread is raised by ``next``, and again by each further ``next``.
+    all batches before n. An exception in a thread is raised by ``next``, and again by each further ``next``.
 
     Args:
         systems: in the order of the sampler.
@@ -75,6 +75,7 @@ class Loader:
         self.batch, self.pad = batch, pad
         self._prepare: Callable[[int, Pad | None], Batch | PackedBatch] = lambda n, pad: _prepared(batch(n), pin, pad)
         self._prefetch = prefetch
+        self._num_threads = max(1, prefetch) if pin else 1  # on a CPU they would take the cores of the steps
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[Batch | PackedBatch]] = deque()
 
@@ -87,7 +88,7 @@ class Loader:
 
     def __next__(self) -> Batch | PackedBatch:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="dp-ema-loader")
+            self._thread = ThreadPoolExecutor(self._num_threads, thread_name_prefix="dp-ema-loader")
         while len(self._ahead) <= self._prefetch:
             self._ahead.append(self._thread.submit(self._prepare, self.position + len(self._ahead), self.pad))
         batch = self._ahead[0].result()  # an error stays the first, to be raised again

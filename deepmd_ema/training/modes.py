@@ -98,11 +98,19 @@ def why_no_graphs(config: RunConfig, world: World) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
+def launches_graphs(config: RunConfig, world: World) -> bool:
+    """Whether steps are launched as CUDA graphs; if the input leaves it open, only where this is known to work."""
+    chosen = config.training.cuda_graphs
+    if chosen is None:
+        chosen = torch.version.cuda is not None and not config.training.enable_compile
+    return chosen and not why_no_graphs(config, world)
+
+
 def pads(config: RunConfig, compiler: Compiler | None, world: World, layout: NeighborLayout) -> list[Pad | None]:
     """Return the functions that fill up batches of training and displayed ones of validation; None: they stay."""
     modes = (compiler.in_training, compiler.in_validation) if compiler is not None else (False, False)
     found = [pad_for(config.training.compile_options, layout) if is_compiled else None for is_compiled in modes]
-    if config.training.cuda_graphs and not why_no_graphs(config, world):  # few shapes
+    if launches_graphs(config, world):  # few shapes
         found[0] = partial(pad, layout=layout, up=to_eighth)
     return found
 

@@ -33,6 +33,7 @@ from deepmd_ema.training.modes import (
     check_replicas,
     compile_models,
     contexts_of_products,
+    launches_graphs,
     pads,
     parallelize,
     why_no_graphs,
@@ -152,7 +153,7 @@ class Trainer:
             self.take_step: GradientStep | KalmanStep = KalmanStep(prepared, num_steps)
         else:
             self.take_step = gradient_step = GradientStep(prepared, module, num_steps, world)
-            if training.cuda_graphs and not why_no_graphs(config, world):
+            if launches_graphs(config, world):
                 self.graphs = GraphedSteps(gradient_step, self.bank, world.device, self.products)
         if training.cuda_graphs and self.graphs is None:
             logger.warning("training.cuda_graphs has no effect: %s.", why_no_graphs(config, world))

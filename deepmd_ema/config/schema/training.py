@@ -261,10 +261,10 @@ class TrainingOptions:
         doc="Whether training steps multiply float32 matrices in TF32 on a GPU, with 10 bits of each factor behind the "
         "binary point instead of 23. Validation and files are not affected.",
     )
-    cuda_graphs: bool = option(
-        False,
+    cuda_graphs: bool | None = option(
+        None,
         doc="Whether a step on a GPU is launched as one CUDA graph, captured at the third use of a shape; batches are "
-        "then filled up to few shapes. It pays for small batches. Only in dp-ema.",
+        "then filled up to few shapes. null: where it can be and nothing is compiled. Only in dp-ema.",
     )
     zero_stage: int = option(
         0,
