@@ -24,7 +24,6 @@ from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interop.freeze import freeze
-from deepmd_ema.model.descriptor.env_statistics import EnvironmentStatistics
 from deepmd_ema.model.output_bias import change_bias, energies_of, set_bias
 from deepmd_ema.model.statistics import collect_statistics
 from deepmd_ema.training.prepare import chosen_frames, prepare, refit_bias
@@ -100,18 +99,6 @@ def test_the_mean_residual_per_atom_is_zero_with_the_weights_that_the_bias_was_f
     assert abs(biases["live"] - raw).max() > 1
 
 
-def test_a_fit_of_total_energies_would_leave_a_mean_per_atom():
-    """Why frames are weighed by 1 / atoms; with frames of one size it makes no difference."""
-    config, model = tiny_config(), random_model(tiny_config())
-    for frames, same in ((shifted_frames(), False), ([f for f in shifted_frames() if len(f.atom_type) == 8], True)):
-        energies = energies_of(model, config.model, batches_of(frames, model))
-        ours = change_bias(energies, current(model)).bias - current(model)
-        plain = np.linalg.lstsq(energies.counts, energies.residual(), rcond=None)[0]
-        assert abs(np.mean(energies.residual(ours) / energies.num_atoms)) < ZERO
-        assert (abs(np.mean(energies.residual(plain) / energies.num_atoms)) < ZERO) == same
-        assert np.allclose(ours, plain, rtol=0, atol=1e-9) == same
-
-
 def test_set_is_what_the_statistics_of_a_new_model_find():
     config, frames = tiny_config(), shifted_frames()
     model = random_model(config)
@@ -119,44 +106,6 @@ def test_set_is_what_the_statistics_of_a_new_model_find():
     found = set_bias(energies_of(model, config.model, batches_of(frames, model)))
     np.testing.assert_array_equal(found.bias, statistics.fit.bias)
     np.testing.assert_array_equal(found.std, statistics.fit.std)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model__preset_out_bias": {"energy": [None, -7.5]}},
-        {"model__fitting_net__atom_ener": [None, -7.5], "model__descriptor__set_davg_zero": True},
-        {"model__atom_exclude_types": [1]},
-    ],
-)
-def test_what_the_config_fixes_stays_as_it_is(changes):
-    config = tiny_config(**changes)
-    model = random_model(config)
-    before = current(model)
-    after = fitted(model, config, shifted_frames()).bias
-    assert after[1] == before[1]
-    assert abs(after[0] - before[0]) > 0.1
-
-
-def test_an_element_that_the_data_do_not_hold_keeps_its_bias():
-    config, model = tiny_config(), random_model(tiny_config())
-    frames = [f for f in shifted_frames() if set(f.atom_type) == {0}]
-    fit = fitted(model, config, frames)
-    assert fit.bias[1] == current(model)[1]
-    assert fit.undetermined == ()
-    put(model, fit.bias)
-    assert abs(mean_residual(model, frames)) < ZERO
-
-
-def test_elements_that_the_compositions_do_not_report_apart_share_the_change():
-    config, model = tiny_config(), random_model(tiny_config())
-    frames = [f for f in shifted_frames() if len(f.atom_type) == 12]  # six atoms of each
-    before = current(model)
-    fit = fitted(model, config, frames)
-    assert fit.undetermined == ("O", "H")
-    np.testing.assert_allclose(*(fit.bias - before), rtol=0, atol=1e-10)
-    put(model, fit.bias)
-    assert abs(mean_residual(model, frames)) < ZERO
 
 
 def test_frames_without_an_energy_do_not_count():
@@ -168,15 +117,6 @@ def test_frames_without_an_energy_do_not_count():
         fitted(model, config, without).bias, fitted(model, config, rest).bias, rtol=0, atol=1e-11
     )
     assert len(energies_of(model, config.model, batches_of(without, model))) == len(rest)
-
-
-def test_fitting_leaves_the_model_as_it_was():
-    config, model = tiny_config(), random_model(tiny_config()).train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    fitted(model, config, shifted_frames())
-    assert_same(before, dict(model.state_dict()))
-    assert model.training
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_model_that_gives_no_number_names_the_frame():
@@ -279,15 +219,6 @@ def test_a_restart_continues_from_the_raw_bias(tmp_path, data, monkeypatch):
     assert rows[0] == rows[1]
 
 
-def test_a_restart_at_the_end_fits_the_same_bias_again(tmp_path, data, monkeypatch):
-    folder = train(tmp_path / "run", data, monkeypatch, num_steps=10, **REFIT)
-    first = checkpoint.load(folder / "model.ckpt-10.pt")
-    train(folder, data, monkeypatch, "--restart", "model.ckpt.pt", num_steps=10, **REFIT)
-    second = checkpoint.load(folder / "model.ckpt-10.pt")
-    for key in ("model", "refitted"):
-        assert_same(first[key], second[key])
-
-
 def test_a_fit_that_is_ended_early_costs_no_step_of_the_run(tmp_path, data, monkeypatch):
     """The last steps were lost with a kill or an error in the fit; now a restart has the fit only left to do."""
 
@@ -337,30 +268,6 @@ def prepared(data, tmp_path, monkeypatch):
     return make
 
 
-def test_frames_of_several_small_systems_are_measured_together(prepared, monkeypatch):
-    sizes, measure = [], EnvironmentStatistics.measure
-
-    def count(self, batch, excluded):
-        sizes.append(len({system for system, _ in batch.frames}))
-        return measure(self, batch, excluded)
-
-    monkeypatch.setattr(EnvironmentStatistics, "measure", count)
-    assert len(prepared().tasks[""].train) == max(sizes) == 4
-
-
-def test_refit_changes_nothing_in_model_and_bank(prepared):
-    run = prepared()
-    bank = AverageBank(run.models.by_task, [EmaProfile("ema", 0.9)])
-    before = {name: tensor.clone() for name, tensor in run.models.state_dict().items()}
-    average = bank.weights("ema")
-    biases = refit_bias(run, bank)
-    assert list(biases) == ["live", "ema"]
-    assert {tuple(bias["out_bias"].shape) for bias in biases.values()} == {(1, 2, 1)}
-    assert_same(before, dict(run.models.state_dict()))
-    assert_same(average, bank.weights("ema"))
-    assert list(refit_bias(run, AverageBank(run.models.by_task, []))) == ["live"]
-
-
 def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, caplog):
     run = prepared()
     assert chosen_frames(run.tasks[""].config, run.tasks[""].train, run.seed, 24) == [list(range(6))] * 4
@@ -375,11 +282,6 @@ def test_many_frames_give_a_sample_of_every_system(prepared, data, monkeypatch, 
         refit_bias(run, AverageBank(run.models.by_task, []))
     assert "with the weights live on 10 frames: mean residual" in caplog.text
     assert "meV/atom before, 0 after" in caplog.text
-
-
-def test_a_system_that_was_left_out_of_training_has_no_say(prepared):
-    run = prepared(training__training_data__batch_size="filter:12")
-    assert list(map(len, chosen_frames(run.tasks[""].config, run.tasks[""].train, run.seed, 100))) == [6, 6, 6, 0]
 
 
 def test_without_energies_there_is_nothing_to_fit_and_a_warning_says_so(prepared, tmp_path, caplog):

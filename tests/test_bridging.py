@@ -9,25 +9,19 @@ import torch
 from helpers import assert_same, tiny_input
 from packages import install
 from test_data_run import with_close_atoms
-from test_laws import GAP, close, slopes
-from test_pt2 import TYPES, with_images
 from test_train import StopAfter, load
 from toy_models import (
     SECTIONS,
     TABLE,
-    TRICLINIC,
-    assert_parameter_gradients,
     batch_of,
     evaluate,
     model_section,
-    numerical_forces,
-    toy_atoms,
     toy_model,
     write_dp,
 )
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
-from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, VIRIAL
+from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY
 from deepmd_ema.config.schema.bridging import Window
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.run import check_task, open_run
@@ -35,14 +29,11 @@ from deepmd_ema.errors import CheckpointError, ConfigError, Interrupted
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.model.bridging import ZblEnergies, clamped_distance, pair_switch, source_gate
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.energy import run
-from deepmd_ema.model.extended_model import ExtendedModel
 from deepmd_ema.training.run import run_training
 
 PEER = json.loads((Path(__file__).parent / "golden" / "bridging.json").read_text())
 WINDOW = Window(PEER["inner"], PEER["outer"])
 WIDE = {"bridging_method": "zbl", "bridging_r_inner": 0.9, "bridging_r_outer": 2.2}  # the atoms of toys are in it
-DIFFERENCES = 2e-7  # central differences of step 1e-4
 SAME_MATH = 1e-13
 
 
@@ -95,60 +86,6 @@ def test_pair_energies_and_their_slopes_are_those_of_deepmd_kit():
                 assert float(found[1][0, here]) == pytest.approx(2 * slope, rel=1e-12)
 
 
-def test_the_clamped_distance_and_the_weight_have_three_continuous_derivatives():
-    for function in (lambda r: clamped_distance(r, WINDOW)[0], lambda r: pair_switch(r, WINDOW)):
-        for place in (WINDOW.inner, WINDOW.outer):
-            ends = []
-            for here in (place - GAP, place + GAP):
-                leaf = torch.tensor(here, dtype=torch.float64, requires_grad=True)
-                values = [function(leaf)]
-                for _ in range(3):
-                    values += torch.autograd.grad(values[-1], leaf, create_graph=True)
-                ends.append(torch.stack([value.detach() for value in values]))
-            np.testing.assert_allclose(*ends, rtol=0, atol=1)  # a jump would be at least 1e2
-
-
-@both
-def test_forces_are_the_derivative_of_the_energy(descriptor):
-    _, model = bridged(descriptor, atom_exclude_types=[2])
-    coord, types = toy_atoms(0, 6)
-    found = evaluate(model, (coord, types, TRICLINIC))["force"]
-    without = toy_model(descriptor, None, {"precision": "float64"}, atom_exclude_types=[2])[1]
-    assert np.abs(found - evaluate(without, (coord, types, TRICLINIC))["force"]).max() > 0.1
-    numerical = numerical_forces(model, coord, types)
-    assert np.abs(found - numerical).max() < DIFFERENCES * max(1, np.abs(found).max())
-
-
-@both
-def test_the_virial_is_minus_the_derivative_of_the_energy_by_strain(descriptor):
-    _, model = bridged(descriptor)
-    coord, types = toy_atoms(0, 6)
-    found = evaluate(model, (coord, types, TRICLINIC))["virial"].reshape(3, 3)
-    for place in np.ndindex(3, 3):
-        strain = np.zeros((3, 3))
-        strain[place] = 2e-5
-        frames = [(coord @ (np.eye(3) + s), types, TRICLINIC @ (np.eye(3) + s)) for s in (strain, -strain)]
-        assert abs(found[place] + slopes(model, frames)[0]) < 1e-6 * max(1, np.abs(found).max())
-
-
-@both
-def test_gradients_of_the_parameters_are_right(descriptor):
-    _, model = bridged(descriptor)
-    model.train()
-    batch = batch_of(model, (*toy_atoms(0, 7), TRICLINIC))
-    assert_parameter_gradients(model, lambda: sum(value.square().sum() for value in model(batch).values()))
-
-
-@both
-def test_the_hessian_is_minus_the_derivative_of_the_forces(descriptor):
-    _, model = bridged(descriptor)
-    coord, types = toy_atoms(0, 4)
-    moves = 2e-5 * np.concatenate([np.eye(12), -np.eye(12)]).reshape(24, 4, 3)
-    up, down = evaluate(model, *((coord + move, types, None) for move in moves))["force"].reshape(2, 12, 12)
-    found = model(batch_of(model, (coord, types, None)), need_hessian=True)["hessian"].view(12, 12).numpy()
-    close(found, (down - up) / 4e-5, 1e-6)
-
-
 def test_two_close_atoms_have_their_pair_energy_and_what_the_network_gives_each_alone():
     _, model = bridged()
     _, network = toy_model("fake")
@@ -172,52 +109,12 @@ def test_other_atoms_see_where_two_atoms_turn_only_if_these_are_not_close(distan
     assert torch.allclose(*of_network, rtol=1e-12) == (distance < 0.9)
 
 
-def test_far_from_each_other_atoms_have_the_network_and_the_pair_energy_as_they_are():
-    _, model = bridged()
-    _, network = toy_model("fake")
-    far = ([[0.0, 0, 0], [2.5, 0, 0]], [0, 1], None)
-    pairs = ZblEnergies(["O", "H", "Na"])
-    batch = batch_of(model, far)
-    distance = torch.linalg.vector_norm(batch.vector, dim=-1)
-    added = 0.5 * float(pairs(batch, distance, distance < 4)[0].sum())
-    np.testing.assert_allclose(evaluate(model, far)[ENERGY] - added, evaluate(network, far)[ENERGY], rtol=1e-14)
-
-
 def test_excluded_atoms_have_no_pair_energy():
     near = ([[0.0, 0, 0], [0.5, 0, 0]], [0, 1], None)
     _, model = bridged(atom_exclude_types=[1])
     assert abs(evaluate(model, near)[ENERGY][0]) < 20
     _, model = bridged(pair_exclude_types=[[0, 1]])
     assert abs(evaluate(model, near)[ENERGY][0]) < 20
-
-
-@both
-def test_a_frame_has_the_same_energy_in_any_batch(descriptor):
-    _, model = bridged(descriptor)
-    small, large = ([[0.0, 0, 0], [1.0, 0, 0]], [0, 1], None), (*toy_atoms(0, 11), TRICLINIC)
-    alone = [evaluate(model, atoms) for atoms in (small, large)]
-    together = evaluate(model, small, large)
-    for name in (ENERGY, ATOM_ENERGY, "force"):
-        joined = np.concatenate([found[name] for found in alone])
-        np.testing.assert_allclose(together[name], joined, rtol=0, atol=1e-11 * np.abs(joined).max())
-
-
-@both
-def test_atoms_without_neighbors_are_finite(descriptor):
-    _, model = bridged(descriptor)
-    alone = evaluate(model, ([[0.0, 0, 0]], [1], None))
-    assert np.isfinite(alone["energy"]).all()
-    assert not alone["force"].any()
-
-
-@both
-def test_a_frame_with_images_is_the_same_model(descriptor):
-    _, model = bridged(descriptor)
-    coord, _ = toy_atoms(0, len(TYPES))
-    known = evaluate(model, (coord, TYPES, TRICLINIC))
-    found = ExtendedModel(model)(*with_images(coord, TYPES, TRICLINIC, model.layout.rcut + 0.5, 0))
-    np.testing.assert_allclose(found["energy_redu"][0], known[ENERGY], rtol=1e-12)
-    np.testing.assert_allclose(found["energy_derv_c_redu"][0, 0], known[VIRIAL][0], rtol=0, atol=1e-10)
 
 
 def test_a_restart_continues_to_the_last_bit_and_a_checkpoint_holds_the_window(tmp_path, monkeypatch, water_like):
@@ -242,11 +139,6 @@ def test_the_method_may_be_in_capitals_and_none_is_none(method):
     assert (config.bridging is not None) == (method in ("zbl", "ZBL"))
     assert model_config_from_dict(to_dict(config)) == config
     assert (build_model(config).short_range is not None) == (config.bridging is not None)
-
-
-def test_the_summary_names_the_window():
-    config, _ = bridged()
-    assert ("short range", "zbl, distances clamped from 0.9 to 2.2 angstrom") in config.summary()
 
 
 @pytest.mark.parametrize(("descriptor", "changes", "phrase"), [
@@ -283,22 +175,6 @@ def test_close_atoms_are_a_warning_in_data_of_a_bridged_model_and_a_problem_in_o
     assert note in found.notes
     same_place = with_close_atoms(tmp_path / "same", [2], 0.001)
     assert len(report_of(same_place, model__bridging_method="zbl").problems) == 1
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore")
-def test_it_compiles_without_a_break():
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-    _, model = bridged()
-    batch = batch_of(model.train(), (*toy_atoms(0, 7), TRICLINIC))
-    compiled = torch.compile(run, dynamic=True, backend="aot_eager")(model, batch)
-    for name, value in run(model, batch).items():
-        torch.testing.assert_close(compiled[name], value, rtol=1e-12, atol=1e-12)
-    assert sum(counters["graph_break"].values()) == 0
-    torch._dynamo.reset()
 
 
 def test_a_standard_model_is_not_written_to_a_tree_that_would_lose_it(tmp_path):

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from helpers import assert_same, toy_frame, write_system
+from helpers import assert_same, write_system
 from infer_models import write_run
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config.labels import ENERGY
-from deepmd_ema.errors import CheckpointError, WriteError
-from deepmd_ema.infer.change_bias import CHANGE, BiasRequest, write_changed
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interop.freeze import freeze
-from deepmd_ema.interop.tree_files import VARIABLES, read_tree, write_tree
 
 PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
 GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
@@ -120,14 +113,6 @@ def test_the_file_says_what_was_changed_and_so_does_what_is_frozen_of_it(run, da
     assert "  bias  " not in capsys.readouterr().out.split("wrote")[-1]
 
 
-def test_a_bias_fitted_after_training_is_shown(run, tmp_path, capsys):
-    payload = checkpoint.load(run[0])
-    payload["refitted_bias"] = {name: torch.full((1, 2, 1), -1.0, dtype=torch.float64) for name in ("live", "ema")}
-    checkpoint.save(tmp_path / "model.ckpt-7.pt", payload)
-    assert cli.main(["show", str(tmp_path / "model.ckpt-7.pt")]) == 0
-    assert "bias after training, for live, ema; a restart continues from those before" in capsys.readouterr().out
-
-
 def test_values_are_taken_as_they_are(run, tmp_path, capsys):
     assert change(run[0], "-b", "-93.5", "-187.25", "-o", tmp_path / "new.pt") == 0
     assert bias_of(tmp_path / "new.pt") == [-93.5, -187.25]
@@ -142,20 +127,6 @@ def test_the_first_frames_of_each_system_are_taken(run, data, tmp_path, capsys):
     assert "6 frames of" in capsys.readouterr().out
     assert abs(residuals(tmp_path / "new.pt", data, num_frames=2).mean()) < ZERO
     assert abs(residuals(tmp_path / "new.pt", data).mean()) > ZERO
-
-
-def test_systems_may_be_named_in_a_file(run, data, tmp_path):
-    (tmp_path / "list").write_text(f"{data / 'water'}\n\n{data / 'oxygen'}\n")
-    assert change(run[0], "-f", tmp_path / "list", "-o", tmp_path / "one.pt") == 0
-    assert change(run[0], "-s", data / "water", data / "oxygen", "-o", tmp_path / "two.pt") == 0
-    assert bias_of(tmp_path / "one.pt") == bias_of(tmp_path / "two.pt")
-    assert checkpoint.load(tmp_path / "one.pt")["bias"]["source"] == str(tmp_path / "list")
-
-
-def test_this_folder_is_searched_when_nothing_is_named(run, data, tmp_path, monkeypatch):
-    monkeypatch.chdir(data)
-    assert change(run[0], "-o", tmp_path / "one.pt") == 0
-    assert abs(residuals(tmp_path / "one.pt", data).mean()) < ZERO
 
 
 @pytest.mark.parametrize(("name", "written"), [("model.ckpt-7.pt", "model.ckpt-7_updated.pt"),
@@ -199,49 +170,10 @@ def test_no_file_replaces_itself(run, tmp_path, capsys):
     assert training.read_bytes() == before
 
 
-def test_what_the_run_needs_is_not_written_over_from_another_file(run, tmp_path, capsys):
-    """`change-bias model_ema.ckpt.pt -o model.ckpt.pt` left no state to restart from."""
-    training = Path(shutil.copy(run[0], tmp_path))
-    kept = tmp_path / "kept.pt"
-    tracked = {"type": "swa", "start_step": 0, "update_every": 1, "updates": 7, "mean_age": 3.0}
-    parts = {"kind": "snapshot", "average": tracked, "averaged": []}
-    checkpoint.save(kept, {**checkpoint.load(run[1]), **parts})
-    for out, words in ((training, "a file of kind training"), (kept, "a file of kind snapshot")):
-        assert change(run[1], "-b", -1, -2, "-o", out) == 2
-        assert f"-o {out}: {words}" in capsys.readouterr().err
-
-
 def test_a_value_with_an_exponent_is_not_taken_for_an_option(run, tmp_path):
     """`-b -1e2 -2` reported: expected at least one argument."""
     assert change(run[1], "-o", tmp_path / "m.pt", "-b", "-1e2", "-2.5E-1") == 0
     assert bias_of(tmp_path / "m.pt") == [-100, -0.25]
-
-
-def test_everything_else_in_a_file_of_deepmd_kit_stays(data, tmp_path):
-    """Also what we do not know: extra entries, software, version."""
-    tree = read_tree(GOLDEN / "se_e2_a.dp")
-    tree["of_another_program"] = {"@variables": {"numbers": np.arange(3)}, "text": "kept"}
-    write_tree(tmp_path / "theirs.dp", tree)
-    model = load_model(tmp_path / "theirs.dp")
-    write_changed(tmp_path / "theirs.dp", BiasRequest(values=[-1.5] * len(model.config.type_map)), tmp_path / "new.dp")
-    old, new = read_tree(tmp_path / "theirs.dp"), read_tree(tmp_path / "new.dp")
-    assert new.pop("dp_ema") == {"bias": {"mode": "given", "source": "values given"}}
-    assert new["model"][VARIABLES]["out_bias"].ravel().tolist() == [-1.5] * len(model.config.type_map)
-    new["model"][VARIABLES]["out_bias"] = old["model"][VARIABLES]["out_bias"]
-    same_tree(old, new)
-
-
-def same_tree(one, two):
-    assert type(one) is type(two)
-    if isinstance(one, dict):
-        assert one.keys() == two.keys()
-        for key in one:
-            same_tree(one[key], two[key])
-    elif isinstance(one, list):
-        for a, b in zip(one, two, strict=True):
-            same_tree(a, b)
-    else:
-        np.testing.assert_array_equal(one, two)
 
 
 @pytest.mark.parametrize(
@@ -325,29 +257,6 @@ def test_what_is_wrong_with_a_model_or_its_data_is_named(run, data, tmp_path, ca
     assert not (tmp_path / "new.pt").exists()
 
 
-def test_a_full_disk_leaves_the_old_file(run, tmp_path, monkeypatch):
-    frozen = freeze(load_model(run[0]), tmp_path / "m.dp").path
-    old = frozen.read_bytes()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("deepmd_ema.interop.tree_files._write_hdf5", full)
-    target = Path(shutil.copy(frozen, tmp_path / "n.dp"))
-    with pytest.raises(WriteError, match=r"n.dp: cannot be written"):
-        write_changed(frozen, BiasRequest(values=[1, 2]), target)
-    assert target.read_bytes() == old
-    assert sorted(tmp_path.iterdir()) == [frozen, target]
-
-
-def test_a_changed_file_is_no_start_of_a_restart_but_of_a_new_run(run, tmp_path):
-    write_changed(run[0], BiasRequest(values=[-1.0, -2.0]), tmp_path / "new.pt")
-    payload = checkpoint.load(tmp_path / "new.pt")
-    with pytest.raises(CheckpointError, match=r"holds weights \(live\) of step 7 and not the state of a run"):
-        checkpoint.require_training(payload, tmp_path / "new.pt")
-    assert checkpoint.weights_in(payload, "new.pt")[0]["out_bias"].view(-1).tolist() == [-1, -2]
-
-
 PEER_SCRIPT = """
 import sys, numpy as np
 from pathlib import Path
@@ -366,38 +275,3 @@ frame = np.load(work / "frame.npz")
 energy = DeepPot(str(work / "ours.pth")).eval(frame["coord"].reshape(1, -1), frame["box"].reshape(1, 9), frame["types"])
 np.savez(work / "out.npz", energy=energy[0], force=energy[1])
 """
-
-
-@pytest.mark.skipif(PEER is None, reason="set DP_PEER to a virtual environment with DeePMD-kit 3.2.0")
-@pytest.mark.timeout(600)
-def test_deepmd_kit_finds_the_same_bias_and_computes_the_same_with_our_file(run, tmp_path):
-    """Frames of one size, where the weight of a frame makes no difference."""
-    data = tmp_path / "data"
-    write_system(data / "water", frames=5, natoms=12, seed=1)
-    write_system(data / "oxygen", frames=4, natoms=12, seed=2, num_types=1)
-    freeze(load_model(run[0]), tmp_path / "m.dp")
-    for mode in ("change", "set"):
-        write_changed(tmp_path / "m.dp", BiasRequest(mode, [str(data)]), tmp_path / f"ours.{mode}.dp", device="cpu")
-    coord, types, box = toy_frame(np.random.default_rng(0), 12)
-    np.savez(tmp_path / "frame.npz", coord=coord, types=types, box=box)
-    (tmp_path / "peer.py").write_text(PEER_SCRIPT)
-    words = [Path(PEER) / "bin" / "python", tmp_path / "peer.py", tmp_path, data]
-    subprocess.run(words, check=True, timeout=590, stdout=sys.stderr)
-    for mode in ("change", "set"):
-        ours, theirs = (load_model(tmp_path / f"{who}.{mode}.dp").model for who in ("ours", "theirs"))
-        np.testing.assert_allclose(ours.out_bias, theirs.out_bias, rtol=0, atol=SAME_MATH)
-        np.testing.assert_allclose(ours.out_std, theirs.out_std, rtol=0, atol=SAME_MATH)
-    assert bias_of(tmp_path / "ours.change.dp") != bias_of(tmp_path / "ours.set.dp")
-    found, theirs = Potential(tmp_path / "ours.change.dp", device="cpu"), np.load(tmp_path / "out.npz")
-    ours = found.evaluate(coord, types, box)
-    np.testing.assert_allclose(theirs["energy"].ravel(), ours.energy, rtol=SAME_MATH)
-    np.testing.assert_allclose(theirs["force"], ours.force, rtol=0, atol=SAME_MATH)
-
-
-def test_the_python_call_takes_the_same(run, data, tmp_path):
-    done = write_changed(run[0], BiasRequest(CHANGE, [str(data)]), tmp_path / "new.pt", use_average=True, device="cpu")
-    before, after = done.residuals()
-    assert done.loaded.info.weights == "ema"
-    assert abs(before.mean()) > 0.1
-    assert abs(after.mean()) < ZERO
-    np.testing.assert_allclose(after, residuals(tmp_path / "new.pt", data), rtol=0, atol=ZERO)

@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-import torch
 from helpers import tiny_input
-from toy_models import FLOW, TRICLINIC, batch_of, evaluate, model_from_tree, model_section, toy_atoms, toy_model
+from toy_models import FLOW, TRICLINIC, batch_of, evaluate, model_section, toy_atoms, toy_model
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict
 from deepmd_ema.config.remarks import ignored_options
-from deepmd_ema.data.collate import collate, pair_frame
-from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.geometry import neighbor_statistics
-from deepmd_ema.interop.dp import config_from_tree, model_tree
 
 SAME_MATH = 1e-11
-DIFFERENCES = 2e-7  # central differences of step 1e-4
-OPTIONS = {
-    "no_angles": {"update_angle": False, "nlayers": 2},
-    "self_as_padding": {"smooth_edge_update": False},
-    "compressed": {"a_compress_rate": 1, "a_compress_e_rate": 2},
-    "split": {"a_compress_rate": 2, "a_compress_use_split": True},
-    "heads": {"n_multi_edge_message": 3},
-    "average": {"update_style": "res_avg"},
-    "increment": {"update_style": "res_incr"},
-    "random_factors": {"update_residual_init": "norm", "update_residual": 0.4},
-    "distance": {"edge_init_use_dist": True},
-    "exponential": {"use_exp_switch": True, "e_rcut_smth": 3.3, "a_rcut_smth": 2.5},
-    "dynamic": {"use_dynamic_sel": True, "sel_reduce_factor": 3.5},
-    "sequential": {"sequential_update": True, "nlayers": 2},
-    "one_layer": {"nlayers": 1},
-    "one_layer_sequential": {"nlayers": 1, "sequential_update": True},
-}
-every_option = pytest.mark.parametrize("option", sorted(OPTIONS))
 
 
 def model_with(flow=None, **changes):
@@ -45,48 +21,6 @@ def model_with(flow=None, **changes):
 
 def close(a, b, tol=SAME_MATH):
     np.testing.assert_allclose(a, b, rtol=0, atol=tol * max(1.0, np.abs(b).max(initial=0)))
-
-
-@every_option
-def test_forces_are_the_derivative_of_the_energy_with_every_option(option):
-    _, model = model_with(OPTIONS[option])
-    coord, types = toy_atoms(natoms=5)
-    direction = np.random.default_rng(1).normal(size=coord.shape)
-    up, down = evaluate(model, *((coord + s * direction, types, TRICLINIC) for s in (1e-4, -1e-4)))["energy"]
-    force = evaluate(model, (coord, types, TRICLINIC))["force"]
-    assert abs(force).max() > 1e-3
-    close((force * direction).sum(), -(up - down) / 2e-4, DIFFERENCES)
-
-
-@every_option
-def test_every_parameter_has_a_gradient_with_every_option(option):
-    """Also those that no energy depends on: ranks that average gradients wait for all of them."""
-    _, model = model_with(OPTIONS[option])
-    coord, types = toy_atoms(natoms=4)
-    out = model.train()(batch_of(model, (coord, types, TRICLINIC)))
-    sum(value.square().sum() for value in out.values()).backward()
-    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
-
-
-@every_option
-def test_a_tree_holds_every_option(option):
-    config, model = model_with(OPTIONS[option])
-    tree = model_tree(model, config)
-    section = config_from_tree({"model": tree})
-    assert section.descriptor.repflow == config.descriptor.repflow
-    again = model_from_tree(section, tree)
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
-
-
-@pytest.mark.parametrize("name", ["optim_update", "use_loc_mapping"])
-def test_both_values_of_options_of_execution_are_the_same_function(name):
-    coord, types = toy_atoms()
-    both = [
-        model_with({name: value}) if name in FLOW or name == "optim_update" else model_with(**{name: value})
-        for value in (True, False)
-    ]
-    one, other = (evaluate(model, (coord, types, TRICLINIC)) for _, model in both)
-    assert all(np.array_equal(one[key], other[key]) for key in one)
 
 
 def test_skip_stat_is_the_older_name_of_a_fixed_spread():
@@ -100,16 +34,6 @@ def test_pairs_of_excluded_types_do_not_see_each_other():
     out = evaluate(model, ([[0.0, 0, 0], [1.1, 0, 0]], [0, 1], None))
     close(out["energy"], alone["energy"].sum())
     assert not out["force"].any()
-
-
-def test_angles_have_no_more_slots_than_the_batch_needs():
-    _, model = model_with({"a_rcut": 2.0, "a_rcut_smth": 0.5})
-    coord, types = toy_atoms()
-    frame = Frame(coord, types, TRICLINIC)
-    few, many = collate([frame], model.layout), collate([pair_frame(frame, model.layout, round_to=60)], model.layout)
-    assert [one.within(2.0, 30).vector.shape[1] for one in (few, many, replace(few, inner=()))] == [8, 30, 30]
-    for name, value in model(few).items():
-        torch.testing.assert_close(model(many)[name], value, rtol=SAME_MATH, atol=SAME_MATH)
 
 
 def test_the_spread_of_the_environment_comes_from_the_data_only_if_it_is_not_fixed():

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +11,6 @@ from infer_models import write_run
 
 from deepmd_ema import cli
 from deepmd_ema.infer.deviation import COLUMNS, DeviationOptions, frame_deviation, measure_deviation
-from deepmd_ema.infer.load import load_model
-from deepmd_ema.infer.potential import Potential
-from deepmd_ema.interop.freeze import freeze
-
-PEER = os.environ.get("DP_PEER")  # a virtual environment with DeePMD-kit 3.2.0
-SAME_MATH = 1e-10
-LEVELS = {"relative": 0.7, "relative_v": 0.2}
-# the peer takes relative_v for sets of one frame only
-MODES = {
-    "plain": ({}, ["water", "open", "single"]),
-    "relative": ({"atomic": True, "relative": 0.7}, ["water", "open"]),
-    "real": ({"real_error": True, "atomic": True}, ["water", "open"]),
-    "relative_v": (LEVELS, ["single"]),
-    "real_relative": ({"real_error": True, **LEVELS}, ["single"]),
-}
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +25,6 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_system(folder / "water", frames=3, natoms=12, seed=1)
     write_system(folder / "open", frames=2, natoms=8, seed=2, pbc=False)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def more_data(data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("more")
-    shutil.copytree(data, folder, dirs_exist_ok=True)
-    write_system(folder / "single", frames=1, natoms=12, seed=3)
     return folder
 
 
@@ -78,17 +51,6 @@ def test_real_errors_are_measured_from_the_labels():
     numbers, atoms = frame_deviation([one, two], label, DeviationOptions(real_error=True))
     np.testing.assert_allclose(atoms, [np.sqrt(5)])
     np.testing.assert_allclose(numbers, [np.nan] * 3 + [np.sqrt(5)] * 4)  # no virial to compare with
-
-
-def test_rows_are_those_of_the_models_evaluated_one_by_one(runs, data):
-    found = measure_deviation([run[0] for run in runs], [data / "water"], DeviationOptions(frequency=5), device="cpu")
-    (rows,) = found.systems.values()
-    assert rows[:, 0].tolist() == [0, 5, 10]
-    folder = data / "water"
-    kinds = np.loadtxt(folder / "type.raw", dtype=int)
-    coord, box = (np.load(folder / "set.000" / f"{name}.npy") for name in ("coord", "box"))
-    forces = np.stack([Potential(run[0], device="cpu").evaluate(coord, kinds, box).force for run in runs])
-    np.testing.assert_allclose(rows[:, 4], np.linalg.norm(forces.std(axis=0), axis=-1).max(axis=-1), rtol=1e-12)
 
 
 def test_averages_of_one_run_are_models(runs, data):
@@ -142,58 +104,6 @@ def test_a_wrong_request_is_reported(runs, data, tmp_path, capsys, words, messag
     assert cli.main(["model-devi", *words, "-s", str(data), "-o", str(tmp_path / "x.out"), "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x.out").exists()
-
-
-PEER_SCRIPT = """
-import json, sys, numpy as np
-from pathlib import Path
-from deepmd.entrypoints.convert_backend import convert_backend
-from deepmd.entrypoints.neighbor_stat import neighbor_stat
-from deepmd.infer.model_devi import make_model_devi
-
-work, data, modes = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-for path in work.glob("*.dp"):
-    convert_backend(INPUT=str(path), OUTPUT=str(path.with_suffix(".pth")))
-models = [str(work / f"{name}.pth") for name in "abc"]
-found = {}
-for mode, (options, names) in modes.items():
-    for name in names:
-        more = dict(system=str(Path(data) / name), output=str(work / "theirs"), frequency=3, **options)
-        (found[f"{mode}.{name}"],) = make_model_devi(models=models, **more)
-for mixed in (False, True):
-    nearest, most = neighbor_stat(system=data, rcut=4.0, type_map=["H", "O"], mixed_type=mixed, backend="pytorch")
-    found[f"neighbors.{mixed}"] = np.array([nearest, *most])
-np.savez(work / "theirs.npz", **found)
-"""
-
-
-@pytest.mark.skipif(PEER is None, reason="set DP_PEER to a virtual environment with DeePMD-kit 3.2.0")
-@pytest.mark.timeout(600)
-def test_deepmd_kit_finds_the_same_deviations_and_neighbors(runs, more_data, tmp_path, capsys):
-    files = [runs[0][0], runs[1][0], runs[0][1]]
-    for name, file in zip("abc", files):
-        freeze(load_model(file), tmp_path / f"{name}.dp")
-    (tmp_path / "peer.py").write_text(PEER_SCRIPT)
-    words = [Path(PEER) / "bin" / "python", tmp_path / "peer.py", tmp_path, more_data, json.dumps(MODES)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=590, check=False)
-    assert done.returncode == 0, done.stderr
-    theirs = np.load(tmp_path / "theirs.npz")
-    for mode, (options, names) in MODES.items():
-        for name in names:
-            found = measure_deviation(files, [more_data / name], DeviationOptions(frequency=3, **options), device="cpu")
-            (ours,) = found.systems.values()
-            expected = theirs[f"{mode}.{name}"]
-            if "real_error" in options and name == "open":  # without a label of the virial, where it compares with zero
-                assert np.isnan(ours[:, 1:4]).all()
-                ours, expected = np.delete(ours, [1, 2, 3], axis=1), np.delete(expected, [1, 2, 3], axis=1)
-            np.testing.assert_allclose(ours, expected, rtol=SAME_MATH, atol=SAME_MATH)
-    for mixed in (False, True):
-        capsys.readouterr()
-        words = ["neighbor-stat", "-s", str(more_data), "-r", "4", "-t", "H", "O", *["--mixed-type"] * mixed]
-        assert cli.main(words) == 0
-        nearest, *most = theirs[f"neighbors.{mixed}"]
-        expected = f"min_nbor_dist: {nearest:f}\nmax_nbor_size: {np.array(most, int)}\n"
-        assert capsys.readouterr().out == expected
 
 
 def test_neighbor_statistics_name_the_elements_of_the_data(data, tmp_path, capsys):

@@ -89,14 +89,6 @@ def test_the_lines_are_those_of_the_peer(run, labelled):
     assert float(lines[start + 6].split()[3]) > 0
 
 
-def test_the_errors_of_one_system_are_printed_once_and_tables_are_in_mev(run, labelled):
-    report = measure(run[0], [labelled / "cell"])
-    text = report.text()
-    assert text.count("Energy RMSE/Natoms") == 1
-    assert "# number of test data : 4 " in text
-    assert report.worst().columns[0].unit == "meV/Å"
-
-
 def test_forces_by_element_and_worst_frames_are_listed(run, labelled):
     text = measure(run[0], [labelled]).text()
     elements = [line.split()[1:3] for line in text.split("# forces by element")[1].splitlines()[3:5]]
@@ -139,12 +131,6 @@ def test_errors_are_listed_by_config_type_and_by_composition_the_worst_first(run
     assert "# config_type or group names single frames and no groups (8 values in 8 frames)\n" in report.text()
 
 
-def test_the_first_frames_of_each_system_are_taken(run, labelled):
-    report = measure(run[0], [labelled], num_frames=2)
-    assert [f.source for f in report.frames][:2] == [(str(labelled / "cell"), 0), (str(labelled / "cell"), 1)]
-    assert report.total.summary()["num_frames"] == 6
-
-
 def test_detail_files_hold_labels_beside_predictions(run, labelled, tmp_path):
     report = measure(run[0], [labelled], atomic=True)
     written = report.write_details(tmp_path / "detail")
@@ -168,11 +154,6 @@ def test_detail_files_hold_labels_beside_predictions(run, labelled, tmp_path):
     assert first[5] == f"# {labelled / 'mixed'}: data_e pred_e"
 
 
-def test_a_detail_file_that_cannot_be_written_is_one_message(run, labelled, tmp_path):
-    with pytest.raises(UserError, match=r"nowhere/x.e.out: cannot be written \(No such file or directory\)"):
-        measure(run[0], [labelled / "open"]).write_details(tmp_path / "nowhere" / "x")
-
-
 def test_systems_are_named_in_a_file_or_by_an_input(tmp_path):
     listed = tmp_path / "list"
     listed.write_text("# mine\na\n\n  b \n")
@@ -194,24 +175,6 @@ def test_frames_without_labels_are_refused(run, tmp_path):
     path = write_system(tmp_path / "bare", frames=2, natoms=4, energy=False, force=False, virial=False)
     with pytest.raises(UserError, match=r"no frame of .*bare has an energy, a force or a virial"):
         measure(run[0], [path])
-
-
-def test_one_frame_of_energies_only_is_tested(run, tmp_path):
-    path = write_system(tmp_path / "one", frames=1, natoms=4, force=False, virial=False)
-    report = measure(run[0], [path])
-    assert "Force" not in report.text()
-    assert report.plot(tmp_path / "p.png").is_file()
-
-
-def test_frame_parameters_are_read_from_the_data(tmp_path):
-    model = write_run(tmp_path / "run", model__fitting_net__numb_fparam=1, model__fitting_net__numb_aparam=2)
-    path = write_system(tmp_path / "data", frames=3, natoms=4, fparam=1, aparam=2)
-    report = measure(model[0], [path])
-    fparam, aparam = read(tmp_path, "data", "fparam"), read(tmp_path, "data", "aparam")
-    found = Potential(model[0]).evaluate(
-        read(tmp_path, "data", "coord"), [0, 1, 0, 1], read(tmp_path, "data", "box"), fparam, aparam
-    )
-    np.testing.assert_allclose([f.prediction["energy"] for f in report.frames], found.energy, rtol=SAME_MATH)
 
 
 def test_the_command_prints_and_writes(run, labelled, tmp_path, capsys, monkeypatch):
@@ -267,18 +230,3 @@ def test_frames_without_an_element_or_without_neighbors_are_tested(tmp_path, cap
         assert np.isfinite(forces).all()
         assert name == "oxygen" or not forces.any()
     assert "Force  RMSE" in capsys.readouterr().out
-
-
-def test_a_pair_nearer_than_a_table_begins_is_named(tmp_path):
-    rows = [[r, *[0.5 * (4 - r) ** 3] * 3] for r in np.linspace(0.3, 4.0, 38)]
-    table = {"use_srtab": rows, "sw_rmin": 0.7, "sw_rmax": 2.2, "smin_alpha": 0.15}
-    path = write_run(tmp_path / "run", **{f"model__{name}": value for name, value in table.items()})[0]
-    system = write_system(tmp_path / "data", frames=2, natoms=6)
-    coord = np.load(system / "set.000" / "coord.npy")
-    coord[1, 9:12] = coord[1, :3] + [0.2, 0, 0]
-    np.save(system / "set.000" / "coord.npy", coord)
-    words = (
-        r"set.000: frame 1 \(from 0\): atoms 0 \(O\) and 3 \(H\) are 0.2 angstrom apart, and the table of .* 0.3 to 4"
-    )
-    with pytest.raises(UserError, match=words):
-        measure(path, [system])

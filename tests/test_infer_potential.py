@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from helpers import toy_frame
@@ -70,11 +68,6 @@ def test_every_accepted_shape_means_the_same(potential, frames):
     np.testing.assert_allclose(one.energy, expected.energy[:1], **SAME_MATH)
 
 
-def test_one_cell_serves_all_frames(potential, frames):
-    coord, types, box = frames
-    same(potential.evaluate(coord, types, box[0]), potential.evaluate(coord, types, np.repeat(box[:1], 3, 0)))
-
-
 def test_frames_may_have_their_own_types(potential, frames):
     coord, types, box = frames
     both = np.stack([types, 1 - types])
@@ -89,11 +82,6 @@ def test_chunks_do_not_change_results(potential, frames, monkeypatch):
         same(potential.evaluate(*frames), whole, SAME_MATH)
 
 
-def test_no_frame_gives_empty_results(potential):
-    found = potential.evaluate(np.zeros((0, 5, 3)), [0] * 5)
-    assert (found.energy.shape, found.force.shape, found.virial.shape) == ((0,), (0, 5, 3), (0, 9))
-
-
 def test_atoms_may_stand_in_any_order_and_anywhere(potential, frames):
     coord, types, box = frames
     order = np.random.default_rng(0).permutation(NATOMS)
@@ -102,27 +90,6 @@ def test_atoms_may_stand_in_any_order_and_anywhere(potential, frames):
     found = potential.evaluate(moved, types[order], box)
     np.testing.assert_allclose(found.force, expected.force[:, order], **SAME_MATH)
     np.testing.assert_allclose(found.atom_energy, expected.atom_energy[:, order], **SAME_MATH)
-
-
-@pytest.mark.parametrize("periodic", [True, False])
-def test_forces_and_virials_are_derivatives_of_the_energy(potential, frames, periodic):
-    coord, types, box = frames[0][0], frames[1], frames[2][0]
-    cell = box if periodic else None
-    found = potential.evaluate(coord, types, cell)
-    step = 1e-4
-    for atom, axis in ((0, 0), (5, 1), (11, 2)):
-        ends = np.stack([coord, coord])
-        ends[0, atom, axis] += step
-        ends[1, atom, axis] -= step
-        up, down = potential.evaluate(ends, types, cell).energy
-        assert found.force[0, atom, axis] == pytest.approx(-(up - down) / (2 * step), abs=1e-6)
-    for a, b in ((0, 0), (1, 2), (2, 1)):
-        strain = np.zeros((2, 3, 3))
-        strain[:, a, b] = step, -step
-        grow = np.eye(3) + strain
-        cells = None if cell is None else cell @ grow
-        up, down = potential.evaluate(coord @ grow, types, cells).energy
-        assert found.virial[0].reshape(3, 3)[a, b] == pytest.approx(-(up - down) / (2 * step), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -170,12 +137,6 @@ def test_parameters_of_frames_and_atoms_reach_the_model(tmp_path, frames):
         potential.evaluate(coord, types, box, 1.0, atom)
 
 
-def test_a_default_fparam_need_not_be_given(tmp_path, frames):
-    options = {"model__fitting_net__numb_fparam": 1, "model__fitting_net__default_fparam": [0.5]}
-    potential = Potential(write_run(tmp_path, **options)[0])
-    same(potential.evaluate(*frames), potential.evaluate(*frames, fparam=[0.5]))
-
-
 def test_the_package_offers_the_class_and_its_facts(run):
     potential = deepmd_ema.Potential(run[0].parent)
     assert potential.type_map == ("O", "H")
@@ -214,26 +175,6 @@ def test_a_checkpoint_is_found_by_any_of_its_names(run, name):
     assert load_model(run[0].parent / name).info.step == 7
 
 
-def test_single_precision_is_near_double(tmp_path, frames):
-    single = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"}
-    one, two = (Potential(write_run(tmp_path / str(k), **c)[0]).evaluate(*frames) for k, c in enumerate(({}, single)))
-    same(one, two, {"rtol": 1e-4, "atol": 1e-4})
-    assert two.energy.dtype == np.float64
-
-
-@pytest.mark.parametrize("system", ["molecule", "grid"])
-@pytest.mark.parametrize("name", ["se_e2_a", "se_e2_a_two_side"])
-def test_models_of_deepmd_kit_give_its_numbers(name, system):
-    golden = Path(__file__).parent / "golden"  # made_by: see golden/README.md
-    with np.load(golden / "systems.npz") as systems, np.load(golden / f"{name}.npz") as expected:
-        coord, types, box = (systems[f"{system}_{key}"] for key in ("coord", "type", "box"))
-        found = Potential(golden / f"{name}.dp", device="cpu").evaluate(coord, types, box if box.size else None)
-        for key in ("energy", "force", "virial", "atom_energy"):
-            reference = expected[f"{system}_{key}"]
-            tolerance = 1e-10 * abs(reference).max()
-            np.testing.assert_allclose(getattr(found, key), reference, rtol=0, atol=tolerance, err_msg=key)
-
-
 def _with_table(tmp_path):
     """Return a potential with a table of pair energies from 0.3 angstrom."""
     rows = [[r, *[0.5 * (4 - r) ** 3] * 3] for r in np.linspace(0.3, 4.0, 38)]
@@ -260,12 +201,6 @@ def test_atoms_nearer_than_a_table_begins_are_named(tmp_path, frames):
         potential.evaluate(coord, types, box)
     coord[7] = coord[2] + [0.35, 0, 0]
     assert np.isfinite(potential.evaluate(coord, types, box).energy).all()
-
-
-def test_a_cell_thinner_than_a_table_begins_is_described(tmp_path):
-    box = np.diag([0.29, 4.0, 4.0])
-    with pytest.raises(UserError, match=r"atom 0 \(O\) and an image of it are 0.29 angstrom apart"):
-        _with_table(tmp_path).evaluate([[0.0, 0, 0]], [0], box)
 
 
 def test_weights_that_are_not_numbers_are_reported(run, frames):

@@ -17,7 +17,6 @@ from toy_models import batch_of, model_section, toy_atoms, toy_model
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.model.compiler import Compiler
 from deepmd_ema.model.energy import EnergyModel
@@ -27,9 +26,6 @@ from deepmd_ema.model.interpolation.series import (
     MAX_TERMS,
     MIN_TERMS,
     MULTIPLE,
-    estimated_errors,
-    terms_for,
-    transform,
 )
 from deepmd_ema.model.interpolation.sums import DirectSum
 from deepmd_ema.model.model_set import ModelSet
@@ -81,41 +77,6 @@ def differences(terms, net):
 
 def test_sums_their_gradients_and_those_by_the_weights_are_those_of_the_net():
     assert max(differences(64, net_of())) < 1e-11
-
-
-def test_the_error_falls_geometrically_with_the_number_of_terms():
-    errors = np.array([differences(n, net_of(steep=2)) for n in (32, 64, 128)])
-    for quantity in (0, 2):  # the sums, and derivatives
-        assert errors[1, quantity] < 0.1 * errors[0, quantity]
-        assert errors[2, quantity] < 0.1 * errors[1, quantity]
-
-
-def test_the_gradient_by_rows_is_that_by_both_where_s_is_their_first_column():
-    left, grad = drawn(5, 40, 4), drawn(5, 4, 8, seed=2)
-    net = net_of()
-    found = in_series(net, 40, left, left[..., 0])
-    of_left, of_s = found.vjp(grad)
-    expected = torch.cat([of_left[..., :1] + of_s[..., None], of_left[..., 1:]], -1)
-    rows = found.rows_vjp(grad)
-    weight = net.layers[0].weight
-    gradients = [torch.autograd.grad(one.square().sum(), weight, retain_graph=True) for one in (rows, expected)]
-    torch.testing.assert_close(rows, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
-
-
-def test_a_list_without_pairs_has_sums_of_zero_and_gradients_of_zero():
-    for shape in ((3, 0), (0, 4)):
-        net = net_of()
-        found = in_series(net, 32, drawn(*shape, 4), drawn(*shape))
-        grads = sums_and_gradients(found.value, found.vjp(torch.ones_like(found.value)), net)
-        assert found.value.shape == (shape[0], 4, 8)
-        assert all(not part.detach().abs().sum() for part in grads)
-
-
-def test_pairs_that_are_all_alike_are_no_trouble():
-    s = torch.full((2, 5), 0.7, dtype=torch.float64)
-    found = in_series(net_of(), 32, torch.ones(2, 5, 1, dtype=torch.float64), s)
-    torch.testing.assert_close(found.value[:, 0], 5 * net_of()(s[:, :1]), rtol=1e-12, atol=1e-12)
 
 
 def test_nets_in_float32_lose_no_more_than_their_rounding():
@@ -207,50 +168,6 @@ def slopes_of(found):
     return torch.stack([found.vjp(row.expand(len(found.value), 1, -1))[1][:, 0] for row in rows], 1)
 
 
-@pytest.mark.parametrize(("steep", "seed", "neuron", "low", "high"), [
-    (30.0, 6, [10, 20, 40], 0.0, 2.0), (10.0, 2, [25, 50, 100], -0.5, 7.5), (30.0, 9, [4, 8], 0.0, 2.0),
-])  # fmt: skip
-def test_the_estimate_of_steep_softplus_nets_is_too_low_by_a_factor_below_twenty(steep, seed, neuron, low, high):
-    net = Network([1, *neuron], "softplus", timestep=False, dtype=torch.float64, seed=seed)
-    with torch.no_grad():
-        net.layers[0].weight *= steep
-    s = torch.linspace(low, high, 2001, dtype=torch.float64)
-    interpolation = Interpolation("always", torch.float64)
-    interpolation.use(32)
-    found = interpolation(torch.ones(len(s), 1, 1, dtype=torch.float64), s[:, None], net)
-    expected = net.value_and_derivative(s[:, None])[1]
-    assert (slopes_of(found) - expected).abs().max() < 20 * MAX_ERROR[torch.float64] * expected.abs().max()
-
-
-def test_a_slow_decay_behind_a_fast_one_is_not_taken_for_fast():
-    """Of a smooth net with a faint, steep feature: the last terms show how fast the terms left out decay."""
-    constants, n = transform(48), torch.arange(400, dtype=torch.float64)
-    sizes = 10 ** (-n / 3) + 1e-9 * 0.9**n
-    slopes = constants.slope @ constants.at_sites @ sizes[:48]
-    coefficients = torch.cat([sizes[:48], slopes])[:, None]
-    left_out, _ = estimated_errors(coefficients, constants, torch.ones(()))
-    largest = (constants.at_sites @ slopes).abs().max()
-    steepest = transform(400).steepest
-    assert left_out > (steepest * sizes)[48:].sum() / largest
-
-
-def test_the_number_of_terms_follows_the_decay_of_the_error():
-    assert terms_for(40, 1e-5, 1e-9) == 72
-    assert terms_for(40, 0.5, 1e-9) == 80  # not resolved: twice as many
-    assert terms_for(40, 1e-12, 1e-9) == 32
-    assert terms_for(40, 0.0, 1e-9) == 28  # an error of rounding says no more
-    assert terms_for(16, 0.0, 1e-9) == MIN_TERMS
-
-
-def test_the_terms_that_are_kept_for_later_batches_have_a_margin():
-    net, left, s = net_of(steep=3), drawn(5, 40, 4), 3 * drawn(5, 40, seed=1)
-    interpolation = Interpolation("always", torch.float64)
-    interpolation.use(MIN_TERMS)
-    found = interpolation(left, s, net)
-    terms = len(found.basis)  # as many as are accepted for this batch
-    assert interpolation.needed >= terms > MIN_TERMS
-
-
 def test_a_net_that_hardly_depends_on_the_distance_is_evaluated_at_each_pair():
     """Its derivative is small beside the rounding of its values, which a series amplifies."""
     net = net_of()
@@ -262,18 +179,6 @@ def test_a_net_that_hardly_depends_on_the_distance_is_evaluated_at_each_pair():
     grad = drawn(5, 4, 8, seed=2)
     assert isinstance(found, DirectSum)
     assert torch.equal(found.vjp(grad)[1], expected.vjp(grad)[1])
-
-
-def test_a_dilute_and_a_dense_system_that_take_turns_both_have_the_accuracy_of_series():
-    """One requests few terms, the other for many, and whichever is checked chooses for both."""
-    _, control, _ = controlled(choice="always")
-    model: EnergyModel = control.models.by_task[""]
-    coord, types = toy_atoms(1, 30)
-    batches = [batch_of(model, (scale * coord, types, scale * CELL)) for scale in (1.3, 0.6)]
-    for step in range(1, 9):
-        batch = batches[step % 2]
-        control.before_step(step)
-        assert error_of_forces(model, batch) < 3e-9
 
 
 def test_terms_are_added_when_a_net_gets_steeper_and_taken_away_when_it_is_smooth_again():
@@ -307,32 +212,6 @@ def test_a_compiled_run_takes_half_as_many_terms_more_at_once_and_none_fewer():
     interpolation.needed = MAX_TERMS + MULTIPLE
     control.before_step(3)
     assert interpolation.terms == 0
-
-
-def test_a_section_that_needs_fewer_terms_does_not_keep_another_from_growing():
-    """One net got smoother and another steeper in the same steps."""
-    interpolation, control, batch = controlled(choice="always")
-    model: EnergyModel = control.models.by_task[""]
-    with torch.no_grad():
-        model.descriptor.embeddings[0].layers[0].weight *= 0.1
-        model.descriptor.embeddings[1].layers[0].weight *= 8
-    before = interpolation.terms
-    assert error_of_forces(model, batch) < 3e-9
-    control.before_step(1)
-    assert interpolation.terms > before
-    assert error_of_forces(model, batch) < 3e-9
-
-
-def test_averaged_weights_and_other_evaluations_without_gradients_leave_the_series_of_the_run_as_it_is():
-    interpolation, control, batch = controlled(choice="always")
-    model: EnergyModel = control.models.by_task[""]
-    with torch.no_grad():
-        model.descriptor.embeddings[0].layers[0].weight *= 6
-    before = interpolation.terms
-    model(batch, create_graph=False)
-    assert not interpolation.needed
-    control.before_step(1)
-    assert interpolation.terms == before
 
 
 def test_a_net_with_a_kink_is_evaluated_directly_with_a_warning(caplog):
@@ -389,28 +268,12 @@ def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start
     assert_same(load(whole / "model_ema.ckpt-20.pt"), load(parts / "model_ema.ckpt-20.pt"))
 
 
-def test_a_restart_takes_the_knots_of_its_checkpoint_whatever_it_would_choose(start, monkeypatch):  # noqa: F811
-    folder = start("run", 10, ALWAYS)
-    saved = load(folder / "model.ckpt-10.pt")["interpolation"]["terms"]
-    monkeypatch.setattr("deepmd_ema.training.interpolation.FIRST_TERMS", 512)
-    monkeypatch.setattr("deepmd_ema.training.interpolation._first_terms", lambda _: 512)
-    start("run", 12, ALWAYS, restart="model.ckpt.pt")
-    assert load(folder / "model.ckpt-12.pt")["interpolation"]["terms"] == saved
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_agree_on_the_knots_where_each_has_frames_of_its_own(tmp_path, stage, water_like, water_like_valid):
     config = config_of([water_like], water_like_valid, stage, 2, ALWAYS, num_steps=101)
     train(tmp_path, 2, config)
     saved = load(tmp_path / "model.ckpt-101.pt")["interpolation"]
     assert all(n > 0 for n in saved["terms"].values())
-
-
-def test_numbers_that_are_not_finite_are_seen_in_the_sums():
-    s = 3 * drawn(2, 5, seed=1)
-    s[0, 0] = float("nan")
-    found = in_series(net_of(), 32, drawn(2, 5, 4), s)
-    assert not torch.isfinite(found.value[0]).any()
 
 
 def test_a_restart_with_another_evaluation_chooses_anew(start):  # noqa: F811
@@ -448,17 +311,3 @@ def test_former_names_of_the_option_and_of_its_state_in_checkpoints_are_read(old
         "terms": {"descriptor": 0 if new == "never" else 52},
         "needed": {"descriptor": 0},
     }
-
-
-@pytest.mark.parametrize(("given", "choice"), [(True, "always"), (False, "never")])
-def test_true_and_false_are_values_of_the_option(given, choice):
-    found = model_section()
-    found["descriptor"] |= {"interpolate": given}
-    assert model_config_from_dict(found).descriptor.interpolate == choice
-
-
-def test_another_value_of_the_option_is_refused_with_those_that_it_has():
-    found = model_section()
-    found["descriptor"] |= {"interpolate": "sometimes"}
-    with pytest.raises(ConfigError, match=r"interpolate = \"sometimes\": unknown. Known: auto, always, never"):
-        model_config_from_dict(found)

@@ -13,7 +13,7 @@ from toy_models import toy_atoms, toy_model
 from deepmd_ema import Potential
 from deepmd_ema.infer.load import LoadedModel, Provenance
 from deepmd_ema.model.interpolation.interpolation import Interpolation
-from deepmd_ema.model.interpolation.series import MAX_ERROR, MULTIPLE, fit, transform
+from deepmd_ema.model.interpolation.series import MAX_ERROR
 from deepmd_ema.model.interpolation.tables import MARGIN, Tables, make_table
 from deepmd_ema.model.tabulated import interpolations_of, tabulate
 
@@ -66,21 +66,6 @@ def test_energies_and_forces_from_tables_are_those_of_the_nets_also_of_pairs_tha
     assert all(series.error <= MAX_ERROR[torch.float64] / MARGIN for series in made)
 
 
-def test_a_table_has_the_fewest_terms_and_the_error_that_is_allowed_over_its_whole_range():
-    net = net_of(steep=3)
-    made = table_of(net).series
-    s = torch.linspace(-1, 9, 20001, dtype=torch.float64)[:, None]
-    found = made.sum(torch.ones(len(s), 1, 1, dtype=torch.float64), s)
-    value, slope = net.value_and_derivative(s)
-    grad = torch.eye(value.shape[1], dtype=torch.float64)
-    of_s = torch.stack([found.vjp(row.expand(len(s), 1, -1))[1][:, 0] for row in grad], 1)
-    worst = float(((of_s - slope).abs().max() / slope.abs().max()).detach())
-    assert worst < made.error <= MAX_ERROR[torch.float64] / MARGIN
-    fewer = fit(net, None, made.centres, made.half, transform(made.terms - 2 * MULTIPLE), 1.0)[0]
-    assert fewer.error > MAX_ERROR[torch.float64] / MARGIN
-    assert (found.value[:, 0] - value).abs().max() < 1e-9 * value.abs().max()
-
-
 def test_a_net_that_is_steep_or_has_a_kink_is_evaluated_at_each_pair():
     left, s = torch.randn(3, 4, 2, dtype=torch.float64), 3 * torch.rand(3, 4, dtype=torch.float64)
     for net in (net_of("relu"), net_of(steep=2000)):
@@ -89,36 +74,6 @@ def test_a_net_that_is_steep_or_has_a_kink_is_evaluated_at_each_pair():
         found = Tables(-9.0, 9.0, torch.float64).sum(left, s, net, None, 0)
         expected = torch.einsum("akc,akm->acm", left, net(s[..., None]))
         torch.testing.assert_close(found.value, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_table_is_made_once_and_again_when_a_weight_has_changed(monkeypatch):
-    _, model = toy_model("se_e2_a_interpolated")
-    batch = one_batch(model)
-    tabulate(model)
-    model(batch)
-    interpolation = model.descriptor.interpolation
-    tables = interpolation.tables.made
-    model(batch)
-    assert all(now is before for now, before in zip(interpolation.tables.made, tables, strict=True))
-    with torch.no_grad():
-        model.descriptor.embeddings[0].layers[1].bias += 0.5
-    found = model(batch)
-    assert sum(now is not before for now, before in zip(interpolation.tables.made, tables, strict=True)) == 1
-    interpolation.tables, interpolation.terms = None, 0
-    torch.testing.assert_close(found["force"], model(batch)["force"], rtol=1e-8, atol=1e-8)
-
-
-def test_gradients_by_parameters_go_around_tables():
-    _, model = toy_model("se_e2_a_interpolated")
-    model.eval()
-    batch = one_batch(model)
-    model.descriptor.interpolation.use(0)
-    weight = model.descriptor.embeddings[0].layers[0].weight
-    (expected,) = torch.autograd.grad(model(batch, create_graph=True)["force"].square().sum(), weight)
-    tabulate(model)
-    model.requires_grad_(True)
-    (found,) = torch.autograd.grad(model(batch, create_graph=True)["force"].square().sum(), weight)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_hessians_from_tables_are_those_of_the_nets():

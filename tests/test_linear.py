@@ -5,15 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from helpers import tiny_input, write_system
 from toy_models import (
     SECTIONS,
     TRICLINIC,
     TYPES,
-    assert_parameter_gradients,
-    assert_tree_refused,
-    batch_of,
     disturb,
     evaluate,
     numerical_forces,
@@ -23,17 +19,13 @@ from toy_models import (
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import model_config_from_dict, to_dict
-from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.schema.common import auto_sel
 from deepmd_ema.distributed.tensors import content_digest
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.geometry import neighbor_statistics
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.interop.dp import read_dp
 from deepmd_ema.interop.freeze import freeze
-from deepmd_ema.interop.tree_files import read_tree
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.statistics import collect_statistics
 
 DIFFERENCES = 2e-7  # central differences of step 1e-4
 SAME_MATH = 1e-11
@@ -154,36 +146,6 @@ def test_forces_are_the_derivative_of_the_energy(models):
     np.testing.assert_allclose(found, numerical, rtol=0, atol=DIFFERENCES * np.abs(found).max())
 
 
-def test_parameter_gradients_of_a_loss_of_all_outputs_are_right():
-    _, model = linear()
-    batch = batch_of(model.train(), *FRAMES)
-    generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(v.shape, generator=generator, dtype=v.dtype) for v in model(batch).values()]
-    assert_parameter_gradients(model, lambda: sum((v * w).sum() for v, w in zip(model(batch).values(), weights)))
-
-
-def test_a_batch_gives_what_its_frames_give_alone():
-    _, model = linear()
-    frames = [*FRAMES, (*toy_atoms(3, 1), None)]
-    together, alone = evaluate(model, *frames), [evaluate(model, frame) for frame in frames]
-    for name, value in together.items():
-        expected = np.concatenate([a[name] for a in alone])
-        np.testing.assert_allclose(value, expected, rtol=0, atol=SAME_MATH * np.abs(expected).max())
-    assert all(name in LABELS for name in together)
-
-
-def test_parts_are_given_the_statistics_that_they_have_alone():
-    config, model = linear()
-    of_all = collect_statistics(model, config, [batch_of(model, *FRAMES)])
-    for number in (0, 1):
-        alone = part_alone(config, model, number)
-        own = collect_statistics(alone, config.standard(config.models[number]), [batch_of(alone, *FRAMES)])
-        for name, sums in own.measured.items():
-            np.testing.assert_allclose(of_all.measured[f"{number}_{name}"], sums, rtol=1e-12, atol=1e-12)
-    model.apply_statistics(of_all)
-    assert model.descriptor.parts[1].block.stddev.max() > 0.01
-
-
 def test_frame_parameters_go_to_the_parts_that_read_them():
     conditioned = {**NETWORKS[0], "fitting_net": FIT | {"numb_fparam": 2, "default_fparam": [0.1, 0.2]}}
     config, model = linear((NETWORKS[1], conditioned, TABLE))
@@ -194,32 +156,6 @@ def test_frame_parameters_go_to_the_parts_that_read_them():
     sums = {"fparam": np.array([[2.0, 1.0, 5.0], [2.0, 4.0, 10.0]])}
     model.fitting.apply_statistics(sums, 0.01)
     np.testing.assert_allclose(model.fitting.parts[1].fparam_avg, [0.5, 2.0])
-
-
-@pytest.mark.parametrize("suffix", [".dp", ".yaml"])
-def test_a_frozen_model_gives_the_same_bits(tmp_path, suffix):
-    config, model = linear(atom_exclude_types=[1], pair_exclude_types=[[0, 2]])
-    write_dp(tmp_path / f"a{suffix}", model, config)
-    again, loaded, _ = read_dp(tmp_path / f"a{suffix}")
-    here, there = evaluate(model, FRAMES[0]), evaluate(loaded, FRAMES[0])
-    assert all(np.array_equal(here[name], there[name]) for name in here)
-    assert again.weights == WEIGHTS
-    write_dp(tmp_path / f"b{suffix}", loaded, again)
-    one, two = (read_tree(tmp_path / f"{name}{suffix}")["model"] for name in "ab")
-    assert content_digest(one) == content_digest(two)
-    assert one["type"] == "linear_ener"  # DeePMD-kit's torch backend writes "linear", and reads this name only
-
-
-@pytest.mark.parametrize(("change", "phrase"), [
-    (lambda model: model["models"][2].update(rcut=9.0), "extrapolated"),
-    (lambda model: model["models"][0].update(atom_exclude_types=[1]), "excludes types"),
-    (lambda model: model["models"][0].update(type_map=["O", "H", "C"]), "a part has the elements"),
-    (lambda model: model["models"][0].update(type="frozen"), "a part of type 'frozen'"),
-    (lambda model: model.update(weights=[1.0]), "does not fit together"),
-])  # fmt: skip
-def test_what_a_model_of_another_program_may_have_beside_is_refused(tmp_path, change, phrase):
-    config, model = linear()
-    assert_tree_refused(tmp_path, config, model, change, phrase)
 
 
 def test_a_table_of_other_elements_is_read_by_their_names():

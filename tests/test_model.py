@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy_models import TRICLINIC, TYPES, batch_of, evaluate, model_section, toy_atoms, toy_model
+from toy_models import TRICLINIC, batch_of, evaluate, model_section, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.errors import ConfigError, DataError
@@ -62,27 +62,6 @@ def test_an_unknown_activation_function_is_answered_with_the_known_ones():
         activation("tahn")
 
 
-@pytest.mark.parametrize("widths", [[1, 4, 8, 8], [5, 5, 10, 7], [2, 4, 4]])
-def test_value_and_gradient_of_a_network_agree_with_autograd(widths):
-    net = Network(widths, "silu", timestep=True, dtype=torch.float64, seed=1, num_out=1)
-    x = torch.randn(6, widths[0], dtype=torch.float64, requires_grad=True)
-    value, gradient = net.value_and_gradient(x)
-    torch.testing.assert_close(value, net(x)[:, 0])
-    torch.testing.assert_close(gradient, torch.autograd.grad(net(x).sum(), x)[0])
-
-
-def test_skip_connections_stand_where_widths_allow_them():
-    net = Network([3, 3, 6, 7], "tanh", timestep=True, dtype=torch.float64, seed=1, num_out=1)
-    assert [layer.copies for layer in net.layers] == [1, 2, 0, 0]
-    assert [layer.idt is not None for layer in net.layers] == [True, True, False, False]
-    x = torch.randn(4, 3, dtype=torch.float64)
-    first, second, *_ = net.layers
-    y = torch.tanh(x @ first.weight + first.bias) * first.idt + x
-    torch.testing.assert_close(first(x), y)
-    z = torch.tanh(y @ second.weight + second.bias) * second.idt + torch.cat([y, y], 1)
-    torch.testing.assert_close(second(y), z)
-
-
 def test_first_parameters_have_the_spread_of_deepmd_kit():
     net = Network([200, 200], "tanh", timestep=True, dtype=torch.float64, seed=1)
     (layer,) = net.layers
@@ -107,14 +86,6 @@ def assert_same(one, other):
     torch.testing.assert_close(one[0], other[0], rtol=SAME_MATH, atol=SAME_MATH)
     for a, b in zip(one[1], other[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("neuron", [[4, 8, 16], [4, 4, 5], [6], [3, 5, 10]])
-@pytest.mark.parametrize("one_side", [False, True])
-def test_the_operations_of_a_cpu_give_the_gradients_of_the_reference(neuron, one_side):
-    _, model = toy_model(descriptor_changes={"neuron": neuron, "axis_neuron": 3, "type_one_side": one_side})
-    batch = batch_of(model, (*toy_atoms(), TRICLINIC), (*toy_atoms(1, 4), None))
-    assert_same(loss_and_gradients(model, batch), loss_and_gradients(with_operations(model, REFERENCE), batch))
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -147,14 +118,6 @@ def test_pairs_excluded_in_the_descriptor_do_not_see_each_other():
         assert (abs(out).max() > 1e-4) == force, types
     # unlike pairs excluded in the whole model, they lose their place as an empty slot too
     assert evaluate(model, (near, [0, 1], None))["energy"] == evaluate(model, (far, [0, 1], None))["energy"]
-
-
-def test_pairs_excluded_in_the_model_are_empty_slots():
-    _, model = toy_model(pair_exclude_types=[[0, 1]])
-    near, alone = ([[0, 0, 0], [1.5, 0, 0]], [0, 1], None), [([[0.0, 0, 0]], [t], None) for t in (0, 1)]
-    out = evaluate(model, near)
-    assert abs(out["force"]).max() == 0
-    np.testing.assert_allclose(out["atom_energy"], evaluate(model, *alone)["atom_energy"], rtol=1e-14)
 
 
 def test_atoms_of_an_excluded_type_have_no_energy_but_act_on_others():
@@ -195,13 +158,6 @@ def test_frame_and_atom_parameters_enter_normalised():
     np.testing.assert_allclose(energy((0.3 - shift) * scale, aparam), before, rtol=1e-12)
 
 
-def test_default_frame_parameters_stand_in_for_missing_ones():
-    _, model = toy_model(fitting_changes={"numb_fparam": 2, "default_fparam": [0.3, -1.0]})
-    atoms = (*toy_atoms(), None)
-    given = evaluate(model, atoms, fparam=np.array([0.3, -1.0]))
-    assert evaluate(model, atoms)["energy"] == given["energy"]
-
-
 def test_missing_parameters_are_named():
     _, model = toy_model(fitting_changes={"numb_fparam": 2})
     with pytest.raises(DataError, match="this model needs fparam: 2 numbers for each frame"):
@@ -224,31 +180,6 @@ def test_a_part_that_is_not_trained_gets_no_gradients(part, changes):
         assert (parameter.grad is None) == name.startswith(part), name
 
 
-def test_names_of_the_state_are_those_of_the_files_of_this_version():
-    _, model = toy_model(descriptor_changes={"type_one_side": True, "resnet_dt": True, "neuron": [2, 4],
-                                             "sel": [20]},
-                         fitting_changes={"neuron": [3], "numb_fparam": 1}, type_map=TYPES[:1])  # fmt: skip
-    assert sorted(model.state_dict()) == [
-        "descriptor.embeddings.0.layers.0.bias",
-        "descriptor.embeddings.0.layers.0.idt",
-        "descriptor.embeddings.0.layers.0.weight",
-        "descriptor.embeddings.0.layers.1.bias",
-        "descriptor.embeddings.0.layers.1.idt",
-        "descriptor.embeddings.0.layers.1.weight",
-        "descriptor.mean",
-        "descriptor.stddev",
-        "fitting.bias_atom_e",
-        "fitting.fparam_avg",
-        "fitting.fparam_inv_std",
-        "fitting.nets.0.layers.0.bias",
-        "fitting.nets.0.layers.0.weight",
-        "fitting.nets.0.layers.1.bias",
-        "fitting.nets.0.layers.1.weight",
-        "out_bias",
-        "out_std",
-    ]
-
-
 def test_seeds_of_the_parts_come_before_the_seed_of_the_run():
     config = model_config_from_dict(model_section())
     own = replace(config, descriptor=replace(config.descriptor, seed=4))
@@ -257,15 +188,6 @@ def test_seeds_of_the_parts_come_before_the_seed_of_the_run():
     assert not torch.equal(one["fitting.nets.0.layers.0.weight"], two["fitting.nets.0.layers.0.weight"])
     nets = [one[f"descriptor.embeddings.{k}.layers.0.weight"] for k in range(9)]
     assert not torch.equal(nets[0], nets[1])
-
-
-def test_a_state_goes_from_one_model_to_another():
-    _, model = toy_model()
-    _, other = toy_model(seed=9)
-    atoms = (*toy_atoms(), TRICLINIC)
-    assert evaluate(model, atoms)["energy"] != evaluate(other, atoms)["energy"]
-    other.load_state_dict(model.state_dict())
-    assert evaluate(model, atoms)["energy"] == evaluate(other, atoms)["energy"]
 
 
 @pytest.mark.gpu

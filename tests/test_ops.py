@@ -18,8 +18,8 @@ from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.attention import Weights
 from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.ops.attention import Attended, AttentionOptions
-from deepmd_ema.model.ops.cpu import moments, silu
-from deepmd_ema.model.ops.environment import exponential_switch, switch, switch_and_derivative
+from deepmd_ema.model.ops.cpu import silu
+from deepmd_ema.model.ops.environment import exponential_switch
 from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
 from deepmd_ema.model.ops.operations import CPU, GPU, REFERENCE
 
@@ -162,38 +162,10 @@ def test_moments_on_a_gpu_have_the_values_and_gradients_of_the_reference():
         close(gpu, reference)
 
 
-@every_operation
-def test_no_operation_changes_the_gradient_that_it_is_given(name):
-    """Another branch of the backward pass may read the same tensor."""
-    found = tensors_of(OPERATIONS[name][0](*(args := arguments(name))))
-    grads = [draw(*part.shape, seed=k).detach() for k, part in enumerate(found)]
-    kept = [grad.clone() for grad in grads]
-    if leaves := leaves_of(args):
-        torch.autograd.grad(found, leaves, grads)
-    for grad, before in zip(grads, kept, strict=True):
-        assert torch.equal(grad, before)
-
-
 @pytest.fixture(params=["eager", "compiled"])
 def gathering(request, monkeypatch):
     """Both ways to gather: a CPU reads rows and adds up in order, a graph or a GPU writes them into slots."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: request.param == "compiled")
-
-
-@pytest.mark.usefixtures("gathering")
-def test_gather_and_sum_do_what_loops_do():
-    neighborhood = batch_by_distance("tiny", "open").within(3.2, 12)
-    num_atoms, num_slots = neighborhood.neighbor.shape
-    node, pair = draw(num_atoms, 2).detach(), draw(num_atoms, num_slots, 2).detach()
-    gathered, summed = torch.zeros_like(pair), torch.zeros_like(node)
-    for i in range(num_atoms):
-        for k in range(num_slots):
-            if neighborhood.mask[i, k]:
-                gathered[i, k] = node[neighborhood.neighbor[i, k]]
-                summed[neighborhood.neighbor[i, k]] += pair[i, k]
-    assert not neighborhood.mask.all()
-    close(gather_neighbors(node, neighborhood.neighbor, neighborhood.reverse), gathered)
-    close(sum_over_reverse(pair, neighborhood.neighbor, neighborhood.reverse), summed)
 
 
 @pytest.mark.parametrize("name", ["silu", "silut"])
@@ -207,23 +179,6 @@ def test_activations_have_the_second_derivatives_of_the_reference(name):
     for cpu, reference in zip(*results, strict=True):
         close(cpu, reference)
     assert torch.autograd.gradgradcheck(lambda x: CPU.activated(x, function), (draw(2, 3),))
-
-
-@pytest.mark.parametrize("act", ["tanh", "gelu"])
-@pytest.mark.parametrize("slots", [0, 1, 5])
-def test_forces_through_triples_have_the_parameter_gradients_of_the_reference(slots, act):
-    _, types, _, table, net = triples_arguments(slots, act)
-    mask = torch.arange(slots) < 2 * torch.arange(4)[:, None]
-    mask[1, 1:2] = False  # an excluded pair leaves an empty slot before others
-    rows, results = torch.tanh(draw(4, slots, 3, seed=5).detach()) * mask[..., None], []
-    for ops in (CPU, REFERENCE):
-        out, vjp = ops.triple_sums_and_vjp(torch.bmm(rows, rows.transpose(1, 2)), types, mask, table, net)
-        (force,) = vjp(torch.tanh(out))  # as of a fitting net
-        force = force * (mask[:, :, None] & mask[:, None])  # no row depends on others
-        loss = (force * draw(*force.shape, seed=6).detach()).sum() + (out * draw(*out.shape, seed=7).detach()).sum()
-        results.append([out, force, *torch.autograd.grad(loss, [table, *net.parameters()])])
-    for cpu, reference in zip(*results, strict=True):
-        close(cpu, reference)
 
 
 def attended_forces(ops, options, **sizes):
@@ -251,37 +206,6 @@ def attended_forces(ops, options, **sizes):
     return out, vjp, [mixer, *tree_leaves(layers)]
 
 
-@pytest.mark.parametrize("portion", [1, 1 << 20])
-@pytest.mark.parametrize("changed", [
-    {}, {"shift": None}, {"gated": False}, {"unit": False}, {"scaling": 50.0}, {"shift": None, "gated": False},
-    {"shift": None, "unit": False}, {"gated": False, "unit": False},
-])  # fmt: skip
-def test_forces_through_attention_have_the_parameter_gradients_of_the_reference(changed, portion, monkeypatch):
-    monkeypatch.setattr(moments, "NUMBERS_IN_CACHE", portion)
-    results = []
-    for ops in (CPU, REFERENCE):
-        out, vjp, leaves = attended_forces(ops, replace(ATTENTION, **changed))
-        (force,) = vjp(torch.tanh(out))  # as of a fitting net
-        losses = (force * draw(*force.shape, seed=6).detach()).sum(), (out * draw(*out.shape, seed=7).detach()).sum()
-        gradients = [torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (*losses, sum(losses))]
-        results.append([out, force, *tree_leaves(gradients)])
-    for cpu, reference in zip(*results, strict=True):
-        torch.testing.assert_close(cpu, reference, rtol=1e-9, atol=1e-11)
-
-
-def test_attention_without_slots_absent_or_without_neighbors_is_that_of_the_reference():
-    for slots, num_slots, atoms in ((4, 4, 5), (1, 3, 1), (0, 3, 2), (3, 3, 0)):
-        sizes = {"slots": slots, "num_slots": num_slots, "atoms": atoms}
-        if not slots or not atoms:
-            given, *others = attention_arguments(ATTENTION)
-            cut = {name: getattr(given, name)[:atoms, :slots] for name in ("rows", "mask", "switch", "direction")}
-            inputs = [one[:atoms, :slots] for one in given.inputs]
-            given = replace(given, **cut, inputs=inputs, counts=given.counts[:atoms], num_slots=num_slots)
-            close(CPU.attended_moments(given, *others), REFERENCE.attended_moments(given, *others))
-            continue
-        close(*(attended_forces(ops, ATTENTION, **sizes)[0] for ops in (CPU, REFERENCE)))
-
-
 def test_gradients_of_attention_requested_several_times_add_up():
     """Two vector-Jacobian products of one evaluation in one loss, and one that was requested and left."""
     results = []
@@ -295,30 +219,6 @@ def test_gradients_of_attention_requested_several_times_add_up():
         torch.testing.assert_close(cpu, reference, rtol=1e-9, atol=1e-11)
 
 
-def test_attention_on_a_cpu_refuses_derivatives_that_it_does_not_have():
-    given, layers, options = attention_arguments(ATTENTION)
-    (pairs,) = given.inputs
-    with pytest.raises(NotImplementedError, match="by parameters: use the reference"):
-        torch.autograd.grad(CPU.attended_moments(given, layers, options).sum(), pairs, create_graph=True)
-    layers = [Weights(*(one.detach() for one in layer)) for layer in layers]
-    loss = CPU.attended_moments(given, layers, options).square().sum()
-    (grad,) = torch.autograd.grad(loss, pairs, create_graph=True)
-    with pytest.raises(NotImplementedError, match="by positions: use the reference"):
-        torch.autograd.grad(grad.square().sum(), given.direction)
-
-
-@pytest.mark.parametrize(("count", "node"), [(MIN_NUMBERS - 1, "SiluBackward0"), (MIN_NUMBERS, "_SiluBackward")])
-def test_only_many_numbers_are_activated_with_derivatives_written_out(count, node, monkeypatch):
-    monkeypatch.setattr(silu, "MIN_NUMBERS", MIN_NUMBERS)
-    assert CPU.activated(draw(count), activation("silu")).grad_fn.name() == node
-
-
-def test_silut_bends_where_its_input_is_large():
-    z, function = torch.linspace(-3, 3, 13, dtype=torch.float64), activation("silut:1.0")
-    close(CPU.activated(z, function), REFERENCE.activated(z, function))
-    close(CPU.activated(z[z < 1], function), CPU.activated(z, function)[z < 1])
-
-
 @pytest.mark.usefixtures("gathering")
 def test_gather_and_sum_can_be_differentiated_twice():
     neighborhood = batch_by_distance("open", natoms=4).within(2.5)
@@ -330,18 +230,6 @@ def test_gather_and_sum_can_be_differentiated_twice():
     args = draw(4, 2), draw(*neighborhood.neighbor.shape, 2, seed=1)
     assert torch.autograd.gradcheck(messages, args)
     assert torch.autograd.gradgradcheck(messages, args)
-
-
-@pytest.mark.usefixtures("gathering")
-def test_gathers_without_reverse_slots_are_those_with_them():
-    """As in an exported graph, which has no backward pass."""
-    neighborhood = batch_by_distance("tiny", "open").within(3.2, 12)
-    node, pair = draw(len(neighborhood.neighbor), 2).detach(), draw(*neighborhood.neighbor.shape, 2).detach()
-    for call, values in ((gather_neighbors, node), (sum_over_reverse, pair)):
-        close(
-            call(values, neighborhood.neighbor, neighborhood.reverse[:, :0]),
-            call(values, neighborhood.neighbor, neighborhood.reverse),
-        )
 
 
 @pytest.mark.usefixtures("gathering")
@@ -364,32 +252,6 @@ def test_sums_over_neighbors_do_not_depend_on_the_number_of_threads():
     assert all(torch.equal(found[0], other) for found in (gradients, sums) for other in found[1:])
 
 
-@pytest.mark.usefixtures("gathering")
-def test_two_layers_of_messages_go_through_torch_func():
-    """The gradient of the forces by a weight: twice through each gather, and the second time through ``torch.func``."""
-    neighborhood = batch_by_distance("triclinic", "open").within(3.5)
-    weight = draw(2, 2)
-
-    def features(vector):
-        u = (vector.square().sum(-1, keepdim=True) / RCUT**2).clamp(max=1) - 1
-        node = (u * vector).sum(1)[:, :2]
-        for _ in range(2):
-            node = torch.tanh(
-                node + (gather_neighbors(node, neighborhood.neighbor, neighborhood.reverse) * u).sum(1) @ weight
-            )
-        return node
-
-    def by_function(vector):
-        out, vjp = torch.func.vjp(features, vector)
-        return vjp(torch.ones_like(out))[0]
-
-    vector = neighborhood.vector.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(features(vector).sum(), vector, create_graph=True)
-    found = by_function(neighborhood.vector)
-    close(found, expected)
-    close(*(torch.autograd.grad(r.square().sum(), weight)[0] for r in (found, expected)))
-
-
 @pytest.mark.parametrize("cells", [["triclinic"], ["tiny", "open"], ["open"]])
 @pytest.mark.parametrize(("rcut", "most"), [(4.0, None), (3.0, None), (4.0, 5), (2.2, 5), (3.0, 500), (0.1, 7)])
 def test_a_view_holds_the_nearest_neighbors_within_its_cutoff(cells, rcut, most):
@@ -410,22 +272,6 @@ def test_a_view_holds_the_nearest_neighbors_within_its_cutoff(cells, rcut, most)
     assert (neighborhood.neighbor[~neighborhood.mask] == num_atoms).all()
     for j, slots in enumerate(uses):
         assert [r for r in neighborhood.reverse[j].tolist() if r != num_atoms * width] == slots
-
-
-def test_a_view_needs_one_section_of_neighbors():
-    coord, types = toy_atoms()
-    batch = collate([Frame(coord, types, TRICLINIC)], NeighborLayout(RCUT, (20, 20, 20), 3))
-    with pytest.raises(AssertionError, match="needs one section"):
-        batch.within(3.0)
-
-
-def test_the_switch_goes_from_one_to_zero_and_its_derivative_is_right():
-    r = torch.linspace(0.5, 6.5, 61, dtype=torch.float64).requires_grad_()
-    value, derivative = switch_and_derivative(r, 6.0, 1.0)
-    assert (value[r <= 1.0] == 1).all()
-    assert (value[r >= 6.0] == 0).all()
-    close(switch(r, 6.0, 1.0), value)
-    close(derivative, torch.autograd.grad(value.sum(), r)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -9,22 +9,18 @@ from helpers import write_system
 from infer_models import write_run
 
 from deepmd_ema.cli import main
-from deepmd_ema.config.elements import MASSES
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import UserError
 from deepmd_ema.geometry import find_pairs_once
 from deepmd_ema.infer.physics import (
-    EV_PER_KELVIN,
     FRICTION,
     PhysicsOptions,
     Surface,
-    count_extrema,
     physics_of,
     run_dynamics,
     scan_bonds,
     scan_cutoff,
     shortest_distances,
-    trajectory,
 )
 from deepmd_ema.infer.potential import Prediction
 
@@ -103,12 +99,6 @@ def test_velocity_verlet_keeps_the_energy_of_a_conservative_model():
     assert 0 < found.spread < 1e-3
 
 
-def test_halving_the_time_step_divides_the_spread_by_four():
-    whole = calm(PairModel(), line(0, 2.1, 4.2), time_step=2.0, steps=500).spread
-    half = calm(PairModel(), line(0, 2.1, 4.2), time_step=1.0, steps=1000).spread
-    assert whole / half == pytest.approx(4, rel=0.1)
-
-
 def test_forces_that_are_no_derivatives_spread_the_energy():
     good = calm(PairModel(), line(0, 2.1, 4.2))
     bad = calm(PairModel(excess=1.3), line(0, 2.1, 4.2))
@@ -134,13 +124,6 @@ def test_a_model_without_a_finite_energy_ends_the_run():
     assert math.isnan(calm(PairModel(breaks), line(0, 2.1)).drift)
 
 
-def test_the_thermostat_reaches_its_temperature():
-    places = 2.1 * np.arange(20)
-    surface = Surface(PairModel(rcut=3.0), line(*places))
-    kinetic = [kinetic for *_, kinetic in trajectory(surface, 300.0, 2.0, 3000, 1, FRICTION)]
-    assert np.mean(kinetic[500:]) == pytest.approx(1.5 * 20 * EV_PER_KELVIN * 300, rel=0.1)
-
-
 def test_an_element_without_a_mass_is_refused_by_name():
     model = PairModel()
     model.type_map = ("X1",)
@@ -148,29 +131,7 @@ def test_an_element_without_a_mass_is_refused_by_name():
         physics_of(model, [line(0, 2.0)], PhysicsOptions(md_steps=5))
 
 
-def test_masses_are_those_of_ase():
-    from ase.data import atomic_masses, chemical_symbols
-
-    for number, symbol in enumerate(chemical_symbols[1:104], 1):
-        assert MASSES[symbol] == pytest.approx(atomic_masses[number], rel=1e-4)
-
-
 # ---- scans
-
-
-@pytest.mark.parametrize(
-    ("energies", "found"),
-    [
-        ([2, 1, 0, 1, 2], (1, 0)),
-        ([2, 1, 0], (0, 0)),
-        ([0, 1, 0, 1], (1, 1)),
-        ([2, 0, 1, 0, 2], (2, 1)),
-        ([2, 0, 0.05, 0, 2], (1, 0)),  # a ripple below the barrier
-        ([1, 1, 1], (0, 0)),
-    ],
-)
-def test_extrema_are_counted_above_a_barrier(energies, found):
-    assert count_extrema(np.array(energies, float), 0.1) == found
 
 
 def test_a_morse_bond_has_one_well_and_a_ripple_adds_two_extrema():
@@ -181,12 +142,6 @@ def test_a_morse_bond_has_one_well_and_a_ripple_adds_two_extrema():
         assert scan.distance[[0, -1]] == pytest.approx([0.75 * 1.9, 1.25 * 2.0])
         assert scan.energy == pytest.approx(pair(scan.distance)[0])
         assert scan.extrema == number
-
-
-def test_a_scan_ends_where_the_atom_would_meet_a_third_one():
-    (scan,) = scan_bonds(Surface(PairModel(), line(0, 2.0, 4.1)), np.array([[2.4]]), 0.75)
-    assert scan.distance[-1] <= 4.1 - 0.75 * 2.4 + 1e-9
-    assert scan.distance[-1] > 2.2
 
 
 def jumps(model, frame):
@@ -213,11 +168,6 @@ def test_a_smooth_energy_has_no_jump_at_the_cutoff():
     assert force_jump < 1e-3
     assert force_error < 2e-3
     assert jumps(PairModel(smooth, rcut=4.0, excess=1.1), line(0, 2.2, 3.9))[2] > 0.01
-
-
-def test_a_single_atom_has_no_cutoff_to_pass():
-    (row,) = scan_cutoff(Surface(PairModel(), line(0)))
-    assert (row.value, row.ok, row.note) == (None, None, "no pair of atoms")
 
 
 # ---- report

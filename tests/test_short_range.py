@@ -2,72 +2,27 @@
 
 import numpy as np
 import pytest
-import torch
-from torch._dynamo.utils import counters
 from toy_models import (
     TABLE,
     TRICLINIC,
-    assert_parameter_gradients,
     assert_tree_refused,
-    batch_of,
     evaluate,
     model_section,
-    numerical_forces,
     toy_atoms,
     toy_model,
     write_dp,
 )
 
 from deepmd_ema.config import model_config_from_dict, to_dict
-from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interop.dp import read_dp
 from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.interop.tree_files import read_tree
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.energy import run
 from deepmd_ema.model.pair_table import PairTable
 
 DIFFERENCES = 2e-7  # central differences of step 1e-4
-SOME = pytest.mark.parametrize("descriptor", ["se_e2_a", "se_atten", "dpa3"])
-
-
-@SOME
-def test_forces_are_the_derivative_of_the_energy(descriptor):
-    _, model = toy_model(descriptor, atom_exclude_types=[2], **TABLE)
-    coord, types = toy_atoms(0, 6)
-    numerical = numerical_forces(model, coord, types)
-    found = evaluate(model, (coord, types, TRICLINIC))["force"]
-    without = toy_model(descriptor, atom_exclude_types=[2])[1]
-    assert np.abs(found - evaluate(without, (coord, types, TRICLINIC))["force"]).max() > 0.1  # the table acts
-    assert np.abs(found - numerical).max() < DIFFERENCES * max(1, np.abs(found).max())
-
-
-def test_the_virial_is_minus_the_derivative_of_the_energy_by_strain():
-    _, model = toy_model("se_atten", **TABLE)
-    coord, types = toy_atoms(0, 6)
-    numerical = np.zeros((3, 3))
-    for place in np.ndindex(3, 3):
-        strain = np.zeros((3, 3))
-        strain[place] = 1e-4
-        ends = [(coord @ (np.eye(3) + s), types, TRICLINIC @ (np.eye(3) + s)) for s in (strain, -strain)]
-        up, down = evaluate(model, *ends)["energy"]
-        numerical[place] = -(up - down) / 2e-4
-    found = evaluate(model, (coord, types, TRICLINIC))["virial"].reshape(3, 3)
-    assert np.abs(found - numerical).max() < DIFFERENCES * max(1, np.abs(found).max())
-
-
-@SOME
-def test_gradients_of_the_parameters_are_right(descriptor):
-    _, model = toy_model(descriptor, **TABLE)
-    model.train()
-    batch = batch_of(model, (*toy_atoms(0, 7), TRICLINIC))
-
-    def loss():
-        return sum(value.square().sum() for value in model(batch).values())
-
-    assert_parameter_gradients(model, loss, slice(None, None, 4))
 
 
 def test_the_network_alone_counts_far_away_and_the_table_alone_nearby():
@@ -82,30 +37,12 @@ def test_the_network_alone_counts_far_away_and_the_table_alone_nearby():
     np.testing.assert_allclose(evaluate(model, near)["energy"], bias.sum() + table[0.5][1], rtol=1e-12)
 
 
-def test_an_atom_whose_neighbors_are_all_far_has_the_energy_of_the_network():
-    """DeePMD-kit's sum of exponentials is clamped at 1e-20, so that at 3.9 angstrom the table would take over."""
-    changes = {**TABLE, "smin_alpha": 0.05}
-    pair = ([[0.0, 0, 0], [3.9, 0, 0]], [0, 1], None)
-    with_table, network = toy_model("se_e2_a", **changes)[1], toy_model("se_e2_a")[1]
-    np.testing.assert_array_equal(evaluate(with_table, pair)["energy"], evaluate(network, pair)["energy"])
-
-
 def test_atoms_without_neighbors_are_finite_and_nearer_than_the_table_is_nan():
     _, model = toy_model("se_e2_a", **TABLE)
     alone = evaluate(model, ([[0.0, 0, 0]], [1], None))
     assert np.isfinite(alone["energy"]).all()
     assert not alone["force"].any()
     assert np.isnan(evaluate(model, ([[0.0, 0, 0], [0.29, 0, 0]], [0, 1], None))["energy"]).all()
-
-
-def test_a_frame_has_the_same_energy_in_any_batch_and_any_number_of_slots():
-    _, model = toy_model("se_atten", **TABLE)
-    small, large = ([[0.0, 0, 0], [1.0, 0, 0]], [0, 1], None), (*toy_atoms(0, 11), TRICLINIC)
-    alone = [evaluate(model, atoms) for atoms in (small, large)]
-    together = evaluate(model, small, large)
-    for name in (ENERGY, ATOM_ENERGY, "force"):
-        joined = np.concatenate([found[name] for found in alone])
-        np.testing.assert_allclose(together[name], joined, rtol=0, atol=1e-11 * np.abs(joined).max())
 
 
 def test_the_spline_is_clamped_and_has_two_continuous_derivatives():
@@ -179,17 +116,3 @@ def test_a_frozen_model_that_only_dp_ema_reads_says_so(tmp_path, descriptor, onl
     write_dp(tmp_path / "a.dp", model, config)
     text = freeze(load_model(tmp_path / "a.dp"), tmp_path / "b.dp").text()
     assert ("does not read it: it has use_srtab for descriptors of mixed types only" in text) == only_here
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore")
-def test_it_compiles_without_a_break():
-    torch._dynamo.reset()
-    counters.clear()
-    _, model = toy_model("se_e2_r", {"neuron": [2], "type_one_side": True}, {"neuron": [2]}, **TABLE)
-    batch = batch_of(model.train(), (*toy_atoms(0, 7), TRICLINIC))
-    compiled = torch.compile(run, dynamic=True, backend="aot_eager")(model, batch)
-    for name, value in run(model, batch).items():
-        torch.testing.assert_close(compiled[name], value, rtol=1e-12, atol=1e-12)
-    assert sum(counters["graph_break"].values()) == 0
-    torch._dynamo.reset()

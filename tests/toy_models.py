@@ -72,6 +72,7 @@ def _repulsion(last=2.4, step=0.02):
 
 
 TABLE = {"use_srtab": _repulsion(), "sw_rmin": 0.7, "sw_rmax": 2.2, "smin_alpha": 0.15}
+FLOAT64_NET = {"neuron": [12, 12], "precision": "float64"}
 # what is computed in another way than the section of its type: the descriptor, its changes, those of the model
 VARIANTS = {
     "se_atten_no_attention": ("se_atten", {"attn_layer": 0}, {}),
@@ -106,6 +107,11 @@ VARIANTS = {
     "dpa4c_interpolated": ("dpa4c", {"interpolate": "always"}, {}),
     "table_by_type": ("se_e2_a", {}, TABLE),
     "table_dpa3": ("dpa3", {}, TABLE),
+    "dpa4_bridged": (
+        "dpa4",
+        {},
+        {"bridging_method": "zbl", "bridging_r_inner": 0.9, "bridging_r_outer": 2.2, "fitting_net": FLOAT64_NET},
+    ),
 }
 
 
