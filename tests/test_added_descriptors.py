@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,10 +10,8 @@ import pytest
 from helpers import tiny_input
 from packages import install
 
-import deepmd_ema
 from deepmd_ema import cli
 
-HERE = Path(__file__).parent
 FAKE = {"type": "fake", "rcut": 4.0, "width": 6}
 RECORD = "from deepmd_ema.config.registry import Family\nfrom fake_descriptor.section import FakeConfig\n"
 
@@ -36,29 +31,6 @@ def check(capsys, descriptor, code):
     out, err = capsys.readouterr()
     assert found == code, err
     return out + err
-
-
-@pytest.mark.timeout(600)
-def test_a_package_in_a_folder_is_documented_trained_frozen_and_tested(tmp_path, water_like, water_like_valid):
-    site = tmp_path / "site"
-    install(site, "fake-descriptor", {"fake": "fake_descriptor:FAMILY"}, version="2.1")
-    shutil.copytree(HERE / "fake_descriptor", site / "fake_descriptor")
-    config = tiny_input([water_like], [water_like_valid], num_steps=2, model__descriptor=FAKE)
-    (tmp_path / "input.json").write_text(json.dumps(config))
-    path = os.pathsep.join([str(site), str(Path(deepmd_ema.__file__).parents[1])])
-
-    def run(*words):
-        command = [sys.executable, "-m", "deepmd_ema", *map(str, words)]
-        done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True)
-        text = (done.stdout + done.stderr).decode()
-        assert done.returncode == 0, text
-        return text
-
-    assert "model.descriptor[fake].width" in run("doc", "model.descriptor")
-    run("train", "input.json", "--device", "cpu")
-    run("freeze", "-c", "model.ckpt-2.pt", "-o", "model.dp")
-    assert "fake, rcut 4 angstrom" in run("show", "model.dp")
-    assert "Force" in run("test", "-m", "model.dp", "-s", water_like_valid)
 
 
 # what is in the package, and what is reported of it
@@ -107,12 +79,6 @@ def test_two_packages_that_add_one_type_are_both_named(site, capsys):
     install(site, "other-descriptor", {"fake": "fake_descriptor:FAMILY"}, version="0.3")
     said = check(capsys, FAKE, 2)
     assert "the packages one-descriptor 1.0 and other-descriptor 0.3 both add this type. Uninstall one of them." in said
-
-
-def test_a_package_does_not_replace_a_descriptor_of_dp_ema(site, capsys):
-    install(site, "own-descriptor", {"se_e2_a": "fake_descriptor:FAMILY"})
-    said = check(capsys, {"type": "se_e2_a"}, 2)
-    assert "dp-ema has this type, and the package own-descriptor 1.0 adds it too. Uninstall the package." in said
 
 
 def test_a_module_that_cannot_be_imported_is_named_by_its_package(site, capsys, water_like):

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, tiny_input, toy_frame, toy_labels, write_system
-from infer_models import random_model, tiny_config
+from helpers import assert_same, tiny_input, write_system
 
 from deepmd_ema import checkpoint, cli
-from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile
+from deepmd_ema.averaging import AverageBank
 from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.data.collate import collate
-from deepmd_ema.data.source import Frame
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import DataError
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interop.freeze import freeze
-from deepmd_ema.model.output_bias import change_bias, energies_of, set_bias
-from deepmd_ema.model.statistics import collect_statistics
+from deepmd_ema.model.output_bias import change_bias, energies_of
 from deepmd_ema.training.prepare import chosen_frames, prepare, refit_bias
 from deepmd_ema.training.weights import Start
 
@@ -34,27 +28,9 @@ ZERO = 1e-10  # eV/atom
 SIZES = ((12, 2), (8, 1), (8, 2), (18, 2))  # atoms of a frame, and how many elements they are of
 
 
-def shifted_frames(repeats=3, seed=0):
-    """Return frames of different sizes and compositions whose energies have another zero."""
-    rng, frames = np.random.default_rng(seed), []
-    for natoms, num_types in SIZES * repeats:
-        coord, types, box = toy_frame(rng, natoms, num_types)
-        energy = toy_labels(coord, types, box)[0] + SHIFT * (types == 0).sum()
-        frames.append(Frame(coord, types, box, {ENERGY: energy}, source=("shifted", len(frames))))
-    return frames
-
-
 def batches_of(frames, model, frames_per_batch=5):
     for k in range(0, len(frames), frames_per_batch):
         yield collate(frames[k : k + frames_per_batch], model.layout, labels=[ENERGY])
-
-
-def mean_residual(model, frames):
-    """Return the mean of label minus prediction per atom, eV, as the whole model gives it frame by frame."""
-    errors = []
-    for batch, frame in zip(batches_of(frames, model, 1), frames, strict=True):
-        errors.append((frame.labels[ENERGY] - float(model(batch)[ENERGY][0])) / len(frame.atom_type))
-    return np.mean(errors)
 
 
 def fitted(model, config, frames):
@@ -63,71 +39,6 @@ def fitted(model, config, frames):
 
 def current(model):
     return model.out_bias.view(-1).numpy().copy()
-
-
-def put(model, bias):
-    model.out_bias.copy_(torch.from_numpy(bias).view(1, -1, 1))
-
-
-def test_the_mean_residual_per_atom_is_zero_with_the_weights_that_the_bias_was_fitted_with():
-    """Frames of different sizes and compositions, labels of another energy zero: live and averaged weights alike."""
-    config, frames = tiny_config(), shifted_frames()
-    model = random_model(config)
-    bank = AverageBank(model, [EmaProfile("fast", 0.5), PowerProfile("long", 6.0)])
-    for _ in range(3):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.1)
-        bank.update()
-    biases = {}
-    assert abs(mean_residual(model, frames)) > 0.1
-    biases["live"] = fitted(model, config, frames).bias
-    for name in bank.names:
-        with bank.swapped_in(name):
-            biases[name] = fitted(model, config, frames).bias
-    raw = current(model)
-    assert len({tuple(bias) for bias in biases.values()}) == 3
-    put(model, biases["live"])
-    assert abs(mean_residual(model, frames)) < ZERO
-    for name in bank.names:
-        put(model, biases[name])
-        with bank.swapped_in(name):
-            assert abs(mean_residual(model, frames)) < ZERO
-        put(model, biases["live"])
-        with bank.swapped_in(name):  # what DeePMD-kit ships: the averaged weights with the bias of the live ones
-            assert abs(mean_residual(model, frames)) > 1e-4
-    assert abs(biases["live"] - raw).max() > 1
-
-
-def test_set_is_what_the_statistics_of_a_new_model_find():
-    config, frames = tiny_config(), shifted_frames()
-    model = random_model(config)
-    statistics = collect_statistics(model, config.model, batches_of(frames, model))
-    found = set_bias(energies_of(model, config.model, batches_of(frames, model)))
-    np.testing.assert_array_equal(found.bias, statistics.fit.bias)
-    np.testing.assert_array_equal(found.std, statistics.fit.std)
-
-
-def test_frames_without_an_energy_do_not_count():
-    config, model = tiny_config(), random_model(tiny_config())
-    frames = shifted_frames()
-    without = [replace(f, labels={} if k % 3 == 0 else f.labels) for k, f in enumerate(frames)]
-    rest = [f for k, f in enumerate(frames) if k % 3]
-    np.testing.assert_allclose(
-        fitted(model, config, without).bias, fitted(model, config, rest).bias, rtol=0, atol=1e-11
-    )
-    assert len(energies_of(model, config.model, batches_of(without, model))) == len(rest)
-
-
-def test_a_model_that_gives_no_number_names_the_frame():
-    config, model = tiny_config(), random_model(tiny_config())
-    with torch.no_grad():
-        next(model.parameters()).fill_(float("nan"))
-    with pytest.raises(DataError, match=r"shifted: frame 0 \(from 0\): the model gives no finite energy"):
-        fitted(model, config, shifted_frames())
-
-
-# ---- after training ----
 
 
 def shift_energies(system):
@@ -225,36 +136,29 @@ def test_a_fit_that_is_ended_early_costs_no_step_of_the_run(tmp_path, data, monk
     def fail(*_):
         raise KeyboardInterrupt
 
-    folder = train(tmp_path / "whole", data, monkeypatch, num_steps=7, **REFIT)
+    whole = checkpoint.load(train(tmp_path / "whole", data, monkeypatch, num_steps=7, **REFIT) / "model.ckpt-7.pt")
+    folder = tmp_path / "run"
     with monkeypatch.context() as broken:
         broken.setattr("deepmd_ema.training.trainer.refit_bias", fail)
         with pytest.raises(AssertionError):
-            train(tmp_path / "run", data, monkeypatch, num_steps=7, **REFIT)
-    assert "refitted" not in checkpoint.load(tmp_path / "run" / "model.ckpt-7.pt")
-    train(tmp_path / "run", data, monkeypatch, "--restart", "model.ckpt.pt", num_steps=7, **REFIT)
-    one, two = (checkpoint.load(f / "model.ckpt-7.pt") for f in (folder, tmp_path / "run"))
+            train(folder, data, monkeypatch, num_steps=7, **REFIT)
+    assert "refitted" not in checkpoint.load(folder / "model.ckpt-7.pt")
+    train(folder, data, monkeypatch, "--restart", "model.ckpt.pt", num_steps=7, **REFIT)
+    again = checkpoint.load(folder / "model.ckpt-7.pt")
     for key in ("model", "optimizer", "averages", "streams", "refitted"):
-        assert_same(one[key], two[key], key)
+        assert_same(whole[key], again[key], key)
 
 
 def test_readers_and_a_new_run_take_the_fitted_bias(tmp_path, data, monkeypatch):
-    folder = train(tmp_path / "run", data, monkeypatch, num_steps=10, **REFIT)
-    path = folder / "model.ckpt-10.pt"
+    path = train(tmp_path / "run", data, monkeypatch, num_steps=10, **REFIT) / "model.ckpt-10.pt"
     payload = checkpoint.load(path)
     live, ema = (payload["refitted"][name]["out_bias"] for name in ("live", "ema"))
     assert torch.equal(load_model(path).model.out_bias, live)
     assert torch.equal(load_model(path, use_average=True).model.out_bias, ema)
     assert not torch.equal(payload["model"]["out_bias"], live)
-    coord, types, box = toy_frame(np.random.default_rng(0), 12)
-    frozen = freeze(load_model(path), tmp_path / "m.dp").path
-    ours, theirs = (Potential(p, device="cpu").evaluate(coord, types, box).energy for p in (path, frozen))
-    np.testing.assert_array_equal(ours, theirs)
-    new = train(tmp_path / "new", data, monkeypatch, "--init-model", str(path), num_steps=1)
-    assert torch.equal(checkpoint.load(new / "model.ckpt-1.pt")["model"]["out_bias"], live)
-    averaged = folder / "model_ema.ckpt-10.pt"
-    new = train(tmp_path / "other", data, monkeypatch, "--init-model", str(averaged), num_steps=1)
-    found = checkpoint.load(new / "model.ckpt-1.pt")["model"]["out_bias"]
-    assert torch.equal(found, ema)
+    for file, bias in ((path, live), (path.with_name("model_ema.ckpt-10.pt"), ema)):
+        new = train(tmp_path / file.stem, data, monkeypatch, "--init-model", str(file), num_steps=1)
+        assert torch.equal(checkpoint.load(new / "model.ckpt-1.pt")["model"]["out_bias"], bias)
 
 
 @pytest.fixture

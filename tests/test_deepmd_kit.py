@@ -3,7 +3,6 @@
 import shutil
 import stat
 import sys
-from pathlib import Path
 
 import pytest
 from infer_models import write_run
@@ -11,7 +10,6 @@ from infer_models import write_run
 from deepmd_ema import cli
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.interop.tree_files import read_tree
 
 COPIES = """
 if words == ["--version"]:
@@ -67,17 +65,6 @@ def test_a_pth_is_written_and_read_through_a_program_on_the_path(home, program, 
     assert cli.main(["--pt", "compress"]) == 0
     assert "frozen_model_compressed.pth: frozen_model.pth with tables of DeePMD-kit" in capsys.readouterr().out
     assert (home / "frozen_model_compressed.pth").read_bytes() == (home / "frozen_model.pth").read_bytes()
-
-
-def test_a_file_for_the_program_has_only_options_that_it_knows(home, program):
-    """`dp compress` builds the model from these: `interpolate` and `use_srtab: null` made it fail."""
-    program(COPIES)
-    assert cli.main(["freeze", "-o", "m.pth"]) == 0
-    shutil.copy("m.pth", "copy.dp")
-    script = read_tree(Path("copy.dp"))["model_def_script"]
-    assert "interpolate" not in script["descriptor"]
-    assert None not in [*script.values(), *script["descriptor"].values(), *script["fitting_net"].values()]
-    assert load_model("m.pth").info.step == 7
 
 
 def test_the_program_may_be_named(home, program, tmp_path):

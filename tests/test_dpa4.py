@@ -13,13 +13,11 @@ from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.families.dpa4 import module as dpa4_module
 from deepmd_ema.model.families.dpa4.rotations import (
-    FrameRotations,
     degrees,
     num_coefficients,
     orders,
     quaternions,
     real_harmonics,
-    rotation_grid,
     sphere_grid,
 )
 from deepmd_ema.model.ops.operations import REFERENCE, use_operations
@@ -80,51 +78,6 @@ def test_numbers_and_gradients_are_those_of_deepmd_kit(case, operations):
     np.testing.assert_allclose(ours, want, rtol=1e-8, atol=1e-10 * np.abs(want).max())
 
 
-def some_directions(count=40):
-    generator = torch.Generator().manual_seed(3)
-    found = torch.randn(count, 3, generator=generator, dtype=torch.float64)
-    axes = torch.eye(3, dtype=torch.float64)
-    return normalised(torch.cat([found, axes, -axes]))
-
-
-def normalised(vectors):
-    return vectors / vectors.norm(dim=1, keepdim=True)
-
-
-@pytest.mark.parametrize("lmax", [0, 1, 2, 3, 6])
-def test_frames_turn_harmonics_of_a_direction_to_those_of_the_z_axis(lmax):
-    direction = some_directions()
-    rows = FrameRotations(lmax, lmax, torch.float64)(quaternions(direction))
-    mirrored = torch.tensor([1.0, -1.0, -1.0])
-    here = torch.tensor(real_harmonics(lmax, (direction * mirrored).numpy()))
-    axis = real_harmonics(lmax, np.array([[0.0, 0.0, -1.0]]))[0]
-    turned = torch.einsum("ekd,ed->ekd", rows, here)
-    for k, order in enumerate(orders(lmax)):
-        for degree in range(abs(order), lmax + 1):
-            columns = slice(degree**2, (degree + 1) ** 2)
-            found = turned[:, k, columns].sum(-1)
-            assert float((found - axis[degree * (degree + 1) + order]).abs().max()) < 1e-12
-
-
-def test_rows_of_a_degree_are_orthonormal_and_those_beyond_it_vanish():
-    rows = FrameRotations(3, 2, torch.float64)(quaternions(some_directions()))
-    for degree in range(4):
-        block = rows[:, :, degree**2 : (degree + 1) ** 2]
-        there = [k for k, order in enumerate(orders(2)) if abs(order) <= degree]
-        expected = torch.zeros(5, 5, dtype=torch.float64)
-        expected[there, there] = 1
-        torch.testing.assert_close(block @ block.transpose(1, 2), expected.expand(len(rows), 5, 5), rtol=0, atol=1e-12)
-
-
-def test_the_derivative_of_a_frame_exists_between_the_half_spaces():
-    def entries(direction):
-        return FrameRotations(2, 2, torch.float64)(quaternions(normalised(direction)))
-
-    flat = torch.tensor([[0.6, 0.8, 0.0]], dtype=torch.float64)
-    (derivative,) = torch.func.jacrev(lambda d: entries(d).square().sum())(flat)
-    assert float(derivative.abs().max()) < 1e-12  # the squares of all elements add up to the number of rows, always
-
-
 @pytest.mark.parametrize("roll", [0.3, 2.0])
 @pytest.mark.parametrize("case", ["example", "streams", "both_atoms", "directions"])
 def test_results_do_not_depend_on_the_rotation_of_frames_about_their_axes(monkeypatch, case, roll):
@@ -143,14 +96,6 @@ def test_results_do_not_depend_on_the_rotation_of_frames_about_their_axes(monkey
     for name in ("energy", "force", "virial"):
         scale = float(before[name].abs().max())
         torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-11 * scale)
-
-
-@pytest.mark.parametrize(("lmax", "kmax"), [(1, 0), (2, 1), (3, 1), (2, 2)])
-def test_coefficients_come_back_from_a_grid_of_rotations(lmax, kmax):
-    to_grid, from_grid = rotation_grid(lmax, kmax)
-    there = np.abs(to_grid).max(0) > 1e-9  # a frame beyond its degree is none
-    expected = np.diag(there.astype(float))
-    np.testing.assert_allclose(from_grid @ to_grid, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("lmax", "mmax"), [(2, 2), (3, 1)])

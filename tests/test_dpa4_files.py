@@ -1,8 +1,6 @@
 """Files of models dpa4: DeePMD-kit's checkpoints and trees, read and written."""
 
 import json
-import shutil
-from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interop.deepmd_pt import write_deepmd_pt
-from deepmd_ema.interop.dp import read_dp, rewrite_bias
+from deepmd_ema.interop.dp import read_dp
 from deepmd_ema.interop.tree_files import read_tree, write_tree
 from deepmd_ema.interop.trees.dpa4 import DPA4Tree
 from deepmd_ema.model.build import build_model
@@ -123,18 +121,6 @@ def test_arrays_that_follow_from_options_are_written_as_deepmd_kit_writes_them(t
             torch.testing.assert_close(ours[key], tensor, rtol=1e-15, atol=0, msg=key)
 
 
-def test_a_model_that_was_copied_and_converted_has_a_version_of_its_own():
-    _, model = made()
-    copy = deepcopy(model).float().double()
-    latest = evaluate(copy, ATOMS)["energy"]
-    copy.descriptor.version_tensor.fill_(1.0)
-    first = evaluate(copy, ATOMS)["energy"]
-    assert np.abs(first - latest).max() > 0
-    np.testing.assert_array_equal(evaluate(model.float().double(), ATOMS)["energy"], latest)
-    model.descriptor.version_tensor.fill_(1.0)
-    np.testing.assert_array_equal(evaluate(model, ATOMS)["energy"], first)
-
-
 def test_a_checkpoint_of_before_versions_is_of_the_first(tmp_path):
     config, model = made()
     write_deepmd_pt(tmp_path / "a.pt", {"": (config, model, {})})
@@ -142,20 +128,6 @@ def test_a_checkpoint_of_before_versions_is_of_the_first(tmp_path):
     del payload["model"]["model.Default.atomic_model.descriptor.version_tensor"]
     torch.save(payload, tmp_path / "b.pt")
     assert float(load_model(tmp_path / "b.pt").model.descriptor.version_tensor) == 1.0
-
-
-def test_arrays_that_a_model_does_not_have_are_named(tmp_path):
-    config, model = made()
-    write_deepmd_pt(tmp_path / "a.pt", {"": (config, model, {})})
-    payload = torch.load(tmp_path / "a.pt", weights_only=True)
-    place = "model.Default.atomic_model.descriptor.blocks.0.so2_conv.so2_linears.0"
-    payload["model"][f"{place}.A_m0"] = torch.ones(2, 2)
-    del payload["model"][f"{place}.weight_m0"]
-    torch.save(payload, tmp_path / "b.pt")
-    with pytest.raises(CheckpointError) as refused:
-        load_model(tmp_path / "b.pt")
-    assert "missing: atomic_model.descriptor.blocks.0.so2_conv.so2_linears.0.weight_m0" in str(refused.value)
-    assert "not of this model: atomic_model.descriptor.blocks.0.so2_conv.so2_linears.0.A_m0" in str(refused.value)
 
 
 @pytest.mark.parametrize(("change", "phrase"), [
@@ -172,28 +144,6 @@ def test_what_a_tree_of_deepmd_kit_may_have_beside_is_refused(tmp_path, change, 
     write_tree(tmp_path / "b.dp", tree)
     with pytest.raises(CheckpointError, match=phrase):
         read_dp(tmp_path / "b.dp")
-
-
-def test_the_energies_of_elements_in_a_file_can_be_changed(tmp_path):
-    config, model = made()
-    write_dp(tmp_path / "a.dp", model, config)
-    shutil.copy(tmp_path / "a.dp", tmp_path / "b.dp")
-    rewrite_bias(tmp_path / "b.dp", tmp_path / "b.dp", np.array([1.0, 2.0, 3.0]), None, {})
-    assert read_dp(tmp_path / "b.dp")[1].out_bias.flatten().tolist() == [1.0, 2.0, 3.0]
-
-
-def test_models_of_several_tasks_are_in_one_checkpoint(tmp_path):
-    fitting = {"dim_case_embd": 2, "case_film_embd": True}
-    config, first = made(None, fitting)
-    _, second = made(None, fitting)
-    for index, model in enumerate((first, second)):
-        model.fitting.set_case(index)
-    models = {name: (config, model, {}) for name, model in (("a", first), ("b", second))}
-    write_deepmd_pt(tmp_path / "a.pt", models)
-    for name, model in (("a", first), ("b", second)):
-        loaded = load_model(tmp_path / "a.pt", head=name)
-        assert_same_weights(loaded.model, model)
-    assert not np.array_equal(*(evaluate(model, ATOMS)["energy"] for model in (first, second)))
 
 
 @pytest.mark.parametrize("case", CASES)

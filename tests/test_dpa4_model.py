@@ -7,7 +7,6 @@ from toy_models import TABLE
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.model.build import build_model
 from deepmd_ema.training.modes import contexts_of_products
 
 SMALL = {"channels": 8, "n_blocks": 1, "lmax": 1, "mixing_layers": 1, "rcut": 4.0}
@@ -31,11 +30,6 @@ def test_parts_of_another_type_are_refused():
     text = str(refused.value)
     assert 'model.descriptor.type = "se_atten": unknown. Known: dpa4.' in text
     assert 'model.fitting_net.type = "ener": unknown.' in text
-
-
-def test_a_table_is_for_other_models():
-    with pytest.raises(ConfigError, match=r"model\.use_srtab: unknown key here\. It belongs to type standard"):
-        model_config_from_dict(section(use_srtab="table.txt"))
 
 
 def test_its_switches_hold_for_the_run():
@@ -93,16 +87,6 @@ def test_a_mistake_in_such_a_sum_has_its_place(changes, phrase):
     assert phrase in str(refused.value)
 
 
-def test_pairs_that_the_descriptor_excludes_are_excluded_in_the_model():
-    excluded = {**SMALL, "exclude_types": [[0, 1]]}
-    assert model_config_from_dict(section(descriptor=excluded)).pair_exclude_types == [[0, 1]]
-    assert model_config_from_dict(section(descriptor=excluded, pair_exclude_types=[[1, 0]]))
-    with pytest.raises(
-        ConfigError, match=r"model\.descriptor\.exclude_types = \[\[0, 1\]\]: model\.pair_exclude_types"
-    ):
-        model_config_from_dict(section(descriptor=excluded, pair_exclude_types=[[0, 0]]))
-
-
 def test_bfloat16_is_for_gpus_and_a_run_on_a_cpu_says_so(caplog):
     caplog.set_level("INFO")
 
@@ -132,17 +116,6 @@ def test_bfloat16_is_for_gpus_and_a_run_on_a_cpu_says_so(caplog):
     by_default = config_from_dict(spoiled({"model": section()}))
     assert by_default.model.descriptor.use_amp
     assert said(by_default, "cpu") == []
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_validations_are_in_bfloat16_on_a_gpu_if_requested(device):
-    for amp_infer in (False, True):
-        values = spoiled({"model": section(), "validating.amp_infer": amp_infer})
-        config = config_from_dict(values)
-        model = build_model(config.model)
-        with contexts_of_products(config, model, torch.device(device))[1]():
-            assert model.descriptor.infers_in_bfloat16 == (amp_infer and device == "cuda")
-        assert not model.descriptor.infers_in_bfloat16
 
 
 def test_a_standard_model_of_its_parts_is_the_model():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, toy_atoms, toy_model
 
-from deepmd_ema.batch import PackedLayout
 from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.distributed.world import World
@@ -57,17 +56,6 @@ def test_filling_changes_no_prediction_and_no_gradient(kind, up):
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_frame_and_atomic_parameters_are_filled_up_too():
-    _, model = toy_model("se_e2_r", fitting_changes={"neuron": [4], "numb_fparam": 2, "numb_aparam": 1})
-    types = (0, 1, 2, 1)
-    batch = batch_with(model, [(types, None)], fparam=np.array([0.3, 0.7]), aparam=np.arange(4.0)[:, None])
-    filled = fill(batch, model.layout)
-    for found, expected in zip(
-        outputs_and_gradients(model, filled.batch, filled.take), outputs_and_gradients(model, batch), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", BATCHES)
 def test_no_size_is_0_or_1_and_the_filled_batch_is_a_batch(name):
     _, model = toy_model("se_e2_a")
@@ -86,15 +74,6 @@ def test_no_size_is_0_or_1_and_the_filled_batch_is_a_batch(name):
     assert filled.coord.shape == (num_atoms, 3)
     assert filled.vector.shape == (*filled.neighbor.shape, 3) == (num_atoms, sum(filled.slots), 3)
     assert int(filled.occupied.sum()) == int(batch.occupied.sum())
-
-
-def test_added_atoms_are_of_the_types_of_which_rounding_adds_some_anyway():
-    _, model = toy_model("se_e2_a")
-    batch = batch_with(model, [((0,) * 4 + (1,) * 3, TRICLINIC)])
-    assert batch.type_counts == (4, 3, 0)
-    assert fill(batch, model.layout, to_half_octave).batch.type_counts == (4, 3, 2)
-    full = batch_with(model, [((0,) * 8 + (1,) * 4 + (2,) * 6, TRICLINIC)])
-    assert fill(full, model.layout, to_half_octave).batch.type_counts == (8, 6, 6)
 
 
 def labelled(batch, names, seed=5):
@@ -161,41 +140,8 @@ def test_a_batch_with_second_derivatives_as_a_label_is_not_padded():
     assert list(fill(batch, model.layout).batch.labels) == ["energy"]
 
 
-def test_few_layouts_occur_of_batches_padded_to_half_octaves():
-    _, model = toy_model("se_e2_a")
-    plain = [batch_with(model, [((0, 1) * n, TRICLINIC), ((0, 2, 1), None)], seed=n) for n in range(9, 17)]
-    layouts = [
-        {PackedLayout.of(b) for b in batches}
-        for batches in (plain, [pad(b, model.layout, to_half_octave) for b in plain])
-    ]
-    assert len(layouts[0]) == 8
-    assert len(layouts[1]) <= 3
-
-
-def test_primes_are_all_different_and_not_those_taken():
-    up = to_prime({7})
-    assert [up(n) for n in (0, 2, 6, 12, 12, 100)] == [5, 11, 13, 17, 19, 101]
-
-
 def test_half_octaves_are_few_and_not_smaller():
     found = [to_half_octave(n) for n in range(1, 1000)]
     assert all(n <= m <= max(2, 1.5 * n) for n, m in zip(range(1, 1000), found))
     assert sorted(set(found))[:8] == [2, 3, 4, 6, 8, 12, 16, 24]
     assert len(set(found)) == 19
-
-
-@pytest.mark.parametrize("kind", ["se_e2_a", "dpa3"])
-def test_filling_reads_no_number_and_makes_no_tensor_elsewhere(kind):
-    """Tensors without numbers stand for those of a GPU: reading one, or one of the CPU beside them, is an error."""
-    _, model = toy_model(kind)
-    batch = batch_with(model, BATCHES["several"]).to(torch.device("meta"))
-    filled = fill(batch, model.layout)
-    tensors = [v for f in fields(filled.batch) if isinstance(v := getattr(filled.batch, f.name), torch.Tensor)]
-    assert {tensor.device.type for tensor in (*tensors, filled.rows)} == {"meta"}
-
-
-def test_sizes_of_graphs_grow_by_an_eighth_at_most_and_are_few():
-    rounded = [to_eighth(n) for n in range(1, 2000)]
-    assert rounded[:18] == [2, 2, *range(3, 17), 18, 18]
-    assert all(n <= up <= 9 * n / 8 for n, up in zip(range(2, 2000), rounded[1:], strict=True))
-    assert len(set(rounded)) < 75

@@ -10,9 +10,8 @@ import torch
 from helpers import assert_same, open_data, tiny_input, toy_frame, toy_hessian, toy_labels, write_system
 
 from deepmd_ema.cli import main
-from deepmd_ema.config import load_config
 from deepmd_ema.data.check.scan import scan_system
-from deepmd_ema.errors import ConfigError, DataError
+from deepmd_ema.errors import DataError
 from deepmd_ema.infer.evaluate import measure
 
 LABELS = ("energy", "force", "virial", "hessian")
@@ -48,19 +47,6 @@ def test_hessians_of_npy_folders_are_those_of_the_real_atoms(data, name):
     chunk = next(source.chunks(["hessian"]))
     natoms = 5 if name == "cell" else 6
     assert chunk.arrays["hessian"].shape == (source.num_frames, 3 * natoms, 3 * natoms)
-
-
-def test_hessians_of_hdf5(data, tmp_path):
-    h5py = pytest.importorskip("h5py")
-    with h5py.File(tmp_path / "a.hdf5", "w") as file:
-        for path in (data / "cell").rglob("*"):
-            name = str(path.relative_to(data / "cell"))
-            if path.suffix == ".npy":
-                file[name] = np.load(path)
-            elif path.suffix == ".raw":
-                values = path.read_text().split()
-                file[name] = np.array(values, "S") if "map" in name else np.array(values, int)
-    assert_hessians(open_data([str(tmp_path / "a.hdf5")], ["O", "H"], LABELS)[0])
 
 
 def test_hessians_of_lmdb_with_a_virtual_atom(tmp_path):
@@ -161,9 +147,3 @@ def test_data_without_any_hessian_are_reported(data, tmp_path, monkeypatch, caps
     row = (tmp_path / "lcurve.out").read_text().splitlines()
     assert "rmse_h" in row[0]
     assert "nan" in row[1]
-
-
-def test_the_kalman_filter_does_not_fit_hessians(data, tmp_path):
-    (tmp_path / "input.json").write_text(json.dumps(tiny_input([data / "cell"], **WEIGHTS, optimizer={"type": "LKF"})))
-    with pytest.raises(ConfigError, match=r"loss.start_pref_h = 5: LKF fits energies and forces only"):
-        load_config(tmp_path / "input.json")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
-import sys
 
 import numpy as np
 import pytest
 from helpers import toy_frame
 from infer_models import write_run
 
-from deepmd_ema import geometry
 from deepmd_ema.errors import UserError
 from deepmd_ema.infer.potential import Potential
 
@@ -69,37 +66,10 @@ def test_energy_is_kept_in_nve_dynamics(atoms):
     assert drifts[1] < 0.35 * drifts[0]
 
 
-@pytest.mark.parametrize("periodic", [True, False])
-def test_kept_neighbors_give_the_forces_of_fresh_ones(potential, periodic, monkeypatch):
-    """The cell is smaller than the cutoff, so that images of atoms come and go."""
-    rng = np.random.default_rng(8)
-    coord, types, box = toy_frame(rng, 6)
-    box = box * 0.8
-    assert np.linalg.norm(box, axis=1).min() < potential.rcut
-    atoms = ase.Atoms(["OH"[t] for t in types], 0.8 * coord, cell=box, pbc=periodic, calculator=DP(potential, skin=0.8))
-    atoms.set_velocities(rng.normal(scale=0.15, size=coord.shape))
-    dynamics, searches = verlet.VelocityVerlet(atoms, 1.0 * units.fs), []
-    plain = geometry._search
-    monkeypatch.setattr(geometry, "_search", lambda *words, **more: searches.append(1) or plain(*words, **more))
-    for _ in range(40):
-        dynamics.run(1)
-        fresh = potential.evaluate(atoms.positions, atoms.get_chemical_symbols(), box if periodic else None)
-        np.testing.assert_allclose(atoms.get_forces(), fresh.force[0], rtol=0, atol=1e-12)
-        assert atoms.get_potential_energy() == pytest.approx(fresh.energy[0], abs=1e-12)
-    assert 42 <= len(searches) <= 60  # 40 of them fresh
-
-
 def test_a_skin_that_is_no_length_is_refused(potential):
     for skin in (-1.0, math.nan, math.inf):
         with pytest.raises(UserError, match=r"skin = .*expected a length in angstrom"):
             DP(potential, skin=skin)
-
-
-def test_nothing_is_computed_twice(atoms, monkeypatch):
-    atoms.get_potential_energy()
-    monkeypatch.setattr(Potential, "evaluate", lambda *_, **__: pytest.fail("computed again"))
-    atoms.get_forces()
-    atoms.get_stress()
 
 
 @pytest.mark.parametrize(
@@ -143,16 +113,6 @@ def test_an_element_that_the_model_does_not_know_is_named(atoms):
         atoms.get_potential_energy()
 
 
-def test_parameters_may_be_changed(tmp_path, atoms):
-    path, _ = write_run(tmp_path, model__fitting_net__numb_fparam=1)
-    atoms.calc = DP(path, fparam=[0.3])
-    first = atoms.get_potential_energy()
-    atoms.calc.set(fparam=[0.6])
-    assert abs(atoms.get_potential_energy() - first) > 1e-6
-    atoms.calc.set(fparam=[0.3])
-    assert atoms.get_potential_energy() == first
-
-
 def test_parameters_are_taken_from_info(tmp_path, atoms):
     """`atoms.info["fparam"]`, which DeePMD-kit's calculator reads, was ignored."""
     path, _ = write_run(tmp_path, model__fitting_net__numb_fparam=1, model__fitting_net__numb_aparam=2)
@@ -166,18 +126,6 @@ def test_parameters_are_taken_from_info(tmp_path, atoms):
     assert abs(atoms.get_potential_energy() - first) > 1e-6
     atoms.calc.set(fparam=[0.3])
     assert atoms.get_potential_energy() == first
-
-
-def test_a_model_without_its_parameters_says_where_to_put_them(tmp_path, atoms, potential):
-    path, _ = write_run(tmp_path, model__fitting_net__numb_fparam=1)
-    atoms.calc = DP(path)
-    with pytest.raises(
-        UserError, match=r'fparam: this model needs 1 number per frame. Set atoms.info\["fparam"\], or give'
-    ):
-        atoms.get_potential_energy()
-    atoms.calc = DP(potential)
-    atoms.info["fparam"] = [0.3]  # a file may carry it, and this model takes none
-    assert np.isfinite(atoms.get_potential_energy())
 
 
 def test_what_the_model_was_not_trained_for_is_said_once(tmp_path, atoms, caplog):
@@ -213,16 +161,3 @@ def test_an_atom_that_has_left_the_others_is_reported_once(tmp_path, caplog):
     crystal.calc = DP(path, device="cpu")
     crystal.get_potential_energy()
     assert not caplog.records
-
-
-def test_a_parameter_that_ase_would_take_and_never_look_at_is_refused(potential):
-    for name in ("heads", "type_dict"):
-        with pytest.raises(UserError, match=f"{name}: models take no such parameter. Known: fparam, aparam"):
-            DP(potential, **{name: "water"})
-
-
-def test_without_ase_the_import_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ase.calculators.calculator", None)
-    monkeypatch.delitem(sys.modules, "deepmd_ema.calculator")
-    with pytest.raises(ModuleNotFoundError, match=r"deepmd_ema.calculator needs ASE: pip install 'dp-ema\[ase\]'"):
-        importlib.import_module("deepmd_ema.calculator")

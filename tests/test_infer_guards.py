@@ -57,18 +57,6 @@ def test_a_potential_that_was_used_can_be_copied(descriptor, make):
     same(potential.evaluate(*frame, kept=kept), known)
 
 
-def test_a_calculator_can_be_pickled(path, frames):
-    ase = pytest.importorskip("ase")
-    calculator = pytest.importorskip("deepmd_ema.calculator").DP(path, device="cpu")
-    coord, types, box = frames[0]
-    atoms = ase.Atoms(["OH"[t] for t in types], coord, cell=box, pbc=True, calculator=calculator)
-    known = atoms.get_forces()
-    for make in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
-        other = atoms.copy()
-        other.calc = make(calculator)
-        np.testing.assert_array_equal(other.get_forces(), known)
-
-
 MODES = {
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu"),
@@ -85,29 +73,6 @@ def test_modes_of_torch_change_nothing(path, frames, mode):
         same(inside.evaluate(*frames[0]), known)
         same(outside.evaluate(*frames[0]), known)
     same(inside.evaluate(*frames[0]), known)
-
-
-def test_threads_with_one_calculator_get_the_results_of_their_own_atoms(path, frames, monkeypatch):
-    """Atoms of one thread was beside results of another."""
-    ase = pytest.importorskip("ase")
-    calculator = pytest.importorskip("deepmd_ema.calculator").DP(path, device="cpu")
-    both = [ase.Atoms(["OH"[t] for t in types], coord, cell=box, pbc=True, calculator=calculator)
-            for coord, types, box in frames[:2]]  # fmt: skip
-    known = [Potential(path, device="cpu").evaluate(*frame).energy[0] for frame in frames[:2]]
-    other = threading.Thread(target=both[1].get_potential_energy)
-    plain = Potential.evaluate
-
-    def interrupted(*arguments, **more):
-        if other.ident is None:
-            other.start()
-            other.join(0.5)  # without a lock it ends, with one it waits
-        return plain(*arguments, **more)
-
-    monkeypatch.setattr(Potential, "evaluate", interrupted)
-    assert both[0].get_potential_energy() == pytest.approx(known[0], abs=1e-4)
-    other.join()
-    assert both[1].get_potential_energy() == pytest.approx(known[1], abs=1e-4)
-    assert abs(known[0] - known[1]) > 1e-3
 
 
 @pytest.mark.parametrize("interpolate", ["always", "never"])

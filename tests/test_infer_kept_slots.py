@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 from helpers import toy_frame
@@ -61,18 +59,6 @@ def searches(monkeypatch):
     return lambda: sum(rcut > 4.0 for rcut in made)
 
 
-def test_atoms_that_move_far_and_cross_the_cell_have_the_results_of_a_search(potential, searches):
-    rng = np.random.default_rng(3)
-    coord, types, box = toy_frame(rng, NATOMS)
-    kept, velocity = KeptPairs(0.8), rng.normal(scale=0.05, size=coord.shape)
-    for step in range(60):
-        wrapped = coord if step < 30 else (coord @ np.linalg.inv(box) % 1.0) @ box
-        compare(potential, kept, wrapped, types, box)
-        coord = coord + velocity
-    assert 3 < searches() < 40
-    assert np.abs(60 * velocity).max() > 3.0
-
-
 def test_whatever_changes_between_two_frames_is_noticed(potential):
     rng = np.random.default_rng(4)
     coord, types, box = toy_frame(rng, NATOMS)
@@ -93,17 +79,6 @@ def test_whatever_changes_between_two_frames_is_noticed(potential):
     compare(potential, kept, coord, types, 0.6 * box)  # smaller than the cutoff: atoms see their images
 
 
-def test_parameters_are_those_of_each_frame(tmp_path):
-    numbers = {"model__fitting_net__numb_fparam": 1, "model__fitting_net__numb_aparam": 2}
-    potential = Potential(write_run(tmp_path, **numbers)[0], device="cpu")
-    rng = np.random.default_rng(5)
-    coord, types, box = toy_frame(rng, NATOMS)
-    kept = KeptPairs(1.0)
-    for _ in range(2):
-        aparam, fparam = rng.normal(size=(NATOMS, 2)), rng.normal(size=1)
-        compare(potential, kept, coord, rng.permutation(types), box, fparam=fparam, aparam=aparam)
-
-
 def test_potentials_and_lists_do_not_disturb_each_other(potential, searches):
     """The images of a band have calculators of their own with one potential."""
     rng = np.random.default_rng(6)
@@ -117,11 +92,3 @@ def test_potentials_and_lists_do_not_disturb_each_other(potential, searches):
     lists.clear()
     del kept
     assert not potential._moving
-
-
-def test_too_many_neighbors_are_reported_and_the_farthest_left_out(tmp_path, caplog):
-    potential = Potential(write_run(tmp_path, **DESCRIPTORS["few_slots"])[0], device="cpu")
-    coord, types, box = toy_frame(np.random.default_rng(3), NATOMS)
-    with caplog.at_level(logging.WARNING):
-        potential.evaluate(coord, types, box, kept=KeptPairs(1.0))
-    assert "the farthest are dropped" in caplog.text

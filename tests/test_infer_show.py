@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from infer_models import write_run
 from kept_runs import write_kept_run
 
-from deepmd_ema import checkpoint, cli
+from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.infer.load import Provenance, load_model
+from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.show import describe
 from deepmd_ema.interop.freeze import freeze
 
@@ -57,13 +56,6 @@ def test_a_training_checkpoint_is_described(run):
     assert "20 steps" in row(text, "run")
 
 
-def test_an_averaged_file_is_described(run):
-    text = describe(run[1])
-    assert text.splitlines()[0].startswith(f"{run[1]}: averaged weights of dp-ema 0")
-    assert row(text, "weights") == "average ema: decay 0.99, 7 updates, looks back 4.5 steps on average, step 7"
-    assert "restart" not in text
-
-
 def test_a_frozen_file_is_described(run, tmp_path):
     text = describe(freeze(load_model(run[0], use_average=True), tmp_path / "m.dp").path)
     assert "frozen model of dp-ema 0" in text
@@ -80,13 +72,6 @@ def test_the_whole_config_is_json_that_describes_the_run(run, capsys):
     assert config_from_dict(values).training.numb_steps == 20
 
 
-def test_a_config_of_another_version_does_not_hide_the_rest(run, tmp_path):
-    payload = checkpoint.load(run[0])
-    payload["config"]["training"]["option_of_the_future"] = 1
-    checkpoint.save(tmp_path / "model.ckpt-7.pt", payload)
-    assert row(describe(tmp_path / "model.ckpt-7.pt"), "elements") == "O H"
-
-
 def test_a_file_that_is_no_model_is_refused(tmp_path, run, capsys):
     for name, content in (("x.pt", b""), ("y.pt", b"hello"), ("z.dp", b"hello"), ("w.yaml", b"a: 1\n")):
         (tmp_path / name).write_bytes(content)
@@ -97,10 +82,3 @@ def test_a_file_that_is_no_model_is_refused(tmp_path, run, capsys):
     (tmp_path / "t.pt").write_bytes(run[0].read_bytes()[:2000])
     with pytest.raises(CheckpointError, match=r"t.pt: damaged"):
         describe(tmp_path / "t.pt")
-
-
-def test_large_numbers_of_an_average_have_separators():
-    facts = {"type": "swa", "updates": 20000, "mean_age": 9999.5}
-    info = Provenance(Path("m.pt"), "average", "flat", 20000, facts)
-    words = "equal weights, 20,000 updates, looks back 9,999.5 steps on average"
-    assert info.describe() == f"averaged weights (flat) of step 20,000: {words}"

@@ -15,19 +15,15 @@ from test_train import load, start  # noqa: F401  (a fixture)
 from toy_models import batch_of, model_section, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict
-from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.distributed.world import World
 from deepmd_ema.infer.evaluate import measure
-from deepmd_ema.model.compiler import Compiler
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.series import (
     MAX_ERROR,
     MAX_TERMS,
     MIN_TERMS,
-    MULTIPLE,
 )
-from deepmd_ema.model.interpolation.sums import DirectSum
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.layers import Network
 from deepmd_ema.model.tabulated import interpolations_of
@@ -44,52 +40,6 @@ def net_of(activation="tanh", dtype=torch.float64, steep=1.0):
     with torch.no_grad():
         net.layers[0].weight *= steep
     return net
-
-
-def in_series(net, terms, left, s):
-    interpolation = Interpolation("always", torch.float64)
-    interpolation.use(terms)
-    interpolation.max_error = 1e9
-    return interpolation(left, s, net)
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def sums_and_gradients(value, grads, net):
-    """Return sums, both gradients of a function of them, and the gradient of a function of all of that by weights."""
-    total = sum(part.square().sum() for part in (value, *grads))
-    return [value, *grads, *torch.autograd.grad(total, list(net.parameters()))]
-
-
-def differences(terms, net):
-    left, s, grad = drawn(5, 40, 4), 3 * drawn(5, 40, seed=1), drawn(5, 4, 8, seed=2)
-    found = in_series(net, terms, left, s)
-    value, slope = net.value_and_derivative(s[..., None])
-    summed = torch.einsum("akc,akm->acm", left, value)
-    of_left = torch.einsum("acm,akm->akc", grad, value)
-    of_s = torch.einsum("acm,akc,akm->ak", grad, left, slope)
-    on_pairs = sums_and_gradients(summed, (of_left, of_s), net)
-    pairs = zip(sums_and_gradients(found.value, found.vjp(grad), net), on_pairs, strict=True)
-    return [float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs]
-
-
-def test_sums_their_gradients_and_those_by_the_weights_are_those_of_the_net():
-    assert max(differences(64, net_of())) < 1e-11
-
-
-def test_nets_in_float32_lose_no_more_than_their_rounding():
-    """Beside the same weights in float64: the coefficients are computed in float64."""
-    left, s = drawn(5, 40, 4), 3 * drawn(5, 40, seed=1)
-    narrow = net_of(dtype=torch.float32)
-    wide = net_of()
-    wide.load_state_dict({name: value.double() for name, value in narrow.state_dict().items()})
-    exact = torch.einsum("akc,akm->acm", left, wide(s[..., None]))
-    direct = torch.einsum("akc,akm->acm", left.float(), narrow(s[..., None].float()))
-    found = in_series(narrow, 64, left.float(), s.float()).value
-    assert found.dtype == torch.float32
-    assert (found - exact).abs().max() < 3 * (direct - exact).abs().max()
 
 
 def one_batch(model, natoms=40, seed=1):
@@ -168,19 +118,6 @@ def slopes_of(found):
     return torch.stack([found.vjp(row.expand(len(found.value), 1, -1))[1][:, 0] for row in rows], 1)
 
 
-def test_a_net_that_hardly_depends_on_the_distance_is_evaluated_at_each_pair():
-    """Its derivative is small beside the rounding of its values, which a series amplifies."""
-    net = net_of()
-    with torch.no_grad():
-        net.layers[0].weight *= 1e-9
-    left, s, interpolation = drawn(5, 40, 4), 3 * drawn(5, 40, seed=1), Interpolation("always", torch.float64)
-    interpolation.use(40)
-    found, expected = interpolation(left, s, net), DirectSum(left, s, net, None)
-    grad = drawn(5, 4, 8, seed=2)
-    assert isinstance(found, DirectSum)
-    assert torch.equal(found.vjp(grad)[1], expected.vjp(grad)[1])
-
-
 def test_terms_are_added_when_a_net_gets_steeper_and_taken_away_when_it_is_smooth_again():
     interpolation, control, batch = controlled(choice="always")
     model: EnergyModel = control.models.by_task[""]
@@ -197,39 +134,12 @@ def test_terms_are_added_when_a_net_gets_steeper_and_taken_away_when_it_is_smoot
     assert first == seen[1] < seen[0]
 
 
-def test_a_compiled_run_takes_half_as_many_terms_more_at_once_and_none_fewer():
-    """Each number of terms needs a graph of its own."""
-    interpolation, control, _ = controlled(choice="always")
-    control.models.compiler = Compiler(CompileConfig(backend="eager"))
-    before = interpolation.terms
-    interpolation.needed = before + MULTIPLE
-    control.before_step(1)
-    longer = interpolation.terms
-    assert 1.5 * before <= longer < 1.5 * before + MULTIPLE
-    interpolation.needed = before
-    control.before_step(2)
-    assert interpolation.terms == longer
-    interpolation.needed = MAX_TERMS + MULTIPLE
-    control.before_step(3)
-    assert interpolation.terms == 0
-
-
 def test_a_net_with_a_kink_is_evaluated_directly_with_a_warning(caplog):
     interpolation, control, _ = controlled(activation="relu", choice="always")
     assert interpolation.terms == 0
     assert "the network is not smooth" in caplog.text
     assert control.describe() == "evaluated for each pair of atoms"
     control.before_step(1000)
-    assert interpolation.terms == 0
-
-
-def test_a_net_that_gets_a_kink_is_evaluated_directly_before_a_check_says_so():
-    interpolation, control, batch = controlled(choice="always")
-    model: EnergyModel = control.models.by_task[""]
-    with torch.no_grad():
-        model.descriptor.embeddings[0].layers[0].weight *= 1000
-    assert error_of_forces(model, batch) < 3e-9
-    control.before_step(1)
     assert interpolation.terms == 0
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_interpolation import CELL, net_of, one_batch
+from test_interpolation import CELL, one_batch
 from toy_models import toy_atoms, toy_model
 
 from deepmd_ema import Potential
 from deepmd_ema.infer.load import LoadedModel, Provenance
 from deepmd_ema.model.interpolation.interpolation import Interpolation
 from deepmd_ema.model.interpolation.series import MAX_ERROR
-from deepmd_ema.model.interpolation.tables import MARGIN, Tables, make_table
+from deepmd_ema.model.interpolation.tables import MARGIN
 from deepmd_ema.model.tabulated import interpolations_of, tabulate
 
 pytestmark = pytest.mark.timeout(120)
@@ -28,11 +28,6 @@ WITH_TABLES = [
     "se_atten_interpolated_strip",
     "dpa2_interpolated",
 ]
-FLOAT64 = torch.zeros(0, dtype=torch.float64)
-
-
-def table_of(net, low=-1.0, high=9.0):
-    return make_table(net, None, low, high, torch.float64, FLOAT64, FLOAT64)
 
 
 def evaluated(name, nearest):
@@ -64,27 +59,6 @@ def test_energies_and_forces_from_tables_are_those_of_the_nets_also_of_pairs_tha
         assert (tables[key] - value).abs().max() < 1e-11 * value.abs().max(), key
     assert made
     assert all(series.error <= MAX_ERROR[torch.float64] / MARGIN for series in made)
-
-
-def test_a_net_that_is_steep_or_has_a_kink_is_evaluated_at_each_pair():
-    left, s = torch.randn(3, 4, 2, dtype=torch.float64), 3 * torch.rand(3, 4, dtype=torch.float64)
-    for net in (net_of("relu"), net_of(steep=2000)):
-        assert table_of(net, -9.0).series is None
-        net.requires_grad_(False)
-        found = Tables(-9.0, 9.0, torch.float64).sum(left, s, net, None, 0)
-        expected = torch.einsum("akc,akm->acm", left, net(s[..., None]))
-        torch.testing.assert_close(found.value, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_hessians_from_tables_are_those_of_the_nets():
-    _, model = toy_model("se_e2_a_interpolated")
-    model.eval()
-    batch = one_batch(model, natoms=6)
-    model.descriptor.interpolation.use(0)
-    expected = model(batch, need_hessian=True)["hessian"]
-    tabulate(model)
-    found = model(batch, need_hessian=True)["hessian"]
-    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("nearest", [None, 2.5])

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from flat_batches import flat_batch, predicted, random_frame
 
 from deepmd_ema.config.labels import LABELS
@@ -110,15 +109,6 @@ def test_a_label_that_no_frame_has_shows_nan_and_gives_no_gradient(name):
             assert not guess[name].grad.any()
 
 
-def test_default_pf_gives_atoms_without_a_weight_the_weight_one():
-    rng = np.random.default_rng(4)
-    weighted = random_frame(rng, 3, atom_pref=np.ones(3))
-    plain = {name: value for name, value in weighted.items() if name != "atom_pref"}
-    guess = [weighted | {"force": weighted["force"] + 0.3}]
-    config = Config(start_pref_pf=2, limit_pref_pf=2, use_default_pf=True)
-    assert compute(config, [plain], guess) == compute(config, [weighted], guess)
-
-
 def prefactors(loss, rate):
     return dict(zip(loss.terms, loss.prefactors(rate).tolist()))
 
@@ -128,32 +118,6 @@ def test_weights_go_from_start_to_limit_with_the_learning_rate():
     assert prefactors(loss, 2e-3) == pytest.approx({"e": 0.02, "f": 1000})
     assert prefactors(loss, 1e-3) == pytest.approx({"e": 0.51, "f": 500.5})
     assert prefactors(loss, 0) == pytest.approx({"e": 1, "f": 1})
-
-
-@pytest.mark.parametrize("options", [{}, {"loss_func": "mae"}, {"use_huber": True}])
-def test_a_learning_rate_on_the_device_gives_the_bits_of_a_number(options):
-    frames = [random_frame(np.random.default_rng(7), n) for n in (3, 5)]
-    batch = flat_batch(frames)
-    guess = predicted([random_frame(np.random.default_rng(8), n) for n in (3, 5)], batch)
-    loss = EnergyLoss(Config(**ALL, **options), 3e-3, World())
-    total, shown = loss(guess, batch, 1.7e-4)
-    same_total, same_shown = loss(guess, batch, torch.tensor(1.7e-4, dtype=torch.float64))
-    assert torch.equal(total, same_total)
-    assert all(torch.equal(shown[name], same_shown[name]) for name in shown)
-
-
-@pytest.mark.parametrize("options", [{}, {"loss_func": "mae"}, {"use_huber": True}, {"intensive_ener_virial": True}])
-def test_frames_that_are_far_off_and_have_no_label_change_no_bit(options):
-    """As those with which a batch is filled up: predictions of them count with the weight 0."""
-    rng = np.random.default_rng(9)
-    labelled = [random_frame(rng, n) for n in (3, 5)]
-    guess = [random_frame(rng, n, types=f["types"]) for n, f in zip((3, 5), labelled)]
-    unlabelled, extra = random_frame(rng, 6, names=()), random_frame(rng, 6)
-    extra["types"] = unlabelled["types"]
-    config = Config(**{name: value for name, value in ALL.items() if not name.endswith("_h")}, **options)
-    once = compute(config, [*labelled, unlabelled], [*guess, extra])
-    extra["energy"], extra["force"] = extra["energy"] + 1e9, extra["force"] - 1e9
-    assert compute(config, [*labelled, unlabelled], [*guess, extra]) == once
 
 
 def test_a_term_is_there_when_its_start_or_its_limit_is_not_zero():
@@ -173,13 +137,3 @@ def test_a_length_of_force_error_of_zero_has_a_finite_gradient():
     total, _ = EnergyLoss(Config(loss_func="mae", f_use_norm=True), 1e-3, World())(guess, batch, 1e-3)
     total.backward()
     assert guess["force"].grad.isfinite().all()
-
-
-def test_displayed_values_are_detached():
-    frame = random_frame(np.random.default_rng(6), 3)
-    batch = flat_batch([frame])
-    guess = {k: v.requires_grad_() for k, v in predicted([frame], batch).items()}
-    total, shown = EnergyLoss(Config(**ALL), 1e-3, World())(guess, batch, 1e-3)
-    assert total.requires_grad
-    assert not any(value.requires_grad for value in shown.values())
-    assert all(isinstance(value, torch.Tensor) for value in shown.values())

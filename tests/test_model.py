@@ -11,12 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy_models import TRICLINIC, batch_of, evaluate, model_section, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict
-from deepmd_ema.errors import ConfigError, DataError
+from deepmd_ema.errors import DataError
 from deepmd_ema.model import energy
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.nn.activation import activation
-from deepmd_ema.model.nn.layers import Network
-from deepmd_ema.model.ops.cpu import moments
 from deepmd_ema.model.ops.operations import REFERENCE, with_operations
 
 SAME_MATH = 1e-12
@@ -57,22 +55,6 @@ def test_the_derivative_of_an_activation_function_is_its_derivative(name):
         torch.testing.assert_close(ours, second, rtol=1e-10, atol=1e-12)
 
 
-def test_an_unknown_activation_function_is_answered_with_the_known_ones():
-    with pytest.raises(ConfigError, match='activation_function = "tahn": expected one of tanh, relu'):
-        activation("tahn")
-
-
-def test_first_parameters_have_the_spread_of_deepmd_kit():
-    net = Network([200, 200], "tanh", timestep=True, dtype=torch.float64, seed=1)
-    (layer,) = net.layers
-    assert abs(layer.weight.std() * 400**0.5 - 1) < 0.02
-    assert abs(layer.bias.std() - 1) < 0.2
-    assert abs(layer.idt.mean() - 0.1) < 1e-3
-    assert 5e-4 < layer.idt.std() < 2e-3
-    single = Network([200, 200], "tanh", timestep=True, dtype=torch.float32, seed=1).layers[0]
-    assert torch.equal(single.weight, layer.weight.float())
-
-
 def loss_and_gradients(model, batch):
     model.zero_grad()
     out = model(batch, create_graph=True)
@@ -102,14 +84,6 @@ def test_attention_leaves_out_empty_slots_and_adds_what_they_are_worth(alike, sm
     assert_same(loss_and_gradients(model, batch), loss_and_gradients(with_operations(model, REFERENCE), batch))
 
 
-def test_the_size_of_the_portions_does_not_matter(monkeypatch):
-    _, model = toy_model()
-    batch = batch_of(model, (*toy_atoms(), TRICLINIC))
-    quick = loss_and_gradients(model, batch)
-    monkeypatch.setattr(moments, "NUMBERS_IN_CACHE", 7)
-    assert_same(quick, loss_and_gradients(model, batch))
-
-
 def test_pairs_excluded_in_the_descriptor_do_not_see_each_other():
     far, near = ([[0, 0, 0], [d, 0, 0]] for d in (3.9, 1.5))
     _, model = toy_model(descriptor_changes={"exclude_types": [[0, 1]]})
@@ -118,14 +92,6 @@ def test_pairs_excluded_in_the_descriptor_do_not_see_each_other():
         assert (abs(out).max() > 1e-4) == force, types
     # unlike pairs excluded in the whole model, they lose their place as an empty slot too
     assert evaluate(model, (near, [0, 1], None))["energy"] == evaluate(model, (far, [0, 1], None))["energy"]
-
-
-def test_atoms_of_an_excluded_type_have_no_energy_but_act_on_others():
-    _, model = toy_model(atom_exclude_types=[1])
-    out = evaluate(model, ([[0, 0, 0], [1.5, 0, 0]], [0, 1], None))
-    assert out["atom_energy"][1] == 0
-    assert out["atom_energy"][0] != 0
-    assert abs(out["force"][1]).max() > 1e-4
 
 
 def test_an_isolated_atom_has_the_energy_given_in_the_config():

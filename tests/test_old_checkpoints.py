@@ -53,13 +53,6 @@ def test_a_file_of_an_earlier_version_predicts_what_it_did(folder, name):
     assert_predicts_as_kept(folder / name, np.load(folder / "predictions.npz"))
 
 
-@pytest.mark.parametrize("folder", KEPT, ids=lambda p: p.name)
-def test_a_checkpoint_of_an_earlier_version_is_restarted(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    continue_run(folder, 6)
-    assert (tmp_path / "model_ema.ckpt-6.pt").exists()
-
-
 @pytest.mark.parametrize("folder", BANKS, ids=lambda p: p.name)
 def test_a_restart_from_an_earlier_version_continues_as_that_version_did(folder, tmp_path, monkeypatch):
     """Live weights and every average two steps later are those that the earlier version had there."""

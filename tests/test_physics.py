@@ -99,12 +99,6 @@ def test_velocity_verlet_keeps_the_energy_of_a_conservative_model():
     assert 0 < found.spread < 1e-3
 
 
-def test_forces_that_are_no_derivatives_spread_the_energy():
-    good = calm(PairModel(), line(0, 2.1, 4.2))
-    bad = calm(PairModel(excess=1.3), line(0, 2.1, 4.2))
-    assert bad.spread > 20 * good.spread
-
-
 def test_a_run_with_a_wall_lasts_and_one_with_a_hole_fails_with_its_reason():
     least = np.array([[1.2]])
     good = hot(PairModel(), line(0, 2.1, 4.2), least)
@@ -122,13 +116,6 @@ def test_a_model_without_a_finite_energy_ends_the_run():
     found = hot(PairModel(breaks), line(0, 2.1))
     assert found.failure == "no finite energy"
     assert math.isnan(calm(PairModel(breaks), line(0, 2.1)).drift)
-
-
-def test_an_element_without_a_mass_is_refused_by_name():
-    model = PairModel()
-    model.type_map = ("X1",)
-    with pytest.raises(UserError, match="X1 has no mass"):
-        physics_of(model, [line(0, 2.0)], PhysicsOptions(md_steps=5))
 
 
 # ---- scans

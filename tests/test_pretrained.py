@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,9 +12,8 @@ from helpers import tiny_input, write_system
 from infer_models import write_run
 
 from deepmd_ema import cli
-from deepmd_ema.errors import CheckpointError
 from deepmd_ema.interop import pretrained
-from deepmd_ema.interop.pretrained import PUBLISHED, PublishedModel, check_digest, download
+from deepmd_ema.interop.pretrained import PUBLISHED, PublishedModel, download
 
 
 @pytest.fixture
@@ -47,19 +45,6 @@ def test_a_file_with_the_name_of_a_model_and_other_content_is_refused_before_a_r
         err = capsys.readouterr().err
         assert f"DPA-3.1-3M.pt: has the name of the published model DPA-3.1-3M and another sha256: {digest}, exp" in err
         assert "a file of your own needs another name" in err
-
-
-def test_a_file_of_the_right_content_is_said_to_be_the_model(home, monkeypatch):
-    shutil.copy(write_run(home / "run")[0], home / "known.pt")
-    content = (home / "known.pt").read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    known = PublishedModel("known", "dpa3", "known.pt", ("https://x.org/known.pt",), digest)
-    monkeypatch.setattr(pretrained, "PUBLISHED", (known,))
-    assert check_digest(home / "known.pt") == "known"
-    assert check_digest(home / "unknown.pt") == ""
-    (home / "known.pt").write_bytes(content + b"0")
-    with pytest.raises(CheckpointError, match="Remove it and run `dp-ema pretrained known`"):
-        check_digest(home / "known.pt")
 
 
 # ---- downloads, from a server on this machine
@@ -122,13 +107,6 @@ def test_a_download_that_fails_is_one_line_and_leaves_nothing(server, capsys, ki
     assert f"Known-1M: cannot be downloaded (127.0.0.1:{server.server_port}: {reason}" in err
     assert "dp-ema: " in err.splitlines()[-1]
     assert list(pretrained.DOWNLOADS.iterdir()) == []
-
-
-def test_a_server_that_does_not_answer_is_one_line(server, home, monkeypatch, capsys):
-    model = PublishedModel("Known-1M", "se_e2_a", "known.pt", ("http://127.0.0.1:9/known.pt",), "0" * 64)
-    monkeypatch.setattr(pretrained, "PUBLISHED", (model,))
-    assert cli.main(["pretrained", "Known-1M"]) == 2
-    assert "127.0.0.1:9: <urlopen error [Errno 111] Connection refused>" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("last", ["right", "unsized"])

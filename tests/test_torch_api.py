@@ -58,16 +58,6 @@ def test_products_in_float32_are_found_by_a_probe():
         torch.testing.assert_close(product.by_onednn(a[0], b[0]), a[0] @ b[0], rtol=1e-4, atol=1e-4)
 
 
-def test_an_operation_of_onednn_with_other_arguments_is_not_used(monkeypatch):
-    from deepmd_ema.model.ops.cpu import product
-
-    def changed(a, b):
-        raise TypeError("_linear_pointwise() takes 7 arguments")
-
-    monkeypatch.setattr(product, "by_onednn", changed)
-    assert not product.uses_onednn.__wrapped__()
-
-
 def test_a_module_holds_its_buffers_in_a_dictionary_and_names_those_that_files_leave_out():
     module = torch.nn.Module()
     module.register_buffer("kept", torch.zeros(1))
@@ -105,19 +95,3 @@ def test_the_compiler_counts_graphs_for_log_lines():
 
     assert counters["stats"]["unique_graphs"] >= 0, gone("torch._dynamo.utils.counters", "model/compiler.py")
     assert callable(get_compilation_metrics)
-
-
-def test_rows_of_sharded_checkpoints_are_planned_by_a_helper_of_torch():
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list as create
-
-    found = list(inspect.signature(create).parameters)
-    assert found[:3] == ["fqn", "checkpoint_md", "local_chunks"], gone(
-        "create_read_items_for_chunk_list", "checkpoint/shards.py"
-    )
-
-
-def test_a_shard_is_the_same_object_each_time_it_is_read_without_gradients():
-    from torch.distributed.tensor import DTensor
-
-    source = inspect.getsource(DTensor.to_local)
-    assert "is_grad_enabled" in source, gone("DTensor.to_local", "distributed/tensors.py")
