@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import numpy as np
@@ -66,12 +65,6 @@ def test_energy_is_kept_in_nve_dynamics(atoms):
     assert drifts[1] < 0.35 * drifts[0]
 
 
-def test_a_skin_that_is_no_length_is_refused(potential):
-    for skin in (-1.0, math.nan, math.inf):
-        with pytest.raises(UserError, match=r"skin = .*expected a length in angstrom"):
-            DP(potential, skin=skin)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -99,12 +92,11 @@ def test_an_open_system_has_no_stress(atoms, potential):
     assert atoms.get_potential_energy() == found.energy[0]
     with pytest.raises(NotImplementedError, match="stress"):
         atoms.get_stress()
-
-
-def test_a_cell_that_is_periodic_in_some_directions_is_refused(atoms):
     atoms.pbc = (True, True, False)
     with pytest.raises(UserError, match=r"periodic in some directions only.*vacuum of more than 4 angstrom"):
         atoms.get_potential_energy()
+    with pytest.raises(UserError, match=r"skin = .*expected a length in angstrom"):
+        DP(potential, skin=float("nan"))
 
 
 def test_an_element_that_the_model_does_not_know_is_named(atoms):

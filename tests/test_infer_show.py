@@ -6,7 +6,6 @@ import json
 
 import pytest
 from infer_models import write_run
-from kept_runs import write_kept_run
 
 from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict
@@ -25,18 +24,10 @@ def row(text, name):
     return next(line.split(None, 1)[1] for line in text.splitlines() if line.startswith(f"  {name}"))
 
 
-def test_each_of_several_averages_is_shown_with_the_option_that_freezes_it(tmp_path):
-    """`--use-ema` alone was advised for each of eight averages, and refused."""
-    path = write_kept_run(tmp_path, None, steps=40, every=20) / "model.ckpt-40.pt"
-    text = describe(path)
-    assert (
-        "p10: sigma_rel 0.1, gamma 6.937, 40 updates, looks back 4.0 steps on average (freeze it with --average p10)"
-        in text
-    )
-    assert "--use-ema" not in text
-
-
 def test_a_training_checkpoint_is_described(run):
+    averaged = describe(run[1])
+    assert row(averaged, "weights") == "average ema: decay 0.99, 7 updates, looks back 4.5 steps on average, step 7"
+    assert "restart" not in averaged
     text = describe(run[0])
     assert text.splitlines()[0].startswith(f"{run[0]}: training checkpoint of dp-ema 0")
     assert row(text, "weights") == "live, step 7"

@@ -7,15 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from toy_models import TRICLINIC, batch_of, evaluate, model_section, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.errors import DataError
-from deepmd_ema.model import energy
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.nn.activation import activation
-from deepmd_ema.model.ops.operations import REFERENCE, with_operations
 
 SAME_MATH = 1e-12
 ACTIVATIONS = ("tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "silut:5.5", "none",
@@ -68,20 +65,6 @@ def assert_same(one, other):
     torch.testing.assert_close(one[0], other[0], rtol=SAME_MATH, atol=SAME_MATH)
     for a, b in zip(one[1], other[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("alike", [True, False])
-@pytest.mark.parametrize("smooth", [True, False])
-def test_attention_leaves_out_empty_slots_and_adds_what_they_are_worth(alike, smooth):
-    """Also where the statistics of the slots differ, as a file may have them: then every slot is computed."""
-    changes = {"smooth_type_embedding": smooth, "exclude_types": [[0, 1]], "set_davg_zero": False}
-    _, model = toy_model("se_atten", descriptor_changes=changes)
-    mean = model.descriptor.block.mean
-    mean[..., 0] = torch.arange(1, 1 + len(mean))[:, None] * 0.1
-    if not alike:
-        mean[:, 1::2] *= 1.5
-    batch = batch_of(model, (*toy_atoms(), TRICLINIC), (*toy_atoms(1, 4), None))
-    assert_same(loss_and_gradients(model, batch), loss_and_gradients(with_operations(model, REFERENCE), batch))
 
 
 def test_pairs_excluded_in_the_descriptor_do_not_see_each_other():
@@ -167,46 +150,3 @@ def test_a_gpu_gives_the_same_numbers_and_the_same_bits_twice(changes):
     there, again = (loss_and_gradients(model, batch.to(torch.device("cuda"))) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(there[1], again[1], strict=True))
     assert_same(here, (there[0].cpu(), [g.cpu() for g in there[1]]))
-
-
-def _outputs_and_gradients(model, batch):
-    model.zero_grad()
-    found = model(batch)
-    sum(value.square().sum() for value in found.values()).backward()
-    return [*found.values(), *(p.grad.clone() for p in model.parameters())]
-
-
-def test_sums_over_frames_are_the_same_however_they_are_made(monkeypatch):
-    _, model = toy_model("se_e2_a")
-    model.train()
-    batch = batch_of(model, *((*toy_atoms(k, 3 + k % 5), TRICLINIC) for k in range(14)))
-    by_matrix = _outputs_and_gradients(model, batch)
-    monkeypatch.setattr(energy, "MAX_MEMBERSHIP", 0)
-    by_rows, again = (_outputs_and_gradients(model, batch) for _ in range(2))
-    for one, two, three in zip(by_matrix, by_rows, again, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
-        assert torch.equal(two, three)
-
-
-class Largest(TorchDispatchMode):
-    """The size of the largest tensor that is made within it."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor):
-            self.numbers = max(self.numbers, found.untyped_storage().nbytes() // found.element_size())
-        return found
-
-
-def test_memory_does_not_grow_with_the_square_of_the_frames():
-    """A matrix of frames and atoms took 680 MB for 2,048 frames of 18 atoms."""
-    _, model = toy_model("se_e2_a", {"neuron": [2], "axis_neuron": 1}, {"neuron": [2]})
-    sizes = []
-    for num_frames in (600, 1200):
-        batch = batch_of(model, *[([[0.0, 0, 0], [1.0, 0, 0]], [0, 1], None)] * num_frames)
-        with Largest() as largest:
-            model(batch)
-        sizes.append(largest.numbers)
-    assert sizes[1] <= 2 * sizes[0]

@@ -1,7 +1,6 @@
 """``dp-ema test --physics``: each quantity on a surface whose answer is known, and the command."""
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -108,16 +107,6 @@ def test_a_run_with_a_wall_lasts_and_one_with_a_hole_fails_with_its_reason():
     assert "Cu-Cu at" in bad.failure or "eV/Å" in bad.failure or " K" in bad.failure
 
 
-def test_a_model_without_a_finite_energy_ends_the_run():
-    def breaks(r):
-        energy, slope = morse(r)
-        return np.where(r < 2.0, np.nan, energy), slope
-
-    found = hot(PairModel(breaks), line(0, 2.1))
-    assert found.failure == "no finite energy"
-    assert math.isnan(calm(PairModel(breaks), line(0, 2.1)).drift)
-
-
 # ---- scans
 
 
@@ -142,19 +131,6 @@ def test_a_truncated_energy_jumps_at_the_cutoff_by_its_value_there():
     assert energy_jump == pytest.approx(abs(energy), rel=1e-3)
     assert force_jump == pytest.approx(abs(slope), rel=1e-3)
     assert force_error > 1
-
-
-def test_a_smooth_energy_has_no_jump_at_the_cutoff():
-    def smooth(r):
-        energy, slope = morse(r)
-        rest = np.clip(4.0 - r, 0, None)
-        return energy * rest**4, slope * rest**4 - 4 * energy * rest**3
-
-    energy_jump, force_jump, force_error = jumps(PairModel(smooth, rcut=4.0), line(0, 2.0, 3.9))
-    assert energy_jump < 1e-8
-    assert force_jump < 1e-3
-    assert force_error < 2e-3
-    assert jumps(PairModel(smooth, rcut=4.0, excess=1.1), line(0, 2.2, 3.9))[2] > 0.01
 
 
 # ---- report
