@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,26 +54,6 @@ def test_filling_changes_no_prediction_and_no_gradient(kind, up):
             outputs_and_gradients(model, filled.batch, filled.take), outputs_and_gradients(model, batch), strict=True
         ):
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_no_size_is_0_or_1_and_the_filled_batch_is_a_batch(name):
-    _, model = toy_model("se_e2_a")
-    batch = batch_with(model, BATCHES[name])
-    filled = fill(batch, model.layout).batch
-    sizes = [*filled.type_counts, *filled.slots, filled.num_frames, filled.reverse.shape[1]]
-    assert min(sizes) >= 2
-    num_atoms = sum(filled.type_counts)
-    assert filled.atom_type.bincount().tolist() == list(filled.type_counts)
-    assert filled.atom_frame.bincount().tolist() == filled.num_atoms.tolist()
-    assert sorted(filled.atom_order.tolist()) == list(range(num_atoms))
-    in_order = filled.in_file_order(filled.atom_frame)
-    assert (in_order.diff() >= 0).all()
-    per_atom = [f.name for f in fields(batch) if getattr(batch, f.name) is batch.coord]
-    assert per_atom == ["coord"]
-    assert filled.coord.shape == (num_atoms, 3)
-    assert filled.vector.shape == (*filled.neighbor.shape, 3) == (num_atoms, sum(filled.slots), 3)
-    assert int(filled.occupied.sum()) == int(batch.occupied.sum())
 
 
 def labelled(batch, names, seed=5):

@@ -85,8 +85,8 @@ def test_a_frame_without_a_label_changes_nothing_of_that_term(options):
     assert shown == pytest.approx(expected, rel=SAME_MATH)
 
 
-@pytest.mark.parametrize("name", ["energy", "force", "virial", "atom_energy", "atom_pref", "hessian"])
-def test_a_label_that_no_frame_has_shows_nan_and_gives_no_gradient(name):
+@pytest.mark.parametrize(("name", "symbol"), [*zip(LABELS, ("e", "f", "v", "ae", "pf", "h"))])
+def test_a_label_that_no_frame_has_shows_nan_and_gives_no_gradient(name, symbol):
     rng = np.random.default_rng(3)
     labelled = [random_frame(rng, 3)]
     del labelled[0][name]
@@ -95,15 +95,7 @@ def test_a_label_that_no_frame_has_shows_nan_and_gives_no_gradient(name):
         guess = {k: v.requires_grad_() for k, v in predicted([random_frame(rng, 3)], batch).items()}
         total, shown = EnergyLoss(Config(**ALL), 1e-3, World())(guess, batch, 1e-3)
         total.backward()
-        column = {
-            "energy": "rmse_e",
-            "force": "rmse_f",
-            "virial": "rmse_v",
-            "atom_energy": "rmse_ae",
-            "atom_pref": "rmse_pf",
-            "hessian": "rmse_h",
-        }[name]
-        assert shown[column].isnan()
+        assert shown[f"rmse_{symbol}"].isnan()
         assert shown["rmse"].isfinite()
         if name in guess:
             assert not guess[name].grad.any()

@@ -18,17 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import common as common  # runs of programs, tables and pages
 
 BOUND = 1e-10  # of the largest difference, relative to the largest number
+STATISTICS = ("stat_nbatch", "stat_protect", "bias_nsample")
 # not part of the function of a model, or reported in another way
-IGNORED = {
-    "seed",
-    "data_stat_nbatch",
-    "data_stat_protect",
-    "data_bias_nsample",
-    "trainable",
-    "rcond",
-    "protection",
-    "rmax",
-}
+IGNORED = {"seed", "trainable", "rcond", "protection", "rmax", *(f"data_{n}" for n in STATISTICS)}
 
 
 def run_peer(peer: str, work: Path, jobs: list[dict[str, Any]]) -> None:
@@ -118,28 +110,6 @@ def _of_se_e3(descriptor: Any) -> list[str]:
     if descriptor.type == "hybrid":
         parts = {f".descriptor.list[{number}]": part for number, part in enumerate(descriptor.list)}
     return [place for place, part in parts.items() if part.type == "se_e3"]
-
-
-def in_float32(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a model whose networks compute in float32."""
-    made: dict[str, Any] = changed(tree, lambda name, v: "float32" if name == "precision" else v)
-    return rounded(made, np.float32)
-
-
-def rounded(tree: dict[str, Any], dtype: type = np.float64) -> dict[str, Any]:
-    """Return a model whose networks and statistics are numbers of float32, kept in ``dtype``."""
-
-    def change(name: str, value: Any) -> Any:
-        if not isinstance(value, np.ndarray) or value.dtype.kind != "f" or name == "bias_atom_e":
-            return value
-        return value.astype(np.float32).astype(dtype)
-
-    model = tree["model"]
-    parts = [
-        {name: changed(value, change) if name in ("descriptor", "fitting") else value for name, value in part.items()}
-        for part in model.get("models", [model])
-    ]
-    return {**tree, "model": {**model, "models": parts} if "models" in model else parts[0]}
 
 
 def changed(tree: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:

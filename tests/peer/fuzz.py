@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import peer_side
 import torch
-from comparing import BOUND, common, differences, in_float32, other_entries, predictions, rounded, run_peer, worst_of
+from comparing import BOUND, common, differences, other_entries, predictions, run_peer, worst_of
 from random_options import KINDS, draw_set
 
 WRITTEN = {"written here": ".dp", "as its checkpoint": ".pt"}  # what the peer reads of dp-ema
@@ -29,16 +28,7 @@ WRITTEN = {"written here": ".dp", "as its checkpoint": ".pt"}  # what the peer r
 
 @dataclass
 class Outcome:
-    """The result for one option set.
-
-    Attributes:
-        job: as given to the peer.
-        theirs: why the peer does not take it, or empty.
-        ours: why dp-ema does not take its input, or empty.
-        unread: why dp-ema does not read the peer's file, or empty.
-        notes: entries of the file or options that differ, none if all is right.
-        worst: largest relative difference of each output, here and where the peer read the file of dp-ema.
-    """
+    """The result for one option set: why a program does not take it, notes on its file, differences by output."""
 
     job: dict[str, Any]
     theirs: str = ""
@@ -61,29 +51,20 @@ def main() -> None:
     parser.add_argument("--sets", type=int, default=20, help="option sets of each kind")
     parser.add_argument("--seed", type=int, default=1, help="of the choices")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="descriptors")
-    parser.add_argument("--keep", action="store_true", help="compare what DeePMD-kit has left in --work once more")
-    parser.add_argument("--float32", action="store_true", help="also compare the rounding of networks in float32")
     parser.add_argument("--work", type=Path, default=common.RUNS / "fuzz", help="folder of the models")
     parser.add_argument("--output", type=Path, help="also write the page here")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    known = args.work / "sets.json"
-    if args.keep:
-        jobs = [job for job in json.loads(known.read_text()) if job["kind"] in args.kinds]
-    else:
-        for path in args.work.iterdir():
-            path.unlink()
-        jobs = list(_jobs(args.work, args.kinds, args.sets, args.seed))
-        known.write_text(json.dumps(jobs))
-        run_peer(args.peer, args.work, jobs)
+    for path in args.work.iterdir():
+        path.unlink()
+    jobs = list(_jobs(args.work, args.kinds, args.sets, args.seed))
+    run_peer(args.peer, args.work, jobs)
     outcomes = [_outcome(job) for job in jobs]
     read = [one for one in outcomes if not (one.theirs or one.unread)]
-    if not args.keep:
-        run_peer(args.peer, args.work, [job for one in read for job in _read_again(one.job)])
+    run_peer(args.peer, args.work, [job for one in read for job in _read_again(one.job)])
     for one in read:
         _compare_read_again(one)
-    more = _in_float32(read, args) if args.float32 else []
-    common.publish("\n".join([_page(outcomes, args), *more]), args.output)
+    common.publish(_page(outcomes, args), args.output)
     if any(one.differs for one in outcomes):
         raise SystemExit(1)
 
@@ -146,7 +127,7 @@ def _save_systems(path: Path, found: dict[str, tuple[np.ndarray, np.ndarray, np.
 
 def _outcome(job: dict[str, Any]) -> Outcome:
     """Return the comparison of the peer's answer to an option set with ours."""
-    from deepmd_ema.config import model_config_from_dict
+    from deepmd_ema.config import model_config_from_dict, to_dict
     from deepmd_ema.errors import CheckpointError, ConfigError
     from deepmd_ema.interop.deepmd_pt import read_deepmd_pt, write_deepmd_pt
     from deepmd_ema.interop.dp import read_dp
@@ -173,7 +154,7 @@ def _outcome(job: dict[str, Any]) -> Outcome:
     if config is not None:
         if config.use_srtab is not None:  # DeePMD-kit ignores it beside a table
             config = replace(config, preset_out_bias=None)
-        one.notes += [f"option {text}" for text in _other_options(config, read)]
+        one.notes += [f"option {text}" for text in differences(to_dict(config), to_dict(read), "")]
     one.notes += [f"file: {text}" for text in other_entries(Path(f"{out}.dp"), Path(f"{out}.ours.dp"), read, model)]
     one.worst = worst_of(predictions(Path(f"{out}.dp"), job), Path(f"{out}.npz"))
     write_deepmd_pt(Path(f"{out}.ours.pt"), {"": (read, model, {"weights": "live"})})
@@ -182,13 +163,6 @@ def _outcome(job: dict[str, Any]) -> Outcome:
     if not all(torch.equal(value, known[name]) for name, value in model.state_dict().items()):
         one.notes.append("its tensors are other ones in a checkpoint")
     return one
-
-
-def _other_options(ours: Any, read: Any) -> Iterator[str]:
-    """Yield the options that differ between the input and the file."""
-    from deepmd_ema.config import to_dict
-
-    yield from differences(to_dict(ours), to_dict(read), "")
 
 
 def _read_again(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -211,78 +185,13 @@ def _compare_read_again(one: Outcome) -> None:
         one.worst[name] = max(worst.values())
 
 
-def _in_float32(outcomes: list[Outcome], args: argparse.Namespace) -> list[str]:
-    """Return the table of the errors that networks in float32 make here and in the peer."""
-    from deepmd_ema.interop.tree_files import read_tree, write_tree
-
-    pairs = []
-    for one in outcomes:
-        tree, out = read_tree(Path(f"{one.job['out']}.dp")), one.job["out"]
-        made = {"single": in_float32(tree), "double": rounded(tree)}
-        pairs.append([{**one.job, "out": f"{out}_{kind}", "file": f"{out}_{kind}.dp"} for kind in made])
-        for job, changed in zip(pairs[-1], made.values()):
-            write_tree(Path(job["file"]), changed)
-    run_peer(args.peer, args.work, [job for pair in pairs for job in pair])
-    errors: dict[str, list[list[float]]] = {}
-    for single, double in pairs:
-        exact = dict(np.load(f"{double['out']}.npz"))
-        sides = [predictions(Path(single["file"]), single), dict(np.load(f"{single['out']}.npz"))]
-        errors.setdefault(single["kind"], []).append([_force_error(side, exact) for side in sides])
-    rows = []
-    for kind, values in errors.items():
-        ours, theirs = np.array(values).T
-        ratio = ours / theirs
-        found = [*(f"{np.median(side):.1e}" for side in (ours, theirs)), f"{np.median(ratio):.2f}"]
-        rows.append([kind, str(len(values)), *found, f"{ratio.min():.2g} to {ratio.max():.2g}"])
-    return [
-        "",
-        "## Networks in float32",
-        "",
-        "The same models with networks in float32: root mean square of what this changes in the forces, over the",
-        "largest force; medians over the sets. The reference are the same weights in DeePMD-kit in float64.",
-        "",
-        common.table(["kind", "sets", "here", "DeePMD-kit", "ratio", "smallest and largest ratio"], rows),
-    ]
-
-
-def _force_error(found: dict[str, np.ndarray], exact: dict[str, np.ndarray]) -> float:
-    """Return the root mean square of the differences of all forces, relative to the largest force of each system."""
-    names = [name for name in exact if name.endswith("_force")]
-    parts = [((found[name] - exact[name]) / np.abs(exact[name]).max()).ravel() for name in names]
-    return float(np.sqrt(np.mean(np.concatenate(parts) ** 2)))
-
-
 def _page(outcomes: list[Outcome], args: argparse.Namespace) -> str:
     """Return the page."""
     rows = [_row(kind, [one for one in outcomes if one.job["kind"] == kind]) for kind in args.kinds]
     header = ["kind", "sets", "not in DeePMD-kit", "compared", *peer_side.OUTPUTS, *WRITTEN, "differ"]
-    lines = [f"- {_name(one)}: {text}" for one in outcomes for text in _faults(one)]
-    refused = Counter(one.theirs for one in outcomes if one.theirs)
-    return "\n".join([
-        f"# Random options beside DeePMD-kit 3.2.0, {common.today()}",
-        "",
-        f"`python tests/peer/fuzz.py --peer DIR --sets {args.sets} --seed {args.seed}`",
-        "",
-        *__doc__.splitlines()[4:],
-        "",
-        "Largest differences relative to the largest number of each output of each system, all in float64. Bound: "
-        f"{BOUND:g}.",
-        "The last columns of numbers: DeePMD-kit with the .dp file and the checkpoint written here, beside its own.",
-        "",
-        common.table(header, rows),
-        "",
-        "## What differs",
-        "",
-        *(lines or ["Nothing."]),
-        "",
-        "## Sets that DeePMD-kit does not take",
-        "",
-        *([f"- {count} times: {text[:200]}" for text, count in refused.items()] or ["None."]),
-        "",
-        "Taken here although DeePMD-kit does not take them: "
-        + (", ".join(_name(one) for one in outcomes if one.theirs and not one.ours) or "none")
-        + ".",
-    ])  # fmt: skip
+    lines = [f"- {Path(one.job['out']).name}: {text}" for one in outcomes for text in _faults(one)]
+    title = f"# Random options beside DeePMD-kit 3.2.0, {common.today()}, seed {args.seed}, bound {BOUND:g}"
+    return "\n".join([title, "", common.table(header, rows), "", *lines])
 
 
 def _row(kind: str, outcomes: list[Outcome]) -> list[str]:
@@ -304,10 +213,6 @@ def _faults(one: Outcome) -> Iterator[str]:
     yield from one.notes
     yield from (f"{key} differs by {value:.1e}" for key, value in one.worst.items() if not value <= BOUND)
     yield f"`{json.dumps(one.job['input'])}`"
-
-
-def _name(one: Outcome) -> str:
-    return Path(one.job["out"]).name
 
 
 if __name__ == "__main__":

@@ -15,63 +15,32 @@ from deepmd.pt.loss.ener import EnergyStdLoss
 MADE_BY = "DIR/bin/python tests/peer/golden_loss.py tests/golden  (DIR: setup of DeePMD-kit 3.2.0)"
 START_LR, LR = 1e-3, 2.5e-4
 SCHEDULES = [
-    {"type": "exp", "num_steps": 1000, "start_lr": 1e-3},
-    {"type": "exp", "num_steps": 1000, "start_lr": 1e-3, "decay_steps": 1000},
-    {"type": "exp", "num_steps": 2500, "start_lr": 1e-3, "stop_lr": 1e-6, "decay_steps": 5000},
-    {"type": "exp", "num_steps": 1000, "start_lr": 1e-3, "stop_lr": 1e-8, "decay_steps": 30},
-    {"type": "exp", "num_steps": 1000, "start_lr": 2e-3, "stop_lr_ratio": 1e-3, "decay_steps": 30, "smooth": True},
-    {"type": "exp", "num_steps": 1000, "start_lr": 1e-3, "decay_steps": 30, "decay_rate": 0.8, "stop_lr": 1e-5},
-    {"type": "exp", "num_steps": 300, "start_lr": 1e-3, "decay_steps": 5000, "decay_rate": 0.8},
-    {"type": "exp", "num_steps": 1000, "start_lr": 1e-3, "decay_steps": 50, "warmup_steps": 100},
-    {
-        "type": "exp",
-        "num_steps": 1000,
-        "start_lr": 1e-3,
-        "stop_lr": 1e-7,
-        "warmup_ratio": 0.137,
-        "warmup_start_factor": 0.2,
-    },
-    {"type": "exp", "num_steps": 9, "start_lr": 1e-3},
-    {"type": "cosine", "num_steps": 1000, "start_lr": 1e-3},
-    {
-        "type": "cosine",
-        "num_steps": 1000,
-        "start_lr": 1e-3,
-        "stop_lr": 1e-5,
-        "warmup_steps": 77,
-        "warmup_start_factor": 0.1,
-    },
-    {"type": "wsd", "num_steps": 1000, "start_lr": 1e-3},
-    {
-        "type": "wsd",
-        "num_steps": 1000,
-        "start_lr": 1e-3,
-        "stop_lr": 1e-6,
-        "decay_phase_ratio": 0.3,
-        "decay_type": "cosine",
-        "warmup_steps": 50,
-    },
-    {
-        "type": "wsd",
-        "num_steps": 1000,
-        "start_lr": 1e-3,
-        "stop_lr_ratio": 0.01,
-        "decay_phase_ratio": 1.0,
-        "decay_type": "linear",
-        "warmup_ratio": 0.25,
-    },
-    {"type": "wsd", "num_steps": 5, "start_lr": 1e-3, "decay_phase_ratio": 0.1},
-]
-EFV = {
-    "start_pref_e": 0.02,
-    "limit_pref_e": 1,
-    "start_pref_f": 1000,
-    "limit_pref_f": 1,
-    "start_pref_v": 0.5,
-    "limit_pref_v": 2,
-}
+    {"start_lr": 1e-3, **schedule}
+    for schedule in (
+        {"type": "exp", "num_steps": 1000},
+        {"type": "exp", "num_steps": 1000, "decay_steps": 1000},
+        {"type": "exp", "num_steps": 2500, "stop_lr": 1e-6, "decay_steps": 5000},
+        {"type": "exp", "num_steps": 1000, "stop_lr": 1e-8, "decay_steps": 30},
+        {"type": "exp", "num_steps": 1000, "start_lr": 2e-3, "stop_lr_ratio": 1e-3, "decay_steps": 30, "smooth": True},
+        {"type": "exp", "num_steps": 1000, "decay_steps": 30, "decay_rate": 0.8, "stop_lr": 1e-5},
+        {"type": "exp", "num_steps": 300, "decay_steps": 5000, "decay_rate": 0.8},
+        {"type": "exp", "num_steps": 1000, "decay_steps": 50, "warmup_steps": 100},
+        {"type": "exp", "num_steps": 1000, "stop_lr": 1e-7, "warmup_ratio": 0.137, "warmup_start_factor": 0.2},
+        {"type": "exp", "num_steps": 9},
+        {"type": "cosine", "num_steps": 1000},
+        {"type": "cosine", "num_steps": 1000, "stop_lr": 1e-5, "warmup_steps": 77, "warmup_start_factor": 0.1},
+        {"type": "wsd", "num_steps": 1000},
+        {"type": "wsd", "num_steps": 1000, "stop_lr": 1e-6, "decay_phase_ratio": 0.3, "decay_type": "cosine",
+         "warmup_steps": 50},
+        {"type": "wsd", "num_steps": 1000, "stop_lr_ratio": 0.01, "decay_phase_ratio": 1.0, "decay_type": "linear",
+         "warmup_ratio": 0.25},
+        {"type": "wsd", "num_steps": 5, "decay_phase_ratio": 0.1},
+    )
+]  # fmt: skip
+EF = {"start_pref_e": 0.02, "limit_pref_e": 1, "start_pref_f": 1000, "limit_pref_f": 1}
+EFV = {**EF, "start_pref_v": 0.5, "limit_pref_v": 2}
 LOSSES = {
-    "default": {"start_pref_e": 0.02, "limit_pref_e": 1, "start_pref_f": 1000, "limit_pref_f": 1},
+    "default": EF,
     "efv": EFV,
     "intensive": {**EFV, "intensive_ener_virial": True},
     "atomic": {**EFV, "start_pref_ae": 3, "limit_pref_ae": 1, "start_pref_pf": 7, "limit_pref_pf": 2},
@@ -142,10 +111,8 @@ def loss_numbers() -> dict:
     for name, keys in [*LOSSES.items(), *BAD.items()]:
         for missing in ("", "virial", "energy", "force"):
             given = {k: torch.tensor(v) for k, v in label.items() if k != "atom_energy"}
-            given |= {
-                "atom_ener": torch.tensor(label["atom_energy"]),
-                "atom_pref": torch.tensor(np.repeat(weight[..., None], 3, -1)),
-            }
+            given["atom_ener"] = torch.tensor(label["atom_energy"])
+            given["atom_pref"] = torch.tensor(np.repeat(weight[..., None], 3, -1))
             given |= {f"find_{k}": 0.0 if k == missing else 1.0 for k in list(given)}
             try:
                 loss = EnergyStdLoss(starter_learning_rate=START_LR, **keys)
@@ -156,12 +123,8 @@ def loss_numbers() -> dict:
                 print(name, missing, repr(error))
                 continue
             shown = {k: float(v) for k, v in shown.items() if "l2_" not in k}
-            results[f"{name}/{missing}"] = {
-                "loss": keys,
-                "missing": missing,
-                "total": float(total),
-                "shown": {k: None if np.isnan(v) else v for k, v in sorted(shown.items())},
-            }
+            known = {k: None if np.isnan(v) else v for k, v in sorted(shown.items())}
+            results[f"{name}/{missing}"] = {"loss": keys, "missing": missing, "total": float(total), "shown": known}
     data = {"prediction": prediction, "label": label}
     return {
         "made_by": MADE_BY,

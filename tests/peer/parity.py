@@ -1,4 +1,4 @@
-"""Models of every kind here and in DeePMD-kit: predictions, float32, files both ways, checkpoints, bias of fine-tuning.
+"""Models of every kind here and in DeePMD-kit: predictions, files both ways, checkpoints, bias of fine-tuning.
 
 usage: python tests/peer/parity.py --peer DIR [--parts NAME ...] [--models NAME ...] [--output PAGE]
 
@@ -13,7 +13,6 @@ import contextlib
 import copy
 import io
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,11 +25,8 @@ from comparing import (
     BOUND,
     changed,
     common,
-    in_float32,
-    largest_difference,
     other_entries,
     predictions,
-    rounded,
     run_peer,
     worst_of,
 )
@@ -48,13 +44,7 @@ Rows = list[list[str]]
 
 @dataclass(frozen=True)
 class Run:
-    """Settings and results that the parts share.
-
-    Attributes:
-        peer: environment of DeePMD-kit.
-        work: folder of all files.
-        names: of the models.
-    """
+    """Environment of DeePMD-kit, folder of all files, names of the models."""
 
     peer: str
     work: Path
@@ -86,19 +76,9 @@ def main() -> None:
     run = Run(str(Path(args.peer).resolve()), args.work.resolve(), names)
     run.folder()
     tables = {part: list(PARTS[part](run)) for part in args.parts}
-    page = [
-        f"# Parity with DeePMD-kit 3.2.0, {common.today()}",
-        "",
-        f"`python tests/peer/parity.py --peer DIR --parts {' '.join(args.parts)}`",
-        "",
-        "Differences are the largest of an array relative to its largest number, over all frames of `tests/golden`: a",
-        "skewed cell smaller than the cutoff, a molecule without cell, and 64 atoms in a box. Bound in float64: "
-        f"{BOUND:g}.",
-        *(line for lines in tables.values() for line in ("", *lines)),
-    ]
-    common.publish("\n".join(page), args.output)
-    # the table of float32 has errors of both programs, not differences
-    wrong = [line for part, lines in tables.items() if part != "rounding" for line in lines if _differs(line)]
+    title = f"# Parity with DeePMD-kit 3.2.0, {common.today()}, bound {BOUND:g}"
+    common.publish("\n".join([title, *(line for lines in tables.values() for line in ("", *lines))]), args.output)
+    wrong = [line for lines in tables.values() for line in lines if _differs(line)]
     if wrong:
         raise SystemExit("\n".join(["These lines have a difference that is too large:", *wrong]))
 
@@ -107,8 +87,7 @@ def _differs(line: str) -> bool:
     """Return whether a line of a table has a difference beyond the bound, or entries of a file that differ."""
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     numbers = [float(cell) for cell in cells if re.fullmatch(r"\d\.\de[+-]\d+|inf", cell)]
-    in_files = len(cells) == 4 and cells[1] in ("float32", "float64")
-    return any(number > BOUND for number in numbers) or (in_files and cells[3] != "all equal")
+    return any(number > BOUND for number in numbers) or "differs:" in line
 
 
 def golden(run: Run) -> Iterator[str]:
@@ -116,36 +95,8 @@ def golden(run: Run) -> Iterator[str]:
     jobs = [job_of(run, "golden", name, _one_mean(tree_of(name))) for name in run.names]
     run.ask(jobs)
     yield from ("## Golden models, float64", "")
-    yield "The means of the environment matrix are the same in all slots, as after every training."
-    yield ""
     rows = [[name, *cells(predictions(Path(job["file"]), job), _answer(job))] for name, job in zip(run.names, jobs)]
     yield common.table(["model", *peer_side.OUTPUTS], rows)
-
-
-def rounding(run: Run) -> Iterator[str]:
-    """Yield the table of the same models with networks in float32."""
-    made = {}
-    for name in run.names:
-        tree = _one_mean(tree_of(name))
-        kinds = {"float32": in_float32(tree), "float64": rounded(tree)}
-        made[name] = [job_of(run, kind, name, one) for kind, one in kinds.items()]
-    run.ask([job for jobs in made.values() for job in jobs])
-    rows = []
-    for name, (single, double) in made.items():
-        exact = dict(np.load(_answer(double)))
-        ours = predictions(Path(single["file"]), single)
-        theirs = dict(np.load(_answer(single)))
-        found = []
-        for key in ("energy", "force", "virial"):
-            sides = [_largest(one, exact, key) for one in (ours, theirs)]
-            found += [f"{sides[0]:.1e}", f"{sides[1]:.1e}"]
-        rows.append([name, *found])
-    yield from ("## Networks in float32", "")
-    yield "How far the predictions with networks in float32 are from those of the same weights in float64, computed by"
-    yield "DeePMD-kit: its own float32 beside ours. Equal to rounding means that ours are no farther than its own."
-    yield ""
-    header = [f"{key}, {who}" for key in ("energy", "force", "virial") for who in ("here", "DeePMD-kit")]
-    yield common.table(["model", *header], rows)
 
 
 def files(run: Run) -> Iterator[str]:
@@ -155,13 +106,11 @@ def files(run: Run) -> Iterator[str]:
     yield from ("## `.dp` read here and written again", "")
     rows = []
     for name in run.names:
-        for tree, kind in ((tree_of(name), "float64"), (in_float32(tree_of(name)), "float32")):
-            path = write_file(run.folder("files") / f"{name}.{kind}.dp", tree)
-            config, model, _ = read_dp(path)
-            found = list(other_entries(path, path.with_suffix(".again.dp"), config, model))
-            arrays = sum(1 for _ in _arrays(tree))
-            rows.append([name, kind, str(arrays), "all equal" if not found else "; ".join(found)])
-    yield common.table(["model", "networks", "arrays", "entries of the file"], rows)
+        path = GOLDEN / f"{name}.dp"
+        config, model, _ = read_dp(path)
+        found = list(other_entries(path, run.folder("files") / f"{name}.dp", config, model))
+        rows.append([name, "; ".join(["differs:", *found]) if found else "all equal"])
+    yield common.table(["model", "entries of the file"], rows)
 
 
 def trained(run: Run) -> Iterator[str]:
@@ -169,7 +118,7 @@ def trained(run: Run) -> Iterator[str]:
     rows, jobs = [], []
     for name in run.names:
         folder = _prepare(run, "trained", name, {"enable_ema": True, "ema_decay": 0.5})
-        with _inside(folder):
+        with contextlib.chdir(folder):
             _ours("train", "input.json", "--device", "cpu")
             _ours("freeze", "-o", "live.dp")
             _ours("freeze", "--use-ema", "-o", "averaged.dp")
@@ -205,10 +154,6 @@ def checkpoints(run: Run) -> Iterator[str]:
     run.ask(jobs)
     rows += [_checkpoint_row(job) for job in jobs]
     yield from ("## Checkpoints of DeePMD-kit, read here", "")
-    yield "Trained there for a few steps with an average; its `DeepPot` on the checkpoint, beside the checkpoint read"
-    yield "here, converted to `.dp`, taken by `--use-ema` from the training checkpoint (averaged), and after"
-    yield "`dp-ema train --init-model` for one step with a learning rate of 1e-30."
-    yield ""
     yield common.table(["model", "backend", "weights", "read", "converted", "`--use-ema`", "`--init-model`"], rows)
 
 
@@ -229,7 +174,7 @@ def fine_tuning(run: Run) -> Iterator[str]:
         run.ask(trainings)
         if any(_why_not(job) for job in trainings):
             raise SystemExit(f"fine-tuning of {name}: {[_why_not(job) for job in trainings]}")
-        with _inside(folders[0]):
+        with contextlib.chdir(folders[0]):
             _ours("train", "input.json", "--device", "cpu", *begin)
         before, ours = (load_model(path).model.out_bias.ravel().tolist() for path in (begin[1], folders[0]))
         state = torch.load(folders[1] / "model.ckpt-1.pt", weights_only=True)["model"]
@@ -237,14 +182,11 @@ def fine_tuning(run: Run) -> Iterator[str]:
         for kind, old, one, other in zip(TYPES, before, ours, theirs):
             rows.append([name, kind, f"{old:.9f}", f"{one:.12f}", f"{other:.12f}", f"{abs(one - other):.1e}"])
     yield from ("## Energy biases after fine-tuning", "")
-    yield "A model of DeePMD-kit fine-tuned to other energies (bias in eV; one step, which does not change it)."
-    yield ""
     yield common.table(["model", "element", "before", "here", "DeePMD-kit", "differ by"], rows)
 
 
 PARTS: dict[str, Callable[[Run], Iterator[str]]] = {
     "golden": golden,
-    "rounding": rounding,
     "files": files,
     "trained": trained,
     "checkpoints": checkpoints,
@@ -259,18 +201,13 @@ def tree_of(name: str) -> dict[str, Any]:
     return read_tree(GOLDEN / f"{name}.dp")
 
 
-def write_file(path: Path, tree: dict[str, Any]) -> Path:
-    """Write a tree to a file, and return its path."""
-    from deepmd_ema.interop.tree_files import write_tree
-
-    write_tree(path, tree)
-    return path
-
-
 def job_of(run: Run, part: str, name: str, tree: dict[str, Any]) -> dict[str, Any]:
     """Write a model, and return the job of its evaluation."""
+    from deepmd_ema.interop.tree_files import write_tree
+
     out = run.folder(part) / name
-    return _job(name, out) | {"file": str(write_file(Path(f"{out}.dp"), tree))}
+    write_tree(Path(f"{out}.dp"), tree)
+    return _job(name, out) | {"file": f"{out}.dp"}
 
 
 def cells(found: dict[str, np.ndarray], reference: Path) -> list[str]:
@@ -289,18 +226,6 @@ def _job(name: str, out: Path) -> dict[str, Any]:
 
 def _answer(job: dict[str, Any]) -> Path:
     return Path(job["out"]).with_name(Path(job["out"]).name + ".npz")
-
-
-def _largest(found: dict[str, np.ndarray], exact: dict[str, np.ndarray], key: str) -> float:
-    return max(largest_difference(v, exact[n]) for n, v in found.items() if n.partition("_")[2] == key)
-
-
-def _arrays(tree: Any) -> Iterator[np.ndarray]:
-    if isinstance(tree, np.ndarray):
-        yield tree
-    elif isinstance(tree, dict | list):
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            yield from _arrays(child)
 
 
 def _one_mean(tree: dict[str, Any]) -> dict[str, Any]:
@@ -359,16 +284,6 @@ def _write_data(folder: Path, fitting: dict[str, Any], number: int, seed: int) -
     return str(folder)
 
 
-@contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
 def _ours(*words: str) -> None:
     """Run a command of dp-ema in this process.
 
@@ -408,7 +323,7 @@ def _checkpoint_row(job: dict[str, Any]) -> list[str]:
         read = _worst_here(file, job)
     except UserError as refused:
         return [*label, f"refused: {' '.join(str(refused).split())[len(str(file)) :][:120]}", "", "", ""]
-    with _inside(folder):
+    with contextlib.chdir(folder):
         converted = folder / f"{file.stem}.dp"
         _ours("convert", str(file), str(converted))
         by_option = ""
@@ -427,7 +342,7 @@ def _after_start(file: Path, job: dict[str, Any]) -> str:
     values["training"] |= {"numb_steps": 1, "enable_ema": False}
     values["training"].pop("ema_decay")
     (folder / "input.json").write_text(json.dumps(values))
-    with _inside(folder):
+    with contextlib.chdir(folder):
         _ours("train", "input.json", "--device", "cpu", "--init-model", str(file))
     return f"{_worst_here(folder, job):.1e}"
 
