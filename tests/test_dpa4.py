@@ -13,12 +13,7 @@ from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.families.dpa4 import module as dpa4_module
 from deepmd_ema.model.families.dpa4.rotations import (
-    degrees,
-    num_coefficients,
-    orders,
     quaternions,
-    real_harmonics,
-    sphere_grid,
 )
 from deepmd_ema.model.ops.operations import REFERENCE, use_operations
 
@@ -96,25 +91,6 @@ def test_results_do_not_depend_on_the_rotation_of_frames_about_their_axes(monkey
     for name in ("energy", "force", "virial"):
         scale = float(before[name].abs().max())
         torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-11 * scale)
-
-
-@pytest.mark.parametrize(("lmax", "mmax"), [(2, 2), (3, 1)])
-def test_products_on_a_sphere_do_not_depend_on_its_points(lmax, mmax):
-    places = [d * (d + 1) + m for m in orders(mmax) for d in range(abs(m), lmax + 1)]
-    to_grid, from_grid = sphere_grid(lmax, mmax, places)
-    z, weight = np.polynomial.legendre.leggauss(12)
-    angle = 2 * np.pi / 24 * np.arange(24) + 0.1  # twice as many, elsewhere
-    rho = np.sqrt(1 - z**2)
-    points = np.stack([np.outer(rho, np.cos(angle)), np.outer(rho, np.sin(angle)), np.outer(z, np.ones(24))], -1)
-    harmonics = real_harmonics(lmax, points.reshape(-1, 3))[:, places]
-    degree = np.array(degrees(lmax))[places]
-    factor = np.sqrt(np.maximum(1, (2 * degree + 1) / (2 * mmax + 1)))
-    fine = harmonics * factor / np.sqrt(lmax + 1)
-    back = (harmonics * factor * np.repeat(weight / 48, 24)[:, None] * np.sqrt(lmax + 1) * (2 * degree + 1)).T
-    a, b = np.random.default_rng(0).normal(size=(2, len(places), 5))
-    expected = back @ ((fine @ a) * (fine @ b))
-    np.testing.assert_allclose(from_grid @ ((to_grid @ a) * (to_grid @ b)), expected, rtol=0, atol=1e-12)
-    assert num_coefficients(lmax) >= len(places)
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ from toy_models import TABLE
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict, to_dict
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.model.build import build_model
 from deepmd_ema.training.modes import contexts_of_products
 
 SMALL = {"channels": 8, "n_blocks": 1, "lmax": 1, "mixing_layers": 1, "rcut": 4.0}
@@ -73,11 +74,9 @@ def test_a_run_reads_such_a_sum_with_its_switches_and_says_so():
     ({"weights": "mean"}, 'model.weights = "mean": expected "sum" beside inner_potential.'),
     ({"models": as_sum()["models"][1:]}, "model.models: expected a model with a descriptor and one inner_potential."),
     ({"inner": {"mode": "lj"}}, 'model.models[1].mode = "lj": expected "zbl", or "none".'),
-    ({"inner": {"rcut": 4}}, "model.models[1].rcut: unknown key. Known: type, mode, r_inner, r_outer."),
     ({"inner": {"r_outer": 0.3}}, "model.models[1].r_outer = 0.3: expected more than"),
     ({"learned": {"descriptor": {"type": "se_atten", "sel": 20}}},
      'model.models[0].descriptor.type = "se_atten": inner_potential is for dpa4'),
-    ({"learned": {"descriptor": {**SMALL, "rcut": "far"}}}, 'model.models[0].descriptor.rcut = "far"'),
     ({"learned": {"data_stat_nbatch": 5}, "data_stat_nbatch": 7},
      "model.models[0].data_stat_nbatch = 5: model.data_stat_nbatch = 7. Give one of the two."),
 ])  # fmt: skip
@@ -89,33 +88,21 @@ def test_a_mistake_in_such_a_sum_has_its_place(changes, phrase):
 
 def test_bfloat16_is_for_gpus_and_a_run_on_a_cpu_says_so(caplog):
     caplog.set_level("INFO")
-
-    def said(config, device):
-        caplog.clear()
-        contexts_of_products(config, torch.nn.Module(), torch.device(device))
-        return [record.getMessage() for record in caplog.records]
-
-    shared = {"type_map": ["O", "H"], "dpa": {"type": "dpa4", **SMALL, "use_amp": True}}
-    models = {name: section(type_map="type_map", descriptor="dpa") for name in ("a", "b")}
-    data = {name: {"training_data": {"systems": [name]}} for name in models}
-    several = {
-        "model": {"shared_dict": shared, "model_dict": models},
-        "learning_rate": {"start_lr": 1e-3},
-        "training": {"numb_steps": 5, "data_dict": data},
-    }
-    one = spoiled({"model": section(descriptor={**SMALL, "use_amp": True})})
-    line = "use_amp = true: no effect on a CPU, which multiplies in the precision of the parameters"
-    for values, place in ((one, "model.descriptor"), (several, "model.shared_dict.dpa")):
-        config = config_from_dict(values)
-        assert said(config, "cpu") == [f"{place}.{line}"]
-        assert said(config, "cuda") == []
-    line = "validating.amp_infer = true: no effect on a CPU, which multiplies in the precision of the parameters"
-    infers = config_from_dict(spoiled({"model": section(), "validating.amp_infer": True}))
-    assert said(infers, "cpu") == [line]
-    assert infers.model.descriptor.use_amp
-    by_default = config_from_dict(spoiled({"model": section()}))
-    assert by_default.model.descriptor.use_amp
-    assert said(by_default, "cpu") == []
+    line = "no effect on a CPU, which multiplies in the precision of the parameters"
+    for model, more, said in (
+        (section(descriptor={**SMALL, "use_amp": True}), {}, f"model.descriptor.use_amp = true: {line}"),
+        (section(), {"validating.amp_infer": True}, f"validating.amp_infer = true: {line}"),
+        (section(), {}, None),  # the default is no request
+    ):
+        config = config_from_dict(spoiled({"model": model, **more}))
+        built = build_model(config.model)
+        for device in ("cpu", "cuda"):
+            caplog.clear()
+            validating = contexts_of_products(config, built, torch.device(device))[1]
+            assert [record.getMessage() for record in caplog.records] == [said] * (device == "cpu" and said is not None)
+            with validating():
+                assert built.descriptor.infers_in_bfloat16 == (device == "cuda" and bool(more))
+            assert not built.descriptor.infers_in_bfloat16
 
 
 def test_a_standard_model_of_its_parts_is_the_model():
