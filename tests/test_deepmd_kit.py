@@ -96,12 +96,3 @@ def test_without_a_deepmd_kit_that_works_there_is_one_message_and_no_file(
     assert err.startswith("dp-ema: new.pth: ")
     assert err.count("\n") == 1
     assert names(home) == before
-
-
-def test_a_model_that_deepmd_kit_does_not_read_is_not_given_to_it(tmp_path, program, monkeypatch, capsys):
-    program(COPIES)
-    monkeypatch.chdir(tmp_path)
-    table = [[0.1 * k, *[1 / k] * 3] for k in range(1, 60)]
-    write_run(tmp_path / "run", model__use_srtab=table, model__sw_rmin=0.5, model__sw_rmax=1.2)
-    assert cli.main(["freeze", "-c", "run", "-o", "m.pth"]) == 2
-    assert "m.pth: DeePMD-kit's torch backend does not read it: it has use_srtab" in capsys.readouterr().err

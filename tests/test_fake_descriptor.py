@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import itertools
 import json
@@ -16,9 +15,8 @@ import pytest
 import test_laws
 import torch
 from fake_descriptor.section import FakeConfig
-from helpers import tiny_input
+from helpers import assert_same, tiny_input
 from packages import install
-from parallel_runs import run_ranks, train_here
 from toy_models import SECTIONS
 
 import deepmd_ema
@@ -27,11 +25,6 @@ from deepmd_ema.config import config_from_dict, model_config_from_dict, run_argu
 from deepmd_ema.config.manual import json_schema, manual
 from deepmd_ema.config.schema.descriptor import (
     DESCRIPTORS,
-    DescriptorConfig,
-    HasBridging,
-    HasIdleOptions,
-    HasInnerNeighbors,
-    HasMixedPrecision,
 )
 from deepmd_ema.errors import ConfigError
 
@@ -124,20 +117,6 @@ def test_the_manual_the_schema_and_dargs_know_its_options():
     assert model_config_from_dict(to_dict(model)) == model
 
 
-def test_it_trains_on_two_ranks_as_on_one(folder):
-    values = json.loads(Path("input.json").read_text())
-    for name, ranks, batch, zero_stage in (("alone", 1, 4, 0), ("shared", 2, 2, 3)):
-        values["training"]["training_data"]["batch_size"] = batch
-        values["training"]["zero_stage"] = zero_stage
-        (folder / name).mkdir()
-        (folder / name / "input.json").write_text(json.dumps(values))
-        run_ranks(ranks, train_here, str(folder / name), {}, limit=300)
-    for file in ("model.ckpt-3.pt", "model_ema.ckpt-3.pt"):
-        one, two = (torch.load(folder / name / file, weights_only=True)["model"] for name in ("alone", "shared"))
-        for name, value in one.items():
-            torch.testing.assert_close(two[name], value, rtol=0, atol=1e-10)
-
-
 # ---- the laws of every descriptor
 
 
@@ -164,30 +143,6 @@ def test_messages_of_neighbors_obey_the_laws_of_every_descriptor(law, case):
 
 
 # ---- packages
-
-
-def test_no_other_package_reads_an_option_of_a_descriptor():
-    """Outside of the folder of a descriptor its section answers what sections can."""
-    questions = (DescriptorConfig, HasBridging, HasIdleOptions, HasInnerNeighbors, HasMixedPrecision)
-    answers = {name for requested in questions for name in vars(requested) if not name.startswith("_")}
-    answers |= set(DescriptorConfig.__annotations__)
-    package = Path(deepmd_ema.__file__).parent
-    own = ("model/families/", "model/descriptor/", "interop/")
-    module = {"parts", "layout", "measure", "apply_statistics", "sum_names", "stat_settings",
-              "dim_out", "dtype", "mixed_types", "passes_messages"}  # fmt: skip
-    files = [p for p in sorted(package.rglob("*.py")) if not p.relative_to(package).as_posix().startswith(own)]
-    found = [
-        f"{path.relative_to(package)}:{node.lineno}: {ast.unparse(node)}"
-        for path in files
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and _is_descriptor(node.value) and node.attr not in answers | module
-    ]
-    assert not found
-
-
-def _is_descriptor(node):
-    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-    return name == "descriptor"
 
 
 def test_a_model_loads_its_own_families_only():

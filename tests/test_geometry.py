@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from deepmd_ema import geometry
-from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import KeptPairs, find_pairs, neighbor_statistics
 
 RCUT = 4.37  # no lattice distance of the cells below
@@ -73,35 +72,6 @@ def test_kept_pairs_are_those_of_a_search_while_the_atoms_move(box, searches):
         assert found.nearest == pytest.approx(fresh.nearest, abs=1e-14)
         coord = coord + rng.normal(scale=0.03, size=coord.shape)
     assert 2 <= len(searches) <= 30
-
-
-def test_kept_pairs_are_searched_again_only_when_they_must_be(searches):
-    coord, kept = np.random.default_rng(3).uniform(0, 8, (20, 3)), KeptPairs(1.0)
-    step = np.zeros_like(coord)
-    step[4] = 0.3, -0.2, 0.3  # 0.469 angstrom
-
-    def now(coord, box=TRICLINIC, rcut=RCUT):
-        before = len(searches)
-        kept.find(coord, box, rcut)
-        return len(searches) - before
-
-    assert [now(coord), now(coord), now(coord + step), now(coord - step)] == [1, 0, 0, 0]
-    assert now(coord + 1.1 * step) == 1  # 0.516 angstrom from the search
-    assert now(coord + 0.1 * step) == 0  # 0.469 angstrom from that one
-    assert now(coord) == 1
-    assert [now(coord, TRICLINIC * 1.0001), now(coord, None), now(coord[:9], None), now(coord)] == [1, 1, 1, 1]
-    assert now(coord, rcut=4.0) == 1
-    assert now(coord + TRICLINIC[0]) == 1  # wrapped into the cell
-    coord[0] = np.nan
-    with pytest.raises(DataError, match="damaged"):
-        kept.find(coord, TRICLINIC, RCUT)
-
-
-def test_pairs_at_equal_distance_come_sorted_by_neighbor():
-    side = np.stack(np.meshgrid(*[np.arange(4)] * 3, indexing="ij"), -1).reshape(-1, 3) * 4.0
-    pairs = find_pairs(side, np.eye(3) * 16.0, 5.0)  # powers of two: the distances tie exactly
-    assert len(pairs.i) == 64 * 6
-    assert (np.diff(pairs.j)[np.diff(pairs.i) == 0] > 0).all()
 
 
 def test_statistics_are_those_of_the_brute_force_pairs():

@@ -49,25 +49,6 @@ def test_hessians_of_npy_folders_are_those_of_the_real_atoms(data, name):
     assert chunk.arrays["hessian"].shape == (source.num_frames, 3 * natoms, 3 * natoms)
 
 
-def test_hessians_of_lmdb_with_a_virtual_atom(tmp_path):
-    pytest.importorskip("lmdb")
-    from test_data_lmdb import toy_records, write_lmdb
-
-    records = toy_records(4, virtual=True)
-    for record in records:
-        coord, types = record["coords"][:-1], record["atom_types"][:-1]
-        record["hessian"] = np.pad(toy_hessian(coord, types, record.get("cells")), (0, 3), constant_values=np.nan)
-    write_lmdb(tmp_path / "a.lmdb", records)
-    [source] = open_data([str(tmp_path / "a.lmdb")], ["O", "H"], LABELS)
-    assert_hessians(source)
-    sizes = source.frame_sizes - 1
-    chunks = [(c, k) for c in source.chunks() for k in range(len(c.types))]
-    for size, (chunk, k) in zip(sizes, chunks, strict=True):
-        own = chunk.arrays["hessian"][k]
-        assert own[: 3 * size, : 3 * size].any(axis=1).all()
-        assert not own[3 * size :].any()
-
-
 def write_extxyz(path, wrong=0):
     """Write frames of 3 to 5 atoms, elements in turn."""
     rng, lines = np.random.default_rng(5), []

@@ -186,25 +186,3 @@ def test_one_of_several_averages_is_tested_by_its_name(tmp_path, labelled, capsy
     assert "Give --average one of: p05, p10" in capsys.readouterr().err
     assert cli.main([*words, "--average", "p10"]) == 0
     assert "averaged weights (p10) of step 40" in capsys.readouterr().out
-
-
-def test_frames_without_an_element_or_without_neighbors_are_tested(tmp_path, capsys):
-    """`dp-ema test` ended with "cannot reshape tensor of 0 elements"."""
-    model, _ = write_run(tmp_path / "run")
-    write_system(tmp_path / "oxygen", frames=2, natoms=6, num_types=1, seed=1)
-    write_system(tmp_path / "alone", frames=3, natoms=1, num_types=1, pbc=False, seed=2)
-    far = write_system(tmp_path / "far", frames=2, natoms=2, pbc=False, seed=3)
-    np.save(far / "set.000" / "coord.npy", np.tile([0.0, 0.0, 0.0, 50.0, 0.0, 0.0], (2, 1)))
-    for name in ("oxygen", "alone", "far"):
-        details = tmp_path / f"{name}_out"
-        words = ["test", "-m", str(model), "-s", str(tmp_path / name), "-d", str(details), "--device", "cpu"]
-        assert cli.main(words) == 0
-        types = np.loadtxt(tmp_path / name / "type.raw", dtype=int, ndmin=1)
-        box = read(tmp_path, name, "box") if name == "oxygen" else None
-        found = Potential(model, device="cpu").evaluate(read(tmp_path, name, "coord"), types, box)
-        np.testing.assert_allclose(np.loadtxt(f"{details}.e.out")[:, 1], found.energy, rtol=SAME_MATH)
-        forces = np.loadtxt(f"{details}.f.out")[:, 3:]
-        np.testing.assert_allclose(forces, found.force.reshape(-1, 3), atol=SAME_MATH)
-        assert np.isfinite(forces).all()
-        assert name == "oxygen" or not forces.any()
-    assert "Force  RMSE" in capsys.readouterr().out
