@@ -12,9 +12,7 @@ from toy_models import TRICLINIC, batch_of, toy_atoms, toy_model
 from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.families.dpa4 import module as dpa4_module
-from deepmd_ema.model.families.dpa4.rotations import (
-    quaternions,
-)
+from deepmd_ema.model.families.dpa4.rotations import quaternions
 from deepmd_ema.model.ops.operations import REFERENCE, use_operations
 
 PEER = json.loads((Path(__file__).parent / "golden" / "dpa4.json").read_text())  # made_by: see golden/README.md

@@ -23,9 +23,7 @@ import deepmd_ema
 from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict, model_config_from_dict, run_arguments, to_dict
 from deepmd_ema.config.manual import json_schema, manual
-from deepmd_ema.config.schema.descriptor import (
-    DESCRIPTORS,
-)
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(600)  # whole runs; a busy machine takes minutes

@@ -22,11 +22,7 @@ from deepmd_ema.infer.load import LoadedModel, Provenance
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interpolation.interpolation import Interpolation
-from deepmd_ema.model.interpolation.series import (
-    MAX_ERROR,
-    MAX_TERMS,
-    MIN_TERMS,
-)
+from deepmd_ema.model.interpolation.series import MAX_ERROR, MAX_TERMS, MIN_TERMS
 from deepmd_ema.model.interpolation.tables import MARGIN
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.layers import Network

@@ -6,15 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import tiny_input, write_system
-from toy_models import (
-    SECTIONS,
-    TRICLINIC,
-    TYPES,
-    disturb,
-    evaluate,
-    numerical_forces,
-    toy_atoms,
-)
+from toy_models import SECTIONS, TRICLINIC, TYPES, disturb, evaluate, numerical_forces, toy_atoms
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import model_config_from_dict, to_dict

@@ -78,12 +78,7 @@ ADDED = {
             "descriptor": {**make_golden.DPA3, "repflow": FLOW},
             "fitting_net": make_golden.fitting(activation_function="silut:10.0"),
         },
-        {
-            "type": "pairtab",
-            "tab_file": table(0.05, 55, (9, 1.1, 12, 0.14, 1.5, 17)),
-            "rcut": 5.0,
-            "sel": [60, 50, 40],
-        },
+        {"type": "pairtab", "tab_file": table(0.05, 55, (9, 1.1, 12, 0.14, 1.5, 17)), "rcut": 5.0, "sel": [60, 50, 40]},
     ],
     **EXCLUDED,
 }

@@ -21,15 +21,7 @@ from typing import Any
 
 import numpy as np
 import peer_side
-from comparing import (
-    BOUND,
-    changed,
-    common,
-    other_entries,
-    predictions,
-    run_peer,
-    worst_of,
-)
+from comparing import BOUND, changed, common, other_entries, predictions, run_peer, worst_of
 
 GOLDEN = common.ROOT / "tests" / "golden"
 TYPES = ["O", "H", "Na"]

@@ -19,12 +19,7 @@ Space = dict[str, list[Any]]
 
 NETWORK: Space = {"activation_function": ACTIVATIONS, "resnet_dt": FLAG, "trainable": FLAG}
 ENVIRONMENT: Space = {"exclude_types": PAIRS, "env_protection": [0.0, 1e-2, 1e-6]}
-EMBEDDED: Space = {
-    "concat_output_tebd": FLAG,
-    "use_econf_tebd": FLAG,
-    "use_tebd_bias": FLAG,
-    "tebd_dim": [3, 8, 1],
-}
+EMBEDDED: Space = {"concat_output_tebd": FLAG, "use_econf_tebd": FLAG, "use_tebd_bias": FLAG, "tebd_dim": [3, 8, 1]}
 SE: Space = {**RADII, **NETWORK, **ENVIRONMENT, "neuron": NEURONS, "type_one_side": FLAG, "set_davg_zero": FLAG}
 ATTENTION: Space = {
     **SE, **EMBEDDED, "axis_neuron": [2, 4], "attn": [4, 8], "attn_layer": [0, 1, 2, 3], "attn_dotr": FLAG,
