@@ -300,28 +300,6 @@ def dp(*words):
     return done.stdout + done.stderr
 
 
-@needs_peer
-@pytest.mark.timeout(900)
-def test_commands_of_deepmd_kit_take_several_tasks(two_tasks, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert convert(two_tasks, "x.pt", "--to", "deepmd", "--use-ema") == 0
-    values = json.loads((two_tasks.parent / "input.json").read_text())
-    for task, data in values["training"]["data_dict"].items():
-        for part in data.values():
-            part["systems"] = [str(two_tasks.parent / system) for system in part["systems"]]
-        values["loss_dict"].setdefault(task, {})["type"] = "ener"
-    values["learning_rate"]["type"] = "exp"
-    values["training"] |= {"numb_steps": 1, "save_freq": 1, "enable_ema": False}
-    values["training"].pop("ema_decay", None)
-    Path("input.json").write_text(json.dumps(values))
-    dp("freeze", "-c", "x.pt", "-o", "x.pth", "--head", "ice")
-    dp("change-bias", "x.pt", "-s", str(two_tasks.parent / "ice1"), "--model-branch", "ice", "-o", "changed.pt")
-    same_bits(load_model("changed.pt", head="water").model, load_model("x.pt", head="water").model)
-    for option in ("--init-model", "--finetune"):
-        dp("train", "input.json", option, "x.pt", "--skip-neighbor-stat")
-        assert list(load_models("model.ckpt-1.pt").models) == ["water", "ice"]
-
-
 FROZEN_SCRIPT = """
 import numpy as np
 from deepmd.infer import DeepPot

@@ -120,11 +120,3 @@ def test_training_lowers_the_error_of_hessians_and_restarts_bitwise(data, tmp_pa
     label, predicted = np.loadtxt(tmp_path / "detail.h.out").T
     assert len(label) == 4 * 15**2 + 3 * 12**2
     assert report.total.summary()["mae_h"] == pytest.approx(np.abs(label - predicted).mean())
-
-
-def test_data_without_any_hessian_are_reported(data, tmp_path, monkeypatch, capsys):
-    train(tmp_path, monkeypatch, tiny_input([data / "without"], num_steps=2, **WEIGHTS))
-    assert "no hessian in the training data" in " ".join(capsys.readouterr().err.split())
-    row = (tmp_path / "lcurve.out").read_text().splitlines()
-    assert "rmse_h" in row[0]
-    assert "nan" in row[1]

@@ -88,25 +88,6 @@ def test_a_file_of_deepmd_kit_written_again_holds_the_same_entries(name, tmp_pat
     assert set(theirs) - {"time"} <= set(ours)
 
 
-def test_a_file_of_dpa2_has_no_arguments_that_deepmd_kit_refuses(tmp_path):
-    """`dp convert-backend` ended with "RepinitArgs.__init__() got an unexpected keyword argument 'embedding_eval'"."""
-    config, model = toy_model("dpa2")
-    write_dp(tmp_path / "ours.dp", model, config)
-    theirs, ours = (tree_of(path)["model"]["descriptor"] for path in (GOLDEN / "dpa2.dp", tmp_path / "ours.dp"))
-    for name in ("repinit_args", "repformer_args"):
-        assert set(ours[name]) <= set(theirs[name])
-
-
-def test_energies_of_elements_are_not_rounded_to_the_precision_of_the_networks():
-    """DeePMD-kit keeps them in float64 beside networks in float32; they were float32 here."""
-    config, model = toy_model(fitting_changes={"precision": "float32"}, descriptor_changes={"precision": "float32"})
-    tree = model_tree(model, config)
-    energies = np.array([[-187.123456789], [-13.598443212], [-4411.987654321]])
-    tree["fitting"]["@variables"]["bias_atom_e"] = energies
-    again = model_tree(model_from_tree(config, tree), config)
-    np.testing.assert_array_equal(again["fitting"]["@variables"]["bias_atom_e"], energies)
-
-
 # "atom_ener" is null there and an empty list here; a table is made into a spline anew, to the last digits
 OTHERWISE = {
     "zbl": ["/models/0/fitting/atom_ener", "/models/1/tab/rmax", "/models/1/tab/@variables/tab_data"],

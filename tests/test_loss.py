@@ -120,12 +120,3 @@ def test_a_term_is_there_when_its_start_or_its_limit_is_not_zero():
     everything = EnergyLoss(Config(**ALL), 1e-3, World())
     assert everything.labels == ("energy", "force", "virial", "atom_energy", "atom_pref", "hessian")
     assert everything.need_virial
-
-
-def test_a_length_of_force_error_of_zero_has_a_finite_gradient():
-    frame = random_frame(np.random.default_rng(5), 3)
-    batch = flat_batch([frame])
-    guess = {k: v.requires_grad_() for k, v in predicted([frame], batch).items()}
-    total, _ = EnergyLoss(Config(loss_func="mae", f_use_norm=True), 1e-3, World())(guess, batch, 1e-3)
-    total.backward()
-    assert guess["force"].grad.isfinite().all()

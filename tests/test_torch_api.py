@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-FOREACH = ["add_", "copy_", "div", "lerp", "lerp_", "mul", "mul_", "norm", "sqrt", "sub_", "addcmul_"]
-
 
 def gone(what, where):
     return f"torch {torch.__version__}: {what} is not what {where} expects"
@@ -29,11 +27,6 @@ def test_what_guards_against_an_older_torch_goes_when_that_is_not_supported(vers
     text = (Path(__file__).resolve().parent.parent / "pyproject.toml").read_text()
     lowest = TorchVersion(re.search(r'"torch>=([\d.]+)"', text)[1])
     assert lowest < version, f"torch before {version} cannot be installed: remove {guards}"
-
-
-@pytest.mark.parametrize("name", FOREACH)
-def test_lists_of_tensors_are_changed_by_one_call(name):
-    assert hasattr(torch, f"_foreach_{name}"), gone(f"torch._foreach_{name}", "optim/ and averaging/storage.py")
 
 
 def test_the_number_of_a_backward_pass_differs_from_pass_to_pass_and_is_minus_one_outside():
@@ -55,14 +48,6 @@ def test_a_module_holds_its_buffers_in_a_dictionary_and_names_those_that_files_l
     module.register_buffer("left_out", torch.zeros(1), persistent=False)
     held = set(module._buffers), module._non_persistent_buffers_set, dict(module._parameters)
     assert held == ({"kept", "left_out"}, {"left_out"}, {}), gone("torch.nn.Module._buffers", "averaging/storage.py")
-
-
-def test_a_module_is_moved_by_the_method_that_models_extend():
-    linear = torch.nn.Linear(1, 1)
-    calls = []
-    linear._apply = lambda fn, recurse=True: calls.append(recurse)
-    linear.to(torch.float64)
-    assert calls == [True], gone("torch.nn.Module._apply", "model/energy.py")
 
 
 def test_data_parallel_training_knows_one_name_of_the_option_of_buffers():

@@ -238,18 +238,6 @@ def evaluate(model, *atoms, **kwargs):
     }
 
 
-def numerical_forces(model, coord, types, step=1e-4):
-    """Return minus the central differences (N, 3) of the energy of a frame in the cell ``TRICLINIC``."""
-    forces = np.zeros_like(coord)
-    for place in np.ndindex(coord.shape):
-        moved = [coord.copy(), coord.copy()]
-        moved[0][place] += step
-        moved[1][place] -= step
-        up, down = evaluate(model, *((c, types, TRICLINIC) for c in moved))["energy"]
-        forces[place] = -(up - down) / (2 * step)
-    return forces
-
-
 def assert_parameter_gradients(model, loss, chosen=slice(None)):
     """The gradients of ``loss()`` by the ``chosen`` parameters are those of differences along random directions."""
     generator = torch.Generator().manual_seed(1)
