@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +110,3 @@ def _of_se_e3(descriptor: Any) -> list[str]:
     if descriptor.type == "hybrid":
         parts = {f".descriptor.list[{number}]": part for number, part in enumerate(descriptor.list)}
     return [place for place, part in parts.items() if part.type == "se_e3"]
-
-
-def changed(tree: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
-    """Return a copy of a tree in which ``change`` was applied to all values that are not trees, with their names."""
-    if isinstance(tree, dict):
-        return {key: changed(value, change, key) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [changed(value, change, name) for value in tree]
-    return change(name, tree)

@@ -1,9 +1,9 @@
-"""Models of every kind here and in DeePMD-kit: predictions, files both ways, checkpoints, bias of fine-tuning.
+"""Models of every kind here and in DeePMD-kit: frozen files, checkpoints, bias of fine-tuning.
 
 usage: python tests/peer/parity.py --peer DIR [--parts NAME ...] [--models NAME ...] [--output PAGE]
 
-Everything is computed by both programs in this run. The models are those of tests/golden; where something is trained,
-it is a model of the same options for a few steps, with an average.
+Models of the options of tests/golden, trained for a few steps with an average. The golden models themselves are in
+tests/test_model_golden.py and tests/test_interchange.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import peer_side
-from comparing import BOUND, changed, common, other_entries, predictions, run_peer, worst_of
+from comparing import BOUND, common, predictions, run_peer, worst_of
 
 GOLDEN = common.ROOT / "tests" / "golden"
 TYPES = ["O", "H", "Na"]
@@ -76,33 +76,10 @@ def main() -> None:
 
 
 def _differs(line: str) -> bool:
-    """Return whether a line of a table has a difference beyond the bound, or entries of a file that differ."""
+    """Return whether a line of a table has a difference beyond the bound."""
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     numbers = [float(cell) for cell in cells if re.fullmatch(r"\d\.\de[+-]\d+|inf", cell)]
-    return any(number > BOUND for number in numbers) or "differs:" in line
-
-
-def golden(run: Run) -> Iterator[str]:
-    """Yield the table of the predictions of all golden models."""
-    jobs = [job_of(run, "golden", name, _one_mean(tree_of(name))) for name in run.names]
-    run.ask(jobs)
-    yield from ("## Golden models, float64", "")
-    rows = [[name, *cells(predictions(Path(job["file"]), job), _answer(job))] for name, job in zip(run.names, jobs)]
-    yield common.table(["model", *peer_side.OUTPUTS], rows)
-
-
-def files(run: Run) -> Iterator[str]:
-    """Yield the table of files that are read here and written again."""
-    from deepmd_ema.interop.dp import read_dp
-
-    yield from ("## `.dp` read here and written again", "")
-    rows = []
-    for name in run.names:
-        path = GOLDEN / f"{name}.dp"
-        config, model, _ = read_dp(path)
-        found = list(other_entries(path, run.folder("files") / f"{name}.dp", config, model))
-        rows.append([name, "; ".join(["differs:", *found]) if found else "all equal"])
-    yield common.table(["model", "entries of the file"], rows)
+    return any(number > BOUND for number in numbers)
 
 
 def trained(run: Run) -> Iterator[str]:
@@ -178,8 +155,6 @@ def fine_tuning(run: Run) -> Iterator[str]:
 
 
 PARTS: dict[str, Callable[[Run], Iterator[str]]] = {
-    "golden": golden,
-    "files": files,
     "trained": trained,
     "checkpoints": checkpoints,
     "fine_tuning": fine_tuning,
@@ -191,15 +166,6 @@ def tree_of(name: str) -> dict[str, Any]:
     from deepmd_ema.interop.tree_files import read_tree
 
     return read_tree(GOLDEN / f"{name}.dp")
-
-
-def job_of(run: Run, part: str, name: str, tree: dict[str, Any]) -> dict[str, Any]:
-    """Write a model, and return the job of its evaluation."""
-    from deepmd_ema.interop.tree_files import write_tree
-
-    out = run.folder(part) / name
-    write_tree(Path(f"{out}.dp"), tree)
-    return _job(name, out) | {"file": f"{out}.dp"}
 
 
 def cells(found: dict[str, np.ndarray], reference: Path) -> list[str]:
@@ -218,13 +184,6 @@ def _job(name: str, out: Path) -> dict[str, Any]:
 
 def _answer(job: dict[str, Any]) -> Path:
     return Path(job["out"]).with_name(Path(job["out"]).name + ".npz")
-
-
-def _one_mean(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a model whose means are the same in all slots: images at equal distances may then stand in any order."""
-    return changed(
-        tree, lambda name, v: np.broadcast_to(v[:, :1], v.shape).copy() if name == "davg" and v.ndim == 3 else v
-    )
 
 
 def _prepare(
