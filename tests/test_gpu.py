@@ -11,10 +11,7 @@ import torch
 from helpers import assert_same, tiny_input
 from test_train import WITH_AVERAGES, StopAfter, load
 
-from deepmd_ema.data.loader import ATOMS_AT_ONCE
 from deepmd_ema.errors import DivergedError, Interrupted
-from deepmd_ema.model.metrics import evaluate
-from deepmd_ema.training import validate
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 
@@ -62,19 +59,6 @@ def test_tf32_rounds_training_steps_and_nothing_else(start):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_matrices_of_a_validation_are_multiplied_as_the_input_says(start, monkeypatch):
-    found = []
-    monkeypatch.setattr(
-        validate, "evaluate", lambda *given: (found.append(torch.get_float32_matmul_precision()), evaluate(*given))[1]
-    )
-    options = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"}
-    for name, changes in (("exact", {"training__enable_tf32": True}), ("rounded", {"validating__tf32_infer": True})):
-        start(name, 2, options | changes)
-        assert set(found) == {"highest" if name == "exact" else "high"}
-        found.clear()
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
 def test_a_gpu_trains_to_the_numbers_of_the_cpu(start):
     gpu, cpu = start("gpu", 20), start("cpu", 20, device="cpu")
     a, b = load(gpu / "model.ckpt-20.pt"), load(cpu / "model.ckpt-20.pt")
@@ -84,17 +68,6 @@ def test_a_gpu_trains_to_the_numbers_of_the_cpu(start):
     assert all(torch.allclose(averages[0][n], averages[1][n], rtol=1e-7, atol=1e-9) for n in averages[0])
     rows = [np.genfromtxt(folder / "lcurve.out", names=True)["rmse_f_val"] for folder in (gpu, cpu)]
     assert np.allclose(*rows, rtol=1e-2)
-
-
-def test_a_validation_has_the_errors_of_the_cpu_in_many_batches_and_in_one(start, monkeypatch):
-    rows = {}
-    for name, device, atoms in (("cpu", "cpu", 1024), ("one", "cuda", 16384), ("many", "cuda", 8)):
-        monkeypatch.setitem(ATOMS_AT_ONCE, device, atoms)
-        folder = start(name, 4, {"validating__validation_freq": 2}, device=device)
-        rows[name] = np.genfromtxt(folder / "val_ema.log", names=True)
-    for name in ("one", "many"):
-        for column in rows["cpu"].dtype.names:
-            np.testing.assert_allclose(rows[name][column], rows["cpu"][column], rtol=1e-3, err_msg=column)
 
 
 def test_a_step_does_not_wait_for_the_gpu(start):
@@ -146,17 +119,6 @@ def test_compiled_code_trains_to_the_numbers_of_eager_steps(start, tmp_path, opt
     eager, whole = start("eager", 6), start("compiled", 6, compiled)
     a, b = load(eager / "model.ckpt-6.pt")["model"], load(whole / "model.ckpt-6.pt")["model"]
     assert all(torch.allclose(a[name], b[name], rtol=1e-9, atol=1e-10) for name in a)
-
-
-def test_batches_of_all_loaders_share_one_traced_graph_for_training_and_one_for_validation(start, caplog):
-    """Those of training are displayed too, those of a validation are packed by another thread, and steps use TF32."""
-    caplog.set_level("INFO")
-    options = {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"}
-    options |= {"training__enable_tf32": True, "training__compile_options": {"backend": "aot_eager"}}
-    eager, whole = start("eager", 6, options), start("compiled", 6, options | {"training__enable_compile": True})
-    a, b = load(eager / "model.ckpt-6.pt")["model"], load(whole / "model.ckpt-6.pt")["model"]
-    assert all(torch.allclose(a[name], b[name], rtol=1e-2, atol=1e-3) for name in a)
-    assert [r.args[1] for r in caplog.records if r.message.startswith("compiled graph")] == ["training", "validation"]
 
 
 def test_copies_of_a_step_hold_that_step_while_the_device_continues():

@@ -1,6 +1,5 @@
 """Choice of the GPU of a rank, faults of NCCL, and a rank that is lost while others wait in a collective."""
 
-import json
 import os
 import signal
 import subprocess
@@ -109,22 +108,6 @@ def test_a_killed_rank_ends_the_others_that_wait_in_a_collective_for_ever(tmp_pa
     assert f"rank {lost}" in line
     assert "ended" in line
     assert torch.load(folder / "model.ckpt.pt", weights_only=True)["step"] == SAVE_EVERY
-
-
-@pytest.mark.gpu
-def test_nccl_connects_at_the_start_and_not_within_the_first_step(tmp_path, monkeypatch):
-    given = {}
-    join = dist.init_process_group
-    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: (given.update(k), join(*a, **k)))
-    folder = make_run(tmp_path / "run", training__numb_steps=1)
-    monkeypatch.chdir(folder)
-    for name, value in launcher_environment(0, 1, free_port()).items():
-        monkeypatch.setenv(name, value)
-    from deepmd_ema.training.run import run_training
-
-    run_training("input.json", device="cuda")
-    assert given["device_id"] == torch.device("cuda:0")
-    assert json.loads((folder / "input.json").read_text())["training"]["numb_steps"] == 1
 
 
 def _environment(rank, port, devices=1):

@@ -1,12 +1,11 @@
 """The page of the first contact with a GPU is written whatever its parts do."""
 
 import re
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from gpu_first_contact import ROOT, Part, main, parts_of, run_parts
+from gpu_first_contact import ROOT, Part, parts_of, run_parts
 
 WAITS = "import time; time.sleep(600)"
 # starts a process in a session of its own, as launchers of ranks do
@@ -43,27 +42,6 @@ def test_parts_follow_one_that_fails_and_one_that_does_not_end_and_the_page_is_w
     assert last.startswith("Failed: raises: `python -c ")
     assert "; hangs: `python -c " in last
     assert (tmp_path / "page.logs" / "device.err").read_text() == "a note\n"
-
-
-def test_parts_for_which_no_time_is_left_are_named_with_the_command_that_runs_them(tmp_path):
-    parts = [python("one", "print(1)"), python("two", "print(2)")]
-    run_parts(parts, tmp_path / "page.md", minutes=0)
-    last = (tmp_path / "page.md").read_text().splitlines()[-1]
-    assert last == "Nothing failed. Not run: `python tests/gpu_first_contact.py --output rest.md --parts one two`."
-
-
-def test_limits_grow_with_the_minutes_and_end_with_them(tmp_path):
-    long = python("long", WAITS, limit=600.0)
-    results = run_parts([long, python("short", "print(1)")], tmp_path / "page.md", minutes=0.02)
-    assert [result.state for result in results.values()] == ["failed: no end after 1 s", "not run: no time was left"]
-
-
-def test_an_unknown_part_is_refused_with_the_names_of_all(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["gpu_first_contact.py", "--parts", "speeed"])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert "invalid choice: 'speeed'" in (error := capsys.readouterr().err)
-    assert all(part.name in error for part in parts_of())
 
 
 @pytest.mark.parametrize("part", parts_of("peer", "work"), ids=lambda part: part.name)

@@ -1,7 +1,6 @@
 """Inference, tests, changed biases and posthoc averages of trained models on a CUDA device, beside the CPU."""
 
 import re
-import zipfile
 
 import numpy as np
 import pytest
@@ -9,19 +8,15 @@ import torch
 from helpers import toy_frame, write_system
 from infer_models import write_run
 from kept_runs import write_kept_run
-from toy_models import SECTIONS, TRICLINIC, batch_of, toy_atoms, toy_model
+from toy_models import SECTIONS
 
 from deepmd_ema import cli
 from deepmd_ema.averaging.posthoc.run import run_posthoc
 from deepmd_ema.data import loader
-from deepmd_ema.infer.change_bias import BiasRequest, write_changed
-from deepmd_ema.infer.compiled import CompiledModel
-from deepmd_ema.infer.deviation import DeviationOptions, measure_deviation
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interop.freeze import freeze
-from deepmd_ema.interop.pt2 import write_pt2
 
 pytestmark = pytest.mark.gpu
 
@@ -119,25 +114,6 @@ def test_errors_on_labelled_data_are_those_of_the_cpu(run, data, capsys):
     assert float(printed[-1]) == pytest.approx(expected["rmse_f"], rel=1e-5)
 
 
-def test_deviations_of_models_are_those_of_the_cpu(run, data):
-    models = [str(path) for path in run]
-    cpu, gpu = both(lambda device: measure_deviation(models, [data], DeviationOptions(), device=device))
-    assert gpu.systems.keys() == cpu.systems.keys()
-    for name, expected in cpu.systems.items():
-        np.testing.assert_allclose(gpu.systems[name], expected, **SAME_MATH, err_msg=name)
-
-
-def test_a_changed_bias_is_that_of_the_cpu(run, data, tmp_path):
-    def changed(device):
-        request = BiasRequest(systems=[str(data)])
-        write_changed(run[0], request, tmp_path / f"{device}.pt", device=device)
-        return load_model(tmp_path / f"{device}.pt").model.out_bias
-
-    cpu, gpu = both(changed)
-    torch.testing.assert_close(gpu, cpu, **SAME_MATH)
-    assert not torch.equal(gpu, load_model(run[0]).model.out_bias)
-
-
 def test_posthoc_averages_are_ranked_as_on_the_cpu(tmp_path, water_like_valid):
     kept = write_kept_run(tmp_path / "run", [water_like_valid])
 
@@ -153,24 +129,6 @@ def test_posthoc_averages_are_ranked_as_on_the_cpu(tmp_path, water_like_valid):
         torch.testing.assert_close(found[name], value, **SAME_MATH)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own
-@pytest.mark.timeout(600)
-def test_the_graph_of_a_pt2_for_a_gpu_computes_on_the_gpu_alone(tmp_path, monkeypatch):
-    def compiled(graph, package_path, **_):
-        graphs.append(graph.module())
-        zipfile.ZipFile(package_path, "w").close()
-
-    graphs, (config, model) = [], toy_model("se_e2_a")
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
-    write_pt2(tmp_path / "model.pt2", model.eval(), config, {"model_def_script": {}}, torch.device("cuda"))
-    coord, types = toy_atoms()
-    batch = batch_of(model, (coord, types, TRICLINIC), (coord[:7], types[:7], None))
-    found, expected = CompiledModel(graphs[0], model, None)(batch.to(torch.device("cuda"))), model(batch)
-    for name, value in found.items():
-        assert value.is_cuda, name
-        torch.testing.assert_close(value.cpu(), expected[name], **SAME_MATH)
-
-
 @pytest.mark.real_gpu("AOTInductor for CUDA")
 @pytest.mark.filterwarnings("ignore")  # torch's own
 @pytest.mark.timeout(600)
@@ -183,25 +141,3 @@ def test_a_pt2_that_is_frozen_for_a_gpu_has_the_results_of_its_checkpoint(tmp_pa
         found, expected = compiled.evaluate(*frame), plain.evaluate(*frame)
         for name in RESULTS:
             np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-10, atol=1e-10)
-
-
-def test_the_arrays_of_a_pt2_are_made_without_a_wait_for_the_gpu():
-    _, model = toy_model("se_e2_a")
-    coord, types = toy_atoms()
-    batch = batch_of(model, (coord, types, TRICLINIC), (coord[:7], types[:7], None))
-
-    def zeros(coord, atype, nlist, *_):
-        (frames, atoms), images = nlist.shape[:2], coord.shape[1]
-        shapes = {"energy_redu": (frames, 1), "energy": (frames, atoms, 1), "energy_derv_r": (frames, images, 1, 3),
-                  "energy_derv_c_redu": (frames, 1, 9)}  # fmt: skip
-        return {name: coord.new_zeros(shape) for name, shape in shapes.items()}
-
-    compiled, on_gpu = CompiledModel(zeros, model, None), batch.to(torch.device("cuda"))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = compiled(on_gpu)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert {name: tuple(value.shape) for name, value in found.items()} == {
-        name: tuple(value.shape) for name, value in compiled(batch).items()
-    }

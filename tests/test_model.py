@@ -14,7 +14,6 @@ from deepmd_ema.errors import DataError
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.nn.activation import activation
 
-SAME_MATH = 1e-12
 ACTIVATIONS = ("tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "silut:5.5", "none",
                "linear", "None", "ReLU")  # fmt: skip
 # activation at -3, -0.3, 0.5, 3.2 and 6.5, printed by DeePMD-kit 3.2.0 (its ActivationFn)
@@ -50,21 +49,6 @@ def test_the_derivative_of_an_activation_function_is_its_derivative(name):
         (second,) = torch.autograd.grad(derivative.sum(), z, retain_graph=True)
         (ours,) = torch.autograd.grad(act.derivative(z, act.value(z)).sum(), z)
         torch.testing.assert_close(ours, second, rtol=1e-10, atol=1e-12)
-
-
-def loss_and_gradients(model, batch):
-    model.zero_grad()
-    out = model(batch, create_graph=True)
-    weights = [torch.randn(v.shape, generator=torch.Generator().manual_seed(1), dtype=v.dtype) for v in out.values()]
-    loss = sum((w.to(v) * v).sum() for w, v in zip(weights, out.values(), strict=True))
-    loss.backward()
-    return loss.detach(), [p.grad.clone() for p in model.parameters()]
-
-
-def assert_same(one, other):
-    torch.testing.assert_close(one[0], other[0], rtol=SAME_MATH, atol=SAME_MATH)
-    for a, b in zip(one[1], other[1], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
 def test_pairs_excluded_in_the_descriptor_do_not_see_each_other():
@@ -137,16 +121,3 @@ def test_seeds_of_the_parts_come_before_the_seed_of_the_run():
     assert not torch.equal(one["fitting.nets.0.layers.0.weight"], two["fitting.nets.0.layers.0.weight"])
     nets = [one[f"descriptor.embeddings.{k}.layers.0.weight"] for k in range(9)]
     assert not torch.equal(nets[0], nets[1])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("changes", [{}, {"resnet_dt": True}])
-def test_a_gpu_gives_the_same_numbers_and_the_same_bits_twice(changes):
-    _, model = toy_model(descriptor_changes=changes)
-    batch = batch_of(model, (*toy_atoms(), TRICLINIC), (*toy_atoms(1, 4), None))
-    here = loss_and_gradients(model, batch)
-    model.cuda()
-    there, again = (loss_and_gradients(model, batch.to(torch.device("cuda"))) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(there[1], again[1], strict=True))
-    assert_same(here, (there[0].cpu(), [g.cpu() for g in there[1]]))

@@ -35,16 +35,6 @@ def test_a_wait_is_counted_with_its_line_and_refused_where_none_is_allowed():
     torch.ones(2).pin_memory().to("cuda", non_blocking=True)
 
 
-def test_a_mask_waits_as_an_index_and_not_as_what_is_indexed():
-    mask, places = torch.tensor([True, False], device="cuda"), torch.tensor([1, 0], device="cuda")
-    with pretend_cuda.counted_waits() as found:
-        mask[places]
-    assert not found.waits
-    with pretend_cuda.counted_waits() as found:
-        places[mask]
-    assert "index by a mask" in found.waits
-
-
 def test_a_late_copy_and_new_memory_hold_nan():
     values, copy = torch.ones(3, device="cuda"), torch.zeros(3).pin_memory()
     copy.copy_(values, non_blocking=True)
@@ -52,36 +42,3 @@ def test_a_late_copy_and_new_memory_hold_nan():
     torch.cuda.current_stream().record_event().synchronize()
     assert torch.equal(copy, torch.ones(3))
     assert torch.empty(5, device="cuda").cpu().isnan().all()
-
-
-def test_memory_of_the_device_is_counted():
-    before = torch.cuda.memory_allocated()
-    held = torch.ones(1000, dtype=torch.float64, device="cuda")
-    assert torch.cuda.memory_allocated() == before + 8000
-    del held
-    assert torch.cuda.memory_allocated() == before
-    assert torch.cuda.max_memory_allocated() >= before + 8000
-
-
-def test_a_learning_rate_on_the_device_is_in_float32_as_the_kernels_of_cuda_want_it():
-    def step(rate):
-        weight = torch.nn.Parameter(torch.ones(2, device="cuda", dtype=torch.float64))
-        optimizer = torch.optim.Adam([weight], lr=1e-3, fused=True)
-        weight.grad = torch.ones_like(weight)
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
-        return weight.detach().cpu()
-
-    with pytest.raises(RuntimeError, match="Float"):
-        step(torch.tensor(0.5, device="cuda", dtype=torch.float64))
-    assert torch.allclose(step(torch.tensor(0.5, device="cuda")), torch.full((2,), 0.5, dtype=torch.float64))
-
-
-def test_a_stream_of_the_accelerator_waits_for_an_event():
-    """As FSDP has it do where a step leaves out modules."""
-    event = torch.cuda.Event()
-    event.record()
-    stream = torch.accelerator.current_stream()
-    stream.wait_event(event)
-    assert stream == torch.cuda.current_stream()
-    assert not stream.is_capturing()
