@@ -19,16 +19,13 @@ from deepmd_ema import cli
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig
-from deepmd_ema.config.schema.training import MODES_OF_CUDA_GRAPHS, CompileConfig
+from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.distributed.world import World
 from deepmd_ema.infer import evaluate as evaluating
 from deepmd_ema.model import compiler as compiling
 from deepmd_ema.model.build import share_parts
 from deepmd_ema.model.compiler import Compiler, pad_for
-from deepmd_ema.model.dummy_atoms import fill, pad
 from deepmd_ema.model.energy import run
-from deepmd_ema.model.interpolation.series import MIN_TERMS
-from deepmd_ema.model.tabulated import interpolations_of
 from deepmd_ema.training.loss import EnergyLoss
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]  # dynamo's own; compiling takes time
@@ -140,87 +137,6 @@ def test_batches_padded_and_packed_ahead_share_a_graph_and_have_the_loss_of_the_
     assert len(compiler.graphs) == 1 if dynamic else len(compiler.graphs) <= len(FRAMES)
 
 
-def test_a_graph_that_was_traced_serves_batches_that_are_filled_up_ahead_or_by_it():
-    compiler = Compiler(TRACED)
-    _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
-    batches = list(batches_of(model.eval()))
-    compiler.trace(model, batches[0])
-    for batch in batches:
-        expected = run(model, batch)
-        assert_same(compiler(model, batch).values(), expected.values())
-        padded = compiler(model, pad(batch, model.layout))
-        assert torch.allclose(padded["energy"][:1], expected["energy"], rtol=1e-12)
-    assert len(compiler.graphs) == 1
-
-
-@pytest.mark.parametrize("mode", ["default", *MODES_OF_CUDA_GRAPHS])
-def test_nothing_is_computed_between_a_padded_batch_and_its_graph(monkeypatch, mode):
-    compiler = Compiler(CompileConfig(mode=mode))
-    _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
-    padded = pad(next(batches_of(model.eval())), model.layout)
-    prediction = run(model, padded)
-    monkeypatch.setattr(compiler, "_run", lambda model, batch: prediction)
-    with torch.profiler.profile() as profiled:
-        assert compiler(model, padded) is prediction
-    names = {event.name for event in profiled.events()}
-    assert names & {"aten::isfinite"}  # read on a CPU only
-    assert not names & {"aten::cat", "aten::index_copy", "aten::index_copy_", "aten::index_select", "aten::arange"}
-
-
-def test_models_of_other_structures_get_graphs_of_their_own_and_the_right_numbers(caplog):
-    caplog.set_level("INFO")
-    compiler = Compiler(TRACED)
-    sections = [{}, {"sel": [40, 40, 40]}, {"rcut": 3.5}, {"exclude_types": [[0, 1]]}]
-    for changes in sections:
-        _, model = toy_model("se_e2_r", SMALL | ONE_SIDE | changes, NET)
-        for batch in batches_of(model.train()):
-            found = outputs_loss_and_gradients(compiler, model, batch)
-            assert_same(found, outputs_loss_and_gradients(run, model, batch))
-    assert 2 <= len(compiler.graphs) <= len(sections) + 1
-    lines = [r.message for r in caplog.records if r.message.startswith("compiled graph")]
-    assert len(lines) == len(compiler.graphs)
-    assert all(graph.reason for graph in compiler.graphs[1:])
-
-
-def test_sizes_of_their_own_are_rounded_up_so_that_there_are_few_graphs():
-    compiler = Compiler(CompileConfig(backend="aot_eager", dynamic=False))
-    _, model = toy_model("se_e2_r", SMALL, {"neuron": [2]})
-    for natoms in (5, 6, 6, 5, 6):
-        coord, _ = toy_atoms(natoms, natoms, spread=2.6)
-        batch = batch_of(model.train(), (coord, [0, 0, 1, 1, 2, 2][:natoms], None))
-        assert_same(compiler(model, batch).values(), run(model, batch).values())
-    assert len(compiler.graphs) <= 2  # for 5 batches of 5 sizes
-
-
-def test_a_batch_for_which_the_series_of_a_graph_are_too_short_is_evaluated_again_eagerly():
-    _, model = toy_model("se_e2_a_interpolated", {"neuron": [4, 8]} | ONE_SIDE)
-    (interpolation,) = interpolations_of(model.train()).values()
-    interpolation.use(MIN_TERMS)
-    compiler = Compiler(TRACED)
-    (batch, *_) = batches_of(model)
-    with torch.no_grad():
-        for net in model.descriptor.embeddings:
-            net.layers[0].weight *= 8
-    graph = compiler._evaluate(model, fill(batch, model.layout).batch)
-    assert torch.isnan(graph["energy"]).any()
-    found = outputs_loss_and_gradients(compiler, model, batch)
-    interpolation.use(0)
-    assert_same(found, outputs_loss_and_gradients(run, model, batch), 1e-7)
-
-
-def test_evaluation_has_a_graph_without_gradients_that_sees_new_weights():
-    compiler = Compiler(TRACED)
-    _, model = toy_model("se_e2_r", SMALL, NET)
-    for batch in batches_of(model.eval()):
-        assert_same(compiler(model, batch).values(), run(model, batch).values(), 1e-12)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.1)
-            model.out_bias.add_(0.5)
-    assert [graph.purpose for graph in compiler.graphs] == ["validation"]
-    assert not compiler(model, batch)["energy"].requires_grad
-
-
 TINY = {
     "model__descriptor": {"type": "se_e2_r", "sel": [20, 20], "rcut": 4.0, "rcut_smth": 1.0, "neuron": [2]},
     "model__fitting_net": {"neuron": [2]},
@@ -314,20 +230,6 @@ def test_a_run_whose_compiled_code_is_wrong_or_not_made_warns_once_and_is_the_ea
     assert "compiled  " not in caplog.text
 
 
-def test_only_validation_is_eager_where_only_its_code_is_wrong(desk, caplog):
-    eager = train(desk / "eager")
-    caplog.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", compile_with(wrong_forces))
-        found = train(desk / "wrong", validating=TINY["validating"] | {"compiled_infer": True})
-    for one, other in zip(eager, found):
-        assert_same_checkpoints(one["model"], other["model"])
-    assert (desk / "wrong" / "val_ema.log").read_text() == (desk / "eager" / "val_ema.log").read_text()
-    (warning,) = warnings_of(caplog)
-    assert warning.startswith("validating.compiled_infer: code compiled by torch")
-    assert warning.endswith("Validation is evaluated eagerly.")
-
-
 @pytest.mark.parametrize("backend", [wrong_forces, no_code])
 def test_a_later_graph_that_is_wrong_or_not_made_leaves_the_run_eager_with_one_warning(caplog, backend):
     """A graph for each size: the first is right, the second is not. A graph that was not made ended the run."""
@@ -370,18 +272,6 @@ def test_gradients_by_parameters_are_compared():
     compiler._run = torch.compile(run, backend=wrong, dynamic=True)
     assert "gradient by " in compiler.trace(model, batch)
     assert compiler.trace(model.eval(), batch) == ""
-
-
-@pytest.mark.parametrize("precision", ["float64", "float32"])
-def test_forces_that_cancel_are_no_difference(precision):
-    """A chain of equal atoms in a cell: the forces are what rounding leaves of terms that cancel."""
-    _, model = toy_model(
-        "se_e2_a", SMALL | ONE_SIDE | {"precision": precision}, {"neuron": [2], "precision": precision}
-    )
-    coord = np.stack(np.meshgrid(*[np.arange(3) * 2.1] * 3, indexing="ij"), -1).reshape(-1, 3)
-    batch = batch_of(model.train(), (coord, [0] * 27, 6.3 * np.eye(3)))
-    assert float(run(model, batch)["force"].detach().abs().max()) < 1e-4
-    assert Compiler(TRACED).trace(model, batch) == ""
 
 
 def test_errors_of_a_compiled_model_are_those_of_the_eager_one(desk, capsys, caplog, monkeypatch):

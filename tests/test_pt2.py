@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import warnings
 import zipfile
 from copy import deepcopy
 from dataclasses import replace
@@ -14,26 +12,20 @@ import numpy as np
 import pytest
 import torch
 from helpers import toy_frame
-from infer_models import let_slots_differ, write_run
+from infer_models import write_run
 from torch._inductor import config as inductor_options
 from torch._inductor.exc import CppCompileError
-from toy_models import SECTIONS, TRICLINIC, VARIANTS, batch_of, disturb, toy_atoms, toy_model
+from toy_models import TRICLINIC, VARIANTS, batch_of, toy_atoms, toy_model
 
 from deepmd_ema import cli
-from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.config import model_config_from_dict
 from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
-from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.geometry import KeptPairs, find_pairs
-from deepmd_ema.infer.compiled import CompiledModel
-from deepmd_ema.infer.images import Images
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interop import freeze as export
 from deepmd_ema.interop import pt2
-from deepmd_ema.model.build import build_model
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.extended_model import ExtendedModel
 from deepmd_ema.model.tabulated import interpolations_of, make_tables, seal, tabulate
@@ -123,93 +115,6 @@ def test_frames_that_follow_each_other_keep_their_images(tmp_path, as_if_compile
     assert 3 <= len(lists) <= 11 or not skin  # kept for some steps, and found again as the cell changes
 
 
-@pytest.mark.parametrize("descriptor", ["se_e2_a", "se_atten", "dpa2", "hybrid"])
-def test_images_of_an_atom_at_one_distance_stay_in_their_order(descriptor, monkeypatch):
-    """Means may differ from slot to slot; sorted by distances with rounding, two such images changed places."""
-    config, model = toy_model(descriptor)
-    let_slots_differ(model)
-    loaded = LoadedModel(model, config, Provenance("toy", "frozen"))
-    function = pt2._with_conditions(model, config)
-    monkeypatch.setattr(pt2, "load_compiled", lambda *_: (function, torch.device("cpu")))
-    coord, types = toy_atoms(4, 4, spread=2.4)
-    plain, other = (
-        Potential(replace(loaded, is_compiled=is_compiled)).evaluate(coord, types, 0.8 * TRICLINIC)
-        for is_compiled in (False, True)
-    )
-    for name, value in vars(plain).items():
-        np.testing.assert_allclose(getattr(other, name), value, rtol=1e-12, atol=1e-12, err_msg=name)
-
-
-def conditioned(descriptor):
-    """Return the config and the model of two parts that read frame parameters, which have a default."""
-    part = {"descriptor": descriptor, "fitting_net": {"neuron": [4], "numb_fparam": 2, "default_fparam": [0.1, 0.2]}}
-    config = model_config_from_dict({"type": "linear_ener", "type_map": ["O", "H", "Na"], "models": [part, part],
-                                     "weights": "sum"})  # fmt: skip
-    model = build_model(config, 1).eval()
-    disturb(model)
-    return config, model
-
-
-def test_frame_parameters_that_are_not_given_have_their_default_where_the_model_is():
-    """A sum of models was called without them, and on a GPU they were tensors of the CPU."""
-    config, model = conditioned(SECTIONS["se_e2_a"])
-    default = config.fitting_net.default_fparam
-    assert default == [0.1, 0.2]
-    batch = batch_of(model, (*toy_atoms(0, 5), TRICLINIC), (*toy_atoms(1, 3), None))
-    function = pt2._with_conditions(model, config)
-    known, found = model(batch), CompiledModel(function, model, default)(batch)
-    for name, value in known.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
-    devices = []
-
-    def elsewhere(coord, atype, nlist, mapping, fparam):
-        devices.append(fparam.device.type)
-        return {"energy_redu": coord[0, :1, :1], "energy": coord[..., :1], "energy_derv_r": coord[:, :, None],
-                "energy_derv_c_redu": coord[:, :1]}  # fmt: skip
-
-    coord, atoms = torch.zeros(3, 3, device="meta"), torch.zeros(3, dtype=torch.int64, device="meta")
-    CompiledModel(elsewhere, model, default).frame(coord, atoms, atoms[:, None], atoms, {})
-    assert devices == ["meta"]
-
-
-def test_two_precisions_are_compared_as_the_lower_one():
-    """Such a model was refused as not the same: its features are float64, a part of it is not."""
-    low = SECTIONS["se_e2_a"] | {"precision": "float32"}
-    for changes in ({"list": [low, SECTIONS["se_e2_r"]]}, {}):
-        config, model = toy_model("hybrid", changes, {} if changes else {"precision": "float32"})
-        function = pt2._with_conditions(model, config)
-        found = export.compare(model, CompiledModel(function, model, None), config, torch.device("cpu"))
-        assert 0 < max(found.values()) < 1e-4
-
-
-def test_arrays_that_cannot_be_written_are_taken_without_a_warning(tmp_path, as_if_compiled):
-    path = write_run(tmp_path, model__fitting_net__numb_fparam=1)[0]
-    coord, types, box = toy_frame(np.random.default_rng(0), 12)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Potential(as_if_compiled(path)).evaluate(coord, types, box, fparam=[0.3])
-
-
-def test_neighbors_that_are_too_many_are_seen_while_atoms_move():
-    """They are counted only where an atom that was beyond the cutoff may have come inside."""
-    rng = np.random.default_rng(0)
-    coord, types, box = toy_frame(rng, 30)
-    frame = Frame(coord, np.asarray(types), box)
-    pairs = find_pairs(coord, box, 4.5)
-    seen = []
-    for sel in range(1, 30, 2):
-        layout = NeighborLayout(3.5, (sel, sel), 2)
-        images = Images(frame, pairs, layout, 0.0, torch.device("cpu"))
-        for size in (0.0, 0.05, 0.15, 0.3):
-            moved = coord + rng.uniform(-size, size, coord.shape)
-            inside = np.linalg.norm(pairs.vector(moved, box), axis=1) < layout.rcut
-            counts = np.bincount((2 * pairs.i + frame.atom_type[pairs.j])[inside], minlength=60)
-            found = [most > sel for most in images.most(moved)]
-            assert found == (counts.reshape(-1, 2).max(0) > sel).tolist()
-            seen.append(any(found))
-    assert 0 < sum(seen) < len(seen)
-
-
 def test_it_warns_of_the_same_frames_as_the_checkpoint(tmp_path, as_if_compiled, caplog):
     path = write_run(tmp_path, model__descriptor__sel=[4, 4])[0]
     coord, types, box = toy_frame(np.random.default_rng(0), 12)
@@ -267,21 +172,6 @@ def test_it_says_which_weights_it_holds_and_gives_them_back(run, compiled, tmp_p
     )
 
 
-def test_freezing_says_that_it_takes_a_minute_and_nothing_of_torch(run, tmp_path, monkeypatch, caplog):
-    def compiling(*_, **how):
-        warnings.warn("do not use", FutureWarning, stacklevel=1)
-        shutil.copyfile(tmp_path / "empty.zip", how["package_path"])
-
-    with zipfile.ZipFile(tmp_path / "empty.zip", "w"):
-        monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiling)
-    monkeypatch.setattr(pt2, "_exported", lambda *_: None)
-    loaded = load_model(run[0])
-    with caplog.at_level("INFO"), warnings.catch_warnings(record=True) as caught:
-        pt2.write_pt2(tmp_path / "m.pt2", loaded.model, loaded.config, {"model_def_script": {}}, torch.device("cpu"))
-    assert not caught
-    assert caplog.messages == [f"compiling {tmp_path / 'm.pt2'}, which takes about a minute"]
-
-
 def test_torch_alone_runs_it(run, compiled):
     coord, types, box = toy_frame(np.random.default_rng(3), 12)
     model = load_model(run[1]).model
@@ -302,25 +192,6 @@ def test_a_file_that_was_cut_short_or_changed_is_an_error(compiled, tmp_path):
     for path in (short, changed):
         with pytest.raises(CheckpointError, match=f"{path.name}: .*[Ff]reeze the model again|{path.name}: damaged"):
             Potential(path)
-
-
-def test_it_is_not_taken_to_another_device(compiled, monkeypatch):
-    monkeypatch.setattr(pt2, "select_device", lambda name: torch.device(name))  # as if there were a GPU
-    assert Potential(compiled.path, device="cpu").rcut > 0
-    with pytest.raises(UserError, match=r"water.pt2: compiled for cpu, not for cuda"):
-        load_model(compiled.path).on("cuda")
-
-
-def test_it_goes_to_the_gpu_that_is_requested(tmp_path, monkeypatch):
-    """It went to the first one, whatever its number was."""
-    path, numbers = tmp_path / "m.pt2", []
-    with zipfile.ZipFile(path, "w") as package:
-        package.writestr("model/extra/metadata.json", json.dumps({"dp_ema_device": "cuda"}))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(pt2, "select_device", lambda name: torch.device(name))
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path, device_index: numbers.append(device_index))
-    assert [pt2.load_compiled(path, name)[1].type for name in ("cuda:1", None)] == ["cuda", "cuda"]
-    assert numbers == [1, -1]
 
 
 def test_without_a_compiler_the_message_says_what_to_install(run, tmp_path, capsys):
@@ -345,21 +216,6 @@ def test_where_torch_cannot_compile_the_message_says_what_and_what_to_do(run, tm
     assert "data-dependent" in said
     assert "Run again with --debug" in said
     assert not (tmp_path / "m.pt2").exists()
-
-
-@pytest.mark.parametrize(("error", "code", "phrase"), [
-    (CppCompileError(["g++"], "a.cpp:1:10: fatal error: b.h: No such file\nmore"), 2,
-     "the C++ compiler failed (a.cpp:1:10: fatal error: b.h: No such file). Install g++, or name another"),
-    (RuntimeError("LoweringException: target: aten.bmm.default"), 1, "cannot compile this model (se_e2_a, aten.bmm)"),
-])  # fmt: skip
-def test_a_failure_of_the_compiler_is_distinguished(run, tmp_path, monkeypatch, capsys, error, code, phrase):
-    def fail(*_, **__):
-        raise error
-
-    monkeypatch.setattr(pt2, "_exported", lambda *_: None)
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
-    assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.pt2")]) == code
-    assert phrase in capsys.readouterr().err
 
 
 def test_code_of_an_old_torch_that_does_not_compile_is_made_again_without_vectors(
@@ -387,11 +243,6 @@ def test_code_of_an_old_torch_that_does_not_compile_is_made_again_without_vector
     assert f"compiling it without vectors, of which torch {torch.__version__} makes wrong code" in said[1].err
     line = f"without vector instructions, of which torch {torch.__version__} makes wrong code: an evaluation takes 1.2"
     assert line in said[1].out
-
-
-def test_a_device_is_refused_where_it_would_be_ignored(run, tmp_path, capsys):
-    assert cli.main(["freeze", "-c", str(run[0]), "--device", "cpu", "-o", str(tmp_path / "m.dp")]) == 2
-    assert "m.dp is for any device" in capsys.readouterr().err
 
 
 def with_tables(descriptor, nearest):
@@ -454,13 +305,3 @@ def test_tables_are_refused_where_they_would_be_ignored(run, tmp_path, capsys):
     loaded = LoadedModel(model.eval(), config, Provenance(tmp_path, "weights"))
     with pytest.raises(UserError, match="--compress: the descriptor se_e3 has no network of one distance alone"):
         export._with_tables(loaded, torch.device("cpu"), True)
-
-
-def test_wide_networks_get_tables_without_being_requested_and_narrow_ones_do_not(tmp_path):
-    for neuron, has_tables in (([4, 8], False), ([25, 50], True)):
-        config, model = toy_model(descriptor_changes={"neuron": neuron})
-        loaded = LoadedModel(model.eval(), config, Provenance(tmp_path, "weights"))
-        requested = [export._with_tables(loaded, torch.device("cpu"), compress) for compress in (None, False, True)]
-        assert [bool(text) for _, text in requested] == [has_tables, False, True]
-        assert all((found is model) == (not text) for found, text in requested)
-        assert not interpolations_of(model)["descriptor"].tables
