@@ -137,21 +137,6 @@ def test_no_file_replaces_itself(run, tmp_path, capsys):
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    ("changes", "remark"),
-    [
-        ({"model__preset_out_bias": {"energy": [None, -7.5]}}, "given by the config of the model"),
-        ({"model__atom_exclude_types": [1]}, "has no energy of its own (atom_exclude_types)"),
-    ],
-)
-def test_elements_that_stay_say_why(data, tmp_path, capsys, changes, remark):
-    path = write_run(tmp_path / "run", **changes)[0]
-    assert change(path, "-s", data, "-o", tmp_path / "new.pt") == 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("# H"))
-    assert row.endswith(f"+0.000000  {remark}")
-    assert bias_of(tmp_path / "new.pt")[1] == bias_of(path)[1]
-
-
 def test_elements_that_the_data_do_not_hold_or_report_apart_are_named(run, data, tmp_path, capsys):
     assert change(run[0], "-s", data / "oxygen", "-o", tmp_path / "new.pt") == 0
     assert "+0.000000  not in the data" in capsys.readouterr().out

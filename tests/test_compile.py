@@ -22,7 +22,6 @@ from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.config.schema.training import CompileConfig
 from deepmd_ema.distributed.world import World
 from deepmd_ema.infer import evaluate as evaluating
-from deepmd_ema.model import compiler as compiling
 from deepmd_ema.model.build import share_parts
 from deepmd_ema.model.compiler import Compiler, pad_for
 from deepmd_ema.model.energy import run
@@ -183,22 +182,6 @@ def test_a_run_is_the_eager_one_to_rounding_and_a_restart_of_it_is_bitwise(desk,
     purposes = [r.args[1] for r in caplog.records if r.message.startswith("compiled graph")]
     assert purposes == ["training", "validation"] * 2
     assert "compiled  2 graphs in" in caplog.text
-
-
-def test_without_a_compiler_the_message_says_what_to_install(desk, monkeypatch, capsys):
-    def fail(*_):
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        raise InvalidCxxCompiler
-
-    monkeypatch.setattr(compiling.Compiler, "_evaluate", fail)
-    values = tiny_input([desk / "train_0"], [desk / "validation"], num_steps=2, **TINY, training__enable_compile=True)
-    write(desk, values)
-    assert cli.main(["train", "input.json"]) == 2
-    message = capsys.readouterr().err
-    assert "training.enable_compile: no C++ compiler was found" in message
-    assert "Install g++" in message
-    assert "Traceback" not in message
 
 
 def warnings_of(caplog):

@@ -24,15 +24,6 @@ def test_its_parts_need_no_type(name):
     assert model_config_from_dict(to_dict(config)) == config
 
 
-def test_parts_of_another_type_are_refused():
-    parts = {"descriptor": {"type": "se_atten", "sel": 20}, "fitting_net": {"type": "ener"}}
-    with pytest.raises(ConfigError) as refused:
-        model_config_from_dict(section(**parts))
-    text = str(refused.value)
-    assert 'model.descriptor.type = "se_atten": unknown. Known: dpa4.' in text
-    assert 'model.fitting_net.type = "ener": unknown.' in text
-
-
 def test_its_switches_hold_for_the_run():
     model = section(use_compile=True, enable_tf32=True, bridging_method="ZBL")
     config = config_from_dict(spoiled({"model": model}))

@@ -22,7 +22,7 @@ from deepmd_ema.infer.load import LoadedModel, Provenance
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.interpolation.interpolation import Interpolation
-from deepmd_ema.model.interpolation.series import MAX_ERROR, MAX_TERMS, MIN_TERMS
+from deepmd_ema.model.interpolation.series import MAX_ERROR, MIN_TERMS
 from deepmd_ema.model.interpolation.tables import MARGIN
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.layers import Network
@@ -125,20 +125,6 @@ def test_a_net_with_a_kink_is_evaluated_directly_with_a_warning(caplog):
     assert control.describe() == "evaluated for each pair of atoms"
     control.before_step(1000)
     assert interpolation.terms == 0
-
-
-def test_a_step_that_is_not_finite_leaves_the_series_as_they_are():
-    interpolation, control, batch = controlled(choice="always")
-    model: EnergyModel = control.models.by_task[""]
-    for step in (1, 2):
-        model(batch, create_graph=True)
-        control.before_step(step)
-    before = interpolation.terms
-    with torch.no_grad():
-        model.descriptor.embeddings[0].layers[0].weight.fill_(float("nan"))
-    assert torch.isnan(model(batch, create_graph=True)["energy"]).all()
-    control.before_step(3)
-    assert interpolation.terms == before <= MAX_TERMS
 
 
 def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start, monkeypatch, caplog):  # noqa: F811

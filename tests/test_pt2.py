@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +27,6 @@ from deepmd_ema.interop import freeze as export
 from deepmd_ema.interop import pt2
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
 from deepmd_ema.model.extended_model import ExtendedModel
-from deepmd_ema.model.tabulated import interpolations_of, make_tables, seal, tabulate
 
 TYPES = np.array([1, 0, 2, 1, 1, 0, 2, 0, 1])
 SMALL = {"model__descriptor__neuron": [2], "model__descriptor__axis_neuron": 1, "model__fitting_net__neuron": [2]}
@@ -113,22 +111,6 @@ def test_frames_that_follow_each_other_keep_their_images(tmp_path, as_if_compile
         lists.add(id(other._images.pairs))
         coord = coord + rng.uniform(-0.05, 0.05, coord.shape)
     assert 3 <= len(lists) <= 11 or not skin  # kept for some steps, and found again as the cell changes
-
-
-def test_it_warns_of_the_same_frames_as_the_checkpoint(tmp_path, as_if_compiled, caplog):
-    path = write_run(tmp_path, model__descriptor__sel=[4, 4])[0]
-    coord, types, box = toy_frame(np.random.default_rng(0), 12)
-    near = coord.copy()
-    near[1] = near[0] + [0.5, 0.0, 0.0]  # the data have 0.9 angstrom
-    said = []
-    for potential in (Potential(path, device="cpu"), Potential(as_if_compiled(path))):
-        caplog.clear()
-        kept = KeptPairs(0.4)
-        for frame in (coord, near):
-            potential.evaluate(frame, types, box, kept=kept)
-        said.append(caplog.messages)
-    assert said[0] == said[1]
-    assert len(said[0]) == 2
 
 
 @pytest.fixture(scope="module")
@@ -243,34 +225,6 @@ def test_code_of_an_old_torch_that_does_not_compile_is_made_again_without_vector
     assert f"compiling it without vectors, of which torch {torch.__version__} makes wrong code" in said[1].err
     line = f"without vector instructions, of which torch {torch.__version__} makes wrong code: an evaluation takes 1.2"
     assert line in said[1].out
-
-
-def with_tables(descriptor, nearest):
-    """Return a model whose nets are read at each pair, and a copy with tables that begin at 0.9 ``nearest``."""
-    _, model = toy_model(descriptor)
-    model.min_nbor_dist = nearest
-    for interpolation in interpolations_of(model).values():
-        interpolation.use(0)
-    copy = deepcopy(model)
-    tabulate(copy, always=True)
-    make_tables(copy, batch_of(model, (*toy_atoms(3, 12), TRICLINIC)))
-    copy = deepcopy(copy)
-    seal(copy)
-    return model, copy
-
-
-@pytest.mark.parametrize("nearest", [0.9, 3.0])
-@pytest.mark.parametrize(
-    "descriptor", ["se_e2_a", "se_e2_r", "se_atten_interpolated_one_side", "se_atten_interpolated_strip", "hybrid"]
-)
-def test_what_is_compiled_with_tables_is_the_model_also_below_their_least_distance(descriptor, nearest):
-    model, copy = with_tables(descriptor, nearest)
-    coord, _ = toy_atoms(0, len(TYPES))
-    args = with_images(coord, TYPES, TRICLINIC, model.layout.rcut + 0.5, 0)
-    known, found = ExtendedModel(model)(*args), ExtendedModel(copy)(*args)
-    for name, value in known.items():
-        assert (found[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
-    assert (found["energy_derv_r"] - known["energy_derv_r"]).abs().max() > 0  # tables were read
 
 
 def test_a_file_with_tables_says_so_and_computes_what_the_networks_do_at_any_distance(tmp_path, capsys):
