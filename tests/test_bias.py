@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from deepmd_ema.distributed.world import World
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.interop.freeze import freeze
-from deepmd_ema.training.prepare import prepare, refit_bias
+from deepmd_ema.training.prepare import chosen_frames, prepare, refit_bias
 from deepmd_ema.training.weights import Start
 
 SHIFT = 3.0  # eV, of each atom of the first element: the labels are those of another energy zero
@@ -148,6 +149,21 @@ def test_readers_and_a_new_run_take_the_fitted_bias(tmp_path, data, monkeypatch)
 
 def prepared(systems, **changes):
     return prepare(config_from_dict(tiny_input(systems, **changes)), Start(), World())
+
+
+def test_many_frames_give_a_sample_of_every_system(data, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    run = prepared(data)
+    assert chosen_frames(run.tasks[""].config, run.tasks[""].train, run.seed, 24) == [list(range(6))] * 4
+    chosen = chosen_frames(run.tasks[""].config, run.tasks[""].train, run.seed, 10)
+    assert sorted(map(len, chosen)) == [2, 2, 3, 3]
+    assert all(frames == sorted(set(frames)) and set(frames) <= set(range(6)) for frames in chosen)
+    assert chosen == chosen_frames(run.tasks[""].config, prepared(data).tasks[""].train, run.seed, 10)
+    monkeypatch.setattr("deepmd_ema.training.prepare.MAX_FRAMES", 10)
+    with caplog.at_level(logging.INFO):
+        refit_bias(run, AverageBank(run.models.by_task, []))
+    assert "with the weights live on 10 frames: mean residual" in caplog.text
+    assert "meV/atom before, 0 after" in caplog.text
 
 
 def test_without_energies_there_is_nothing_to_fit_and_a_warning_says_so(tmp_path, monkeypatch, caplog):
