@@ -155,21 +155,24 @@ SLOW_MODULES = {
     "test_writer",
 }
 SLOW_LAWS = (
+    "test_every_option_of_a_descriptor_has_right_derivatives_and_is_in_its_tree",
     "test_the_written_out_gradient_is_that_of_automatic_differentiation",
     "test_parameter_gradients_of_a_loss_of_all_outputs_are_right",
     "test_frames_may_lack_elements_or_neighbors",
     "test_parameter_gradients_of_the_hessian_are_right",
-    "test_no_number_of_a_model_is_read_and_no_tensor_is_made_elsewhere",
+    "test_a_step_does_not_wait_for_the_device_and_all_tensors_are_on_it",
 )
 
 
 def pytest_collection_modifyitems(items):
     """Mark slow tests; leave out those marked ``gpu`` where there is no CUDA device."""
     import torch
+    from toy_models import VARIANTS  # of descriptors: the laws of these are slow
 
     pretended = torch.cuda.is_available() and torch.version.cuda is None
     for item in items:
-        if item.module.__name__ in SLOW_MODULES or item.originalname in SLOW_LAWS:
+        model = item.callspec.params.get("descriptor") if hasattr(item, "callspec") else None
+        if item.module.__name__ in SLOW_MODULES or item.originalname in SLOW_LAWS or str(model) in VARIANTS:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU: python tests/pretend_cuda -m pytest -m gpu pretends one"))
