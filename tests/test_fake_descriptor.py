@@ -122,7 +122,7 @@ def laws():
     """Yield every law with the cases that are not about options of one descriptor."""
     for name, law in vars(test_laws).items():
         names = inspect.signature(law).parameters if name.startswith("test_") else ()
-        if "descriptor" not in names:
+        if "descriptor" not in names or "number" in names:  # of the options of one descriptor
             continue
         marks = [m.args for m in law.pytestmark if m.name == "parametrize" and m.args[0] != "descriptor"]
         # one beside the descriptor, such as its options

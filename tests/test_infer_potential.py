@@ -128,8 +128,8 @@ def test_the_average_of_a_training_checkpoint_is_the_averaged_file(run, frames, 
     inside = load_model(live, use_average=True)
     same(Potential(inside).evaluate(*frames), Potential(averaged).evaluate(*frames))
     assert abs(Potential(live).evaluate(*frames).energy - Potential(inside).evaluate(*frames).energy).max() > 1e-6
-    told = "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
-    assert inside.info.describe() == load_model(averaged).info.describe() == told
+    text = "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+    assert inside.info.describe() == load_model(averaged).info.describe() == text
     assert load_model(live).info.describe() == "live weights of step 7"
     with pytest.raises(CheckpointError, match=r"no averaged weights in this checkpoint: training.enable_ema was false"):
         load_model(write_run(tmp_path, averages=False)[0], use_average=True)
