@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+
+import pytest
+
+from deepmd_ema.config import config_from_dict
+from deepmd_ema.errors import ConfigError
 
 GOOD = {
     "model": {
@@ -43,3 +49,16 @@ def write(folder, text, name="input.json"):
     path = folder / name
     path.write_text(text if isinstance(text, str) else json.dumps(text, indent=2))
     return path
+
+
+def problems_of(values):
+    """Return the messages about an input with mistakes."""
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict(values, "input.json")
+    return caught.value.problems
+
+
+def assert_refused(values, text):
+    """Check that an input has one message, which begins with ``text``; " ... " in it is any text."""
+    (found,) = problems_of(values)
+    assert re.match(r"input\.json: " + ".*".join(map(re.escape, text.split(" ... "))), found), found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +21,7 @@ from deepmd_ema.config import (
     run_arguments,
     to_dict,
 )
-from deepmd_ema.config.schema.optim import AdaMuonConfig, AdamWConfig, EnerLossConfig
-from deepmd_ema.errors import ConfigError
+from deepmd_ema.config.schema.optim import AdamWConfig, EnerLossConfig
 from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
 ROOT = Path(__file__).parents[1]
@@ -32,154 +31,47 @@ EXAMPLES = sorted((ROOT / "examples").glob("*/input.json"))
 # from `normalize` of DeePMD-kit 3.2.0 (deepmd.utils.argcheck) for an input with required keys only; what its torch
 # backends do not use for se_e2_a and ener is left out here
 PEER_DEFAULTS = {
-    "model": {
-        "data_stat_nbatch": 10,
-        "data_stat_protect": 0.01,
-        "data_bias_nsample": 10,
-        "pair_exclude_types": [],
-        "atom_exclude_types": [],
-        "preset_out_bias": None,
-        "finetune_head": "",
-    },
-    "model.descriptor": {
-        "sel": "auto",
-        "rcut": 6.0,
-        "rcut_smth": 0.5,
-        "neuron": [10, 20, 40],
-        "axis_neuron": 4,
-        "activation_function": "tanh",
-        "resnet_dt": False,
-        "type_one_side": False,
-        "precision": "default",
-        "trainable": True,
-        "exclude_types": [],
-        "env_protection": 0.0,
-        "set_davg_zero": False,
-    },
-    "model.fitting_net": {
-        "type": "ener",
-        "numb_fparam": 0,
-        "numb_aparam": 0,
-        "default_fparam": None,
-        "dim_case_embd": 0,
-        "neuron": [120, 120, 120],
-        "activation_function": "tanh",
-        "precision": "default",
-        "resnet_dt": True,
-        "trainable": True,
-        "rcond": None,
-        "atom_ener": [],
-        "use_aparam_as_mask": False,
-    },
-    "learning_rate": {
-        "type": "exp",
-        "decay_steps": 5000,
-        "decay_rate": None,
-        "smooth": False,
-        "stop_lr_ratio": None,
-        "warmup_steps": 0,
-        "warmup_ratio": None,
-        "warmup_start_factor": 0.0,
-        "scale_by_worker": "linear",
-    },
+    "model": {"data_stat_nbatch": 10, "data_stat_protect": 0.01, "data_bias_nsample": 10, "pair_exclude_types": [],
+     "atom_exclude_types": [], "preset_out_bias": None, "finetune_head": ""},
+    "model.descriptor": {"sel": "auto", "rcut": 6.0, "rcut_smth": 0.5, "neuron": [10, 20, 40], "axis_neuron": 4,
+     "activation_function": "tanh", "resnet_dt": False, "type_one_side": False, "precision": "default",
+     "trainable": True, "exclude_types": [], "env_protection": 0.0, "set_davg_zero": False},
+    "model.fitting_net": {"type": "ener", "numb_fparam": 0, "numb_aparam": 0, "default_fparam": None,
+     "dim_case_embd": 0, "neuron": [120, 120, 120], "activation_function": "tanh", "precision": "default",
+     "resnet_dt": True, "trainable": True, "rcond": None, "atom_ener": [], "use_aparam_as_mask": False},
+    "learning_rate": {"type": "exp", "decay_steps": 5000, "decay_rate": None, "smooth": False, "stop_lr_ratio": None,
+     "warmup_steps": 0, "warmup_ratio": None, "warmup_start_factor": 0.0, "scale_by_worker": "linear"},
     "optimizer": {"type": "Adam", "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.0},
-    "loss": {
-        "type": "ener",
-        "start_pref_e": 0.02,
-        "limit_pref_e": 1.0,
-        "start_pref_f": 1000,
-        "limit_pref_f": 1.0,
-        "start_pref_v": 0.0,
-        "limit_pref_v": 0.0,
-        "start_pref_ae": 0.0,
-        "limit_pref_ae": 0.0,
-        "start_pref_pf": 0.0,
-        "limit_pref_pf": 0.0,
-        "use_default_pf": False,
-        "use_huber": False,
-        "huber_delta": 0.01,
-        "loss_func": "mse",
-        "f_use_norm": False,
-        "intensive_ener_virial": False,
-    },
-    "training.training_data": {
-        "rglob_patterns": None,
-        "batch_size": "auto",
-        "auto_prob": "prob_sys_size",
-        "sys_probs": None,
-        "min_pair_dist": 0.0,
-    },
-    "training.validation_data": {
-        "rglob_patterns": None,
-        "batch_size": "auto",
-        "auto_prob": "prob_sys_size",
-        "sys_probs": None,
-        "numb_btch": 1,
-    },
-    "training": {
-        "stat_file_mode": "update",
-        "disp_file": "lcurve.out",
-        "disp_freq": 1000,
-        "save_freq": 1000,
-        "save_ckpt": "model.ckpt",
-        "save_dir": None,
-        "max_ckpt_keep": 5,
-        "ckpt_keep_ratio": None,
-        "enable_ema": False,
-        "ema_decay": 0.999,
-        "ema_ckpt_keep": None,
-        "change_bias_after_training": False,
-        "disp_training": True,
-        "time_training": True,
-        "disp_avg": False,
-        "tensorboard": False,
-        "tensorboard_log_dir": "log",
-        "tensorboard_freq": 1,
-        "zero_stage": 0,
-    },
-    "validating": {
-        "full_validation": False,
-        "ema_full_validation": False,
-        "validation_freq": 5000,
-        "save_best": True,
-        "save_best_dir": None,
-        "max_best_ckpt": 1,
-        "validation_metric": "E:MAE",
-        "early_stop": None,
-        "full_val_file": "val.log",
-        "full_val_start": 0.5,
-    },
-}
+    "loss": {"type": "ener", "start_pref_e": 0.02, "limit_pref_e": 1.0, "start_pref_f": 1000, "limit_pref_f": 1.0,
+     "start_pref_v": 0.0, "limit_pref_v": 0.0, "start_pref_ae": 0.0, "limit_pref_ae": 0.0, "start_pref_pf": 0.0,
+     "limit_pref_pf": 0.0, "use_default_pf": False, "use_huber": False, "huber_delta": 0.01, "loss_func": "mse",
+     "f_use_norm": False, "intensive_ener_virial": False},
+    "training.training_data": {"rglob_patterns": None, "batch_size": "auto", "auto_prob": "prob_sys_size",
+     "sys_probs": None, "min_pair_dist": 0.0},
+    "training.validation_data": {"rglob_patterns": None, "batch_size": "auto", "auto_prob": "prob_sys_size",
+     "sys_probs": None, "numb_btch": 1},
+    "training": {"stat_file_mode": "update", "disp_file": "lcurve.out", "disp_freq": 1000, "save_freq": 1000,
+     "save_ckpt": "model.ckpt", "save_dir": None, "max_ckpt_keep": 5, "ckpt_keep_ratio": None, "enable_ema": False,
+     "ema_decay": 0.999, "ema_ckpt_keep": None, "change_bias_after_training": False, "disp_training": True,
+     "time_training": True, "disp_avg": False, "tensorboard": False, "tensorboard_log_dir": "log",
+     "tensorboard_freq": 1, "zero_stage": 0},
+    "validating": {"full_validation": False, "ema_full_validation": False, "validation_freq": 5000, "save_best": True,
+     "save_best_dir": None, "max_best_ckpt": 1, "validation_metric": "E:MAE", "early_stop": None,
+     "full_val_file": "val.log", "full_val_start": 0.5},
+}  # fmt: skip
 # what DeePMD-kit 3.2.0 writes into out.json for options that are not here, when they are left alone
 PEER_LEFT_ALONE = {
-    "model.bridging_method": "None",
-    "model.bridging_r_inner": 0.5,
-    "model.bridging_r_outer": 0.8,
-    "model.info": {"observed_type": ["O", "H"]},
-    "model.model_branch_alias": [],
-    "model.srtab_add_bias": True,
-    "loss.start_pref_h": 0.0,
-    "loss.limit_pref_h": 0.0,
-    "loss.start_pref_gf": 0.0,
-    "loss.limit_pref_gf": 0.0,
-    "loss.numb_generalized_coord": 0,
-    "loss.enable_atom_ener_coeff": False,
-    "training.acc_freq": 1,
-    "training.enable_profiler": False,
-    "training.neighbor_graph_method": "auto",
-    "training.profiling": False,
-    "training.profiling_file": "timeline.json",
-    "validating.amp_infer": False,
-    "validating.tf32_infer": False,
-}
+    "model.bridging_method": "None", "model.bridging_r_inner": 0.5, "model.bridging_r_outer": 0.8,
+    "model.info": {"observed_type": ["O", "H"]}, "model.model_branch_alias": [], "model.srtab_add_bias": True,
+    "loss.start_pref_h": 0.0, "loss.limit_pref_h": 0.0, "loss.start_pref_gf": 0.0, "loss.limit_pref_gf": 0.0,
+    "loss.numb_generalized_coord": 0, "loss.enable_atom_ener_coeff": False, "training.acc_freq": 1,
+    "training.enable_profiler": False, "training.neighbor_graph_method": "auto", "training.profiling": False,
+    "training.profiling_file": "timeline.json", "validating.amp_infer": False, "validating.tf32_infer": False,
+}  # fmt: skip
 REQUIRED_ONLY = {
     "model": {"type_map": ["O", "H"], "descriptor": {"type": "se_e2_a"}, "fitting_net": {}},
     "learning_rate": {"start_lr": 0.001},
-    "training": {
-        "training_data": {"systems": "data"},
-        "validation_data": {"systems": "validation"},
-        "numb_steps": 10,
-    },
+    "training": {"training_data": {"systems": "data"}, "validation_data": {"systems": "validation"}, "numb_steps": 10},
 }
 
 
@@ -209,17 +101,6 @@ def test_the_learning_rate_ends_at_5e_8_unless_said_otherwise():
     assert replace(schedule, warmup_ratio=0.25).num_warmup_steps(10) == 2
 
 
-def test_adamw_decays_by_the_documented_default():
-    assert config_from_dict(spoiled({"optimizer": {"type": "AdamW"}})).optimizer == AdamWConfig(weight_decay=0.001)
-
-
-def test_the_old_name_of_the_momentum_of_muon_is_taken():
-    optimizer = config_from_dict(spoiled({"optimizer": {"type": "AdaMuon", "muon_momentum": 0.9}})).optimizer
-    assert optimizer == AdaMuonConfig(
-        momentum=0.9, adam_beta2=0.95, weight_decay=0.001, lr_adjust=10.0, lr_adjust_coeff=0.2
-    )
-
-
 def test_what_deepmd_kit_normalized_is_read_back_the_same():
     assert config_from_dict(spoiled(PEER_LEFT_ALONE)) == config_from_dict(GOOD)
 
@@ -229,24 +110,6 @@ def test_a_config_survives_the_way_through_json():
         config = config_from_dict(values)
         assert config_from_dict(json.loads(json.dumps(to_dict(config)))) == config
         assert model_config_from_dict(to_dict(config.model)) == config.model
-
-
-def test_out_json_keeps_the_order_of_the_sections():
-    assert list(to_dict(config_from_dict(GOOD))) == [
-        "model", "learning_rate", "optimizer", "loss", "training", "validating",
-    ]  # fmt: skip
-
-
-def test_a_config_is_frozen():
-    with pytest.raises(FrozenInstanceError):
-        config_from_dict(GOOD).training.seed = 3
-
-
-def test_the_given_dictionary_is_left_alone():
-    values = spoiled({"training.numb_test": 5, "training.warmup_steps": 5})
-    before = json.dumps(values)
-    config_from_dict(values)
-    assert json.dumps(values) == before
 
 
 def test_aliases_stand_for_the_canonical_keys():
@@ -270,44 +133,14 @@ def test_aliases_stand_for_the_canonical_keys():
     assert isinstance(config.loss, EnerLossConfig)
 
 
-def test_whole_numbers_stand_for_numbers():
-    config = config_from_dict(
-        spoiled({"model.descriptor.rcut": 6, "validating.full_val_start": 100, "loss.huber_delta": [1, 2, 3]})
-    )
-    assert isinstance(config.model.descriptor.rcut, float)
-    assert isinstance(config.validating.full_val_start, float)
-    assert config.loss.huber_delta == [1.0, 2.0, 3.0]
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("training.training_data.batch_size", [1, 2]),
-        ("training.training_data.batch_size", "max:64"),
-        ("training.training_data.batch_size", "filter:64"),
-        ("training.training_data.auto_prob", "prob_sys_size;0:2:0.7;2:5:0.3"),
-        ("training.training_data.sys_probs", [0.25, -1, -1]),
-        ("model.descriptor.sel", "auto:1.3"),
-        ("model.descriptor.sel", [46, 0]),
-        ("model.descriptor.activation_function", "silut:2.5"),
-        ("model.descriptor.exclude_types", [[0, 1], [1, 1]]),
-        ("model.fitting_net.atom_ener", [-1.5, None]),
-        ("model.preset_out_bias", {"energy": [None, [-13.6]]}),
-        ("model.fitting_net.trainable", [True, True, False]),
-    ],
-)
+@pytest.mark.parametrize(("path", "value"), [
+    ("training.training_data.batch_size", [1, 2]), ("training.training_data.batch_size", "filter:64"),
+    ("training.training_data.auto_prob", "prob_sys_size;0:2:0.7;2:5:0.3"), ("model.descriptor.sel", "auto:1.3"),
+    ("model.descriptor.sel", [46, 0]), ("model.descriptor.exclude_types", [[0, 1], [1, 1]]),
+    ("model.preset_out_bias", {"energy": [None, [-13.6]]}), ("model.fitting_net.trainable", [True, True, False]),
+])  # fmt: skip
 def test_values_in_their_other_forms_are_kept(path, value):
     assert at(to_dict(config_from_dict(spoiled({path: value}))), path) == value
-
-
-def test_one_folder_is_a_list_of_one():
-    assert config_from_dict(REQUIRED_ONLY).training.training_data.systems == ["data"]
-
-
-def test_the_metric_is_read_in_any_case():
-    assert (
-        config_from_dict(spoiled({"validating.validation_metric": "f:rmse"})).validating.validation_metric == "F:RMSE"
-    )
 
 
 def test_keys_that_begin_with_an_underscore_are_comments():
@@ -345,107 +178,45 @@ def test_an_input_of_version_1_is_read_with_a_note_for_each_change():
     assert len(config.notes) == 7
 
 
-def test_an_option_at_its_old_and_its_new_place_is_refused():
-    changes = {"training.warmup_steps": 3, "learning_rate.warmup_steps": 4}
-    with pytest.raises(ConfigError, match=r"training\.warmup_steps: the old place of learning_rate\.warmup_steps"):
-        config_from_dict(spoiled(changes))
-
-
-def test_a_mistake_in_a_moved_option_keeps_its_line(tmp_path):
-    path = write(tmp_path, spoiled({"training.adam_beta1": 7.0}))
-    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "adam_beta1" in text)
-    with pytest.raises(ConfigError, match=rf"input\.json:{line}: optimizer\.adam_beta1 = 7\.0"):
-        load_config(path)
-
-
-def test_switches_of_a_model_hold_for_the_run():
-    config = config_from_dict(spoiled({"model.use_compile": False, "model.enable_tf32": True}))
-    assert config.training.enable_tf32
-    assert not config.training.enable_compile
-    assert "model.enable_tf32 was moved to training.enable_tf32: it holds for the whole run." in config.notes
-    same = {"model.use_compile": True, "training.enable_compile": True}
-    assert config_from_dict(spoiled(same)).training.enable_compile
-    assert not config_from_dict(spoiled({"model.use_compile": None})).notes
-
-
-def test_a_section_of_a_model_without_a_run_may_have_switches():
-    section = {**GOOD["model"], "use_compile": True, "enable_tf32": False}
-    assert model_config_from_dict(section) == model_config_from_dict(GOOD["model"])
-
-
-def test_a_mistake_in_a_switch_of_a_model_keeps_its_line(tmp_path):
-    path = write(tmp_path, spoiled({"model.use_compile": "yes"}))
-    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if "use_compile" in text)
-    with pytest.raises(ConfigError, match=rf'input\.json:{line}: model\.use_compile = "yes": expected true or false'):
-        load_config(path)
-
-
 # ---- nothing is ignored in silence
 
 WITHOUT_EFFECT = [
+    ({"validating.validation_freq": 10}, "validating.validation_freq = 10: no effect, full_validation and ema_full_"),
     ({"training.ema_decay": 0.99}, "training.ema_decay = 0.99: no effect, training.enable_ema is false"),
-    ({"training.ema_warmup": False}, "training.ema_warmup = false: no effect, training.enable_ema is false"),
-    ({"training.ema_ckpt_keep": 3}, "training.ema_ckpt_keep = 3: no effect, training.enable_ema is false"),
     ({"validating.validation_freq": 10}, "validating.validation_freq = 10: no effect, full_validation and"),
-    ({"validating.full_validation": True, "validating.full_val_start": 1}, "validating.full_validation = true: no"),
-    (
-        {"validating.full_validation": True, "validating.save_best": False, "validating.max_best_ckpt": 3},
-        "validating.max_best_ckpt = 3: no effect, save_best is false",
-    ),
+    ({"validating.full_validation": True, "validating.save_best": False, "validating.max_best_ckpt": 3},
+     "validating.max_best_ckpt = 3: no effect, save_best is false"),
     ({"training.ckpt_keep_ratio": 0.5, "training.max_ckpt_keep": 3}, "training.max_ckpt_keep = 3: no effect"),
-    (
-        {"training.enable_ema": True, "training.ckpt_keep_ratio": 0.5, "training.ema_ckpt_keep": 3},
-        "training.ema_ckpt_keep = 3: no effect",
-    ),
     ({"training.tensorboard_freq": 5}, "training.tensorboard_freq = 5: no effect, training.tensorboard is false"),
     ({"training.disp_training": False, "training.disp_file": "a"}, 'training.disp_file = "a": no effect'),
-    ({"training.stat_file_mode": "update"}, "training.stat_file_mode"),
-    (
-        {"training.training_data.sys_probs": [1], "training.training_data.auto_prob": "prob_uniform"},
-        "training.training_data.auto_prob",
-    ),
-    (
-        {"training.validation_data.sys_probs": [1], "training.validation_data.auto_prob": "prob_uniform"},
-        "training.validation_data.auto_prob",
-    ),
+    ({"training.training_data.sys_probs": [1], "training.training_data.auto_prob": "prob_uniform"},
+     "training.training_data.auto_prob"),
     ({"learning_rate.scale_by_worker": "sqrt"}, "learning_rate.scale_by_worker"),
-    ({"learning_rate.warmup_start_factor": 0.1}, "learning_rate.warmup_start_factor = 0.1: no effect, there is no"),
     ({"optimizer": {"type": "AdaMuon", "lr_adjust_coeff": 0.1}}, "optimizer.lr_adjust_coeff = 0.1: no effect"),
     ({"optimizer": {"type": "HybridMuon", "flash_muon": False}}, "optimizer.flash_muon = false: no effect"),
     ({"training.compile_options": {"dynamic": False}}, "training.compile_options = "),
     ({"validating.early_stop": {"patience": 3}}, "validating.early_stop = "),
     ({"training.enable_tf32": True}, "training.enable_tf32 = true: no effect, no product is in float32"),
-    ({"model.enable_tf32": True}, "model.enable_tf32 = true: no effect, no product is in float32"),
     ({"validating.tf32_infer": True}, "validating.tf32_infer = true: no effect, no product is in float32"),
     ({"validating.amp_infer": True}, "validating.amp_infer = true: no effect, no descriptor has use_amp"),
     ({"model.bridging_r_inner": 0.4}, "model.bridging_r_inner = 0.4: no effect, there is no bridging_method"),
-    (
-        {"training.enable_compile": True, "training.compile_options": {"backend": "aot_eager", "cache_dir": "code"}},
-        'training.compile_options.cache_dir = "code": no effect, only the backend inductor keeps code',
-    ),
+    ({"training.enable_compile": True, "training.compile_options": {"backend": "aot_eager", "cache_dir": "code"}},
+     'training.compile_options.cache_dir = "code": no effect, only the backend inductor keeps code'),
     ({"optimizer": {"type": "LKF"}}, "learning_rate.start_lr = 0.001: no effect, LKF has no learning rate"),
-    ({"loss.huber_delta": 0.1}, "loss.huber_delta = 0.1: no effect"),
     ({"loss.loss_func": "mae", "loss.use_huber": True}, "loss.use_huber = true: no effect, loss_func is mae"),
     ({"loss.use_default_pf": True}, "loss.use_default_pf = true: no effect"),
-    (
-        {"model.descriptor": {"type": "se_e3", "sel": [4, 8], "set_davg_zero": True}},
-        "model.descriptor.set_davg_zero = true: no effect, only angular columns enter",
-    ),
+    ({"model.descriptor": {"type": "se_e3", "sel": [4, 8], "set_davg_zero": True}},
+     "model.descriptor.set_davg_zero = true: no effect, only angular columns enter"),
     ({"loss.loss_func": "mae", "loss.intensive_ener_virial": True}, "loss.intensive_ener_virial"),
     ({"model.data_bias_nsample": 5}, "model.data_bias_nsample"),
     ({"model.fitting_net.layer_name": ["a", None, None]}, "model.fitting_net.layer_name"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "message"), WITHOUT_EFFECT, ids=lambda v: v if isinstance(v, str) else None)
 def test_an_option_without_effect_is_listed(changes, message):
     found = ignored_options(config_from_dict(spoiled(changes)))
     assert any(line.startswith(message) for line in found), found
-
-
-def test_nothing_is_listed_that_was_not_given():
-    assert ignored_options(config_from_dict(GOOD)) == []
-    assert ignored_options(config_from_dict(REQUIRED_ONLY)) == []
 
 
 def test_an_average_longer_than_a_fifth_of_the_run_is_warned_about():
@@ -455,22 +226,11 @@ def test_an_average_longer_than_a_fifth_of_the_run_is_warned_about():
         "training.ema_decay = 0.999: the average is over about 1,000 steps, more than a fifth of the run of 2,000, "
         "so it may lag behind the live weights. Try 0.995."
     )
-    assert not any("ema_decay" in w for w in config_warnings(config_from_dict(GOOD)))
+    (found,) = config_warnings(config_from_dict(GOOD))
+    assert found.startswith("learning_rate.decay_steps = 5000: not less than the 2,000 steps of the decay; 100 is used")
     by_epochs = spoiled({"training.enable_ema": True, "training.numb_steps": REMOVE, "training.numb_epoch": 5})
     assert config_warnings(config_from_dict(by_epochs)) == []
     assert len(config_warnings(config_from_dict(by_epochs), num_steps=2000)) == 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "phrase"),
-    [
-        ({}, "learning_rate.decay_steps = 5000: not less than the 2,000 steps of the decay; 100 is used instead"),
-        ({"model.fitting_net.atom_ener": [1, 2]}, "model.fitting_net.atom_ener is given"),
-        ({"training.validation_data.systems": "data"}, "data is training data too"),
-    ],
-)
-def test_what_is_likely_not_meant_is_warned_about(changes, phrase):
-    assert any(phrase in line for line in config_warnings(config_from_dict(spoiled(changes))))
 
 
 def test_the_summary_says_what_the_input_requests():
@@ -518,15 +278,6 @@ def test_elements_are_not_taken_for_booleans_in_yaml(tmp_path):
     assert load_config(write(tmp_path, text, "a.yml")).model.type_map == ["No", "Y", "N"]
 
 
-def test_yaml_sections_may_be_shared_by_anchors(tmp_path):
-    text = (ROOT / "configs" / "water_wsd.yaml").read_text()
-    text = text.replace("training_data:", "training_data: &data", 1).replace(
-        "    systems: [../examples/water/data/validation]\n", "    <<: *data\n    systems: [v]\n"
-    )
-    config = load_config(write(tmp_path, text, "a.yaml"))
-    assert config.training.validation_data.systems == ["v"]
-
-
 @pytest.mark.parametrize("path", READY + EXAMPLES, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_a_ready_input_is_good_and_wastes_no_option(path):
     config = load_config(path)
@@ -536,11 +287,6 @@ def test_a_ready_input_is_good_and_wastes_no_option(path):
     data = [config.training.training_data, config.training.validation_data]
     for system in [s for d in data if d is not None for s in d.systems]:
         assert (path.parent / system).exists(), system
-
-
-def test_every_ready_input_is_in_the_table():
-    table = (ROOT / "configs" / "README.md").read_text()
-    assert all(f"`{path.name}`" in table for path in READY)
 
 
 def test_the_config_loads_quickly_and_without_torch_and_numpy():

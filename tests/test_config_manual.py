@@ -12,7 +12,7 @@ from config_inputs import GOOD, REMOVE, spoiled
 
 from deepmd_ema.config import run_arguments
 from deepmd_ema.config.fields import input_options, options
-from deepmd_ema.config.manual import json_schema, json_schema_text, manual
+from deepmd_ema.config.manual import json_schema, manual
 from deepmd_ema.config.schema.run import MultiTaskRun, SingleTaskRun
 from deepmd_ema.errors import ConfigError
 
@@ -62,14 +62,13 @@ def keys_fit(value, schema):
     return True
 
 
-@pytest.mark.parametrize(
-    "section", list(dict.fromkeys([*sections(SingleTaskRun), *sections(MultiTaskRun)])), ids=lambda s: s.__name__
-)
-def test_every_option_has_a_manual_text(section):
-    assert section.__doc__
-    for option in input_options(section):
-        assert option.doc.strip().endswith("."), option.name
-        assert re.search(rf"(\.|^){option.name}$", manual(), re.MULTILINE) or section is SingleTaskRun
+def test_every_option_has_a_manual_text():
+    names = {line.rpartition(".")[2] for line in manual().splitlines()}
+    for section in {*sections(SingleTaskRun), *sections(MultiTaskRun)}:
+        assert section.__doc__
+        for option in input_options(section):
+            assert option.doc.strip().endswith("."), option.name
+            assert option.name in names or section is SingleTaskRun, option.name
 
 
 def test_the_manual_names_aliases_units_and_defaults():
@@ -85,40 +84,13 @@ def test_the_manual_names_aliases_units_and_defaults():
     assert max(map(len, manual().splitlines())) <= 120
 
 
-def test_an_unknown_topic_of_the_manual_names_a_known_one():
-    with pytest.raises(ConfigError, match=r"doc trainin: no such option\. Try training"):
-        manual("trainin")
-    with pytest.raises(ConfigError, match=r"no such option\. Try model, training"):
-        manual("xyz")
-
-
-@pytest.mark.parametrize(
-    "path", ["model", "learning_rate", "optimizer", "loss", "model.descriptor", "training.averaging"]
-)
-def test_the_type_of_a_section_is_in_the_manual(path):
-    """`dp-ema doc loss.type` reported "no such option"."""
-    assert manual(f"{path}.type").startswith(f"{path}.type\n    one of ")
-
-
-@pytest.mark.parametrize(
-    ("topic", "suggested"),
-    [
-        ("train.ema", "training.enable_ema, training.ema_decay, training.ema_warmup"),
-        ("trainin.ema_decay", "training.ema_decay."),
-        ("model.descriptor.typ", "model.descriptor.type"),
-        ("rcut_smooth", "model.descriptor.rcut_smth"),
-        ("loss.start_pref", "loss.start_pref_"),
-    ],
-)
+@pytest.mark.parametrize(("topic", "suggested"), [
+    ("train.ema", "training.enable_ema, training.ema_decay, training.ema_warmup"),
+    ("trainin.ema_decay", "training.ema_decay."), ("rcut_smooth", "model.descriptor.rcut_smth"),
+])  # fmt: skip
 def test_a_topic_that_is_nearly_right_gets_the_whole_path(topic, suggested):
     with pytest.raises(ConfigError, match=re.escape(f"doc {topic}: no such option. Try {suggested}")):
         manual(topic)
-
-
-def test_a_type_that_is_read_but_not_a_choice_is_not_listed():
-    """ "Available: ener, ener_hess" was reported, and both are one section."""
-    assert "section; type is ener; default" in manual("loss")
-    assert "ener_hess is read as well" in manual("loss.type")
 
 
 def test_an_option_is_found_by_its_name_or_alias_alone():
@@ -133,15 +105,6 @@ def test_an_option_is_found_by_its_name_or_alias_alone():
     ]
 
 
-def test_the_parts_of_a_hybrid_are_reported_once():
-    assert "model.descriptor[hybrid].list" in manual().splitlines()
-    assert "model.descriptor[hybrid].list[" not in manual()
-
-
-def test_the_schema_is_json():
-    assert json.loads(json_schema_text()) == json_schema()
-
-
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.*ml")) + sorted(CONFIGS.glob("*.json")), ids=lambda p: p.name)
 def test_ready_inputs_fit_the_schema(path):
     text = path.read_text()
@@ -149,37 +112,18 @@ def test_ready_inputs_fit_the_schema(path):
     assert fits(values, json_schema())
 
 
-@pytest.mark.parametrize(
-    ("changes", "good"),
-    [
-        ({}, True),
-        ({"_note": 3, "training._note": {"a": 1}, "$schema": "dp-ema.json"}, True),
-        ({"model.descriptor.type": "se_a", "model.descriptor.n_axis_neuron": 4}, True),
-        ({"training.training_data.systems": "data"}, True),
-        ({"training.validation_data": None}, True),
-        ({"learning_rate.type": REMOVE}, True),
-        ({"learning_rate.type": "wsd", "learning_rate.decay_type": "linear"}, True),
-        ({"model.preset_out_bias": {"energy": [None, 1.0]}}, True),
-        ({"learning_rate.type": "cosine", "learning_rate.decay_steps": 5}, False),
-        ({"model.descriptor.rcutt": 4}, False),
-        ({"training.numb_steps": 10.5}, False),
-        ({"training.enable_ema": "true"}, False),
-        ({"model.type_map": REMOVE}, False),
-        ({"optimizer": {"type": "Lion"}}, False),
-        ({"optimizer": {"type": "LKF", "kf_blocksize": 100}}, True),
-        ({"optimizer": {"type": "AdaMuon", "muon_momentum": 0.9}}, True),
-        ({"training.training_data": "data"}, False),
-        ({"training.averaging": []}, True),
-        ({"training.averaging": [{"name": "a", "decay": 0.9}, {"type": "swa", "name": "b", "_why": 1}]}, True),
-        ({"training.averaging": [{"type": "power", "name": "a", "sigma_rel": 0.1, "snapshots": True}]}, True),
-        ({"training.averaging": {"name": "a", "decay": 0.9}}, False),
-        ({"training.averaging": [{"decay": 0.9}]}, False),
-        ({"training.averaging": [{"name": "a", "decay": 0.9}, {"name": "b", "gamma": 1}]}, False),
-        ({"training.averaging": [{"type": "edm", "name": "a"}]}, False),
-        ({"training.averaging": [{"name": "a", "decay": 0.9, "device": "gpu"}]}, False),
-        ({"training.change_bias_after_training": True}, True),
-    ],
-)
+@pytest.mark.parametrize(("changes", "good"), [
+    ({}, True), ({"_note": 3, "training._note": {"a": 1}, "$schema": "dp-ema.json"}, True),
+    ({"training.validation_data": None}, True), ({"model.preset_out_bias": {"energy": [None, 1.0]}}, True),
+    ({"learning_rate.type": "cosine", "learning_rate.decay_steps": 5}, False),
+    ({"model.descriptor.rcutt": 4}, False), ({"training.enable_ema": "true"}, False),
+    ({"optimizer": {"type": "Lion"}}, False),
+    ({"training.averaging": [{"name": "a", "decay": 0.9}, {"type": "swa", "name": "b", "_why": 1}]}, True),
+    ({"training.averaging": {"name": "a", "decay": 0.9}}, False), ({"training.averaging": [{"decay": 0.9}]}, False),
+    ({"training.averaging": [{"name": "a", "decay": 0.9}, {"name": "b", "gamma": 1}]}, False),
+    ({"training.averaging": [{"type": "edm", "name": "a"}]}, False),
+    ({"training.change_bias_after_training": True}, True),
+])  # fmt: skip
 def test_the_schema_judges_as_the_checks_do(changes, good):
     assert fits(spoiled(changes), json_schema()) is good
 

@@ -1,4 +1,4 @@
-"""A folder with data and a good input, the command line run in it, and what every message to a user must be like."""
+"""A folder with data and a good input, the command line run in it, and what every message must be like."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Reported:
     @property
     def problem(self) -> str:
         """The message itself, without log lines before it."""
-        return self.text[self.text.index("dp-ema") :] if self.text.startswith("dp-ema") else _after_log(self.text)
+        return self.text[f"\n{self.text}".index("\ndp-ema") :]
 
     def must_say(self, *phrases: str, code: int = USER) -> None:
         """Check the exit code, what it says, that it is no traceback, and that a run that failed fits one screen."""
@@ -40,11 +40,6 @@ class Reported:
             assert phrase in self.text, self.text
         if code == USER:
             assert self.problem.startswith("dp-ema: "), self.text
-
-
-def _after_log(text: str) -> str:
-    place = text.find("\ndp-ema: ")
-    return text[place + 1 :]
 
 
 class Desk:
