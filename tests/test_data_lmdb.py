@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
-
 import numpy as np
 import pytest
-from helpers import assert_same_files, open_data, tiny_input, toy_frame, toy_labels
+from helpers import open_data, toy_frame, toy_labels
 
-from deepmd_ema.cli import main
 from deepmd_ema.errors import DataError
 
 lmdb, msgpack = pytest.importorskip("lmdb"), pytest.importorskip("msgpack")
@@ -105,37 +100,21 @@ def test_flags_other_names_and_parameters(tmp_path):
     assert source.unread == ("fparam", "aparam")
 
 
-@pytest.mark.parametrize(
-    ("change", "meta", "message"),
-    [
-        ({}, {"type_map": ["O", "He"]}, 'a.lmdb/__metadata__: element "He" is not in model.type_map. Did you mean H?'),
-        ({}, {"type_map": ["O"]}, "frame 0 (from 0): atom_types: has 1, but there are only 1 elements."),
-        ({}, {"type_map": 3}, "type_map = '3', expected a list of elements."),
-        ({}, {"nframes": 2}, "frame 1 (from 0): there is no record 000000000001."),
-        ({}, {"nframes": None}, "has no __metadata__ with nframes"),
-        ({}, {"nframes": 0}, "no frames"),
-        ({}, {"frame_idx_fmt": "%s"}, "__metadata__: frame_idx_fmt = '%s', expected a format of whole numbers"),
-        ({}, {"frame_idx_fmt": "0999999999999d"}, "a format of whole numbers with at most 99 digits such as 012d."),
-        ({}, {"frame_idx_fmt": 3}, "frame_idx_fmt = '3', expected"),
-        ({"atom_types": 3}, {}, "atom_types: missing or wrong"),
-        ({"coords": np.zeros(4)}, {}, "coord: has shape (4,) of float64, expected numbers for"),
-        ({"coords": "abc"}, {}, "coord: has shape () of"),
-        ({"cells": np.zeros(4)}, {}, "box: has 4 numbers, expected 9."),
-        ({"energies": np.zeros(2)}, {}, "energy: has 2 numbers, expected one"),
-        ({"forces": {"type": "float64", "shape": [9, 9], "data": b"12345678"}}, {}, NO_LMDB),
-        ({"forces": {"type": "nothing", "data": b"12345678"}}, {}, NO_LMDB),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "meta", "message"), [
+    ({}, {"type_map": ["O", "He"]}, 'a.lmdb/__metadata__: element "He" is not in model.type_map. Did you mean H?'),
+    ({}, {"type_map": ["O"]}, "frame 0 (from 0): atom_types: has 1, but there are only 1 elements."),
+    ({}, {"type_map": 3}, "type_map = '3', expected a list of elements."),
+    ({}, {"nframes": 2}, "frame 1 (from 0): there is no record 000000000001."), ({}, {"nframes": 0}, "no frames"),
+    ({"atom_types": 3}, {}, "atom_types: missing or wrong"),
+    ({"coords": np.zeros(4)}, {}, "coord: has shape (4,) of float64, expected numbers for"),
+    ({"cells": np.zeros(4)}, {}, "box: has 4 numbers, expected 9."),
+    ({"energies": np.zeros(2)}, {}, "energy: has 2 numbers, expected one"),
+    ({"forces": {"type": "float64", "shape": [9, 9], "data": b"12345678"}}, {}, NO_LMDB),
+])  # fmt: skip
 def test_faults_are_reported_with_file_and_frame(tmp_path, change, meta, message):
     found = problems_of(write_lmdb(tmp_path / "a.lmdb", [toy_records(1)[0] | change], **meta))
     assert message in found
     assert "a.lmdb" in found
-
-
-def test_numbers_of_frames_of_any_usual_format_are_read(tmp_path):
-    for number, key_format in enumerate(["d", "6d", "06d", "099d"]):
-        path = write_lmdb(tmp_path / f"{number}.lmdb", toy_records(3), key_format, frame_idx_fmt=key_format)
-        assert open_data([path], ["O", "H"], LABELS)[0].num_frames == 3
 
 
 def test_damaged_files_are_reported(tmp_path):
@@ -149,29 +128,3 @@ def test_damaged_files_are_reported(tmp_path):
     (path / "data.mdb").unlink()
     assert "cannot be read" in problems_of(path)
     assert "an LMDB data set has no parts" in problems_of(f"{path}#/a")
-
-
-def test_a_run_is_checked_trained_and_restarted_bitwise(tmp_path, monkeypatch, capsys):
-    write_lmdb(tmp_path / "train.lmdb", toy_records(12))
-    (tmp_path / "run").mkdir()
-    monkeypatch.chdir(tmp_path / "run")
-    content = tiny_input(
-        ["../train.lmdb"],
-        ["../train.lmdb"],
-        num_steps=8,
-        training__training_data__batch_size="auto:16",
-        training__save_freq=4,
-        training__disp_freq=3,
-        training__disp_avg=True,
-        training__enable_ema=True,
-        model__descriptor__sel="auto",
-    )
-    content["training"]["training_data"]["systems"] = "../train.lmdb"  # as DeePMD-kit demands
-    Path("input.json").write_text(json.dumps(content))
-    assert main(["check", "input.json"]) == 0
-    assert "12 frames" in capsys.readouterr().out
-    assert main(["train", "input.json"]) == 0
-    shutil.copytree(".", tmp_path / "unbroken", symlinks=True)
-    assert main(["train", "input.json", "--restart", "model.ckpt-4.pt"]) == 0
-    names = assert_same_files(tmp_path / "unbroken", Path())
-    assert {"lcurve.out", "model.ckpt-8.pt", "model_ema.ckpt-8.pt"} <= names

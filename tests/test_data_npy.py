@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,64 +50,29 @@ def system(tmp_path, monkeypatch):
     return write_system("water", frames=6, natoms=12, seed=1, sets=3)
 
 
-def test_files_that_a_system_does_not_have_are_not_looked_for_one_by_one(system, monkeypatch):
-    looked_at, stat = [], os.stat
-    monkeypatch.setattr(os, "stat", lambda path, **options: (looked_at.append(str(path)), stat(path, **options))[1])
-    assert open_data([str(system)], ["O", "H"], LABELS)[0].num_frames == 6
-    of_sets = [path for path in looked_at if "/set." in path]
-    assert of_sets
-    assert all(map(os.path.exists, of_sets))
-
-
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_frames_have_the_numbers_of_the_files_in_order_of_the_sets(tmp_path, dtype):
-    path = write_system(
-        tmp_path / "w",
-        frames=7,
-        natoms=5,
-        seed=2,
-        sets=3,
-        atom_ener=True,
-        atom_pref=True,
-        fparam=2,
-        aparam=3,
-        dtype=dtype,
-    )
-    [system] = open_data(str(path), ["O", "H"], LABELS, numb_fparam=2, numb_aparam=3)
+    more = {"atom_ener": True, "atom_pref": True, "fparam": 2, "aparam": 3, "dtype": dtype}
+    path = write_system(tmp_path / "w", elements=("H", "O"), frames=7, natoms=5, seed=2, sets=3, **more)
+    [system] = open_data(str(path), ["C", "O", "N", "H"], LABELS, numb_fparam=2, numb_aparam=3)
     assert (system.num_frames, system.natoms, system.periodic, system.atom_type is None) == (7, 5, True, False)
-    assert tuple(system.frame(0).labels) == LABELS
-    files = {
-        name: np.concatenate([np.load(path / f"set.00{s}" / f"{name}.npy") for s in range(3)])
-        for name in ("coord", "box", "energy", "force", "virial", "atom_ener", "atom_pref", "fparam", "aparam")
-    }
+
+    def stored(name, k, *shape):
+        return np.concatenate([np.load(path / f"set.00{s}" / f"{name}.npy") for s in range(3)])[k].reshape(shape)
+
     for k in range(7):
         frame = system.frame(k)
-        assert frame.source == (str(path), k)
-        assert frame.coord.dtype == np.float64
-        np.testing.assert_array_equal(frame.coord, files["coord"][k].reshape(5, 3))
-        np.testing.assert_array_equal(frame.box, files["box"][k].reshape(3, 3))
-        assert frame.labels["energy"].shape == ()
-        assert frame.labels["energy"] == files["energy"][k]
-        np.testing.assert_array_equal(frame.labels["force"], files["force"][k].reshape(5, 3))
-        np.testing.assert_array_equal(frame.labels["virial"], files["virial"][k])
-        np.testing.assert_array_equal(frame.labels["atom_energy"], files["atom_ener"][k])
-        np.testing.assert_array_equal(frame.labels["atom_pref"], files["atom_pref"][k])
-        np.testing.assert_array_equal(frame.fparam, files["fparam"][k])
-        np.testing.assert_array_equal(frame.aparam, files["aparam"][k].reshape(5, 3))
+        assert (frame.source, frame.coord.dtype, tuple(frame.labels)) == ((str(path), k), np.float64, LABELS)
+        assert frame.atom_type.tolist() == [3, 1, 3, 1, 3]
+        found = {"coord": frame.coord, "box": frame.box, "fparam": frame.fparam, "aparam": frame.aparam, **frame.labels}
+        shapes = {"coord": (5, 3), "box": (3, 3), "energy": (), "force": (5, 3), "virial": (9,), "atom_energy": (5,),
+                  "atom_pref": (5,), "fparam": (2,), "aparam": (5, 3)}  # fmt: skip
+        for name, shape in shapes.items():
+            expected = stored("atom_ener" if name == "atom_energy" else name, k, *shape)
+            assert found[name].shape == shape
+            np.testing.assert_array_equal(found[name], expected)
     with pytest.raises(IndexError, match="frame 7 of 7"):
         system.frame(7)
-
-
-def test_types_are_those_of_the_models_type_map(tmp_path):
-    path = write_system(tmp_path / "w", elements=("H", "O"), natoms=6, frames=1)
-    [system] = open_data([str(path)], ["C", "O", "N", "H"])
-    assert system.frame(0).atom_type.tolist() == [3, 1, 3, 1, 3, 1]
-
-
-def test_types_without_a_type_map_are_used_as_they_are(tmp_path):
-    path = write_system(tmp_path / "w", natoms=4, frames=1)
-    (path / "type_map.raw").unlink()
-    assert open_data([str(path)], ["C", "O"])[0].frame(0).atom_type.tolist() == [0, 1, 0, 1]
 
 
 def test_mixed_frames_lose_their_virtual_atoms_and_keep_their_own_types(tmp_path):
@@ -127,50 +90,6 @@ def test_mixed_frames_lose_their_virtual_atoms_and_keep_their_own_types(tmp_path
         assert len(frame.file_index) == 7
         orders.add(tuple(frame.atom_type))
     assert len(orders) > 1
-
-
-def test_open_systems_have_no_box(tmp_path):
-    path = write_system(tmp_path / "o", pbc=False, frames=2)
-    [system] = open_data([str(path)], ["O", "H"], LABELS)
-    assert not system.periodic
-    assert system.frame(0).box is None
-    assert tuple(system.frame(0).labels) == ("energy", "force")
-
-
-def test_a_label_missing_in_one_set_is_missing_there_only(system):
-    (system / "set.001" / "virial.npy").unlink()
-    [opened] = open_data([str(system)], ["O", "H"], ("energy", "virial"))
-    assert ["virial" in opened.frame(k).labels for k in range(6)] == [True, True, False, False, True, True]
-
-
-def test_the_other_spelling_of_atomic_labels_is_read(system):
-    np.save(system / "set.000" / "atomic_ener.npy", np.ones((2, 12)))
-    [opened] = open_data([str(system)], ["O", "H"], ("atom_energy",))
-    assert opened.frame(0).labels["atom_energy"].tolist() == [1.0] * 12
-
-
-def test_default_frame_parameters_stand_in_where_the_file_is_missing(system):
-    [opened] = open_data([str(system)], ["O", "H"], numb_fparam=2, default_fparam=[1.5, 2.5])
-    assert opened.frame(0).fparam.tolist() == [1.5, 2.5]
-
-
-def test_fortran_ordered_files_are_read(system):
-    file = system / "set.000" / "coord.npy"
-    coord = np.load(file)
-    np.save(file, np.asfortranarray(coord))
-    frame = open_data([str(system)], ["O", "H"])[0].frame(1)
-    np.testing.assert_array_equal(frame.coord, coord[1].reshape(12, 3))
-
-
-def test_arrays_with_an_axis_per_atom_are_read(system):
-    for name in ("coord", "force"):
-        file = system / "set.000" / f"{name}.npy"
-        np.save(file, np.load(file).reshape(2, 12, 3))
-    energy = system / "set.000" / "energy.npy"
-    np.save(energy, np.load(energy).reshape(2, 1))
-    frame = open_data([str(system)], ["O", "H"], ("energy", "force"))[0].frame(1)
-    assert frame.labels["force"].shape == (12, 3)
-    assert frame.labels["energy"].shape == ()
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -193,24 +112,10 @@ def test_a_single_frame_that_was_saved_without_its_axis_is_read(tmp_path, mixed)
         np.testing.assert_array_equal(frame.aparam, expected.aparam)
 
 
-def test_a_single_frame_with_an_axis_of_atoms_alone_is_read(tmp_path):
-    import h5py
-
-    path = write_system(tmp_path / "w", frames=1, natoms=5)
-    expected = open_data([str(path)], ["O", "H"], LABELS)[0].frame(0)
-    for name, shape in {"coord": (5, 3), "force": (5, 3), "box": (3, 3), "virial": (3, 3), "energy": ()}.items():
-        file = path / "set.000" / f"{name}.npy"
-        np.save(file, np.load(file).reshape(shape))
-    with h5py.File(tmp_path / "data.h5", "w") as root:
-        to_hdf5(path, root)
-    for place in (path, tmp_path / "data.h5"):
-        [system] = open_data([str(place)], ["O", "H"], LABELS)
-        assert system.num_frames == 1
-        assert_same_frame(system.frame(0), expected)
-
-
 @pytest.mark.parametrize("is_hdf5", [False, True])
-@pytest.mark.parametrize("name", ["set.000.bak", "set.old", "set.000_orig2", "set.001~", "set.BACKUP", "set.000.bak.1"])
+@pytest.mark.parametrize("name", [
+    "set.000.bak",
+])  # fmt: skip
 def test_a_set_that_is_a_backup_is_left_out_and_named(tmp_path, name, is_hdf5):
     import h5py
 
@@ -226,33 +131,6 @@ def test_a_set_that_is_a_backup_is_left_out_and_named(tmp_path, name, is_hdf5):
     assert warning.endswith(f": left out, since their names end as those of backups do: {name}.")
 
 
-def test_sets_with_other_words_in_their_names_are_read(tmp_path):
-    path = write_system(tmp_path / "w", frames=3, natoms=5)
-    for name in ("set.train", "set.bold", "set.0_from_old_run"):
-        shutil.copytree(path / "set.000", path / name)
-    [system] = open_data([str(path)], ["O", "H"], LABELS)
-    assert (system.num_frames, system.warnings) == (12, [])
-
-
-def test_a_system_whose_sets_are_backups_says_so(tmp_path):
-    path = write_system(tmp_path / "w", frames=3, natoms=5)
-    (path / "set.000").rename(path / "set.old")
-    assert problems_of([str(path)], ["O", "H"]) == [
-        f"{path}: no frames: left out, since their names end as those of backups do: set.old. Rename one to set.000, "
-        "or leave it out."
-    ]
-
-
-def test_a_single_frame_without_its_axis_and_of_a_wrong_shape_is_reported(tmp_path):
-    path = write_system(tmp_path / "w", frames=1, natoms=5)
-    np.save(path / "set.000" / "coord.npy", np.zeros(14))
-    np.save(path / "set.000" / "force.npy", np.zeros(12))
-    assert problems_of([str(path)], ["O", "H"], LABELS) == [
-        f"{path}/set.000/coord.npy: shape (14,), expected (1, 15) for 5 atoms.",
-        f"{path}/set.000/force.npy: shape (12,), expected (1, 15) for 5 atoms.",
-    ]
-
-
 def test_parents_are_searched_at_any_depth_in_order_and_links_do_not_loop(tmp_path):
     for name in ("b", "a/x", "a/deep/er/y", "c/z"):
         write_system(tmp_path / name, frames=1, natoms=3)
@@ -263,14 +141,10 @@ def test_parents_are_searched_at_any_depth_in_order_and_links_do_not_loop(tmp_pa
     assert [s.name for s in some] == [str(tmp_path / n) for n in ("b", "c/z")]
 
 
-@pytest.mark.parametrize(
-    ("address", "names"),
-    [
-        ("#/water/one", ["/water/one"]),
-        ("#water", ["/water/one", "/water/two"]),
-        ("", ["/mol", "/water/one", "/water/two"]),
-    ],
-)
+@pytest.mark.parametrize(("address", "names"), [
+    ("#/water/one", ["/water/one"]), ("#water", ["/water/one", "/water/two"]),
+    ("", ["/mol", "/water/one", "/water/two"]),
+])  # fmt: skip
 def test_hdf5_groups_read_as_the_folders_they_came_from(tmp_path, address, names):
     folders = {
         "water/one": write_system(tmp_path / "1", frames=4, seed=1, sets=2),
@@ -292,33 +166,6 @@ def test_hdf5_groups_read_as_the_folders_they_came_from(tmp_path, address, names
             assert_same_frame(system.frame(k), plain.frame(k))
 
 
-def test_a_folder_or_file_with_a_hash_in_its_name_comes_before_the_part_after_the_hash(tmp_path):
-    import h5py
-
-    path = write_system(tmp_path / "run#1" / "water#2", frames=2, natoms=5)
-    with h5py.File(tmp_path / "run#1" / "all#3.h5", "w") as root:
-        to_hdf5(path, root.create_group("one"))
-    for place in ("run#1", "run#1/water#2", "run#1/all#3.h5", "run#1/all#3.h5#/one"):
-        [system] = open_data([str(tmp_path / place)], ["O", "H"])
-        assert system.num_frames == 2
-
-
-def test_wrong_shape_is_reported_with_file_shape_and_atoms(system):
-    file = system / "set.001" / "force.npy"
-    np.save(file, np.load(file)[:, :-3])
-    assert only_problem(["water"], ["O", "H"], LABELS) == (
-        "water/set.001/force.npy: shape (2, 33), expected (2, 36) for 12 atoms."
-    )
-
-
-def test_frame_counts_that_differ_are_reported_with_both_numbers(system):
-    file = system / "set.002" / "energy.npy"
-    np.save(file, np.load(file)[:1])
-    assert only_problem(["water"], ["O", "H"], LABELS) == (
-        "water/set.002/energy.npy: shape (1,), expected (2,): coord.npy has 2 frames."
-    )
-
-
 def test_all_problems_of_all_systems_come_at_once(system):
     shutil.copytree(system, "other")
     (system / "set.000" / "box.npy").unlink()
@@ -334,15 +181,6 @@ def test_all_problems_of_all_systems_come_at_once(system):
     assert "other/set.002/force.npy" in found[3]
 
 
-def test_a_truncated_npy_is_reported_with_its_sizes(system):
-    file = system / "set.000" / "coord.npy"
-    size = file.stat().st_size
-    file.write_bytes(file.read_bytes()[:-100])
-    assert only_problem(["water"], ["O", "H"]) == (
-        f"water/set.000/coord.npy: is truncated: {size - 100} bytes, expected {size} for shape (2, 36). Copy it again."
-    )
-
-
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x93NUMPY\x01\x00"])
 def test_a_file_that_is_not_npy_is_reported(system, content):
     (system / "set.000" / "force.npy").write_bytes(content)
@@ -354,45 +192,6 @@ def test_pickled_objects_are_refused(system):
     assert "energy.npy: holds pickled Python objects" in only_problem(["water"], ["O", "H"], LABELS)
 
 
-def test_text_arrays_are_refused(system):
-    np.save(system / "set.000" / "energy.npy", np.array(["1.0", "2.0"]))
-    assert "energy.npy: holds <U3, expected float64" in only_problem(["water"], ["O", "H"], LABELS)
-
-
-def test_an_unknown_element_is_reported_with_a_guess(tmp_path):
-    path = write_system(tmp_path / "w", elements=("O", "h"), frames=1)
-    assert only_problem([str(path)], ["O", "H"]) == (
-        f'{path}/type_map.raw: element "h" is not in model.type_map. Did you mean H? Known: O, H. '
-        "Add it to model.type_map, or leave the system out."
-    )
-
-
-def test_an_unknown_element_that_no_atom_has_is_no_problem(tmp_path):
-    path = write_system(tmp_path / "w", elements=("O", "H", "Xe"), num_types=2, frames=1)
-    assert len(open_data([str(path)], ["O", "H"])) == 1
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_a_type_beyond_the_type_map_is_reported(tmp_path, mixed):
-    path = write_system(tmp_path / "w", elements=("O", "H"), num_types=3, frames=1, mixed=mixed)
-    assert "type 2, but type_map.raw has only 2 elements" in only_problem([str(path)], ["O", "H"])
-
-
-def test_mixed_and_plain_sets_of_one_folder_are_refused(tmp_path):
-    path = write_system(tmp_path / "m", frames=4, mixed=True, sets=2)
-    (path / "set.001" / "real_atom_types.npy").unlink()
-    assert only_problem([str(path)], ["O", "H"]) == (
-        f"{path}: mixed and plain sets in one folder: set.000 with real_atom_types.npy, set.001 without. Put them into "
-        "two systems."
-    )
-
-
-def test_a_mixed_system_needs_its_type_map(tmp_path):
-    path = write_system(tmp_path / "m", frames=2, mixed=True)
-    (path / "type_map.raw").unlink()
-    assert "type_map.raw: missing. A mixed system" in only_problem([str(path)], ["O", "H"])
-
-
 def test_a_mixed_frame_without_real_atoms_is_refused(tmp_path):
     path = write_system(tmp_path / "m", frames=2, natoms=3, mixed=True)
     types = np.load(path / "set.000" / "real_atom_types.npy")
@@ -401,18 +200,16 @@ def test_a_mixed_frame_without_real_atoms_is_refused(tmp_path):
     assert "frame 1 has only virtual atoms" in only_problem([str(path)], ["O", "H"])
 
 
-@pytest.mark.parametrize(
-    ("break_it", "message"),
-    [
-        (lambda p: shutil.rmtree(p / "set.000"), "no frames: it has type.raw but no set.* folder"),
-        (lambda p: (p / "type.raw").unlink(), "type.raw is missing (the folder has set.000)"),
-        (lambda p: (p / "type.raw").write_text("0 1 x"), "type.raw: 'x' is not a type"),
-        (lambda p: (p / "type.raw").write_text(""), "type.raw: is empty"),
-        (lambda p: (p / "set.000" / "coord.npy").unlink(), "set.000/coord.npy: missing. Every set needs it."),
-        (lambda p: [np.save(f, np.load(f)[:0]) for f in p.glob("set.000/*.npy")], "the arrays of set.000 have no rows"),
-        (lambda p: np.save(p / "set.000" / "numb_copy.npy", [1, 2]), "numb_copy is not supported"),
-    ],
-)
+@pytest.mark.parametrize(("break_it", "message"), [
+    (lambda p: shutil.rmtree(p / "set.000"), "no frames: it has type.raw but no set.* folder"),
+    (lambda p: (p / "type.raw").unlink(), "type.raw is missing (the folder has set.000)"),
+    (lambda p: (p / "set.000" / "coord.npy").unlink(), "set.000/coord.npy: missing. Every set needs it."),
+    (lambda p: np.save(p / "set.000" / "numb_copy.npy", [1, 2]), "numb_copy is not supported"),
+    (lambda p: (p / "set.000").rename(p / "set.old"), "backups do: set.old. Rename one to set.000, or leave it out."),
+    (lambda p: (p / "type_map.raw").write_text("O\nh\n"), "Did you mean H? Known: O, H. Add it to model.type_map"),
+    (lambda p: write_system(p, frames=1, mixed=True) and (p / "type_map.raw").unlink(), "A mixed system (with"),
+    (lambda p: (p / "type.raw").write_text("2 " * 12), "type 2, but type_map.raw has only 2 elements"),
+])  # fmt: skip
 def test_a_system_that_lacks_something_says_what(tmp_path, break_it, message):
     path = write_system(tmp_path / "w", frames=2)
     break_it(path)
@@ -425,18 +222,12 @@ def test_missing_parameters_name_the_option(system):
     assert "water/set.002/aparam.npy: missing. numb_aparam = 2 needs it." in found
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("watr", "systems[0]: watr: no such file or folder. Did you mean water?"),
-        ("zzz/water", "systems[0]: zzz/water: no such file or folder. "),
-        ("empty", "systems[0]: empty: no system in it or below it."),
-        ("water/type.raw", "is a file. Expected a folder with type.raw"),
-        ("some.lmdb", "some.lmdb: no such file or folder."),
-        ("broken.h5", "cannot be read as HDF5"),
-        ("good.h5#/nothing", "good.h5: has no group /nothing. Groups of the file: w."),
-    ],
-)
+@pytest.mark.parametrize(("path", "message"), [
+    ("watr", "systems[0]: watr: no such file or folder. Did you mean water?"),
+    ("empty", "systems[0]: empty: no system in it or below it."),
+    ("water/type.raw", "is a file. Expected a folder with type.raw"), ("broken.h5", "cannot be read as HDF5"),
+    ("good.h5#/nothing", "good.h5: has no group /nothing. Groups of the file: w."),
+])  # fmt: skip
 def test_a_path_without_a_system_says_what_is_there(system, path, message):
     import h5py
 
@@ -453,19 +244,3 @@ def test_a_file_that_shrinks_while_it_is_in_use_is_reported(system):
     file.write_bytes(file.read_bytes()[:-300])
     with pytest.raises(DataError, match=r"coord.npy: has become shorter while it was in use"):
         opened.frame(1)
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux shows them")
-def test_many_systems_are_read_without_open_files(tmp_path):
-    """Memory maps hold a file each: data sets of many small systems would meet the limit of open files."""
-    import resource
-
-    for k in range(60):
-        write_system(tmp_path / f"s{k:03d}", frames=1, natoms=2)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
-    try:
-        systems = open_data([str(tmp_path)], ["O", "H"], LABELS)
-        assert sum(s.frame(0).num_atoms for s in systems) == 120
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

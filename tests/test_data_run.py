@@ -10,9 +10,8 @@ from test_data_extxyz import text
 from test_data_npy import to_hdf5
 
 from deepmd_ema.config import config_from_dict
-from deepmd_ema.data.run import TaskLength, check_task, content_of, difference, open_run, run_length
-from deepmd_ema.distributed import files
-from deepmd_ema.errors import DataError, UserError
+from deepmd_ema.data.run import check_task, content_of, difference, open_run
+from deepmd_ema.errors import DataError
 
 
 def checked(config):
@@ -20,22 +19,6 @@ def checked(config):
     data = open_run(config)
     [task] = config.tasks.values()
     return task, data, check_task(task, data[""])
-
-
-def test_problems_of_training_and_validation_data_come_together(tmp_path):
-    config = config_from_dict(tiny_input([tmp_path / "nowhere"], [tmp_path / "gone"]))
-    with pytest.raises(DataError) as error:
-        open_run(config)
-    assert "training.training_data.systems[0]" in str(error.value)
-    assert "nowhere" in str(error.value)
-    assert "training.validation_data.systems[0]" in str(error.value)
-    assert "gone" in str(error.value)
-
-
-def test_without_validation_data_there_are_no_validation_systems(water_like):
-    train, valid, test = open_run(config_from_dict(tiny_input([water_like])))[""]
-    assert [system.num_frames for system in train] == [16]
-    assert valid == test == []
 
 
 def write_npy(path, energy):
@@ -61,16 +44,10 @@ def write_frames(path, energy):
     path.write_text("".join(text(energy=k + energy) for k in range(4)))
 
 
-@pytest.mark.parametrize(
-    ("name", "write", "files"),
-    [
-        ("plain", write_npy, "set.000/energy.npy"),
-        ("mixed", write_npy, "set.000/energy.npy"),
-        ("a.h5", write_hdf5, "a.h5"),
-        ("a.lmdb", write_data_base, "data.mdb"),
-        ("a.extxyz", write_frames, "a.extxyz"),
-    ],
-)
+@pytest.mark.parametrize(("name", "write", "files"), [
+    ("plain", write_npy, "set.000/energy.npy"), ("a.h5", write_hdf5, "a.h5"),
+    ("a.lmdb", write_data_base, "data.mdb"), ("a.extxyz", write_frames, "a.extxyz"),
+])  # fmt: skip
 def test_copies_of_data_are_equal_and_a_changed_label_is_found(tmp_path, monkeypatch, name, write, files):
     found = []
     for rank, energy in enumerate((0.0, 0.0, 0.5)):
@@ -81,50 +58,6 @@ def test_copies_of_data_are_equal_and_a_changed_label_is_found(tmp_path, monkeyp
     assert difference(found[1], found[0]) == ""
     assert re.fullmatch(rf"{name}\S*: \S*{files}: other content", difference(found[2], found[0]))
     assert difference({}, found[0]).endswith("frames: none here, 4 on rank 0")
-
-
-def test_a_file_that_is_too_large_to_be_read_whole_is_compared_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_BLOCK_BYTES", 10)
-    contents = [bytes(1000), bytes(1000), bytes(500) + b"x" * 500]
-    for k, content in enumerate(contents):
-        (tmp_path / str(k)).write_bytes(content)
-    one, same, other = (files.file_digest(tmp_path / str(k), most=100) for k in range(3))
-    assert one == same != other
-
-
-def test_the_length_of_a_run_is_reported_in_steps_and_epochs(water_like):
-    config = config_from_dict(tiny_input([water_like], num_steps=None, training__numb_epoch=3))
-    _, data, _ = checked(config)
-    length = run_length(config, data)
-    assert (length.num_steps, length.tasks) == (24, {"": TaskLength(1.0, 3.0, 8, 2.0, 24, ())})
-
-
-def test_tasks_are_distinguished_and_each_has_its_share_of_the_length(water_like, open_like):
-    one = tiny_input([water_like])
-    third = {"type_map": ["O", "H", "Xe"], "descriptor": {**one["model"]["descriptor"], "sel": [24, 24, 4]}}
-    values = {
-        "model": {"model_dict": {"a": one["model"], "b": {**one["model"], **third}}},
-        "learning_rate": one["learning_rate"],
-        "training": {
-            "data_dict": {
-                "a": {"training_data": {"systems": [str(water_like)], "batch_size": 2}},
-                "b": {"training_data": {"systems": [str(open_like)], "batch_size": 1}},
-            },
-            "num_epoch_dict": {"a": 3, "b": 1},
-        },
-    }
-    config = config_from_dict(values)
-    data = open_run(config)
-    reports = {name: check_task(task, data[name]) for name, task in config.tasks.items()}
-    assert not reports["a"].warnings
-    text = "task b: type_map has Xe, but no training frame does: their networks stay untrained, but for"
-    assert reports["b"].warnings[0].startswith(text)
-    steps, lengths, *_ = run_length(config, data)
-    assert steps == 3 * 8 + data["b"].train[0].num_frames
-    assert lengths["a"].share == pytest.approx(24 / steps)
-    assert lengths["a"].epochs == pytest.approx(3)
-    assert lengths["a"].batches == 8
-    assert lengths["b"].epochs == pytest.approx(1)
 
 
 def with_close_atoms(folder, frames, distance, **how):
@@ -153,22 +86,6 @@ def test_frames_with_atoms_closer_than_min_pair_dist_are_left_out_of_training(tm
     assert (data[""].train[0].num_frames, report.problems) == (6, [])
 
 
-def test_frames_that_are_left_out_are_remembered(tmp_path, monkeypatch):
-    close = with_close_atoms(tmp_path / "close", [1, 4], 0.2)
-    config = config_from_dict(tiny_input([close], training__training_data__min_pair_dist=0.21))
-    memories = {"": tmp_path / "kept"}
-    first = open_run(config, memories)[""].train[0].numbers.tolist()
-    monkeypatch.setattr("deepmd_ema.data.run.find_pairs_once", None)
-    assert open_run(config, memories)[""].train[0].numbers.tolist() == first == [0, 2, 3, 5]
-
-
-def test_validation_frames_are_not_left_out(tmp_path, water_like):
-    close = with_close_atoms(tmp_path / "close", [1, 4], 0.4)
-    config = config_from_dict(tiny_input([water_like], [close], training__training_data__min_pair_dist=0.5))
-    _, data, report = checked(config)
-    assert (data[""].valid[0].num_frames, report.problems) == (6, [])
-
-
 def test_systems_without_a_frame_that_is_left_are_reported_where_options_count_them(tmp_path, water_like, caplog):
     close = with_close_atoms(tmp_path / "close", slice(None), 0.2)
     options = {"training__training_data__min_pair_dist": 0.3}
@@ -181,18 +98,6 @@ def test_systems_without_a_frame_that_is_left_are_reported_where_options_count_t
     options["training__training_data__sys_probs"] = [0.5, 0.5]
     with pytest.raises(DataError, match=re.escape(f"{lost}, and batch_size, sys_probs or auto_prob counts systems.")):
         open_run(config_from_dict(tiny_input([water_like, close], **options)))
-
-
-def test_options_that_do_not_fit_the_systems_are_problems_by_their_path(water_like):
-    options = {"training__training_data__batch_size": [1, 2], "training__validation_data__sys_probs": [0.5, 0.5]}
-    config = config_from_dict(tiny_input([water_like], [water_like], **options))
-    _, data, report = checked(config)
-    assert [problem.split(":")[0] for problem in report.problems] == [
-        "training.training_data.batch_size",
-        "training.validation_data.sys_probs",
-    ]
-    with pytest.raises(UserError, match="batch_size"):
-        run_length(config, data)
 
 
 def test_a_system_that_is_listed_twice_is_named_as_such(tmp_path, monkeypatch):
@@ -212,10 +117,3 @@ def test_a_system_that_is_listed_twice_is_named_as_such(tmp_path, monkeypatch):
     assert report.warnings[0].startswith("listed in training_data and in validation_data: all/a. Validation errors")
     *_, report = checked(config_from_dict(tiny_input(["all/a"], ["all/b"])))
     assert not any(text.startswith("listed") for text in report.warnings)
-
-
-def test_a_backup_of_a_set_is_a_warning(tmp_path):
-    path = write_system(tmp_path / "w", frames=3, natoms=6, sets=1)
-    (path / "set.000.bak").mkdir()
-    *_, report = checked(config_from_dict(tiny_input([path])))
-    assert f"{path}: left out, since their names end as those of backups do: set.000.bak." in report.warnings

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
-from helpers import open_data, tiny_input, toy_frame, toy_labels, write_system
+from helpers import tiny_input, toy_frame, toy_labels, write_system
 
-from deepmd_ema.batch import NeighborLayout
 from deepmd_ema.cli import main
 from deepmd_ema.data.check.report import check_systems
-from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.formats import discover
-from deepmd_ema.data.loader import Loader, num_batches, sequential_batches
 from deepmd_ema.data.sampler import Sampler, batch_sizes
 from deepmd_ema.data.source import Frame, FrameSource, Place
 from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
-LAYOUT = NeighborLayout(4.0, (24, 24), 2)
 SIZES = (5, 12, 8, 12, 3, 9, 8, 5, 12, 7)
 
 
@@ -110,25 +105,6 @@ def test_chunks_pad_smaller_frames_and_hold_frames_of_the_same_arrays():
             assert chunk.arrays["energy"][k] == frame.labels["energy"]
 
 
-def test_files_and_memory_give_the_same_checks(tmp_path):
-    path = write_system(tmp_path / "w", frames=9, natoms=7, sets=2, seed=5)
-    [stored] = open_data([str(path)], ["O", "H"], ("energy", "force", "virial"))
-
-    class Copy(MemorySource):
-        def __init__(self):
-            FrameSource.__init__(self, stored.name, stored.frame_sizes)
-            self.frames = [stored.frame(k) for k in range(9)]
-
-    one, other = (
-        check_systems([s], [], ["O", "H"], SeE2AConfig(rcut=4.0), ("energy", "force", "virial"))
-        for s in (stored, Copy())
-    )
-    np.testing.assert_allclose(one.training[0].element_forces, other.training[0].element_forces, rtol=1e-12)
-    assert (one.problems, one.warnings) == (other.problems, other.warnings) == ([], [])
-    np.testing.assert_array_equal(one.training[0].digests, other.training[0].digests)
-    np.testing.assert_array_equal(one.neighbors.frame_min, other.neighbors.frame_min)
-
-
 def test_problems_of_frames_of_different_sizes_name_frame_and_atom():
     source = MemorySource()
     source.frames[5].labels["force"][6, 1] = np.nan
@@ -143,40 +119,13 @@ def test_problems_of_frames_of_different_sizes_name_frame_and_atom():
     ]
 
 
-def test_copies_are_found_whatever_the_size_of_their_neighbors():
-    source, other = MemorySource(), MemorySource("memory:other", seed=1)
-    other.frames[0] = source.frames[7]
-    warnings = check_systems([source], [other], ["O", "H"], SeE2AConfig(rcut=4.0)).warnings
-    assert any("1 of 10 validation frames are also training frames" in text for text in warnings)
-
-
-def test_batches_hold_every_frame_once_per_epoch():
-    source = MemorySource()
-    sampler = Sampler([source.num_frames], [source.frame_sizes], "auto:16")
-    with closing(Loader([source], sampler, LAYOUT, cache=PairCache())) as loader:
-        batches = [next(loader) for _ in range(sampler.batches_per_epoch)]
-    assert sorted(k for batch in batches for _, k in batch.frames) == list(range(10))
-    for batch in batches:
-        assert batch.num_atoms.tolist() == [SIZES[k] for _, k in batch.frames]
-
-
-def test_validation_batches_are_filled_by_the_size_of_each_frame():
-    source = MemorySource()
-    batches = list(sequential_batches([source], LAYOUT, max_atoms=20))
-    assert [[k for _, k in batch.frames] for batch in batches] == [[0, 1], [2, 3], [4, 5, 6], [7, 8], [9]]
-    assert num_batches([source], max_atoms=20) == 5
-
-
 @pytest.mark.parametrize(
     ("rule", "size", "frames"),
     [
-        (3, 3, 10),
         ("auto:16", 2, 10),  # 8.1 atoms in the mean
-        ("auto:17", 3, 10),
         ("max:24", 2, 10),  # of the largest frames, of 12 atoms
         ("max:23", 1, 10),
         ("filter:9", 1, 7),  # without the three frames of 12 atoms
-        ("filter:2", 0, 0),
     ],
 )
 def test_batch_rules_count_the_atoms_of_each_frame(rule, size, frames):
@@ -184,17 +133,3 @@ def test_batch_rules_count_the_atoms_of_each_frame(rule, size, frames):
     plan = Sampler([10, 4], [np.array(SIZES), 1], rule if isinstance(rule, str) else [rule, 1])
     assert len(plan.frames[0]) == frames
     assert all(SIZES[k] <= 9 for k in plan.frames[0]) or frames == 10
-
-
-def test_frames_that_a_filter_leaves_out_are_never_drawn_and_reported():
-    sampler = Sampler([10], [np.array(SIZES)], "filter:9")
-    drawn = [k for n in range(sampler.batches_per_epoch) for _, k in sampler.batch(n)]
-    assert sorted(drawn) == [k for k, size in enumerate(SIZES) if size <= 9]
-    assert sampler.warnings == ['batch_size = "filter:9": left out: 3 frames of more than 9 atoms.']
-
-
-@pytest.mark.parametrize("rule", [2, "auto", "auto:40", "max:30", "filter:12"])
-def test_sizes_frame_by_frame_or_one_for_all_draw_the_same(rule):
-    one = Sampler([7, 20], [12, 5], rule, seed=8)
-    other = Sampler([7, 20], [np.full(7, 12), np.full(20, 5)], rule, seed=8)
-    assert [one.batch(n) for n in range(60)] == [other.batch(n) for n in range(60)]

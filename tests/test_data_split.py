@@ -6,7 +6,7 @@ from helpers import toy_frame
 
 from deepmd_ema.config.labels import FORCE
 from deepmd_ema.data.source import BOX, COORD, Chunk
-from deepmd_ema.data.split import FrameTable, describe_frames, split_frames
+from deepmd_ema.data.split import FrameTable, split_frames
 from deepmd_ema.errors import DataError
 
 
@@ -48,30 +48,13 @@ def test_each_kind_is_split_at_the_fraction_and_a_kind_with_one_structure_is_for
     parts = [("a", thermal(rng, n), kind) for kind, n in (("bulk", 60), ("surface", 20), ("only", 1), ("bulk", 40))]
     split = split_frames(table_of(*parts), 0.1, 1)
     kinds = np.repeat(["bulk", "surface", "only", "bulk"], [60, 20, 1, 40])
-    assert {kind: int(split.mask[kinds == kind].sum()) for kind in set(kinds)} == {
-        "bulk": 10,
-        "surface": 2,
-        "only": 0,
-    }
+    assert {kind: int(split.mask[kinds == kind].sum()) for kind in set(kinds)} == {"bulk": 10, "surface": 2, "only": 0}
     assert split.lines[:3] == [
         "validation: 12 of 121 frames (fraction 0.1, seed 1)",
         "  by config_type or group: bulk 10 of 100, surface 2 of 20",
         "  in training alone: only (1 frame)",
     ]
     assert np.diff(np.flatnonzero(split.mask[:60])).max() > 1  # at random, not the last ones
-
-
-def test_kinds_that_name_single_frames_are_no_groups(rng):
-    frames = thermal(rng, 40)
-    named, unnamed = FrameTable(), FrameTable()
-    named.add([frames], 2, [f"frame_{k}" for k in range(40)])
-    unnamed.add([frames], 2)
-    split = split_frames(named, 0.1, 1)
-    assert split.chosen == split_frames(unnamed, 0.1, 1).chosen
-    assert split.lines[1:3] == [
-        "  config_type or group names single frames and no groups (40 values in 40 frames)",
-        "  at random in each composition of each file or system, near copies in one part",
-    ]
 
 
 @pytest.mark.parametrize("pbc", [True, False])
@@ -106,14 +89,6 @@ def test_the_end_of_one_trajectory_is_for_validation(rng):
     assert np.flatnonzero(chosen).tolist() == list(range(90, 100))
 
 
-@pytest.mark.parametrize(("number", "ends"), [(9, 0), (10, 2)])
-def test_a_trajectory_of_nine_frames_is_not_cut_and_one_of_ten_is(rng, number, ends):
-    parts = [(str(k), trajectory(rng, number), "md") for k in range(2)]
-    chosen = split_frames(table_of(("a", thermal(rng, 20), "bulk"), *parts), 0.2, 1).mask[20:].reshape(2, number)
-    assert chosen.sum(axis=1).tolist() == [ends, ends]
-    assert chosen[:, number - ends :].all()
-
-
 def test_a_trajectory_of_more_frames_than_are_wanted_is_cut_and_one_of_as_many_is_not(rng):
     larger, whole = ([("a", trajectory(rng, n), "md"), ("b", thermal(rng, 44 - n), "md")] for n in (12, 11))
     taken = set()
@@ -123,32 +98,11 @@ def test_a_trajectory_of_more_frames_than_are_wanted_is_cut_and_one_of_as_many_i
     assert taken == {0, 11}
 
 
-def test_of_several_trajectories_whole_ones_are_for_validation(rng):
-    for kind in ("", "md"):
-        table = table_of(*((str(k), trajectory(rng, 60), kind) for k in range(20)))
-        chosen = split_frames(table, 0.1, 1).mask.reshape(20, 60)
-        assert chosen.sum() == 120
-        assert chosen.any(axis=1).sum() == 2
-
-
-def test_frames_of_one_trajectory_that_are_far_apart_are_split_at_random(rng):
-    chosen = split_frames(table_of(("a", thermal(rng, 100), "")), 0.1, 1).mask
-    assert chosen.sum() == 10
-    assert np.diff(np.flatnonzero(chosen)).max() > 1
-
-
 def test_single_structures_of_a_composition_are_for_training_unless_they_are_many(rng):
     singles = [(str(n), thermal(rng, 1, natoms=n), "") for n in range(4, 24)]
     few = split_frames(table_of(("a", thermal(rng, 40), ""), *singles[:5]), 0.1, 1).mask
     assert (few.sum(), few[40:].sum()) == (4, 0)
     assert split_frames(table_of(*singles), 0.1, 1).mask.sum() == 2
-
-
-def test_a_frame_with_an_element_that_no_other_has_is_for_training(rng):
-    odd = chunk_of([toy_frame(rng)[0]], np.full(12, 2), toy_frame(rng)[2])
-    for seed in range(20):
-        parts = [("a", odd if k == 3 else thermal(rng, 1, natoms=4 + k), "") for k in range(20)]
-        assert not split_frames(table_of(*parts, num_types=3), 0.4, seed).mask[3]
 
 
 def test_parts_whose_forces_differ_by_two_are_reported(rng):
@@ -164,51 +118,7 @@ def test_parts_whose_forces_differ_by_two_are_reported(rng):
     )
 
 
-@pytest.mark.parametrize("fault", [np.nan, np.inf])
-def test_forces_that_are_not_finite_are_left_to_the_check_of_the_data(rng, fault):
-    """The user saw a warning that the RMS is nan, and only then the error with file and frame."""
-    coord, types, box = zip(*(toy_frame(rng) for _ in range(10)))
-    parts = [("a", chunk_of([coord[k]], types[k], box[k], force=fault if k == 4 else 1.0), "") for k in range(10)]
-    split = split_frames(table_of(*parts), 0.2, seed=1)
-    assert split.mask.sum() == 2
-    assert not [line for line in (*split.lines, *split.warnings) if "force RMS" in line]
-
-
 def test_frames_that_leave_a_part_empty_are_refused(rng):
     coord, types, box = toy_frame(rng)
     with pytest.raises(DataError, match=r"20 frames of 1 different structure leave none for one of the parts"):
         split_frames(table_of(("a", chunk_of([coord] * 20, types, box), "")), 0.1, 1)
-
-
-def chunk_of_sizes(frames):
-    """Return a chunk of periodic frames (coord, types, box) of several sizes, in which smaller ones are padded."""
-    largest = max(len(types) for _, types, _ in frames)
-    coords, every = np.zeros((len(frames), largest, 3)), np.full((len(frames), largest), -1)
-    for k, (coord, types, _) in enumerate(frames):
-        coords[k, : len(coord)], every[k, : len(types)] = coord, types
-    return Chunk(0, every, {COORD: coords, BOX: np.stack([box.ravel() for *_, box in frames])})
-
-
-def test_numbers_of_a_frame_are_the_same_alone_padded_and_beside_other_elements(rng):
-    (coord, types, box), larger, other = (toy_frame(rng, natoms) for natoms in (6, 9, 6))
-    alone = describe_frames(chunk_of([coord], types, box), num_types=4)
-    for beside in (larger, (other[0], other[1] + 2, other[2]), (larger[0], larger[1] + 2, larger[2])):
-        together = describe_frames(chunk_of_sizes([(coord, types, box), beside]), num_types=4)
-        np.testing.assert_array_equal(together[0], alone[0])
-
-
-def test_copies_are_in_one_part_where_the_frames_of_one_file_have_more_elements(rng):
-    water, salt = ([toy_frame(rng, natoms, num_types=n) for _ in range(60)] for natoms, n in ((12, 2), (14, 4)))
-    table = FrameTable()
-    for frames in ([*water, *salt], water):
-        table.add([chunk_of_sizes(frames)], 4)
-    chosen = split_frames(table, 0.1, 1).mask
-    assert chosen[:60].any()
-    assert np.array_equal(chosen[:60], chosen[120:])
-
-
-@pytest.mark.parametrize("pbc", [True, False])
-def test_two_elements_in_exchanged_places_are_another_frame(rng, pbc):
-    coord, types, box = toy_frame(rng, pbc=pbc)
-    one, exchanged = (describe_frames(chunk_of([coord], own, box), num_types=2) for own in (types, 1 - types))
-    assert np.linalg.norm(one - exchanged) > 0.01  # angstrom; copies are nearer than 1e-4

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from helpers import tiny_input, write_system
-from infer_models import write_run
 
 ROOT = Path(__file__).parents[1]
 # in the place of an installed DeePMD-kit: copies what it is given to convert or compress
@@ -102,45 +101,6 @@ def test_an_iteration_trains_freezes_compresses_and_the_next_one_starts_from_its
         assert done.returncode == 0, done.stderr
         assert "model.ckpt-4.pt" in names(later)
         later = later.with_name(f"{int(later.name) + 1:03d}")
-
-
-def test_the_lines_of_dpgen2_train_restart_and_start_from_a_model(task):
-    """Those of `_make_train_command` of dpgen2/op/run_dp_train.py, and of `freeze_model` where LAMMPS runs."""
-    assert sh(task, "dp-ema --pt train input.json --skip-neighbor-stat").returncode == 0
-    before = (task / "lcurve.out").read_bytes()
-    assert sh(task, "dp-ema --pt train --restart model.ckpt-4.pt input.json").returncode == 0
-    assert (task / "lcurve.out").read_bytes() == before
-    done = sh(task, f"dp-ema --pt freeze -c {task / 'model.ckpt.pt'} -o model.000.pth")
-    assert done.returncode == 0, done.stderr
-    for number, start in enumerate(("--init-model", "--finetune"), 1):
-        later = task.with_name(f"{number:03d}")
-        later.mkdir()
-        (later / "input.json").write_bytes((task / "input.json").read_bytes())
-        done = sh(later, f"dp-ema --pt train {start} {task / 'model.ckpt.pt'} input.json")
-        assert done.returncode == 0, done.stderr
-        assert "model.ckpt-4.pt" in names(later)
-
-
-@pytest.mark.parametrize(
-    "line", ["--pt-expt freeze -c model.ckpt.pt -o m.pt2 --lower-kind nlist", "--pt freeze -c model.ckpt.pt -o m.pt2"]
-)
-def test_the_lines_for_a_pt2_arrive_at_the_compiler(line, tmp_path, monkeypatch):
-    """Compiling takes a minute, and other tests do it."""
-    from deepmd_ema import cli
-    from deepmd_ema.interop import freeze as export
-
-    write_run(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    frozen = []
-
-    def freeze(loaded, output, **how):
-        frozen.append((loaded.info.path.name, output, how))
-        Path(output).touch()
-        return export.Frozen(Path(output), "", {"energy": 0.0}, "")
-
-    monkeypatch.setattr(export, "freeze", freeze)
-    assert cli.main(line.split()) == 0
-    assert frozen == [("model.ckpt.pt", "m.pt2", {"device": None, "compress": None, "program": None})]
 
 
 def test_without_deepmd_kit_the_default_of_dpgen_is_refused_by_the_name_of_what_works(task):

@@ -6,28 +6,15 @@ import numpy as np
 import pytest
 import torch
 from flat_batches import COMPARED, flat_batch, predicted, random_frame
-from gpu_counts import IS_PRETENDED
 from helpers import open_data, tiny_input, write_system
-from parallel_runs import train as train_ranks
 from test_accumulate import LOSSES
-from test_data_lmdb import toy_records, write_lmdb
-from test_data_npy import to_hdf5
-from test_gpu_graphs import PretendedCapture
-from test_parallel import STAGES, assert_near
 from test_train import load
-from test_train_tasks import joined
 
 from deepmd_ema import cli
-from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.labels import WEIGHT, WEIGHTS
 from deepmd_ema.config.schema.optim import EnerLossConfig as Config
-from deepmd_ema.data.collate import collate
 from deepmd_ema.data.convert import convert_data
-from deepmd_ema.data.run import open_run
 from deepmd_ema.distributed.world import World
-from deepmd_ema.model.dummy_atoms import pad
-from deepmd_ema.training import step as steps
 from deepmd_ema.training.loss import EnergyLoss, LossOverBatches
 from deepmd_ema.training.run import run_training
 
@@ -85,23 +72,6 @@ def test_the_loss_is_the_weighted_sum_of_single_frames_over_the_number_that_has_
     assert shown["rmse"].item() == pytest.approx(np.sqrt(expected), rel=SAME_MATH)
 
 
-def test_squared_errors_follow_the_formula():
-    labelled, guess = weighted_frames()
-    total = evaluated(EnergyLoss(Config(start_pref_v=2, limit_pref_v=2), 7e-4, World()), labelled, guess)[2][0].item()
-    energy, force, virial, atoms = [], [], [], 0
-    for f, g in zip(labelled, guess):
-        weight = f.get("weight", 1.0)
-        if "energy" in f:
-            energy.append(weight * f.get("energy_weight", 1.0) * (g["energy"] - f["energy"]) ** 2 / len(f["types"]))
-        if "force" in f:
-            force.append(weight * f.get("force_weight", 1.0) * ((g["force"] - f["force"]) ** 2).mean(1).sum())
-            atoms += len(f["types"])
-        size = ((g["virial"] - f["virial"]) ** 2).mean() / len(f["types"])
-        virial.append(weight * f.get("virial_weight", 1.0) * size)
-    expected = 0.02 * sum(energy) / 3 + 1000 * sum(force) / atoms + 2 * sum(virial) / 4
-    assert total == pytest.approx(expected, rel=SAME_MATH)
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_batches_that_are_added_up_or_filled_up_have_the_loss_of_one(name):
     labelled, guess = weighted_frames()
@@ -114,19 +84,6 @@ def test_batches_that_are_added_up_or_filled_up_have_the_loss_of_one(name):
     assert whole.displayed()["rmse_f" if "rmse_f" in shown else "mae_f"] == pytest.approx(
         shown["rmse_f" if "rmse_f" in shown else "mae_f"].item(), rel=SAME_MATH
     )
-
-
-def test_a_batch_that_is_filled_up_has_the_loss_of_its_frames(tmp_path):
-    spoil(write_system(tmp_path / "w", frames=5))
-    layout, names = NeighborLayout(4.0, (20, 20), 2), ("energy", "force", "virial")
-    [source] = open_data([str(tmp_path / "w")], ["O", "H"], (*names, *WEIGHTS))
-    batch = collate([source.frame(k) for k in range(5)], layout)
-    loss = EnergyLoss(Config(start_pref_v=2, limit_pref_v=2), 1e-3, World())
-    total, same = (
-        loss({name: torch.zeros_like(one.labels[name]) for name in names}, one, 7e-4)[0].item()
-        for one in (batch, pad(batch, layout))
-    )
-    assert same == pytest.approx(total, rel=SAME_MATH)
 
 
 def spoil(path, number=3):
@@ -168,21 +125,6 @@ def test_forces_of_weight_zero_change_no_bit_of_a_run(tmp_path, monkeypatch, for
     assert not all(torch.equal(spoiled[name], without[name]) for name in first)
 
 
-@pytest.mark.timeout(480)
-@pytest.mark.parametrize("stage", STAGES)
-def test_ranks_train_as_one_process_does(tmp_path, stage):
-    systems = [write_system(tmp_path / name, 6, n, seed=n) for name, n in (("a", 6), ("b", 9))]
-    for path in systems:
-        spoil(path)
-    files = []
-    for ranks in (1, 2):
-        config = tiny_input(systems, num_steps=3, **OPTIONS, training__zero_stage=stage if ranks > 1 else 0)
-        config["training"]["training_data"]["batch_size"] = f"mixed:{4 // ranks}"
-        train_ranks(tmp_path / str(ranks), ranks, config)
-        files.append(load(tmp_path / str(ranks) / "model.ckpt-3.pt")["model"])
-    assert_near(*files, tolerance=1e-9)
-
-
 MACE = {"config_weight": 0.5, "config_energy_weight": 2.0, "config_forces_weight": 0.25, "config_stress_weight": 3.0}
 READ = dict(zip(WEIGHTS, MACE.values()))
 
@@ -213,24 +155,6 @@ def test_names_of_mace_and_gpumd_are_read_and_kept_by_convert(tmp_path):
     assert float(gpumd.frame(1).labels["weight"]) == 4
 
 
-def test_weights_in_hdf5_and_lmdb_are_read(tmp_path):
-    import h5py
-
-    path = write_system(tmp_path / "w", frames=4)
-    np.save(path / "set.000" / "weight.npy", np.arange(4.0))
-    with h5py.File(tmp_path / "data.h5", "w") as root:
-        to_hdf5(path, root)
-    records = toy_records(4)
-    for k, record in enumerate(records):
-        record["weight"] = np.array([float(k)])
-    write_lmdb(tmp_path / "data.lmdb", records)
-    for name in ("data.h5", "data.lmdb"):
-        [source] = open_data([str(tmp_path / name)], ["O", "H"], WEIGHTS)
-        assert [float(source.frame(k).labels["weight"]) for k in range(4)] == [0, 1, 2, 3]
-        [source] = open_data([str(tmp_path / name)], ["O", "H"])
-        assert "weight" in source.unread
-
-
 def check(tmp_path, monkeypatch, capsys, systems, **options):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "input.json").write_text(json.dumps(tiny_input(systems, **options)))
@@ -256,15 +180,11 @@ def test_weights_that_are_not_used_are_named_once(tmp_path, monkeypatch, capsys)
     assert "weight: 5 of 6 frames" in said
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([1, -1, 1, 1], "weight.npy: frame 1 (of 4, from 0): -1. Expected finite numbers from 0;"),
-        ([1, np.nan, 1, 1], "weight.npy: frame 1 (of 4, from 0): nan. Expected finite numbers from 0;"),
-        ([1, 1], "weight.npy: shape (2,), expected (4,)"),
-        (None, "frame_weights is true, and no training frame has a weight: all count alike."),
-    ],
-)
+@pytest.mark.parametrize(("weights", "message"), [
+    ([1, -1, 1, 1], "weight.npy: frame 1 (of 4, from 0): -1. Expected finite numbers from 0;"),
+    ([1, 1], "weight.npy: shape (2,), expected (4,)"),
+    (None, "frame_weights is true, and no training frame has a weight: all count alike."),
+])  # fmt: skip
 def test_wrong_weights_are_reported(tmp_path, monkeypatch, capsys, weights, message):
     path = write_system(tmp_path / "w", frames=4)
     if weights is not None:
@@ -274,51 +194,9 @@ def test_wrong_weights_are_reported(tmp_path, monkeypatch, capsys, weights, mess
     assert code == (0 if weights is None else 2)
 
 
-def test_the_range_of_weights_is_shown(tmp_path, monkeypatch, capsys):
-    one, other = (write_system(tmp_path / name, frames=4) for name in "ab")
-    np.save(one / "set.000" / "weight.npy", np.array([0.0, 1, 3, 0]))
-    np.save(other / "set.000" / "weight.npy", np.full(4, 2.5))
-    np.save(other / "set.000" / "force_weight.npy", np.ones(4))
-    code, said = check(tmp_path, monkeypatch, capsys, [one, other], **OPTIONS)
-    assert code == 0
-    assert "note weight of 8 training frames: 0 to 3, mean 1.75, zero in 2 frames" in said
-    assert "note force_weight of 4 training frames: 1 to 1, mean 1, zero in 0 frames" in said
-
-
 def test_lkf_refuses_weights(tmp_path, monkeypatch, capsys):
     path = write_system(tmp_path / "w", frames=4)
     code, said = check(tmp_path, monkeypatch, capsys, [path], **OPTIONS, optimizer={"type": "LKF"},
                        loss={"type": "ener"})  # fmt: skip
     assert code == 2
     assert "training.training_data.frame_weights = true: LKF does not weigh frames. Set it to false" in said
-
-
-def test_each_task_says_whether_it_takes_weights(tmp_path, monkeypatch, capsys):
-    path = write_system(tmp_path / "w", frames=4)
-    np.save(path / "set.000" / "weight.npy", np.ones(4))
-    tasks = {name: tiny_input([path], [path], training__training_data__frame_weights=name == "a") for name in "ab"}
-    config = joined(tasks)
-    data = open_run(config_from_dict(config))
-    assert [WEIGHT in data[name].train[0].frame(0).labels for name in "ab"] == [True, False]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "input.json").write_text(json.dumps(config))
-    assert cli.main(["check", "input.json"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count("frame_weights is false") == said.count("data_dict.b.training_data.frame_weights is false") == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("graphs", [False, True])
-def test_a_gpu_trains_as_a_cpu_does(tmp_path, monkeypatch, graphs):
-    if graphs and IS_PRETENDED:
-        monkeypatch.setattr(steps.GraphedSteps, "capture", lambda _, step: PretendedCapture()(step))
-    systems, files = [write_system(tmp_path / name, 6, n, seed=n) for name, n in (("a", 6), ("b", 9))], []
-    spoil(systems[0])  # batches with and without weights
-    for device in ("cpu", "cuda"):
-        folder = tmp_path / device
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        config = tiny_input(systems, num_steps=20, **OPTIONS, training__cuda_graphs=graphs and device == "cuda")
-        run_training(config, device=device)
-        files.append(load(folder / "model.ckpt-20.pt")["model"])
-    assert_near(*files, tolerance=1e-7)

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from helpers import toy_frame, write_system
-from test_data_foreign import BOHR, HARTREE, assert_is_copper, write_runner
 
-from deepmd_ema.cli import commands
 from deepmd_ema.cli.main import main
 from deepmd_ema.config import load_config, to_dict
 from deepmd_ema.config.presets import KINDS, MODELS, SIZES, read_preset
@@ -89,14 +87,6 @@ def test_the_kind_of_data_is_found_and_its_input_trains(kind):
 
 
 @pytest.mark.usefixtures("real_radii")
-def test_a_molecule_in_a_large_cell_is_a_molecule():
-    rng = np.random.default_rng(1)
-    write_extxyz("data.extxyz", [water(rng, 30.0 * np.eye(3)) for _ in range(20)])
-    assert main(["init", "data.extxyz"]) == 0
-    assert "Data: molecules (" in Path("input.yaml").read_text()
-
-
-@pytest.mark.usefixtures("real_radii")
 def test_json_and_yaml_say_the_same(capsys):
     write_extxyz("data.extxyz", frames_of("liquid"))
     for name in ("input.json", "input.yaml"):
@@ -118,11 +108,6 @@ def test_every_model_and_size_can_be_trained(name, size, tmp_path):
         file.write_text(found.text(file))
         open_run(load_config(file))
     assert main(["train", "solid.yaml"]) == 0
-
-
-def test_the_command_offers_the_models_sizes_and_kinds_of_the_presets():
-    assert set(commands.MODELS) == set(read_preset(MODELS))
-    assert (commands.SIZES, commands.KINDS) == (SIZES, KINDS)
 
 
 def test_steps_fill_the_time_that_is_given(monkeypatch, tmp_path):
@@ -161,33 +146,6 @@ def test_one_frame_is_for_training_and_a_warning_says_so(tmp_path, capsys):
     assert main(["train", "input.yaml"]) == 0
 
 
-def test_data_whose_types_are_numbers_need_their_elements(tmp_path, capsys):
-    data = write_system(tmp_path / "data", frames=20)
-    (data / "type_map.raw").unlink()
-    assert main(["init", str(data)]) == 2  # they would be H and He, the first elements there are
-    assert (
-        "type_map.raw: names no elements in the order of their numbers. Name them all with -t."
-        in capsys.readouterr().err
-    )
-    assert main(["init", str(data), "-t", "O", "H"]) == 0
-    assert to_dict(load_config("input.yaml"))["model"]["type_map"] == ["O", "H"]
-
-
-def test_a_short_cutoff_gives_a_good_input(tmp_path):
-    data = str(write_system(tmp_path / "data", frames=20))
-    assert main(["init", data, "--rcut", "0.9"]) == 0
-    load_config("input.yaml")
-
-
-def test_labels_that_are_not_there_have_no_weight(tmp_path):
-    data = str(write_system(tmp_path / "data", frames=20, force=False, virial=False))
-    found = propose(Wishes([data]))
-    assert found.values["loss"]["start_pref_f"] == 0
-    assert "start_pref_v" not in found.values["loss"]
-    assert found.why["loss.start_pref_f"] == "no such labels"
-    assert found.values["validating"]["validation_metric"] == "E:RMSE"
-
-
 @pytest.mark.usefixtures("real_radii")
 @pytest.mark.parametrize("vacuum", [0, 40])
 def test_a_slab_is_a_solid_and_a_molecule_alone_in_a_small_cell_is_a_molecule(vacuum):
@@ -206,65 +164,14 @@ def test_a_slab_is_a_solid_and_a_molecule_alone_in_a_small_cell_is_a_molecule(va
     assert propose(Wishes(["molecule.extxyz"])).head[1].startswith("Data: molecules (")
 
 
-def test_validation_frames_without_labels_are_not_validated(tmp_path, capsys):
-    train = str(write_system(tmp_path / "train", frames=8))
-    unlabelled = write_system(tmp_path / "unlabelled", frames=8, force=False, virial=False)
-    (unlabelled / "set.000" / "energy.npy").unlink()
-    assert main(["init", train, "--validation", str(unlabelled)]) == 0
-    assert "warning: no energy in the validation data" in capsys.readouterr().out
-    assert load_config("input.yaml").validating.full_validation is False
-
-
-def test_a_file_half_of_whose_frames_have_energies_gives_an_input_and_a_warning(capsys):
-    write_extxyz("data.extxyz", frames_of("molecules"))
-    lines = Path("data.extxyz").read_text().splitlines(keepends=True)
-    headers = [k for k, line in enumerate(lines) if "energy=" in line]
-    for k in headers[::2]:
-        before, _, after = lines[k].partition("energy=")
-        lines[k] = before + after.partition(" ")[2]
-    Path("data.extxyz").write_text("".join(lines))
-    assert main(["init", "data.extxyz", "--steps", "3"]) == 0
-    assert "warning: no energy in 9 training frames of 1 of 1 systems" in capsys.readouterr().out
-    assert main(["train", "input.yaml"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("elements", "message"),
-    [
-        ("O", 'element "H" is not in -t. Known: O. Add it to -t, or leave the system out.'),
-        ("Cu Au", "2 problems\n"),
-        ("O O H", 'type_map = ["O", "O", "H"]: O occurs more than once'),
-    ],
-)
-def test_elements_that_contradict_the_data_end_in_one_message(elements, message, tmp_path, capsys):
-    data = str(write_system(tmp_path / "data", frames=8))
-    assert main(["init", data, "-o", "input.yaml", "-t", *elements.split()]) == 2
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert "model.type_map," not in printed
-    assert not Path("input.yaml").exists()
-
-
-def test_an_output_whose_folder_is_missing_ends_in_one_line_before_the_data_are_read(capsys):
-    assert main(["init", "no_data_either", "-o", "absent/input.yaml"]) == 2
-    message = "dp-ema: -o absent/input.yaml: absent is no folder that can be written to. Make it, or name another.\n"
-    assert capsys.readouterr().err == message
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("unlabelled", "no label of the loss is present"),
-        ("empty", "data.extxyz: no frames: the file is empty"),
-        ("damaged", "data.extxyz: frame 11 (from 0): atom 5 (from 0): 'O 2.0"),
-        ("missing", "data.extxyz: no such file or folder"),
-        ("folder", "data.extxyz: no system in it or below it. A system has type.raw and set.*/coord.npy."),
-        (
-            "foreign",
-            "OUTCAR: cannot be read by ASE (Incomplete OUTCAR). Is it complete? Name its format: --format vasp-out",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    ("unlabelled", "no label of the loss is present"),
+    ("damaged", "data.extxyz: frame 11 (from 0): atom 5 (from 0): 'O 2.0"),
+    ("missing", "data.extxyz: no such file or folder"),
+    ("folder", "data.extxyz: no system in it or below it. A system has type.raw and set.*/coord.npy."),
+    ("foreign",
+     "OUTCAR: cannot be read by ASE (Incomplete OUTCAR). Is it complete? Name its format: --format vasp-out"),
+])  # fmt: skip
 def test_data_that_nothing_can_be_learned_from_end_in_one_message(content, message, capsys):
     rng = np.random.default_rng(0)
     data = "OUTCAR" if content == "foreign" else "data.extxyz"
@@ -285,22 +192,6 @@ def test_data_that_nothing_can_be_learned_from_end_in_one_message(content, messa
     assert message in printed.err
     assert printed.err.count("\n") == 1
     assert not Path("input.yaml").exists()
-
-
-@pytest.mark.slow
-def test_the_advice_of_posthoc_fits_into_the_input_as_it_is(capsys):
-    write_extxyz("frames.xyz", frames_of("liquid"))
-    assert main(["init", "frames.xyz", "--size", "S", "--steps", "3"]) == 0
-    assert main(["train", "input.yaml", "--device", "cpu"]) == 0
-    capsys.readouterr()
-    assert main(["posthoc", "."]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    advice = said[said.index('"averaging": [') : said.index("]; snapshot_freq") + 1]
-    values = yaml.safe_load(Path("input.yaml").read_text())
-    values["training"] |= {"save_freq": 1, **json.loads(f"{{{advice}}}")}
-    Path("input.yaml").write_text(yaml.safe_dump(values))
-    assert main(["train", "input.yaml", "--device", "cpu"]) == 0
-    assert main(["posthoc", "."]) == 0, capsys.readouterr().err
 
 
 def write_traj(path, *seeds):
@@ -333,38 +224,3 @@ def test_files_of_other_programs_are_converted_first_and_the_input_trains(capsys
     assert training["validation_data"]["systems"] == ["test_validation"]
     data = open_run(load_config("input.yaml"))[""]
     assert [system.num_frames for system in (*data.train, *data.valid)] == [8, 1, 2]
-
-
-def test_a_folder_of_an_earlier_conversion_is_left_alone(capsys):
-    write_traj("md.traj", 1, 2)
-    Path("md_data").mkdir()
-    assert main(["init", "md.traj"]) == 2
-    assert capsys.readouterr().err == (
-        "dp-ema: md_data: is there already, and md.traj would be converted to it. Give the folder in place of the "
-        "files, or remove it.\n"
-    )
-
-
-def test_a_file_that_no_reader_knows_ends_init_in_one_message(capsys):
-    Path("notes.txt").write_text("nothing\n")
-    assert main(["init", "notes.txt"]) == 2
-    assert "notes.txt: cannot be read by ASE" in capsys.readouterr().err
-    assert not Path("notes_data").exists()
-
-
-def test_units_and_format_are_those_of_a_conversion(capsys):
-    basis = write_runner("input.data", 1 / BOHR, 1 / HARTREE)
-    assert main(["init", "input.data", "--units", "bohr,hartree", "--format", "runnerdata", "--steps", "2"]) == 0
-    assert "  by ASE as runnerdata, in bohr and hartree (--units)" in capsys.readouterr().out
-    assert_is_copper("input_data", basis)
-    write_runner("other.data")
-    assert main(["init", "other.data", "-o", "other.yaml"]) == 2
-    assert "Say which units it has: --units angstrom,eV" in capsys.readouterr().err
-
-
-def test_units_of_data_that_need_no_conversion_are_converted(capsys):
-    symbols, coord, cell = copper(np.random.default_rng(3))
-    write_extxyz("bohr.xyz", [(symbols, coord / BOHR, cell / BOHR)])
-    assert main(["init", "bohr.xyz", "--units", "bohr,eV"]) == 0
-    assert "converted bohr.xyz to bohr_data" in capsys.readouterr().out
-    assert yaml.safe_load(Path("input.yaml").read_text())["training"]["training_data"]["systems"] == ["bohr_data"]

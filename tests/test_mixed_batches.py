@@ -1,20 +1,13 @@
 """Training on batches of frames of several systems: the same numbers, gradients, restarts, ranks, tasks, LMDB."""
 
-import json
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
-from helpers import assert_same, assert_same_files, open_data, tiny_input, trains_in, write_system
+from helpers import assert_same, open_data, tiny_input, trains_in, write_system
 from parallel_runs import train as train_on_ranks
-from test_data_lmdb import toy_records, write_lmdb
 from test_parallel import assert_same_run
 from test_train import StopAfter, load
-from test_train_tasks import joined
 from toy_models import toy_model
 
-from deepmd_ema.cli import main
 from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
 from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.data.collate import collate
@@ -28,14 +21,10 @@ LABELS = (ENERGY, FORCE, VIRIAL, ATOM_ENERGY)
 RULES = ("mixed:3", "mix:30")
 DP_GEN = "prob_sys_size; 0:2:0.9; 2:3:0.1"  # as DP-GEN writes it
 VALIDATED = {
-    "training__enable_ema": True,
-    "training__ema_decay": 0.9,
-    "training__save_freq": 100,
-    "validating__full_validation": True,
-    "validating__ema_full_validation": True,
-    "validating__validation_freq": 6,
+    "training__enable_ema": True, "training__ema_decay": 0.9, "training__save_freq": 100,
+    "validating__full_validation": True, "validating__ema_full_validation": True, "validating__validation_freq": 6,
     "validating__full_val_start": 0,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +60,9 @@ def test_mixed_batches_of_one_system_train_to_the_same_bits_as_batches_of_that_s
     assert_same(load(plain / "model.ckpt.pt")["model"], load(mixed / "model.ckpt.pt")["model"])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"loss_func": "mae"}, {"intensive_ener_virial": True}, {"use_huber": True, "huber_delta": 0.1}],
-    ids=["mse", "mae", "intensive", "huber"],
-)
+@pytest.mark.parametrize("options", [
+    {}, {"loss_func": "mae"}, {"intensive_ener_virial": True}, {"use_huber": True, "huber_delta": 0.1},
+], ids=["mse", "mae", "intensive", "huber"])  # fmt: skip
 def test_the_gradient_of_a_mixed_batch_is_the_stated_sum_over_its_frames(systems, options):
     """Weights of frames that have a label: 1 / frames for energies and virials, atoms / all atoms for the others."""
     _, model = toy_model("se_e2_a", {"sel": [24, 24]}, type_map=["O", "H"])
@@ -122,75 +109,10 @@ def test_a_restart_continues_to_the_last_bit(start, rule, auto_prob):
             assert (whole / name).read_bytes() == (parts / name).read_bytes()
 
 
-@pytest.mark.parametrize(("rule", "steps"), [("mixed:4", 16), ("mixed:100", 2)])
-def test_numb_epoch_counts_passes_over_the_frames_of_all_systems(start, rule, steps):
-    folder = start("run", None, with_rule(rule, training__numb_epoch=2))
-    assert load(folder / "model.ckpt.pt")["step"] == steps  # 31 frames
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_follow_one_process_with_a_batch_of_all_their_frames(tmp_path, monkeypatch, systems, stage):
     start = trains_in(tmp_path, monkeypatch, (systems, systems), VALIDATED)
     alone = start("alone", 9, with_rule("mixed:4"))
     config = tiny_input(systems, systems, num_steps=9, **VALIDATED, **with_rule("mixed:2", training__zero_stage=stage))
     train_on_ranks(tmp_path / "ranks", 2, config)
     assert_same_run(alone, tmp_path / "ranks")
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_batches_of_so_many_atoms_train_at_every_stage_as_at_stage_0(tmp_path, systems, stage):
-    folders = []
-    for zero_stage in (0, stage):
-        folders.append(tmp_path / f"stage{zero_stage}")
-        options = with_rule("mix:30", training__zero_stage=zero_stage)
-        train_on_ranks(folders[-1], 2, tiny_input(systems, systems, num_steps=9, **VALIDATED, **options))
-    assert_same_run(*folders)
-
-
-def run(folder, monkeypatch, content, *more):
-    folder.mkdir(exist_ok=True)
-    monkeypatch.chdir(folder)
-    Path("input.json").write_text(json.dumps(content))
-    return main(["train", "input.json", *more])
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_tasks_with_mixed_batches_restart_to_the_last_bit(tmp_path, monkeypatch, systems, rule):
-    options = {**VALIDATED, **with_rule(rule), "training__save_freq": 5, "num_steps": 10}
-    content = joined(
-        {"all": tiny_input(systems, systems, **options), "one": tiny_input(systems[:1], systems, **options)}
-    )
-    assert run(tmp_path / "whole", monkeypatch, content) == 0
-    assert run(tmp_path / "parts", monkeypatch, content) == 0
-    assert run(tmp_path / "parts", monkeypatch, content, "--restart", "model.ckpt-5.pt") == 0
-    assert {"lcurve.out", "model.ckpt-10.pt"} <= assert_same_files(tmp_path / "whole", tmp_path / "parts")
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_an_lmdb_with_mixed_batches_is_checked_trained_and_restarted(tmp_path, monkeypatch, capsys, water_like, rule):
-    write_lmdb(tmp_path / "train.lmdb", toy_records(12))
-    options = {**VALIDATED, **with_rule(rule), "training__save_freq": 4, "model__descriptor__sel": "auto"}
-    content = tiny_input([tmp_path / "train.lmdb", water_like], [tmp_path / "train.lmdb"], num_steps=8, **options)
-    assert run(tmp_path / "whole", monkeypatch, content) == 0
-    assert main(["check", "input.json"]) == 0
-    assert f'batch_size "{rule}"' in capsys.readouterr().out
-    assert run(tmp_path / "parts", monkeypatch, content) == 0
-    assert run(tmp_path / "parts", monkeypatch, content, "--restart", "model.ckpt-4.pt") == 0
-    assert_same_files(tmp_path / "whole", tmp_path / "parts")
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_split_off_frames_are_displayed_in_mixed_batches(start, rule):
-    options = {
-        "training__training_data__batch_size": rule,
-        "training__validation_data": None,
-        "training__validation_fraction": 0.2,
-    }
-    folder = start("run", 6, options)
-    assert np.isfinite(np.genfromtxt(folder / "lcurve.out", names=True)["rmse_f_val"]).all()
-
-
-def test_lkf_takes_mixed_batches(start):
-    without = {"loss__start_pref_v": 0, "loss__limit_pref_v": 0}
-    folder = start("run", 5, with_rule("mixed:3", optimizer={"type": "LKF"}, **without))
-    assert np.isfinite(np.genfromtxt(folder / "lcurve.out", names=True)["rmse_f_trn"]).all()

@@ -13,11 +13,11 @@ from helpers import assert_same, tiny_input, trains_in, write_system
 from parallel_runs import train
 from test_data_convert import write_kinds
 from test_data_lmdb import toy_records, write_lmdb
+from test_data_npy import to_hdf5
 
 from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict
-from deepmd_ema.data.formats.extxyz import ExtxyzFile
-from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off
+from deepmd_ema.data.run import choose_validation, open_run, split_off
 from deepmd_ema.errors import ConfigError, DataError, Interrupted
 from deepmd_ema.training.trainer import Callback
 
@@ -36,12 +36,7 @@ def write_hdf5():
     import h5py
 
     with h5py.File("data.h5", "w") as root:
-        for file in (p for p in write_npy()[0].rglob("*") if p.is_file()):
-            if file.suffix == ".npy":
-                root[f"w/{file.relative_to('a').with_suffix('.npy')}"] = np.load(file)
-            else:
-                values = np.loadtxt(file, dtype=int) if file.name == "type.raw" else file.read_text().split()
-                root[f"w/{file.name}"] = values
+        to_hdf5(write_npy()[0], root.create_group("w"))
     return ["data.h5#/w"]
 
 
@@ -91,12 +86,9 @@ def test_every_frame_of_every_format_is_in_one_part_and_reads_as_before(tmp_path
 
 
 VALIDATED = {
-    "training__validation_fraction": 0.2,
-    "validating__full_validation": True,
-    "validating__full_val_start": 0,
-    "validating__validation_freq": 4,
-    "training__disp_freq": 1,
-}
+    "training__validation_fraction": 0.2, "validating__full_validation": True, "validating__full_val_start": 0,
+    "validating__validation_freq": 4, "training__disp_freq": 1,
+}  # fmt: skip
 
 
 class Parts(Callback):
@@ -124,17 +116,6 @@ def start(tmp_path, monkeypatch):
     return trains_in(tmp_path, monkeypatch, ([tmp_path / "a.extxyz"],), VALIDATED)
 
 
-def test_the_parts_of_a_file_that_is_split_have_names_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = config_from_dict(tiny_input(write_extxyz(), training__validation_fraction=0.2))
-    _, data = parts(config)
-    assert [s.name for s in data[""].train] == ["a.extxyz (training part)"]
-    assert [s.name for s in data[""].valid] == ["a.extxyz (validation part)"]
-    report = check_task(config.task(None), data[""])
-    assert [text.partition(": ")[0] for text in report.notes] == ["a.extxyz"] * len(report.notes)
-    assert not any(text.startswith("listed") for text in report.warnings)
-
-
 def test_validation_frames_are_not_trained_on_and_a_restart_has_the_same(start):
     seen, before, after = Parts(), Parts(stop=6), Parts()
     whole = start("whole", 16, callback=seen)
@@ -149,15 +130,6 @@ def test_validation_frames_are_not_trained_on_and_a_restart_has_the_same(start):
     assert_same(torch.load(whole / "model.ckpt.pt"), torch.load(folder / "model.ckpt.pt"))
     for name in ("lcurve.out", "val.log"):
         assert (whole / name).read_bytes() == (folder / name).read_bytes()
-
-
-def test_the_log_says_what_went_where(start, caplog):
-    with caplog.at_level("INFO"):
-        start("run", 1)
-    assert "validation: 6 of 31 frames (fraction 0.2, seed 10)" in caplog.text
-    assert "in training alone: only (1 frame)" in caplog.text
-    assert "validation frames are also training frames" not in caplog.text
-    assert caplog.text.count("reads energy") == 1
 
 
 def test_statistics_are_of_training_frames_only(start, tmp_path):
@@ -177,22 +149,6 @@ def test_statistics_are_of_training_frames_only(start, tmp_path):
         assert torch.allclose(one[name], two[name], rtol=1e-12, atol=0), name
 
 
-def test_data_that_have_changed_are_named_at_a_restart(start, tmp_path, caplog):
-    start("run", 2)
-    path = tmp_path / "a.extxyz"
-    path.write_text(
-        path.read_text() + "".join(path.read_text().splitlines(keepends=True)[: 3 * 14]).replace(" 0", " 1")
-    )
-    start("run", 4, restart="model.ckpt.pt")
-    assert "validation_fraction splits off other frames than when the checkpoint was written" in caplog.text
-
-
-def test_another_fraction_is_refused_at_a_restart(start):
-    start("run", 2)
-    with pytest.raises(ConfigError, match=r"training.validation_fraction: 0.2 in the checkpoint, 0.3 in the input"):
-        start("run", 4, {"training__validation_fraction": 0.3}, restart="model.ckpt.pt")
-
-
 def test_two_ranks_split_as_one(tmp_path):
     path = write_system(tmp_path / "data", frames=20, natoms=8, seed=2)
     for name, ranks in (("one", 1), ("two", 2)):
@@ -204,42 +160,12 @@ def test_two_ranks_split_as_one(tmp_path):
     assert logs[0] == pytest.approx(logs[1], rel=1e-4)
 
 
-def test_each_task_is_split_by_itself(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for seed, name in enumerate("ab"):
-        write_system(name, frames=20, natoms=6, seed=seed)
-    model = tiny_input(["a"])["model"]
-    data = {n: {"training_data": {"systems": [n]}, "validation_fraction": 0.1 * (k + 1)} for k, n in enumerate("ab")}
-    del model["type_map"]
-    models = {name: {"type_map": ["O", "H"], **model} for name in "ab"}
-    config = {**tiny_input(["a"]), "model": {"model_dict": models}, "loss_dict": {}}
-    del config["loss"], config["training"]["training_data"]
-    config["training"]["data_dict"] = data
-    Path("input.json").write_text(json.dumps(config))
-    assert cli.main(["check", "input.json"]) == 0
-    reported = capsys.readouterr().out
-    assert "validation: 2 of 20 frames (fraction 0.1" in reported
-    assert "validation: 4 of 20 frames (fraction 0.2" in reported
-    assert reported.count("Validation data of task ") == 2
-
-
-def test_check_says_that_a_run_without_a_seed_draws_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    config = tiny_input(write_extxyz(), training__validation_fraction=0.2, training__seed=None)
-    Path("input.json").write_text(json.dumps(config))
-    assert cli.main(["check", "input.json"]) == 0
-    assert "training.seed is not given: a run draws one, and chooses other frames" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"training__validation_fraction": 0.5}, "training.validation_fraction = 0.5: expected a number > 0 and < 0.5"),
-        ({"training__validation_fraction": 0}, "training.validation_fraction = 0: expected a number > 0 and < 0.5"),
-        ({"training__validation_data": {"systems": ["b"]}},
-         "training.validation_fraction = 0.2: validation_data is given too. Remove one of the two."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "message"), [
+    ({"training__validation_fraction": 0.5}, "training.validation_fraction = 0.5: expected a number > 0 and < 0.5"),
+    ({"training__validation_fraction": 0}, "training.validation_fraction = 0: expected a number > 0 and < 0.5"),
+    ({"training__validation_data": {"systems": ["b"]}},
+     "training.validation_fraction = 0.2: validation_data is given too. Remove one of the two."),
+])  # fmt: skip
 def test_wrong_fractions_are_refused(options, message):
     with pytest.raises(ConfigError) as caught:
         config_from_dict(tiny_input(["a"], **{"training__validation_fraction": 0.2, **options}))
@@ -254,39 +180,9 @@ def test_frames_that_cannot_be_split_are_refused_with_the_option(tmp_path, monke
         parts(config)
 
 
-def test_options_that_count_systems_are_refused_if_a_system_is_lost(tmp_path, monkeypatch):
+def test_check_says_that_a_run_without_a_seed_draws_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    systems = [write_system(f"s{k:02d}", frames=1, natoms=6, seed=k) for k in range(20)]
-    options = {"training__validation_fraction": 0.2, "training__training_data__batch_size": [1] * 20}
-    with pytest.raises(
-        DataError, match=r"validation_fraction: all frames of s.*batch_size, sys_probs or auto_prob counts"
-    ):
-        parts(config_from_dict(tiny_input(systems, **options)))
-    options["training__training_data__batch_size"] = 1
-    _, data = parts(config_from_dict(tiny_input(systems, **options)))
-    assert (len(data[""].train), len(data[""].valid)) == (16, 4)
-
-
-def test_a_split_is_remembered_as_the_check_is(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = config_from_dict(tiny_input(write_extxyz(), training__validation_fraction=0.2))
-    data, memories = open_run(config), {"": Path("kept")}
-    first = choose_validation(config, data, 3, memories)[""]
-    monkeypatch.setattr(ExtxyzFile, "chunks", lambda *_: pytest.fail("frames are read"))
-    second = choose_validation(config, data, 3, memories)[""]
-    assert np.array_equal(first.chosen, second.chosen)
-    assert (first.lines, first.warnings, first.digest) == (second.lines, second.warnings, second.digest)
-
-
-def test_the_input_of_a_split_run_names_no_systems_to_test_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("input.json").write_text(json.dumps(tiny_input(write_extxyz(), training__validation_fraction=0.2)))
-    assert cli.main(["test", "-m", "none.pt", "--valid-data", "input.json"]) == 2
-    assert "training.validation_fraction splits validation frames off while training" in capsys.readouterr().err
-
-
-def test_a_run_without_a_seed_is_restarted_with_the_same_frames(start):
-    before, after = Parts(), Parts()
-    start("run", 2, {"training__seed": None}, callback=before)
-    start("run", 4, {"training__seed": None}, restart="model.ckpt.pt", callback=after)
-    assert before.valid == after.valid
+    config = tiny_input(write_extxyz(), training__validation_fraction=0.2, training__seed=None)
+    Path("input.json").write_text(json.dumps(config))
+    assert cli.main(["check", "input.json"]) == 0
+    assert "training.seed is not given: a run draws one, and chooses other frames" in capsys.readouterr().out
