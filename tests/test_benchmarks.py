@@ -38,15 +38,6 @@ def test_a_benchmark_says_its_options_and_has_a_row_in_the_readme(program):
     assert f"`{program}`" in (FOLDER / "README.md").read_text()
 
 
-@pytest.mark.slow
-def test_the_benchmark_of_optimizers_keeps_its_runs_and_prints_errors_by_length(tmp_path):
-    words = ("optimizers.py", "--quick", "--only", "AdamWScheduleFree, r 4", "--work", str(tmp_path))
-    first, again = output_of(*words), output_of(*words)
-    assert "water, AdamWScheduleFree-r_4-0.003-1-60" in first
-    assert first.endswith(again[again.index("## water") :])
-    assert [line.split(" | ")[1] for line in again.splitlines() if "**" in line] == ["30", "60"]
-
-
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1200)

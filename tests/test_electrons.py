@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from deepmd_ema.config import model_config_from_dict
-from deepmd_ema.config.elements import NUM_STATES, SYMBOLS, electrons_of_shells, occupied_states
+from deepmd_ema.config.elements import SYMBOLS, occupied_states
 from deepmd_ema.errors import ConfigError
 
 # made_by: the table electronic_configuration_embedding of deepmd.utils.econf_embd of DeePMD-kit 3.2.0,
@@ -18,20 +18,6 @@ OF_DEEPMD_KIT = "4c313bf3765747380abd37c815f0cd6e703842ab3cb8ab41856c4e0a2261338
 def test_the_table_is_that_of_deepmd_kit():
     table = bytes(state for symbol in SYMBOLS for state in occupied_states(symbol))
     assert hashlib.sha256(table).hexdigest() == OF_DEEPMD_KIT
-
-
-def test_every_atom_is_neutral():
-    for number, symbol in enumerate(SYMBOLS, 1):
-        assert sum(electrons_of_shells(symbol).values()) == sum(occupied_states(symbol)) == number
-        assert len(occupied_states(symbol)) == NUM_STATES
-
-
-@pytest.mark.parametrize(
-    ("symbol", "outer"),
-    [("O", {(2, 0): 2, (2, 1): 4}), ("Cr", {(3, 2): 5, (4, 0): 1}), ("Pd", {(4, 2): 10, (5, 0): 0})],
-)
-def test_outer_shells_are_as_in_textbooks(symbol, outer):
-    assert outer.items() <= electrons_of_shells(symbol).items()
 
 
 @pytest.mark.parametrize("descriptor", ["se_atten", "se_atten_v2", "se_e3_tebd"])

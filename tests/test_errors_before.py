@@ -1,17 +1,12 @@
 """Errors of loaded weights before the first step: the table in the log, and the end of the run."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import assert_same, changed, tiny_input, write_system
-from parallel_runs import train as train_ranks
+from helpers import assert_same, tiny_input, write_system
 from test_train import load
-from test_train_sharing import input_of
 
-from deepmd_ema import checkpoint, cli
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Trainer
 
@@ -115,98 +110,9 @@ def test_a_restart_ends_with_the_errors_before_of_the_first_start(start, caplog)
     assert_same(load("model.ckpt-4.pt")["display"], straight["display"])
 
 
-def test_a_checkpoint_without_errors_before_is_continued(start, caplog):
-    start(config_of())
-    old = checkpoint.load("model.ckpt-2.pt")
-    del old["display"]["before"]
-    checkpoint.save("old.pt", old)
-    caplog.clear()
-    again = start(config_of(), finetune=None, restart="old.pt")
-    assert (again.before, lines_of(caplog, "->")) == ({}, [])
-
-
 @pytest.mark.parametrize(
     "config", [config_of(validating={}), config_of(validating={**ON, "full_val_start": 1}), tiny_input(["../new"])]
 )
 def test_without_full_validation_nothing_is_measured(start, caplog, config):
     assert start(config).before == {}
     assert lines_of(caplog, TITLE) == []
-
-
-def test_a_run_that_starts_from_its_seed_measures_nothing(start, caplog):
-    assert start(config_of(), finetune=None).before == {}
-    assert lines_of(caplog, TITLE) == []
-
-
-def test_a_run_that_is_stopped_while_they_are_measured_ends_after_its_first_step(start):
-    assert (start(config_of(), max_time=0.0).before, load("model.ckpt.pt")["step"]) == ({}, 1)
-
-
-def test_the_report_has_a_column_of_them(start, tmp_path):
-    start(config_of())
-    assert cli.main(["report"]) == 0
-    assert "at the start" in Path("report.html").read_text()
-
-
-def tasks_config(data, **changes):
-    config = changed(input_of("all", numb_steps=2, save_freq=2), {"validating": ON, **changes})
-    for task in config["training"]["data_dict"].values():
-        for section in task.values():
-            section["systems"] = [str(data / name) for name in section["systems"]]
-    return config
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory):
-    """Data of two tasks, and a run of them in the folder ``one`` that was fine-tuned from another run."""
-    folder = tmp_path_factory.mktemp("tasks")
-    for k, task in enumerate(("water", "ice")):
-        for n in (1, 2):
-            write_system(folder / f"{task}{n}", frames=4, natoms=5 + 2 * k, seed=10 * k + n)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, how in (("first", {}), ("one", {"finetune": "../first/model.ckpt.pt"})):
-            (folder / name).mkdir()
-            patch.chdir(folder / name)
-            trained = run_training(tasks_config(folder), device="cpu", **how)
-    return folder, trained
-
-
-def test_each_task_has_a_row(tasks, caplog, monkeypatch):
-    folder, trained = tasks
-    assert list(trained.before) == ["water", "ice"]
-    monkeypatch.chdir(folder / "one")
-    run_training(tasks_config(folder), device="cpu", finetune="../first/model.ckpt.pt")
-    table = [record.getMessage() for record in caplog.records]
-    table = table[next(n for n, line in enumerate(table) if TITLE in line) :][1:5]
-    assert [line.split()[0] for line in table] == ["task", "meV/atom", "water", "ice"]
-    assert len(lines_of(caplog, "water live, before -> step 2")) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_ranks_measure_what_one_process_does(tasks, stage):
-    folder, one = tasks
-    config = json.loads(json.dumps(tasks_config(folder)))
-    config["training"]["zero_stage"] = stage
-    for task in config["training"]["data_dict"].values():
-        task["training_data"]["batch_size"] = 1
-    run = folder / f"ranks{stage}"
-    train_ranks(run, 2, config, finetune="../first/model.ckpt.pt")
-    found = load(run / "model.ckpt-2.pt")["display"]["before"]
-    for task in one.before:
-        torch.testing.assert_close(found[task], load(folder / "one" / "model.ckpt-2.pt")["display"]["before"][task])
-
-
-@pytest.mark.slow
-def test_sharded_checkpoints_keep_them(tasks):
-    folder, _ = tasks
-    config = tasks_config(folder, training__zero_stage=3, training__checkpoint_format="sharded")
-    config["training"]["save_freq"] = 1
-    run = folder / "sharded"
-    train_ranks(run, 2, config, finetune="../first/model.ckpt.pt")
-    straight = checkpoint.load(run / "model.ckpt-2.dcp")
-    train_ranks(run, 2, restart="model.ckpt-1.dcp")
-    again = checkpoint.load(run / "model.ckpt-2.dcp")
-    for part in ("model", "display"):
-        assert_same(straight[part], again[part])
-    assert list(again["display"]["before"]) == ["water", "ice"]

@@ -5,13 +5,11 @@ import os
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers import tiny_input, write_system
 
 from deepmd_ema.cli.main import main
 from deepmd_ema.config import load_config
-from deepmd_ema.errors import UserError
 from deepmd_ema.training.estimate import measure_steps
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
@@ -45,16 +43,11 @@ def written(tmp_path, monkeypatch):
 VALIDATED = {"full_validation": True, "validation_freq": 5, "full_val_start": 0.0}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_steps": 17, "training__save_freq": 5, "validating": VALIDATED},
-        {"num_steps": 17, "training__save_freq": 100, "validating": VALIDATED | {"full_val_start": 0.5}},
-        {"num_steps": 20, "training__save_freq": 5, "validating": VALIDATED | {"full_val_start": 7}},
-        {"num_steps": 6, "training__save_freq": 6, "validating": VALIDATED | {"full_val_start": 1}},
-        {"num_steps": 6},
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    {"num_steps": 17, "training__save_freq": 5, "validating": VALIDATED},
+    {"num_steps": 17, "training__save_freq": 100, "validating": VALIDATED | {"full_val_start": 0.5}},
+    {"num_steps": 6, "training__save_freq": 6, "validating": VALIDATED | {"full_val_start": 1}},
+])  # fmt: skip
 def test_validations_and_checkpoints_of_the_run_are_counted_as_they_come(written, changes):
     cost = measure_steps(written(**changes), "cpu", seconds=0.0)
     watch = Count()
@@ -84,27 +77,3 @@ def test_check_says_how_long_the_run_takes(written, capsys):
     assert "8 steps of" in out
     assert "2 validations of" in out
     assert re.search(r"memory  \d+ MB at most", out)
-
-
-def test_the_memory_is_that_of_the_run_however_much_the_parent_process_has(written):
-    config = written(num_steps=8)
-    before = measure_steps(config, "cpu", seconds=0.0).memory_bytes
-    held = np.ones(125_000_000)  # 1 GB, all of it touched
-    assert measure_steps(config, "cpu", seconds=0.0).memory_bytes < before + 0.5e9
-    assert held[-1] == 1
-
-
-def test_statistics_that_are_only_read_are_found_from_the_folder_of_the_run(written):
-    written(num_steps=6, training__stat_file="stat.h5")
-    run_training("input.json", device="cpu")
-    config = written(num_steps=6, training__stat_file="stat.h5", training__stat_file_mode="read")
-    before = Path("stat.h5").read_bytes()
-    assert measure_steps(config, "cpu", seconds=0.0).steps == 6
-    assert Path("stat.h5").read_bytes() == before
-
-
-def test_mistakes_in_the_data_are_those_of_a_run(written):
-    config = written(num_steps=8)
-    (Path("data") / "set.000" / "coord.npy").write_bytes(b"")
-    with pytest.raises(UserError, match=r"coord\.npy"):
-        measure_steps(config, "cpu")

@@ -9,11 +9,10 @@ from flat_batches import flat_batch, random_frame
 from helpers import open_data, write_system
 
 from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.config.labels import LABELS, METRICS, QUANTITIES, WEIGHTS, Label, Quantity
+from deepmd_ema.config.labels import LABELS, QUANTITIES, WEIGHTS, Label, Quantity
 from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.data.collate import collate
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import DataError
 from deepmd_ema.model.metrics import Errors
 from deepmd_ema.training.loss import EnergyLoss
 
@@ -47,24 +46,6 @@ def test_a_further_label_is_read_joined_and_measured_after_its_declaration_alone
     assert found["mae_d"] == pytest.approx(np.abs(dipole).mean())
     assert found["rmse_q"] == pytest.approx(math.sqrt((charge**2).mean()))
     assert errors.frames[1].errors.summary()["mae_q"] == pytest.approx(np.abs(charge[1]).mean())
-
-
-@pytest.mark.usefixtures("further_labels")
-def test_a_further_label_of_a_wrong_shape_is_refused(tmp_path):
-    path = write_system(tmp_path / "w", frames=3, natoms=5)
-    np.save(path / "set.000" / "dipole.npy", np.zeros((3, 4)))
-    with pytest.raises(DataError, match=r"dipole.npy: shape \(3, 4\), expected \(3, 3\)"):
-        open_data([str(path)], ["O", "H"], ("dipole",))
-
-
-def test_units_of_metrics_follow_from_the_declaration():
-    shown = {letter: (q.name, q.unit_symbol, q.display_unit, q.display_factor) for letter, q in METRICS.items()}
-    assert shown == {
-        "E": ("e_peratom", "eV/atom", "meV/atom", 1000.0),
-        "F": ("f", "eV/Å", "meV/Å", 1000.0),
-        "V": ("v_peratom", "eV/atom", "meV/atom", 1000.0),
-        "S": ("s", "eV/Å³", "meV/Å³", 1000.0),
-    }
 
 
 def test_every_prefactor_of_the_loss_is_named_by_a_label():

@@ -64,26 +64,6 @@ def test_compiled_models_that_pass_messages_need_a_map_of_atoms_and_run_on_one_r
     assert "one rank" not in other
 
 
-def test_parameters_without_default_are_named():
-    lines = lines_of("se_e2_a", fitting_changes={"numb_fparam": 2, "numb_aparam": 1})
-    assert "pair_style   deepmd m.pt2 fparam FPARAM_1 FPARAM_2 aparam APARAM_1\n" in lines
-    lines = lines_of("se_e2_a", fitting_changes={"numb_fparam": 1, "default_fparam": [0.5]})
-    assert "pair_style   deepmd m.pt2\n" in lines
-
-
-def test_only_files_that_lammps_reads_come_with_lines(tmp_path, capsys):
-    run = write_run(tmp_path / "run")
-    assert cli.main(["freeze", "-c", str(run[0]), "-o", str(tmp_path / "m.dp")]) == 0
-    assert "pair_style" not in capsys.readouterr().out
-
-
-def test_a_compiled_table_is_for_deepmd_kit_too():
-    """The text was that DeePMD-kit does not read it; LAMMPS runs it, as it runs any code."""
-    config, model = toy_model("table_by_type")
-    assert export._only_here(Path("m.pt2"), model, config) == ""
-    assert "it has use_srtab for descriptors of mixed types only" in export._only_here(Path("m.dp"), model, config)
-
-
 @pytest.mark.parametrize("version", ["2.8.0+cpu", "2.9.1+cu128"])
 def test_a_torch_that_cannot_compile_is_refused_before_anything_is_compiled(tmp_path, monkeypatch, capsys, version):
     """The compiler failed after a minute, with a line of its own."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from fake_logger import RaisingLogger
 from helpers import tiny_input
 from packages import install
 from parallel_runs import run_ranks, train_here
@@ -20,7 +19,6 @@ from test_docs import blocks
 from deepmd_ema import cli, train
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.errors import ConfigError, Interrupted
-from deepmd_ema.report.loggers import loggers_of
 from deepmd_ema.training.run import Callback, run_training
 
 pytestmark = pytest.mark.timeout(600)
@@ -96,22 +94,6 @@ def test_a_restart_continues_what_was_logged_and_repeats_nothing(values):
         assert steps == [*whole[name], *([9] if name.startswith("val") else [8])]
 
 
-def test_a_new_run_begins_anew_and_sets_what_was_known_aside(values):
-    train(values, device="cpu")
-    train(values | {"training": values["training"] | {"seed": 5}}, device="cpu")
-    assert lines("start") == [[0, None, 6], [0, None, 6]]
-    assert Path("earlier-1/.dp-ema.logged").is_file()
-
-
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"run": "of another", "loggers": {}}'])
-def test_without_what_was_logged_a_restart_begins_anew(values, content):
-    train(values, device="cpu")
-    Path(".dp-ema.logged").write_text(content)
-    train(values, restart="model.ckpt-4.pt", device="cpu")
-    assert lines("start")[-1] == [4, None, 6]
-    assert points()["lr"] == [1, 2, 4, 6, 6]
-
-
 def test_the_class_of_the_documentation_logs_a_run(values, tmp_path):
     source = next(text for text in blocks(ARCHITECTURE, "python") if "LinesLogger" in text).replace('"lines"', '"text"')
     install(
@@ -145,40 +127,14 @@ class _Ends(Callback):
             trainer.stop.request(signal.SIGTERM)
 
 
-@pytest.mark.parametrize(
-    ("error", "raised", "status"),
-    [(None, Interrupted, "interrupted"), (KeyboardInterrupt(), KeyboardInterrupt, "interrupted"),
-     (ValueError("bad"), ValueError, "failed")],
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "raised", "status"), [
+    (None, Interrupted, "interrupted"), (KeyboardInterrupt(), KeyboardInterrupt, "interrupted"),
+    (ValueError("bad"), ValueError, "failed"),
+])  # fmt: skip
 def test_a_logger_gets_the_status_of_the_run_at_its_end(values, error, raised, status):
     with pytest.raises(raised):
         run_training(values, callback=_Ends(error), device="cpu")
     assert lines()[-1] == ["finish", status]
-
-
-def test_training_errors_may_have_a_pace_of_their_own(values):
-    values["training"]["loggers"] = [LINES | {"freq": 5}, LINES | {"path": "rows.txt"}]
-    train(values, device="cpu")
-    assert points()["train/live/rmse_f"] == points()["lr"] == [1, 5]
-    assert points()["batch/live/rmse_f"] == points("rows.txt")["lr"] == [1, 2, 4, 6]
-
-
-def test_errors_of_several_tasks_have_their_names(values, water_like, open_like):
-    model = values["model"]
-    data = {name: {"training_data": {"systems": [str(path)]}} for name, path in (("a", water_like), ("b", open_like))}
-    training = {name: value for name, value in values["training"].items() if "data" not in name and name != "averaging"}
-    validated = {"a": data["a"] | {"validation_data": {"systems": [str(water_like)]}}, "b": data["b"]}
-    train(
-        {
-            "model": {"model_dict": {"a": model, "b": model}},
-            "loss_dict": dict.fromkeys(data, values["loss"]),
-            "learning_rate": values["learning_rate"],
-            "training": training | {"data_dict": validated, "averaging": []},
-            "validating": values["validating"],
-        },
-        device="cpu",
-    )
-    assert {"train/live/a/rmse_f", "train/live/b/rmse_e", "val/live/a/rmse_f"} <= points().keys()
 
 
 def test_ranks_other_than_the_first_log_nothing(values, tmp_path):
@@ -217,15 +173,6 @@ def test_a_package_that_is_missing_is_named_before_training(values, monkeypatch,
         assert f'training.loggers[{n}] ("{name}"): the package {name} is not installed.' in said
         assert f'`pip install "dp-ema[{name}]"`' in said
     assert not Path("out.json").exists()
-
-
-def test_a_folder_of_the_name_of_a_package_is_none(tmp_path, monkeypatch):
-    (tmp_path / "no_such_service").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(RaisingLogger, "needs", {"no_such_service": "no-such-service"})
-    config = config_from_dict(tiny_input(["a"], training__loggers=[{"type": "raising", "where": "log"}]))
-    with pytest.raises(ConfigError, match=r'the package no_such_service is not installed.*"no-such-service"'):
-        loggers_of(config)
 
 
 class _Service:
@@ -302,19 +249,12 @@ def test_a_run_of_mlflow_is_continued_by_its_id(values, monkeypatch):
 # ---- the input
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        (
-            {"type": "wandbb"},
-            r'loggers\[0\]\.type = "wandbb": unknown\. Did you mean wandb\? Known: tensorboard, .*lines',
-        ),
-        ({"type": "wandb", "projekt": "a"}, r"training\.loggers\[0\]\.projekt: unknown key\. Did you mean project\?"),
-        ({"type": "lines", "freq": 0}, r"training\.loggers\[0\]\.freq = 0: expected a whole number > 0"),
-        ({"project": "a"}, r"training\.loggers\[0\]\.type: required, but missing\. Expected one of tensorboard, wandb"),
-        ({"type": "raising"}, r"training\.loggers\[0\]\.where: required, but missing"),
-    ],
-)
+@pytest.mark.parametrize(("section", "message"), [
+    ({"type": "wandbb"},
+     r'loggers\[0\]\.type = "wandbb": unknown\. Did you mean wandb\? Known: tensorboard, .*lines'),
+    ({"type": "wandb", "projekt": "a"}, r"training\.loggers\[0\]\.projekt: unknown key\. Did you mean project\?"),
+    ({"project": "a"}, r"training\.loggers\[0\]\.type: required, but missing\. Expected one of tensorboard, wandb"),
+])  # fmt: skip
 def test_mistakes_in_a_section_are_named(section, message):
     with pytest.raises(ConfigError, match=message):
         config_from_dict(tiny_input(["a"], training__loggers=[section]))

@@ -1,18 +1,15 @@
 """``from deepmd_ema import train``: an input or its values, the files and the errors of the run."""
 
 import asyncio
-import io
 import json
 import logging
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
 from helpers import assert_same_files, tiny_input, write_system
 
-import deepmd_ema
 from deepmd_ema import Potential, train
 from deepmd_ema.errors import ConfigError, Interrupted
 from deepmd_ema.training.run import Callback
@@ -70,14 +67,6 @@ def test_a_restart_from_python_names_the_file_that_continues_it(config, caplog):
     assert "dp-ema test -m model_ema.ckpt.pt --valid-data out.json" in caplog.text
 
 
-def test_mistakes_in_values_are_named_all_at_once(config):
-    wrong = config | {"training": config["training"] | {"numb_step": 3, "disp_freq": 0}}
-    with pytest.raises(ConfigError) as caught:
-        train(wrong)
-    assert "training.numb_step" in str(caught.value)
-    assert "training.disp_freq" in str(caught.value)
-
-
 def test_a_notebook_shows_the_message_of_a_mistake_without_a_traceback(config):
     with pytest.raises(ConfigError) as caught:
         train(config | {"training": config["training"] | {"disp_freq": 0, "save_frq": 1}})
@@ -91,15 +80,6 @@ def test_it_trains_inside_of_a_running_event_loop(config):
         return train(config, device="cpu")
 
     assert asyncio.run(cell()).step == 6
-
-
-def test_it_trains_outside_of_the_main_thread(config):
-    found, before = [], signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(target=lambda: found.append(train(config, device="cpu")))
-    thread.start()
-    thread.join()
-    assert found[0].step == 6
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 class _Interrupts(Callback):
@@ -119,27 +99,3 @@ def test_a_cell_that_is_interrupted_can_be_continued_bitwise(config, tmp_path, m
         train(config, restart="model.ckpt.pt" if name == "parts" else None, device="cpu")
     assert_same_files(tmp_path / "whole", tmp_path / "parts")
     assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.parametrize("has_handlers", [False, True])
-def test_a_message_is_shown_once_however_often_it_trains(config, monkeypatch, capsys, has_handlers):
-    stream = io.StringIO()
-    log = logging.getLogger("deepmd_ema")
-    monkeypatch.setattr(log, "handlers", [])
-    monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler(stream)] * has_handlers)
-    for _ in range(2):
-        train(config, device="cpu")
-    for handler in log.handlers:
-        handler.close()
-    seen = {"stderr": capsys.readouterr().err, "program": stream.getvalue()}
-    assert {where: text.count("optimizer  ") for where, text in seen.items()} == {
-        "stderr": 0 if has_handlers else 2,
-        "program": 2 if has_handlers else 0,
-    }
-
-
-def test_names_of_the_package_are_found_on_demand():
-    assert set(deepmd_ema.__all__) == {"Potential", "TrainedRun", "__version__", "train"}
-    assert deepmd_ema.TrainedRun.__name__ == "TrainedRun"
-    with pytest.raises(AttributeError, match="has no attribute 'traim'"):
-        _ = deepmd_ema.traim

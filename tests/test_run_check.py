@@ -9,25 +9,10 @@ import pytest
 from helpers import tiny_input, write_system
 
 from deepmd_ema.cli.main import main
-from deepmd_ema.config import load_config
-from deepmd_ema.report.check import RunCheck
-from deepmd_ema.training.run import run_training
-from deepmd_ema.training.trainer import Callback
 
 VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 4, "full_val_start": 0.0,
              "max_best_ckpt": 2}  # fmt: skip
-KEYS = [
-    "format",
-    "version",
-    "input",
-    "problems",
-    "warnings",
-    "without_effect",
-    "notes",
-    "plan",
-    "data",
-    "cost",
-]
+KEYS = ["format", "version", "input", "problems", "warnings", "without_effect", "notes", "plan", "data", "cost"]
 
 
 @pytest.fixture
@@ -64,25 +49,6 @@ def test_sections_come_in_order_and_warnings_last(write, capsys):
     assert lines[-1] == "next: dp-ema train input.json"
     assert lines[-3].startswith("  1. training.ema_decay = 0.999: the average is over about 1,000 steps")
     assert max(map(len, lines[: lines.index("Plan")])) <= 110
-
-
-def test_the_command_that_comes_next_can_be_given_to_a_shell(write, capsys):
-    write()
-    Path("input.json").rename("my input.json")
-    assert main(["check", "my input.json"]) == 0
-    assert capsys.readouterr().out.endswith("\nnext: dp-ema train 'my input.json'\n")
-
-
-def test_problems_of_the_data_come_after_everything_that_is_known(write, capsys):
-    write()
-    force = np.load("data/set.000/force.npy")
-    force[3, 4] = np.nan
-    np.save("data/set.000/force.npy", force)
-    assert main(["check", "input.json"]) == 2
-    out, err = capsys.readouterr()
-    assert "Training data: 1 system, 12 frames" in out
-    assert "next:" not in out
-    assert err.startswith("dp-ema: data/set.000/force.npy: frame 3 (of 12, from 0): nan at atom 1.")
 
 
 def test_the_document_has_the_same_keys_whatever_is_wrong(write, capsys):
@@ -130,44 +96,3 @@ def test_numbers_of_the_document_are_those_of_the_data(write, capsys):
     assert found["plan"]["num_steps"] == 12
     assert found["plan"]["tasks"][0]["epochs"] == pytest.approx(12 / found["plan"]["tasks"][0]["batches_per_epoch"])
     assert "NaN" not in json.dumps(found)
-
-
-def test_validation_frames_near_training_frames_are_a_warning(write, capsys):
-    write()
-    assert reported(capsys)["data"][0]["checks"]["near_training_frames"] == {
-        "frames": 0, "of_frames": 5, "example": None,
-    }  # fmt: skip
-    coord, copied = np.load("data/set.000/coord.npy"), np.load("valid/set.000/coord.npy")
-    copied[2] = coord[7] + 1e-3 * np.random.default_rng(0).normal(size=coord[7].shape)
-    np.save("valid/set.000/coord.npy", copied)
-    for name in ("box", "energy", "force", "virial"):
-        values = np.load(f"valid/set.000/{name}.npy")
-        values[2] = np.load(f"data/set.000/{name}.npy")[7]
-        np.save(f"valid/set.000/{name}.npy", values)
-    found = reported(capsys)
-    near = found["data"][0]["checks"]["near_training_frames"]
-    assert near == {"frames": 1, "of_frames": 5, "example": "valid frame 2 is near data frame 7"}
-    assert [s["suspicious_frames"] for s in found["data"][0]["systems"]] == [0, 1]
-    assert any(w.startswith("1 of 5 validation frames are near copies of training frames") for w in found["warnings"])
-
-
-def test_steps_of_an_epoch_of_several_tasks_are_those_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    values = tiny_input([write_system("data", frames=10, natoms=4, seed=1)], num_steps=1)
-    model, data = values.pop("model"), {"training_data": {"systems": ["data"], "batch_size": 1}}
-    values["training"] = {name: value for name, value in values["training"].items() if name != "training_data"}
-    values["training"] |= {"data_dict": {"a": data, "b": data}, "model_prob": {"a": 0.3, "b": 0.7}}
-    loss = values.pop("loss")
-    values["loss_dict"] = {"a": loss, "b": loss}
-    Path("input.json").write_text(json.dumps({**values, "model": {"model_dict": {"a": model, "b": model}}}))
-    check = RunCheck(load_config("input.json"))
-    check.read_data()
-    found = []
-
-    class Look(Callback):
-        def on_start(self, trainer):
-            found.append(trainer.prepared.length.steps_per)
-
-    run_training("input.json", device="cpu", callback=Look())
-    assert found == [check.steps_per]
-    assert check.steps_per["epochs"] == 34

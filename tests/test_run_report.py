@@ -61,10 +61,7 @@ def trained(tmp_path_factory):
             for name, of in (("ice", "data"), ("gas", "other"))}  # fmt: skip
     training = {name: value for name, value in single["training"].items() if name != "training_data"}
     several = {
-        "model": {
-            "shared_dict": {"d": single["model"]["descriptor"]},
-            "model_dict": {"ice": task, "gas": task},
-        },
+        "model": {"shared_dict": {"d": single["model"]["descriptor"]}, "model_dict": {"ice": task, "gas": task}},
         "learning_rate": single["learning_rate"],
         "loss_dict": {"ice": single["loss"], "gas": {"start_pref_e": 1, "limit_pref_e": 1, "start_pref_f": 1}},
         "training": {**training, "data_dict": data, "numb_steps": 6, "enable_ema": True, "disp_freq": 2},

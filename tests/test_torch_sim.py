@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from functools import partial
 
 import numpy as np
@@ -78,17 +76,6 @@ def test_systems_of_any_sizes_have_the_results_that_they_have_alone(potential, m
         np.testing.assert_allclose(found["stress"], stress, atol=1e-12)
 
 
-def test_results_have_the_precision_and_the_parts_that_are_requested(potential):
-    model = DPModel(potential, dtype=torch.float32)
-    state = state_of([atoms_of(12, 0)], torch.float32)
-    assert {value.dtype for value in model(state).values()} == {torch.float32}
-    as_tensors = {name: getattr(state, name) for name in ("positions", "cell", "pbc", "atomic_numbers", "system_idx")}
-    torch.testing.assert_close(model(as_tensors), model(state), rtol=0, atol=0)
-    model.compute_forces, model.compute_stress = False, False
-    assert set(model(state)) == {"energy"}
-    assert (model.compute_forces, model.compute_stress, model.memory_scales_with) == (False, False, "n_atoms_x_density")
-
-
 def test_the_energy_of_each_system_is_kept_in_nve_dynamics_of_several(potential):
     """Half the time step must give a quarter of the drift: only exact forces do."""
     systems = [atoms_of(natoms, natoms) for natoms in (12, 20, 7)]
@@ -112,16 +99,6 @@ def test_the_energy_of_each_system_is_kept_in_nve_dynamics_of_several(potential)
     assert (drifts[1] < 0.4 * drifts[0]).all()
 
 
-def test_several_systems_are_relaxed_together(potential):
-    systems = [atoms_of(natoms, natoms) for natoms in (12, 7)]
-    model = DPModel(potential)
-    before = model(state_of(systems))
-    fire = ts.optimizers.fire if INTERFACE_OF_0_3 else ts.Optimizer.fire
-    final = ts.optimize(state_of(systems), model, optimizer=fire, max_steps=30)
-    assert (final.energy < before["energy"]).all()
-    assert final.forces.norm(dim=1).max() < before["forces"].norm(dim=1).max()
-
-
 def test_what_it_cannot_evaluate_is_one_message(potential, tmp_path):
     model = DPModel(potential)
     with pytest.raises(UserError, match=r"^Fe: is not an element of the model, which has O H\.$"):
@@ -141,10 +118,3 @@ def test_what_it_cannot_evaluate_is_one_message(potential, tmp_path):
     path = write_run(tmp_path, model__fitting_net__numb_aparam=1)[0]
     with pytest.raises(UserError, match=r"the model takes aparam \(1 numbers\), which torch-sim does not have"):
         DPModel(path)
-
-
-def test_without_torch_sim_the_import_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch_sim", None)
-    monkeypatch.delitem(sys.modules, "deepmd_ema.torch_sim")
-    with pytest.raises(ModuleNotFoundError, match=r"deepmd_ema.torch_sim needs torch-sim: pip install 'dp-ema\[torch-"):
-        importlib.import_module("deepmd_ema.torch_sim")

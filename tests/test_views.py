@@ -14,12 +14,10 @@ from deepmd_ema.model.descriptor.views import view_of
 LIST = NeighborLayout(4.0, (60,), 3, by_type=False, type_sel=(20, 20, 20))
 BY_TYPE = NeighborLayout(4.0, (20, 20, 20), 3)
 PARTS = {
-    "by_type": (LIST, BY_TYPE),
-    "by_type_few": (LIST, NeighborLayout(4.0, (1, 2, 1), 3)),
+    "by_type": (LIST, BY_TYPE), "by_type_few": (LIST, NeighborLayout(4.0, (1, 2, 1), 3)),
     "nearest": (LIST, NeighborLayout(4.0, (5,), 3, by_type=False)),
     "few_of_many": (BY_TYPE, NeighborLayout(4.0, (1, 2, 1), 3)),
-}
-every_part = pytest.mark.parametrize("part", sorted(PARTS))
+}  # fmt: skip
 FEW = ["by_type_few", "few_of_many"]  # a list of their own would hold the nearest four of all types
 
 
@@ -67,22 +65,3 @@ def test_an_excluded_neighbor_does_not_matter_beyond_the_cutoff_of_a_part():
         for x in (2.0, 3.5)
     )
     torch.testing.assert_close(inside, beyond, rtol=1e-14, atol=0)
-
-
-@every_part
-def test_gradients_go_back_to_the_slots_that_they_are_of(part):
-    layout, wanted = PARTS[part]
-    batch = collate(frames(), layout)
-    view = view_of(batch, layout, wanted)
-    generator = torch.Generator().manual_seed(0)
-    grad = torch.randn(view.batch.vector.shape, generator=generator, dtype=torch.float64)
-    grad = grad * view.batch.occupied[..., None]
-    back = view.vjp(grad)
-    assert back.shape == batch.vector.shape
-    torch.testing.assert_close((back * batch.vector).sum(), (grad * view.batch.vector).sum())
-    assert not back[~batch.occupied].any()
-
-
-def test_a_part_that_wants_the_list_sees_the_list():
-    batch = collate(frames(), LIST)
-    assert view_of(batch, LIST, NeighborLayout(3.0, (60,), 3, by_type=False)).batch is batch
