@@ -107,14 +107,6 @@ def test_a_wrong_command_line_gets_one_message(words, message, capsys):
     assert "Traceback" not in err
 
 
-def test_several_mistakes_are_a_numbered_list(capsys):
-    assert cli.main(["train", "a.json", "--force-load", "--retsart"]) == 2
-    err = capsys.readouterr().err.splitlines()
-    assert err[0] == "dp-ema: 2 problems"
-    assert err[1].startswith("  1. train --force-load: ")
-    assert err[2].startswith("  2. train has no option --retsart.")
-
-
 @pytest.mark.parametrize(("error", "code", "message"), [
     (UserError("no such file"), 2, "dp-ema: no such file\n"), (KeyboardInterrupt(), 130, "dp-ema: stopped by Ctrl-C\n"),
     (Interrupted("stopped; continue with X", 2), 130, "stopped; continue with X\n"),
@@ -151,14 +143,6 @@ def test_debug_shows_the_traceback_wherever_it_is(failing, words, capsys):
     err = capsys.readouterr().err
     assert "Traceback (most recent call last)" in err
     assert err.endswith("dp-ema: ZeroDivisionError: by zero\n")
-
-
-def test_another_rank_says_which_it_is(failing, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "3")
-    failing(UserError("no such file"))
-    assert cli.main(["show", "x"]) == 2
-    assert capsys.readouterr().err == "dp-ema (rank 3): no such file\n"
 
 
 def test_a_reader_that_leaves_early_is_no_error():
@@ -198,11 +182,3 @@ def test_a_command_without_a_log_refuses_a_file_for_it(words, capsys):
         assert cli.main([*words[:place], "-l", "a.log", *words[place:]]) == 2
         reported = f"dp-ema: -l a.log: {words[0]} keeps no log. Its output is kept by `dp-ema {words[0]} ... > FILE`.\n"
         assert capsys.readouterr().err == reported
-
-
-def test_options_before_the_command_count(tmp_path, monkeypatch, capsys):
-    """They were taken and overwritten by the defaults of the command."""
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["-l", "a.log", "-v", "DEBUG", "freeze", "-c", "nowhere.pt"]) == 2
-    assert (tmp_path / "a.log").is_file()
-    assert "nowhere.pt" in capsys.readouterr().err

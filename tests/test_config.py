@@ -133,16 +133,6 @@ def test_aliases_stand_for_the_canonical_keys():
     assert isinstance(config.loss, EnerLossConfig)
 
 
-@pytest.mark.parametrize(("path", "value"), [
-    ("training.training_data.batch_size", [1, 2]), ("training.training_data.batch_size", "filter:64"),
-    ("training.training_data.auto_prob", "prob_sys_size;0:2:0.7;2:5:0.3"), ("model.descriptor.sel", "auto:1.3"),
-    ("model.descriptor.sel", [46, 0]), ("model.descriptor.exclude_types", [[0, 1], [1, 1]]),
-    ("model.preset_out_bias", {"energy": [None, [-13.6]]}), ("model.fitting_net.trainable", [True, True, False]),
-])  # fmt: skip
-def test_values_in_their_other_forms_are_kept(path, value):
-    assert at(to_dict(config_from_dict(spoiled({path: value}))), path) == value
-
-
 def test_keys_that_begin_with_an_underscore_are_comments():
     changes = {"_note": 1, "model._note": [], "model.descriptor._note": {}, "training.training_data._x": "y"}
     assert config_from_dict(spoiled({**changes, "$schema": "schema.json"})) == config_from_dict(GOOD)

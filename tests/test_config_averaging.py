@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from config_inputs import REMOVE, assert_refused, problems_of, spoiled, write
+from config_inputs import REMOVE, assert_refused, spoiled, write
 from test_config_errors import assert_refused_by_dargs
 
 from deepmd_ema.config import config_from_dict, config_summary, config_warnings, ignored_options, load_config, to_dict
@@ -78,13 +78,6 @@ def test_messages_name_entries_and_options_of_the_short_form_as_the_input_has_th
     for line, text in found:
         assert text.split(" ")[0].rpartition(".")[2] in lines[int(line) - 1]
     assert "training.averaging[0] has this name" in found[1][1]
-
-
-def test_weights_that_are_fully_validated_are_named():
-    config = config_from_dict(bank(SLOW, {**POWER, "full_validation": True}, validating__full_validation=True,
-                                   validating__ema_full_validation=True, training__enable_ema=True))  # fmt: skip
-    assert config.fully_validated == ["live", "ema", "p1"]
-    assert config_from_dict(bank(SLOW)).fully_validated == []
 
 
 # ---- mistakes of an entry: entry -> where the one message is, what it holds
@@ -160,16 +153,6 @@ BROKEN = [
 @pytest.mark.parametrize(("entries", "changes", "text"), BROKEN, ids=[text for *_, text in BROKEN])
 def test_each_rule_for_averages_has_a_message(entries, changes, text):
     assert_refused(spoiled({"training.averaging": entries, **changes}), f"training.averaging{text}")
-
-
-def test_files_of_averages_do_not_take_the_place_of_others():
-    validated = {**SLOW, "full_validation": True, "lcurve": True}
-    (found,) = problems_of(bank(validated, training__disp_file="run/val.log", validating__full_val_file="run/val.log"))
-    assert found == (
-        "input.json: validating.full_val_file: validation of slow would be written to run/val_slow.log, as the "
-        "learning curve of slow is. Choose another name."
-    )
-    assert bank_of({**validated, "lcurve": False}, training__disp_file="val.log", validating__full_val_file="val.log")
 
 
 # ---- nothing is ignored in silence

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from config_inputs import GOOD, REMOVE, spoiled
+from config_inputs import spoiled
 
-from deepmd_ema.config import run_arguments
 from deepmd_ema.config.fields import input_options, options
 from deepmd_ema.config.manual import json_schema, manual
 from deepmd_ema.config.schema.run import MultiTaskRun, SingleTaskRun
@@ -126,24 +125,3 @@ def test_ready_inputs_fit_the_schema(path):
 ])  # fmt: skip
 def test_the_schema_judges_as_the_checks_do(changes, good):
     assert fits(spoiled(changes), json_schema()) is good
-
-
-def test_dargs_reads_the_whole_input_from_the_same_declarations():
-    whole = run_arguments()
-    values = whole.normalize_value(
-        spoiled(
-            {
-                "training.numb_steps": REMOVE,
-                "training.stop_batch": 9,
-                "training.averaging": [{"name": "a", "decay": 0.9}, {"type": "swa", "name": "b"}],
-            }
-        ),
-        trim_pattern="_*",
-    )
-    whole.check_value(values, strict=True)
-    assert values["training"]["numb_steps"] == 9
-    assert values["training"]["ema_decay"] == 0.999
-    assert values["optimizer"]["type"] == "Adam"
-    first, second = values["training"]["averaging"]
-    assert (first["type"], first["half_life_unit"], second["snapshots"]) == ("ema", "steps", False)
-    assert GOOD["training"]["numb_steps"] == 2000

@@ -10,7 +10,6 @@ import pytest
 from helpers import open_data, write_system
 
 from deepmd_ema.data.check.report import check_systems
-from deepmd_ema.data.source import FrameSubset
 from deepmd_ema.errors import DataError
 from deepmd_ema.geometry import find_pairs, find_pairs_once
 from deepmd_ema.model.families.dpa3.section import DPA3Config, RepflowConfig
@@ -170,14 +169,6 @@ def test_validation_frames_that_are_training_frames_are_counted_even_in_another_
     ]
 
 
-def test_training_frames_that_stand_twice_are_counted(water):
-    for file in water.glob("set.*/*.npy"):
-        edit(file, lambda a: a.__setitem__(3, a[1]))
-    assert check(["water"]).warnings == [
-        "3 training frames are copies of another (first: water frame 3 is water frame 1)."
-    ]
-
-
 def test_an_energy_outlier_is_named(tmp_path):
     path = write_system(tmp_path / "w", frames=40, seed=1)
     other = write_system(tmp_path / "o", frames=20, seed=2, elements=("H", "O"), natoms=7)
@@ -202,15 +193,6 @@ def test_frames_of_three_are_judged_and_those_of_several_kinds_are_not(tmp_path)
     assert report.warnings == []
     [note] = report.notes
     assert note.endswith(f"are of another kind, none is named: {kinds} (24 of 60)")
-
-
-def test_a_frame_is_held_against_those_with_the_same_elements_alone(tmp_path):
-    """Right frames of random compositions in one file were "far from the others"."""
-    for name, elements in (("alone", 0), ("same", [0, 1] * 6)):
-        path = write_system(tmp_path / name, frames=30, seed=1, mixed=True)
-        edit(path / "set.000" / "real_atom_types.npy", put(5, elements))
-        edit(path / "set.000" / "energy.npy", lambda e: e.__setitem__(5, e[5] + 60))
-        assert any("far from the others" in text for text in check([path]).warnings) == (name == "same")
 
 
 def test_large_forces_of_atoms_near_each_other_are_no_outliers(tmp_path):
@@ -265,15 +247,6 @@ def test_parameters_that_the_model_does_not_take_are_reported_once(tmp_path):
     opened = open_data([str(path)], ELEMENTS, LABELS, numb_fparam=2, numb_aparam=1)
     report = check_systems(opened, [], ELEMENTS, SeE2AConfig(rcut=4.0), LABELS)
     assert not [w for w in report.warnings if "is not read" in w]
-
-
-def test_frames_of_a_part_are_named_by_their_numbers_in_the_whole(tmp_path):
-    path = write_system(tmp_path / "w", frames=40, seed=1)
-    edit(path / "set.000" / "energy.npy", lambda e: e.__setitem__(17, e[17] + 40))
-    [source] = open_data([str(path)], ELEMENTS, LABELS)
-    part = FrameSubset(source, np.arange(5, 40))
-    report = check_systems([part], [], ELEMENTS, SeE2AConfig(rcut=4.0), LABELS)
-    assert f"{path} frame 17 (3." in report.suspects["energy_outliers"].worst
 
 
 def test_forces_of_each_element_are_those_in_the_files(water):

@@ -89,14 +89,6 @@ def test_every_slot_holds_what_a_brute_force_search_says(name, chosen):
     check_batch(collate(frames, LAYOUTS[name]), frames, LAYOUTS[name])
 
 
-def test_atoms_are_sorted_by_type_then_frame_then_place():
-    batch = collate(FRAMES, LAYOUT)
-    key = list(zip(batch.atom_type.tolist(), batch.atom_frame.tolist(), batch.atom_order.tolist()))
-    assert key == sorted(key)
-    assert batch.type_counts == tuple(np.bincount(np.concatenate([f.atom_type for f in FRAMES])))
-    assert batch.num_atoms.tolist() == [12, 7, 1, 20]
-
-
 @pytest.mark.parametrize("chosen", [[0], [0, 1, 2, 3]])
 def test_reverse_slots_name_each_use_of_an_atom_once_in_order(chosen):
     batch = collate([FRAMES[k] for k in chosen], LAYOUTS["truncated"])

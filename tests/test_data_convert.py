@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import open_data, toy_frame, toy_labels, write_system
-from test_data_extxyz import LABELS, text, toy_atoms, write_toy
+from test_data_extxyz import LABELS, text, toy_atoms
 
 from deepmd_ema.cli import main
 from deepmd_ema.data.convert import convert_data
@@ -180,27 +180,6 @@ def frames_in(name):
     return [block for _, block in blocks(Path(name))]
 
 
-def test_hdf5_and_lmdb_become_a_file_with_the_same_numbers():
-    h5py, toy = pytest.importorskip("h5py"), pytest.importorskip("test_data_lmdb")
-    write_everything()
-    with h5py.File("data.h5", "w") as file:
-        for path in Path("folders").rglob("*.*"):
-            if path.suffix == ".npy":
-                file[str(path)] = np.load(path)
-            elif path.is_file():
-                file[str(path)] = [word.encode() for word in path.read_text().split()]
-        file.create_dataset("folders/open/nopbc", data=0)
-    convert_data(["data.h5#/folders/open"], "open.xyz")
-    parameters = {"numb_fparam": 2, "numb_aparam": 3}
-    assert_same_frames("open.xyz", ["folders/open"], parameters)
-    records = toy.toy_records(virtual=True)
-    for record in records:
-        record |= {"fparam": np.arange(2.0), "aparam": np.arange(3.0 * len(record["atom_types"]))}
-    toy.write_lmdb(Path("toy.lmdb"), records)
-    convert_data(["toy.lmdb"], "toy.xyz")
-    assert_same_frames("toy.xyz", ["toy.lmdb"], parameters)
-
-
 def write_kinds(path):
     """Write 20 frames of bulk, 10 of a surface and one of a third kind."""
     from ase import Atoms
@@ -261,16 +240,6 @@ def test_what_cannot_be_converted_is_reported(inputs, options, message):
         convert_data(inputs, "out", **options)
     assert message in "\n".join(caught.value.problems)
     assert not Path("out").exists()
-
-
-def test_the_command_converts_splits_and_prints(capsys):
-    write_toy("train.xyz", 20)
-    assert main(["convert", "train.xyz", "out", "--validation", "0.2"]) == 0
-    reported = capsys.readouterr().out
-    assert reported.startswith("read train.xyz: 20 frames, ")
-    assert "\nwrote out/train: 16 frames\n" in reported
-    assert "\nwrote out/validation: 4 frames\n" in reported
-    assert len(read_all("out")) == 20
 
 
 @pytest.mark.parametrize(("words", "message"), [

@@ -210,13 +210,6 @@ def test_parameters_are_read_and_missed(write_text):
     assert open_one(name, numb_fparam=1, default_fparam=[3.0]).frame(0).fparam.tolist() == [3.0]
 
 
-def test_a_file_that_changes_in_use_is_reported(write_text):
-    source = open_one(write_text(text(), text()))
-    write_text(text("O 0 0 0 1 2 3\n", natoms=1), text())
-    with pytest.raises(DataError, match="frame 0 has changed while the file was in use"):
-        source.frame(0)
-
-
 def test_a_run_on_a_file_is_checked_trained_validated_tested_and_restarted_bitwise(tmp_path, monkeypatch, capsys):
     write_toy(tmp_path / "train.extxyz", 14)
     write_toy(tmp_path / "valid.extxyz", 4, seed=1)

@@ -10,7 +10,7 @@ import pytest
 from helpers import open_data
 
 from deepmd_ema.data.convert import convert_data
-from deepmd_ema.errors import DataError, UserError
+from deepmd_ema.errors import DataError
 
 BOHR, HARTREE = 0.529177210903, 27.211386245988
 OUTPUT = " DBCSR| Multiplication driver\n\n CP2K| version string:   CP2K version 7.1\n"
@@ -141,14 +141,3 @@ def test_units_change_every_array_of_a_file(name):
     np.testing.assert_allclose(frame.labels["energy"], -kcal, rtol=1e-12)
     np.testing.assert_allclose(frame.labels["force"], np.full((2, 3), kcal / BOHR), rtol=1e-12)
     np.testing.assert_allclose(frame.labels["virial"], plain.labels["virial"] * kcal, rtol=1e-12)
-
-
-@pytest.mark.parametrize("units", [
-    "bohr", "hartree,bohr",
-])  # fmt: skip
-def test_units_that_are_not_known_are_reported(units):
-    write_runner("input.data")
-    with pytest.raises(
-        UserError, match=r"--units .*: expected a length \(angstrom, bohr, nm\) and an energy \(eV, hartree"
-    ):
-        convert_data(["input.data"], "out", units=units)

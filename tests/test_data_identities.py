@@ -175,13 +175,6 @@ def test_what_cannot_be_verified_is_said(tmp_path):
     ]
 
 
-def test_small_systems_are_judged_together(tmp_path):
-    frames = crystal(24, force=-1, strains=False)
-    parts = [stored(tmp_path / f"s{k}", frames[4 * k : 4 * k + 4]) for k in range(6)]
-    [warning] = report_of(*parts).units.warnings
-    assert warning.startswith(f"{parts[0]} and 5 more systems of few frames: the forces have the wrong sign")
-
-
 _TURNS = {
     "half_turn_about_110": np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, -1.0]]),
     "any": np.linalg.qr(np.random.default_rng(3).normal(size=(3, 3)))[0],

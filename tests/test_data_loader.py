@@ -6,7 +6,6 @@ import gc
 import threading
 from contextlib import closing
 from dataclasses import fields
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from helpers import open_data
 
 from deepmd_ema.batch import ALIGNMENT, NeighborLayout
 from deepmd_ema.data.collate import PairCache
-from deepmd_ema.data.loader import Loader, sequential_batches, shared_atoms_at_once
+from deepmd_ema.data.loader import Loader, sequential_batches
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.errors import DataError
 
@@ -168,12 +167,3 @@ def test_a_packed_batch_is_the_batch_in_one_aligned_buffer(batches):
         assert all(place.start * place.dtype.itemsize % ALIGNMENT == 0 for place in packed.layout.tensors)
         assert all(tensor.is_contiguous() for tensor in (made.vector, made.coord, made.labels["force"]))
         assert_same_everywhere(packed.as_padding().to(torch.device("cpu")), batch.as_padding())
-
-
-@pytest.mark.parametrize(("atoms", "ranks", "most"), [
-    (50_000, 1, 16384), (50_000, 4, 12_500), (1500, 8, 1024),
-])  # fmt: skip
-def test_several_gpus_share_the_frames_of_a_validation(atoms, ranks, most):
-    systems = [SimpleNamespace(frame_sizes=np.full(10, atoms // 20)) for _ in range(2)]
-    assert shared_atoms_at_once(systems, torch.device("cuda"), ranks) == most
-    assert shared_atoms_at_once(systems, torch.device("cpu"), ranks) == 1024

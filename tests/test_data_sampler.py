@@ -172,15 +172,6 @@ def test_probabilities_of_mixed_batches_are_those_of_frames(rule, auto_prob, sys
             assert max(counts) - min(counts) <= 1  # a system's frames come in permutations
 
 
-def test_epochs_of_mixed_batches_become_steps_as_those_of_one_system():
-    assert Sampler(FRAMES, ATOMS, "mixed:4").batches_for_epochs(3) == 3 * 8
-    assert Sampler(FRAMES, ATOMS, "mixed:4", world_size=2).batches_for_epochs(1) == 4
-    skewed = Sampler(FRAMES, ATOMS, "mixed:3", sys_probs=[0.1, 0.3, 0.6])
-    assert skewed.batches_for_epochs(2) == math.ceil(2 * 170 / 3)  # 17 frames of a system of probability 0.1
-    lengths = {Sampler(FRAMES, ATOMS, "mix:30", seed=seed).batches_per_epoch for seed in range(20)}
-    assert len(lengths) == 1
-
-
 def test_more_ranks_than_frames_repeat_some():
     ranks = [Sampler((2, 1), (4, 5), "mix:100", seed=1, rank=r, world_size=5) for r in range(5)]
     assert [r.is_repeat(0) for r in ranks] == [False, False, False, True, True]

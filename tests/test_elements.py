@@ -84,15 +84,6 @@ def test_parts_of_a_hybrid_by_type_keep_the_neighbors_of_each_element():
         carried_over(old, model_of("hybrid", ["Na", "O", "H"], parts(9, 4, 20, second=[12, 3, 25])))
 
 
-@pytest.mark.parametrize("descriptor", ["se_e2_a", "se_e2_r"])
-def test_nets_of_pairs_find_their_pair(descriptor):
-    two_sided = {"descriptor_changes": {"type_one_side": False}}
-    old = toy_model(descriptor, **two_sided)[1]
-    new = model_of(descriptor, ["Na", "O", "H"], **two_sided)
-    new.load_state_dict(carried_over(old, new))
-    assert_same_numbers(old, new)
-
-
 @pytest.mark.parametrize(("changes", "message"), [
     ({"descriptor_changes": {"neuron": [4, 8, 12]}}, r"layers.2.weight is \(8, 16\) there, \(8, 12\) here"),
     ({"descriptor_changes": {"attn_layer": 1}}, r"not of this model: descriptor.block.layers.1"),

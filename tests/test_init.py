@@ -1,6 +1,5 @@
 """``dp-ema init``: an input is proposed for data of every kind, and trains; time and mistakes are reported."""
 
-import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -86,18 +85,6 @@ def test_the_kind_of_data_is_found_and_its_input_trains(kind):
     assert {"model.ckpt-3.pt", "model_ema.ckpt-3.pt", "val_ema.log"} <= {f.name for f in Path().iterdir()}
 
 
-@pytest.mark.usefixtures("real_radii")
-def test_json_and_yaml_say_the_same(capsys):
-    write_extxyz("data.extxyz", frames_of("liquid"))
-    for name in ("input.json", "input.yaml"):
-        assert main(["init", "data.extxyz", "-o", name]) == 0
-        assert f"dp-ema train {name}" in capsys.readouterr().out
-    of_json, of_yaml = (to_dict(load_config(name)) for name in ("input.json", "input.yaml"))
-    assert of_json == of_yaml
-    assert json.loads(Path("input.json").read_text())["model"]["_type_map"] == "elements of the data"
-    assert "# elements of the data" in Path("input.yaml").read_text()
-
-
 @pytest.mark.parametrize("name", read_preset(MODELS))
 @pytest.mark.parametrize("size", SIZES)
 def test_every_model_and_size_can_be_trained(name, size, tmp_path):
@@ -136,14 +123,6 @@ def test_an_input_that_is_there_is_left_alone(tmp_path, capsys):
     assert Path("input.yaml").read_text() == "mine"
     assert main(["init", data, "-o", "input.txt"]) == 2
     assert "expected a file that ends in .yaml, .yml, .json" in capsys.readouterr().err
-
-
-def test_one_frame_is_for_training_and_a_warning_says_so(tmp_path, capsys):
-    data = str(write_system(tmp_path / "data", frames=1))
-    assert main(["init", data, "--steps", "3"]) == 0
-    assert "warning: no validation frames: 1 frame of 1 different structure" in capsys.readouterr().out
-    assert "validat" not in Path("input.yaml").read_text().replace("no validation", "")
-    assert main(["train", "input.yaml"]) == 0
 
 
 @pytest.mark.usefixtures("real_radii")

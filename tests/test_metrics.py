@@ -61,12 +61,6 @@ def test_every_error_equals_its_plain_formula():
     assert (found["num_frames"], found["num_atoms"]) == (3, 13)
 
 
-@pytest.mark.parametrize("per_batch", [1, 3])
-def test_errors_do_not_depend_on_how_frames_are_batched(per_batch):
-    labelled, guesses = frames_and_guesses()
-    assert measure(labelled, guesses, per_batch).summary() == pytest.approx(measure(labelled, guesses).summary())
-
-
 def test_errors_of_ranks_add_up():
     labelled, guesses = frames_and_guesses()
     parts = [measure(labelled[k : k + 1], guesses[k : k + 1]) for k in range(3)]
@@ -92,21 +86,6 @@ def test_frames_without_a_label_do_not_count_and_no_label_at_all_is_nan():
     nothing = measure(labelled[1:], guesses[1:]).summary()
     assert all(math.isnan(v) for k, v in nothing.items() if "num" not in k)
     assert nothing["num_frames"] == 2
-
-
-def test_an_open_frame_has_a_virial_error_and_no_stress_error():
-    labelled, guesses = frames_and_guesses(boxes=(None, None, None))
-    errors = measure(labelled, guesses)
-    assert math.isnan(errors.metric("S:MAE"))
-    assert errors.metric("V:MAE") > 0
-
-
-def test_metrics_are_read_by_name_in_any_case():
-    errors = measure(*frames_and_guesses())
-    summary = errors.summary()
-    names = {"E:MAE": "mae_e_peratom", "f:rmse": "rmse_f", "S:RMSE": "rmse_s", "V:Mae": "mae_v_peratom"}
-    for metric, name in names.items():
-        assert errors.metric(metric) == summary[name]
 
 
 def test_collected_frames_are_in_file_order_and_have_the_errors_of_the_whole():
@@ -141,17 +120,3 @@ def test_frames_group_by_system_rank_by_error_and_split_by_element():
         assert by_type[kind].metric("F:MAE") == pytest.approx(np.abs(difference[types == kind]).mean())
         assert by_type[kind].summary()["num_atoms"] == (types == kind).sum()
     assert math.isnan(by_type[2].metric("F:MAE"))
-
-
-def test_the_model_is_evaluated_in_its_evaluation_mode_and_gets_its_mode_back():
-    labelled, guesses = frames_and_guesses()
-    batch = flat_batch(labelled)
-    model = Parrot([predicted(guesses, batch)]).train()
-    seen = []
-    evaluate(model, [batch], torch.device("cpu"), progress=seen.append)
-    assert model.modes == [False]
-    assert model.training
-    assert seen == [3]
-    with pytest.raises(IndexError):
-        evaluate(model, [batch], torch.device("cpu"))
-    assert model.training, "also after an error"

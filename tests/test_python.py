@@ -1,6 +1,5 @@
 """``from deepmd_ema import train``: an input or its values, the files and the errors of the run."""
 
-import asyncio
 import json
 import logging
 import os
@@ -73,13 +72,6 @@ def test_a_notebook_shows_the_message_of_a_mistake_without_a_traceback(config):
     first, second = caught.value._render_traceback_()
     assert first.startswith("ConfigError: input: training.")
     assert "training." in second
-
-
-def test_it_trains_inside_of_a_running_event_loop(config):
-    async def cell():
-        return train(config, device="cpu")
-
-    assert asyncio.run(cell()).step == 6
 
 
 class _Interrupts(Callback):

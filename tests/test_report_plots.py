@@ -9,7 +9,7 @@ import pytest
 from helpers import tiny_input
 
 from deepmd_ema.errors import UserError
-from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files
+from deepmd_ema.report.curves import Curve, curve_files
 from deepmd_ema.report.plots import plot_curves, plot_parity
 
 LCURVE_TEXT = """\
@@ -36,59 +36,6 @@ def run(tmp_path):
     (folder / "val.log").write_text(VAL_TEXT, encoding="utf-8")
     (folder / "val_ema.log").write_text(VAL_TEXT.replace("best.ckpt", "best_ema.ckpt"), encoding="utf-8")
     return folder
-
-
-def test_a_learning_curve_is_read_by_its_columns(run):
-    curve = Curve(run / "lcurve.out")
-    assert curve.kind == LCURVE
-    assert curve.steps.tolist() == [1, 100]
-    assert curve.columns["rmse_f_trn"].tolist() == [0.784, 0.484]
-    assert curve.columns["lr"][-1] == 8e-4
-
-
-def test_a_validation_log_knows_its_weights_and_its_best_steps(run):
-    live, averaged = Curve(run / "val.log"), Curve(run / "val_ema.log")
-    assert live.kind == averaged.kind == VALIDATION
-    assert (live.weights, averaged.weights) == ("live", "ema")
-    assert live.best_steps == [50]
-    assert live.columns["F_RMSE(meV/Å)"].tolist() == [817.46, 717.46]
-
-
-@pytest.mark.parametrize(
-    ("name", "files", "weights"),
-    [
-        ("val.log", {}, "live"),
-        ("val_slow.log", {}, "slow"),
-        ("lcurve_slow.out", {}, "slow"),
-        ("lcurve.out", {}, "live"),
-        ("water_ice.out", {}, "water_ice"),
-        ("water_ice.out", {"disp_file": "water_ice.out"}, "live"),
-        ("water_ice_slow.out", {"disp_file": "water_ice.out"}, "slow"),
-    ],
-)
-def test_the_name_of_a_file_reports_its_weights(tmp_path, name, files, weights):
-    if files:
-        (tmp_path / "out.json").write_text(json.dumps({"training": files}))
-    text = VAL_TEXT.replace("# saved best", "# not saved") if name.startswith("val") else LCURVE_TEXT
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    assert Curve(tmp_path / name).weights == weights
-
-
-def test_the_best_files_report_the_weights_whatever_the_name(tmp_path):
-    (tmp_path / "copy.log").write_text(VAL_TEXT.replace("best.ckpt", "runs/best_slow.ckpt"), encoding="utf-8")
-    assert Curve(tmp_path / "copy.log").weights == "slow"
-
-
-def test_every_average_has_a_name_of_its_own_in_the_legend(run):
-    """`dp-ema plot` drew every average that was not called ema as "live weights"."""
-    (run / "val_slow.log").write_text(VAL_TEXT.replace("best.ckpt", "best_slow.ckpt"), encoding="utf-8")
-    (run / "lcurve_slow.out").write_text(LCURVE_TEXT)
-    names = ["lcurve.out", "lcurve_slow.out", "val.log", "val_ema.log", "val_slow.log"]
-    picture = plot_curves([run / name for name in names], run / "curves.svg").read_text()
-    for label in ("live weights", "ema", "slow"):
-        assert f"<!-- validation set, {label} -->" in picture
-    for label in ("live weights", "slow"):
-        assert f"<!-- training batch, {label} -->" in picture
 
 
 @pytest.fixture
@@ -120,14 +67,6 @@ def test_files_of_tasks_know_their_task_and_weights(run_of_tasks):
     assert first.columns.keys() == second.columns.keys()
 
 
-def test_each_task_has_a_color_and_each_set_of_weights_its_dashes(run_of_tasks):
-    """The averaged errors of task ice were called "ice_ema", and training batches of all tasks had one color."""
-    picture = plot_curves([run_of_tasks], run_of_tasks / "curves.svg").read_text()
-    for label in ("ice", "ice_ih", "live weights", "ema"):
-        assert f"<!-- {label} -->" in picture
-    assert "ice_ema" not in picture
-
-
 def test_a_header_and_steps_that_a_restart_wrote_again_count_once(run):
     """DeePMD-kit's pt backend writes the header again and repeats the steps after the restored one."""
     header, rows = LCURVE_TEXT.splitlines()[:2], LCURVE_TEXT.splitlines()[2:]
@@ -139,37 +78,17 @@ def test_a_header_and_steps_that_a_restart_wrote_again_count_once(run):
     assert curve.columns["rmse_e_val"].tolist() == [0.0586, 0.0999, 0.0286]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no header line"),
-        ("1 2 3\n", "no header line"),
-        (LCURVE_TEXT.split("      1 ")[0], "no rows yet"),
-        (LCURVE_TEXT + "  200  1.0\n", "line 5: 2 numbers, expected 8"),
-        (LCURVE_TEXT + "  200  oops\n", "line 5: could not convert"),
-        ("# step rmse_trn lr\nnan 1 1\n", "line 2: step nan, expected a whole number"),
-        ("# step rmse_trn lr\n1 1 1\ninf 1 1\n", "line 3: step inf, expected a whole number"),
-        ("# step rmse_trn lr\n-3 1 1\n", "line 2: step -3, expected a whole number"),
-        ("# step rmse_trn lr\n1.5 1 1\n", "line 2: step 1.5, expected a whole number"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "no header line"), (LCURVE_TEXT.split("      1 ")[0], "no rows yet"),
+    (LCURVE_TEXT + "  200  1.0\n", "line 5: 2 numbers, expected 8"),
+    ("# step rmse_trn lr\nnan 1 1\n", "line 2: step nan, expected a whole number"),
+    ("# step rmse_trn lr\n1.5 1 1\n", "line 2: step 1.5, expected a whole number"),
+])  # fmt: skip
 def test_a_file_that_is_no_curve_is_refused_with_its_line(tmp_path, text, message):
     path = tmp_path / "lcurve.out"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         Curve(path)
-
-
-def test_a_missing_curve_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere.out: cannot be read: No such file"):
-        plot_curves([tmp_path / "nowhere.out"], tmp_path / "x.png")
-
-
-@pytest.mark.parametrize("names", [["lcurve.out"], ["val.log"], ["lcurve.out", "val.log", "val_ema.log"]])
-@pytest.mark.parametrize("log_steps", [False, True])
-def test_curves_become_a_picture(run, names, log_steps):
-    path = plot_curves([run / name for name in names], run / "curves.png", log_steps)
-    assert path.read_bytes()[:4] == PNG
 
 
 def test_before_the_first_full_validation_the_learning_curve_is_drawn_and_what_is_missing_is_said(
@@ -188,42 +107,6 @@ def test_before_the_first_full_validation_the_learning_curve_is_drawn_and_what_i
     (run / "val.log").write_text("other")
     with pytest.raises(UserError, match=r"val.log: has no header line"):
         plot_curves([run], tmp_path / "x.png")
-
-
-def test_curves_without_any_row_are_refused_with_all_files(tmp_path):
-    for name in ("lcurve.out", "val.log"):
-        (tmp_path / name).write_text("# step rmse_trn lr\n")
-    with pytest.raises(UserError, match=r"lcurve.out: has a header but no rows yet.*\n.*val.log: has a header"):
-        plot_curves([tmp_path], tmp_path / "x.png")
-
-
-def test_curves_of_two_runs_and_of_tasks_become_one_picture(run, tmp_path):
-    other = tmp_path / "other"
-    other.mkdir()
-    text = LCURVE_TEXT.replace("rmse_e_val  rmse_e_trn", "rmse_e_val_water rmse_e_trn_water")
-    (other / "lcurve.out").write_text(text)
-    path = plot_curves([run / "lcurve.out", run / "val_ema.log", other / "lcurve.out"], tmp_path / "two.png")
-    assert path.read_bytes()[:4] == PNG
-
-
-def test_a_curve_without_energies_and_forces_shows_the_loss(tmp_path):
-    (tmp_path / "lcurve.out").write_text("# step rmse_trn lr\n 1 2.0 1e-3\n 2 1.0 1e-3\n")
-    assert plot_curves([tmp_path / "lcurve.out"], tmp_path / "x.png").is_file()
-
-
-def test_a_picture_that_cannot_be_written_is_one_message(run, tmp_path):
-    with pytest.raises(UserError, match=r"-o .*x.png: the folder .*missing is not there. Make it"):
-        plot_curves([run / "val.log"], tmp_path / "missing" / "x.png")
-    with pytest.raises(UserError, match=r"cannot be written.*not supported"):
-        plot_curves([run / "val.log"], tmp_path / "x.docx")
-
-
-def test_a_picture_without_a_suffix_is_a_png_and_is_named(run, tmp_path):
-    """`-o va` wrote va.png and reported "wrote va"."""
-    path = plot_curves([run / "val.log"], tmp_path / "va")
-    assert path == tmp_path / "va.png"
-    assert path.read_bytes()[:4] == PNG
-    assert not (tmp_path / "va").exists()
 
 
 def test_the_folder_of_a_run_is_drawn_with_all_its_curves(run, tmp_path):
@@ -246,10 +129,6 @@ def write_run_of(folder, averages=()):
     return folder
 
 
-def draw_one(folder):
-    return lambda: plot_curves([write_run_of(folder / "run", ["ema"])], folder / "x.png")
-
-
 def draw_bank(folder):
     averages = ["ema", "half_life_of_300_steps", "power_005", "power_010", "equal_weights_from_epoch_2"]
     return lambda: plot_curves([write_run_of(folder / "run", averages)], folder / "x.png")
@@ -269,12 +148,7 @@ def draw_parity(folder):
     return lambda: plot_parity(pairs, folder / "x.png", title)
 
 
-def draw_one_panel(folder):
-    label = np.random.default_rng(0).normal(size=400)
-    return lambda: plot_parity({"Energy": (label, label, "eV/atom")}, folder / "x.png", "model.ckpt.pt: a title " * 8)
-
-
-@pytest.mark.parametrize("draw", [draw_one, draw_bank, draw_three, draw_parity, draw_one_panel])
+@pytest.mark.parametrize("draw", [draw_bank, draw_three, draw_parity])
 def test_nothing_of_a_figure_lies_beyond_its_edges(tmp_path, monkeypatch, draw):
     figure = pytest.importorskip("matplotlib.figure")
     seen, save = [], figure.Figure.savefig
@@ -287,18 +161,6 @@ def test_nothing_of_a_figure_lies_beyond_its_edges(tmp_path, monkeypatch, draw):
     assert box.y0 > -slack
     assert box.x1 < width + slack
     assert box.y1 < height + slack
-
-
-@pytest.mark.parametrize("count", [1, 300, 30_000])
-def test_parity_is_drawn_for_few_and_for_many_points(tmp_path, count):
-    label = np.random.default_rng(0).normal(size=count)
-    pairs = {"Energy": (label, label + 0.01, "eV/atom"), "Virial": (np.zeros(0), np.zeros(0), "eV/atom")}
-    assert plot_parity(pairs, tmp_path / "p.png", "a model").read_bytes()[:4] == PNG
-
-
-def test_parity_without_labels_is_refused(tmp_path):
-    with pytest.raises(UserError, match="nothing to draw"):
-        plot_parity({"Energy": (np.zeros(0), np.zeros(0), "eV/atom")}, tmp_path / "p.png", "a model")
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])

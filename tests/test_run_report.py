@@ -4,11 +4,9 @@ import json
 import os
 import re
 import shutil
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers import tiny_input, write_system
@@ -172,25 +170,6 @@ def test_errors_are_those_of_the_test_of_the_same_frames(runs, capsys):
     assert table["6 validation frames"][1] == "slowaveraged"  # the chosen one is beside the live weights
 
 
-def test_pictures_say_what_they_show_to_those_who_do_not_see_them(page):
-    words = page.images
-    assert any(text.startswith("Force RMSE over steps: live ") and "ema " in text for text in words)
-    assert any(text.startswith("Energy: predictions against 6 reference values") for text in words)
-    assert all(text.strip() for text in words)
-    assert len(words) == 5 + 3  # energy, force, virial, stress, rate; energy, force, virial
-
-
-def test_worst_frames_have_their_place_errors_and_composition(trained, page):
-    [rows] = [rows for rows in page.tables if rows[0][0] == "frame"]
-    assert [cell.partition(" RMSE")[0] for cell in rows[0]] == [
-        *("frame", "Energy", "Force", "Virial", "Stress"), "composition", "file",
-    ]  # fmt: skip
-    forces = [float(row[2]) for row in rows[1:]]
-    assert forces == sorted(forces, reverse=True)
-    assert all(row[5] == "O6 H6" and row[6] == "data/set.000" for row in rows[1:])
-    assert f"files in {trained}" in page.text
-
-
 def test_deviations_are_relative_distances_from_the_live_weights(trained, page):
     table = page.table("part of the model")
     payload = checkpoint.load(trained / "run")
@@ -224,18 +203,6 @@ def test_times_add_up_to_that_of_the_run(runs, capsys):
     }
 
 
-def test_programs_machine_warnings_and_input_are_there(runs, capsys):
-    parts = json.loads(Path("run", RECORD).read_text())
-    parts[-1]["warnings"] = [["2026-01-02 03:04:05+00:00", "a <warning> & more"]]
-    Path("run", RECORD).write_text(json.dumps(parts))
-    report(capsys, "run")
-    text = Page().text
-    own = parts[-1]["machine"], parts[-1]["command"], parts[-1]["began"][:19], "2026-01-02 03:04:05"
-    for words in (*own, f"torch {torch.__version__}", f"numpy {np.__version__}", "a <warning> & more"):
-        assert words in text
-    assert '"validation_fraction": 0.25' in text
-
-
 def test_each_of_several_tasks_has_its_errors_curves_and_worst_frames(runs, capsys):
     report(capsys, "tasks")
     page = Page()
@@ -245,38 +212,6 @@ def test_each_of_several_tasks_has_its_errors_curves_and_worst_frames(runs, caps
     assert page.images.count("Learning rate over steps") == 2
     assert {"ice descriptor", "ice fitting", "gas fitting"} < page.table("part of the model").keys()
     assert "gas descriptor" not in page.table("part of the model")  # it is that of ice
-
-
-def test_few_frames_are_spread_over_all(runs, capsys):
-    report(capsys, "run", "-n", "3")
-    rows = Page().table("weights, frames")
-    assert rows["live, validation"][0] == rows["live, training"][0] == "3"
-
-
-def test_a_run_without_rows_averages_record_and_validation_has_a_page(runs, capsys):
-    values = one_task(averaging=[])
-    del values["training"]["validation_fraction"], values["validating"]
-    train_in(runs / "plain", values)
-    for name in ("lcurve.out", RECORD, "out.json"):
-        (runs / "plain" / name).unlink()
-    remarks = report(capsys, "plain")
-    page = Page()
-    assert "No rows were written yet." in page.text
-    assert "Not known: the folder has no record of the run." in page.text
-    assert "24 training frames" in page.text or "without validation frames" in page.text
-    assert "Averages" not in page.text
-    assert [line for line in remarks if "not training (it has left no record)" in line]
-
-
-def test_many_points_are_drawn_as_densities_in_a_small_picture(tmp_path):
-    from deepmd_ema.report.plots import MAX_DOTS, parity_figures
-
-    rng = np.random.default_rng(0)
-    for number in (100, MAX_DOTS + 1, 300_000):
-        label = rng.normal(size=number)
-        [figure] = parity_figures({"Force": (label, label + 0.1 * rng.normal(size=number), "eV/Å")}, tmp_path)
-        assert figure.file.stat().st_size < 250_000
-        assert ("density of points" in figure.words) is (number > MAX_DOTS)
 
 
 def test_the_details_are_those_of_the_average_that_is_named(runs, capsys):
@@ -325,38 +260,11 @@ def test_data_that_have_moved_leave_the_errors_of_the_last_validation(runs, caps
     assert not [words for words in page.images if "predictions" in words]
 
 
-def test_a_sharded_checkpoint_has_a_page(runs, capsys):
-    values = one_task(checkpoint_format="sharded")
-    train_in(runs / "shards", values)
-    assert (runs / "shards" / "model.ckpt-6.dcp").is_dir()
-    report(capsys, "shards")
-    expected = Page().table("6 validation frames")
-    assert report(capsys, "shards/model.ckpt-6.dcp") is not None
-    assert Page().table("6 validation frames") == expected
-
-
-def test_without_matplotlib_the_command_that_installs_it_is_named(runs, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["report", "run"]) == 2
-    expected = "dp-ema: this needs matplotlib, which is not installed. pip install 'dp-ema[plot]'\n"
-    assert capsys.readouterr().err == expected
-    assert not Path("report.html").exists()
-
-
-def test_a_page_that_cannot_be_written_is_reported_before_the_work(runs, monkeypatch, capsys):
-    monkeypatch.setattr("deepmd_ema.report.page._evaluate", lambda *_: pytest.fail("the work was begun"))
-    assert main(["report", "run", "-o", "gone/report.html"]) == 2
-    assert "-o gone/report.html: the folder gone is not there. Make it, or choose" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["report", "nothing"], "nothing"),
-        (["report", "run/model_ema.ckpt.pt"], "is of the kind average. Expected the folder of a run"),
-        (["report", "run", "-o", "run/input.json"], "a file is there that is not an HTML page"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["report", "nothing"], "nothing"),
+    (["report", "run/model_ema.ckpt.pt"], "is of the kind average. Expected the folder of a run"),
+    (["report", "run", "-o", "run/input.json"], "a file is there that is not an HTML page"),
+])  # fmt: skip
 def test_wrong_use_ends_in_one_line_and_changes_nothing(runs, words, message, capsys):
     before = (runs / "run" / "input.json").read_text()
     assert main(words) == 2
@@ -365,9 +273,3 @@ def test_wrong_use_ends_in_one_line_and_changes_nothing(runs, words, message, ca
     assert found.count("\n") == 1
     assert (runs / "run" / "input.json").read_text() == before
     assert not Path("report.html").exists()
-
-
-def test_the_last_lines_of_a_run_name_the_report(runs, caplog):
-    caplog.set_level("INFO")
-    train_in(runs / "again", one_task())
-    assert re.search(r"next +dp-ema report +\(errors and parity of the frames .*\n +next +dp-ema freeze", caplog.text)

@@ -110,14 +110,6 @@ def test_statistics_are_those_of_deepmd_kit(name, folders, golden):
     assert found.observed == ("H", "O")
 
 
-def test_statistics_do_not_depend_on_how_frames_are_batched(folders):
-    one, many = case("plain", folders, 1)[1], case("plain", folders, 100)[1]
-    for name in ("bias", "std"):
-        close(getattr(many.fit, name), getattr(one.fit, name))
-    for name, value in one.measured.items():
-        close(many.measured[name], value)
-
-
 def test_means_spreads_and_biases_reach_the_buffers(folders):
     config, found = case("parameters", folders)
     model = build_model(config)

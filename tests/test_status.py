@@ -15,7 +15,7 @@ from deepmd_ema.cli.main import main
 from deepmd_ema.config.outputs import LOCK, RECORD
 from deepmd_ema.distributed.files import this_machine
 from deepmd_ema.errors import CheckpointError, Interrupted
-from deepmd_ema.report.record import MAX_WARNINGS, read_record
+from deepmd_ema.report.record import read_record
 from deepmd_ema.report.status import RunStatus
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
@@ -192,22 +192,3 @@ def test_a_restart_adds_a_part_and_a_new_run_begins_anew(runs, trained, monkeypa
     run_training("input.json", device="cpu")
     assert [(p.first_step, p.step) for p in read_record(".")] == [(0, 6)]
     assert [p.first_step for p in read_record("earlier-1")] == [0, 4]
-
-
-def test_the_record_keeps_the_last_warnings_and_the_reason_of_an_end(runs, trained, monkeypatch):
-    monkeypatch.chdir(runs / "whole")
-    shutil.copytree(trained / "data", runs / "data")
-
-    class Fails(Callback):
-        def after_step(self, trainer):
-            import logging
-
-            for number in range(MAX_WARNINGS + 5):
-                logging.getLogger("deepmd_ema.somewhere").warning("warning %d", number)
-            raise ValueError("it broke\nhere")
-
-    with pytest.raises(ValueError, match="it broke"):
-        run_training("input.json", device="cpu", callback=Fails())
-    [part] = read_record(".")
-    assert part.ended == "failed: it broke here"
-    assert [text for _, text in part.warnings] == [f"warning {n}" for n in range(5, MAX_WARNINGS + 5)]

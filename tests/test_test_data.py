@@ -11,12 +11,10 @@ from helpers import assert_same, tiny_input, trains_in, write_system
 from parallel_runs import train as train_ranks
 from test_parallel import STAGES
 from test_train import load
-from test_train_tasks import joined
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.errors import Interrupted
 from deepmd_ema.infer.evaluate import measure
-from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 
 VALIDATED = {
@@ -93,19 +91,6 @@ def test_the_page_shows_the_rows_without_the_data(start, systems, tmp_path, caps
     assert all(f"<dt>{row}</dt><dd>step " in page for row in ROWS)
     assert cli.main(["show", str(folder)]) == 0
     assert capsys.readouterr().out.count("\n  test ") == len(ROWS)
-
-
-def test_each_task_has_test_data_of_its_own(tmp_path, monkeypatch, systems, capsys):
-    monkeypatch.chdir(tmp_path)
-    config = joined(dict.fromkeys(("a", "b"), tiny_input([systems["train"]], [systems["valid"]], **VALIDATED)))
-    config["validating"]["test_data_dict"] = {"b": {"systems": str(systems["test"])}}
-    config["training"]["numb_steps"] = 6
-    run = run_training(config, device="cpu")
-    assert tuple(run.test) == tuple(f"b {row}" for row in ROWS)
-    for row, file in zip(ROWS, ("model.ckpt.pt", "model_ema.ckpt.pt", run.best["b live"], run.best["b ema"])):
-        errors = measure(tmp_path / file, [systems["test"]], head="b", device="cpu").total
-        assert run.test[f"b {row}"]["F:RMSE"] == pytest.approx(errors.metric("F:RMSE"), rel=SAME)
-    assert list(status_of(tmp_path, capsys)) == list(run.test)
 
 
 @pytest.mark.timeout(480)

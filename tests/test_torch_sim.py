@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -20,7 +18,6 @@ ts = pytest.importorskip("torch_sim")
 ase = pytest.importorskip("ase")
 interface = pytest.importorskip("torch_sim.models.interface")
 DPModel = pytest.importorskip("deepmd_ema.torch_sim").DPModel
-INTERFACE_OF_0_3 = not hasattr(ts, "Integrator")  # Python 3.11 has no newer one
 
 
 @pytest.fixture(scope="module")
@@ -74,29 +71,6 @@ def test_systems_of_any_sizes_have_the_results_that_they_have_alone(potential, m
         np.testing.assert_allclose(found["forces"], np.concatenate([one.force[0] for one in known]), atol=1e-11)
         stress = [-one.virial.reshape(3, 3) / a.get_volume() * pbc for one, a in zip(known, systems)]
         np.testing.assert_allclose(found["stress"], stress, atol=1e-12)
-
-
-def test_the_energy_of_each_system_is_kept_in_nve_dynamics_of_several(potential):
-    """Half the time step must give a quarter of the drift: only exact forces do."""
-    systems = [atoms_of(natoms, natoms) for natoms in (12, 20, 7)]
-    drifts = []
-    for step in (0.001, 0.0005):
-        model, energies, metal = DPModel(potential), [], ts.units.MetalUnits
-        kT = torch.tensor(300.0 * metal.temperature, dtype=torch.float64)
-        dt, state = torch.tensor(step * metal.time, dtype=torch.float64), state_of(systems)
-        if INTERFACE_OF_0_3:
-            start, move = ts.nve(model=model, dt=dt, kT=kT, seed=1)
-            state = start(state)
-        else:
-            state.rng = 1
-            state, move = ts.nve_init(state, model, kT=kT), partial(ts.nve_step, model=model, dt=dt)
-        for _ in range(round(0.02 / step)):
-            state = move(state)
-            kinetic = ts.calc_kinetic_energy(masses=state.masses, momenta=state.momenta, system_idx=state.system_idx)
-            energies.append(state.energy + kinetic)
-        drifts.append((torch.stack(energies) - energies[0]).abs().amax(0))
-    assert (drifts[0] < 0.05).all()
-    assert (drifts[1] < 0.4 * drifts[0]).all()
 
 
 def test_what_it_cannot_evaluate_is_one_message(potential, tmp_path):

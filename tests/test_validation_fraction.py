@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same, tiny_input, trains_in, write_system
-from parallel_runs import train
 from test_data_convert import write_kinds
 from test_data_lmdb import toy_records, write_lmdb
 from test_data_npy import to_hdf5
@@ -147,17 +146,6 @@ def test_statistics_are_of_training_frames_only(start, tmp_path):
     one, two = (torch.load(folder / "model.ckpt.pt")["model"] for folder in (split, other))
     for name in ("out_bias", "descriptor.mean", "descriptor.stddev"):
         assert torch.allclose(one[name], two[name], rtol=1e-12, atol=0), name
-
-
-def test_two_ranks_split_as_one(tmp_path):
-    path = write_system(tmp_path / "data", frames=20, natoms=8, seed=2)
-    for name, ranks in (("one", 1), ("two", 2)):
-        (tmp_path / name).mkdir()
-        config = tiny_input([path], num_steps=4, **VALIDATED, training__training_data__batch_size=2 // ranks)
-        config["validating"]["validation_metric"] = "F:RMSE"
-        train(tmp_path / name, ranks, config)
-    logs = [np.loadtxt(tmp_path / name / "val.log") for name in ("one", "two")]
-    assert logs[0] == pytest.approx(logs[1], rel=1e-4)
 
 
 @pytest.mark.parametrize(("options", "message"), [
