@@ -74,6 +74,8 @@ def flip(name):
 
 
 BAD_STARTS = {
+    "no checkpoint": (lambda desk: Path("m.pt").write_text("hello"), ["--restart", "m.pt"],
+     ["m.pt: not a checkpoint. dp-ema writes them as model.ckpt-<step>.pt."]),
     "missing": (lambda desk: None, ["--restart", "model.ckpt-7.pt"],
      ["model.ckpt-7.pt: no such file. Available in .: model.ckpt-4.pt, model.ckpt-2.pt"]),
     "one bit of it changed": (lambda desk: flip("model.ckpt-4.pt"), ["--restart", "model.ckpt.pt"],

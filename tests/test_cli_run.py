@@ -14,7 +14,6 @@ from helpers import tiny_input
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.infer.evaluate import measure
-from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.report.curves import Curve
 
@@ -55,14 +54,6 @@ def test_the_log_the_test_and_the_frozen_file_say_the_same(run, water_like_valid
     log = Curve(run / ("val_ema.log" if use_average else "val.log"))
     assert log.steps[-1] == STEPS
     np.testing.assert_allclose(log.columns["F_RMSE(meV/Å)"][-1], 1000 * inside["rmse_f"], rtol=1e-4)
-
-
-def test_the_averaged_file_is_the_average_inside_the_checkpoint(run):
-    inside, beside = load_model(run, use_average=True), load_model(run / "model_ema.ckpt.pt")
-    for name, tensor in inside.model.state_dict().items():
-        np.testing.assert_array_equal(tensor.numpy(), beside.model.state_dict()[name].numpy(), err_msg=name)
-    assert inside.info.describe() == beside.info.describe()
-    assert inside.info.describe().startswith(f"averaged weights (ema) of step {STEPS}: decay 0.8, {STEPS} updates")
 
 
 def test_the_remaining_commands_work_on_it(run, monkeypatch, capsys):

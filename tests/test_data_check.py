@@ -267,3 +267,10 @@ def test_a_label_that_is_the_same_in_all_frames_is_a_placeholder(water):
     assert check(["water"]).warnings == [
         "water: virial is 1 in all 12 frames, a placeholder. Remove set.*/virial.npy, or compute it again."
     ]
+
+
+def test_training_frames_that_stand_twice_are_counted(water):
+    for file in water.glob("set.*/*.npy"):
+        edit(file, lambda a: a.__setitem__(3, a[1]))
+    [warning] = check(["water"]).warnings
+    assert warning == "3 training frames are copies of another (first: water frame 3 is water frame 1)."

@@ -209,6 +209,8 @@ def test_a_mixed_frame_without_real_atoms_is_refused(tmp_path):
     (lambda p: (p / "type_map.raw").write_text("O\nh\n"), "Did you mean H? Known: O, H. Add it to model.type_map"),
     (lambda p: write_system(p, frames=1, mixed=True) and (p / "type_map.raw").unlink(), "A mixed system (with"),
     (lambda p: (p / "type.raw").write_text("2 " * 12), "type 2, but type_map.raw has only 2 elements"),
+    (lambda p: write_system(p, frames=4, mixed=True, sets=2) and (p / "set.001" / "real_atom_types.npy").unlink(),
+     "set.000 with real_atom_types.npy, set.001 without. Put them into two systems."),
 ])  # fmt: skip
 def test_a_system_that_lacks_something_says_what(tmp_path, break_it, message):
     path = write_system(tmp_path / "w", frames=2)

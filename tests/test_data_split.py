@@ -89,15 +89,6 @@ def test_the_end_of_one_trajectory_is_for_validation(rng):
     assert np.flatnonzero(chosen).tolist() == list(range(90, 100))
 
 
-def test_a_trajectory_of_more_frames_than_are_wanted_is_cut_and_one_of_as_many_is_not(rng):
-    larger, whole = ([("a", trajectory(rng, n), "md"), ("b", thermal(rng, 44 - n), "md")] for n in (12, 11))
-    taken = set()
-    for seed in range(20):  # 11 frames are wanted
-        assert split_frames(table_of(*larger), 0.25, seed).mask[:12].tolist() == [False] * 9 + [True] * 3
-        taken.add(int(split_frames(table_of(*whole), 0.25, seed).mask[:11].sum()))
-    assert taken == {0, 11}
-
-
 def test_single_structures_of_a_composition_are_for_training_unless_they_are_many(rng):
     singles = [(str(n), thermal(rng, 1, natoms=n), "") for n in range(4, 24)]
     few = split_frames(table_of(("a", thermal(rng, 40), ""), *singles[:5]), 0.1, 1).mask

@@ -5,16 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from flat_batches import flat_batch, random_frame
 from helpers import open_data, write_system
 
 from deepmd_ema.batch import NeighborLayout
-from deepmd_ema.config.labels import LABELS, QUANTITIES, WEIGHTS, Label, Quantity
+from deepmd_ema.config.labels import LABELS, QUANTITIES, Label, Quantity
 from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.data.collate import collate
-from deepmd_ema.distributed.world import World
 from deepmd_ema.model.metrics import Errors
-from deepmd_ema.training.loss import EnergyLoss
 
 DIPOLE = Label(
     "dipole", "d", "e*angstrom", ("dipole", "dipoles"), (3,), errors=(Quantity("d", "Dipole", "e*angstrom"),)
@@ -51,15 +48,3 @@ def test_a_further_label_is_read_joined_and_measured_after_its_declaration_alone
 def test_every_prefactor_of_the_loss_is_named_by_a_label():
     prefixes = {name.removeprefix("start_pref_") for name in vars(EnerLossConfig()) if name.startswith("start_pref_")}
     assert prefixes == {label.symbol for label in LABELS.values()} - {""}
-
-
-@pytest.mark.parametrize("name", [name for name in LABELS if name not in WEIGHTS])
-def test_a_batch_without_a_label_adds_nothing_for_it(name):
-    symbol, rng = LABELS[name].symbol, np.random.default_rng(1)
-    batch = flat_batch([random_frame(rng, 4), random_frame(rng, 3)], names=())
-    prediction = {n: torch.ones(label.shape_of(4, 3), dtype=torch.float64) for n, label in LABELS.items()}
-    zeros = {f"{at}_pref_{label.symbol}": 0.0 for label in LABELS.values() if label.symbol for at in ("start", "limit")}
-    loss = EnergyLoss(EnerLossConfig(**(zeros | {f"start_pref_{symbol}": 1.0})), 1e-3, World())
-    total, shown = loss(prediction, batch, 1e-3)
-    assert total == 0
-    assert math.isnan(shown[f"rmse_{symbol}"])

@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_same_files, tiny_input, write_system
 
 from deepmd_ema import Potential, train
-from deepmd_ema.errors import ConfigError, Interrupted
+from deepmd_ema.errors import Interrupted
 from deepmd_ema.training.run import Callback
 
 VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
@@ -64,14 +64,6 @@ def test_a_restart_from_python_names_the_file_that_continues_it(config, caplog):
     found = train(longer, restart="model.ckpt.pt", device="cpu", allow_config_change=True)
     assert found.step == 9
     assert "dp-ema test -m model_ema.ckpt.pt --valid-data out.json" in caplog.text
-
-
-def test_a_notebook_shows_the_message_of_a_mistake_without_a_traceback(config):
-    with pytest.raises(ConfigError) as caught:
-        train(config | {"training": config["training"] | {"disp_freq": 0, "save_frq": 1}})
-    first, second = caught.value._render_traceback_()
-    assert first.startswith("ConfigError: input: training.")
-    assert "training." in second
 
 
 class _Interrupts(Callback):

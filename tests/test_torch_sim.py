@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -92,3 +95,10 @@ def test_what_it_cannot_evaluate_is_one_message(potential, tmp_path):
     path = write_run(tmp_path, model__fitting_net__numb_aparam=1)[0]
     with pytest.raises(UserError, match=r"the model takes aparam \(1 numbers\), which torch-sim does not have"):
         DPModel(path)
+
+
+def test_without_torch_sim_the_import_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_sim", None)
+    monkeypatch.delitem(sys.modules, "deepmd_ema.torch_sim")
+    with pytest.raises(ModuleNotFoundError, match=r"deepmd_ema.torch_sim needs torch-sim: pip install 'dp-ema\[torch-"):
+        importlib.import_module("deepmd_ema.torch_sim")
