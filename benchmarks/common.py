@@ -23,7 +23,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "water"
 RUNS = Path(tempfile.gettempdir()) / "dp-ema-benchmarks"
-MEMORY_S = 60.0  # that a run has to say how much it has allocated
+MEMORY_S = 10.0  # that a run has to say how much it has allocated
 # a program that writes what torch has allocated on the GPU when it gets SIGUSR1
 PRINTING_MEMORY = """
 import os, signal, sys

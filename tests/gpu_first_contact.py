@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_WORKERS, MAX_LINES = 4, 60  # tests at once; lines of an output on the page
+MAX_WORKERS, MAX_LINES = 12, 60  # tests at once; lines of an output on the page
 MEANT_MINUTES, MIN_SECONDS = 10.0, 5.0  # for which the limits are meant; left for a part to be started
 
 
@@ -80,26 +80,26 @@ def parts_of(peer=None, work=None):
     water, peer_words = "tests/gpu_water.py", ["--peer", peer] if peer else []
     numbers = "numbers_of_the_cpu or copies_of_a_step or non_finite or numbers_and_gradients or parameters_of"
     where = [*peer_words, *(["--work", work] if work else [])]
-    graphs = ["--set", "graphs:training.cuda_graphs=true"]
+    without_graphs = ["--set", "launched:training.cuda_graphs=false"]
     return [
         Part("device", "the device and the versions", (water, "versions", *peer_words), 40),
         tests("numbers", "values, gradients and training beside the CPU", ["", "_models"], numbers, 80),
         tests("restart", "restarts to the last bit", ["", "_runs"], "restart", 60),
-        Part("steps", "time, launches, waits and memory of training steps", (water, "steps"), 80),
+        Part("steps", "time, launches, waits and memory of training steps", (water, "steps"), 150),
         tests("waits", "bounds of kernels, no wait in a step", ["", "_counts"], "wait or kernels", 60),
-        speed("speed", "se_e2_a", 1, graphs, where, 80),
+        speed("speed", "se_e2_a", 1, without_graphs, where, 120),
         tests("nccl", "ranks through NCCL at stages 0 to 3", [""], "nccl", 60),
         tests("graphs", "CUDA graphs have the bits of eager steps", ["_graphs"], "", 60),
         Part("twice", "the same weights in two runs", (water, "twice"), 60),
         tests("tf32", "products in TF32", [""], "tf32 or multiplied", 30),
-        speed("speed-8", "se_e2_a", 8, graphs, where, 80),
-        tests("compiled", "compiled steps", [""], "compiled or traced", 90),
-        tests("pt2", "a .pt2 for CUDA that is frozen and read back", ["_infer"], "pt2", 60),
-        speed("speed-dpa3", "dpa3", 8, graphs, where, 80),
+        speed("speed-8", "se_e2_a", 8, without_graphs, where, 120),
+        speed("speed-dpa3", "dpa3", 8, without_graphs, where, 120),
         tests("hessians", "Hessians beside the CPU", ["_models"], "hessians", 60),
         tests("inference", "inference, tests and posthoc averages beside the CPU", ["_infer"], "not pt2", 60),
         tests("ranks", "two GPUs: numbers, restarts, other stages", ["_ranks"], "", 120),
         tests("runs", "losses, averages, tasks", ["_runs", "_updates", "_faults"], "not optimizer", 120),
+        tests("compiled", "compiled steps", [""], "compiled or traced", 240),
+        tests("pt2", "a .pt2 for CUDA that is frozen and read back", ["_infer"], "pt2", 180),
         speed("speed-compiled", "se_e2_a", 8, ["--programs", "eager", "compiled", "pt"], where, 150),
     ]
 
