@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -64,6 +65,8 @@ def test_a_program_without_memory_for_a_frame_is_shown_and_not_tried_with_larger
     assert failed[3:6] == ["192", "out of memory (35.0 GB more requested)", "out of memory"]
     assert skipped[3:6] == ["288", "-", "-"]
     assert (tmp_path / "speed-growth.png").exists()
+    (config,) = tmp_path.rglob("*-96/pt/input.json")  # of several batches DeePMD-kit makes one list of neighbors
+    assert json.loads(config.read_text())["model"]["data_stat_nbatch"] == 1
 
 
 def test_times_of_the_processor_are_without_those_of_waiting(scripts, tmp_path):
