@@ -132,15 +132,15 @@ def _reason(text: str) -> str:
     if not re.search(MEMORY_ERRORS, text, re.IGNORECASE):
         return text.strip().splitlines()[-1][:80]
     requested = re.findall(r"allocate ([\d.]+) (bytes|[KMGT]iB)", text)
-    words = [
-        f"{float(number) / 1e9:.1f} GB" if unit == "bytes" else f"{number} {unit}" for number, unit in requested[-1:]
-    ]
+    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
+    words = [f"{float(number) * 1024 ** units.index(unit) / 1e9:.1f} GB" for number, unit in requested[-1:]]
     return "out of memory" + "".join(f" ({size} more requested)" for size in words)
 
 
 def plot_growth(found: Found, runners: list[Runner], file: Path) -> None:
     """Draw time and memory of a step against the atoms of a frame; a line ends where its program has failed."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     panels = figure.subplots(1, 2)
@@ -153,6 +153,11 @@ def plot_growth(found: Found, runners: list[Runner], file: Path) -> None:
         for (name, precision, runner), points in lines.items():
             panel.loglog(*zip(*[(p[0], p[1 + k]) for p in points]), "o-", label=f"{runner.title}: {name}, {precision}")
         panel.set(xlabel="atoms of a frame", ylabel=label)
+        panel.set_xticks(atoms := sorted({point[0] for points in lines.values() for point in points}), atoms)
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_minor_formatter(NullFormatter())
         panel.grid(which="major", alpha=0.3)
     panels[0].legend(fontsize=8)
     figure.savefig(file, dpi=130)

@@ -21,7 +21,7 @@ system = json.loads(Path("input.json").read_text())["training"]["training_data"]
 atoms = len(Path(system, "type.raw").read_text().split())
 if atoms == 192:
     if "--pt" in sys.argv:
-        sys.exit("CPUAllocator: can't allocate memory: you tried to allocate 35000000000 bytes.")
+        sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32.60 GiB.")
     bytearray(2 * 10**9)
 for step in range(1, 10**6):
     time.sleep(0.02)
