@@ -52,22 +52,6 @@ def test_a_frozen_file_says_which_weights_it_holds(run, tmp_path):
         load_model(tmp_path / "b.dp", use_average=True)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model__fitting_net__numb_fparam": 2, "model__fitting_net__numb_aparam": 1},
-        {"model__descriptor__precision": "float32", "model__fitting_net__precision": "float32"},
-        {"model__pair_exclude_types": [[0, 1]], "model__atom_exclude_types": [1]},
-        {"model__descriptor__type_one_side": True, "model__descriptor__exclude_types": [[0, 0]]},
-        {"type_map": ["O"]},
-        {"type_map": ["O", "H", "C", "N", "S", "P", "F", "Cl", "Na"]},
-    ],
-)
-def test_every_kind_of_model_survives(tmp_path, changes):
-    loaded = load_model(write_run(tmp_path, **changes)[0])
-    assert max(freeze(loaded, tmp_path / "m.dp").difference.values()) == 0
-
-
 def test_the_command_freezes_the_newest_checkpoint_of_a_folder(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(run[0].parent)
     assert cli.main(["freeze", "-o", str(tmp_path / "live")]) == 0

@@ -102,6 +102,10 @@ def test_parameters_are_taken_from_info(tmp_path, atoms):
     atoms.calc = DP(path, fparam=[0.3], aparam=aparam)
     first = atoms.get_potential_energy()
     atoms.calc = DP(atoms.calc.potential)
+    with pytest.raises(UserError, match=r'needs 1 number per frame. Set atoms.info\["fparam"\], or give'):
+        atoms.get_potential_energy()
+    with pytest.raises(UserError, match="heads: models take no such parameter. Known: fparam, aparam"):
+        DP(atoms.calc.potential, heads="water")
     atoms.info |= {"fparam": [0.3], "aparam": aparam}
     assert atoms.get_potential_energy() == first
     atoms.info["fparam"] = [0.6]  # ASE does not look at `info` to see whether something has changed

@@ -186,3 +186,11 @@ def test_one_of_several_averages_is_tested_by_its_name(tmp_path, labelled, capsy
     assert "Give --average one of: p05, p10" in capsys.readouterr().err
     assert cli.main([*words, "--average", "p10"]) == 0
     assert "averaged weights (p10) of step 40" in capsys.readouterr().out
+
+
+def test_what_cannot_be_tested_or_written_is_named(run, labelled, tmp_path):
+    path = write_system(tmp_path / "bare", frames=2, natoms=4, energy=False, force=False, virial=False)
+    with pytest.raises(UserError, match=r"no frame of .*bare has an energy, a force or a virial"):
+        measure(run[0], [path])
+    with pytest.raises(UserError, match=r"nowhere/x.e.out: cannot be written \(No such file or directory\)"):
+        measure(run[0], [labelled / "open"]).write_details(tmp_path / "nowhere" / "x")

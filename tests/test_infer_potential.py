@@ -155,6 +155,13 @@ def test_atoms_in_one_place_or_nearer_than_a_table_begins_are_named(potential, f
         table.evaluate([[0.0, 0, 0]], [0], np.diag([0.29, 4.0, 4.0]))
 
 
+def test_numbers_that_are_not_finite_are_reported(run, frames):
+    loaded = load_model(run[0])
+    loaded.model.out_bias.fill_(np.nan)
+    with pytest.raises(UserError, match="the model gives no finite energies and forces"):
+        Potential(loaded, device="cpu").evaluate(*frames)
+
+
 # ---- neighbors that are kept between frames
 
 ATTENTION = {"type": "se_atten", "rcut": 4.0, "rcut_smth": 0.5, "sel": 100, "neuron": [4, 8], "attn_layer": 0}

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import tiny_input, write_system
-from toy_models import SECTIONS, TRICLINIC, TYPES, disturb, evaluate, toy_atoms
+from toy_models import SECTIONS, TRICLINIC, TYPES, batch_of, disturb, evaluate, toy_atoms
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import model_config_from_dict, to_dict
@@ -14,6 +14,7 @@ from deepmd_ema.config.schema.common import auto_sel
 from deepmd_ema.distributed.tensors import content_digest
 from deepmd_ema.geometry import neighbor_statistics
 from deepmd_ema.model.build import build_model
+from deepmd_ema.model.statistics import collect_statistics
 
 SAME_MATH = 1e-11
 FRAMES = [(*toy_atoms(0, 7), TRICLINIC), (*toy_atoms(1, 4), None)]
@@ -57,6 +58,17 @@ def test_words_are_weights(weights, numbers):
     named, given = (linear(weights=one)[1] for one in (weights, numbers))
     for frame in FRAMES:
         np.testing.assert_allclose(evaluate(named, frame)["force"], evaluate(given, frame)["force"], atol=SAME_MATH)
+
+
+def test_parts_are_given_the_statistics_that_they_have_alone():
+    config, model = linear()
+    sums = collect_statistics(model, config, [batch_of(model, *FRAMES)]).measured
+    for number in (0, 1):
+        standard = config.standard(config.models[number])
+        alone = build_model(standard)
+        own = collect_statistics(alone, standard, [batch_of(alone, *FRAMES)]).measured
+        for name, value in own.items():
+            np.testing.assert_allclose(sums[f"{number}_{name}"], value, rtol=1e-12, atol=1e-12)
 
 
 def test_frame_parameters_go_to_the_parts_that_read_them():

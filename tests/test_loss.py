@@ -110,13 +110,3 @@ def test_weights_go_from_start_to_limit_with_the_learning_rate():
     assert prefactors(loss, 2e-3) == pytest.approx({"e": 0.02, "f": 1000})
     assert prefactors(loss, 1e-3) == pytest.approx({"e": 0.51, "f": 500.5})
     assert prefactors(loss, 0) == pytest.approx({"e": 1, "f": 1})
-
-
-def test_a_term_is_there_when_its_start_or_its_limit_is_not_zero():
-    loss = EnergyLoss(Config(start_pref_e=0, limit_pref_e=1, start_pref_f=5, limit_pref_f=0), 1e-3, World())
-    assert loss.labels == ("energy", "force")
-    assert loss.display_names == ("rmse", "rmse_e", "rmse_f")
-    assert not loss.need_virial
-    everything = EnergyLoss(Config(**ALL), 1e-3, World())
-    assert everything.labels == ("energy", "force", "virial", "atom_energy", "atom_pref", "hessian")
-    assert everything.need_virial
