@@ -104,7 +104,7 @@ def test_parameters_are_taken_from_info(tmp_path, atoms):
     atoms.calc = DP(atoms.calc.potential)
     with pytest.raises(UserError, match=r'needs 1 number per frame. Set atoms.info\["fparam"\], or give'):
         atoms.get_potential_energy()
-    with pytest.raises(UserError, match="heads: models take no such parameter. Known: fparam, aparam"):
+    with pytest.raises(UserError, match=r"heads: models take no such parameter\. Known: fparam, aparam"):
         DP(atoms.calc.potential, heads="water")
     atoms.info |= {"fparam": [0.3], "aparam": aparam}
     assert atoms.get_potential_energy() == first
