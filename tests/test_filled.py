@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -43,8 +44,9 @@ def outputs_and_gradients(model, batch, take=lambda out: out):
     return [*(value.detach() for value in out.values()), *grads]
 
 
-@pytest.mark.parametrize("up", ROUNDS)
-@pytest.mark.parametrize("kind", [*SECTIONS, *VARIANTS])
+@pytest.mark.parametrize(
+    ("kind", "up"), [*itertools.product(SECTIONS, ROUNDS), *((kind, "primes") for kind in VARIANTS)]
+)
 def test_filling_changes_no_prediction_and_no_gradient(kind, up):
     _, model = toy_model(kind, {"neuron": [2, 4], "nlayers": 2}, {"neuron": [4]})
     for kinds in BATCHES.values():
