@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from contextlib import contextmanager
 from unittest import mock
 
@@ -133,10 +132,3 @@ class Recorded(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.names.append(op.name())
         return op(*args, **(kwargs or {}))
-
-
-def continue_elsewhere(module, bank, steps, connection):
-    """Train in another process, and send back what the averages and the weights are then."""
-    train(module, bank, steps)
-    connection.send_bytes(pickle.dumps((bank.state_dict(), bank.weights("live"), bank.info("ema"))))
-    connection.close()

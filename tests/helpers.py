@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from deepmd_ema.checkpoint import FORMAT
 from deepmd_ema.config.outputs import CHECKED, RECORD
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.source import ReadSpec
@@ -65,29 +67,10 @@ def toy_frame(rng, natoms=12, num_types=2, pbc=True, jitter=0.25, triclinic=True
 
 
 def write_system(
-    path,
-    frames=8,
-    natoms=12,
-    elements=("O", "H"),
-    seed=0,
-    pbc=True,
-    virial=True,
-    *,
-    force=True,
-    energy=True,
-    atom_ener=False,
-    atom_pref=False,
-    hessian=False,
-    fparam=0,
-    aparam=0,
-    sets=1,
-    mixed=False,
-    virtual=0,
-    num_types=None,
-    jitter=0.25,
-    triclinic=True,
-    dtype=np.float64,
-):
+    path, frames=8, natoms=12, elements=("O", "H"), seed=0, pbc=True, virial=True, *, force=True, energy=True,
+    atom_ener=False, atom_pref=False, hessian=False, fparam=0, aparam=0, sets=1, mixed=False, virtual=0, num_types=None,
+    jitter=0.25, triclinic=True, dtype=np.float64,
+):  # fmt: skip
     """Write a system with toy labels in deepmd/npy (``mixed``: deepmd/npy/mixed) form and return its path.
 
     Frames are spread over ``sets`` folders. ``mixed`` frames have their types in another order in each frame and
@@ -138,40 +121,24 @@ def tiny_input(training, validation=None, *, num_steps=20, type_map=("O", "H"), 
         "model": {
             "type_map": list(type_map),
             "descriptor": {
-                "type": "se_e2_a",
-                "sel": [24] * len(type_map),
-                "rcut": 4.0,
-                "rcut_smth": 1.0,
-                "neuron": [4, 8],
-                "axis_neuron": 4,
-                "seed": 1,
+                "type": "se_e2_a", "sel": [24] * len(type_map), "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8],
+                "axis_neuron": 4, "seed": 1,
             },
             "fitting_net": {"neuron": [8, 8], "resnet_dt": True, "seed": 1},
         },
         "learning_rate": {"type": "exp", "start_lr": 1e-3, "stop_lr": 1e-6, "decay_steps": 10},
         "loss": {
-            "type": "ener",
-            "start_pref_e": 0.02,
-            "limit_pref_e": 1,
-            "start_pref_f": 1000,
-            "limit_pref_f": 1,
-            "start_pref_v": 0.01,
-            "limit_pref_v": 0.1,
+            "type": "ener", "start_pref_e": 0.02, "limit_pref_e": 1, "start_pref_f": 1000, "limit_pref_f": 1,
+            "start_pref_v": 0.01, "limit_pref_v": 0.1,
         },
         "training": {
-            "training_data": {"systems": [str(s) for s in training], "batch_size": 2},
-            "numb_steps": num_steps,
-            "seed": 10,
-            "disp_freq": 5,
-            "save_freq": 10,
+            "training_data": {"systems": [str(s) for s in training], "batch_size": 2}, "numb_steps": num_steps,
+            "seed": 10, "disp_freq": 5, "save_freq": 10,
         },
-    }
+    }  # fmt: skip
     if validation is not None:
-        config["training"]["validation_data"] = {
-            "systems": [str(s) for s in validation],
-            "batch_size": 2,
-            "numb_btch": 1,
-        }
+        data = {"systems": [str(s) for s in validation], "batch_size": 2, "numb_btch": 1}
+        config["training"]["validation_data"] = data
     return changed(config, changes)
 
 
@@ -227,6 +194,34 @@ class FullDisk:
         self.file.flush()
 
 
+def killed_at(at, action):
+    """Call ``action`` in a child process, killed at change ``at`` of the disk; return whether it was."""
+    pid = os.fork()  # as a fork: starting torch anew for each change would take a second each
+    if pid == 0:
+        left = [at]
+
+        def before(call):
+            def change(*given, **how):
+                left[0] -= 1
+                if not left[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*given, **how)
+
+            return change
+
+        for name in ("replace", "mkdir", "unlink", "rmdir", "fsync"):
+            setattr(os, name, before(getattr(os, name)))
+        torch.save, Path.symlink_to = before(torch.save), before(Path.symlink_to)
+        try:
+            action()
+            os._exit(0)
+        finally:
+            os._exit(9)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
 def config_parts():
     """Return the least config that a checkpoint may hold."""
     return {"model": {"type_map": ["O"]}, "training": {"seed": 1}}
@@ -237,6 +232,14 @@ def training_parts():
     streams, display = {"": {"frames": 0}}, {"sums": {}, "count": 0}
     return {"optimizer": {"type": "Adam", "state": {}}, "streams": streams, "display": display,
             "validation_pending": False}  # fmt: skip
+
+
+def checkpoint_payload(step=3, kind="training", weights="live", value=0.0, **more):
+    """Return a checkpoint of three tensors: the numbers 0 to 5, zeros, and ``step + value``."""
+    model = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.zeros(2, dtype=torch.float64)}
+    head = {"format": FORMAT, "version": "0.1.0", "kind": kind, "weights": weights, "step": step}
+    parts = training_parts() if kind == "training" else {"average": {}} if kind == "average" else {}
+    return {**head, "config": config_parts(), "model": {**model, "w": torch.full((50,), step + value)}, **parts, **more}
 
 
 def assert_same(a, b, path=""):
@@ -285,12 +288,8 @@ def _record(rng, natoms, num_types, pbc, jitter, triclinic, mixed, virtual):
     record = {"coord": coord, "types": types, "force": force, "atom_ener": atom_energy}
     if virtual:
         order = rng.permutation(natoms + virtual)
-        fill = {
-            "coord": rng.uniform(0, SPACING, (virtual, 3)),
-            "types": np.full(virtual, -1),
-            "force": np.zeros((virtual, 3)),
-            "atom_ener": np.zeros(virtual),
-        }
+        fill = {"coord": rng.uniform(0, SPACING, (virtual, 3)), "types": np.full(virtual, -1),
+                "force": np.zeros((virtual, 3)), "atom_ener": np.zeros(virtual)}  # fmt: skip
         record = {name: np.concatenate([value, fill[name]])[order] for name, value in record.items()}
     return record | {"energy": energy, "virial": virial, "box": box}
 

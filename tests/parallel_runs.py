@@ -9,6 +9,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import socket
 import time
 import traceback
@@ -66,12 +67,15 @@ def run_ranks(size, function, *args, limit=LIMIT_S, may_fail=False):
     return found
 
 
-def train(folder, size, config=None, limit=LIMIT_S, may_fail=False, **how):
-    """Train in ``folder`` on ``size`` processes, on ``config`` if it is given; return how each ended.
+def train(folder, size, config=None, limit=LIMIT_S, may_fail=False, origin=None, **how):
+    """Train in ``folder``, with the files of ``origin``, on ``size`` processes, on ``config`` if it is given.
 
-    What each returns is reported by :func:`train_here`.
+    Returns:
+        How each ended; its value is that of :func:`train_here`.
     """
     folder = Path(folder)
+    if origin is not None:
+        shutil.copytree(origin, folder, symlinks=True)
     folder.mkdir(parents=True, exist_ok=True)
     if config is not None:
         (folder / "input.json").write_text(json.dumps(config))
@@ -107,14 +111,8 @@ def train_here(folder, how):
 
 def launcher_environment(rank, size, port):
     """Return the environment that a launcher sets for one process of ``size`` on this machine."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), **address}
 
 
 def free_port():

@@ -11,7 +11,6 @@ import resource
 import shutil
 import signal
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -31,20 +30,12 @@ def make_run(folder, stage=0, **changes):
     folder.mkdir(parents=True)
     write_system(folder / "data", frames=16, natoms=6, seed=1)
     write_system(folder / "valid", frames=30, natoms=72, seed=2)
-    config = tiny_input(
-        ["data"],
-        ["valid"],
-        num_steps=LAST,
-        **{
-            "training__save_freq": SAVE_EVERY,
-            "training__zero_stage": stage,
-            "validating__full_validation": True,
-            "validating__validation_freq": AT_STEP + 2,
-            "validating__full_val_start": AT_STEP + 2,
-            "validating__save_best": False,
-            **changes,
-        },
-    )
+    options = {
+        "training__save_freq": SAVE_EVERY, "training__zero_stage": stage, "validating__full_validation": True,
+        "validating__validation_freq": AT_STEP + 2, "validating__full_val_start": AT_STEP + 2,
+        "validating__save_best": False, **changes,
+    }  # fmt: skip
+    config = tiny_input(["data"], ["valid"], num_steps=LAST, **options)
     (folder / "input.json").write_text(json.dumps(config))
     return folder
 
@@ -108,121 +99,9 @@ def last_words(folder):
     return [line for line in lines if line.startswith((*SPOKEN, "Traceback"))]
 
 
-def fail():
-    """Raise an error that nobody has thought of, after a step."""
-    _after_step(_raise)
-
-
-def die():
-    """Be killed after a step."""
-    _after_step(_die)
-
-
-def hang():
-    """Wait for ever after a step, as the main thread does in a collective of NCCL."""
-    _after_step(lambda: time.sleep(1e6))
-
-
-def be_stopped():
-    """Be sent SIGSTOP after a step."""
-    _after_step(lambda: os.kill(os.getpid(), signal.SIGSTOP))
-
-
-def die_in_validation():
-    """Be killed inside a full validation."""
-    _in_validation(_die)
-
-
-def die_at_start():
-    """Be killed while rank 0 looks at the data."""
-    from deepmd_ema.training import run
-
-    def prepare(*_arguments):
-        _note()
-        _die()
-
-    run.prepare = prepare
-
-
-def be_terminated_at_start():
-    """Be sent SIGTERM before the first step, as by torchrun when another rank has ended."""
-    _at_start(lambda: os.kill(os.getpid(), signal.SIGTERM))
-
-
-def die_early():
-    """Be killed before the first step."""
-    _at_start(_die)
-
-
-def die_at_the_rendezvous():
-    """Be killed when all ranks have come and those of the others wait for this one inside torch."""
-    _at_the_rendezvous(_die)
-
-
-def be_terminated_at_the_rendezvous():
-    """Be sent SIGTERM while waiting inside torch for a rank that has been killed, as by a launcher."""
-
-    def later():
-        for _ in range(2):  # whatever torch makes of the first one
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    _at_the_rendezvous(threading.Thread(target=later, daemon=True).start)
-
-
-def ask_to_stop():
-    """Be sent SIGTERM after a step."""
-    _after_step(lambda: os.kill(os.getpid(), signal.SIGTERM))
-
-
-def ask_in_validation():
-    """Be sent SIGTERM inside a full validation."""
-    _in_validation(lambda: os.kill(os.getpid(), signal.SIGTERM))
-
-
-def ask_often():
-    """Be sent Ctrl-C twice at once, as torchrun and the terminal do."""
-
-    def twice():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    _after_step(twice)
-
-
-def run_out_of_time():
-    """Be out of time after a step."""
-
-    def after_step(trainer):
-        if trainer.step == AT_STEP:
-            trainer.deadline = 0.0
-
-    _watch("after_step", after_step)
-
-
-def lose_folder_at_start():
-    """Have no such system on this machine."""
-    from deepmd_ema.data.formats import stores
-
-    def refuse(store, file):
-        _note()
-        raise stores.DataError(f"{store.name}/{file}: cannot be read: Permission denied.")
-
-    stores.NpyStore.array = refuse
-
-
-def lose_file():
-    """Find that the data cannot be read any more on this machine."""
-    from deepmd_ema.data.formats import stores
-
-    def lose():
-        def refuse(*_arguments, **_options):
-            raise PermissionError(13, "Permission denied")
-
-        stores.os.preadv = refuse
-
-    _without_cache()
-    _after_step(lose)
+def run_out_of_time(trainer):
+    if trainer.step == AT_STEP:
+        trainer.deadline = 0.0
 
 
 def lose_input():
@@ -231,15 +110,10 @@ def lose_input():
     os.chdir("elsewhere")
 
 
-def have_a_copy():
-    """Read a copy of the data and of the input in another folder."""
+def have_another_force():
+    """Read a copy of the data and of the input in which one force is another."""
     shutil.copytree(".", "elsewhere")
     os.chdir("elsewhere")
-
-
-def have_another_force():
-    """Read data in which one force is another."""
-    have_a_copy()
     file = next(Path("data").rglob("force.npy"))
     forces = np.load(file)
     forces[len(forces) // 2, 0] += 0.1
@@ -247,28 +121,11 @@ def have_another_force():
 
 
 def lack_a_frame():
-    """Read data without the last frame."""
-    have_a_copy()
+    """Read a copy of the data and of the input without the last frame."""
+    shutil.copytree(".", "elsewhere")
+    os.chdir("elsewhere")
     for file in next(Path("valid").glob("set.*")).glob("*.npy"):
         np.save(file, np.load(file)[:-1])
-
-
-def spoil_frame():
-    """Read numbers that are not finite from here on."""
-    from deepmd_ema.data.formats.system import DeepmdSystem
-
-    frame = DeepmdSystem.frame
-
-    def spoil():
-        def bad(system, index):
-            found = frame(system, index)
-            found.labels["force"][...] = float("nan")
-            return found
-
-        DeepmdSystem.frame = bad
-
-    _without_cache()
-    _after_step(spoil)
 
 
 def fill_disk():
@@ -286,26 +143,6 @@ def be_quick():
     from deepmd_ema.distributed import rendezvous
 
     rendezvous.JOIN_S = 2.0
-
-
-def come_late():
-    """Be held up before it joins."""
-    time.sleep(HELD_UP_S)
-
-
-def meet_late():
-    """Be held up between joining and the first collective."""
-    _hold_up("torch.distributed", "init_process_group")
-
-
-def speak_late():
-    """Be held up before it says why it ends."""
-    _hold_up("deepmd_ema.distributed.rendezvous", "Rendezvous.report_of")
-
-
-def leave_late():
-    """Be held up after the last step."""
-    _hold_up("torch.distributed", "destroy_process_group")
 
 
 def lack_device():
@@ -340,14 +177,6 @@ def _load_once():
             importlib.import_module(name)
 
 
-def _raise():
-    raise ValueError("something that nobody has thought of")
-
-
-def _die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _hold_up(module, name):
     """Let the function ``name`` of ``module`` begin later."""
     *owners, last = name.split(".")
@@ -362,12 +191,6 @@ def _hold_up(module, name):
     setattr(owner, last, late)
 
 
-def _without_cache():
-    from deepmd_ema.data.collate import PairCache
-
-    PairCache.__init__.__defaults__ = (0, 1)
-
-
 def _at_start(action):
     from deepmd_ema.distributed.world import World
 
@@ -376,19 +199,6 @@ def _at_start(action):
         action()
 
     World.broadcast_from_rank0 = act
-
-
-def _at_the_rendezvous(action):
-    from torch import distributed
-
-    init = distributed.init_process_group
-
-    def act(*arguments, **options):
-        _note()
-        action()
-        init(*arguments, **options)
-
-    distributed.init_process_group = act
 
 
 def _after_step(action):
@@ -424,14 +234,31 @@ def _note():
         Path(STAMP).touch()
 
 
+def _raise():
+    raise ValueError("something that nobody has thought of")
+
+
+def _send(number, times=1):
+    """Return a function that sends this process a signal."""
+    return lambda: [os.kill(os.getpid(), number) for _ in range(times)]
+
+
+_die = _send(signal.SIGKILL)
 FAULTS = {
-    act.__name__: act
-    for act in (
-        fail, die, hang, be_stopped, die_in_validation, die_at_start, die_early, die_at_the_rendezvous,
-        be_terminated_at_start,
-        be_terminated_at_the_rendezvous, ask_to_stop, ask_in_validation,
-        ask_often, run_out_of_time, lose_folder_at_start, lose_file, lose_input, spoil_frame, fill_disk, be_quick,
-        have_a_copy, have_another_force, lack_a_frame,
-        come_late, meet_late, speak_late, leave_late, lack_device, be_terminated_while_joining,
-    )
+    "fail": lambda: _after_step(_raise),
+    "die": lambda: _after_step(_die),
+    "hang": lambda: _after_step(lambda: time.sleep(1e6)),  # as the main thread does in a collective of NCCL
+    "die_early": lambda: _at_start(_die),
+    "be_terminated_at_start": lambda: _at_start(_send(signal.SIGTERM)),  # as by torchrun when another rank has ended
+    "ask_to_stop": lambda: _after_step(_send(signal.SIGTERM)),
+    "ask_in_validation": lambda: _in_validation(_send(signal.SIGTERM)),
+    "ask_often": lambda: _after_step(_send(signal.SIGINT, 2)),  # as torchrun and the terminal do
+    "run_out_of_time": lambda: _watch("after_step", run_out_of_time),
+    "come_late": lambda: time.sleep(HELD_UP_S),
+    "meet_late": lambda: _hold_up("torch.distributed", "init_process_group"),
+    "speak_late": lambda: _hold_up("deepmd_ema.distributed.rendezvous", "Rendezvous.report_of"),
+    "leave_late": lambda: _hold_up("torch.distributed", "destroy_process_group"),
+    **{act.__name__: act for act in (
+        lose_input, fill_disk, be_quick, have_another_force, lack_a_frame, lack_device, be_terminated_while_joining,
+    )},
 }  # fmt: skip

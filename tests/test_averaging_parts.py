@@ -1,63 +1,35 @@
-"""Averages of parts: buffers, frozen parameters, tasks. Names carry the demand that a test is for."""
+"""Averages of parts and over restarts: buffers, frozen parameters, tasks, what is saved, continued and reported."""
 
+import copy
+import io
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
-from averaging_nets import PLAIN, POWER, SWA, WARM, Net, assert_same, copies, make_net, move, oracle, train
+from averaging_nets import (
+    PLAIN,
+    POWER,
+    WARM,
+    EveryOther,
+    Net,
+    assert_same,
+    copies,
+    make_net,
+    move,
+    oracle,
+    through_staging,
+    train,
+)
 from torch import nn
 
-from deepmd_ema.averaging import AverageBank, EmaProfile, SwaProfile
-
-PARAMETERS = ["first.weight", "first.bias", "second.weight", "second.bias"]
+from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
+from deepmd_ema.errors import CheckpointError
 
 
 @pytest.fixture
 def net():
     return make_net()
-
-
-def test_E2_buffers_are_the_live_ones_and_integers_stay_integers(net):
-    bank = AverageBank(net, [PLAIN])
-    net.mean.fill_(7.0)
-    net.atomic_number.fill_(26)
-    move(net, 0)
-    bank.update()
-    weights = bank.weights("ema")
-    assert torch.equal(weights["mean"], torch.full((3,), 7.0, dtype=torch.float64))
-    assert torch.equal(weights["atomic_number"], torch.tensor([26, 26]))
-    assert weights["atomic_number"].dtype == torch.int64
-    assert "cache" not in weights
-    assert list(weights) == list(net.state_dict())
-
-
-def test_frozen_parameters_cost_no_memory_and_stand_live_in_the_average(net):
-    net.first.requires_grad_(False)
-    bank = AverageBank(net, [PLAIN])
-    assert len(bank["ema"].tensors) == 2
-    with torch.no_grad():
-        net.first.weight.add_(1)
-    assert torch.equal(bank.weights("ema")["first.weight"], net.first.weight)
-
-
-class Overlapping(nn.Module):
-    """Parameters that begin at one address: a matrix, its first row, and both names of one vector."""
-
-    def __init__(self):
-        super().__init__()
-        memory = torch.arange(12.0, dtype=torch.float64)
-        self.matrix = nn.Parameter(memory.view(4, 3))
-        self.row = nn.Parameter(memory[:3])
-        self.vector = self.same = nn.Parameter(torch.ones(2))
-
-
-def test_parameters_at_one_address_are_one_only_with_one_shape_and_precision():
-    net = Overlapping()
-    bank = AverageBank(net, [PLAIN])
-    assert [shard.names for shard in bank["ema"].shards] == [["matrix"], ["row"], ["vector", "same"]]
-    assert {n: tuple(t.shape) for n, t in bank.weights("ema").items()} == {
-        "matrix": (4, 3), "row": (3,), "vector": (2,), "same": (2,)
-    }  # fmt: skip
 
 
 def test_a_parameter_that_is_switched_on_starts_from_its_live_value(net, caplog):
@@ -74,26 +46,16 @@ def test_a_parameter_that_is_switched_on_starts_from_its_live_value(net, caplog)
     expected = torch.lerp(second, net.second.weight.detach(), 1 - 0.9)
     assert torch.equal(bank.weights("ema")["first.weight"], net.first.weight)
     assert torch.equal(bank.weights("ema")["second.weight"], expected)
-    with torch.no_grad():
-        net.first.weight.fill_(4.0)
-    bank.update()
-    assert torch.allclose(bank.weights("ema")["first.weight"], torch.full((5, 3), 3.1, dtype=torch.float64))
     restarted = AverageBank(net, [PLAIN])
     restarted.load_state_dict(state)
     assert torch.equal(restarted.weights("ema")["second.weight"], second)
     assert "first.weight, first.bias was not averaged before" in caplog.text
-
-
-def test_an_average_of_a_parameter_that_is_frozen_now_is_dropped(net):
-    bank = AverageBank(net, [PLAIN])
-    move(net, 0)
-    bank.update()
-    state = bank.state_dict()
     net.first.requires_grad_(False)
-    again = AverageBank(net, [PLAIN])
-    again.load_state_dict(state)
-    assert torch.equal(again.weights("ema")["first.weight"], net.first.weight)
-    assert torch.equal(again.weights("ema")["second.weight"], state["profiles"]["ema"]["weights"]["second.weight"])
+    train(net, bank, range(3, 5))
+    net.first.requires_grad_(True)
+    bank.update()
+    assert torch.equal(bank.weights("ema")["first.weight"], net.first.weight)  # and starts again
+    assert bank.info("ema")["updates"] == 5
 
 
 def test_no_module_is_copied(net, monkeypatch):
@@ -105,62 +67,40 @@ def test_no_module_is_copied(net, monkeypatch):
     bank.state_dict()
 
 
-def test_a_tensor_shared_by_tasks_has_one_average_under_both_names():
-    water, ice = make_net(), make_net()
-    ice.first = water.first
-    first = water.first.weight.detach().clone()
-    bank = AverageBank({"water": water, "ice": ice}, [PLAIN])
-    assert len(bank["ema"].tensors) == 6
-    assert sorted(bank["ema"].tensor_names) == sorted([f"{t}.{n}" for t in ("water", "ice") for n in PARAMETERS])
-    move(water, 0)
-    bank.update()
-    weights = bank.weights("ema")
-    assert torch.equal(weights["water.first.weight"], weights["ice.first.weight"])
-    expected = oracle([first, water.first.weight.detach()], [0.9])
-    assert torch.allclose(weights["ice.first.weight"], expected)
-    saved = bank.state_dict()["profiles"]["ema"]["weights"]
-    assert saved["water.first.weight"] is saved["ice.first.weight"]
-
-
-def test_adding_or_removing_a_task_keeps_the_averages_of_the_others():
-    water, ice = Net(), Net()
-    ice.first = water.first
-    both = AverageBank({"water": water, "ice": ice}, [PLAIN])
-    move(water, 0)
-    move(ice, 1)
-    both.update()
-    alone = AverageBank({"ice": ice}, [PLAIN])
-    alone.load_state_dict(both.state_dict())
-    expected = {n: t for n, t in both.weights("ema").items() if n.startswith("ice.")}
-    assert_same(alone.weights("ema"), expected)
-    again = AverageBank({"water": water, "ice": ice}, [PLAIN])
-    again.load_state_dict(alone.state_dict())
-    assert_same({n: t for n, t in again.weights("ema").items() if n.startswith("ice.")}, expected)
-    assert torch.equal(again.weights("ema")["water.second.weight"], water.second.weight)
-
-
-@pytest.mark.parametrize("profile", [WARM, POWER, SWA], ids=lambda p: p.name)
-def test_the_average_of_an_idle_head_does_not_drift(profile):
+@pytest.mark.parametrize("profile", [PLAIN, POWER])
+def test_a_tensor_shared_by_tasks_has_one_average_and_a_task_may_be_idle_come_and_go(profile):
     water, ice = make_net(), Net()
     ice.first = water.first
-    bank = AverageBank({"water": water, "ice": ice}, [profile])
+    bank, apart = AverageBank({"water": water, "ice": ice}, [profile]), AverageBank(water, [profile])
     idle = copies(ice)
-    train(water, bank, range(200))
-    weights = bank.weights("ema")
-    for name in ("second.weight", "second.bias"):
-        assert torch.equal(weights[f"ice.{name}"], idle[name])
-        assert not torch.equal(weights[f"water.{name}"], water.state_dict()[name])
+    for step in range(50):
+        move(water, step)
+        bank.update()
+        apart.update()
+    weights, alone = bank.weights("ema"), apart.weights("ema")
+    assert len(bank["ema"].tensors) == 6
+    assert_same({n.removeprefix("water."): t for n, t in weights.items() if n.startswith("water.")}, alone)
+    of_ice = {n: t for n, t in weights.items() if n.startswith("ice.")}
+    assert torch.equal(of_ice["ice.first.weight"], alone["first.weight"])
+    assert torch.equal(of_ice["ice.second.weight"], idle["second.weight"])  # without a drift
+    saved = bank.state_dict()
+    of_file = saved["profiles"]["ema"]["weights"]
+    assert of_file["water.first.weight"] is of_file["ice.first.weight"]
+    removed, added = AverageBank({"ice": ice}, [profile]), AverageBank({"water": water, "ice": ice}, [profile])
+    removed.load_state_dict(saved)
+    assert_same(removed.weights("ema"), of_ice)
+    added.load_state_dict(removed.state_dict())
+    assert_same({n: t for n, t in added.weights("ema").items() if n.startswith("ice.")}, of_ice)
+    assert torch.equal(added.weights("ema")["water.second.weight"], water.second.weight)
 
 
 def test_buffers_are_averaged_on_request_and_integers_never(net):
     profile = EmaProfile("ema", 0.9, warmup=False, buffers="average")
     bank = AverageBank(net, [profile, EmaProfile("copy", 0.9, warmup=False)])
-    assert bank["ema"].tensor_names == (*PARAMETERS, "mean")
-    assert bank["copy"].tensor_names == tuple(PARAMETERS)
     history = [net.mean.clone()]
     for step in range(5):
         move(net, step)
-        net.mean.add_(step)
+        net.mean = net.mean + step  # as a forward pass may
         net.atomic_number.add_(1)
         net.cache.add_(1)
         bank.update()
@@ -174,74 +114,108 @@ def test_buffers_are_averaged_on_request_and_integers_never(net):
     assert torch.equal(bank.weights("copy")["mean"], live["mean"])
     with bank.swapped_in("ema"):
         assert torch.equal(net.mean, weights["mean"])
-        assert_same(bank.weights("live"), live)
         assert torch.equal(bank.weights("copy")["mean"], live["mean"])
     assert_same(copies(net), live)
-
-
-def test_a_buffer_that_a_forward_replaces_is_followed(net):
-    bank = AverageBank(net, [EmaProfile("ema", 0.5, warmup=False, buffers="average")])
-    net.mean = net.mean + 2
-    bank.update()
-    assert torch.equal(bank.weights("ema")["mean"], torch.full((3,), 2.0, dtype=torch.float64))
-
-
-def test_buffers_switched_on_at_a_restart_start_live_and_switched_off_are_live(net, caplog):
-    caplog.set_level(logging.INFO)
-    plain, whole = EmaProfile("ema", 0.9), EmaProfile("ema", 0.9, buffers="average")
-    bank = AverageBank(net, [plain])
-    train(net, bank, range(3))
-    net.mean.fill_(5.0)
-    on = AverageBank(net, [whole])
-    on.load_state_dict(bank.state_dict())
-    assert "average ema: mean was not averaged before and starts from its live value" in caplog.text
-    assert "buffers was copy in the checkpoint and is average from now on" in caplog.text
-    assert_same(on.weights("ema"), bank.weights("ema"))
-    net.mean.fill_(7.0)
-    on.update()
-    assert not torch.equal(on.weights("ema")["mean"], net.mean)
-    off = AverageBank(net, [plain])
-    off.load_state_dict(on.state_dict())
-    assert torch.equal(off.weights("ema")["mean"], net.mean)
-    assert torch.equal(off.weights("ema")["first.weight"], on.weights("ema")["first.weight"])
-
-
-def test_buffers_of_the_averaged_model_are_those_of_the_moment(net):
-    bank = AverageBank(net, [PLAIN])
-    train(net, bank, range(3))
-    net.mean.fill_(3.0)
-    assert torch.equal(bank.weights("ema")["mean"], net.mean)
 
 
 def test_frozen_parameters_take_no_bytes(net):
     whole = AverageBank(net, [PLAIN, EmaProfile("wide", 0.9, dtype="float64")])
     assert whole["wide"].num_bytes == whole["ema"].num_bytes > 0
     net.second.requires_grad_(False)
-    assert AverageBank(net, [PLAIN])["ema"].num_bytes < whole["ema"].num_bytes
-    narrow = make_net(dtype=torch.float32)
-    both = AverageBank(narrow, [PLAIN, EmaProfile("narrow", 0.9, dtype="float32")])
-    assert both["ema"].num_bytes == 2 * both["narrow"].num_bytes
-
-
-def test_a_parameter_that_is_frozen_for_a_while_starts_again_from_its_live_value(net):
     bank = AverageBank(net, [PLAIN])
-    train(net, bank, range(3))
-    net.first.requires_grad_(False)
-    train(net, bank, range(3, 5))
-    assert torch.equal(bank.weights("ema")["first.weight"], net.first.weight)
-    net.first.requires_grad_(True)
-    bank.update()
-    assert torch.equal(bank.weights("ema")["first.weight"], net.first.weight)
-    assert not torch.equal(bank.weights("ema")["second.weight"], net.second.weight)
-    assert bank.info("ema")["updates"] == 6
+    assert bank["ema"].num_bytes < whole["ema"].num_bytes
+    move(net, 1)
+    assert torch.equal(bank.weights("ema")["second.weight"], net.second.weight)
 
 
-def test_a_parameter_that_was_replaced_is_followed_after_rebind(net):
-    bank = AverageBank(net, [SwaProfile("ema")])
-    train(net, bank, range(2))
-    before = bank.weights("ema")["second.bias"]
-    net.second.bias = nn.Parameter(torch.full((1,), 4.0, dtype=torch.float64))
-    bank.rebind()
-    assert torch.equal(bank.weights("ema")["second.bias"], before)
+KINDS = [
+    WARM, EmaProfile("slow", 0.999, start_step=7, update_every=3), EmaProfile("late", 0.9, start_step=20),
+    PowerProfile.from_sigma_rel("p1", 0.1), PowerProfile("p2", 3.0, update_every=4, start_step=2, dtype="float64"),
+    SwaProfile("flat", start_step=5, buffers="average"), SwaProfile("host", device="cpu", dtype="float32"),
+    SwaProfile("even", should_update=EveryOther(0, 0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+@pytest.mark.parametrize(("dtype", "at"), [(torch.float32, 1), (torch.bfloat16, 11)])
+def test_a_restart_continues_every_average_bitwise(dtype, staged, at):
+    with through_staging() if staged else nullcontext():
+        net, other = make_net(dtype=dtype), Net(dtype=dtype)
+        bank = AverageBank(net, KINDS)
+        for step in range(at):
+            advance(net, bank, step)
+        torch.save(bank.state_dict(), file := io.BytesIO())
+        file.seek(0)
+        other.load_state_dict(copies(net))
+        restarted = AverageBank(other, KINDS)
+        restarted.load_state_dict(torch.load(file, weights_only=True))
+    for step in range(at, 31):
+        for module, averages in ((net, bank), (other, restarted)):
+            advance(module, averages, step)
+    assert_same(copies(net), copies(other))
+    for name in bank.names:
+        assert_same(bank.weights(name), restarted.weights(name))
+        assert bank.info(name) == restarted.info(name)
+        assert bank.info(name)["updates"] > 0
+    assert {t.dtype for t in restarted["host"].tensors} == {torch.float32}
+
+
+def advance(net, bank, step):
+    move(net, step)
+    net.mean.add_(0.25)
+    bank.update(epoch=step / 10)
+
+
+def test_what_is_handed_out_does_not_alias_the_average_or_the_weights(net):
+    bank = AverageBank(net, [PLAIN])
+    move(net, 0)
     bank.update()
-    assert torch.allclose(bank.weights("ema")["second.bias"], before + (4.0 - before) / 3)
+    state, weights = bank.state_dict(), bank.weights("ema")
+    saved = state["profiles"]["ema"]["weights"]
+    before = copy.deepcopy([weights, saved])
+    move(net, 1)
+    net.mean.add_(1)
+    bank.update()
+    assert_same(weights, before[0])
+    assert_same(saved, before[1])
+
+
+def test_an_average_switched_on_at_a_restart_starts_from_the_loaded_weights_and_says_so(net, caplog):
+    caplog.set_level(logging.INFO)
+    bank = AverageBank(net, [WARM])
+    bank.update()
+    net.load_state_dict(Net().state_dict())
+    bank.load_state_dict(None, step=100)
+    assert "starts from the loaded weights" in caplog.text
+    assert_same(bank.weights("ema"), copies(net))
+    assert bank.info("ema")["updates"] == 0
+
+
+def test_keys_that_do_not_fit_fail_with_their_names(net):
+    bank = AverageBank(net, [PLAIN])
+    state = bank.state_dict()
+    weights = state["profiles"]["ema"]["weights"]
+    weights |= {"first_weight": weights.pop("first.weight"), "second.bias": torch.zeros(3)}
+    del weights["first.bias"]
+    phrase = r"(?s)missing: first.bias.*renamed: first.weight is called first_weight.*shape: second.bias is \(3,\)"
+    with pytest.raises(CheckpointError, match=phrase):
+        bank.load_state_dict(state)
+
+
+def test_every_setting_that_changed_is_warned_of_and_counts_from_now_on(net, caplog):
+    bank = AverageBank(net, [PowerProfile("p", 3.0), EmaProfile("e", 0.9), PLAIN])
+    train(net, bank, range(5))
+    state = bank.state_dict()
+    others = [PowerProfile("p", 6.0, update_every=2), SwaProfile("e"), EmaProfile("ema", 0.5, warmup=False)]
+    again = AverageBank(net, others)
+    again.load_state_dict(state)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warnings == [
+        "average p: update_every was 1 in the checkpoint and is 2 from now on",
+        "average p: gamma was 3.0 in the checkpoint and is 6.0 from now on",
+        "average e: was of type ema in the checkpoint and is swa from now on",
+        "average ema: decay was 0.9 in the checkpoint and is 0.5 from now on",
+    ]
+    assert again.info("p")["updates"] == 5
+    assert again.info("ema")["decay"] == 0.5
+    assert_same(again.weights("p"), bank.weights("p"))

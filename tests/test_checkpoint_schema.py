@@ -1,24 +1,21 @@
-"""Files that lack parts or hold other types: one message each, from every command that reads them, and no other end."""
+"""Files that lack parts, hold other types or whose bytes were changed on the disk: one message each, no other end."""
 
 import copy
-import json
 import random
-import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from bad_inputs import sit_down, write_systems
 from helpers import tiny_input
 from infer_models import write_run
+from kept_runs import write_kept_run
 
 from deepmd_ema import checkpoint
-from deepmd_ema.checkpoint.content import KINDS
-from deepmd_ema.cli import main
 from deepmd_ema.config import config_from_dict
+from deepmd_ema.distributed.tensors import content_digest
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.infer.load import load_model
-from deepmd_ema.infer.show import KINDS as SHOWN
 from deepmd_ema.infer.show import describe
 from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.interop.tree_files import read_tree, write_tree
@@ -27,27 +24,20 @@ from deepmd_ema.training.weights import load_restart, load_weights
 
 pytestmark = pytest.mark.timeout(300)
 
+
 JUNK = (None, "text", -1, 1e300, [], {}, [1, "a"], {"a": 1}, True, 2**70)
+
+
 CONFIG = config_from_dict(tiny_input(["data"], ["valid"]))
+
+
 ALIASES = "".join(f"{c}: &{c} [{', '.join(['*' + p] * 9)}]\n" for p, c in zip("abcdefgh", "bcdefghi"))
-BANK = [{"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True, "snapshot_freq": 2}]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with the files of a run of four steps, and its data."""
-    home = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        (home / "desk").mkdir()
-        desk = sit_down(home / "desk", write_systems(home), patch, None)
-        options = {
-            "validating__full_validation": True,
-            "validating__validation_freq": 2,
-            "validating__full_val_start": 0,
-        }
-        desk.write(num_steps=4, training__save_freq=2, training__averaging=BANK, **options)
-        assert main(["train", "input.json", "--device", "cpu"]) == 0
-    return home / "desk"
+    """A folder with the checkpoint and the snapshots of a run of four steps."""
+    return write_kept_run(tmp_path_factory.mktemp("trained"), None, steps=4, every=2)
 
 
 def places(tree, above=()):
@@ -87,115 +77,63 @@ def continue_run(path):
     start.run_id(config)
 
 
-COMMANDED = (load_model, describe, begin, continue_run)
-
-
 def reported(use, path):
-    """Return the message when a file is used; nothing if it can be."""
+    """Return the message when a file is used; its name if it can be."""
     try:
         use(path)
     except UserError as error:
         return str(error)
-    return ""
+    return path.name
 
 
 def read_it(path, *uses):
     """Read a file as commands do; a message that names it is a good end."""
     for said in [reported(use, path) for use in uses]:
-        assert not said or path.name in said, said
-        assert len(said) < 2000, said
+        assert path.name in said
+        assert len(said) < 2000
 
 
-@pytest.mark.parametrize("file", ["model.ckpt-4.pt", "model_p05.ckpt-4.pt", "snapshots/model_p05.ckpt-4.pt"])
+@pytest.mark.parametrize("file", ["model.ckpt-4.pt", "snapshots/model_p05.ckpt-4.pt"])
 def test_whatever_part_of_a_file_is_missing_or_of_another_type_it_is_read_or_reported(trained, tmp_path, file):
-    payload, path, draw = checkpoint.load(trained / file), tmp_path / "m.pt", random.Random(0)
+    payload, path, draw = checkpoint.load(trained / file), tmp_path / "m.pt", random.Random(1)
     for place in places(payload):
-        of_model = place[0] == "config" and len(place) > 3  # what an input may hold has tests of its own
-        of_state = place[0] != "config" and len(place) > 1  # a digest covers it
-        if of_state or (of_model and draw.random() > 0.03):
+        if place[0] != "config" and len(place) > 1:  # a digest covers it
+            continue
+        if place[0] == "config" and draw.random() > (0.02 if len(place) > 3 else 0.5):
             continue
         junk = draw.choice(JUNK if place[0] == "config" else [*JUNK, torch.zeros(3), torch.zeros(2).int()])
         checkpoint.save(path, changed(payload, place, junk, drop=draw.random() < 0.4))
-        read_it(path, *COMMANDED)
+        read_it(path, load_model, describe, begin, continue_run)
 
 
-@pytest.mark.parametrize("part", ["optimizer", "streams", "display", "validation_pending", "model", "config", "step"])
-@pytest.mark.parametrize("junk", ["missing", "text"])
-def test_a_checkpoint_that_lacks_a_part_is_reported_with_its_name(trained, tmp_path, part, junk):
+@pytest.mark.parametrize("part", ["optimizer", "validation_pending", "model", "step"])
+def test_a_checkpoint_that_lacks_a_part_is_reported_with_its_name(trained, tmp_path, part):
     payload = checkpoint.load(trained / "model.ckpt-4.pt")
-    checkpoint.save(tmp_path / "m.pt", changed(payload, (part,), "text", drop=junk == "missing"))
-    said = rf"{part}(\.\w+)? is " + ("missing" if junk == "missing" else "(missing|str 'text', expected)")
-    with pytest.raises(CheckpointError, match=rf"m.pt: not a file of kind training as dp-ema writes it: {said}"):
-        checkpoint.load(tmp_path / "m.pt")
-
-
-COMMANDS = {
-    "show": ["show", "m.pt"],
-    "freeze": ["freeze", "-c", "m.pt", "-o", "m.dp"],
-    "test": ["test", "-m", "m.pt", "-s", "data"],
-    "change-bias": ["change-bias", "m.pt", "-b", "-1", "-2", "-o", "new.pt"],
-    "restart": ["train", "--restart", "m.pt", "input.json", "--device", "cpu"],
-    "init-model": ["train", "--init-model", "m.pt", "input.json", "--device", "cpu"],
-    "posthoc": ["posthoc", ".", "-s", "valid"],
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_reports_of_a_part_that_is_missing(trained, tmp_path, monkeypatch, capsys, command):
-    shutil.copytree(trained, tmp_path / "desk")
-    monkeypatch.chdir(tmp_path / "desk")
-    payload = checkpoint.load("model.ckpt-4.pt")
-    name = "model.ckpt-4.pt" if command == "posthoc" else "m.pt"
-    checkpoint.save(name, changed(payload, ("streams",), drop=True))
-    assert main(COMMANDS[command]) == 2
-    said = capsys.readouterr().err
-    assert f"{name}: not a file of kind training as dp-ema writes it: streams is missing. Another program" in said
-    assert "Traceback" not in said
-
-
-def test_snapshots_that_lack_a_part_are_reported_by_posthoc(trained, tmp_path, monkeypatch, capsys):
-    shutil.copytree(trained, tmp_path / "desk")
-    monkeypatch.chdir(tmp_path / "desk")
-    path = Path("snapshots/model_p05.ckpt-4.pt")
-    checkpoint.save(path, changed(checkpoint.load(path), ("averaged",), "all"))
-    assert main(["posthoc", ".", "-s", "valid"]) == 2
-    said = capsys.readouterr().err
-    assert f"{path}: not a file of kind snapshot as dp-ema writes it: averaged is str 'all', expected list" in said
-
-
-@pytest.mark.parametrize("junk", ["text", torch.zeros(2).int()])
-def test_weights_that_are_no_numbers_are_reported_with_the_name_of_the_tensor(trained, tmp_path, junk):
-    payload = checkpoint.load(trained / "model.ckpt-4.pt")
-    checkpoint.save(tmp_path / "m.pt", changed(payload, ("model", "descriptor.mean"), junk))
+    for drop, said in ((True, "missing"), (False, "(missing|str 'text', expected)")):
+        checkpoint.save(tmp_path / "m.pt", changed(payload, (part,), "text", drop=drop))
+        said = rf"m.pt: not a file of kind training as dp-ema writes it: {part}(\.\w+)? is {said}"
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.load(tmp_path / "m.pt")
+    checkpoint.save(tmp_path / "m.pt", changed(payload, ("model", "descriptor.mean"), torch.zeros(2).int()))
     with pytest.raises(CheckpointError, match=r"as dp-ema writes it: model.descriptor.mean is .*expected a tensor"):
         checkpoint.load(tmp_path / "m.pt")
-
-
-def test_show_has_words_for_every_kind():
-    assert SHOWN.keys() == {*KINDS, "frozen", "deepmd"}
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"\xff\xfe\x00junk", "not the path of a checkpoint"),
         (b"a\x00b", "not the path of a checkpoint, which a run writes there .it is no text."),
         (b"x" * 10_000, "not the path of a checkpoint"),
         (b"", "names nothing, which is missing"),
-        (b"model.ckpt-9.pt", "names model.ckpt-9.pt, which is missing"),
     ],
-    ids=["bytes", "zero byte", "long", "empty", "gone"],
+    ids=["zero byte", "long", "empty"],
 )
 def test_a_pointer_that_is_no_path_is_reported_with_what_is_there(tmp_path, monkeypatch, content, reason):
     write_run(tmp_path)
     monkeypatch.chdir(tmp_path)
     Path("checkpoint").write_bytes(content)
-    for way in (".", "checkpoint"):
-        with pytest.raises(CheckpointError, match=rf"checkpoint: {reason}.*Available in .: model.ckpt-7.pt"):
-            checkpoint.load(way)
-
-
-# ---- frozen models
+    with pytest.raises(CheckpointError, match=rf"checkpoint: {reason}.*Available in .: model.ckpt-7.pt"):
+        checkpoint.load(".")
 
 
 @pytest.fixture(scope="module")
@@ -205,11 +143,11 @@ def tree(tmp_path_factory):
 
 
 def test_whatever_part_of_a_frozen_model_is_missing_or_of_another_type_it_is_read_or_reported(tree, tmp_path):
-    path, draw = tmp_path / "m.dp", random.Random(0)
+    path, draw = tmp_path / "m.dp", random.Random(1)
     for place in places(tree):
         of_config = place[0] == "model_def_script" and len(place) > 3
         of_facts = place[0] == "dp_ema" and len(place) > 1  # a digest covers them
-        if of_facts or draw.random() > (0.05 if of_config else 0.3):
+        if of_facts or draw.random() > (0.02 if of_config else 0.15):
             continue
         junk = draw.choice(JUNK) if "@variables" not in place else draw.choice([torch.zeros(3).numpy(), None])
         write_tree(path, changed(tree, place, junk, drop=draw.random() < 0.4))
@@ -220,15 +158,12 @@ def test_whatever_part_of_a_frozen_model_is_missing_or_of_another_type_it_is_rea
     ("text", "reason"),
     [
         ("[" * 50_000, "nested too deeply to be a model file"),
-        ("- " * 50_000 + "1", "nested too deeply to be a model file"),
-        ("? " * 50_000 + "1", "nested too deeply to be a model file"),
         ("\n".join(" " * k + "a:" for k in range(20_000)), "nested too deeply to be a model file"),
         (f"a: &a [1, 1, 1]\n{ALIASES}", "its anchors stand for more values than a model file of this length has"),
         ("a: &a [*a, *a]", "its anchors stand for more values"),
         ("model: !!python/object:os.system {}", "damaged, or not a YAML model file"),
-        ("model: 5", "no model inside"),
     ],
-    ids=["brackets", "dashes", "question marks", "indentation", "anchors", "itself", "code", "number"],
+    ids=["brackets", "indentation", "anchors", "itself", "code"],
 )  # fmt: skip
 def test_a_yaml_model_that_would_break_its_reader_is_reported(tmp_path, text, reason):
     """50,000 levels were a segmentation fault of the reader in C."""
@@ -250,34 +185,112 @@ def test_an_array_that_says_to_be_larger_than_its_file_is_not_read(tree, tmp_pat
         load_model(path)
 
 
-# ---- advice that leads on
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run"))
 
 
-def test_a_run_starts_from_the_weights_of_a_frozen_model(trained, tmp_path, monkeypatch, capsys):
-    """`--init-model` of a checkpoint of DeePMD-kit advised a .dp file, which it then refused."""
-    shutil.copytree(trained, tmp_path / "desk")
-    monkeypatch.chdir(tmp_path / "desk")
-    for suffix in (".dp", ".yaml"):
-        assert main(["freeze", "--average", "ema", "-o", f"m{suffix}"]) == 0
-        begin = load_weights(f"m{suffix}").sources[""].loaded.model.state_dict()
-        averaged = load_model("model_ema.ckpt-4.pt").model.state_dict()
-        assert all(torch.equal(tensor, averaged[name]) for name, tensor in begin.items())
-        assert main(["train", "--init-model", f"m{suffix}", "input.json", "--device", "cpu"]) == 0
-        assert f"weights of m{suffix} (ema, step 4)" in capsys.readouterr().err
-        new = checkpoint.load("model.ckpt-4.pt")
-        assert torch.equal(new["model"]["descriptor.mean"], averaged["descriptor.mean"])
-        assert main(["train", "--restart", f"m{suffix}", "input.json", "--device", "cpu"]) == 2
-        said = capsys.readouterr().err
-        assert "a frozen model holds weights only, not the state of a run" in said
-        assert f"--init-model m{suffix}" in said
+def directory_of(data):
+    """Return the begin and the end of the directory of an archive."""
+    end = data.rindex(b"PK\x05\x06")
+    return int.from_bytes(data[end + 16 : end + 20], "little"), len(data)
 
 
-def test_a_frozen_model_of_another_size_is_no_start(trained, tmp_path, monkeypatch, capsys):
-    shutil.copytree(trained, tmp_path / "desk")
-    monkeypatch.chdir(tmp_path / "desk")
-    assert main(["freeze", "-o", "m.dp"]) == 0
-    values = json.loads(Path("input.json").read_text())
-    values["model"]["fitting_net"]["neuron"] = [9, 9]
-    Path("input.json").write_text(json.dumps(values))
-    assert main(["train", "--init-model", "m.dp", "input.json", "--device", "cpu"]) == 2
-    assert "m.dp: its weights do not fit the model of this input" in capsys.readouterr().err
+def flipped(data, bit):
+    return data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
+
+
+def test_no_bit_of_the_directory_of_an_archive_makes_other_weights(run, tmp_path):
+    original = run[1].read_bytes()
+    path = tmp_path / "m.pt"
+    path.write_bytes(original)
+    expected = content_digest(checkpoint.load(path))
+    begin, end = directory_of(original)
+    for bit in random.Random(1).sample(range(8 * begin, 8 * end), 200):
+        path.write_bytes(flipped(original, bit))
+        try:
+            found = checkpoint.load(path)
+        except CheckpointError:
+            continue
+        assert content_digest(found) == expected, bit
+
+
+@pytest.mark.parametrize("name", ["model", "config", "step"])
+def test_content_that_was_changed_under_right_checksums_is_refused(run, tmp_path, name):
+    payload = torch.load(run[0], weights_only=True)
+    assert payload["digest"]
+    if name == "model":
+        payload["model"]["out_bias"] *= 1 + 1e-15
+    elif name == "config":
+        payload["config"]["model"]["type_map"].reverse()
+    else:
+        payload["step"] += 1
+    torch.save(payload, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match="damaged, its content is not what was written"):
+        checkpoint.load(tmp_path / "m.pt")
+
+
+def test_a_digest_reports_content_apart_and_nothing_else():
+    one = {"a": torch.arange(3.0), "b": [1, 2.0, "x", None, True], "c": {"d": np.float64(2)}}
+    same = {"a": torch.arange(6.0).view(3, 2)[:, 0] / 2, "b": (1, 2.0, "x", None, True), "c": {"d": np.array(2.0)}}
+    assert content_digest(one) == content_digest(same)
+    others = [
+        {**one, "a": torch.arange(3.0).double()},
+        {**one, "a": torch.arange(3.0)[None]},
+        {**one, "a": torch.tensor([-0.0, 1, 2])},
+        {**one, "b": [1, 2.0, "x", None, 1]},
+        {**one, "b": [1, 2.0, ["x", None, True]]},
+        {**one, "c": {"d": np.array(2.0, ">f8")}},
+        {**one, "c": {"e": np.array(2.0)}},
+    ]
+    assert len({content_digest(tree) for tree in (one, *others)}) == 1 + len(others)
+
+
+@pytest.fixture(params=[".dp", ".yaml"])
+def frozen(request, run, tmp_path):
+    return freeze(load_model(run[0], use_average=True), tmp_path / f"m{request.param}").path
+
+
+def test_a_frozen_model_whose_facts_were_changed_is_refused(frozen):
+    assert b"mean_age" in frozen.read_bytes()
+    frozen.write_bytes(frozen.read_bytes().replace(b"mean_age", b"mean_agf", 1))
+    with pytest.raises(CheckpointError, match=r"damaged, its content is not what was written.*Freeze the model again"):
+        load_model(frozen)
+
+
+def test_numbers_of_a_frozen_model_that_were_changed_are_refused(run, tmp_path):
+    import h5py
+
+    path = freeze(load_model(run[0]), tmp_path / "m.dp").path
+    with h5py.File(path, "r+") as file:
+        name = next(name for name in file if file[name].size > 4)
+        file[name][...] = file[name][()] * (1 + 2**-52)
+    with pytest.raises(CheckpointError, match="damaged, its content is not what was written"):
+        load_model(path)
+
+
+def test_a_yaml_that_was_cut_at_the_end_of_any_line_is_refused(run, tmp_path):
+    path = freeze(load_model(run[0], use_average=True), tmp_path / "m.yaml").path
+    lines = path.read_text().splitlines(keepends=True)
+    assert lines[0].startswith("digest: ")
+    for kept in (1, 5, 19, *range(len(lines) - 8, len(lines))):
+        path.write_text("".join(lines[:kept]))
+        with pytest.raises(CheckpointError, match="damaged"):
+            read_tree(path)
+
+
+def test_what_average_a_file_holds_survives_what_deepmd_kit_keeps_of_it(frozen):
+    """A `.dp` of an average that had been converted and back was shown as live weights of an unknown step."""
+    tree = read_tree(frozen)
+    del tree["dp_ema"]
+    tree["software"] = "deepmd-kit"
+    write_tree(frozen, tree)
+    info = load_model(frozen).info
+    assert info.describe() == "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+    assert list(info.config) == ["model"]
+    del tree["model_def_script"]["dp_ema"]
+    write_tree(frozen, tree)
+    words = "weights of an unknown step; the file does not say whether they are live or averaged"
+    assert load_model(frozen).info.describe() == words
+    with pytest.raises(CheckpointError, match=r"holds unnamed weights \(frozen\), no average"):
+        load_model(frozen, use_average=True)

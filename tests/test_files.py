@@ -1,11 +1,15 @@
-"""Seeds, files that appear whole, and memory that stays."""
+"""Seeds, files that appear whole, and locks: one run in one place, on this machine and on others."""
 
 import errno
+import fcntl
+import json
 import os
-import platform
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,39 +18,14 @@ from deepmd_ema.distributed.files import (
     CSV,
     JSON,
     PICTURE,
-    append,
     atomic_write,
     check_output,
-    link,
-    move,
+    locked,
     refuse_to_lose,
-    sync,
+    this_machine,
 )
 from deepmd_ema.errors import UserError, WriteError, os_error_message
 from deepmd_ema.utils import seed_for
-
-BLOCKS = """
-import resource, sys, torch
-from deepmd_ema.utils import keep_freed_memory
-if sys.argv[1] == "keep":
-    keep_freed_memory()
-def faults(millions):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(millions * 1_000_000)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(min([faults(20) for _ in range(20)][10:]))  # the first ones make room
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_large_blocks_are_mapped_once_and_kept():
-    def fewest_page_faults(how):
-        return int(
-            subprocess.run([sys.executable, "-c", BLOCKS, how], check=True, capture_output=True, timeout=60).stdout
-        )
-
-    assert fewest_page_faults("keep") < 100
-    assert fewest_page_faults("give back") > 500
 
 
 def test_a_seed_depends_on_the_stream_and_its_numbers_only():
@@ -104,79 +83,23 @@ def test_a_device_and_a_pipe_get_the_bytes_and_stay(tmp_path):
 
 def test_a_name_that_is_too_long_or_a_folder_is_refused_before_the_work(tmp_path):
     (tmp_path / "folder").mkdir()
+    with atomic_write(tmp_path / ("é" * 127)) as part:
+        part.write_text("new")
     for name, phrase in (("x" * 256, "File name too long"), ("folder", "Is a directory"), ("no/x", "No such file")):
         with pytest.raises(WriteError, match=rf"{name}: cannot be written \({phrase}"), atomic_write(tmp_path / name):
             pytest.fail("the work was begun")
 
 
-@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "x.json", "." + "y" * 200])
-def test_the_longest_names_can_be_written(tmp_path, name):
-    with atomic_write(tmp_path / name) as part:
-        part.write_text("new")
-    assert [p.name for p in tmp_path.iterdir()] == [name]
-
-
-def test_nobody_can_lay_a_link_where_a_half_written_file_will_be(tmp_path, monkeypatch):
-    target = tmp_path / "victim"
-    target.write_text("mine")
-    parts = [files.part_of(tmp_path / "out.json") for _ in range(2)]
-    assert parts[0] != parts[1]
-    parts[0].symlink_to(target)
-    monkeypatch.setattr(files, "part_of", lambda final: parts[0])
-    with pytest.raises(WriteError, match="File exists"), atomic_write(tmp_path / "out.json"):
-        pytest.fail("wrote through the link")
-    assert target.read_text() == "mine"
-
-
-def test_what_torch_and_hdf5_say_of_a_full_disk_is_reported_in_the_words_of_the_system(tmp_path):
-    text = "Unable to flush file (file write failed: filename = 'x.part', errno = 28, error message = 'No space')"
-    with (
-        pytest.raises(
-            WriteError, match=r"^\S*x: cannot be written \(No space left on device\). Make room on the disk.$"
-        ),
-        atomic_write(tmp_path / "x"),
-    ):
-        raise RuntimeError(text)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_links_and_moves_are_on_the_disk_before_the_run_continues(tmp_path, monkeypatch):
-    """After a power cut: the link beside save_ckpt and the rank of a best file were lost."""
-    synced = []
-    fsync = os.fsync
-
-    def note(handle):
-        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", note)
-    (tmp_path / "a").write_text("x")
-    (tmp_path / "far").mkdir()
-    link(tmp_path / "far" / "newest", tmp_path / "a")
-    assert synced.pop() == str(tmp_path / "far")
-    move(tmp_path / "a", tmp_path / "b")
-    assert synced.pop() == str(tmp_path)
-    append(tmp_path / "rows", "1\n", anew=True)
-    assert synced == []  # rows wait for the next checkpoint: test_train.py
-    sync(tmp_path / "rows")
-    assert synced == [str(tmp_path / "rows")]
-
-
 def test_only_a_file_of_the_same_kind_is_written_over(tmp_path):
-    contents = {"model.pt": b"PK\3\4", "type.raw": b"0 1", "coord.npy": b"\x93NUMPY", "input.yaml": b"model: {}",
-                "lcurve.out": b"# step", "empty": b"", "old.png": b"\x89PNG\r\n"}  # fmt: skip
+    contents = {"model.pt": b"PK\3\4", "input.yaml": b"model: {}", "empty": b"", "old.png": b"\x89PNG\r\n"}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    for name in contents:
-        path = tmp_path / name
-        for kind, good in ((CSV, ["empty"]), (PICTURE, ["empty", "old.png"])):
-            if name in good:
-                refuse_to_lose(path, "--x", kind)
-            else:
-                with pytest.raises(UserError, match=rf"--x .*{name}: a file is there that is not {kind.name}"):
-                    refuse_to_lose(path, "--x", kind)
-    refuse_to_lose(tmp_path / "not_there", "--x", CSV)
+    for name in ("empty", "old.png", "not_there"):
+        refuse_to_lose(tmp_path / name, "--x", PICTURE)
     refuse_to_lose("/dev/null", "--x", CSV)
+    for name in ("model.pt", "input.yaml", "old.png"):
+        with pytest.raises(UserError, match=rf"--x .*{name}: a file is there that is not {CSV.name}"):
+            refuse_to_lose(tmp_path / name, "--x", CSV)
     (tmp_path / "input.json").write_text("{}")
     (tmp_path / "link.json").symlink_to("input.json")
     refuse_to_lose(tmp_path / "link.json", "-o", JSON)
@@ -190,32 +113,132 @@ def test_a_place_that_cannot_be_written_is_reported_before_the_work(tmp_path, mo
     with pytest.raises(WriteError, match=r": cannot be written \(Is a directory.*Or choose another -o\.$"):
         check_output(tmp_path, "-o", JSON)
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_bytes", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=full))
     message = r"x.json: cannot be written \(No space left on device\). Make room on the disk. Or choose another -o.$"
     with pytest.raises(WriteError, match=message):
         check_output(tmp_path / "x.json", "-o", JSON)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("number", "phrase"),
-    [
+def test_an_error_of_the_system_is_a_message_where_the_user_can_act():
+    for number, phrase in (
         (errno.ENAMETOOLONG, "x: File name too long. A name has at most 255 bytes"),
         (errno.EACCES, "x: Permission denied. Change its permissions"),
-        (errno.ELOOP, "x: Too many levels of symbolic links. A link leads back to itself"),
         (errno.EMFILE, "x: Too many open files. Too many files are open: raise"),
-        (errno.EBUSY, "x: Device or resource busy."),
-    ],
-)
-def test_an_error_of_the_system_with_a_file_is_a_message(number, phrase):
-    assert os_error_message(OSError(number, os.strerror(number), "x")).startswith(phrase)
-
-
-def test_an_error_of_the_system_without_a_file_is_a_message_where_the_user_can_act():
+    ):
+        assert os_error_message(OSError(number, os.strerror(number), "x")).startswith(phrase)
     assert os_error_message(OSError(errno.ENOSPC, "")).startswith("No space left on device. Make room")
     assert os_error_message(OSError(errno.ECHILD, "")) is None
-    long = os_error_message(OSError(errno.ENAMETOOLONG, "", "x" * 5000))
-    assert len(long) < 500
+
+
+@pytest.fixture
+def lock(tmp_path):
+    return tmp_path / ".dp-ema.lock"
+
+
+def write_lock(lock, machine="ffffffff", pid=7, host="node12"):
+    lock.write_text(json.dumps({"machine": machine, "host": host, "pid": pid, "since": "2026-01-02 03:04:05"}))
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from deepmd_ema.distributed.files import locked
+with locked([Path(sys.argv[1])]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_names_the_first_and_takes_its_lock_at_once_when_it_is_killed(lock, caplog):
+    caplog.set_level("INFO")
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    try:
+        said = rf"another run writes here \(process {process.pid} on .*another folder"
+        with pytest.raises(UserError, match=said), locked([lock]):
+            pytest.fail("both run")
+    finally:
+        process.kill()
+        process.communicate()
+    assert lock.exists()
+    with locked([lock]):
+        assert json.loads(lock.read_text())["pid"] == os.getpid()
+    assert f"the lock of process {process.pid} on" in caplog.text
+    assert not lock.exists()
+
+
+def test_of_several_places_none_is_held_if_one_cannot_be(lock, tmp_path):
+    with locked([lock]):
+        other = tmp_path / "other.lock"
+        with pytest.raises(UserError, match="another run writes here"), locked([other, lock]):
+            pytest.fail("both run")
+        assert not other.exists()
+
+
+def test_a_run_on_another_machine_is_reported_by_its_signs_of_life(lock, monkeypatch):
+    monkeypatch.setattr(files, "BEAT_S", 0.05)
+    monkeypatch.setattr(files, "WATCH_S", 30)  # it ends with the first sign, however late that comes
+    write_lock(lock)
+    ended = threading.Event()
+    handle = os.open(lock, os.O_RDWR)
+    beats = threading.Thread(target=files._beat, args=([handle], ended))
+    beats.start()
+    said = r"another run writes here .process 7 on node12, since 2026-01-02"
+    try:
+        with pytest.raises(UserError, match=said), locked([lock]):
+            pytest.fail("both run")
+    finally:
+        ended.set()
+        beats.join()
+        os.close(handle)
+    monkeypatch.setattr(files, "WATCH_S", 0.3)
+    with locked([lock]):  # without a sign it is taken
+        assert json.loads(lock.read_text())["machine"] == this_machine()
+
+
+def test_the_clock_of_this_machine_does_not_decide_whether_another_run_lives(lock, monkeypatch):
+    watched, now = [], time.time
+    write_lock(lock)
+    monkeypatch.setattr(time, "time", lambda: now() + 3600 * 48)
+    monkeypatch.setattr(files, "_shows_life", lambda path: not watched.append(path))
+    with pytest.raises(UserError, match=r"another run writes here .process 7 on node12"), locked([lock]):
+        pytest.fail("both run")
+    assert watched == [lock]
+
+
+def test_an_old_lock_of_another_machine_is_taken_without_waiting(lock, monkeypatch):
+    write_lock(lock)
+    os.utime(lock, (1e9, 1e9))
+    monkeypatch.setattr(files, "_shows_life", lambda _: pytest.fail("it waits"))
+    with locked([lock]):
+        assert json.loads(lock.read_text())["machine"] == this_machine()
+
+
+def test_without_locks_of_the_file_system_processes_of_this_machine_are_requested(lock, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "")))
+    write_lock(lock, this_machine(), os.getppid(), "here")
+    with pytest.raises(UserError, match=f"process {os.getppid()} on here"), locked([lock]):
+        pytest.fail("both run")
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    write_lock(lock, this_machine(), dead.pid, "here")
+    with locked([lock]):
+        pass
+
+
+def test_a_lock_that_says_nothing_is_taken(lock):
+    for text in ("", "garbage", "[1]", '{"pid": 1}'):
+        lock.write_text(text)
+        with locked([lock]):
+            pass
+        assert not lock.exists()
+
+
+def test_a_link_is_not_followed(lock, tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    lock.symlink_to("victim")
+    with pytest.raises(UserError, match="cannot be written"), locked([lock]):
+        pytest.fail("wrote through the link")
+    assert (tmp_path / "victim").read_text() == "mine"

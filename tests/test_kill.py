@@ -7,15 +7,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_same, files_of_run, tiny_input, write_system
+from helpers import assert_same_files, tiny_input, write_system
 from test_train import StopAfter
 
 from deepmd_ema.errors import Interrupted
@@ -25,7 +23,6 @@ from deepmd_ema.training.trainer import Callback
 
 BEFORE, LAST = 2, 4  # the run is after BEFORE; all writes of the next step are hit; LAST is its end
 MAX_WRITES = 80  # of one restart and one step
-TABLES = ("lcurve.out", "val.log", "val_ema.log")
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +31,13 @@ def stand(tmp_path_factory):
     home = tmp_path_factory.mktemp("kill")
     write_system(home / "data", frames=6, natoms=6, seed=1)
     write_system(home / "valid", frames=3, natoms=6, seed=2)
-    config = tiny_input(
-        ["../data"],
-        ["../valid"],
-        num_steps=LAST,
-        training__disp_freq=1,
-        training__save_freq=1,
-        training__max_ckpt_keep=2,
-        training__enable_ema=True,
-        training__ema_decay=0.6,
-        training__ema_ckpt_keep=2,
-        learning_rate__start_lr=5e-3,
-        validating__full_validation=True,
-        validating__ema_full_validation=True,
-        validating__validation_freq=1,
-        validating__full_val_start=0,
-        validating__validation_metric="F:RMSE",
-    )
+    options = {
+        "training__disp_freq": 1, "training__save_freq": 1, "training__max_ckpt_keep": 2, "training__enable_ema": True,
+        "training__ema_decay": 0.6, "training__ema_ckpt_keep": 2, "learning_rate__start_lr": 5e-3,
+        "validating__full_validation": True, "validating__ema_full_validation": True, "validating__validation_freq": 1,
+        "validating__full_val_start": 0, "validating__validation_metric": "F:RMSE",
+    }  # fmt: skip
+    config = tiny_input(["../data"], ["../valid"], num_steps=LAST, **options)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("whole", "before"):
             (home / name).mkdir()
@@ -63,8 +50,15 @@ def stand(tmp_path_factory):
     return home
 
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
+def half_of_a_file(save, content, file):
+    whole = io.BytesIO()
+    save(content, whole)
+    file.write(whole.getvalue()[: whole.tell() // 2])
+    file.flush()
+
+
+def half_of_a_row(add, table, line):
+    add(table, line[: len(line) // 2])
 
 
 class Reaper:
@@ -79,39 +73,21 @@ class Reaper:
 
     def stand_behind(self):
         """Lay hands on everything that changes a file."""
-        os.replace = self.before(os.replace)
-        Path.unlink, Path.symlink_to = self.before(Path.unlink), self.before(Path.symlink_to)
-        torch.save = self.within_save(torch.save)
-        curves.RowTable._add = self.within_row(curves.RowTable._add)
+        for owner, name, half in (
+            (os, "replace", None), (Path, "unlink", None), (Path, "symlink_to", None), (torch, "save", half_of_a_file),
+            (curves.RowTable, "_add", half_of_a_row),
+        ):  # fmt: skip
+            setattr(owner, name, self.watched(getattr(owner, name), half))
 
-    def before(self, call):
+    def watched(self, call, half):
         def change(*arguments, **options):
             if self.strikes():
-                die()
+                if half is not None:
+                    half(call, *arguments)
+                os.kill(os.getpid(), signal.SIGKILL)
             return call(*arguments, **options)
 
         return change
-
-    def within_save(self, save):
-        def half(content, file):
-            if self.strikes():
-                whole = io.BytesIO()
-                save(content, whole)
-                file.write(whole.getvalue()[: whole.tell() // 2])
-                file.flush()
-                die()
-            return save(content, file)
-
-        return half
-
-    def within_row(self, add):
-        def half(table, line):
-            if self.strikes():
-                add(table, line[: len(line) // 2])
-                die()
-            return add(table, line)
-
-        return half
 
 
 class LateReaper(Reaper):
@@ -180,36 +156,35 @@ def train_and_die(at, reaper=Reaper, callback=EndAfterOneStep):
     return False
 
 
-def assert_same_end(whole, parts):
-    names = [files_of_run(folder) for folder in (parts, whole)]
-    assert names[0] == names[1]
-    for name in TABLES:
-        assert (parts / name).read_text() == (whole / name).read_text(), name
-    for file in whole.glob("*.pt"):
-        assert_same(torch.load(file, weights_only=True), torch.load(parts / file.name, weights_only=True), file.name)
+def assert_same_end(stand, parts):
+    """The run restarts in ``parts`` to the end of the unbroken one."""
+    run_training("input.json", restart=newest(), device="cpu")
+    for started_anew in parts.glob("earlier-*"):  # what was there then is kept
+        shutil.rmtree(started_anew)
+    assert_same_files(stand / "whole", parts)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.timeout(480)  # half a minute, but each of its many runs waits for a disk
-def test_a_run_that_is_killed_at_any_write_restarts_to_the_same_end(stand, monkeypatch):
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_run_that_is_killed_at_any_write_restarts_to_the_same_end(stand, monkeypatch, every):
     struck = 0
-    for at in range(1, MAX_WRITES):
-        parts = stand / f"parts_{at}"
+    for at in range(1, MAX_WRITES, every):
+        parts = stand / f"parts_{every}_{at}"
         shutil.copytree(stand / "before", parts, symlinks=True)
         monkeypatch.chdir(parts)
         killed = train_and_die(at)
-        run_training("input.json", restart="model.ckpt.pt", device="cpu")
-        assert_same_end(stand / "whole", parts)
+        assert_same_end(stand, parts)
         if not killed:
             break
         struck += 1
-    assert not killed, "raise MOST_WRITES"
+    assert not killed, "raise MAX_WRITES"
     # out.json, three tables cut; then three rows and two remarks, two best and two numbered files with their moves, ...
-    assert struck > 20
+    assert struck * every > 20
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("at", range(1, 21, 3))  # of 21 writes
+@pytest.mark.parametrize("at", [1, 7, 13, 19])  # of 21 writes
 def test_a_kill_while_training_is_a_step_ahead_of_the_writer_restarts_to_the_same_end(stand, monkeypatch, at):
     parts = stand / f"ahead_{at}"
     shutil.copytree(stand / "before", parts, symlinks=True)
@@ -217,8 +192,7 @@ def test_a_kill_while_training_is_a_step_ahead_of_the_writer_restarts_to_the_sam
     assert train_and_die(at, LateReaper, EndAfterTwoSteps)
     rows = (parts / "lcurve.out").read_text().splitlines()
     assert int(rows[-1].split()[0]) == BEFORE + 2  # training has continued
-    run_training("input.json", restart="model.ckpt.pt", device="cpu")
-    assert_same_end(stand / "whole", parts)
+    assert_same_end(stand, parts)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -232,27 +206,4 @@ def test_a_run_that_is_killed_again_and_again_from_its_first_write_on_ends_as_an
         starts.append(newest())
         assert train_and_die(at, callback=lambda _: None)
     assert starts == [None, None, None, "model.ckpt.pt", "model.ckpt.pt"]
-    run_training("input.json", restart=newest(), device="cpu")
-    for started_anew in parts.glob("earlier-*"):  # what was there then is kept
-        shutil.rmtree(started_anew)
-    assert_same_end(stand / "whole", parts)
-
-
-def test_a_disk_that_fills_up_leaves_the_last_checkpoint_and_a_run_that_continues(stand, monkeypatch):
-    """A limit on the size of files replaces the full disk: the system itself refuses to write on."""
-    parts = stand / "full"
-    shutil.copytree(stand / "before", parts, symlinks=True)
-    before = (parts / f"model.ckpt-{BEFORE}.pt").read_bytes()
-    limit = len(before) // 2 // 512  # in blocks, as sh counts
-    words = f'ulimit -f {limit}; exec "$0" -m deepmd_ema train input.json --restart model.ckpt.pt --device cpu'
-    done = subprocess.run(["sh", "-c", words, sys.executable], cwd=parts, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2, done.stderr
-    said = done.stderr.splitlines()[-1]
-    assert "cannot be written" in said
-    assert f"model.ckpt-{BEFORE}.pt is whole and still usable" in said
-    assert "Traceback" not in done.stderr
-    assert (parts / f"model.ckpt-{BEFORE}.pt").read_bytes() == before
-    assert not list(parts.glob("*.part*"))
-    monkeypatch.chdir(parts)
-    run_training("input.json", restart="model.ckpt.pt", device="cpu")
-    assert_same_end(stand / "whole", parts)
+    assert_same_end(stand, parts)

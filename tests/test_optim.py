@@ -1,211 +1,230 @@
-"""Optimizers: same numbers as plain Adam, steps skipped on the device, state by name, clipping."""
+"""Optimizers: the numbers of torch, steps that are called off, state by name, clipping, groups of parameters."""
 
 import copy
+import json
+import re
 
+import numpy as np
 import pytest
 import torch
+from helpers import assert_same, tiny_input
+from test_train import load
+from test_train_sharing import input_of
 from torch import nn
 
-from deepmd_ema.config.schema.optim import AdamConfig, AdamWConfig
+from deepmd_ema import cli
+from deepmd_ema.config import config_from_dict
+from deepmd_ema.config.schema import optim as sections
 from deepmd_ema.errors import CheckpointError
+from deepmd_ema.model.build import build_models
+from deepmd_ema.optim import guarded
 from deepmd_ema.optim.build import (
     build_optimizer,
     clip_gradients,
     guarded_step,
     load_optimizer_state,
     optimizer_state,
+    set_learning_rate,
+    split_by_pattern,
 )
 
-SAME_MATH = 1e-12
-CPU = torch.device("cpu")
-CONFIGS = [
-    AdamConfig(),
-    AdamConfig(weight_decay=0.1, adam_beta1=0.8),
-    AdamWConfig(weight_decay=0.05),
-    AdamWConfig(adam_beta2=0.99),
-]
+KINDS = ["Adam", "AdamW", "AdaMuon", "HybridMuon", "AdamWScheduleFree", "SOAP"]
+RATE, SAME_MATH = 0.02, 1e-12
+Group = sections.GroupConfig
 
 
-def make_model(frozen=False):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 37), nn.Tanh(), nn.Linear(37, 2)).double()
-    if frozen:
-        model[0].bias.requires_grad_(False)
-    return model
+def network(frozen=()):
+    """Return parameters of two parts with the same shapes."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"weight": (6, 5), "1.weight": (5, 7), "bias": (5,), "1.bias": (7,)}
+    names = [f"{part}.{name}" for part in ("first", "second") for name in shapes]
+    values = {n: torch.randn(shapes[n.split(".", 1)[1]], generator=generator).double() for n in names}
+    return {n: nn.Parameter(value, requires_grad=n not in frozen) for n, value in values.items()}
 
 
-def fill_gradients(model, seed, bad=False):
-    generator = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        if p.requires_grad:
-            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-            if bad:
-                p.grad.view(-1)[0] = torch.nan
+def build(kind, named, **options):
+    return build_optimizer(getattr(sections, f"{kind}Config")(**options), named.items())
 
 
-def step(optimizer, found_inf=0.0, lr=1e-2):
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    guarded_step(optimizer, torch.tensor(found_inf, dtype=torch.float64))
+def train(optimizer, named, steps, rate=RATE, found_inf=0.0):
+    """Take steps by gradients that depend on the name and the number of the step."""
+    for step in steps:
+        for name, p in named.items():
+            if p.requires_grad:
+                generator = torch.Generator().manual_seed(len(name) + 100 * step)
+                p.grad = torch.randn(p.shape, generator=generator).double() * (torch.nan if found_inf else 1)
+        set_learning_rate(optimizer, rate)
+        guarded_step(optimizer, torch.tensor(found_inf), step + 1)
 
 
-def everything(model, optimizer):
+def everything(optimizer, named):
     """Return copies of all weights and all state."""
-    state = optimizer_state(optimizer, model.named_parameters())
-    return [p.detach().clone() for p in model.parameters()] + [t for s in state["state"].values() for t in s.values()]
+    return copy.deepcopy([{n: p.detach() for n, p in named.items()}, optimizer_state(optimizer, named.items())])
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_steps_equal_those_of_torch_without_fusing(config):
-    model = make_model()
-    reference = copy.deepcopy(model)
-    optimizer = build_optimizer(config, model.named_parameters())
-    plain = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[config.type](
-        reference.parameters(),
-        lr=1e-2,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=1e-8,
-        weight_decay=config.weight_decay,
-        foreach=False,
-    )
-    for k in range(5):
-        fill_gradients(model, k)
-        fill_gradients(reference, k)
-        step(optimizer)
+@pytest.mark.parametrize(
+    ("kind", "options"), [("Adam", {"weight_decay": 0.1, "adam_beta1": 0.8}), ("AdamW", {"adam_beta2": 0.99})]
+)
+def test_steps_equal_those_of_torch_without_fusing(kind, options):
+    named, reference = network(), network()
+    optimizer, config = build(kind, named, **options), getattr(sections, f"{kind}Config")(**options)
+    betas, how = (config.adam_beta1, config.adam_beta2), {"weight_decay": config.weight_decay, "foreach": False}
+    plain = getattr(torch.optim, kind)(reference.values(), lr=RATE, betas=betas, eps=1e-8, **how)
+    for step in range(5):
+        train(optimizer, named, [step])
+        for name, p in reference.items():
+            p.grad = named[name].grad.clone()
         plain.step()
-    for p, q in zip(model.parameters(), reference.parameters()):
-        torch.testing.assert_close(p, q, rtol=SAME_MATH, atol=SAME_MATH)
+    for name, p in named.items():
+        torch.testing.assert_close(p, reference[name], rtol=SAME_MATH, atol=SAME_MATH)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("steps_before", [0, 3])
-def test_a_step_called_off_changes_no_bit(config, steps_before):
-    model = make_model()
-    optimizer = build_optimizer(config, model.named_parameters())
-    for k in range(steps_before):
-        fill_gradients(model, k)
-        step(optimizer)
-    before = everything(model, optimizer)
-    fill_gradients(model, 9, bad=True)
-    step(optimizer, found_inf=1.0)
-    assert all(torch.equal(a, b) for a, b in zip(before, everything(model, optimizer)))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_step_called_off_changes_no_bit(kind, steps_before):
+    named, reference = network(frozen=["first.bias"]), network(frozen=["first.bias"])
+    optimizer, other = build(kind, named), build(kind, reference)
+    train(optimizer, named, range(steps_before))
+    before = everything(optimizer, named)
+    assert "first.bias" not in before[1]["state"]
+    train(optimizer, named, [9], found_inf=1.0)
+    assert_same(before, everything(optimizer, named))
+    train(optimizer, named, range(steps_before, 4))
+    train(other, reference, range(4))
+    assert_same(everything(optimizer, named), everything(other, reference))
 
 
-def test_a_guarded_step_is_a_plain_step_when_nothing_is_wrong_also_after_one_called_off():
-    model, other = make_model(), make_model()
-    guarded, plain = (build_optimizer(AdamWConfig(), m.named_parameters()) for m in (model, other))
-    for k in range(4):
-        fill_gradients(model, 9, bad=True)
-        step(guarded, found_inf=1.0)
-        for m in (model, other):
-            fill_gradients(m, k)
-        step(guarded)
-        plain.param_groups[0]["lr"] = 1e-2
-        plain.step()
-    assert all(torch.equal(a, b) for a, b in zip(everything(model, guarded), everything(other, plain)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_by_name_continues_to_the_last_bit_also_in_other_groups(kind, tmp_path):
+    named = network()
+    optimizer = build(kind, named)
+    train(optimizer, named, range(3))
+    torch.save(optimizer_state(optimizer, named.items()), tmp_path / "state.pt")
+    state, other = torch.load(tmp_path / "state.pt", weights_only=True), copy.deepcopy(named)
+    restored, regrouped = build(kind, other), build(kind, other, groups=[Group(pattern="*.1.*", lr_scale=2)])
+    load_optimizer_state(regrouped, other.items(), state)
+    assert_same(optimizer_state(regrouped, other.items()), state)
+    load_optimizer_state(restored, other.items(), state)
+    for o, parameters in ((optimizer, named), (restored, other)):
+        train(o, parameters, range(3, 6))
+    assert_same(everything(optimizer, named), everything(restored, other))
 
 
-def test_frozen_parameters_are_left_out():
-    model = make_model(frozen=True)
-    before = model[0].bias.detach().clone()
-    optimizer = build_optimizer(AdamWConfig(weight_decay=0.5), model.named_parameters())
-    fill_gradients(model, 0)
-    step(optimizer)
-    assert torch.equal(model[0].bias, before)
-    assert "0.bias" not in optimizer_state(optimizer, model.named_parameters())["state"]
-    assert len(optimizer.param_groups[0]["params"]) == 3
-
-
-def test_state_by_name_continues_to_the_last_bit(tmp_path):
-    model = make_model()
-    optimizer = build_optimizer(AdamConfig(), model.named_parameters())
-    for k in range(3):
-        fill_gradients(model, k)
-        step(optimizer)
-    torch.save(optimizer_state(optimizer, model.named_parameters()), tmp_path / "state.pt")
-    other = copy.deepcopy(model)
-    restored = build_optimizer(AdamConfig(), other.named_parameters())
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    load_optimizer_state(restored, other.named_parameters(), state)
-    for k in range(3, 6):
-        for m, o in ((model, optimizer), (other, restored)):
-            fill_gradients(m, k)
-            step(o)
-    assert all(torch.equal(a, b) for a, b in zip(everything(model, optimizer), everything(other, restored)))
-    assert restored.state[other[0].bias]["step"].item() == 6
-
-
-def test_saved_state_does_not_follow_later_steps():
-    model = make_model()
-    optimizer = build_optimizer(AdamConfig(), model.named_parameters())
-    state = optimizer_state(optimizer, model.named_parameters())
-    fill_gradients(model, 0)
-    step(optimizer)
-    assert state["state"]["0.weight"]["step"].item() == 0
-    assert not state["state"]["0.weight"]["exp_avg"].any()
+@pytest.mark.parametrize("kind", KINDS[2:])
+def test_updates_do_not_depend_on_how_many_entries_are_updated_at_once(kind, monkeypatch):
+    named, other = network(), network()
+    train(build(kind, named), named, range(3))
+    monkeypatch.setitem(guarded.BATCH_ENTRIES, "cpu", 10)
+    train(build(kind, other), other, range(3))
+    for name, p in named.items():
+        torch.testing.assert_close(p, other[name], rtol=0, atol=1e-6)
 
 
 def test_state_of_other_parameters_is_refused_by_name_and_changes_nothing():
-    model = make_model()
-    optimizer = build_optimizer(AdamConfig(), model.named_parameters())
-    state = optimizer_state(optimizer, model.named_parameters())
+    named = network()
+    optimizer = build("Adam", named)
+    state = optimizer_state(optimizer, named.items())
     moments = state["state"]
-    moments["2.new"] = moments.pop("2.weight")
-    moments["0.bias"]["exp_avg"] = torch.ones(5)
-    moments["0.weight"]["exp_avg"] += 1
+    moments["third.weight"] = moments.pop("second.weight")
+    moments["first.bias"]["exp_avg"] = torch.ones(9)
+    moments["first.weight"]["exp_avg"] += 1
     with pytest.raises(CheckpointError) as caught:
-        load_optimizer_state(optimizer, model.named_parameters(), state)
+        load_optimizer_state(optimizer, named.items(), state)
     text = str(caught.value)
-    assert "missing: 2.weight.step ()" in text
-    assert "renamed: 2.weight.exp_avg is called 2.new.exp_avg there" in text
-    assert "of another shape: 0.bias.exp_avg is (5,) there, (37,) here" in text
-    assert not optimizer.state[model[0].weight]["exp_avg"].any()
-
-
-def test_state_of_another_optimizer_is_refused():
-    model = make_model()
-    state = optimizer_state(build_optimizer(AdamConfig(), model.named_parameters()), model.named_parameters())
-    other = build_optimizer(AdamWConfig(), model.named_parameters())
+    assert "renamed: second.weight.step is called third.weight.step there, second.weight.exp_avg is" in text
+    assert "of another shape: first.bias.exp_avg is (9,) there, (5,) here" in text
+    assert not optimizer.state[named["first.weight"]]["exp_avg"].any()
     with pytest.raises(CheckpointError, match=r"it is of Adam, optimizer\.type is AdamW"):
-        load_optimizer_state(other, model.named_parameters(), state)
+        load_optimizer_state(build("AdamW", named), named.items(), optimizer_state(optimizer, named.items()))
 
 
 def test_clipping_scales_all_gradients_to_the_norm():
-    model = make_model()
-    fill_gradients(model, 0)
-    reference = copy.deepcopy(model)
-    for p, q in zip(model.parameters(), reference.parameters()):
-        q.grad = p.grad.clone()
-    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-    torch.testing.assert_close(clip_gradients(model.parameters(), 0.5), expected)
-    for p, q in zip(model.parameters(), reference.parameters()):
-        torch.testing.assert_close(p.grad, q.grad, rtol=SAME_MATH, atol=0)
-
-
-def test_small_gradients_and_no_limit_leave_gradients_untouched():
-    model = make_model(frozen=True)
-    fill_gradients(model, 0)
-    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    for limit in (None, 1e6):
-        norm = clip_gradients(model.parameters(), limit)
-        assert norm.item() == pytest.approx(torch.cat([g.view(-1) for g in before]).norm().item())
-        assert all(torch.equal(a, p.grad) for a, p in zip(before, [p for p in model.parameters() if p.requires_grad]))
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_the_norm_is_finite_only_if_every_gradient_is(value):
-    model = make_model()
-    fill_gradients(model, 0)
-    model[2].weight.grad[1, 3] = value
-    assert not clip_gradients(model.parameters(), 1.0).isfinite()
-
-
-def test_gradients_of_two_precisions_have_one_norm():
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    first.grad, second.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0], dtype=torch.float64)
-    assert clip_gradients([first, second], 1.0).item() == 5
-    assert (first.grad[0].item(), second.grad[1].item()) == pytest.approx((0.6, 0.8))
-
-
-def test_no_gradients_have_norm_zero():
+    for limit, scale in ((None, 1), (1e6, 1), (1.0, 0.2)):
+        first.grad, second.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0], dtype=torch.float64)
+        assert clip_gradients([first, second, nn.Parameter(torch.ones(1))], limit).item() == 5
+        assert (first.grad[0].item(), second.grad[1].item()) == pytest.approx((3 * scale, 4 * scale))
+    second.grad[1] = torch.nan
+    assert not clip_gradients([first, second], 1.0).isfinite()
     assert clip_gradients([nn.Parameter(torch.zeros(2))], 1.0).item() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_is_updated_as_by_an_optimizer_of_its_own(kind):
+    named, apart = network(), network()
+    groups = [Group(pattern="first.*", lr_scale=0.25, weight_decay=0.3), Group(pattern="f*", lr_scale=9)]
+    train(build(kind, named, weight_decay=0.1, groups=groups), named, range(3))
+    for part, rate, decay in (("first", 0.25 * RATE, 0.3), ("second", RATE, 0.1)):
+        own = {name: p for name, p in apart.items() if name.startswith(part)}
+        train(build(kind, own, weight_decay=decay), own, range(3), rate)
+    assert all(torch.equal(p, apart[name]) for name, p in named.items())
+    assert not any(torch.equal(p, network()[name]) for name, p in named.items())
+
+
+def test_a_parameter_that_tasks_share_is_matched_by_each_of_its_names():
+    config = config_from_dict(input_of("all"))
+    models = build_models({name: task.model for name, task in config.tasks.items()}, config.links)
+    shared, rest = split_by_pattern([Group(pattern="ice.descriptor.*")], models.first_names())
+    assert shared
+    assert all(name.startswith("water.descriptor.") for name in shared)
+    assert rest
+    assert all(".fitting." in name for name in rest)
+
+
+GROUPS = [{"pattern": "descriptor.*", "lr_scale": 0.1, "weight_decay": 0}]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, water_like, capsys):
+    """Return a function that calls a command with an input of these groups: run(groups, *words)."""
+    monkeypatch.chdir(tmp_path)
+
+    def called(groups, *words, **changes):
+        optimizer = {"type": "AdamW", "groups": groups}
+        options = {"optimizer": optimizer, "training__save_freq": 2, "training__disp_freq": 1, **changes}
+        config = tiny_input([water_like], num_steps=4, model__descriptor__sel="auto", **options)
+        (tmp_path / "input.json").write_text(json.dumps(config))
+        code = cli.main([*words, "input.json"])
+        found = capsys.readouterr()
+        return code, re.sub(" +", " ", found.out + found.err)
+
+    return called
+
+
+def test_a_run_has_the_rates_of_its_groups_and_shows_that_of_the_schedule(run, tmp_path):
+    code, text = run(GROUPS, "train")
+    assert code == 0
+    assert "optimizer AdamW, weight decay 0.001, 1 group of parameters" in text
+    assert " group descriptor.*: 192 trained parameters, learning rate x 0.1, weight decay 0\n" in text
+    assert " group others: 706 trained parameters\n" in text
+    grouped, rates = load(tmp_path / "model.ckpt-2.pt")["model"], np.genfromtxt("lcurve.out", names=True)["lr"]
+    run([], "train")
+    assert np.array_equal(rates, np.genfromtxt("lcurve.out", names=True)["lr"])
+    plain = load(tmp_path / "model.ckpt-2.pt")["model"]
+    assert not any(torch.equal(grouped[name], plain[name]) for name in plain if name.endswith("0.weight"))
+
+
+def test_a_restart_continues_to_the_last_bit_and_other_groups_are_refused(run, tmp_path):
+    assert run(GROUPS, "train")[0] == 0
+    whole = load(tmp_path / "model.ckpt-4.pt")
+    assert run(GROUPS, "train", "--restart", "model.ckpt-2.pt")[0] == 0
+    assert_same(whole, load(tmp_path / "model.ckpt-4.pt"))
+    code, text = run([], "train", "--restart", "model.ckpt-2.pt")
+    assert code == 2
+    groups = '[{"pattern": "descriptor.*", "lr_scale": 0.1, "weight_decay": 0.0}]'
+    assert f"optimizer.groups: {groups} in the checkpoint" in text
+    code, text = run([], "train", "--allow-config-change", "--restart", "model.ckpt-2.pt")
+    assert code == 0
+    assert "the restart continues with a change. optimizer.groups" in text
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_patterns_that_match_nothing_end_a_command_with_names_that_there_are(run, command):
+    code, text = run([{"pattern": "descriptors.*"}, {"pattern": "fitting"}], command)
+    assert code == 2
+    said = (
+        r'input.json(:\d+)?: optimizer.groups\[0\].pattern = "descriptors.\*": no parameter has such a name. Expected'
+    )
+    assert re.search(said, text)
+    assert "descriptor.embeddings.0.layers.0.weight, " in text
+    assert 'optimizer.groups[1].pattern = "fitting": no parameter' in text

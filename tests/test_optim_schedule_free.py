@@ -1,27 +1,23 @@
 """Schedule-free AdamW: the numbers of the paper, its averaged point as an average of the weights, inputs, restarts."""
 
-import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from config_inputs import spoiled
-from helpers import assert_same, tiny_input
+from helpers import assert_same, trains_in
+from test_train import load
 from test_train_sharing import desk as desk
-from test_train_sharing import input_of
 from torch import nn
 
-from deepmd_ema import cli
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.remarks import config_warnings
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, ExpScheduleConfig
-from deepmd_ema.errors import ConfigError
 from deepmd_ema.optim.build import build_optimizer, guarded_step, set_learning_rate
 from deepmd_ema.optim.schedule import build_schedule
-from deepmd_ema.optim.schedule_free import share_of_next
-from deepmd_ema.training.run import run_training
 
 SAME_MATH = 1e-13
 OPTIMIZER = {"type": "AdamWScheduleFree", "adam_beta1": 0.8, "r": 1.5}
@@ -61,9 +57,8 @@ def reference(start, rates, gradients, b1, b2, decay, r):
     return {"x": x, "y": y, "z": z}
 
 
-@pytest.mark.parametrize("first", [0.0, 0.25])
-@pytest.mark.parametrize("warmup", [0, 1, 6])
-@pytest.mark.parametrize(("decay", "r"), [(0.0, 0.0), (0.02, 0.0), (0.02, 2.5), (0.0, 12.0)])
+@pytest.mark.parametrize(("warmup", "first"), [(0, 0.0), (1, 0.0), (6, 0.25)])
+@pytest.mark.parametrize(("decay", "r"), [(0.0, 0.0), (0.02, 2.5), (0.0, 12.0)])
 def test_x_y_and_z_are_those_of_the_paper(decay, r, warmup, first):
     config = AdamWScheduleFreeConfig(adam_beta1=0.85, adam_beta2=0.99, weight_decay=decay, r=r)
     rate = build_schedule(ExpScheduleConfig(start_lr=0.02, stop_lr=0.01, decay_steps=4, warmup_steps=warmup,
@@ -91,26 +86,6 @@ def test_x_y_and_z_are_those_of_the_paper(decay, r, warmup, first):
         assert (averaged[name] - p).abs().max() > (1e-3 if r < 5 else 1e-4)
 
 
-def test_a_skipped_step_changes_neither_weights_nor_state_nor_the_averaged_point():
-    named = network()
-    bank = AverageBank(nn.ParameterDict(named), [ScheduleFreeProfile("x")])
-    optimizer = build_optimizer(AdamWScheduleFreeConfig(), named)
-    for step in range(6):
-        for name, gradient in gradients_of(step, named).items():
-            named[name].grad = gradient if step != 3 else gradient * torch.nan
-        named["single"].grad = None
-        before = [t.clone() for p in named.values() for t in (p, *optimizer.state[p].values())]
-        before += [t.clone() for t in bank.weights("x").values()]
-        set_learning_rate(optimizer, 0.01)
-        guarded_step(optimizer, torch.tensor(float(step == 3)))
-        bank.update(torch.tensor(float(step != 3)))
-        after = [t for p in named.values() for t in (p, *optimizer.state[p].values())] + [*bank.weights("x").values()]
-        assert all(torch.equal(a, b) for a, b in zip(before, after)) == (step == 3)
-    for name, p in named.items():
-        x = bank.weights("x")[name]
-        torch.testing.assert_close(x, (p - 0.1 * optimizer.state[p]["z"]) / 0.9, rtol=SAME_MATH, atol=SAME_MATH)
-
-
 def test_the_averaged_point_is_added_to_the_averages_of_an_input_once():
     values = {"optimizer": {"type": "AdamWScheduleFree"}}
     config = config_from_dict(spoiled(values))
@@ -121,11 +96,6 @@ def test_the_averaged_point_is_added_to_the_averages_of_an_input_once():
     own = {**values, "training.averaging": [{"name": "x", "type": "schedule_free", "lcurve": True}]}
     found = [a for a in config_from_dict(spoiled(own)).training.averaging if a.type == "schedule_free"]
     assert [(a.name, a.lcurve) for a in found] == [("x", True)]
-
-
-def test_a_hook_of_updates_is_refused_for_the_averaged_point():
-    with pytest.raises(ConfigError, match="should_update = given: the averaged point of the optimizer is updated"):
-        AverageBank(nn.Linear(1, 1), [ScheduleFreeProfile(name="x", should_update=max)])
 
 
 @pytest.mark.parametrize(
@@ -139,70 +109,30 @@ def test_a_rate_that_falls_is_warned_about(kind, stop, warned):
     assert all("learning_rate" in text and "constant" in text for text in found)
 
 
-def train(folder, monkeypatch, training, valid, restart=None, **changes):
-    folder.mkdir(exist_ok=True)
-    monkeypatch.chdir(folder)
-    config = tiny_input([training], [valid], num_steps=20, optimizer=OPTIMIZER, **CONSTANT, **changes)
-    (folder / "input.json").write_text(json.dumps(config))
-    run_training("input.json", restart=restart, device="cpu")
-    return torch.load(folder / "model.ckpt-20.pt", weights_only=True)
+@pytest.fixture
+def start(tmp_path, monkeypatch, water_like, water_like_valid):
+    """Return a function that trains in a folder of its own: start(name, num_steps, options, **how)."""
+    return trains_in(tmp_path, monkeypatch, ([water_like], [water_like_valid]), {"optimizer": OPTIMIZER, **CONSTANT})
 
 
-def test_a_restart_is_the_same_run_and_the_averaged_point_is_saved_and_validated(
-    tmp_path, monkeypatch, water_like, water_like_valid
-):
-    data = water_like, water_like_valid
+def test_the_averaged_point_is_saved_and_validated_and_continues_under_other_names(start):
+    points = [
+        {"name": "a", "type": "ema", "decay": 0.9},
+        {"name": "b", "type": "schedule_free", "full_validation": True},
+    ]
     options = {"validating__full_validation": True, "validating__validation_freq": 10}
-    whole = train(tmp_path / "whole", monkeypatch, *data, training__save_freq=20, **options)
-    train(tmp_path / "parts", monkeypatch, *data, training__save_freq=10, **options)
-    (tmp_path / "parts" / "model.ckpt-20.pt").unlink()
-    again = train(tmp_path / "parts", monkeypatch, *data, "model.ckpt-10.pt", training__save_freq=10, **options)
-    for part in ("model", "optimizer", "averages"):
-        assert_same(whole[part], again[part])
-    x = torch.load(tmp_path / "whole" / "model_schedule_free.ckpt-20.pt", weights_only=True)["model"]
+    start("run", 20, {"training__averaging": points, **options})
+    whole, x = load("model.ckpt-20.pt"), load("model_b.ckpt-20.pt")["model"]
     for name, state in whole["optimizer"]["state"].items():
         implied = (whole["model"][name] - 0.2 * state["z"]) / 0.8
         torch.testing.assert_close(x[name], implied, rtol=1e-10, atol=1e-10)
         assert not torch.equal(x[name], whole["model"][name])
-    rows = (tmp_path / "whole" / "val_schedule_free.log").read_text()
-    assert rows != (tmp_path / "whole" / "val.log").read_text()
-    assert list((tmp_path / "whole").glob("best_schedule_free.ckpt-*"))
-
-
-def test_a_restart_that_renames_or_adds_the_averaged_point_continues_it(
-    tmp_path, monkeypatch, water_like, water_like_valid
-):
-    ema = {"name": "a", "type": "ema", "decay": 0.9}
-    data = tmp_path / "run", monkeypatch, water_like, water_like_valid
-    whole = train(*data, training__averaging=[ema, {"name": "b", "type": "schedule_free"}], training__save_freq=10)
-    x = whole["averages"]["profiles"]["b"]
+    assert Path("val_b.log").read_text() != Path("val.log").read_text()
+    assert list(Path().glob("best_b.ckpt-*"))
     points = [{"name": name, "type": "schedule_free"} for name in ("a", "c")]  # a was another average
-    again = train(*data, "model.ckpt-10.pt", training__averaging=points, training__save_freq=10)
+    start("run", 20, {"training__averaging": points, **options}, restart="model.ckpt-10.pt")
+    again = load("model.ckpt-20.pt")
+    for part in ("model", "optimizer"):
+        assert_same(whole[part], again[part])
     for name in ("a", "c"):
-        assert_same(again["averages"]["profiles"][name], x)
-
-
-def test_with_several_tasks_the_averaged_point_is_that_of_all_steps(desk, capfd):
-    rate = {"start_lr": 0.01, "stop_lr": 0.01, "warmup_steps": 3}
-    values = input_of("the fitting network") | {"optimizer": OPTIMIZER, "learning_rate": rate}
-    (desk / "input.json").write_text(json.dumps(values))
-    assert cli.main(["train", "input.json"]) == 0
-    assert "dp-ema freeze -c model_schedule_free.ckpt.pt --head" in capfd.readouterr().err
-    saved = torch.load("model.ckpt.pt", weights_only=True)
-    held = saved["averages"]["profiles"]["schedule_free"]["weights"]
-    counts = set()
-    for name, state in saved["optimizer"]["state"].items():
-        implied = (saved["model"][name] - 0.2 * state["z"]) / 0.8
-        torch.testing.assert_close(held[name], implied, rtol=1e-9, atol=1e-9)
-        counts.add((float(state["step"]), float(state["averaged"])))
-    assert len(counts) > 1
-    assert len({averaged for _, averaged in counts}) == 1
-
-
-@pytest.mark.parametrize("r", [0.0, 0.5, 8.0])
-def test_the_share_of_a_point_is_exact_after_many_steps(r):
-    """At a constant rate it is (r + 1) / (n + r), however many points there are; a warm-up is forgotten."""
-    done = torch.tensor([10.0**6, 10.0**8], dtype=torch.float64)
-    expected = (r + 1) / (done + 1 + r)
-    torch.testing.assert_close(share_of_next(done, 0, 0.0, r), expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(share_of_next(done, 100, 0.1, r), expected, rtol=1e-4, atol=0)
+        assert_same(again["averages"]["profiles"][name], whole["averages"]["profiles"]["b"])

@@ -95,34 +95,6 @@ def test_vectors_are_updated_as_by_adamw():
     assert (named["a"] - other["a"]).abs().max() > 1e-3
 
 
-def test_bases_come_to_eigenvectors_of_what_gradients_have_in_common():
-    named = {"w": nn.Parameter(torch.zeros(5, 4, dtype=torch.float64))}
-    generator = torch.Generator().manual_seed(1)
-    directions = torch.linalg.qr(torch.randn(5, 5, generator=generator, dtype=torch.float64))[0]
-    lengths = torch.tensor([16.0, 8.0, 4.0, 2.0, 1.0], dtype=torch.float64)
-    optimizer = build_optimizer(SOAPConfig(shampoo_beta=0.99, precondition_frequency=5), named)
-    for number in range(1, 400):
-        named["w"].grad = directions @ (lengths[:, None] * torch.randn(5, 4, generator=generator, dtype=torch.float64))
-        guarded_step(optimizer, torch.zeros(()), number)
-    state = optimizer.state[named["w"]]
-    in_basis = state["left_basis"].T @ state["left"] @ state["left_basis"]
-    off = in_basis - in_basis.diag().diag()
-    assert off.abs().max() < 0.05 * in_basis.diag().max()
-    assert in_basis.diag().max() > 0.8 * torch.linalg.eigvalsh(state["left"]).max()
-    identity = state["left_basis"].T @ state["left_basis"]
-    torch.testing.assert_close(identity, torch.eye(5, dtype=torch.float64), rtol=0, atol=1e-12)
-
-
-def test_a_skipped_step_changes_neither_weights_nor_moments_nor_bases():
-    named = network()
-    optimizer = build_optimizer(SOAPConfig(precondition_frequency=2), named)
-    for number in range(1, 7):
-        before = [t.clone() for p in named.values() for t in (p, *optimizer.state[p].values())]
-        take(optimizer, named, number, found_inf=float(number == 4))
-        after = [t for p in named.values() for t in (p, *optimizer.state[p].values())]
-        assert all(map(torch.equal, before, after)) == (number == 4)
-
-
 def test_steps_with_soap_are_not_launched_as_cuda_graphs():
     config = config_from_dict(spoiled({"optimizer": {"type": "SOAP"}}))
     world = SimpleNamespace(device=torch.device("cuda"), size=1)

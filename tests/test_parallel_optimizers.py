@@ -1,17 +1,18 @@
 """Optimizers on several processes: every stage trains as one process does, and takes up the state of any other."""
 
-import shutil
 from functools import cache
 
 import pytest
 import torch
 from parallel_runs import train
-from test_parallel import STAGES, assert_near, config_of
+from test_parallel import assert_near, config_of
 
 pytestmark = pytest.mark.timeout(480)
 
 STEPS, HALF = 8, 4
+GROUPS = [{"pattern": "fitting.*.bias", "lr_scale": 3, "weight_decay": 0}, {"pattern": "descriptor.*", "lr_scale": 0.1}]
 KINDS = {
+    "AdamW": {"type": "AdamW", "weight_decay": 0.05, "groups": GROUPS},  # with steps of several batches
     "AdaMuon": {"type": "AdaMuon"},
     "HybridMuon": {"type": "HybridMuon", "enable_gram": False},
     "AdamWScheduleFree": {"type": "AdamWScheduleFree"},
@@ -27,20 +28,22 @@ FILES = (f"model.ckpt-{STEPS}.pt", f"model_ema.ckpt-{STEPS}.pt")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, water_like, water_like_valid):
+def run(tmp_path_factory, water_like, open_like, mixed_like, water_like_valid):
     """Return a function that gives the folder of a run, from its beginning or from the middle of another stage's."""
     base = tmp_path_factory.mktemp("optimizers")
 
     @cache
     def made(kind, stage, ranks, origin=None):
         folder, how = base / f"{kind}-{stage}-{ranks}-{origin}", {}
-        config = config_of([water_like], water_like_valid, stage, ranks, {**OPTIONS, "optimizer": KINDS[kind]}, STEPS)
+        options, systems = {**OPTIONS, "optimizer": KINDS[kind]}, [water_like]
+        if kind == "AdamW":
+            options, systems = {**options, "training__accumulate": 3}, [water_like, open_like, mixed_like]
+        config = config_of(systems, water_like_valid, stage, ranks, options, STEPS)
+        if kind == "AdamW":
+            config["training"]["training_data"]["batch_size"] = f"mixed:{4 // ranks}"
         if origin is not None:
-            shutil.copytree(made(kind, origin, ranks), folder, symlinks=True)
-            for name in FILES:
-                (folder / name).unlink()
             how = {"restart": f"model.ckpt-{HALF}.pt", "allow_config_change": True}
-        train(folder, ranks, config, **how)
+        train(folder, ranks, config, origin=None if origin is None else made(kind, origin, ranks), **how)
         return folder
 
     return made
@@ -54,13 +57,13 @@ def assert_same_end(left, right):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_stage_follows_one_process_with_all_the_frames(run, kind, stage):
     assert_same_end(run(kind, stage, 2), run(kind, 0, 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("origin", "stage"), [(1, 3), (3, 1)])
+@pytest.mark.parametrize(("origin", "stage"), [(1, 3)])
 def test_a_run_continues_at_another_stage_with_the_state_of_its_optimizer(run, kind, origin, stage):
     assert_same_end(run(kind, stage, 2, origin), run(kind, 0, 1))
 

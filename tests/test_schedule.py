@@ -3,7 +3,6 @@
 import json
 import math
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -47,30 +46,17 @@ def test_a_run_starts_at_start_lr_and_ends_at_stop_lr(kind):
     assert schedule(4000) == pytest.approx(1e-6)
     values = [schedule(step) for step in range(4001)]
     assert values == sorted(values, reverse=True)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_warm_up_rises_to_start_lr_and_the_decay_begins_after_it(kind):
     schedule = make(1000, kind, start_lr=1e-3, warmup_steps=100, warmup_start_factor=0.1)
     assert schedule(0) == pytest.approx(1e-4)
     assert schedule(50) == pytest.approx(5.5e-4)
     assert schedule(100) == 1e-3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_warm_up_as_long_as_the_run_is_refused(kind):
+def test_what_no_run_can_follow_is_refused():
     with pytest.raises(ConfigError, match="warmup_steps = 100: the run has only 100 steps"):
-        make(100, kind, start_lr=1e-3, warmup_steps=100)
-
-
-def test_an_inverse_linear_decay_to_zero_is_refused():
+        make(100, start_lr=1e-3, warmup_steps=100)
     with pytest.raises(ConfigError, match="inverse_linear never reaches 0"):
         make(100, "wsd", start_lr=1e-3, stop_lr=0.0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_of_no_steps_has_a_rate(kind):
-    assert make(0, kind, start_lr=1e-3)(0) == 1e-3
 
 
 def test_the_inverse_root_is_that_of_the_steps_after_the_warm_up_whatever_the_length_of_the_run():
@@ -91,14 +77,6 @@ def test_an_inverse_root_with_a_decay_falls_from_where_it_is_to_stop_lr(kind):
     assert rate(400) == pytest.approx(1e-6, rel=SAME_MATH)
     expected = {"inverse_linear": 2 / (1e6 + 1 / 5e-4), "cosine": 2.505e-4, "linear": 2.505e-4}
     assert rate(350) == pytest.approx(expected[kind], rel=1e-9)
-
-
-def test_a_decay_does_not_rise_to_a_last_rate_above_where_it_begins():
-    config = InvSqrtScheduleConfig(start_lr=1e-3, a=1.0, stop_lr=5e-4, decay_phase_ratio=0.5)
-    rate = build_schedule(config, 100)
-    rates = [rate(step) for step in range(101)]
-    assert all(later <= earlier * (1 + SAME_MATH) for earlier, later in pairwise(rates))
-    assert rates[100] == pytest.approx(1e-3 / math.sqrt(51), rel=SAME_MATH)
 
 
 def test_a_last_rate_of_an_inverse_root_without_a_decay_is_said_to_have_no_effect():

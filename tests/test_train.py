@@ -13,44 +13,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, tiny_input, write_system
-from toy_models import SECTIONS
+from helpers import assert_same, tiny_input, trains_in, write_system
 
 from deepmd_ema import cli
-from deepmd_ema.config import config_summary, load_config
-from deepmd_ema.errors import CheckpointError, ConfigError, DivergedError, Interrupted, UserError
+from deepmd_ema.errors import ConfigError, DivergedError, Interrupted
 from deepmd_ema.report import curves
-from deepmd_ema.training.modes import products_in
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 
 pytestmark = pytest.mark.timeout(120)
 
 WITH_AVERAGES = {
-    "training__enable_ema": True,
-    "training__ema_decay": 0.9,
-    "validating__full_validation": True,
-    "validating__ema_full_validation": True,
-    "validating__validation_freq": 4,
-    "validating__full_val_start": 0,
-}
+    "training__enable_ema": True, "training__ema_decay": 0.9, "validating__full_validation": True,
+    "validating__ema_full_validation": True, "validating__validation_freq": 4, "validating__full_val_start": 0,
+}  # fmt: skip
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch, water_like, water_like_valid):
-    """Return a function that trains in a folder of its own: start(name, num_steps=..., options=..., **how)."""
+    """Return a function that trains in a folder of its own: start(name, num_steps, options, **how)."""
+    return trains_in(tmp_path, monkeypatch, ([water_like], [water_like_valid]), WITH_AVERAGES)
 
-    def run(name, num_steps=20, options=None, systems=None, **how):
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        monkeypatch.chdir(folder)
-        options = {**WITH_AVERAGES, **(options or {})}
-        config = tiny_input(systems or [water_like], [water_like_valid], num_steps=num_steps, **options)
-        (folder / "input.json").write_text(json.dumps(config))
-        run_training("input.json", device="cpu", **how)
-        return folder
 
-    return run
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, water_like, water_like_valid):
+    """The folder of an unbroken run of 20 steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        return trains_in(tmp_path_factory.mktemp("run"), patch, ([water_like], [water_like_valid]), WITH_AVERAGES)(
+            "whole"
+        )
 
 
 class StopAfter(Callback):
@@ -79,29 +70,14 @@ def load(path):
     return torch.load(path, weights_only=True)
 
 
-@pytest.mark.parametrize("kind", ["se_e2_a", "se_e2_r", "se_atten_v2", "se_e3_tebd"])
-def test_atoms_without_neighbors_are_trained_with_a_number_of_neighbors_that_is_counted(start, tmp_path, kind):
-    atoms = write_system(tmp_path / "atoms", frames=4, natoms=1, pbc=False)
-    descriptor = SECTIONS[kind] | {"sel": "auto", "seed": 1}
-    alone = {"model__descriptor": descriptor, "training__validation_data__systems": [str(atoms)]}
-    folder = start("run", 2, alone, [atoms])
-    assert json.loads((folder / "out.json").read_text())["model"]["descriptor"]["sel"] in (4, [4, 4])
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "rate", "disp_freq", "rows"), [(60, 0.01, 1, 0), (60, 30.0, 1, 20), (9, 30.0, 4, 1), (3, 30.0, 9, 0)]
-)
-def test_a_run_that_learns_nothing_is_warned_about_once_with_both_errors(
-    start, caplog, num_steps, rate, disp_freq, rows
-):
-    options = {"learning_rate__start_lr": rate, "learning_rate__stop_lr": rate, "training__disp_freq": disp_freq}
-    start("run", num_steps, options)
+@pytest.mark.parametrize(("num_steps", "rate", "rows"), [(60, 0.01, 0), (60, 30.0, 20), (3, 30.0, 2)])
+def test_a_run_that_learns_nothing_is_warned_about_once_with_both_errors(start, caplog, num_steps, rate, rows):
+    start("run", num_steps, {"learning_rate__start_lr": rate, "learning_rate__stop_lr": rate, "training__disp_freq": 1})
     said = [text for text in caplog.messages if "nothing is learned" in text]
     assert len(said) == bool(rows)
     for text in said:
-        found = re.search(
-            rf"rmse_f of the training batches of the last {rows} rows? is (\S+), no better than (\S+) with", text
-        )
+        words = rf"rmse_f of the training batches of the last {rows} rows is (\S+), no better than (\S+) with"
+        found = re.search(words, text)
         assert float(found[1]) >= float(found[2]) > 0
         assert "lower learning_rate.start_lr" in text
 
@@ -117,20 +93,20 @@ def test_a_new_run_writes_through_no_link_that_is_in_its_folder(start, tmp_path)
     assert Path("checkpoint").read_text() == "model.ckpt-4.pt"
 
 
-def test_a_run_writes_the_files_that_a_user_of_deepmd_kit_expects(start):
-    folder = start("run", 20)
-    names = {p.name for p in folder.iterdir()}
+def test_a_run_writes_the_files_that_a_user_of_deepmd_kit_expects(whole):
+    names = {p.name for p in whole.iterdir()}
     assert {
         "out.json", "lcurve.out", "val.log", "val_ema.log", "checkpoint", "model.ckpt.pt", "model_ema.ckpt.pt",
         "model.ckpt-10.pt", "model.ckpt-20.pt", "model_ema.ckpt-10.pt", "model_ema.ckpt-20.pt",
     } <= names  # fmt: skip
-    assert any(n.startswith("best.ckpt-") for n in names)
-    assert any(n.startswith("best_ema.ckpt-") for n in names)
-    assert (folder / "checkpoint").read_text().strip() == "model.ckpt-20.pt"
-    assert [int(row.split()[0]) for row in (folder / "lcurve.out").read_text().splitlines()[2:]] == [1, 5, 10, 15, 20]
+    assert all(any(n.startswith(f"{best}.ckpt-") for n in names) for best in ("best", "best_ema"))
+    assert (whole / "checkpoint").read_text().strip() == "model.ckpt-20.pt"
+    rows = np.genfromtxt(whole / "lcurve.out", names=True)
+    assert rows["step"].tolist() == [1, 5, 10, 15, 20]
+    assert rows["rmse_f_val"][-1] < rows["rmse_f_val"][0]
 
 
-@pytest.mark.parametrize("schedule", ["exp", "cosine", "wsd", "invsqrt"])
+@pytest.mark.parametrize("schedule", ["exp", "invsqrt"])
 def test_a_run_of_no_steps_writes_its_starting_point_and_can_be_checked(tmp_path, monkeypatch, capsys, schedule):
     monkeypatch.chdir(tmp_path)
     write_system("data", frames=3)
@@ -147,43 +123,19 @@ def test_a_run_of_no_steps_writes_its_starting_point_and_can_be_checked(tmp_path
     assert cli.main(["show", "."]) == 0
 
 
-def test_tf32_is_for_the_products_of_steps_on_a_gpu(start, caplog):
-    with products_in(tf32=True):
-        assert torch.get_float32_matmul_precision() == "high"
-    assert torch.get_float32_matmul_precision() == "highest"
-    options = {"model__descriptor__precision": "float32", "training__enable_tf32": True, "validating__tf32_infer": True}
-    start("tf32", 1, options)
-    assert "training.enable_tf32 has no effect on a CPU" in caplog.text
-    assert "validating.tf32_infer has no effect on a CPU" in caplog.text
-
-
-def test_cuda_graphs_are_for_a_gpu(start, caplog):
-    start("graphs", 1, {"training__cuda_graphs": True})
-    assert "training.cuda_graphs has no effect: there are none on a CPU." in caplog.text
-
-
-def test_training_lowers_the_force_error(start):
-    folder = start("run", 60, {"training__disp_freq": 60, "learning_rate__start_lr": 5e-3})
-    rows = np.genfromtxt(folder / "lcurve.out", names=True)
-    assert rows["rmse_f_val"][-1] < 0.7 * rows["rmse_f_val"][0]
-
-
-@pytest.mark.parametrize("at", [1, 4, 7, 10, 13])
-def test_a_restart_continues_to_the_last_bit(start, at):
-    whole = start("whole", 20)
-    with pytest.raises(Interrupted, match=f"after step {at} of 20"):
-        start("parts", 20, callback=StopAfter(at))
-    parts = start("parts", 20, restart="model.ckpt.pt")
-    assert_same(load(whole / "model.ckpt-20.pt"), load(parts / "model.ckpt-20.pt"))
-    assert_same(load(whole / "model_ema.ckpt-20.pt"), load(parts / "model_ema.ckpt-20.pt"))
-    for name in ("lcurve.out", "val.log", "val_ema.log"):
+@pytest.mark.parametrize("where", [1, 4, 7, "in a validation"])
+def test_a_restart_continues_to_the_last_bit(whole, start, where):
+    in_validation = InAveragedPassOfStep8(lambda trainer: trainer.stop.request(signal.SIGTERM))
+    with pytest.raises(Interrupted, match=rf"after step {where if type(where) is int else 8} of 20"):
+        start("parts", callback=StopAfter(where) if type(where) is int else in_validation)
+    parts = start("parts", restart="model.ckpt.pt")
+    for name in ("model.ckpt-20.pt", "model_ema.ckpt-20.pt", "lcurve.out", "val.log", "val_ema.log"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
 
 
 @pytest.fixture
-def broken_off(start):
-    """Return the folder of a whole run, and, as the current folder, that of one that was stopped after step 8."""
-    whole = start("whole")
+def broken_off(whole, start):
+    """Return the folder of a whole run; the current folder is that of one that was stopped after step 8."""
     with pytest.raises(Interrupted):
         start("parts", callback=StopAfter(8))
     return whole
@@ -214,12 +166,6 @@ def test_a_restart_without_an_input_says_how_that_of_the_folder_differs(broken_o
     assert_same(load("model.ckpt-20.pt"), load(broken_off / "model.ckpt-20.pt"))
 
 
-def test_a_restart_without_an_input_says_that_that_of_the_folder_is_wrong(broken_off, caplog):
-    Path("input.json").write_text('{"model": {}')
-    run_training(restart="model.ckpt.pt", device="cpu", max_time=1e-9)
-    assert "The former differs: input.json:1:13: not JSON: the text ends too early." in caplog.text
-
-
 def test_without_an_input_that_of_the_folder_is_trained(start, monkeypatch, capsys):
     start("run", 2)
     before = Path("model.ckpt-2.pt").read_bytes()
@@ -237,95 +183,28 @@ def test_without_an_input_that_of_the_folder_is_trained(start, monkeypatch, caps
         )
 
 
-def test_a_restart_with_averaged_rows_continues_to_the_last_bit(start):
-    options = {"training__disp_avg": True}
-    whole = start("whole", 20, options)
-    with pytest.raises(Interrupted):
-        start("parts", 20, options, callback=StopAfter(8))
-    parts = start("parts", 20, options, restart="model.ckpt.pt")
-    assert (whole / "lcurve.out").read_bytes() == (parts / "lcurve.out").read_bytes()
-
-
-def test_rows_after_the_restored_step_are_cut_before_a_restart_writes(start):
-    folder = start("run", 20)
-    before = (folder / "lcurve.out").read_bytes()
-    start("run", 20, restart="model.ckpt-10.pt")
-    assert (folder / "lcurve.out").read_bytes() == before
-
-
-@pytest.mark.parametrize("seconds", [10.0, 0.0])
-def test_rows_are_on_the_disk_before_a_checkpoint_that_follows_them(start, monkeypatch, seconds):
+def test_rows_are_on_the_disk_before_a_checkpoint_that_follows_them(start, monkeypatch):
     """A restart does not write rows of before its checkpoint again; those after it may be lost in a power cut."""
-    monkeypatch.setattr(curves, "SYNC_S", seconds)
-    events = []  # rows that are added, files that are flushed, links that are moved
-    fsync, add, move = os.fsync, curves.RowTable._add, os.replace
+    events, fsync, add, move = [], os.fsync, curves.RowTable._add, os.replace
 
-    def note_fsync(handle):
-        events.append(("flushed", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
-        fsync(handle)
+    def noted(event, call):
+        return lambda *given: events.append(event(*given)) or call(*given)
 
-    def note_row(table, line):
-        events.append(("row", table.path.name))
-        add(table, line)
-
-    def note_move(old, new):
-        events.append(("moved", Path(new).name))
-        move(old, new)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(curves.RowTable, "_add", note_row)
-    monkeypatch.setattr(os, "replace", note_move)
+    flushed = noted(lambda handle: ("flushed", Path(os.readlink(f"/proc/self/fd/{handle}")).name), fsync)
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(curves.RowTable, "_add", noted(lambda table, _: ("row", table.path.name), add))
+    monkeypatch.setattr(os, "replace", noted(lambda _, new: ("moved", Path(new).name), move))
     start("run", 20)
-    waiting, saved, flushed = set(), 0, 0
+    waiting, saved = set(), 0
     for kind, name in events:
         if kind == "row":
             waiting.add(name)
         elif kind == "flushed":
             waiting.discard(name)
-            flushed += name == "lcurve.out"
         elif re.fullmatch(r"model\.ckpt-\d+\.pt", name):
             saved += 1
             assert not waiting
-    rows = events.count(("row", "lcurve.out"))
-    assert (saved, rows) == (2, 5)
-    assert flushed == (
-        1 + saved if seconds else rows
-    )  # the first row, as nothing was flushed before, and each checkpoint
-
-
-def test_a_signal_inside_a_validation_restores_the_weights_and_the_restart_makes_up_for_it(start):
-    whole = start("whole", 20)
-    with pytest.raises(Interrupted, match="after step 8 of 20"):
-        start("parts", 20, callback=InAveragedPassOfStep8(lambda trainer: trainer.stop.request(signal.SIGTERM)))
-    parts = start("parts", 20, restart="model.ckpt.pt")
-    assert_same(load(whole / "model.ckpt-20.pt"), load(parts / "model.ckpt-20.pt"))
-    for name in ("lcurve.out", "val.log", "val_ema.log"):
-        assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
-
-
-def test_averaged_validation_does_not_touch_the_live_trajectory(start):
-    with_averages = start("with", 12)
-    without = start(
-        "without",
-        12,
-        dict.fromkeys(
-            ("training__enable_ema", "validating__full_validation", "validating__ema_full_validation"), False
-        ),
-    )
-    assert_same(load(with_averages / "model.ckpt-12.pt")["model"], load(without / "model.ckpt-12.pt")["model"])
-    other_decay = start("decay", 12, {"training__ema_decay": 0.5})
-    assert_same(load(with_averages / "model.ckpt-12.pt")["model"], load(other_decay / "model.ckpt-12.pt")["model"])
-
-
-def test_a_checkpoint_holds_raw_weights_as_model_and_averages_as_averages(start):
-    folder = start("run", 12)
-    state, average = load(folder / "model.ckpt-12.pt"), load(folder / "model_ema.ckpt-12.pt")
-    assert state["kind"] == "training"
-    assert average["kind"] == "average"
-    assert average["average"]["profile"] == "ema"
-    assert state["model"].keys() == average["model"].keys()
-    assert not all(torch.equal(state["model"][n], average["model"][n]) for n in state["model"])
-    assert torch.equal(state["model"]["out_bias"], average["model"]["out_bias"])
+    assert (saved, events.count(("row", "lcurve.out"))) == (2, 5)
 
 
 def break_off(_trainer):
@@ -380,28 +259,13 @@ def flat(weights):
 STANDING = {"learning_rate__start_lr": 1e-30, "learning_rate__stop_lr": 1e-31}
 
 
-def test_averages_start_from_the_loaded_weights(start):
-    folder = start("run", 10)
-    start("from_live", 1, STANDING, init_model=str(folder / "model.ckpt.pt"))
-    average = load("model_ema.ckpt-1.pt")["model"]
-    live = load(folder / "model.ckpt-10.pt")["model"]
-    assert all(torch.allclose(average[n], live[n], rtol=0, atol=1e-20) for n in live)
-
-
-def test_a_new_run_starts_from_an_averaged_file(start):
-    folder = start("run", 10)
-    average = load(folder / "model_ema.ckpt-10.pt")["model"]
-    assert not torch.equal(flat(average), flat(load(folder / "model.ckpt-10.pt")["model"]))
-    start("from_average", 1, STANDING, init_model=str(folder / "model_ema.ckpt.pt"))
+def test_a_new_run_starts_from_an_averaged_file(whole, start):
+    average = load(whole / "model_ema.ckpt-10.pt")["model"]
+    assert not torch.equal(flat(average), flat(load(whole / "model.ckpt-10.pt")["model"]))
+    start("from_average", 1, STANDING, init_model=str(whole / "model_ema.ckpt-10.pt"))
     for name in ("model.ckpt-1.pt", "model_ema.ckpt-1.pt"):
         found = load(name)["model"]
         assert all(torch.allclose(found[n], average[n], rtol=0, atol=1e-20) for n in average), name
-
-
-def test_an_average_is_refused_by_restart_with_the_file_to_use(start):
-    folder = start("run", 10)
-    with pytest.raises(CheckpointError, match=r"model\.ckpt-10\.pt"):
-        start("run", 20, restart=str(folder / "model_ema.ckpt.pt"))
 
 
 WITHOUT_AVERAGES = {"training__enable_ema": False, "validating__ema_full_validation": False}
@@ -421,10 +285,9 @@ def test_averaging_switched_on_at_a_restart_starts_from_the_live_weights(start, 
         assert torch.allclose(tensor, 0.1 * loaded[name] + 0.9 * live[name], rtol=1e-12, atol=1e-15), name
 
 
-def test_averaging_switched_off_at_a_restart_leaves_the_raw_weights(start, caplog):
-    whole = start("whole", 20, WITHOUT_AVERAGES)
+def test_averaging_switched_off_at_a_restart_leaves_the_raw_weights(whole, start, caplog):
     with pytest.raises(Interrupted):
-        start("parts", 20, callback=StopAfter(10))
+        start("parts", callback=StopAfter(10))
     with caplog.at_level("INFO"):
         parts = start("parts", 20, WITHOUT_AVERAGES, restart="model.ckpt.pt")
     assert "averaging is off in this run" in caplog.text
@@ -433,24 +296,6 @@ def test_averaging_switched_off_at_a_restart_leaves_the_raw_weights(start, caplo
     for key in ("model", "optimizer", "streams"):
         assert_same(one[key], two[key], key)
     assert "averages" not in two
-
-
-def test_the_best_file_gives_its_logged_metric_again(start, water_like_valid):
-    from deepmd_ema.infer.evaluate import measure
-
-    folder = start("run", 20, {"validating__validation_metric": "F:RMSE"})
-    rows = [r for r in (folder / "val_ema.log").read_text().splitlines() if "best_ema.ckpt-" in r]
-    best = next(folder.glob("best_ema.ckpt-*.t-1.pt"))
-    logged = next(r for r in reversed(rows) if best.name in r)
-    errors = measure(str(best), [str(water_like_valid)]).total
-    assert f"{1000 * errors.metric('F:RMSE'):.3f}"[:5] in logged
-
-
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(start):
-    a, b = start("a", 6), start("b", 6)
-    c = start("c", 6, {"training__seed": 11})
-    assert (a / "lcurve.out").read_bytes() == (b / "lcurve.out").read_bytes()
-    assert (a / "lcurve.out").read_bytes() != (c / "lcurve.out").read_bytes()
 
 
 def test_a_restart_with_another_model_or_other_data_is_refused_by_name(start, mixed_like):
@@ -463,159 +308,66 @@ def test_a_restart_with_another_model_or_other_data_is_refused_by_name(start, mi
 
 
 def test_a_non_finite_loss_stops_the_run_with_step_and_frames_and_no_bad_checkpoint(start):
+    wild = {"learning_rate__start_lr": 1e200, "learning_rate__stop_lr": 1e199, "training__save_freq": 1}
     with pytest.raises(DivergedError, match=r"step \d+: .*water_like.* frame \d+"):
-        start(
-            "run",
-            60,
-            {
-                "learning_rate__start_lr": 1e200,
-                "learning_rate__stop_lr": 1e199,
-                "training__save_freq": 1,
-                "training__max_ckpt_keep": 0,
-            },
-        )
-    for file in (p for p in os.listdir() if p.startswith("model.ckpt-")):
+        start("run", 60, {**wild, "training__max_ckpt_keep": 0})
+    for file in Path().glob("model.ckpt-*"):
         assert all(torch.isfinite(t).all() for t in load(file)["model"].values()), file
 
 
-def test_numb_epoch_counts_passes_over_the_frames(start):
-    folder = start("run", None, {"training__numb_epoch": 2})
-    assert load(folder / "model.ckpt.pt")["step"] == 16  # 16 frames, batches of 2
-
-
-def test_mixed_and_plain_systems_train_together(start, water_like, mixed_like, open_like):
-    start("run", 8, systems=[water_like, mixed_like, open_like])
-    rows = np.genfromtxt("lcurve.out", names=True)
-    assert np.isfinite(rows["rmse_f_trn"]).all()
-
-
-def test_the_run_says_what_has_no_effect_and_warns_of_a_long_window(start, caplog):
-    with caplog.at_level("INFO"):
-        start("run", 10, {"training__ema_decay": 0.9999})
-    assert "more than a fifth of the run of 10" in caplog.text
-    assert "trained parameters" in caplog.text
-
-
-def test_commands_at_the_end_of_a_run_can_be_given_to_a_shell(start, caplog):
+def test_a_long_window_is_warned_of_and_commands_at_the_end_can_be_given_to_a_shell(start, caplog):
     folder = start("run", 2)
-    Path("my input.json").write_text((folder / "input.json").read_text())
+    values = json.loads((folder / "input.json").read_text())
+    values["training"]["ema_decay"] = 0.9999
+    Path("my input.json").write_text(json.dumps(values))
     with caplog.at_level("INFO"):
         run_training("my input.json", device="cpu")
+    assert "more than a fifth of the run of 2" in caplog.text
     assert "--valid-data 'my input.json' --plot" in caplog.text
 
 
-def test_check_show_and_the_start_report_of_a_run_in_the_same_words(start, caplog, capsys):
-    with caplog.at_level("INFO"):
-        start("run", 3)
-    assert cli.main(["check", "input.json", "--config-only"]) == 0
-    assert cli.main(["show", "model.ckpt.pt"]) == 0
-    reported = [re.sub(" +", " ", text) for text in (capsys.readouterr().out, caplog.text)]
-    names = ("elements", "descriptor", "fitting", "loss", "learning rate", "optimizer", "validation")
-    for name, text in config_summary(load_config("input.json")):
-        if name in names:
-            assert [t.count(f" {name} {text}") for t in reported] == [2, 1], name
-    assert "3 steps = 0.4 epochs of 8 batches, batch_size 2" in reported[1]
-
-
-def test_one_of_several_processes_says_what_its_launcher_has_not_set(start, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="WORLD_SIZE = 2, but RANK is not set"):
-        start("run", 5)
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UserError, match="MASTER_ADDR is not set"):
-        start("run", 5)
-
-
-def _spawn(folder):
-    return subprocess.Popen(
-        [sys.executable, "-m", "deepmd_ema", "train", "input.json", "--device", "cpu"],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def _wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
+def rows_after(folder, number=0):
+    """Wait until a run has written so many rows more; return how many there are."""
+    table, end = folder / "lcurve.out", time.monotonic() + 60
+    while not table.exists() or len(table.read_text().splitlines()) <= number + 3:
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.02)
+    return len(table.read_text().splitlines())
 
 
-@pytest.mark.parametrize("signal_sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_saves_the_current_step_and_says_how_to_continue(tmp_path, water_like, signal_sent):
+@pytest.mark.parametrize(
+    ("inherited", "sent"), [(signal.SIG_IGN, signal.SIGTERM), (signal.default_int_handler, signal.SIGHUP)]
+)
+def test_a_signal_saves_the_current_step_and_says_how_to_continue(tmp_path, water_like, inherited, sent):
+    """A run under nohup inherits that SIGHUP is ignored, and outlives its terminal."""
     config = tiny_input([water_like], num_steps=100000, training__save_freq=100000)
     (tmp_path / "input.json").write_text(json.dumps(config))
-    # a child inherits what is ignored, as SIGHUP is where the tests themselves run under nohup
-    before = signal.signal(signal_sent, signal.default_int_handler)
+    words = [sys.executable, "-m", "deepmd_ema", "train", "input.json", "--device", "cpu"]
+    before = signal.signal(signal.SIGHUP, inherited)
     try:
-        process = _spawn(tmp_path)
+        process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     finally:
-        signal.signal(signal_sent, before)
-    _wait_for(lambda: (tmp_path / "lcurve.out").exists() and len((tmp_path / "lcurve.out").read_text().split("\n")) > 4)
-    process.send_signal(signal_sent)
+        signal.signal(signal.SIGHUP, before)
     try:
+        number = rows_after(tmp_path)
+        if inherited is signal.SIG_IGN:
+            process.send_signal(signal.SIGHUP)
+            rows_after(tmp_path, number)
+        process.send_signal(sent)
         _, said = process.communicate(timeout=60)
     finally:
         process.kill()  # a run that does not react continues for a long time
-    assert process.returncode == 128 + signal_sent
+    assert process.returncode == 128 + sent
     assert "dp-ema train --restart model.ckpt.pt\n" in said
     assert "Traceback" not in said
-    state = load(tmp_path / "model.ckpt.pt")
-    assert state["step"] > 1
-
-
-def test_a_run_under_nohup_outlives_its_terminal(tmp_path, water_like):
-    (tmp_path / "input.json").write_text(json.dumps(tiny_input([water_like], num_steps=100000)))
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; a child inherits it
-    try:
-        process = _spawn(tmp_path)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    rows = tmp_path / "lcurve.out"
-    _wait_for(rows.exists)
-    process.send_signal(signal.SIGHUP)
-    number = len(rows.read_text().splitlines())
-    _wait_for(lambda: len(rows.read_text().splitlines()) > number + 3)
-    assert process.poll() is None
-    process.kill()
-    process.communicate()
-
-
-def test_a_killed_run_restarts_from_its_last_checkpoint(tmp_path, monkeypatch, water_like):
-    config = tiny_input([water_like], num_steps=30, training__save_freq=1, training__enable_ema=True)
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    (whole / "input.json").write_text(json.dumps(config))
-    monkeypatch.chdir(whole)
-    run_training("input.json", device="cpu")
-    parts = tmp_path / "parts"
-    parts.mkdir()
-    (parts / "input.json").write_text(json.dumps(config))
-    process = _spawn(parts)
-    _wait_for(lambda: (parts / "model.ckpt.pt").exists())
-    process.kill()
-    process.communicate()
-    monkeypatch.chdir(parts)
-    run_training("input.json", device="cpu", restart="model.ckpt.pt")
-    assert_same(load(whole / "model.ckpt-30.pt"), load(parts / "model.ckpt-30.pt"))
-    assert (whole / "lcurve.out").read_bytes() == (parts / "lcurve.out").read_bytes()
+    assert load(tmp_path / "model.ckpt.pt")["step"] > 1
 
 
 def test_a_system_without_virials_trains_with_a_virial_prefactor_and_a_warning(start, tmp_path, caplog):
     system = write_system(tmp_path / "no_virial", frames=6, virial=False, seed=5)
     with caplog.at_level("WARNING"):
-        start("run", 6, systems=[system])
+        start("run", 6, {"training__training_data__systems": [str(system)]})
     assert "virial" in caplog.text
     rows = np.genfromtxt("lcurve.out", names=True)
     assert np.isnan(rows["rmse_v_trn"]).all()
     assert np.isfinite(rows["rmse_f_trn"]).all()
-
-
-def test_a_restart_whose_steps_have_another_number_of_frames_says_so(start, caplog):
-    start("run", 4, {"training__save_freq": 4})
-    with caplog.at_level("WARNING"):
-        start("run", 6, {"training__training_data__batch_size": 4}, restart="model.ckpt.pt", allow_config_change=True)
-    assert "a step has 4 frames on average now, over all ranks together, and had 2 when" in caplog.text

@@ -1,24 +1,21 @@
 """Runs with AdaMuon, HybridMuon and the Kalman filter: errors go down, a restart is the same run."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, tiny_input
+from helpers import assert_same, trains_in
 from test_optim_lkf import GOLDEN, PEER, numbered
+from test_train import load
 from torch import nn
 
 from deepmd_ema.config.labels import ENERGY, FORCE
 from deepmd_ema.config.schema.optim import EnerLossConfig, ExpScheduleConfig, LKFConfig
-from deepmd_ema.distributed.tensors import WholeTensors
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import DivergedError
-from deepmd_ema.training import kalman
-from deepmd_ema.training.kalman import KalmanStep, measure_energy, measure_force
+from deepmd_ema.training.kalman import KalmanStep, measure_force
 from deepmd_ema.training.loss import EnergyLoss
-from deepmd_ema.training.run import run_training
 
 KINDS = {
     "AdaMuon": {"type": "AdaMuon"},
@@ -26,38 +23,26 @@ KINDS = {
     "SOAP": {"type": "SOAP"},
     "LKF": {"type": "LKF", "kf_blocksize": 64, "kf_start_pref_f": 2.0},
 }
-CPU = torch.device("cpu")
 NO_VIRIAL = {"loss__start_pref_v": 0, "loss__limit_pref_v": 0}
 
 
-def run(folder, monkeypatch, training, kind, *, num_steps=20, restart=None, **changes):
-    folder.mkdir(exist_ok=True)
-    monkeypatch.chdir(folder)
-    config = tiny_input([training], num_steps=num_steps, optimizer=KINDS[kind], **NO_VIRIAL, **changes)
-    (folder / "input.json").write_text(json.dumps(config))
-    run_training("input.json", restart=restart, device="cpu")
-    return torch.load(folder / f"model.ckpt-{num_steps}.pt", weights_only=True)
+@pytest.fixture
+def start(tmp_path, monkeypatch, water_like):
+    """Return a function that trains in a folder of its own: start(name, num_steps, options, **how)."""
+    return trains_in(tmp_path, monkeypatch, ([water_like], None), NO_VIRIAL)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_errors_go_down(kind, tmp_path, monkeypatch, water_like):
-    rates = {"learning_rate__start_lr": 0.02, "learning_rate__stop_lr": 1e-3}
-    run(tmp_path, monkeypatch, water_like, kind, num_steps=60, training__disp_freq=1, **rates)
-    rows = np.genfromtxt(tmp_path / "lcurve.out", names=True)
+def test_errors_go_down_and_a_restart_is_the_same_run_to_the_last_bit(kind, start):
+    rates = {"learning_rate__start_lr": 0.02, "learning_rate__stop_lr": 1e-3, "training__disp_freq": 1}
+    options = {"optimizer": KINDS[kind], "training__save_freq": 30, **rates}
+    folder = start("run", 60, options)
+    rows, whole = np.genfromtxt(folder / "lcurve.out", names=True), load("model.ckpt-60.pt")
     for name in ("rmse_e_trn", "rmse_f_trn"):
         first, last = rows[name][:3].mean(), rows[name][-3:].mean()
         assert last < 0.8 * first, (name, first, last)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_restart_is_the_same_run_to_the_last_bit(kind, tmp_path, monkeypatch, water_like):
-    whole = run(tmp_path / "whole", monkeypatch, water_like, kind, training__save_freq=20)
-    run(tmp_path / "parts", monkeypatch, water_like, kind, num_steps=20, training__save_freq=10)
-    for name in ("model.ckpt-20.pt", "lcurve.out"):
-        (tmp_path / "parts" / name).unlink()
-    again = run(tmp_path / "parts", monkeypatch, water_like, kind, training__save_freq=10, restart="model.ckpt-10.pt")
-    assert_same(whole["model"], again["model"])
-    assert_same(whole["optimizer"], again["optimizer"])
+    start("run", 60, options, restart="model.ckpt-30.pt")
+    assert_same(whole, load("model.ckpt-60.pt"))
 
 
 class Itself(nn.Module):
@@ -74,18 +59,15 @@ class Itself(nn.Module):
         return {ENERGY: self.energy.flatten() * 1, FORCE: force}
 
 
-def as_batch(energy, force, sizes=None):
+def as_batch(energy, force):
     frames, atoms = force.shape[:2]
-    sizes = torch.full((frames,), atoms) if sizes is None else sizes
     found = torch.ones(frames, dtype=torch.float64)
     return SimpleNamespace(
-        num_atoms=sizes,
-        num_frames=frames,
-        atom_frame=torch.repeat_interleave(torch.arange(frames), sizes),
-        labels={ENERGY: energy.flatten(), FORCE: force.flatten(0, 1)},
-        has_label={ENERGY: found, FORCE: found.clone()},
+        num_atoms=torch.full((frames,), atoms), num_frames=frames,
+        atom_frame=torch.repeat_interleave(torch.arange(frames), atoms),
+        labels={ENERGY: energy.flatten(), FORCE: force.flatten(0, 1)}, has_label={ENERGY: found, FORCE: found.clone()},
         in_file_order=lambda values: values,
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -124,20 +106,11 @@ def test_a_step_of_the_kalman_filter_is_that_of_deepmd_kit(measured, monkeypatch
 
 
 def test_factors_go_from_start_to_limit_as_in_deepmd_kit(measured):
-    """The numbers are those that a run of five steps from 2 to 1 and from 5 to 1 gave its Kalman filter."""
+    """The numbers are those that a run of five steps from 2 to 1 gave its Kalman filter."""
     _, step = kalman_step(measured[0])
     step._num_steps = 5
-    seen = [step._between(2.0, 1.0, k) for k in (1, 2, 3, 4, 5)]
-    assert seen == pytest.approx([2.0, 1.7411011265922482, 1.515716566510398, 1.3195079107728942, 1.1486983549970349])
-    assert step._between(5.0, 1.0, 3) == pytest.approx(2.626527804403767)
-
-
-def test_atoms_are_drawn_by_seed_and_step_and_all_are_reached(measured):
-    _, step = kalman_step(measured[0])
-    assert torch.equal(step._draws(3, CPU), step._draws(3, CPU))
-    assert not torch.equal(step._draws(3, CPU), step._draws(4, CPU))
-    drawn = torch.cat([step._draws(k, CPU).flatten() for k in range(1, 40)])
-    assert set((drawn * 10).long().tolist()) == set(range(10))
+    assert step._between(2.0, 1.0, 1) == 2
+    assert step._between(2.0, 1.0, 4) == pytest.approx(1.3195079107728942)
 
 
 def test_frames_of_other_sizes_count_per_atom_and_choose_their_own_atoms():
@@ -159,23 +132,6 @@ def test_frames_of_other_sizes_count_per_atom_and_choose_their_own_atoms():
     assert found == 1
 
 
-def test_frames_without_a_label_do_not_count(measured):
-    model, batch, _, _ = measured
-    energy = model.energy.flatten()
-    batch.has_label[ENERGY][0] = 0
-    part = measure_energy(energy, batch, 1.0)
-    only = measure_energy(energy[1:], as_batch(batch.labels[ENERGY][1:], torch.zeros(2, 10, 3)), 1.0)
-    assert part[1] == only[1]
-    assert part[0] == only[0]
-    batch.has_label = {name: torch.zeros(3, dtype=torch.float64) for name in (ENERGY, FORCE)}
-    before = [p.detach().clone() for p in model.parameters()]
-    task, step = kalman_step(model)
-    memory = step.state_dict(WholeTensors())
-    assert step.update(task, [batch], 1.0, 1).ok == 1
-    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))
-    assert_same(memory, step.state_dict(WholeTensors()))
-
-
 @pytest.mark.parametrize("poison", [1, 3])
 def test_nothing_changes_after_an_update_that_was_not_finite(measured, poison):
     model, batch, _, _ = measured
@@ -194,18 +150,3 @@ def test_nothing_changes_after_an_update_that_was_not_finite(measured, poison):
     ) as e:
         step.raise_if_diverged(tasks, 2, World())
     assert "lower optimizer.kf_start_pref_e" in str(e.value)
-
-
-def test_a_term_that_the_loss_leaves_out_is_not_fitted(measured):
-    model, batch, _, _ = measured
-    task, step = kalman_step(model)
-    task.loss = EnergyLoss(EnerLossConfig(start_pref_f=0.0, limit_pref_f=0.0), 1.0, World())
-    force = model.force.detach().clone()
-    step.update(task, [batch], 1.0, 1)
-    assert torch.equal(force, model.force)
-    assert model.calls == 1
-    task.loss = EnergyLoss(EnerLossConfig(start_pref_e=0.0, limit_pref_e=0.0), 1.0, World())
-    energy = model.energy.detach().clone()
-    step.update(task, [batch], 1.0, 2)
-    assert model.calls == 1 + kalman.GROUPS
-    assert torch.equal(energy, model.energy)
