@@ -273,7 +273,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture
-def room(tmp_path, monkeypatch):
+def folder_of_run(tmp_path, monkeypatch):
     """A folder with the data of two tasks."""
     write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -301,7 +301,7 @@ def without(names, weights):
     return {name: value for name, value in weights.items() if name not in names}
 
 
-def test_each_task_starts_from_the_model_that_it_names(runs, room, capsys):
+def test_each_task_starts_from_the_model_that_it_names(runs, folder_of_run, capsys):
     before = load(runs / "nothing.pt")["model"]
     after = start("nothing", "--finetune", str(runs / "nothing.pt"), heads={"water": "ice", "ice": "water"})
     said = capsys.readouterr().err
@@ -312,7 +312,7 @@ def test_each_task_starts_from_the_model_that_it_names(runs, room, capsys):
         assert not torch.equal(of(task, after)["out_bias"], of(head, before)["out_bias"])
 
 
-def test_a_task_without_a_head_continues_from_the_model_of_its_name_and_another_is_fresh(runs, room, capsys):
+def test_a_task_without_a_head_continues_from_the_model_of_its_name_and_another_is_fresh(runs, folder_of_run, capsys):
     def renamed(model):
         models = model["model_dict"]
         return {**model, "model_dict": {"steam": models["ice"], "water": models["water"]}}
@@ -323,7 +323,7 @@ def test_a_task_without_a_head_continues_from_the_model_of_its_name_and_another_
     data = values["training"]["data_dict"]
     values["training"] |= {"data_dict": {"water": data["water"], "steam": data["ice"]}, "model_prob": {}}
     del values["loss_dict"]
-    write(room, values)
+    write(folder_of_run, values)
     assert cli.main(["train", "input.json", "--finetune", str(runs / "nothing.pt")]) == 0
     said = capsys.readouterr().err
     assert "holds water, ice: no model.model_dict.steam.finetune_head chooses one" in said
@@ -336,7 +336,7 @@ def test_a_task_without_a_head_continues_from_the_model_of_its_name_and_another_
             assert torch.equal(steam[name], first[name]) == name.startswith("descriptor"), name
 
 
-def test_what_tasks_share_comes_from_the_first_and_cases_stay_apart(runs, room):
+def test_what_tasks_share_comes_from_the_first_and_cases_stay_apart(runs, folder_of_run):
     before = load(runs / "nothing.pt")["model"]
     after = start("all", "--finetune", str(runs / "nothing.pt"), heads={"water": "ice"})
     shared = {name for name in of("ice", before) if name not in OF_TASK}
@@ -349,7 +349,7 @@ def test_what_tasks_share_comes_from_the_first_and_cases_stay_apart(runs, room):
     )
 
 
-def test_several_tasks_start_from_one_model(runs, room, capsys):
+def test_several_tasks_start_from_one_model(runs, folder_of_run, capsys):
     before = load(runs / "one.pt")["model"]
 
     def no_cases(model):
@@ -366,7 +366,7 @@ def test_several_tasks_start_from_one_model(runs, room, capsys):
             assert torch.equal(now[name], before[name]) == same, (task, name)
 
 
-def test_the_sections_of_a_file_are_taken_for_several_tasks(room):
+def test_the_sections_of_a_file_are_taken_for_several_tasks(folder_of_run):
     """Also where tasks share them, and but for ``trainable``."""
     task = {"type_map": "elements", "descriptor": "any"}
     fresh = {**task, "fitting_net": {"neuron": [5]}, "finetune_head": "RANDOM"}
@@ -396,7 +396,7 @@ def peer_section(**changes):
     return copy.deepcopy({**section, **changes})
 
 
-def test_tasks_start_from_all_models_of_a_checkpoint_of_deepmd_kit(room, capsys):
+def test_tasks_start_from_all_models_of_a_checkpoint_of_deepmd_kit(folder_of_run, capsys):
     after = start("nothing", "--init-model", HEADS, section=lambda model: peer_section())
     for head in ("water", "ice"):
         expected = dict(load_model(HEADS, head=head).model.state_dict())
@@ -414,11 +414,11 @@ def test_tasks_start_from_all_models_of_a_checkpoint_of_deepmd_kit(room, capsys)
         ("nothing", {}, ["--init-model", "one.pt"], "one model without a name, and none for water, ice of the input"),
     ],
 )
-def test_what_several_tasks_cannot_start_from_is_a_message(way, heads, options, message, runs, room, capsys):
+def test_what_several_tasks_cannot_start_from_is_a_message(way, heads, options, message, runs, folder_of_run, capsys):
     values = tasks_of(way, numb_steps=1)
     for task, head in heads.items():
         values["model"]["model_dict"][task]["finetune_head"] = head
-    write(room, values)
+    write(folder_of_run, values)
     assert cli.main(["train", "input.json", options[0], str(runs / options[1]), *options[2:]]) == 2
     said = capsys.readouterr().err
     assert message in said

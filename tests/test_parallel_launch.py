@@ -33,7 +33,7 @@ def forked(tmp_path_factory, water_like):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, water_like):
-    """Where an input is; a launcher finds this package and the command ``dp-ema``."""
+    """The folder of an input, where a launcher finds this package and the command ``dp-ema``."""
     (tmp_path / "input.json").write_text(json.dumps(config(water_like)))
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -50,7 +50,7 @@ def test_tracks_say_what_the_bank_has_averaged(profile, settings):
 
 
 def made_and_wanted(tracks, one):
-    """Return how far a combination is from the average that it stands for, on a random walk, and how far that goes."""
+    """Return the distance of a combination from its average on a random walk, and that of the average from the end."""
     walk = np.cumsum(np.random.default_rng(1).normal(size=(tracks[-1].end, 20)), 0)
     averages = [shares_of(t) @ walk[t.start + t.every - 1 : t.end : t.every] for t in (*tracks, one.target)]
     return np.linalg.norm(one.coefficients @ averages[:-1] - averages[-1]), np.linalg.norm(averages[-1] - walk[-1])

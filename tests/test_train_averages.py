@@ -50,9 +50,9 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, water_like, water_like_valid):
-    """The folder of a run of 20 steps, whose log is the file ``said`` there."""
+    """The folder of a run of 20 steps, whose log is the file ``log`` there."""
     logger, home = logging.getLogger("deepmd_ema"), tmp_path_factory.mktemp("bank")
-    handler = logging.FileHandler(home / "said")
+    handler = logging.FileHandler(home / "log")
     logger.addHandler(handler)
     logger.setLevel("INFO")
     with pytest.MonkeyPatch.context() as patch:
@@ -73,7 +73,7 @@ def test_each_average_has_files_logs_and_facts_of_its_own(whole):
         assert (whole / f"model_{name}.ckpt.pt").is_symlink()
         assert facts[name]["profile"] == name
         own = f"val_{name}.log" in found, any(f.startswith(f"best_{name}.ckpt-") for f in found)
-        assert own == ((True, True) if name in ("slow", "p05", "ema") else (False, False))  # where it is asked for
+        assert own == ((True, True) if name in ("slow", "p05", "ema") else (False, False))  # where it is requested
     assert {f for f in found if f.startswith("lcurve_")} == {"lcurve_slow.out", "lcurve_p15.out"}
     assert "model_flat.ckpt-10.pt" not in found  # keeps one
     assert "model_slow.ckpt-10.pt" in found
@@ -108,7 +108,7 @@ def test_an_average_out_of_a_training_checkpoint_is_that_of_its_own_file(whole):
 
 
 def test_the_start_says_what_is_averaged_and_what_snapshots_will_take(whole):
-    text = Path(whole.parent / "said").read_text()
+    text = Path(whole.parent / "log").read_text()
     for name in NAMES:
         assert re.search(rf"average +{name}: ", text)
     assert "p05 every 4 steps: 5 files" in text

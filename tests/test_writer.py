@@ -17,7 +17,7 @@ from deepmd_ema.errors import CheckpointError, WriteError
 from deepmd_ema.training.trainer import Callback
 
 
-def test_an_error_is_raised_once_where_training_asks_and_nothing_more_is_written():
+def test_an_error_is_raised_once_in_training_and_nothing_more_is_written():
     writer, done = Writer(World()), []
     writer.begin(1)
     writer.submit(lambda: done.append(1))
