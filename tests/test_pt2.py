@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
+import time
 import zipfile
 from dataclasses import replace
 
@@ -152,6 +155,27 @@ def test_it_says_which_weights_it_holds_and_gives_them_back(run, compiled, tmp_p
         "nlist",
         False,
     )
+
+
+def test_a_terminal_shows_which_part_of_compiling_is_done_and_since_when(run, tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    def compiling(*_, package_path, **__):
+        time.sleep(2.2)
+        zipfile.ZipFile(package_path, "w").close()
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiling)
+    monkeypatch.setattr(pt2, "_exported", lambda *_: None)
+    loaded, shown = load_model(run[0]), []
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        pt2.write_pt2(tmp_path / "m.pt2", loaded.model, loaded.config, {"model_def_script": {}}, torch.device("cpu"))
+        shown.append(stream.getvalue())
+    assert f"{tmp_path / 'm.pt2'}: compiling (2 of 3)  00:02" in shown[0]
+    assert not shown[0].rpartition("\r")[0].rpartition("\r")[2].strip()  # the line is gone
+    assert shown[1] == ""
 
 
 def test_torch_alone_runs_it(run, compiled):

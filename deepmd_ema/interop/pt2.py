@@ -16,11 +16,13 @@ from copy import deepcopy
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
+from threading import Event, Thread
 from traceback import format_exception
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.schema.common import MAX_SIZE
@@ -93,12 +95,14 @@ def write_pt2(
         WriteError: if the file cannot be written.
     """
     facts = {**metadata(model, config), _DEVICE: device.type}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _clock() as line:
         file = Path(folder) / "model.pt2"  # the name is that of the folder in the package
         logger.info("compiling %s, which takes about a minute", path)
         with _failures_as_messages(path, config), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch about its own calls
+            line.desc = f"{path}: exporting the graph (1 of 3)"
             exported = _exported(model, config, device)
+            line.desc = f"{path}: compiling (2 of 3)"
             compiling = partial(torch._inductor.aoti_compile_and_package, exported, package_path=str(file))
             has_vectors = True
             try:
@@ -116,6 +120,7 @@ def write_pt2(
             package.writestr(PACKAGED_TREE, packaged_text(tree))
         with atomic_write(path, "Choose another -o, or make room.") as part:
             shutil.copyfile(file, part)
+            line.desc = f"{path}: reading it back (3 of 3)"
             if check is not None:
                 check(part)
     return has_vectors
@@ -217,6 +222,26 @@ def _with_conditions(model: EnergyModel, config: ModelConfig) -> Callable[..., d
         return out
 
     return run
+
+
+@contextmanager
+def _clock() -> Iterator[tqdm]:
+    """Yield a line with a description and the time since now, which a terminal shows until the end of the block."""
+    with tqdm(bar_format="{desc}  {elapsed}", delay=1, disable=None, leave=False) as line:
+        is_done = Event()
+
+        def draw() -> None:
+            while not is_done.wait(1):
+                line.refresh()
+
+        thread = Thread(target=draw, daemon=True)
+        thread.start()
+        try:
+            yield line
+        finally:
+            is_done.set()
+            thread.join()
+            line.clear()
 
 
 def _samples(model: EnergyModel, config: ModelConfig) -> tuple[Tensor, ...]:
