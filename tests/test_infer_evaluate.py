@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from argparse import Namespace
 
 import numpy as np
@@ -15,13 +16,14 @@ from kept_runs import write_kept_run
 
 from deepmd_ema import cli
 from deepmd_ema.cli.read import chosen_systems
-from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
+from deepmd_ema.config.labels import ENERGY, FORCE, GPA, VIRIAL
 from deepmd_ema.data.loader import sequential_batches
 from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.model.metrics import evaluate
+from deepmd_ema.report.plots import plot_parity
 
 SAME_MATH = 1e-10
 
@@ -82,8 +84,13 @@ def test_the_lines_are_those_of_the_peer(run, labelled):
         "Energy MAE        ", "Energy RMSE       ", "Energy MAE/Natoms ", "Energy RMSE/Natoms",
         "Force  MAE        ", "Force  RMSE       ", "Virial MAE        ", "Virial RMSE       ",
         "Virial MAE/Natoms ", "Virial RMSE/Natoms", "Stress MAE        ", "Stress RMSE       ",
-        "Atomic ener MAE   ", "Atomic ener RMSE  ", "# " + "-" * 47 + " ", "# errors by composition",
+        "Atomic ener MAE   ", "Atomic ener RMSE  ", "# " + "-" * 47 + " ", "# all frames, MAE / RMSE",
     ]  # fmt: skip
+    in_mev = lines[start + 18 : start + 24]
+    assert [line[:4] for line in in_mev] == ["# E ", "# F ", "# S ", "# V ", "# --", "# er"]
+    stress = [float(line.split()[3]) for line in lines[start + 12 : start + 14]]
+    in_gpa = [float(number) for number in re.findall(r"[\d.]+", in_mev[2].partition("(")[2])]
+    assert in_gpa == pytest.approx([GPA * value for value in stress], rel=1e-4)
     assert sum(line.startswith("Virial MAE  ") for line in lines) == 2  # the open system has none
     assert lines[start + 2].endswith(" eV")
     assert float(lines[start + 6].split()[3]) > 0
@@ -168,6 +175,8 @@ def test_systems_are_named_in_a_file_or_by_an_input(tmp_path):
 
 def test_the_command_prints_and_writes(run, labelled, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    titles, drawn = [], "deepmd_ema.report.plots.plot_parity"
+    monkeypatch.setattr(drawn, lambda pairs, path, title: titles.append(title) or plot_parity(pairs, path, title))
     words = ["test", "-m", str(run[0]), "-s", str(labelled / "cell"), str(labelled / "open"), "-n", "2", "-d", "det"]
     assert cli.main([*words, "--plot", "--use-ema", "-a", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
@@ -176,6 +185,7 @@ def test_the_command_prints_and_writes(run, labelled, tmp_path, capsys, monkeypa
     assert "wrote det.e.out, det.e_peratom.out, det.f.out" in out
     assert ", parity.png\n" in out
     assert (tmp_path / "parity.png").read_bytes()[:4] == b"\x89PNG"
+    assert titles == ["model.ckpt-7.pt: averaged weights (ema) of step 7; 4 frames of 2 systems"]  # fits one line
 
 
 def test_one_of_several_averages_is_tested_by_its_name(tmp_path, labelled, capsys):

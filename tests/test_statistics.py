@@ -143,7 +143,7 @@ def test_elements_that_the_compositions_do_not_report_apart_are_named(folders):
     assert apart.fit.undetermined == ()
     assert together.fit.undetermined == ("O", "H")
     assert "the energies of O, H cannot be determined separately" in together.lines()[-1]
-    assert f"{apart.fit.rmse_per_atom:.4g} eV/atom" in apart.lines()[1]
+    assert f"{1000 * apart.fit.rmse_per_atom:.4g} meV/atom" in apart.lines()[1]
     assert f"O {apart.fit.bias[0]:.6g} eV" in apart.lines()[0]
 
 

@@ -91,6 +91,10 @@ def test_a_finished_run_shows_its_errors_files_and_time(runs, capsys):
     last = (runs / "whole" / "val_ema.log").read_text().splitlines()
     force = [line.split()[4] for line in last if not line.startswith("#")][-1]
     assert f"RMSE {float(force):.4g}"[:9] in next(row for name, row in rows if row.startswith("ema, step 6"))
+    rows = (runs / "whole" / "lcurve.out").read_text().splitlines()
+    column = rows[0].lstrip("# ").split().index("rmse_f_trn")
+    force = 1000 * float(rows[-1].split()[column])
+    assert f" F {force:.3g}" in text.partition("single batches, meV and Å: train E ")[2].partition(";")[0]
     assert "model.ckpt-6.pt" in text
     assert "ema: model_ema.ckpt-6.pt, 6 updates, mean age" in text
     assert "so far" not in text

@@ -149,7 +149,7 @@ def show(args: argparse.Namespace) -> None:
         from deepmd_ema.report.table import render
 
         status = RunStatus(folder)
-        print(json.dumps(status.to_dict(), indent=2) if args.json else "\n".join(render(status.table(), "  ")))
+        say(json.dumps(status.to_dict(), indent=2) if args.json else "\n".join(render(status.table(), "  ")))
         return
     if args.json:
         raise UserError(f"--json {args.file}: prints the status of a run. Give its folder, or leave --json out.")

@@ -23,6 +23,7 @@ WEIGHTS = (WEIGHT, ENERGY_WEIGHT, FORCE_WEIGHT, VIRIAL_WEIGHT)  # of a frame in 
 # keys of conditions: what an energy depends on beside positions and elements
 FPARAM = "fparam"  # (F, P) frame parameters, any unit
 APARAM = "aparam"  # (A, Q) atomic parameters, any unit
+GPA = 160.2176634  # in one eV/angstrom^3
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.tabulated import tabulate
-from deepmd_ema.report.table import KINDS, Column, Table, labelled, render
+from deepmd_ema.report.table import KINDS, Column, Table, describe_errors, labelled, render
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +113,10 @@ class ErrorReport:
             lines.append(f"# number of test data : {errors.summary()['num_frames']:.0f} ")
             lines += [*_error_lines(errors), _LINE] if len(systems) > 1 else []  # those of one system follow
         lines += ["# ----------weighted average of errors----------- ", f"# number of systems : {len(systems)}"]
+        # scripts read these lines, which are in the units of DeePMD-kit; all below are in those of other commands
         lines += [*_error_lines(self.total), _LINE]
-        # the lines above, which scripts read, are in the units of DeePMD-kit
+        in_mev = describe_errors(self.total, with_gpa=True).split(", ")
+        lines += ["# all frames, MAE / RMSE", *(f"# {text}" for text in in_mev), _LINE]
         for table in (*self.groups(), self.forces_by_element(), self.worst()):
             lines += [*render(table, "# "), _LINE] if table.rows else []
         if singles := describe_singles(list(self._kinds.values())):
@@ -156,7 +158,8 @@ class ErrorReport:
         from deepmd_ema.report.plots import plot_parity
 
         count = f"{counted(len(self.frames), 'frame')} of {counted(len(self.by_system), 'system')}"
-        return plot_parity(self.pairs(), path, f"{self.info.path.name}: {self.info.describe()}; {count}")
+        weights = self.info.describe().partition(":")[0]
+        return plot_parity(self.pairs(), path, f"{self.info.path.name}: {weights}; {count}")
 
     def pairs(self) -> dict[str, tuple[NDArray[Any], NDArray[Any], str]]:
         """Return labels, predictions and unit by quantity; energies and virials per atom. Empty without a label."""

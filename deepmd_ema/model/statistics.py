@@ -48,7 +48,7 @@ class Statistics:
         shown = [t for t, name in enumerate(self.type_map) if name in self.observed]
         out = ["energy of each element: " + ", ".join(f"{self.type_map[t]} {self.fit.bias[t]:.6g} eV" for t in shown)]
         if self.fit.rmse_per_atom is not None:
-            out.append(f"residual of the energy fit: {self.fit.rmse_per_atom:.4g} eV/atom (RMSE)")
+            out.append(f"residual of the energy fit: {1000 * self.fit.rmse_per_atom:.4g} meV/atom (RMSE)")
         if self.fit.undetermined:
             names = ", ".join(self.fit.undetermined)
             out.append(

@@ -261,7 +261,7 @@ class Progress:
             if (left := self._times.left(step, self._num_steps)) is not None:  # not known after the first steps
                 ends.append(f"{tqdm.format_interval(left)} left")
         for task in errors["train"]:
-            of_task = {name: _words(of.get(task, {})) for name, of in errors.items()}
+            of_task = {name: describe_values(of.get(task, {})) for name, of in errors.items()}
             cells = [f"{name} {words}" for name, words in of_task.items() if words]
             if cells:
                 logger.info("%s", "  ".join([f"{step:{self._width}d}", *[task] * bool(task), *cells, *ends]))
@@ -279,7 +279,7 @@ class Progress:
             cells = [f"{step:{self._width}d}", *[task] * bool(task), "full"]
             for weights, errors in ((weights, errors) for of, weights, errors in rows if of == task):
                 values = {f"rmse_{q.lower()}": errors.metric(f"{q}:RMSE") for q in labelled(errors) if q != "S"}
-                cells.append(f"{weights}{'*' * (f'{task} {weights}'.lstrip() in best)} {_words(values)}")
+                cells.append(f"{weights}{'*' * (f'{task} {weights}'.lstrip() in best)} {describe_values(values)}")
             logger.info("%s", "  ".join(cells))
         # beside the bar: force errors of each task by the first average, or by the live weights if there is none
         chosen = next((weights for _, weights, _ in rows if weights != LIVE), LIVE)
@@ -303,7 +303,7 @@ def _force_errors(name: str, errors: Mapping[str, float]) -> str:
     return f"{name} F {', '.join(shown)} {unit}" if shown else ""
 
 
-def _words(errors: Mapping[str, float]) -> str:
+def describe_values(errors: Mapping[str, float]) -> str:
     """Return errors by columns of lcurve.out in the units of tables, such as ``E 3.24 F 146``, without the loss."""
     parts = []
     for symbol, value in ((name.partition("_")[2], value) for name, value in errors.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -16,6 +17,7 @@ from deepmd_ema.config.outputs import LOCK, POINTER, RECORD, Outputs, is_sharded
 from deepmd_ema.distributed.files import read_holder
 from deepmd_ema.errors import UserError, counted, first_few
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files
+from deepmd_ema.report.log import describe_values
 from deepmd_ema.report.record import Part, read_record
 from deepmd_ema.report.table import Table, duration, facts, significant
 
@@ -139,9 +141,14 @@ class RunStatus:
             times.append(f"{duration(self.left)} left, ends about {end:%Y-%m-%d %H:%M}")
         yield "time", ", ".join(times)
         if self.last_row:
-            shown = [f"{n} {v:.3g}" for n, v in self.last_row.items() if n.startswith(("rmse_", "lr")) and v == v]
-            shown = [text for text in shown if not text.startswith(("rmse_val", "rmse_trn"))] or shown  # the loss
-            yield "last row", f"step {self.last_row['step']:,.0f}, single batches, eV and Å: {', '.join(shown)}"
+            batches: dict[str, dict[str, float]] = {}
+            for column, value in self.last_row.items():
+                if value == value and (match := re.fullmatch(r"(\w+?)_(trn|val)(?:_(.+))?", column)):
+                    kind = {"trn": "train", "val": "valid"}[match[2]]
+                    batches.setdefault(f"{match[3] or ''} {kind}".lstrip(), {})[match[1]] = value
+            shown = [f"{name} {words}" for name in sorted(batches) if (words := describe_values(batches[name]))]
+            shown += [f"lr {self.last_row['lr']:.1e}"] * ("lr" in self.last_row)
+            yield "last row", f"step {self.last_row['step']:,.0f}, single batches, meV and Å: {'; '.join(shown)}"
         for weights, row in self.validation.items():
             least = f"; least {self.describe_best(weights)}" if weights in self.best else ""
             yield "validation", f"{weights}, step {row['step']:,}: {describe_row(row)}{least}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from deepmd_ema.config.labels import METRICS
+from deepmd_ema.config.labels import GPA, METRICS
 
 if TYPE_CHECKING:
     from deepmd_ema.model.metrics import Errors
@@ -103,18 +103,22 @@ def labelled(errors: Errors) -> str:
     return "".join(q for q in METRICS_IN_ORDER if not math.isnan(errors.metric(f"{q}:MAE")))
 
 
-def mae_rmse(errors: Errors, quantity: str) -> str:
-    """Return both errors of a quantity as ``94.363 / 120.02``, in its unit of tables."""
-    factor = METRICS[quantity].display_factor
+def mae_rmse(errors: Errors, quantity: str, factor: float = 0.0) -> str:
+    """Return both errors of a quantity as ``94.363 / 120.02``, in its unit of tables, or times ``factor``."""
+    factor = factor or METRICS[quantity].display_factor
     return " / ".join(significant(factor * errors.metric(f"{quantity}:{kind}")) for kind in KINDS)
 
 
-def describe_errors(errors: Errors, before: Errors | None = None) -> str:
-    """Return MAE and RMSE of every quantity that some frame has a label of, with those ``before`` in front."""
+def describe_errors(errors: Errors, before: Errors | None = None, with_gpa: bool = False) -> str:
+    """Return MAE and RMSE of every quantity that some frame has a label of, with those ``before`` in front.
+
+    With ``with_gpa`` those of the stress are in GPa as well.
+    """
     parts = []
     for quantity in labelled(errors):
         first = f"{mae_rmse(before, quantity)} -> " if before is not None else ""
-        parts.append(f"{quantity} {first}{mae_rmse(errors, quantity)} {METRICS[quantity].display_unit}")
+        in_gpa = f" ({mae_rmse(errors, quantity, GPA)} GPa)" * (with_gpa and quantity == "S")
+        parts.append(f"{quantity} {first}{mae_rmse(errors, quantity)} {METRICS[quantity].display_unit}{in_gpa}")
     return ", ".join(parts)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
+from deepmd_ema.config.labels import ENERGY, FORCE, GPA, VIRIAL
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError, counted, first_few
@@ -25,7 +25,6 @@ from deepmd_ema.geometry import Array, find_pairs_once
 BOHR = 0.52917721  # angstrom
 _HARTREE = 27.211386  # eV
 _KCAL, _KJ = 23.060548, 96.485332  # kcal/mol and kJ/mol of 1 eV
-_GPA = 160.21766  # of 1 eV/angstrom^3
 # numbers that 1 eV, 1 eV/angstrom and 1 eV of a virial have in other units; those of a stress are over the volume
 _ENERGIES = {"Hartree": 1 / _HARTREE, "Rydberg": 2 / _HARTREE, "kcal/mol": _KCAL, "kJ/mol": _KJ, "meV": 1e3}
 _FORCES = {
@@ -36,8 +35,8 @@ _FORCES = {
     "kJ/mol/nm": 10 * _KJ,
     "meV/angstrom": 1e3,
 }
-_VIRIALS = {**_ENERGIES, "GPa * angstrom^3": _GPA, "kbar * angstrom^3": 10 * _GPA}
-_STRESSES = {"eV/angstrom^3": 1.0, "GPa": _GPA, "kbar": 10 * _GPA}
+_VIRIALS = {**_ENERGIES, "GPa * angstrom^3": GPA, "kbar * angstrom^3": 10 * GPA}
+_STRESSES = {"eV/angstrom^3": 1.0, "GPa": GPA, "kbar": 10 * GPA}
 # of three ratios: energy differences over the works of forces and of virials, and virials over those works of forces
 _EXPONENTS = {"energies": (1, 1, 0), "forces": (-1, 0, -1), "virials": (0, -1, 1), "lengths": (-1, 0, -1)}
 _SAME = 1.5  # ratio of what is equal: 0.83 to 1.2 in right data, where a line explains the share of _EXPLAINED
