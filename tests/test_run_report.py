@@ -7,6 +7,7 @@ import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import tiny_input, write_system
@@ -168,6 +169,41 @@ def test_errors_are_those_of_the_test_of_the_same_frames(runs, capsys):
     assert table["Force RMSE, meV/Å"][1] == significant(1000 * tested.total.metric("F:RMSE"), 3)
     assert "Virial RMSE, meV/atom" not in table  # open frames have none
     assert table["6 validation frames"][1] == "slowaveraged"  # the chosen one is beside the live weights
+
+
+def test_virials_have_validation_curves_where_the_volumes_are_alike(trained, page, runs, capsys):
+    """Rows of val.log have the stress; another metric would change its columns, which are DeePMD-kit's."""
+    rows = [line.split() for line in (trained / "run/val_ema.log").read_text().splitlines() if line[0] != "#"]
+    volume = float(re.search(r"Virial: errors of stresses times the mean volume, ([\d.]+) Å³/atom", page.text)[1])
+    [words] = [text for text in page.images if text.startswith("Virial RMSE over steps: live ")]
+    shown = float(re.search(r"ema ([\d.]+) meV/atom at the end", words)[1])
+    assert shown == pytest.approx(volume * float(rows[-1][6]), rel=1e-2)
+    assert shown == pytest.approx(float(page.table("6 validation frames")["Virial RMSE, meV/atom"][1]), rel=0.1)
+    for path in (runs / "data").glob("set.*/box.npy"):
+        box = np.load(path)
+        np.save(path, box * np.linspace(1, 1.3, len(box)).reshape(-1, 1))
+    report(capsys, "run")
+    unlike = Page()
+    assert "Virial RMSE over steps: of single batches" in unlike.images
+    assert any(text.startswith("Stress RMSE over steps: live ") for text in unlike.images)
+    assert "times the mean volume" not in unlike.text
+
+
+def test_test_data_are_those_of_the_input_or_of_the_option(runs, capsys):
+    values = one_task()
+    values["validating"] = {**VALIDATED, "test_data": {"systems": ["../other"]}}
+    train_in(runs / "tested", values)
+    report(capsys, "tested")
+    page, tested = Page(), measure("tested", ["other"], use_average=True, average="slow").total
+    assert page.table("6 test frames")["Force RMSE, meV/Å"][2] == significant(1000 * tested.metric("F:RMSE"), 3)
+    assert "6 test frames, weights ema." in page.text
+    assert page.table("data")["test"] == ["1", "6", "8"]
+    report(capsys, "tested", "-s", "data", "-n", "4")
+    assert "4 test frames" in Page().tables[1][0]
+    assert main(["report", "tested", "-s", "nowhere", "-o", "page.html"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert main(["report", "tasks", "-s", "data", "-o", "page.html"]) == 2
+    assert "-s: of a run of several tasks" in capsys.readouterr().err
 
 
 def test_deviations_are_relative_distances_from_the_live_weights(trained, page):

@@ -232,6 +232,7 @@ COMMANDS = {
                       "averages, time", (
         option("folder", "RUN", "the folder of a run, which may still be training (this folder)", type=read.path,
                nargs="?", default="."),
+        systems("the test data of the input"),
         option("-o --output", "HTML", "the page, with all pictures in it (report.html)", type=read.file,
                default="report.html"),
         option("-n --numb-test", "N", "most frames of the validation data, and of the training data (0: all for "

@@ -98,7 +98,8 @@ def report(args: argparse.Namespace) -> None:
     with loading():
         from deepmd_ema.report.page import write_report
 
-    remarks = write_report(args.folder, args.output, args.numb_test, args.device, args.average)
+    systems = args.systems if args.system else ()
+    remarks = write_report(args.folder, args.output, args.numb_test, args.device, args.average, systems)
     print("\n".join([f"wrote {args.output}", *remarks]))
 
 

@@ -144,13 +144,14 @@ def split_off(config: RunConfig, data: Mapping[str, TaskData], splits: Mapping[s
     return divided
 
 
-def open_split(config: RunConfig) -> dict[str, TaskData]:
-    """Return the training and validation data of every task as the run has split them; no test data.
+def open_split(config: RunConfig, with_test: bool = False) -> dict[str, TaskData]:
+    """Return the training and validation data of every task as the run has split them, and the test data if wanted.
 
     Raises:
         DataError: if they cannot be read.
     """
-    config = replace(config, validating=replace(config.validating, test_data=None, test_data_dict={}))
+    if not with_test:
+        config = replace(config, validating=replace(config.validating, test_data=None, test_data_dict={}))
     opened = open_run(config)
     return split_off(config, opened, choose_validation(config, opened, config.training.seed or 0))
 

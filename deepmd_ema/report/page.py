@@ -15,7 +15,7 @@ from string import Template
 
 from deepmd_ema import checkpoint
 from deepmd_ema.config import config_summary, saved_config
-from deepmd_ema.config.labels import ENERGY, FORCE, METRICS, VIRIAL
+from deepmd_ema.config.labels import ENERGY, FORCE, GPA, METRICS, VIRIAL
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.outputs import is_sharded, with_absolute_paths
 from deepmd_ema.data.collate import PairCache
@@ -23,7 +23,7 @@ from deepmd_ema.data.run import TaskData, open_split
 from deepmd_ema.data.source import FrameSource, evenly_spaced
 from deepmd_ema.distributed.files import HTML, atomic_write, check_output
 from deepmd_ema.errors import UserError, command, counted
-from deepmd_ema.infer.evaluate import WORST, ErrorReport, describe_composition, predict
+from deepmd_ema.infer.evaluate import WORST, ErrorReport, describe_composition, open_labelled, predict
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.model.metrics import Errors, worst_frames
 from deepmd_ema.model.model_set import nested
@@ -34,9 +34,8 @@ from deepmd_ema.report.status import ENDED, RunStatus, describe_row
 from deepmd_ema.report.table import Cell, Column, Table, duration, significant
 from deepmd_ema.utils import LIVE
 
-VALIDATION, TRAINING = "validation", "training"
+VALIDATION, TEST, TRAINING = "validation", "test", "training"
 KINDS = ("RMSE", "MAE")
-GPA = 160.2176634  # in one eV/angstrom^3
 _DIGITS = 3
 _MAX_SHOWN = 2  # averages in the first table
 _MAX_GROUPS = 40  # rows of a table of systems or kinds of frames
@@ -49,7 +48,7 @@ class Tested:
     Attributes:
         task: empty in a run of one.
         weights: ``live`` or the name of an average.
-        part: ``validation`` or ``training``.
+        part: ``validation``, ``test`` or ``training``.
         report: the errors.
     """
 
@@ -65,17 +64,23 @@ class Tested:
 
 
 def write_report(
-    run: str | Path, output: str | Path, num_frames: int = 0, device: str | None = None, average: str | None = None
+    run: str | Path,
+    output: str | Path,
+    num_frames: int = 0,
+    device: str | None = None,
+    average: str | None = None,
+    systems: Sequence[str] = (),
 ) -> list[str]:
     """Write the page about a run, which may still be training or have been interrupted; return what it lacks, and why.
 
     Args:
         run: its folder, of which the newest checkpoint counts, or a training checkpoint.
         output: the page.
-        num_frames: most frames that are evaluated of each part of the data, evenly spaced; 0: all for validation, as
-            many for training.
+        num_frames: most frames that are evaluated of each part of the data, evenly spaced; 0: all for validation and
+            test, as many as for validation for training.
         device: on which the model is evaluated.
         average: the average of which details are shown; the first one if None, the live weights if there is none.
+        systems: test data of a run of one task, in place of those of its input.
 
     Raises:
         UserError: if there is no training checkpoint, or a file that is no page is there.
@@ -84,10 +89,10 @@ def write_report(
     import matplotlib  # noqa: F401 - reported before the work, not after it
 
     check_output(output, "-o", HTML)
-    page = _Page(Path(run), num_frames, device, average)
+    page = _Page(Path(run), num_frames, device, average, systems)
     with tempfile.TemporaryDirectory(prefix="dp-ema-") as scratch:
         body = "\n".join(page.parts(Path(scratch)))
-    # its style is for screens of any width and for paper; pictures are dark on white in both modes: they are drawn once
+    # its style is for screens of any width and for paper; pictures are drawn once, and inverted in dark mode
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     with atomic_write(output) as part:
         part.write_text(template.substitute(title=escape(page.title), body=body), encoding="utf-8")
@@ -103,12 +108,12 @@ def _evaluate(
     """Yield the errors by task, weights and part of the data; arguments are those of :func:`write_report`."""
     cache = PairCache()
     for task, of_task in data.items():
-        valid = evenly_spaced(of_task.valid, num_frames) if num_frames else of_task.valid
+        valid, test = (evenly_spaced(s, num_frames) if num_frames else s for s in (of_task.valid, of_task.test))
         number = sum(source.num_frames for source in valid) or num_frames
         train = evenly_spaced(of_task.train, number) if number else of_task.train
         for name in weights:
             loaded = load_model(file, average=None if name == LIVE else name, head=task or None)
-            for part, sources in ((VALIDATION, valid), (TRAINING, train)):
+            for part, sources in ((VALIDATION, valid), (TEST, test), (TRAINING, train)):
                 if sources:
                     ranges = [range(source.num_frames) for source in sources]
                     report = predict(loaded, sources, ranges, device, (ENERGY, FORCE, VIRIAL), cache)
@@ -131,11 +136,14 @@ class _Page:
         remarks: what the page lacks, and why.
         weights: ``live`` and the names of the averages, the chosen one first.
         chosen: the weights of which details are shown.
-        shown: by task, the errors in the order of the weights, on validation frames if there are any.
-        details: those of the chosen weights, for each task.
+        shown: by task and part, the errors in the order of the weights: on validation frames, or on training frames if
+            there are none, and on test frames.
+        details: those of the chosen weights.
     """
 
-    def __init__(self, run: Path, num_frames: int, device: str | None, average: str | None) -> None:
+    def __init__(
+        self, run: Path, num_frames: int, device: str | None, average: str | None, systems: Sequence[str]
+    ) -> None:
         self.status: RunStatus | None = None
         if run.is_dir() and not is_sharded(run):
             self.status = RunStatus(run)
@@ -159,10 +167,16 @@ class _Page:
         self.folder = self.status.folder if self.status is not None else file.parent
         self.title = self.folder.resolve().name
         self.config = saved_config(with_absolute_paths(payload["config"], self.folder), str(file))
+        if systems and len(self.config.tasks) > 1:
+            raise UserError("-s: of a run of several tasks. Name their test data in validating.test_data_dict.")
+        model = next(iter(self.config.tasks.values())).model
+        test = open_labelled(systems, model, (ENERGY, FORCE, VIRIAL)) if systems else []
         self.data: Mapping[str, TaskData] | None = None
         self.tested, self.remarks = list[Tested](), list[str]()
         try:
-            self.data = open_split(self.config)
+            self.data = open_split(self.config, with_test=not systems)
+            if systems:
+                self.data = {name: of_task._replace(test=test) for name, of_task in self.data.items()}
             sources = [source for of_task in self.data.values() for part in of_task for source in part]
             self.base = os.path.commonpath([os.path.dirname(os.path.abspath(source.name)) for source in sources])
             self.tested = list(_evaluate(file, self.data, weights, num_frames, device))
@@ -172,11 +186,11 @@ class _Page:
             step = f"The page shows the checkpoint of step {payload['step']:,}."
             self.remarks.append(f"Status: {self.status.describe()}. {step}")
         self.weights = sorted(weights, key=lambda name: (name != LIVE, name != self.chosen))
-        parts = {task: VALIDATION if of_task.valid else TRAINING for task, of_task in (self.data or {}).items()}
-        shown = [one for one in self.tested if one.part == parts[one.task]]
-        shown.sort(key=lambda one: self.weights.index(one.weights))
-        self.shown = {task: [one for one in shown if one.task == task] for task in self.config.tasks}
-        self.details = [one for of_task in self.shown.values() for one in of_task if one.weights == self.chosen]
+        self.shown: dict[tuple[str, str], list[Tested]] = {}
+        for one in sorted(self.tested, key=lambda one: self.weights.index(one.weights)):
+            if one.part != TRAINING or (self.data and not self.data[one.task].valid):
+                self.shown.setdefault((one.task, one.part), []).append(one)
+        self.details = [one for of_part in self.shown.values() for one in of_part if one.weights == self.chosen]
 
     def parts(self, scratch: Path) -> Iterator[str]:
         """Yield the parts of the page from top to bottom; pictures are made in the folder ``scratch``."""
@@ -240,14 +254,12 @@ class _Page:
             yield from ((name, f"{weights}: {status.describe_best(weights)}") for weights in status.best)
 
     def _final_errors(self) -> Iterator[str]:
-        """Yield a table of errors of live and averaged weights for each task."""
+        """Yield a table of errors of live and averaged weights for each task and part of the data."""
         display = self.payload["display"]
         before = nested(display["before"], tuple(self.config.tasks)) if "before" in display else {}
-        for task in self.config.tasks:
-            tested = [one for one in self.shown[task] if one.weights in self.weights[: 1 + _MAX_SHOWN]]
-            if not tested:
-                continue
-            frames, part = len(tested[0].report.frames), tested[0].part
+        for (task, part), of_part in self.shown.items():
+            tested = [one for one in of_part if one.weights in self.weights[: 1 + _MAX_SHOWN]]
+            frames = len(tested[0].report.frames)
             columns = [(one.weights, "" if one.weights == LIVE else "averaged") for one in tested]
             errors = [one.report.total for one in tested]
             if task in before and part == VALIDATION:
@@ -267,7 +279,7 @@ class _Page:
         if not self.tested and self.status is not None:
             for weights, row in self.status.validation.items():
                 yield _paragraph(f"{weights}, validation of step {row['step']:,}: {describe_row(row)}")
-        if self.status is not None and self.status.test:
+        if self.status is not None and self.status.test and not any(part == TEST for _, part in self.shown):
             test = self.status.test.items()
             yield "<h3>Test data</h3>" + _list((n, f"step {row['step']:,.0f}: {describe_row(row)}") for n, row in test)
         yield '<p class=soft>Errors per atom and per component: <a href="#definitions">definitions</a>.</p>'
@@ -280,15 +292,24 @@ class _Page:
             return
         for task in self.config.tasks:
             if of_task := [curve for curve in curves if curve.task == task]:
-                figures, keys = curve_figures(of_task, Path(tempfile.mkdtemp(dir=scratch)))
+                tested = self.shown.get((task, VALIDATION), ())
+                frames = [frame for one in tested for frame in one.report.frames if VIRIAL in frame.label]
+                volumes = [(frame.volume or math.inf) / frame.num_atoms for frame in frames]
+                volumes += [math.inf] * (not any("S_RMSE(" in name for c in of_task for name in c.columns))
+                # of frames of like volumes errors of virials are those of stresses times the mean
+                volume = sum(volumes) / len(volumes) if volumes and max(volumes) < 1.2 * min(volumes) else 0.0
+                figures, keys = curve_figures(of_task, Path(tempfile.mkdtemp(dir=scratch)), volume)
                 yield f"<h3>{escape(task)}</h3>" * bool(task) + _keys(keys) + _figures(figures)
+                if volume:
+                    shown = significant(volume, 4)
+                    yield _paragraph(f"Virial: errors of stresses times the mean volume, {shown} Å³/atom.", "soft")
 
     def _parity(self, scratch: Path) -> Iterator[str]:
         for one in self.details:
             figures = parity_figures(one.report.pairs(), Path(tempfile.mkdtemp(dir=scratch)))
             yield _paragraph(one.describe()) + _figures(figures)
         if self.tested:
-            words = "Where dots would hide each other, the color shows their number: yellow is most."
+            words = "Where dots would hide each other, the color shows their number."
             yield _paragraph(words, "soft")
 
     def _details(self) -> Iterator[str]:
@@ -380,7 +401,7 @@ def _table_of_data(data: Mapping[str, TaskData]) -> Table:
     """Return systems, frames and atoms of each part of the data."""
     rows = list[Sequence[Cell]]()
     for task, of_task in data.items():
-        for part, sources in ((TRAINING, of_task.train), (VALIDATION, of_task.valid)):
+        for part, sources in zip((TRAINING, VALIDATION, TEST), of_task):
             if sources:
                 low = min(int(source.frame_sizes.min()) for source in sources)
                 high = max(int(source.frame_sizes.max()) for source in sources)

@@ -234,13 +234,18 @@ def plot_curves(files: Sequence[str | Path], output: str | Path, log_steps: bool
     return output
 
 
-def curve_figures(curves: Sequence[Curve], folder: Path) -> tuple[list[Figure], list[Key]]:
+def curve_figures(curves: Sequence[Curve], folder: Path, volume: float = 0.0) -> tuple[list[Figure], list[Key]]:
     """Return a figure of each quantity and one of the learning rate, and what their lines mean.
 
     Args:
         curves: of one run and one task.
         folder: where the files are written.
+        volume: mean per atom of validation frames of like volume, angstrom^3: errors of stresses in ``val.log`` are
+            drawn as errors of virials, which are larger by this factor. 0: as they are.
     """
+    for curve in curves if volume else ():
+        if (stress := curve.columns.pop(QUANTITIES["S"].full, None)) is not None:
+            curve.columns[QUANTITIES["V"].full] = volume * stress
     plot, figures, keys = CurvePlot(curves), list[Figure](), dict[str, Key]()
     suffix = _suffix(sum(c.steps.size for c in curves if c.columns))
     for panel in plot.panels:
