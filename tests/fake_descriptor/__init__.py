@@ -13,5 +13,3 @@ FAMILY = Family(
     tree="fake_descriptor.tree:FakeTree",
     example={"rcut": 4.0, "width": 6, "most": 60},
 )
-# without a tree it trains, but cannot be frozen
-UNFROZEN = Family(FakeConfig, FAMILY.module)
