@@ -7,7 +7,7 @@ import json
 import pytest
 from infer_models import write_run
 
-from deepmd_ema import cli
+from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.infer.load import load_model
@@ -73,3 +73,10 @@ def test_a_file_that_is_no_model_is_refused(tmp_path, run, capsys):
     (tmp_path / "t.pt").write_bytes(run[0].read_bytes()[:2000])
     with pytest.raises(CheckpointError, match=r"t.pt: damaged"):
         describe(tmp_path / "t.pt")
+
+
+def test_a_checkpoint_with_a_model_of_another_version_is_described_without_it(run, tmp_path):
+    payload = checkpoint.load(run[0])
+    payload["config"]["model"]["type_map"] = True
+    checkpoint.save(tmp_path / "other.pt", payload)
+    assert "elements" not in describe(tmp_path / "other.pt")

@@ -96,7 +96,8 @@ def _model(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     try:
         saved = saved_models(config)
     except ConfigError:  # of another version: at least the elements
-        return [("elements", " ".join(config["model"].get("type_map", [])))]
+        elements = config["model"].get("type_map")
+        return [("elements", " ".join(map(str, elements)))] if isinstance(elements, list) else []
     return rows_of_tasks({head: of.summary() for head, of in saved.configs.items()}, saved.links)
 
 
