@@ -425,6 +425,17 @@ def test_operations_of_a_gpu_give_the_numbers_of_a_cpu(descriptor):
         close(gpu.detach().numpy(), cpu.detach().numpy())
 
 
+def test_attention_with_logits_too_large_for_their_exponentials_is_that_of_the_reference():
+    _, model = toy_model("se_atten", {"normalize": False})
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(1e3 if "in_proj.weight" in name else 1.0)
+    batch = batch_of(model, frame())
+    found, expected = model(batch), with_operations(model, REFERENCE)(batch)
+    assert all(value.isfinite().all() for value in found.values())
+    close(found["force"].detach().numpy(), expected["force"].detach().numpy())
+
+
 @every_descriptor
 def test_equal_seeds_give_equal_models_and_leave_the_global_random_state_alone(descriptor):
     config = model_config_from_dict({"type_map": ["O", "H", "Na"], "descriptor": SECTIONS[descriptor],

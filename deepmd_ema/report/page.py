@@ -22,7 +22,7 @@ from deepmd_ema.data.collate import PairCache
 from deepmd_ema.data.run import TaskData, open_split
 from deepmd_ema.data.source import FrameSource, evenly_spaced
 from deepmd_ema.distributed.files import HTML, atomic_write, check_output
-from deepmd_ema.errors import UserError, command, counted
+from deepmd_ema.errors import DataError, UserError, command, counted
 from deepmd_ema.infer.evaluate import WORST, ErrorReport, describe_composition, open_labelled, predict
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.model.metrics import Errors, worst_frames
@@ -174,17 +174,17 @@ class _Page:
         self.data: Mapping[str, TaskData] | None = None
         self.tested, self.remarks = list[Tested](), list[str]()
         try:
-            self.data = open_split(self.config, with_test=not systems)
-            if systems:
-                self.data = {name: of_task._replace(test=test) for name, of_task in self.data.items()}
+            with suppress(DataError):  # of test data that were moved; their rows are in the run
+                self.data = open_split(self.config, with_test=not systems)
+            self.data = self.data or open_split(self.config)
+            self.data = {name: of_task._replace(test=test or of_task.test) for name, of_task in self.data.items()}
             sources = [source for of_task in self.data.values() for part in of_task for source in part]
             self.base = os.path.commonpath([os.path.dirname(os.path.abspath(source.name)) for source in sources])
             self.tested = list(_evaluate(file, self.data, weights, num_frames, device))
         except UserError as error:
             self.remarks.append(f"The errors of single frames are missing: {error.problems[0]}")
         if self.status is not None and self.status.state != ENDED:
-            step = f"The page shows the checkpoint of step {payload['step']:,}."
-            self.remarks.append(f"Status: {self.status.describe()}. {step}")
+            self.remarks.append(f"Status: {self.status.describe()}. The checkpoint is of step {payload['step']:,}.")
         self.weights = sorted(weights, key=lambda name: (name != LIVE, name != self.chosen))
         self.shown: dict[tuple[str, str], list[Tested]] = {}
         for one in sorted(self.tested, key=lambda one: self.weights.index(one.weights)):
