@@ -268,7 +268,7 @@ def change_record(folder, **changes):
 def test_an_interrupted_and_a_running_run_are_called_so(runs, capsys):
     change_record("tasks", ended="interrupted by SIGTERM", step=5)
     [line] = report(capsys, "tasks")
-    assert line == "Status: interrupted (by SIGTERM), step 6 of 6 (100 %). The page shows the checkpoint of step 6."
+    assert line == "Status: interrupted (by SIGTERM), step 6 of 6 (100 %). The checkpoint is of step 6."
     assert line in Page().text
     change_record("tasks", ended="")
     holder = {"machine": this_machine(), "host": "here", "pid": os.getpid(), "since": "2026-01-01"}
