@@ -101,15 +101,12 @@ SLOW_MODULES = {
     "test_change_bias", "test_checkpoint_schema", "test_cli", "test_cli_run", "test_compile", "test_compile_ranks",
     "test_data_check", "test_data_loader", "test_deepmd_checkpoints", "test_deepmd_kit", "test_dpgen",
     "test_early_stop", "test_fake_descriptor", "test_files", "test_filled", "test_finetune", "test_interpolation",
-    "test_estimate",
     "test_kill", "test_loggers", "test_mixed_batches", "test_optim_muon", "test_parallel", "test_parallel_faults",
     "test_parallel_launch", "test_parallel_optimizers", "test_parallel_restart", "test_parallel_traps",
     "test_posthoc", "test_pt2", "test_replay", "test_report_plots", "test_sharded_checkpoint", "test_short_range",
-    "test_run_report",
-    "test_test_data",
-    "test_torch_sim", "test_train", "test_train_averages", "test_train_optimizers", "test_train_sharing",
-    "test_train_tasks", "test_train_tasks_optimizers", "test_train_validation", "test_validation_fraction",
-    "test_writer",
+    "test_estimate", "test_run_report", "test_test_data", "test_torch_sim", "test_train", "test_train_averages",
+    "test_train_optimizers", "test_train_sharing", "test_train_tasks", "test_train_tasks_optimizers",
+    "test_train_validation", "test_validation_fraction", "test_writer",
 }  # fmt: skip
 SLOW_LAWS = (
     "test_every_option_of_a_descriptor_has_right_derivatives_and_is_in_its_tree",
