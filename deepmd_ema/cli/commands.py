@@ -235,8 +235,8 @@ COMMANDS = {
         systems("the test data of the input"),
         option("-o --output", "HTML", "the page, with all pictures in it (report.html)", type=read.file,
                default="report.html"),
-        option("-n --numb-test", "N", "most frames of the validation data, and of the training data (0: all for "
-               "validation, as many for training)", type=read.frames, default=0),
+        option("-n --numb-test", "N", "most frames of the validation, test and training data each (0: all, and as "
+               "many for training as for validation)", type=read.frames, default=0),
         option("--average", "NAME", "the average of which details are shown (the first one)"),
         DEVICE,
     )),

@@ -34,8 +34,8 @@ FOLDERS = (".savedmodel", ".savedmodeltf")  # that `dp convert-backend` makes of
 SAME_MATH = {torch.float64: 1e-10, torch.float32: 1e-4}
 FROM_TABLES = {torch.float64: 1e-8, torch.float32: 1e-4}  # the same of a file with tables of its networks
 SPACING = 2.1  # angstrom, of the atoms of the frames on which the two are compared
-# se_atten with torch 2.11: benchmarks/results/versions.md
-SLOWER = "an evaluation takes 1.2 times as long as from a file that torch 2.13 or newer compiles, which runs here too"
+# 192 atoms, two layers of attention, one core: benchmarks/results/versions.md
+SLOWER = "an evaluation of se_atten took 1.2 times as long as from a file of torch 2.13, which runs here too"
 IN_LAMMPS = (COMPILED_SUFFIX, ".pth")  # what DeePMD-kit's pair style reads with its torch backends
 LAMMPS_VERSIONS = "LAMMPS of DeePMD-kit 3.2.0 with torch 2.11"  # that benchmarks/lammps.py was run with
 

@@ -79,8 +79,6 @@ def write_pt2(
 ) -> bool:
     """Compile a model for ``device`` and write it; the file appears whole or not at all. This takes minutes.
 
-    Return whether its code has vector instructions.
-
     Args:
         path: ends in ``.pt2``.
         model: in evaluation mode. Tables of its nets, if it has been evaluated with some, are constants in the file.
@@ -88,6 +86,9 @@ def write_pt2(
         tree: content of the ``.dp`` file of the model, which the package holds as well.
         device: where the file computes.
         check: called with the path of the whole file before it takes its name; what it raises keeps an older file.
+
+    Returns:
+        Whether the code has vector instructions.
 
     Raises:
         UserError: if the C++ compiler fails.

@@ -237,7 +237,7 @@ class GraphedSteps:
         self._numbers = torch.zeros(2, dtype=torch.float64, device=device)  # learning rate and step
         self._uses: Counter[Hashable] = Counter()
         self._graphs: dict[Hashable, tuple[Tensor, Callable[[], Updated]]] = {}  # buffer of a batch, and the step
-        self._num_bindings, self._most = 0, MAX_GRAPHS
+        self._num_bindings, self._max_graphs = 0, MAX_GRAPHS
 
     def capture(self, step: Callable[[], Updated]) -> Callable[[], Updated]:
         """Return a function that launches all kernels of ``step`` at once; recording does not take the step.
@@ -277,13 +277,13 @@ class GraphedSteps:
             self._num_bindings = self._bank.num_bindings
         key = (task.name, packed.layout, due)
         self._uses[key] += key not in self._graphs
-        if key not in self._graphs and self._uses[key] >= CAPTURED_AT_USE and len(self._graphs) < self._most:
+        if key not in self._graphs and self._uses[key] >= CAPTURED_AT_USE and len(self._graphs) < self._max_graphs:
             buffer = torch.empty_like(packed.data, device=self._numbers.device)
             of_buffer = packed.view(buffer)
             try:
                 self._graphs[key] = buffer, self.capture(lambda: self._step(task, of_buffer, due))
             except RuntimeError as error:
-                self._most = len(self._graphs)
+                self._max_graphs = len(self._graphs)
                 reason = str(error).splitlines()[0]
                 logger.warning("step %d: torch could not capture a CUDA graph (%s); steps stay eager", step, reason)
         if key in self._graphs:
