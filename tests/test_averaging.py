@@ -1,17 +1,33 @@
-"""Averages of the weights used alone, by another trainer: the documented interface, processes, imports, mistakes."""
+"""Averages of the weights: the documented interface, parts of models, tasks, restarts, mistakes."""
 
 import ast
+import io
+import logging
 import pickle
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 
 import pytest
 import torch
-from averaging_nets import PLAIN, WARM, Net, assert_same, copies, make_net, train
+from averaging_nets import (
+    PLAIN,
+    POWER,
+    WARM,
+    EveryOther,
+    Net,
+    assert_same,
+    copies,
+    make_net,
+    move,
+    oracle,
+    through_staging,
+    train,
+)
 
 import deepmd_ema.averaging
-from deepmd_ema.averaging import AverageBank, PowerProfile, SwaProfile
+from deepmd_ema.averaging import AverageBank, EmaProfile, PowerProfile, SwaProfile
 from deepmd_ema.errors import CheckpointError, ConfigError
 
 # what nobody should have to import for an average of weights
@@ -32,20 +48,16 @@ def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     assert_same(copies(published), {name: tensor.float() for name, tensor in bank.weights("p1").items()})
 
 
-def test_copy_to_publishes_an_average_into_another_module():
+def test_copy_to_publishes_an_average_into_a_module_of_the_same_shape():
     net = make_net()
-    bank = AverageBank(net, [PLAIN])
+    bank = AverageBank({"water": net, "ice": Net(width=2)}, [PLAIN])
     train(net, bank, range(1))
-    net.mean.fill_(9.0)
     other = Net(dtype=torch.float32)
-    bank.copy_to("ema", other)
-    assert_same(copies(other), {n: t.to(other.state_dict()[n].dtype) for n, t in bank.weights("ema").items()})
-    with pytest.raises(CheckpointError, match=r"first.weight is \(5, 3\) there, \(6, 3\) here"):
-        bank.copy_to("ema", Net(width=6))
-    tasks = AverageBank({"water": net, "ice": Net(width=2)}, [PLAIN])
-    tasks.copy_to("ema", other, task="water")
+    bank.copy_to("ema", other, task="water")
+    averages = {name: bank.weights("ema")[f"water.{name}"].to(value.dtype) for name, value in copies(other).items()}
+    assert_same(copies(other), averages)
     with pytest.raises(CheckpointError, match=r"first.weight is \(2, 3\) there, \(5, 3\) here"):
-        tasks.copy_to("ema", other, task="ice")
+        bank.copy_to("ema", other, task="ice")
 
 
 def test_a_bank_can_be_pickled_with_its_network_and_continues():
@@ -77,12 +89,140 @@ def test_names_that_clash_are_an_error():
         AverageBank(make_net(), [PLAIN, SwaProfile("flat"), WARM])
 
 
-def test_updates_do_not_touch_gradients_and_the_grad_mode():
-    net = make_net()
+@pytest.fixture
+def net():
+    return make_net()
+
+
+def test_a_parameter_that_is_switched_on_starts_from_its_live_value(net, caplog):
+    caplog.set_level(logging.INFO)
+    net.first.requires_grad_(False)
     bank = AverageBank(net, [PLAIN])
-    loss = net(torch.ones(2, 3, dtype=torch.float64)).sum()
+    move(net, 0)
     bank.update()
-    assert torch.is_grad_enabled()
-    loss.backward()
-    assert all(p.grad is not None and p.requires_grad for p in net.parameters())
-    assert not any(t.requires_grad for t in bank.weights("ema").values())
+    state, second = bank.state_dict(), bank.weights("ema")["second.weight"]
+    net.first.requires_grad_(True)
+    with torch.no_grad():
+        net.first.weight.fill_(3.0)
+    bank.update()
+    expected = torch.lerp(second, net.second.weight.detach(), 1 - 0.9)
+    assert torch.equal(bank.weights("ema")["first.weight"], net.first.weight)
+    assert torch.equal(bank.weights("ema")["second.weight"], expected)
+    restarted = AverageBank(net, [PLAIN])
+    restarted.load_state_dict(state)
+    assert torch.equal(restarted.weights("ema")["second.weight"], second)
+    assert "first.weight, first.bias was not averaged before" in caplog.text
+    net.first.requires_grad_(False)
+    train(net, bank, range(3, 5))
+    net.first.requires_grad_(True)
+    bank.update()
+    assert torch.equal(bank.weights("ema")["first.weight"], net.first.weight)  # and starts again
+    assert bank.info("ema")["updates"] == 5
+
+
+@pytest.mark.parametrize("profile", [PLAIN, POWER])
+def test_a_tensor_shared_by_tasks_has_one_average_and_a_task_may_be_idle_come_and_go(profile):
+    water, ice = make_net(), Net()
+    ice.first = water.first
+    bank, apart = AverageBank({"water": water, "ice": ice}, [profile]), AverageBank(water, [profile])
+    idle = copies(ice)
+    for step in range(50):
+        move(water, step)
+        bank.update()
+        apart.update()
+    weights, alone = bank.weights("ema"), apart.weights("ema")
+    assert len(bank["ema"].tensors) == 6
+    assert_same({n.removeprefix("water."): t for n, t in weights.items() if n.startswith("water.")}, alone)
+    of_ice = {n: t for n, t in weights.items() if n.startswith("ice.")}
+    assert torch.equal(of_ice["ice.first.weight"], alone["first.weight"])
+    assert torch.equal(of_ice["ice.second.weight"], idle["second.weight"])  # without a drift
+    saved = bank.state_dict()
+    of_file = saved["profiles"]["ema"]["weights"]
+    assert of_file["water.first.weight"] is of_file["ice.first.weight"]
+    removed, added = AverageBank({"ice": ice}, [profile]), AverageBank({"water": water, "ice": ice}, [profile])
+    removed.load_state_dict(saved)
+    assert_same(removed.weights("ema"), of_ice)
+    added.load_state_dict(removed.state_dict())
+    assert_same({n: t for n, t in added.weights("ema").items() if n.startswith("ice.")}, of_ice)
+    assert torch.equal(added.weights("ema")["water.second.weight"], water.second.weight)
+
+
+def test_buffers_are_averaged_on_request_and_integers_never(net):
+    profile = EmaProfile("ema", 0.9, warmup=False, buffers="average")
+    bank = AverageBank(net, [profile, EmaProfile("copy", 0.9, warmup=False)])
+    history = [net.mean.clone()]
+    for step in range(5):
+        move(net, step)
+        net.mean = net.mean + step  # as a forward pass may
+        net.atomic_number.add_(1)
+        net.cache.add_(1)
+        bank.update()
+        history.append(net.mean.clone())
+    live = copies(net)
+    weights = bank.weights("ema")
+    assert torch.allclose(weights["mean"], oracle(history, [0.9] * 5), rtol=1e-13)
+    assert torch.equal(weights["atomic_number"], live["atomic_number"])
+    assert weights["atomic_number"].dtype == torch.int64
+    assert list(weights) == list(live)
+    assert torch.equal(bank.weights("copy")["mean"], live["mean"])
+    with bank.swapped_in("ema"):
+        assert torch.equal(net.mean, weights["mean"])
+        assert torch.equal(bank.weights("copy")["mean"], live["mean"])
+    assert_same(copies(net), live)
+
+
+KINDS = [
+    WARM, EmaProfile("slow", 0.999, start_step=7, update_every=3), EmaProfile("late", 0.9, start_step=20),
+    PowerProfile.from_sigma_rel("p1", 0.1), PowerProfile("p2", 3.0, update_every=4, start_step=2, dtype="float64"),
+    SwaProfile("flat", start_step=5, buffers="average"), SwaProfile("host", device="cpu", dtype="float32"),
+    SwaProfile("even", should_update=EveryOther(0, 0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+@pytest.mark.parametrize(("dtype", "at"), [(torch.float32, 1), (torch.bfloat16, 11)])
+def test_a_restart_continues_every_average_bitwise(dtype, staged, at):
+    with through_staging() if staged else nullcontext():
+        net, other = make_net(dtype=dtype), Net(dtype=dtype)
+        bank = AverageBank(net, KINDS)
+        for step in range(at):
+            advance(net, bank, step)
+        torch.save(bank.state_dict(), file := io.BytesIO())
+        file.seek(0)
+        other.load_state_dict(copies(net))
+        restarted = AverageBank(other, KINDS)
+        restarted.load_state_dict(torch.load(file, weights_only=True))
+    for step in range(at, 31):
+        advance(net, bank, step)
+        advance(other, restarted, step)
+    assert_same(copies(net), copies(other))
+    for name in bank.names:
+        assert_same(bank.weights(name), restarted.weights(name))
+        assert bank.info(name) == restarted.info(name)
+        assert bank.info(name)["updates"] > 0
+    assert {t.dtype for t in restarted["host"].tensors} == {torch.float32}
+
+
+def advance(net, bank, step):
+    move(net, step)
+    net.mean.add_(0.25)
+    bank.update(epoch=step / 10)
+
+
+def test_every_setting_that_changed_is_warned_of_and_counts_from_now_on(net, caplog):
+    bank = AverageBank(net, [PowerProfile("p", 3.0), EmaProfile("e", 0.9), PLAIN])
+    train(net, bank, range(5))
+    state = bank.state_dict()
+    others = [PowerProfile("p", 6.0, update_every=2), SwaProfile("e"), EmaProfile("ema", 0.5, warmup=False)]
+    again = AverageBank(net, others)
+    again.load_state_dict(state)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warnings == [
+        "average p: update_every was 1 in the checkpoint and is 2 from now on",
+        "average p: gamma was 3.0 in the checkpoint and is 6.0 from now on",
+        "average e: was of type ema in the checkpoint and is swa from now on",
+        "average ema: decay was 0.9 in the checkpoint and is 0.5 from now on",
+    ]
+    assert again.info("p")["updates"] == 5
+    assert again.info("ema")["decay"] == 0.5
+    assert_same(again.weights("p"), bank.weights("p"))

@@ -71,23 +71,6 @@ def test_a_sharded_module_sees_the_average_and_gets_its_weights_back(tmp_path, p
         assert_same(copies(other), reference_bank.weights(name))
 
 
-def test_modules_inside_the_sharded_one_see_the_average(tmp_path):
-    """A compiled run at zero_stage 2 validated the averages with the live weights: gathered ones hid the average."""
-    with sharded_references(tmp_path) as (net, reference):
-        bank, reference_bank = (
-            AverageBank(dict(net.named_children()), [PLAIN], around=net),
-            AverageBank(reference, [PLAIN]),
-        )
-        train(net, bank, 5)
-        train(reference, reference_bank, 5)
-        x = torch.ones(2, 3, dtype=torch.float64)
-        live = net(x)  # leaves the weights gathered
-        with bank.swapped_in("ema"), reference_bank.swapped_in("ema"):
-            assert torch.equal(net(x), reference(x))
-            assert not torch.equal(net(x), live)
-        assert torch.equal(net(x), live)
-
-
 @pytest.mark.parametrize("host_knows", [True, False])
 def test_an_update_of_shards_does_not_communicate(tmp_path, monkeypatch, host_knows):
     from torch.distributed.tensor import DTensor
