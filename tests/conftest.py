@@ -11,7 +11,7 @@ import threading
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from helpers import SPACING, write_system
+from helpers import SPACING, trains_in, write_system
 
 from deepmd_ema.data.check.identities import COVALENT_RADII
 
@@ -93,6 +93,15 @@ def mixed_like(tmp_path_factory):
     return write_system(
         tmp_path_factory.mktemp("data") / "mixed_like", frames=10, natoms=10, seed=4, mixed=True, virtual=2, sets=2
     )
+
+
+@pytest.fixture
+def start(request, tmp_path, monkeypatch, water_like, water_like_valid):
+    """Return a function that trains in a folder of its own, with the ``OPTIONS`` of the module of the test.
+
+    It is called as start(name, num_steps, options, **how).
+    """
+    return trains_in(tmp_path, monkeypatch, ([water_like], [water_like_valid]), request.module.OPTIONS)
 
 
 # modules that start processes, compile, kill, or train for seconds: `-m "not slow"` leaves them out

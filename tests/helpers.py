@@ -167,6 +167,15 @@ def trains_in(root, monkeypatch, data, options, device="cpu"):
     return start
 
 
+def validated(every, **more):
+    """Return options of a run with the average ``ema`` that validates live and averaged weights every so many steps."""
+    return {
+        "training__enable_ema": True, "training__ema_decay": 0.9, "validating__full_validation": True,
+        "validating__ema_full_validation": True, "validating__validation_freq": every,
+        "validating__full_val_start": 0, **more,
+    }  # fmt: skip
+
+
 def changed(values, changes):
     """Return ``values`` with sections, or keys of them after ``__``, replaced in place."""
     for where, value in changes.items():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_same_files, tiny_input, trains_in
+from helpers import assert_same_files, tiny_input
 from parallel_runs import train
 
 from deepmd_ema import checkpoint, cli
@@ -92,11 +92,9 @@ class OutOfTime(Callback):
             trainer.deadline = 0.0
 
 
-@pytest.fixture
-def start(tmp_path, monkeypatch, caplog, water_like, water_like_valid):
-    """Return a function that trains in a folder of its own: start(name, num_steps, options, **how)."""
+@pytest.fixture(autouse=True)
+def _log(caplog):
     caplog.set_level(logging.INFO, "deepmd_ema")
-    return trains_in(tmp_path, monkeypatch, ([water_like], [water_like_valid]), OPTIONS)
 
 
 def step_of(folder):

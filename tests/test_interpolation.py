@@ -12,7 +12,8 @@ import torch
 from helpers import assert_same
 from parallel_runs import train
 from test_parallel import config_of
-from test_train import load, start  # noqa: F401  (a fixture)
+from test_train import OPTIONS as OPTIONS
+from test_train import load
 from toy_models import TRICLINIC, batch_of, model_section, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict
@@ -127,7 +128,7 @@ def test_a_net_with_a_kink_is_evaluated_directly_with_a_warning(caplog):
     assert interpolation.terms == 0
 
 
-def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start, monkeypatch, caplog):  # noqa: F811
+def test_a_run_on_knots_is_that_of_the_nets_and_a_restart_of_it_is_bitwise(start, monkeypatch, caplog):
     monkeypatch.setattr("deepmd_ema.training.trainer.InterpolationControl", partial(InterpolationControl, interval=7))
     caplog.set_level(logging.DEBUG)
     direct = start("direct", 20, {"model__descriptor__interpolate": "never"})
@@ -155,7 +156,7 @@ def test_ranks_agree_on_the_knots_where_each_has_frames_of_its_own(tmp_path, wat
     assert all(n > 0 for n in saved["terms"].values())
 
 
-def test_a_validation_has_the_numbers_of_a_test_to_the_last_bit_though_weights_move_fast(start, water_like_valid):  # noqa: F811
+def test_a_validation_has_the_numbers_of_a_test_to_the_last_bit_though_weights_move_fast(start, water_like_valid):
     """The terms were chosen for the first batch and weights, and neither an average nor a validation frame is it."""
     fast = {"learning_rate": {"type": "exp", "start_lr": 0.05, "stop_lr": 0.04}, "validating__max_best_ckpt": 5}
     folder = start("run", 20, ALWAYS | fast)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_same_files, tiny_input, write_system
+from helpers import assert_same_files, tiny_input, validated, write_system
 from test_train import StopAfter
 
 from deepmd_ema.errors import Interrupted
@@ -31,12 +31,10 @@ def stand(tmp_path_factory):
     home = tmp_path_factory.mktemp("kill")
     write_system(home / "data", frames=6, natoms=6, seed=1)
     write_system(home / "valid", frames=3, natoms=6, seed=2)
-    options = {
-        "training__disp_freq": 1, "training__save_freq": 1, "training__max_ckpt_keep": 2, "training__enable_ema": True,
-        "training__ema_decay": 0.6, "training__ema_ckpt_keep": 2, "learning_rate__start_lr": 5e-3,
-        "validating__full_validation": True, "validating__ema_full_validation": True, "validating__validation_freq": 1,
-        "validating__full_val_start": 0, "validating__validation_metric": "F:RMSE",
-    }  # fmt: skip
+    options = validated(
+        1, training__disp_freq=1, training__save_freq=1, training__max_ckpt_keep=2, training__ema_decay=0.6,
+        training__ema_ckpt_keep=2, learning_rate__start_lr=5e-3, validating__validation_metric="F:RMSE",
+    )  # fmt: skip
     config = tiny_input(["../data"], ["../valid"], num_steps=LAST, **options)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("whole", "before"):

@@ -2,27 +2,22 @@
 
 import io
 import logging
-import math
 import re
 import shutil
-import signal
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, tiny_input, trains_in
-from test_train import InAveragedPassOfStep8, StopAfter, load
+from helpers import assert_same, trains_in, validated
+from test_train import StopAfter, load
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config import config_from_dict
-from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.errors import ConfigError, Interrupted
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.report.log import set_up_logging
-from deepmd_ema.training.prepare import tracked_averages
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,19 +28,10 @@ BANK = [
     {"name": "p15", "type": "power", "gamma": 3, "snapshots": True, "update_every": 2, "device": "cpu", "lcurve": True},
     {"name": "flat", "type": "swa", "start_epoch": 0.75, "ckpt_keep": 1, "buffers": "average"},
 ]
-OPTIONS = {
-    "training__enable_ema": True, "training__ema_decay": 0.9, "training__averaging": BANK,
-    "training__validation_data__batch_size": 6,  # the whole validation set
-    "validating__full_validation": True, "validating__ema_full_validation": True, "validating__validation_freq": 4,
-    "validating__full_val_start": 0, "validating__validation_metric": "F:RMSE",
-}  # fmt: skip
+# the second: the whole validation set
+OPTIONS = validated(4, training__averaging=BANK, training__validation_data__batch_size=6,
+                    validating__validation_metric="F:RMSE")  # fmt: skip
 NAMES = ["ema", *(entry["name"] for entry in BANK)]
-
-
-@pytest.fixture
-def start(tmp_path, monkeypatch, water_like, water_like_valid):
-    """Return a function that trains in a folder of its own: start(name, num_steps, options, **how)."""
-    return trains_in(tmp_path, monkeypatch, ([water_like], [water_like_valid]), OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -174,25 +160,6 @@ def test_snapshots_of_another_run_are_set_aside_and_those_of_a_left_branch_go(st
     assert not (folder / "snapshots/model_p05.ckpt-11.pt").exists()
 
 
-def test_half_lives_in_frames_and_epochs_survive_a_change_of_batch_and_of_ranks():
-    sections = [
-        {"name": "frames", "half_life": 100, "half_life_unit": "frames"},
-        {"name": "epochs", "half_life": 2, "half_life_unit": "epochs"},
-        {"name": "steps", "half_life": 8},
-    ]
-    config = config_from_dict(tiny_input(["a"], training__averaging=sections))
-    halved = {}
-    for batch, ranks in ((1, 1), (2, 1), (1, 4), (5, 2)):
-        sampler = Sampler([40, 60], [10, 10], batch_size=batch, world_size=ranks)
-        steps_per = {"steps": 1.0, "frames": 1 / sampler.frames_per_step, "epochs": sampler.batches_per_epoch}
-        for profile in tracked_averages(config, steps_per, None, 100):
-            steps = math.log(0.5) / math.log(profile.decay)
-            halved.setdefault(profile.name, []).append((steps, steps * batch * ranks))
-    assert [frames for _, frames in halved["frames"]] == pytest.approx([100] * 4)
-    assert [frames for _, frames in halved["epochs"]] == pytest.approx([200] * 4)
-    assert [steps for steps, _ in halved["steps"]] == pytest.approx([8] * 4)
-
-
 class EveryThird:
     """A hook as a user writes it."""
 
@@ -209,68 +176,6 @@ def test_the_hook_decides_which_steps_an_average_takes_in(start, caplog):
     with pytest.raises(ConfigError, match=r"no average is called fourth\. This run tracks: ema, third"):
         start("run", 10, {"training__averaging": [{"name": "third", "decay": 0.5}]},
               should_update={"fourth": EveryThird()})  # fmt: skip
-
-
-def test_best_files_of_an_average_are_pruned_with_the_checkpoint_that_knows_of_them(start):
-    """As those of the live weights: what no record names is gone after the next checkpoint."""
-    folder = start("run", 6)
-    stale = [folder / f"best{name}.ckpt-900.t-1.pt" for name in ("", "_ema", "_slow")]
-    for path in stale:
-        path.touch()
-    start("run", 9, restart="model.ckpt.pt")
-    for path in stale:
-        assert not path.exists()
-        assert len(list(folder.glob(f"{path.name.partition('.')[0]}.ckpt-*"))) == 1
-
-
-def test_the_row_of_a_validation_that_a_stop_broke_off_is_cut_at_each_restart(whole, start):
-    """Else a second restart from that checkpoint leaves the row of the first one, and writes it again."""
-    with pytest.raises(Interrupted):
-        start("parts", callback=InAveragedPassOfStep8(lambda trainer: trainer.stop.request(signal.SIGTERM)))
-    for _ in range(2):
-        parts = start("parts", restart="model.ckpt-8.pt")
-        for name in ("val.log", "val_ema.log", "val_slow.log"):
-            assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
-
-
-def test_files_and_snapshots_of_averages_that_a_restart_overtakes_go(start):
-    """A restart from step 3 saves step 8 next: what was written at step 6 is of the branch that it has left."""
-    entry = {"name": "p05", "type": "power", "sigma_rel": 0.05, "snapshots": True}
-    series = ["model.ckpt", "model_ema.ckpt", "model_p05.ckpt", "snapshots/model_p05.ckpt"]
-    options = {"training__averaging": [{**entry, "snapshot_freq": 3}], "training__save_freq": 3}
-    folder = start("run", 12, {**options, "training__max_ckpt_keep": 0})
-    options = {"training__averaging": [{**entry, "snapshot_freq": 8}], "training__save_freq": 8}
-    start("run", 8, {**options, "training__max_ckpt_keep": 0}, restart="model.ckpt-3.pt")
-    for name in series:
-        assert {int(p.stem.rpartition("-")[2]) for p in folder.glob(f"{name}-*.pt")} == {3, 8, 9, 12}
-
-
-def test_the_short_form_is_a_bank_of_one_called_ema():
-    def tracked(**changes):
-        return config_from_dict(tiny_input(["a"], ["b"], **changes)).training.averaging
-
-    assert tracked() == []
-    plain = tracked(training__enable_ema=True, training__max_ckpt_keep=7)
-    assert plain == tracked(training__averaging=[{"name": "ema", "decay": 0.999}], training__max_ckpt_keep=7)
-    options = {"training__enable_ema": True, "training__ema_decay": 0.9, "training__ema_warmup": False,
-               "training__ema_ckpt_keep": 2, "validating__ema_full_validation": True}  # fmt: skip
-    entry = {"name": "ema", "decay": 0.9, "warmup": False, "ckpt_keep": 2, "full_validation": True}
-    assert tracked(**options) == tracked(training__averaging=[entry]) != plain
-
-
-def test_the_log_names_averaged_files_like_the_others_and_says_how_far_each_looks_back(start, caplog):
-    late = {"name": "late", "decay": 0.9, "start_step": 15}
-    entries = [{"name": "slow", "decay": 0.5, "warmup": False}, {"name": "flat", "type": "swa"}, late]
-    with caplog.at_level("DEBUG"):
-        start("run", 20, {"training__averaging": entries})
-    names = ("model", "model_ema", "model_slow", "model_flat", "model_late")
-    assert f"saved {', '.join(f'{name}.ckpt-10.pt' for name in names)}" in caplog.messages
-    (words,) = [line for line in caplog.messages if line.startswith("averages of step 10: ")]
-    assert words.startswith(f"averages of step 10: ema: decay {10 / 19:.6g}, looks back ")
-    assert words.endswith(
-        "; slow: decay 0.5, looks back 1.0 steps on average; flat: decay 0.9, looks back 4.5 steps on average; "
-        "late: no update yet"
-    )
 
 
 class Terminal(io.StringIO):

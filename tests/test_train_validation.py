@@ -3,22 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, trains_in, write_system
+from helpers import assert_same, trains_in, validated, write_system
 from test_train import StopAfter
 
 from deepmd_ema.errors import Interrupted
 
 pytestmark = pytest.mark.timeout(120)
 
-VALIDATED = {
-    "training__enable_ema": True, "training__ema_decay": 0.9, "validating__full_validation": True,
-    "validating__ema_full_validation": True, "validating__validation_freq": 4, "validating__full_val_start": 0,
-}  # fmt: skip
-
-
-@pytest.fixture
-def start(tmp_path, monkeypatch, water_like, water_like_valid):
-    return trains_in(tmp_path, monkeypatch, ([water_like], [water_like_valid]), VALIDATED)
+OPTIONS = validated(4)
 
 
 class StopIn(StopAfter):

@@ -1,19 +1,17 @@
 """The thread that writes the files of a run: order, memory, errors, and what waits for it."""
 
-import os
 import threading
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
-from helpers import FullDisk, assert_same_files, trains_in
+from helpers import assert_same_files, validated
 from test_train import load
 
 from deepmd_ema.checkpoint import series
 from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import CheckpointError, WriteError
+from deepmd_ema.errors import CheckpointError
 from deepmd_ema.training.trainer import Callback
 
 
@@ -32,18 +30,8 @@ def test_an_error_is_raised_once_in_training_and_nothing_more_is_written():
     assert (done, writer.error, writer.steps) == ([1], None, 1)
 
 
-OPTIONS = {
-    "training__enable_ema": True, "training__ema_decay": 0.9, "training__disp_freq": 1, "training__save_freq": 2,
-    "training__averaging": [{"name": "p", "type": "power", "sigma_rel": 0.2, "snapshots": True, "snapshot_freq": 2}],
-    "validating__full_validation": True, "validating__ema_full_validation": True, "validating__validation_freq": 2,
-    "validating__full_val_start": 0,
-}  # fmt: skip
-
-
-@pytest.fixture
-def start(tmp_path, monkeypatch, water_like, water_like_valid):
-    """Return a function that trains in a folder of its own: start(name, num_steps, options, **how)."""
-    return trains_in(tmp_path, monkeypatch, ([water_like], [water_like_valid]), OPTIONS)
+SNAPSHOTS = {"name": "p", "type": "power", "sigma_rel": 0.2, "snapshots": True, "snapshot_freq": 2}
+OPTIONS = validated(2, training__averaging=[SNAPSHOTS], training__disp_freq=1, training__save_freq=2)
 
 
 class HeldUp(Callback):
@@ -70,18 +58,6 @@ def test_files_written_late_hold_the_step_that_they_are_of(start, monkeypatch):
     late = start("late", 6, callback=held)
     assert any("-2." in name and step == 4 for name, step in held.writes)
     assert_same_files(whole, late)
-
-
-def test_a_disk_that_is_full_at_the_last_step_is_no_success(start, monkeypatch):
-    save = torch.save
-
-    def fill(content, file):
-        save(content, FullDisk(file) if content["step"] == 6 and content["kind"] == "average" else file)
-
-    monkeypatch.setattr(torch, "save", fill)
-    with pytest.raises(WriteError, match=r"model_ema.ckpt-6.pt: cannot be written"):
-        start("run", 6)
-    assert os.readlink("model.ckpt.pt") == "model.ckpt-4.pt"  # live and averaged files are one transaction
 
 
 def test_an_error_of_training_leaves_the_files_of_the_step_before_whole(start):
