@@ -1,26 +1,22 @@
 """Files that lack parts, hold other types or whose bytes were changed on the disk: one message each, no other end."""
 
 import copy
+import functools
+import operator
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_input
 from infer_models import write_run
-from kept_runs import write_kept_run
 
 from deepmd_ema import checkpoint
-from deepmd_ema.config import config_from_dict
 from deepmd_ema.distributed.tensors import content_digest
 from deepmd_ema.errors import CheckpointError, UserError
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.show import describe
 from deepmd_ema.interop.freeze import freeze
 from deepmd_ema.interop.tree_files import read_tree, write_tree
-from deepmd_ema.training.restart import check_resumable
-from deepmd_ema.training.weights import load_restart, load_weights
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -28,53 +24,40 @@ pytestmark = pytest.mark.timeout(300)
 JUNK = (None, "text", -1, 1e300, [], {}, [1, "a"], {"a": 1}, True, 2**70)
 
 
-CONFIG = config_from_dict(tiny_input(["data"], ["valid"]))
-
-
 ALIASES = "".join(f"{c}: &{c} [{', '.join(['*' + p] * 9)}]\n" for p, c in zip("abcdefgh", "bcdefghi"))
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder with the checkpoint and the snapshots of a run of four steps."""
-    return write_kept_run(tmp_path_factory.mktemp("trained"), None, steps=4, every=2)
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def tree(run, tmp_path_factory):
+    return read_tree(freeze(load_model(run[0], use_average=True), tmp_path_factory.mktemp("frozen") / "m.dp").path)
 
 
 def places(tree, above=()):
     """Yield the place of every part of nested dictionaries and lists; of many that are alike the first two only."""
     inside = list(tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ())
-    for key, value in inside[:2] if isinstance(tree, list) or _by_tensor(tree) else inside:
+    for key, value in inside[:2] if isinstance(tree, list) else inside:
         yield (*above, key)
         yield from places(value, (*above, key))
 
 
-def _by_tensor(tree):
-    """Whether a dictionary has the names of tensors."""
-    return isinstance(tree, dict) and any(name.endswith(".weight") for name in tree)
-
-
-def changed(tree, place, value=None, drop=False):
-    """Return a copy in which one part is another value, or missing."""
-    new = owner = copy.copy(tree)
-    for key in place[:-1]:
-        owner[key] = copy.copy(owner[key])
-        owner = owner[key]
-    if drop:
-        del owner[place[-1]]
-    else:
-        owner[place[-1]] = value
-    return new
-
-
-def begin(path):
-    load_weights(str(path)).adopt_from_checkpoint(CONFIG)
-
-
-def continue_run(path):
-    start = load_restart(str(path))
-    config = start.adopt_from_checkpoint(CONFIG)
-    check_resumable(start, config, allow_change=True)
-    start.run_id(config)
+@pytest.mark.parametrize("part", ["optimizer", "validation_pending", "model", "step"])
+def test_a_checkpoint_that_lacks_a_part_is_reported_with_its_name(run, tmp_path, part):
+    payload, path = checkpoint.load(run[0]), tmp_path / "m.pt"
+    without = {name: value for name, value in payload.items() if name != part}
+    no_number = {**payload, "model": {**payload["model"], "descriptor.mean": torch.zeros(2).int()}}
+    for content, said in (
+        (without, rf"{part}(\.\w+)? is missing"),
+        ({**without, part: "text"}, rf"{part}(\.\w+)? is (missing|str 'text', expected)"),
+        (no_number, "model.descriptor.mean is .*expected a tensor"),
+    ):
+        checkpoint.save(path, content)
+        with pytest.raises(CheckpointError, match=rf"m.pt: not a file of kind training as dp-ema writes it: {said}"):
+            checkpoint.load(path)
 
 
 def reported(use, path):
@@ -86,62 +69,6 @@ def reported(use, path):
     return path.name
 
 
-def read_it(path, *uses):
-    """Read a file as commands do; a message that names it is a good end."""
-    for said in [reported(use, path) for use in uses]:
-        assert path.name in said
-        assert len(said) < 2000
-
-
-@pytest.mark.parametrize("file", ["model.ckpt-4.pt", "snapshots/model_p05.ckpt-4.pt"])
-def test_whatever_part_of_a_file_is_missing_or_of_another_type_it_is_read_or_reported(trained, tmp_path, file):
-    payload, path, draw = checkpoint.load(trained / file), tmp_path / "m.pt", random.Random(1)
-    for place in places(payload):
-        if place[0] != "config" and len(place) > 1:  # a digest covers it
-            continue
-        if place[0] == "config" and draw.random() > (0.02 if len(place) > 3 else 0.5):
-            continue
-        junk = draw.choice(JUNK if place[0] == "config" else [*JUNK, torch.zeros(3), torch.zeros(2).int()])
-        checkpoint.save(path, changed(payload, place, junk, drop=draw.random() < 0.4))
-        read_it(path, load_model, describe, begin, continue_run)
-
-
-@pytest.mark.parametrize("part", ["optimizer", "validation_pending", "model", "step"])
-def test_a_checkpoint_that_lacks_a_part_is_reported_with_its_name(trained, tmp_path, part):
-    payload = checkpoint.load(trained / "model.ckpt-4.pt")
-    for drop, said in ((True, "missing"), (False, "(missing|str 'text', expected)")):
-        checkpoint.save(tmp_path / "m.pt", changed(payload, (part,), "text", drop=drop))
-        said = rf"m.pt: not a file of kind training as dp-ema writes it: {part}(\.\w+)? is {said}"
-        with pytest.raises(CheckpointError, match=said):
-            checkpoint.load(tmp_path / "m.pt")
-    checkpoint.save(tmp_path / "m.pt", changed(payload, ("model", "descriptor.mean"), torch.zeros(2).int()))
-    with pytest.raises(CheckpointError, match=r"as dp-ema writes it: model.descriptor.mean is .*expected a tensor"):
-        checkpoint.load(tmp_path / "m.pt")
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"a\x00b", "not the path of a checkpoint, which a run writes there .it is no text."),
-        (b"x" * 10_000, "not the path of a checkpoint"),
-        (b"", "names nothing, which is missing"),
-    ],
-    ids=["zero byte", "long", "empty"],
-)
-def test_a_pointer_that_is_no_path_is_reported_with_what_is_there(tmp_path, monkeypatch, content, reason):
-    write_run(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    Path("checkpoint").write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"checkpoint: {reason}.*Available in .: model.ckpt-7.pt"):
-        checkpoint.load(".")
-
-
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("frozen")
-    return read_tree(freeze(load_model(write_run(folder)[0], use_average=True), folder / "m.dp").path)
-
-
 def test_whatever_part_of_a_frozen_model_is_missing_or_of_another_type_it_is_read_or_reported(tree, tmp_path):
     path, draw = tmp_path / "m.dp", random.Random(1)
     for place in places(tree):
@@ -149,9 +76,17 @@ def test_whatever_part_of_a_frozen_model_is_missing_or_of_another_type_it_is_rea
         of_facts = place[0] == "dp_ema" and len(place) > 1  # a digest covers them
         if of_facts or draw.random() > (0.02 if of_config else 0.15):
             continue
-        junk = draw.choice(JUNK) if "@variables" not in place else draw.choice([torch.zeros(3).numpy(), None])
-        write_tree(path, changed(tree, place, junk, drop=draw.random() < 0.4))
-        read_it(path, load_model, describe)
+        *above, last = place
+        spoiled = copy.deepcopy(tree)
+        owner = functools.reduce(operator.getitem, above, spoiled)
+        owner[last] = draw.choice(JUNK) if "@variables" not in place else draw.choice([torch.zeros(3).numpy(), None])
+        if draw.random() < 0.4:
+            del owner[last]
+        write_tree(path, spoiled)
+        for use in (load_model, describe):
+            said = reported(use, path)
+            assert path.name in said
+            assert len(said) < 2000
 
 
 @pytest.mark.parametrize(
@@ -185,29 +120,15 @@ def test_an_array_that_says_to_be_larger_than_its_file_is_not_read(tree, tmp_pat
         load_model(path)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return write_run(tmp_path_factory.mktemp("run"))
-
-
-def directory_of(data):
-    """Return the begin and the end of the directory of an archive."""
-    end = data.rindex(b"PK\x05\x06")
-    return int.from_bytes(data[end + 16 : end + 20], "little"), len(data)
-
-
-def flipped(data, bit):
-    return data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
-
-
 def test_no_bit_of_the_directory_of_an_archive_makes_other_weights(run, tmp_path):
-    original = run[1].read_bytes()
-    path = tmp_path / "m.pt"
-    path.write_bytes(original)
-    expected = content_digest(checkpoint.load(path))
-    begin, end = directory_of(original)
-    for bit in random.Random(1).sample(range(8 * begin, 8 * end), 200):
-        path.write_bytes(flipped(original, bit))
+    original, path = run[1].read_bytes(), tmp_path / "m.pt"
+    expected = content_digest(checkpoint.load(run[1]))
+    end = original.rindex(b"PK\x05\x06")
+    begin = int.from_bytes(original[end + 16 : end + 20], "little")
+    for bit in random.Random(1).sample(range(8 * begin, 8 * len(original)), 200):
+        spoiled = bytearray(original)
+        spoiled[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(spoiled)
         try:
             found = checkpoint.load(path)
         except CheckpointError:
@@ -215,16 +136,18 @@ def test_no_bit_of_the_directory_of_an_archive_makes_other_weights(run, tmp_path
         assert content_digest(found) == expected, bit
 
 
-@pytest.mark.parametrize("name", ["model", "config", "step"])
-def test_content_that_was_changed_under_right_checksums_is_refused(run, tmp_path, name):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda payload: payload["model"]["out_bias"].mul_(1 + 1e-15),
+        lambda payload: payload["config"]["model"]["type_map"].reverse(),
+        lambda payload: payload.update(step=payload["step"] + 1),
+    ],
+    ids=["model", "config", "step"],
+)
+def test_content_that_was_changed_under_right_checksums_is_refused(run, tmp_path, change):
     payload = torch.load(run[0], weights_only=True)
-    assert payload["digest"]
-    if name == "model":
-        payload["model"]["out_bias"] *= 1 + 1e-15
-    elif name == "config":
-        payload["config"]["model"]["type_map"].reverse()
-    else:
-        payload["step"] += 1
+    change(payload)
     torch.save(payload, tmp_path / "m.pt")
     with pytest.raises(CheckpointError, match="damaged, its content is not what was written"):
         checkpoint.load(tmp_path / "m.pt")
@@ -251,17 +174,14 @@ def frozen(request, run, tmp_path):
     return freeze(load_model(run[0], use_average=True), tmp_path / f"m{request.param}").path
 
 
-def test_a_frozen_model_whose_facts_were_changed_is_refused(frozen):
+def test_a_frozen_model_whose_facts_or_numbers_were_changed_is_refused(run, frozen):
+    import h5py
+
     assert b"mean_age" in frozen.read_bytes()
     frozen.write_bytes(frozen.read_bytes().replace(b"mean_age", b"mean_agf", 1))
     with pytest.raises(CheckpointError, match=r"damaged, its content is not what was written.*Freeze the model again"):
         load_model(frozen)
-
-
-def test_numbers_of_a_frozen_model_that_were_changed_are_refused(run, tmp_path):
-    import h5py
-
-    path = freeze(load_model(run[0]), tmp_path / "m.dp").path
+    path = freeze(load_model(run[0]), frozen.with_name("numbers.dp")).path
     with h5py.File(path, "r+") as file:
         name = next(name for name in file if file[name].size > 4)
         file[name][...] = file[name][()] * (1 + 2**-52)
