@@ -23,8 +23,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 HALF = STEPS // 2
 ROUNDING = 1e-7  # of the largest number of a tensor, after all steps: rates of Adam on CUDA are in float32
-# all best files stay, so that a restart from the middle finds those of its time
-OPTIONS = {**WITH_BANK, "validating__validation_freq": 5, "validating__max_best_ckpt": 9, "training__disp_avg": True}
 STAGES = (0, 1, 2, 3)
 OTHER = [((0, 2), (3, 2)), ((3, 2), (0, 1)), ((1, 2), (2, 2)), ((2, 2), (1, 2)), ((0, 1), (3, 2))]  # (stage, ranks)
 two_gpus = pytest.mark.skipif(
@@ -40,7 +38,7 @@ def made(tmp_path_factory, water_like, water_like_valid):
     @cache
     def run(place, origin=None, num_steps=STEPS, device="cuda"):
         folder, (stage, ranks), how = base / f"{place}{origin}{num_steps}{device}", place, {"device": device}
-        config = config_of([water_like], water_like_valid, stage, ranks, OPTIONS, num_steps)
+        config = config_of([water_like], water_like_valid, stage, ranks, WITH_BANK, num_steps)
         if origin is not None:
             shutil.copytree(run(origin), folder, symlinks=True)
             other = place != origin or num_steps != STEPS

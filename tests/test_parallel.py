@@ -1,4 +1,4 @@
-"""Training on 2 and 3 processes: every stage gives what one process with all the frames gives."""
+"""Training on 2 and 3 processes: every stage gives what one process gives, and continues the run of any other."""
 
 import copy
 from functools import cache
@@ -6,8 +6,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from helpers import files_of_run, tiny_input, write_system
+from helpers import assert_same, assert_same_files, files_of_run, tiny_input, validated, write_system
 from parallel_runs import train
+from test_train import load
 from toy_models import SECTIONS, TABLE
 
 pytestmark = pytest.mark.timeout(480)
@@ -21,18 +22,17 @@ BANK = [
     {"name": "flat", "type": "swa", "start_step": 4, "update_every": 2, "device": "cpu"},
     {"name": "whole", "half_life": 24, "half_life_unit": "frames", "layout": "full_tensor", "full_validation": True},
 ]
-WITH_BANK = {
-    "model__fitting_net__neuron": [7, 7],  # 7 rows are distributed unevenly over 2 and over 3
-    "training__enable_ema": True, "training__ema_decay": 0.9, "training__averaging": BANK,
-    "validating__full_validation": True, "validating__ema_full_validation": True, "validating__validation_freq": 10,
-    "validating__full_val_start": 0,
-}  # fmt: skip
+# all best files stay, so that a restart from the middle finds those of its time
+WITH_BANK = validated(
+    5, training__averaging=BANK, training__disp_avg=True, validating__max_best_ckpt=9,
+    model__fitting_net__neuron=[7, 7],  # 7 rows are distributed unevenly over 2 and over 3
+)  # fmt: skip
 # the frames of a step are of one system: one that has oxygen only in every other frame, or whose last batch has fewer
 # frames than there are ranks, or no virials
 MIXED = {
     "model__data_stat_nbatch": 1, "model__fitting_net__neuron": [7, 7], "training__enable_ema": True,
     "training__ema_decay": 0.9, "training__gradient_max_norm": 0.5, "training__disp_avg": True,
-    "training__change_bias_after_training": True,
+    "training__change_bias_after_training": True, "training__numb_epoch": 2,
 }  # fmt: skip
 VALIDATED = {"validating__full_validation": True, "validating__validation_freq": 3, "validating__full_val_start": 0}
 LOSSES = {
@@ -49,6 +49,29 @@ MESSAGES = {
     "training__enable_ema": True,
     "training__save_freq": 3,
 }
+
+
+OPTIMIZED = {"model__fitting_net__neuron": [7, 7], "training__enable_ema": True, "training__gradient_max_norm": 0.5,
+             "training__save_freq": 4}  # fmt: skip
+GROUPS = [{"pattern": "fitting.*.bias", "lr_scale": 3, "weight_decay": 0}, {"pattern": "descriptor.*", "lr_scale": 0.1}]
+OPTIMIZERS = {
+    "AdamW": {"weight_decay": 0.05, "groups": GROUPS},  # with steps of several batches
+    "AdaMuon": {},
+    "HybridMuon": {"enable_gram": False},
+    "AdamWScheduleFree": {},
+    "SOAP": {"precondition_frequency": 3},
+}
+# kind of a run -> steps, systems, options
+KINDS = {
+    "bank": (STEPS, ["water_like"], WITH_BANK),
+    "mixed": (None, ["water_like", "odd", "lone"], MIXED),
+    **{kind: (6, ["odd", "water_like"], options)
+       for kind, options in {**LOSSES, "hessian": HESSIANS, "messages": MESSAGES}.items()},
+    **{kind: (8, ["water_like"], {**OPTIMIZED, "optimizer": {"type": kind, **options}})
+       for kind, options in OPTIMIZERS.items()},
+    "AdamW": (8, ["water_like", "open_like", "mixed_like"],
+              {**OPTIMIZED, "optimizer": {"type": "AdamW", **OPTIMIZERS["AdamW"]}, "training__accumulate": 3}),
+}  # fmt: skip
 
 
 def config_of(systems, valid, stage, ranks, options, num_steps=STEPS, batch=GLOBAL_BATCH):
@@ -80,30 +103,28 @@ def lone(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, water_like, water_like_valid, odd, lone):
-    """Return a function that gives the folder of a run and what its ranks held: run(kind, stage, ranks)."""
+def run(tmp_path_factory, request, water_like_valid):
+    """Return a function that gives the folder of a run and what its ranks held: run(kind, stage, ranks).
+
+    With an ``origin``, (stage, ranks), it is restarted from the middle of another run of this kind.
+    """
     base = tmp_path_factory.mktemp("parallel")
 
     @cache
-    def made(kind, stage, ranks):
-        folder = base / f"{kind}-{stage}-{ranks}"
-        systems, options, steps = [water_like], WITH_BANK, STEPS
-        if kind == "mixed":
-            systems, options = [water_like, odd, lone], MIXED
-        elif kind != "bank":
-            options = {**LOSSES, "hessian": HESSIANS, "messages": MESSAGES}[kind]
-            systems, steps = [odd, water_like], 6
-        config = config_of(systems, water_like_valid, stage, ranks, options, steps)
-        if kind == "mixed":
-            config["training"].pop("numb_steps")
-            config["training"]["numb_epoch"] = 2
-        return folder, [ended.value for ended in train(folder, ranks, config)]
+    def made(kind, stage, ranks, origin=None, num_steps=None):
+        folder, (steps, names, options) = base / f"{kind}-{stage}-{ranks}-{origin}-{num_steps}", KINDS[kind]
+        systems = [request.getfixturevalue(name) for name in names]
+        config = config_of(systems, water_like_valid, stage, ranks, options, num_steps or steps)
+        if kind == "AdamW":
+            config["training"]["training_data"]["batch_size"] = f"mixed:{4 // ranks}"
+        how = {}
+        if origin is not None:
+            is_other = origin != (stage, ranks) or num_steps is not None
+            how = {"restart": f"model.ckpt-{steps // 2}.pt", "allow_config_change": is_other}
+        ended = train(folder, ranks, config, origin=origin and made(kind, *origin)[0], **how)
+        return folder, [end.value for end in ended]
 
     return made
-
-
-def load(path):
-    return torch.load(path, weights_only=True)
 
 
 # of SOAP: where gradients are almost 0, rounding turns them, and updates are almost the same
@@ -186,6 +207,50 @@ def test_ranks_hold_the_parts_that_are_promised_agree_on_the_rest_and_take_part_
         else:
             assert parts == [count] * 3
             assert len({h["digests"][name] for h in held}) == 1
-    assert held[0]["counts"]["validated", "slow"] == STEPS // 10
+    assert held[0]["counts"]["validated", "slow"] == STEPS // 5
     assert held[0]["counts"]["written", "flat"] == 2
     assert all(h["counts"] == held[0]["counts"] and h["facts"] == held[0]["facts"] for h in held)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_optimizer_follows_one_process_with_all_the_frames(run, kind, stage):
+    assert_same_run(run(kind, stage, 2)[0], run(kind, 0, 1)[0], 1e-6)  # moments of Adam beside Muon are in float32
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_run_continues_at_another_stage_with_the_state_of_its_optimizer(run, kind):
+    assert_same_run(run(kind, 3, 2, (1, 2))[0], run(kind, 0, 1)[0], 1e-6)
+
+
+def test_the_kalman_filter_is_refused_on_several_processes(tmp_path, water_like, water_like_valid):
+    options = {"optimizer": {"type": "LKF"}, "loss__start_pref_v": 0, "loss__limit_pref_v": 0}
+    ended = train(tmp_path, 2, config_of([water_like], water_like_valid, 0, 2, options), may_fail=True)
+    first, second = sorted(ended, key=lambda end: end.error)
+    assert (first.error, second.error) == ("ConfigError", "ReportedElsewhere")
+    assert 'optimizer.type = "LKF": trains in one process only, and 2 were launched' in first.message
+    assert not list(tmp_path.glob("*.pt"))
+
+
+OTHER = [((0, 2), (3, 3)), ((3, 3), (0, 1)), ((2, 2), (1, 3)), ((1, 2), (2, 2))]  # (stage, ranks)
+
+
+@pytest.mark.parametrize("place", [(0, 2), (1, 2), (2, 2), (3, 3)], ids=str)
+def test_a_restart_on_the_same_ranks_continues_to_the_last_bit(run, place):
+    names = assert_same_files(run("bank", *place)[0], run("bank", *place, place)[0])
+    assert {"lcurve_slow.out", "val_p05.log", "snapshots/model_p05.ckpt-20.pt", "model_whole.ckpt-20.pt"} <= names
+
+
+@pytest.mark.parametrize(("origin", "place"), OTHER, ids=str)
+def test_a_checkpoint_is_the_same_bits_after_loading_at_another_stage_on_other_ranks(run, origin, place):
+    (before, _), (after, _) = run("bank", *origin), run("bank", *place, origin, STEPS // 2)
+    for name in ("model", "model_ema", *(f"model_{entry['name']}" for entry in BANK)):
+        old, new = (load(folder / f"{name}.ckpt-{STEPS // 2}.pt") for folder in (before, after))
+        for part in ("config", "num_steps", "digest"):  # the digest is of the other two as well
+            del old[part], new[part]
+        assert_same(old, new, name)
+
+
+@pytest.mark.parametrize(("origin", "place"), OTHER[:3], ids=str)
+def test_a_run_continues_at_another_stage_on_other_ranks(run, origin, place):
+    assert_same_run(run("bank", *place, origin)[0], run("bank", *place)[0])

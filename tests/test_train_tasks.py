@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, tiny_input, write_system
+from helpers import assert_same, tiny_input, validated, write_system
 from parallel_runs import train as train_ranks
 from test_parallel import assert_same_run
 from test_train import StopAfter, load
@@ -23,12 +23,11 @@ pytestmark = pytest.mark.timeout(480)
 
 STEPS = 12
 DATA = ("training_data", "validation_data")
-COMMON = {
-    "training__enable_ema": True, "training__ema_decay": 0.8, "training__save_freq": 5, "training__disp_freq": 1,
-    "training__averaging": [{"name": "slow", "decay": 0.9, "lcurve": True, "full_validation": True}],
-    "training__change_bias_after_training": True, "validating__full_validation": True, "num_steps": STEPS,
-    "validating__validation_freq": 4, "validating__full_val_start": 0,
-}  # fmt: skip
+COMMON = validated(
+    4, training__ema_decay=0.8, training__save_freq=5, training__disp_freq=1, training__change_bias_after_training=True,
+    training__averaging=[{"name": "slow", "decay": 0.9, "lcurve": True, "full_validation": True}], num_steps=STEPS,
+    validating__ema_full_validation=False,
+)  # fmt: skip
 OF_TASK = {
     "water": {},
     "salt": {

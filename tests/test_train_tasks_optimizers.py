@@ -1,10 +1,10 @@
 """Two tasks with parts in common and every optimizer, on one process and sharded on two; the Kalman filter by task."""
 
-import json
-from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from config_inputs import write
 from helpers import assert_same
 from parallel_runs import train as train_ranks
 from test_parallel import assert_near
@@ -16,92 +16,59 @@ from deepmd_ema.optim.lkf import LKF
 
 pytestmark = pytest.mark.timeout(480)
 
-LKF_OPTIONS = {"type": "LKF", "kf_blocksize": 64, "kf_start_pref_f": 2.0}
-KINDS = {
-    "Adam": {"type": "Adam"},
-    "AdamW": {"type": "AdamW", "weight_decay": 0.01},
-    "AdaMuon": {"type": "AdaMuon"},
-    "HybridMuon": {"type": "HybridMuon", "enable_gram": False},
-    "LKF": LKF_OPTIONS,
-}
+KINDS = {"Adam": {}, "AdamW": {"weight_decay": 0.01}, "AdaMuon": {}, "HybridMuon": {"enable_gram": False},
+         "LKF": {"kf_blocksize": 64, "kf_start_pref_f": 2.0}}  # fmt: skip
 STEPS, HALF = 8, 4
 FILES = (f"model.ckpt-{STEPS}.pt", f"model_ema.ckpt-{STEPS}.pt")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    write_data(folder)
-    return folder
-
-
-def config_of(data, way, kind, **training):
-    """Return the input of two tasks for one optimizer, with the systems in ``data``."""
+def config_of(way, kind, **training):
+    """Return the input of two tasks for one optimizer."""
     values = input_of(way, **training)
-    for task in values["training"]["data_dict"].values():
-        for section in task.values():
-            section["systems"] = [str(data / name) for name in section["systems"]]
     if kind == "LKF":
         del values["loss_dict"]  # it fits no virials
-    return {**values, "optimizer": KINDS[kind]}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, data):
-    """Return a function that trains two tasks on some ranks and returns the folder."""
-    base = tmp_path_factory.mktemp("runs")
-
-    @cache
-    def made(way, kind, stage, ranks):
-        folder = base / f"{way}-{kind}-{stage}-{ranks}"
-        values = config_of(data, way, kind, zero_stage=stage)
-        for task in values["training"]["data_dict"].values():
-            task["training_data"]["batch_size"] = 2 // ranks
-        train_ranks(folder, ranks, values)
-        return folder
-
-    return made
+    return {**values, "optimizer": {"type": kind, **KINDS[kind]}}
 
 
 @pytest.mark.parametrize(
     ("way", "kind", "stage"),
     [("all", "Adam", 3), ("the type embedding", "Adam", 3), ("all", "AdaMuon", 1), ("all", "HybridMuon", 2)],
 )
-def test_two_ranks_train_what_tasks_share_as_one_process_does(run, way, kind, stage):
+def test_two_ranks_train_what_tasks_share_as_one_process_does(tmp_path, way, kind, stage):
     """With all in common stages 2 and 3 had failed."""
-    for name in FILES:
-        one, two = (load(folder / name) for folder in (run(way, kind, 0, 1), run(way, kind, stage, 2)))
-        assert_near(one, two, tolerance=1e-6)  # moments of Adam beside Muon are in float32
+    for ranks, zero_stage in ((1, 0), (2, stage)):
+        values = config_of(way, kind, zero_stage=zero_stage)
+        for task in values["training"]["data_dict"].values():
+            task["training_data"]["batch_size"] = 2 // ranks
+        write_data(tmp_path / str(ranks))
+        train_ranks(tmp_path / str(ranks), ranks, values)
+    for name in FILES:  # moments of Adam beside Muon are in float32
+        assert_near(load(tmp_path / "1" / name), load(tmp_path / "2" / name), tolerance=1e-6)
 
 
-def trained(folder, monkeypatch, values, *options):
-    """Train in a folder and return the last checkpoint."""
-    folder.mkdir(exist_ok=True)
-    monkeypatch.chdir(folder)
-    (folder / "input.json").write_text(json.dumps(values))
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_data(tmp_path)
+
+
+def trained(values, *options):
+    """Train and return the last checkpoint."""
+    write(Path(), values)
     assert cli.main(["train", "input.json", *options]) == 0
-    return load(folder / f"model.ckpt-{values['training']['numb_steps']}.pt")
+    return load("model.ckpt.pt")
 
 
+@pytest.mark.usefixtures("desk")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restart_with_shared_parts_is_the_same_run_to_the_last_bit(kind, data, tmp_path, monkeypatch):
-    values = config_of(data, "the fitting network", kind)
-    whole = trained(tmp_path / "run", monkeypatch, values)
-    first = load(tmp_path / "run" / f"model.ckpt-{HALF}.pt")["model"]
-    again = trained(tmp_path / "run", monkeypatch, values, "--restart", f"model.ckpt-{HALF}.pt")
+def test_a_restart_with_shared_parts_is_the_same_run_to_the_last_bit(kind):
+    values = config_of("the fitting network", kind)
+    whole, first = trained(values), load(f"model.ckpt-{HALF}.pt")["model"]
+    again = trained(values, "--restart", f"model.ckpt-{HALF}.pt")
     for part in ("model", "optimizer", "averages"):
         assert_same(whole[part], again[part])
-    for task in ("water", "ice"):
-        weights = [name for name in first if name.startswith(task) and name.endswith("weight")]
-        assert not any(torch.equal(first[name], whole["model"][name]) for name in weights)
-
-
-def of_one_task(values):
-    """Return the input of the first of two tasks, alone."""
-    model, training = values["model"], values["training"]
-    for section in (model["model_dict"], training["data_dict"]):
-        del section["ice"]
-    return {**values, "training": {**training, "model_prob": {"water": 1}}}
+    for name in first:
+        assert not (name.endswith("weight") and torch.equal(first[name], whole["model"][name])), name
 
 
 def test_weights_of_other_tasks_share_no_block_and_stay_as_they_are():
@@ -122,9 +89,12 @@ def test_weights_of_other_tasks_share_no_block_and_stay_as_they_are():
     assert torch.equal(untouched, torch.eye(3, dtype=torch.float64))
 
 
-def test_covariances_do_not_continue_with_other_tasks(data, tmp_path, monkeypatch, capsys):
-    values = config_of(data, "all", "LKF", numb_steps=2, save_freq=2)
-    trained(tmp_path, monkeypatch, values)
-    (tmp_path / "one.json").write_text(json.dumps(of_one_task(values)))
-    assert cli.main(["train", "one.json", "--restart", "model.ckpt-2.pt", "--allow-config-change"]) == 2
+@pytest.mark.usefixtures("desk")
+def test_covariances_do_not_continue_with_other_tasks(capsys):
+    values = config_of("all", "LKF", numb_steps=2, save_freq=2)
+    trained(values)
+    for section in (values["model"]["model_dict"], values["training"]["data_dict"], values["training"]["model_prob"]):
+        del section["ice"]
+    write(Path(), values)
+    assert cli.main(["train", "input.json", "--restart", "model.ckpt-2.pt", "--allow-config-change"]) == 2
     assert 'optimizer.type = "LKF": its covariances are of blocks' in capsys.readouterr().err
