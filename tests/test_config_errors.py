@@ -22,12 +22,9 @@ from deepmd_ema.errors import ConfigError
 # changes to a good input -> its only message after the name of the file; " ... " is any text
 WRONG = [
     ({"modle": {}}, "modle ... unknown key ... Did you mean model?"),
-    ({"training.disp_frek": 1}, "training.disp_frek ... unknown key ... disp_freq"),
     ({"model.descriptor.rcut_smooth": 1}, "model.descriptor.rcut_smooth ... unknown key ... rcut_smth"),
-    ({"training.training_data.batchsize": 1}, "training.training_data.batchsize ... Did you mean batch_size?"),
     ({"training.zzz": 1}, "training.zzz ... unknown key. Known: training_data, ... numb_steps, stop_batch"),
     ({"training.start_lr": 1.0}, "training.start_lr ... It belongs to learning_rate.start_lr"),
-    ({"learning_rate.ema_decay": 0.9}, "learning_rate.ema_decay ... It belongs to training.ema_decay"),
     ({"learning_rate.type": "cosine", "learning_rate.decay_steps": 5}, "learning_rate.decay_steps ... type exp"),
     ({"training.solve_last_layer": True},
      "training.solve_last_layer = true ... was removed, since virials got worse ... Remove it; an average"),
@@ -35,13 +32,10 @@ WRONG = [
     ({"validating.early_stop": {"metric": "P:LIMITS", "patience": 2}},
      'validating.early_stop.metric = "P:LIMITS" ... was removed. Use F:RMSE or another error'),
     ({"model": REMOVE}, "model ... required, but missing ... the model that is trained"),
-    ({"learning_rate": REMOVE}, "learning_rate ... required, but missing"),
     ({"model.type_map": REMOVE}, 'model.type_map ... required, but missing ... ["O", "H"]'),
     ({"model.type_map": REMOVE, "model.typemap": ["O"]}, "model.typemap ... Did you mean type_map, which is required"),
-    ({"training.training_data.systems": REMOVE}, "training.training_data.systems ... required, but missing"),
     ({"model.descriptor.rcut": 1000000000.0}, "model.descriptor.rcut = 1000000000.0 ... a number > 0 and at most 100"),
     ({"training.numb_steps": 1000.0}, "training.numb_steps = 1000.0 ... a number with a fraction part; write 1000"),
-    ({"training.numb_steps": "1000"}, 'training.numb_steps = "1000" ... without quotes'),
     ({"training.numb_steps": True}, "training.numb_steps = true ... a whole number >= 0"),
     ({"training.enable_ema": "true"}, 'training.enable_ema = "true" ... true or false. Write true, without quotes'),
     ({"training.enable_ema": 1}, "training.enable_ema = 1 ... Write true."),
@@ -49,20 +43,15 @@ WRONG = [
     ({"learning_rate.start_lr": "0.001"}, 'learning_rate.start_lr = "0.001" ... Write the number without quotes'),
     ({"model.descriptor.neuron": 20}, "model.descriptor.neuron = 20 ... list ... Write [20]"),
     ({"model.descriptor.neuron": []}, "model.descriptor.neuron = [] ... at least one"),
-    ({"model.descriptor": []}, "model.descriptor = [] ... expected a section {...}"),
     ({"training.training_data": "data"}, 'training.training_data = "data" ... expected a section {...}'),
     ({"training.training_data.systems": []}, "training.training_data.systems = [] ... a folder or a list"),
     ({"training.ema_decay": 1.0}, "training.ema_decay = 1.0 ... >= 0 and < 1"),
     ({"training.zero_stage": 4}, "training.zero_stage = 4 ... expected 0, 1, 2 or 3"),
     ({"training.ckpt_keep_ratio": 1.0}, "training.ckpt_keep_ratio = 1.0 ... > 0 and < 1"),
-    ({"training.ema_ckpt_keep": 0}, "training.ema_ckpt_keep = 0 ... a whole number > 0"),
     ({"training.seed": 10**18}, "training.seed = 1000 ... at most 18 digits"),
-    ({"training.seed": -1}, "training.seed = -1 ... >= 0"),
     ({"training.save_ckpt": "out/"}, 'training.save_ckpt = "out/" ... name of a file'),
-    ({"learning_rate.start_lr": 0}, "learning_rate.start_lr = 0 ... > 0"),
     ({"learning_rate.stop_lr_ratio": 2.0, "learning_rate.stop_lr": REMOVE}, "learning_rate.stop_lr_ratio ... <= 1"),
     ({"model.descriptor.sel": "auto:0.5"}, 'model.descriptor.sel = "auto:0.5" ... "auto:1.2"'),
-    ({"training.training_data.batch_size": "auto:"}, "training.training_data.batch_size ... auto:N"),
     ({"training.training_data.batch_size": "auto:²"}, 'training.training_data.batch_size = "auto:²": expected'),
     ({"training.training_data.batch_size": "mix:0"}, 'training.training_data.batch_size = "mix:0": expected'),
     ({"training.training_data.auto_prob": "prob_sys_size;0:1:0"}, "training.training_data.auto_prob ... begin:end"),
@@ -72,34 +61,21 @@ WRONG = [
     ({"loss.huber_delta": [0.1, 0.1]}, "loss.huber_delta ... three of them"),
     ({"optimizer": {"type": "Adma"}},
      'optimizer.type = "Adma" ... unknown ... Did you mean Adam? ... AdamW, AdamWScheduleFree, AdaMuon'),
-    ({"model.descriptor.type": "se_e2"},
-     'model.descriptor.type = "se_e2" ... unknown ... Did you mean se_e2_ ... Known: se_e2_a,'),
     ({"loss.loss_func": "rmse"}, 'loss.loss_func = "rmse" ... Did you mean mse? ... Known: mse, mae'),
-    ({"validating.validation_metric": "E:ME"}, 'validating.validation_metric = "E:ME" ... E:MAE'),
     ({"training.stop_batch": 5}, "training.stop_batch ... the same option as numb_steps"),
     ({"model.descriptor.type": "loc_frame"},
      'model.descriptor.type = "loc_frame" ... not available in dp-ema ... se_e2_a'),
-    ({"model.fitting_net.type": "dos"}, 'model.fitting_net.type = "dos" ... not available in dp-ema ... ener'),
-    ({"model.type": "frozen"}, 'model.type = "frozen" ... not available in dp-ema'),
     ({"optimizer": {"type": "HybridMuon", "muon_mode": "3d"}}, "optimizer.muon_mode ... slice, flat, 2d"),
-    ({"optimizer": {"type": "LKF", "kf_start_pref_f": 0}}, "optimizer.kf_start_pref_f = 0 ... > 0"),
-    ({"loss.start_pref_gf": 1}, "loss.start_pref_gf = 1 ... not available in dp-ema"),
-    ({"training.enable_compile": "yes"}, 'training.enable_compile = "yes" ... true or false ... Write true'),
     ({"training.enable_compile": "auto"}, 'training.enable_compile = "auto" ... was removed ... Use true for long'),
     ({"training.compile_options": {"mode": "fast"}}, 'training.compile_options.mode = "fast" ... reduce-overhead'),
-    ({"training.acc_freq": 2}, "training.acc_freq = 2 ... not available in dp-ema"),
-    ({"training.enable_profiler": True}, "training.enable_profiler = true ... not available in dp-ema"),
     ({"model.spin": {"use_spin": [True]}},
      "model.spin ... not available in dp-ema ... Models of magnetic spins are not ... another model"),
     ({"model.descriptor.precision": "bfloat16"}, "model.descriptor.precision ... not available in dp-ema ... float32"),
-    ({"model.fitting_net.activation_function": "custom_silu:2"},
-     "model.fitting_net.activation ... not available in dp-ema ... tanh"),
     ({"nvnmd": {"version": 0}}, "nvnmd ... not available in dp-ema"),
     ({"model.lora": {"rank": 4}},
      'model.lora = {"rank": 4} ... not available in dp-ema ... start from a checkpoint by --finetune'),
     ({"model.use_compile": True, "training.enable_compile": False},
      "model.use_compile = true: training.enable_compile = false, ... Give both the same value, or remove one."),
-    ({"validating.early_stop": {"patience": 2, "metric": "F"}}, 'validating.early_stop.metric = "F" ... E:MAE'),
     ({"validating.validation_metric": "FM:MAE"}, "validating.validation_metric ... not available in dp-ema"),
     ({"training.averaging": {"name": "slow", "decay": 0.99}}, "training.averaging = { ... Put [ ] around the section."),
     ({"training.averaging": "ema"}, 'training.averaging = "ema": expected a list of sections [{...}, {...}].'),
@@ -116,13 +92,11 @@ BROKEN = [
     ({"model.preset_out_bias": {"energy": [1.0]}}, "model.preset_out_bias = [1.0] ... length 1, expected 2"),
     ({"model.pair_exclude_types": [[0, 2]]}, "model.pair_exclude_types ... type 2 does not exist"),
     ({"model.descriptor.exclude_types": [[0, 2]]}, "model.descriptor.exclude_types ... expected 0 to 1"),
-    ({"model.atom_exclude_types": [5]}, "model.atom_exclude_types ... type 5 does not exist"),
     ({"model.fitting_net.default_fparam": [1.0]}, "model.fitting_net.default_fparam ... expected numb_fparam = 0"),
     ({"model.fitting_net.trainable": [True]}, "model.fitting_net.trainable ... length 1, expected 3"),
     ({"model.atom_exclude_types": [0, 1]}, "model.atom_exclude_types = [0, 1] ... every type is excluded"),
     ({"model.preset_out_bias": {"energy": [1.0, "x"]}},
      'model.preset_out_bias ... energy has "x": expected a number, or null'),
-    ({"model.fitting_net.atom_ener": [1.0]}, "model.fitting_net.atom_ener = [1.0] ... length 1, expected 2"),
     ({"learning_rate.stop_lr_ratio": 0.1}, "learning_rate.stop_lr_ratio = 0.1 ... stop_lr is given too"),
     ({"learning_rate.stop_lr": 1.0}, "learning_rate.stop_lr = 1 ... at most start_lr = 0.001"),
     ({"learning_rate.type": "wsd", "learning_rate.stop_lr": 0}, "learning_rate.stop_lr = 0 ... inverse_linear"),
@@ -132,7 +106,6 @@ BROKEN = [
      "learning_rate.warmup_steps = 2000 ... less than training.numb_steps = 2000"),
     ({"loss.f_use_norm": True}, 'loss.f_use_norm = true ... "loss_func": "mae"'),
     ({"loss.use_huber": True, "loss.relative_f": 1.0}, "loss.relative_f = 1 ... not possible with use_huber"),
-    ({"loss.use_huber": True, "loss.start_pref_h": 5}, "loss.start_pref_h = 5 ... not possible with use_huber"),
     ({"training.zero_stage": 2, "loss.start_pref_h": 5},
      "training.zero_stage = 2 ... second derivatives need all parameters on every rank. Use 0 or 1, or remove"),
     ({"optimizer": {"type": "LKF"}, "training.zero_stage": 2},
@@ -161,10 +134,6 @@ BROKEN = [
      'validating.validation_metric = "S:RMSE" ... must both be > 0'),
     ({"optimizer": {"type": "LKF"}, "loss.loss_func": "mae"},
      'loss.loss_func = ... LKF does not know it. Set it to "mse".'),
-    ({"optimizer": {"type": "LKF"}, "loss.use_huber": True},
-     "loss.use_huber = ... LKF does not know it. Set it to false."),
-    ({"optimizer": {"type": "LKF"}, "loss.relative_f": 0.1},
-     "loss.relative_f = ... LKF does not know it. Set it to null."),
     ({"validating.full_validation": True, "training.save_ckpt": "best.ckpt"},
      "validating.save_best_dir: the link to the best weights of live would be written to best.ckpt.pt, as the link to "
      "the"),
@@ -197,7 +166,6 @@ MORE = [
     spoiled({"model.preset_out_bias": {"energy": [True, 1.0]}}),
     spoiled({"model.preset_out_bias": {"energy": [10**400, 1.0]}}),
     spoiled({"model.fitting_net.atom_ener": ["1", None]}), spoiled({"learning_rate.start_lr": float("nan")}),
-    spoiled({"learning_rate.start_lr": float("inf")}),
 ]  # fmt: skip
 
 
@@ -219,10 +187,8 @@ def test_validation_of_the_short_form_needs_the_short_form():
     assert found.startswith('input.json: validating.ema_full_validation = true: needs "enable_ema": true')
 
 
-@pytest.mark.parametrize("given", [
-    {"compute_prec": "float16", "output_prec": "float32"},
-])  # fmt: skip
-def test_mixed_precision_is_accepted_with_one_line(given):
+def test_mixed_precision_is_accepted_with_one_line():
+    given = {"compute_prec": "float16", "output_prec": "float32"}
     config = config_from_dict(spoiled({"training.mixed_precision": given}))
     (line,) = [text for text in ignored_options(config) if text.startswith("training.mixed_precision")]
     assert line.endswith(": no effect, the precision is that of descriptor and fitting_net")
@@ -246,15 +212,14 @@ def test_all_mistakes_come_at_once_with_lines_in_the_order_of_the_file(tmp_path)
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sharing_out_in_a_process_that_no_launcher_started_is_stage_0_with_a_note(stage):
+def test_sharing_out_in_a_process_that_no_launcher_started_is_stage_0_with_a_note():
     """`dp-ema check` called such an input good, and `dp-ema train` refused it."""
-    config = config_from_dict(spoiled({"training.zero_stage": stage}))
+    config = config_from_dict(spoiled({"training.zero_stage": 2}))
     alone = as_launched(config, launched=False)
     assert alone.training.zero_stage == 0
     (note,) = alone.notes
     assert note == (
-        f"training.zero_stage = {stage}: no launcher has started this process, which trains with 0. "
+        "training.zero_stage = 2: no launcher has started this process, which trains with 0. "
         "Launch with: export PET_NO_PYTHON=1; torchrun --nproc_per_node=2 dp-ema train '<dict>'"
     )
     assert as_launched(config, launched=True) == config
@@ -293,8 +258,8 @@ BROKEN_YAML = [
     ("model: a: b\n", ":1:9: not YAML: a colon where none can be"),
     ("a: 1\nb:\n  c: 1\n  c: 2\n", ":4: b.c: given twice, first on line 3"),
     ("a: !!python/object:os.system x\n", "not YAML ... could not determine a constructor"),
-    ("a: !!bool x\n", "not YAML ... a tag"), ("a: !!timestamp x\n", "not YAML ... a tag"),
-    ("a: !!int x\n", "not YAML ... a tag"), ("a: \x07\n", "not YAML ... special characters"),
+    ("a: !!timestamp x\n", "not YAML ... a tag"),
+    ("a: \x07\n", "not YAML ... special characters"),
     ("a: " + "[" * 200 + "]" * 200, "nested too deeply"),
     ("\n".join(["a0: &a0 [1, 1]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]),
      "anchors that expand to more than 100,000 values"),
@@ -327,10 +292,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         load_config(tmp_path)
     with pytest.raises(ConfigError, match=r"input\.toml: expected a file that ends in \.json, \.yaml or \.yml"):
         load_config(write(tmp_path, "a = 1", "input.toml"))
-    binary = tmp_path / "binary.json"
-    binary.write_bytes(b"\x80\x04\x95")
-    with pytest.raises(ConfigError, match="not a text file"):
-        load_config(binary)
 
 
 def test_an_option_given_twice_is_reported_where_the_second_is(tmp_path):
