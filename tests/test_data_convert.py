@@ -215,7 +215,6 @@ def test_validation_is_of_every_kind_that_the_files_name_and_the_same_for_a_seed
 @pytest.mark.parametrize(("inputs", "options", "message"), [
     (["a.xyz"], {"validation": 1.5}, "--validation 1.5: expected a share"),
     (["a.xyz"], {"file_format": "nothing"}, "--format nothing: ASE has no such format"),
-    (["a.xyz#energy=other"], {}, "#energy=other: no frame has it."),
     (["noise.bin"], {}, "noise.bin: cannot be read by ASE"),
     (["a.xyz", "cut.xyz"], {}, "cut.xyz: is cut off: frame 0"),
     (["bare.xyz"], {}, "bare.xyz: no frame has an energy or forces (read by dp-ema, in angstrom and eV)."),
@@ -233,9 +232,6 @@ def test_what_cannot_be_converted_is_reported(inputs, options, message):
     [slab] = toy_atoms(1)
     slab.pbc = (True, True, False)
     write("slab.traj", slab)
-    [flat] = toy_atoms(1)
-    flat = type(flat)(flat.symbols, flat.positions, pbc=True)  # what a molecule becomes that is only called periodic
-    write("flat.traj", flat)
     with pytest.raises(UserError) as caught:
         convert_data(inputs, "out", **options)
     assert message in "\n".join(caught.value.problems)

@@ -101,6 +101,17 @@ def test_batch_rules_are_those_of_the_peer(rule, sizes):
     assert batch_sizes(rule, ATOMS)[0] == sizes
 
 
+@pytest.mark.parametrize(("rule", "size", "frames"), [
+    ("auto:16", 2, 10), ("max:24", 2, 10), ("max:23", 1, 10), ("filter:9", 1, 7),
+])  # fmt: skip
+def test_batch_rules_count_the_atoms_of_each_frame(rule, size, frames):
+    sizes = np.array([5, 12, 8, 12, 3, 9, 8, 5, 12, 7])  # 8.1 in the mean
+    assert batch_sizes(rule, [sizes])[0] == (size,)
+    plan = Sampler([10, 4], [sizes, 1], rule)
+    assert len(plan.frames[0]) == frames
+    assert all(sizes[k] <= 9 for k in plan.frames[0]) or frames == 10
+
+
 def test_epochs_become_steps_as_the_peer_counts_them():
     assert Sampler(FRAMES, ATOMS, 2).batches_for_epochs(3) == 3 * 16
     assert Sampler(FRAMES, ATOMS, 2).batches_for_epochs(0.5) == 8

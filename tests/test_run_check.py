@@ -91,6 +91,11 @@ def test_numbers_of_the_document_are_those_of_the_data(write, capsys):
     energy = np.load("data/set.000/energy.npy") / 12
     assert data["labels"]["energy"]["min_eV_per_atom"] == pytest.approx(energy.min())
     assert [row["element"] for row in task["elements"]] == ["O", "H"]
+    every = np.concatenate([force, np.load("valid/set.000/force.npy")]).reshape(17, 12, 3)
+    for k, row in enumerate(task["elements"]):
+        own = every[:, np.loadtxt("data/type.raw", dtype=int) == k]
+        assert row["force_rms_eV_per_angstrom"] == pytest.approx(np.sqrt((own**2).mean()))
+        assert row["force_max_eV_per_angstrom"] == np.abs(own).max()
     assert sum(row["training_atoms"] for row in task["elements"]) == 144
     assert task["checks"]["duplicates"] == {"frames": 0, "of_frames": 12, "example": None}
     assert found["plan"]["num_steps"] == 12
