@@ -1,28 +1,30 @@
-"""Reading deepmd/npy, deepmd/npy/mixed and HDF5, and the messages about files that do not fit."""
+"""Reading deepmd/npy, deepmd/npy/mixed and HDF5; one message about a file that does not fit, is damaged or absurd."""
 
 from __future__ import annotations
 
+import re
 import shutil
+import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import open_data, toy_labels, write_system
 
+from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.errors import DataError
+from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
 LABELS = ("energy", "force", "virial", "atom_energy", "atom_pref")
 
 
-def problems_of(*args, **kwargs):
-    with pytest.raises(DataError) as caught:
-        open_data(*args, **kwargs)
-    return caught.value.problems
-
-
-def only_problem(*args, **kwargs):
-    problems = problems_of(*args, **kwargs)
-    assert len(problems) == 1, problems
-    return problems[0]
+def problems_of(*paths, rcut=4.0, **spec):
+    """Return the messages of opening and checking."""
+    try:
+        opened = open_data([str(path) for path in paths], ["O", "H"], LABELS[:3], **spec)
+        return check_systems(opened, [], ["O", "H"], SeE2AConfig(rcut=rcut, sel="auto"), LABELS[:3]).problems
+    except DataError as error:
+        return error.problems
 
 
 def to_hdf5(folder, group):
@@ -47,7 +49,7 @@ def assert_same_frame(a, b):
 @pytest.fixture
 def system(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return write_system("water", frames=6, natoms=12, seed=1, sets=3)
+    return write_system("water", frames=6, natoms=6, seed=1, sets=2)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -94,16 +96,12 @@ def test_mixed_frames_lose_their_virtual_atoms_and_keep_their_own_types(tmp_path
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_single_frame_that_was_saved_without_its_axis_is_read(tmp_path, mixed):
-    import h5py
-
     path = write_system(tmp_path / "w", frames=1, natoms=5, mixed=mixed, atom_ener=True, fparam=2, aparam=1)
     parameters = {"numb_fparam": 2, "numb_aparam": 1}
     expected = open_data([str(path)], ["O", "H"], LABELS, **parameters)[0].frame(0)
     for file in (path / "set.000").iterdir():
         np.save(file, np.load(file)[0])
-    with h5py.File(tmp_path / "data.h5", "w") as root:
-        to_hdf5(path, root)
-    for place in (path, tmp_path / "data.h5"):
+    for place in (path, hdf5(path, tmp_path / "data.h5", "/")):
         [system] = open_data([str(place)], ["O", "H"], LABELS, **parameters)
         assert system.num_frames == 1
         frame = system.frame(0)
@@ -112,23 +110,14 @@ def test_a_single_frame_that_was_saved_without_its_axis_is_read(tmp_path, mixed)
         np.testing.assert_array_equal(frame.aparam, expected.aparam)
 
 
-@pytest.mark.parametrize("is_hdf5", [False, True])
-@pytest.mark.parametrize("name", [
-    "set.000.bak",
-])  # fmt: skip
-def test_a_set_that_is_a_backup_is_left_out_and_named(tmp_path, name, is_hdf5):
-    import h5py
-
-    path = place = write_system(tmp_path / "w", frames=3, natoms=5)
-    shutil.copytree(path / "set.000", path / name)
-    if is_hdf5:
-        place = tmp_path / "data.h5"
-        with h5py.File(place, "w") as root:
-            to_hdf5(path, root)
-    [system] = open_data([str(place)], ["O", "H"], LABELS)
-    assert system.num_frames == 3
-    [warning] = system.warnings
-    assert warning.endswith(f": left out, since their names end as those of backups do: {name}.")
+def test_a_set_that_is_a_backup_is_left_out_and_named(tmp_path):
+    path = write_system(tmp_path / "w", frames=3, natoms=5)
+    shutil.copytree(path / "set.000", path / "set.000.bak")
+    for place in (path, hdf5(path, tmp_path / "data.h5", "/")):
+        [system] = open_data([str(place)], ["O", "H"], LABELS)
+        assert system.num_frames == 3
+        [warning] = system.warnings
+        assert warning.endswith(": left out, since their names end as those of backups do: set.000.bak.")
 
 
 def test_parents_are_searched_at_any_depth_in_order_and_links_do_not_loop(tmp_path):
@@ -169,35 +158,16 @@ def test_hdf5_groups_read_as_the_folders_they_came_from(tmp_path, address, names
 def test_all_problems_of_all_systems_come_at_once(system):
     shutil.copytree(system, "other")
     (system / "set.000" / "box.npy").unlink()
-    np.save("other/set.001/virial.npy", np.zeros((2, 6)))
-    np.save("other/set.002/force.npy", np.zeros((2, 7)))
-    found = problems_of(["water", "other", "absent"], ["O", "H"], LABELS, where="training.training_data.systems")
+    np.save("other/set.000/virial.npy", np.zeros((3, 6)))
+    np.save("other/set.001/force.npy", np.zeros((3, 7)))
+    found = problems_of("water", "other", "absent", where="training.training_data.systems")
     assert len(found) == 4
     assert found[0].startswith("training.training_data.systems[2]: absent: no such file or folder.")
     assert found[1] == (
         "water/set.000/box.npy: missing. A periodic system needs it; for open boundaries add an empty file water/nopbc."
     )
-    assert found[2] == "other/set.001/virial.npy: shape (2, 6), expected (2, 9)."
-    assert "other/set.002/force.npy" in found[3]
-
-
-@pytest.mark.parametrize("content", [b"", b"hello", b"\x93NUMPY\x01\x00"])
-def test_a_file_that_is_not_npy_is_reported(system, content):
-    (system / "set.000" / "force.npy").write_bytes(content)
-    assert "water/set.000/force.npy: is not an npy file" in only_problem(["water"], ["O", "H"], LABELS)
-
-
-def test_pickled_objects_are_refused(system):
-    np.save(system / "set.000" / "energy.npy", np.array([{}, None], dtype=object))
-    assert "energy.npy: holds pickled Python objects" in only_problem(["water"], ["O", "H"], LABELS)
-
-
-def test_a_mixed_frame_without_real_atoms_is_refused(tmp_path):
-    path = write_system(tmp_path / "m", frames=2, natoms=3, mixed=True)
-    types = np.load(path / "set.000" / "real_atom_types.npy")
-    types[1] = -1
-    np.save(path / "set.000" / "real_atom_types.npy", types)
-    assert "frame 1 has only virtual atoms" in only_problem([str(path)], ["O", "H"])
+    assert found[2] == "other/set.000/virial.npy: shape (3, 6), expected (3, 9)."
+    assert "other/set.001/force.npy" in found[3]
 
 
 @pytest.mark.parametrize(("break_it", "message"), [
@@ -209,19 +179,48 @@ def test_a_mixed_frame_without_real_atoms_is_refused(tmp_path):
     (lambda p: (p / "type_map.raw").write_text("O\nh\n"), "Did you mean H? Known: O, H. Add it to model.type_map"),
     (lambda p: write_system(p, frames=1, mixed=True) and (p / "type_map.raw").unlink(), "A mixed system (with"),
     (lambda p: (p / "type.raw").write_text("2 " * 12), "type 2, but type_map.raw has only 2 elements"),
+    (lambda p: (p / "type.raw").write_text("0 -1"), "'-1' is not a type. Expected one integer from 0 per atom."),
+    (lambda p: (p / "type.raw").write_text("0 ²", "utf-8"), "'²' is not a type. Expected one integer from 0 per atom."),
+    (lambda p: write_system(p, frames=2, mixed=True) and put(p, "real_atom_types", 1, -1), "frame 1 has only virtual"),
     (lambda p: write_system(p, frames=4, mixed=True, sets=2) and (p / "set.001" / "real_atom_types.npy").unlink(),
      "set.000 with real_atom_types.npy, set.001 without. Put them into two systems."),
 ])  # fmt: skip
 def test_a_system_that_lacks_something_says_what(tmp_path, break_it, message):
     path = write_system(tmp_path / "w", frames=2)
     break_it(path)
-    assert message in only_problem([str(path)], ["O", "H"])
+    [problem] = problems_of(path)
+    assert message in problem
+
+
+def npy(shape, descr="'<f8'"):
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".encode()
+    text += b" " * ((-len(text) - 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + b"\0" * 32
+
+
+NO_NPY = "is not an npy file, or it is damaged. Expected an array written by numpy.save."
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (b"", NO_NPY), (b"\x93NUMPY\x01\x00", NO_NPY), (npy("(3.5,)"), NO_NPY), (npy("(4,)", "[1, 2"), NO_NPY),
+    (npy("(18446744073709551616,)"), "its header is damaged: it says shape (18446744073709551616,)"),
+    (npy("(-4,)"), "its header is damaged: it says shape (-4,)"),
+    (npy("(9223372036854775807, 0)"), "its header is damaged: it says shape (9223372036854775807, 0)"),
+    (None, "holds pickled Python objects"),
+])  # fmt: skip
+def test_a_file_that_is_no_array_is_reported(system, content, message):
+    path = system / "set.000" / "energy.npy"
+    np.save(path, np.array([{}, None], dtype=object))
+    if content is not None:
+        path.write_bytes(content)
+    [problem] = problems_of("water")
+    assert problem.startswith(f"water/set.000/energy.npy: {message}")
 
 
 def test_missing_parameters_name_the_option(system):
-    found = problems_of(["water"], ["O", "H"], numb_fparam=1, numb_aparam=2)
+    found = problems_of("water", numb_fparam=1, numb_aparam=2)
     assert "water/set.000/fparam.npy: missing. numb_fparam = 1 needs it, unless default_fparam is given." in found
-    assert "water/set.002/aparam.npy: missing. numb_aparam = 2 needs it." in found
+    assert "water/set.001/aparam.npy: missing. numb_aparam = 2 needs it." in found
 
 
 @pytest.mark.parametrize(("path", "message"), [
@@ -237,7 +236,7 @@ def test_a_path_without_a_system_says_what_is_there(system, path, message):
     (system.parent / "broken.h5").write_text("no")
     with h5py.File("good.h5", "w") as root:
         root.create_group("w")
-    assert message in only_problem([path], ["O", "H"])
+    assert message in problems_of(path)[0]
 
 
 def test_a_file_that_shrinks_while_it_is_in_use_is_reported(system):
@@ -246,3 +245,168 @@ def test_a_file_that_shrinks_while_it_is_in_use_is_reported(system):
     file.write_bytes(file.read_bytes()[:-300])
     with pytest.raises(DataError, match=r"coord.npy: has become shorter while it was in use"):
         opened.frame(1)
+
+
+def put(system, name, index, value):
+    file = system / "set.000" / f"{name}.npy"
+    array = np.load(file)
+    array[index] = value
+    np.save(file, array)
+
+
+# links
+
+
+@pytest.mark.parametrize("file", ["type_map.raw", "set.002", "set.000/force.npy"])
+def test_a_link_that_leads_nowhere_is_no_absence(system, file):
+    """A type_map.raw on a disk that is not mounted was left out, and elements were swapped."""
+    (system / file).unlink(missing_ok=True)
+    (system / file).symlink_to("/gone/away")
+    [problem] = problems_of("water")
+    where = "" if "/" in file else "systems[0]: "  # those of the folder are seen while it is searched
+    assert problem == (
+        f"{where}water/{file}: is a link to /gone/away, which does not exist. Restore its target, or remove the link."
+    )
+
+
+def test_a_system_that_is_a_link_to_nowhere_is_not_skipped(system, tmp_path):
+    (tmp_path / "other").symlink_to("/gone/away")
+    (tmp_path / ".#lock").symlink_to("user@host.1")
+    [problem] = problems_of(tmp_path)
+    assert "other: is a link to /gone/away, which does not exist" in problem
+
+
+@pytest.mark.parametrize(("pbc", "value", "reported"), [
+    (True, 1e30, "a position of 1e+30 angstrom, expected less than 1e+06. Is the file damaged?"),
+    (False, 2e5, "the atoms of this open system are 2e+05 angstrom apart, expected less than 100000"),
+])  # fmt: skip
+def test_positions_of_no_atom_are_reported_with_the_frame(tmp_path, pbc, value, reported):
+    path = write_system(tmp_path / "w", frames=4, natoms=6, seed=1, pbc=pbc)
+    put(path, "coord", (2, 3), value)
+    [problem] = problems_of(path)
+    assert problem.startswith(f"{path}/set.000/coord.npy: frame 2 (of 4, from 0): {reported}")
+
+
+@pytest.mark.parametrize(("cell", "reported"), [
+    ([[10, 0, 0], [0, 10, 0], [10, 10, 0.03]], "the cell is 0.03 angstrom thin (10 0 0 0 10 0 10 10 0.03): "),
+    (np.diag([1e6, 10, 10]), "an edge of the cell is 1e+06 angstrom long"),
+])  # fmt: skip
+def test_a_cell_that_cannot_be_searched_is_reported_with_the_frame(system, cell, reported):
+    """Some took all memory, some never ended, some ended the process without a word."""
+    put(system, "box", 1, np.ravel(cell))
+    [problem] = problems_of("water", rcut=6.0)
+    assert problem.startswith(f"water/set.000/box.npy: frame 1 (of 3, from 0): {reported}")
+
+
+# HDF5
+
+
+def hdf5(system, path="data.h5", group="w"):
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        to_hdf5(system, file.require_group(group))
+    return path
+
+
+def linked(file, name):
+    import h5py
+
+    del file[name]
+    file[name] = h5py.ExternalLink("other.h5", name)
+
+
+def stored_outside(file, name):
+    values = file[name][:]
+    Path("secret").write_bytes(values.tobytes())
+    del file[name]
+    file.create_dataset(name, values.shape, values.dtype, external=[("secret", 0, values.nbytes)])
+
+
+def composed_of(source):
+    def damage(file, name):
+        import h5py
+
+        layout = h5py.VirtualLayout(file[name].shape, file[name].dtype)
+        if source == ".":  # of a part of this file, which is stored outside
+            stored_outside(file, name)
+            file.move(name, "part")
+            layout[...] = h5py.VirtualSource(file["part"])
+        else:
+            layout[...] = h5py.VirtualSource(source, name, file[name].shape)
+            del file[name]
+        file.create_virtual_dataset(name, layout)
+
+    return damage
+
+
+OUTSIDE = {"link": linked,  "external": stored_outside,
+           "virtual": composed_of("other.h5"), "virtual_external": composed_of(".")}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["type.raw", "set.000/coord.npy"])
+@pytest.mark.parametrize("damage", OUTSIDE.values(), ids=OUTSIDE)
+def test_hdf5_data_that_are_in_another_file_are_refused(system, damage, name):
+    """Any file of the machine was read as positions, and the converter wrote them out."""
+    import h5py
+
+    hdf5(system, "other.h5")
+    path = hdf5(system)
+    with h5py.File(path, "a") as file:
+        damage(file, f"w/{name}")
+    others = {linked: Path("other.h5").resolve(), OUTSIDE["virtual"]: "other.h5"}
+    refers = f"refers to the file {others.get(damage, 'secret')}"
+    assert problems_of(path) == [f"data.h5#/w/{name}: {refers}. Expected data in data.h5 itself: write them there."]
+
+
+@pytest.mark.parametrize("name", ["type.raw", "set.000/energy.npy", "set.000/coord.npy"])
+def test_hdf5_that_lacks_something_is_reported(system, name):
+    import h5py
+
+    broken = [
+        lambda group: group.__setitem__(name, h5py.SoftLink("/gone")),
+        lambda group: group.__setitem__(name, h5py.ExternalLink("gone.h5", "/x")),
+        lambda group: group.__setitem__(name, h5py.Empty("f8")),
+        lambda group: group.create_group(name),
+        lambda group: group.create_dataset(name, (4, 18), "f8"),
+    ]
+    for damage in broken:
+        path = hdf5(system)
+        with h5py.File(path, "a") as file:
+            del file[f"w/{name}"]
+            damage(file["w"])
+        problem = problems_of(path)[0]
+        assert f"data.h5#/w/{name}" in problem
+        assert re.search("a link to what does not exist|is a group|holds no data|cannot be read as HDF5", problem), (
+            problem
+        )
+
+
+def test_hdf5_of_which_a_part_was_never_written_is_reported(system):
+    """The part was read as zeros, and a trillion of them took all memory."""
+    import h5py
+
+    path = hdf5(system)
+    with h5py.File(path, "a") as file:
+        data = file["w/set.000/force.npy"][()]
+        del file["w/set.000/force.npy"]
+        file.create_dataset("w/set.000/force.npy", data.shape, "f8", chunks=(1, data.shape[1]))[:1] = data[:1]
+    [problem] = problems_of(path)
+    assert problem.startswith("data.h5#/w/set.000/force.npy: has shape (")
+    assert f"and 1 of its {len(data)} chunks were written. Was the file written completely?" in problem
+
+
+def test_hdf5_with_damaged_bytes_is_reported(system):
+    import h5py
+
+    path = hdf5(system)
+    with h5py.File(path, "a") as file:
+        data = file["w/set.000/force.npy"][()]
+        del file["w/set.000/force.npy"]
+        file.create_dataset("w/set.000/force.npy", data=data, chunks=data.shape, fletcher32=True)
+    content = Path(path).read_bytes()
+    start = data.tobytes()[:64]
+    assert start in content
+    Path(path).write_bytes(content.replace(start, b"\xff" * 8 + start[8:]))
+    [problem] = problems_of(path)
+    assert problem.startswith("data.h5#/w/set.000/force.npy: cannot be read as HDF5: the file is damaged")
