@@ -36,16 +36,12 @@ def check():
     return check_task(task, data, MEMORY)
 
 
-def was_read(result):
-    return not result.date
-
-
 def test_a_second_check_reads_no_array_and_finds_the_same(place, monkeypatch):
     first = check()
-    assert was_read(first)
+    assert not first.date
     monkeypatch.setattr(StoredArray, "read", lambda *_: pytest.fail("an array is read"))
     second = check()
-    assert not was_read(second)
+    assert second.date
     assert (list(second.warnings), list(second.notes)) == (first.warnings, first.notes)
     for name in ("min_distance", "max_neighbors", "max_total"):
         assert getattr(second.neighbors, name) == getattr(first.neighbors, name)
@@ -87,9 +83,9 @@ def change_input(**values):
 ])  # fmt: skip
 def test_whatever_changes_is_read_again(place, change):
     check()
-    assert not was_read(check())
+    assert check().date
     change()
-    assert was_read(check())
+    assert not check().date
 
 
 def test_data_with_problems_are_not_remembered(place):
@@ -106,7 +102,7 @@ def test_files_that_change_while_they_are_read_are_not_remembered(place, monkeyp
         np.save("train/set.000/energy.npy", np.load("train/set.000/energy.npy") + 1)
 
     monkeypatch.setattr(DeepmdSystem, "chunks", changed)
-    assert was_read(check())
+    assert not check().date
     assert not MEMORY.exists()
 
 
@@ -131,8 +127,8 @@ def test_a_damaged_memory_is_no_memory(place, content):
     check()
     [file] = MEMORY.iterdir()
     file.write_text(content)
-    assert was_read(check())
-    assert not was_read(check())
+    assert not check().date
+    assert check().date
 
 
 def test_a_second_run_from_the_same_statistics_is_the_same_run(place, monkeypatch, capsys):

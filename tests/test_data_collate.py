@@ -101,11 +101,8 @@ def test_reverse_slots_name_each_use_of_an_atom_once_in_order(chosen):
         assert batch.reverse[row].tolist()[: len(mine)] == mine
 
 
-@pytest.mark.parametrize("round_to", [
-    4,
-])  # fmt: skip
-def test_slots_are_trimmed_rounded_up_and_never_above_sel(round_to):
-    frames = [FRAMES[0], FRAMES[3]]
+def test_slots_are_trimmed_rounded_up_and_never_above_sel():
+    frames, round_to = [FRAMES[0], FRAMES[3]], 4
     layout = NeighborLayout(RCUT, (30, 10, 3), 3)
     most = np.zeros(3, int)
     for frame in frames:
@@ -118,13 +115,9 @@ def test_slots_are_trimmed_rounded_up_and_never_above_sel(round_to):
 
 def test_prepared_frames_and_kept_pairs_make_the_same_batch():
     plain = collate(FRAMES, LAYOUT)
-    others = [
-        collate([pair_frame(f, LAYOUT) for f in FRAMES], LAYOUT),
-        collate([pair_frame(f, LAYOUT, KeptPairs(0.7).find) for f in FRAMES], LAYOUT),
-    ]
-    for other in others:
-        for name in ("neighbor", "vector", "reverse", "coord", "atom_order"):
-            torch.testing.assert_close(getattr(plain, name), getattr(other, name), rtol=0, atol=0)
+    kept = collate([pair_frame(f, LAYOUT, KeptPairs(0.7).find) for f in FRAMES], LAYOUT)
+    for name in ("neighbor", "vector", "reverse", "coord", "atom_order"):
+        torch.testing.assert_close(getattr(plain, name), getattr(kept, name), rtol=0, atol=0)
 
 
 def test_labels_follow_their_atoms_and_missing_ones_are_not_found():
@@ -156,17 +149,13 @@ def test_molecules_paired_together_are_bitwise_those_paired_one_by_one(name):
         torch.testing.assert_close(getattr(together, item.name), getattr(one_by_one, item.name), rtol=0, atol=0)
 
 
-def far_away(frame, cells, seed=0):
-    """Return a frame with its atoms in other cells, up to ``cells`` of them away."""
-    moves = np.random.default_rng(seed).integers(-cells, cells + 1, frame.coord.shape)
-    return Frame(frame.coord + moves @ frame.box, frame.atom_type, frame.box)
-
-
 @pytest.mark.parametrize("cells", [1000, 100_000])
 def test_atoms_may_be_many_cells_outside_of_theirs(cells):
     """All images between the outermost were counted: 3 GB at 150 cells, and more than there is at 1,000."""
     frame = make_frame(0)
-    here, there = (collate([f], LAYOUT) for f in (frame, far_away(frame, cells)))
+    moves = np.random.default_rng(0).integers(-cells, cells + 1, frame.coord.shape)
+    far = Frame(frame.coord + moves @ frame.box, frame.atom_type, frame.box)
+    here, there = collate([frame], LAYOUT), collate([far], LAYOUT)
     torch.testing.assert_close(there.neighbor, here.neighbor)
     torch.testing.assert_close(there.vector, here.vector, rtol=0, atol=1e-13 * max(10, cells))
     torch.testing.assert_close(there.reverse, here.reverse)
