@@ -182,6 +182,8 @@ WITHOUT_EFFECT = [
     ({"optimizer": {"type": "AdaMuon", "lr_adjust_coeff": 0.1}}, "optimizer.lr_adjust_coeff = 0.1: no effect"),
     ({"training.compile_options": {"dynamic": False}}, "training.compile_options = "),
     ({"training.enable_tf32": True}, "training.enable_tf32 = true: no effect, no product is in float32"),
+    ({"learning_rate": {"type": "invsqrt", "start_lr": 1e-3, "stop_lr": 1e-6}},
+     "learning_rate.stop_lr = 1e-06: no effect, decay_phase_ratio is 0"),
     ({"validating.amp_infer": True}, "validating.amp_infer = true: no effect, no descriptor has use_amp"),
     ({"model.bridging_r_inner": 0.4}, "model.bridging_r_inner = 0.4: no effect, there is no bridging_method"),
     ({"optimizer": {"type": "LKF"}}, "learning_rate.start_lr = 0.001: no effect, LKF has no learning rate"),
@@ -227,6 +229,8 @@ def test_the_summary_says_what_the_input_requests():
     text = "\n".join(text for _, text in config_summary(config_from_dict(wsd)))
     assert "rises to 0.001 in 5 steps, stays, and falls with its inverse linear to" in text
     assert "none (training.validation_data is missing)" in text
+    rate = spoiled({"learning_rate": {"type": "invsqrt", "start_lr": 1e-3, "stop_lr": 1e-6, "decay_phase_ratio": 0.1}})
+    assert "falls as the inverse square root of the step" in config_from_dict(rate).learning_rate.summary()
 
 
 # ---- files

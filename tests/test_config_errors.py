@@ -117,6 +117,8 @@ BROKEN = [
     ({"training.accumulate": 2, "training.enable_compile": True,
      "training.compile_options": {"mode": "reduce-overhead"}},
      "training.accumulate = 2 ... not possible with CUDA graphs of torch.compile"),
+    ({"optimizer": {"type": "LKF"}, "training.training_data.frame_weights": True},
+     "training.training_data.frame_weights = true: LKF does not weigh frames. Set it to false"),
     ({"optimizer": {"type": "LKF"}, "loss.limit_pref_v": 0.5},
      "loss.limit_pref_v = 0.5 ... LKF fits energies and forces only. Set it to 0."),
     ({"loss.start_pref_e": 0, "loss.start_pref_f": 0, "loss.limit_pref_e": 0, "loss.limit_pref_f": 0},

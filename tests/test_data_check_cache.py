@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import tiny_input, write_system
+from helpers import changed, tiny_input, write_system
 
 from deepmd_ema.cli import main
 from deepmd_ema.config import load_config
@@ -65,13 +65,7 @@ def add_frames():
 
 
 def change_input(**values):
-    content = json.loads(Path("input.json").read_text())
-    for place, value in values.items():
-        *sections, key = place.split("__")
-        part = content
-        for section in sections:
-            part = part[section]
-        part[key] = value
+    content = changed(json.loads(Path("input.json").read_text()), values)
     Path("input.json").write_text(json.dumps(content))
 
 

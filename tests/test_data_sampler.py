@@ -154,16 +154,6 @@ def test_no_rank_has_more_atoms_than_mix_allows_unless_one_frame_has(world):
     assert np.mean([sum(atoms_of(batch, natoms)) for batch in batches]) > 0.7 * 40
 
 
-@pytest.mark.parametrize("size", [3, 50])
-def test_mixed_batches_of_one_system_are_those_of_that_size(size):
-    plain = Sampler((17,), (10,), size, seed=3)
-    for rule in (f"mixed:{size}", f"mix:{10 * size + 9}"):
-        mixed = Sampler((17,), (10,), rule, seed=3)
-        assert mixed.batches_per_epoch == plain.batches_per_epoch
-        assert [mixed.batch(n) for n in range(60)] == [plain.batch(n) for n in range(60)]
-        assert mixed.batches_for_epochs(2.5) == plain.batches_for_epochs(2.5)
-
-
 @pytest.mark.parametrize("rule", ["mixed:3", "mix:25"])
 @pytest.mark.parametrize(("auto_prob", "sys_probs", "expected"), [
     ("prob_uniform", None, (1 / 3, 1 / 3, 1 / 3)), ("prob_sys_size", [0.01, 0.33, -1], (0.01, 0.33, 0.66)),

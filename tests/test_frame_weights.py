@@ -192,11 +192,3 @@ def test_wrong_weights_are_reported(tmp_path, monkeypatch, capsys, weights, mess
     code, said = check(tmp_path, monkeypatch, capsys, [path], **OPTIONS)
     assert message in said
     assert code == (0 if weights is None else 2)
-
-
-def test_lkf_refuses_weights(tmp_path, monkeypatch, capsys):
-    path = write_system(tmp_path / "w", frames=4)
-    code, said = check(tmp_path, monkeypatch, capsys, [path], **OPTIONS, optimizer={"type": "LKF"},
-                       loss={"type": "ener"})  # fmt: skip
-    assert code == 2
-    assert "training.training_data.frame_weights = true: LKF does not weigh frames. Set it to false" in said

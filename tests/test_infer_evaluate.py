@@ -9,20 +9,16 @@ from argparse import Namespace
 
 import numpy as np
 import pytest
-import torch
-from helpers import open_data, tiny_input, write_system
+from helpers import tiny_input, write_system
 from infer_models import write_run
 from kept_runs import write_kept_run
 
 from deepmd_ema import cli
 from deepmd_ema.cli.read import chosen_systems
-from deepmd_ema.config.labels import ENERGY, FORCE, GPA, VIRIAL
-from deepmd_ema.data.loader import sequential_batches
+from deepmd_ema.config.labels import FORCE, GPA
 from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.infer.evaluate import measure
-from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.potential import Potential
-from deepmd_ema.model.metrics import evaluate
 from deepmd_ema.report.plots import plot_parity
 
 SAME_MATH = 1e-10
@@ -60,15 +56,6 @@ def test_the_errors_are_those_of_the_python_interface(run, labelled):
     assert summary["rmse_e_peratom"] == pytest.approx(np.sqrt(np.mean((energy / 8) ** 2)), rel=SAME_MATH)
     assert summary["mae_s"] == pytest.approx(np.mean(abs(stress)), rel=SAME_MATH)
     assert math.isnan(summary["mae_ae"])
-
-
-def test_the_errors_are_those_of_full_validation_to_the_last_bit(run, labelled):
-    loaded = load_model(run[1])
-    systems = open_data([str(labelled)], loaded.config.type_map, (ENERGY, FORCE, VIRIAL))
-    device = torch.device("cpu")
-    expected = evaluate(loaded.model, sequential_batches(systems, loaded.model.layout), device).summary()
-    found = measure(run[0], [labelled], use_average=True).total.summary()
-    assert str(found) == str(expected)
 
 
 def test_the_lines_are_those_of_the_peer(run, labelled):

@@ -1,23 +1,15 @@
 """Training on batches of frames of several systems: the same numbers, gradients, restarts, ranks, tasks, LMDB."""
 
 import pytest
-import torch
-from helpers import assert_same, open_data, tiny_input, trains_in, write_system
+from helpers import assert_same, tiny_input, trains_in, write_system
 from parallel_runs import train as train_on_ranks
 from test_parallel import assert_same_run
 from test_train import StopAfter, load
-from toy_models import toy_model
 
-from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
-from deepmd_ema.config.schema.optim import EnerLossConfig
-from deepmd_ema.data.collate import collate
-from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import Interrupted
-from deepmd_ema.training.loss import EnergyLoss
 
 pytestmark = pytest.mark.timeout(300)
 
-LABELS = (ENERGY, FORCE, VIRIAL, ATOM_ENERGY)
 RULES = ("mixed:3", "mix:30")
 DP_GEN = "prob_sys_size; 0:2:0.9; 2:3:0.1"  # as DP-GEN writes it
 VALIDATED = {
@@ -58,40 +50,6 @@ def test_mixed_batches_of_one_system_train_to_the_same_bits_as_batches_of_that_s
     for name in ("lcurve.out", "val.log", "val_ema.log"):
         assert (plain / name).read_bytes() == (mixed / name).read_bytes()
     assert_same(load(plain / "model.ckpt.pt")["model"], load(mixed / "model.ckpt.pt")["model"])
-
-
-@pytest.mark.parametrize("options", [
-    {}, {"loss_func": "mae"}, {"intensive_ener_virial": True}, {"use_huber": True, "huber_delta": 0.1},
-], ids=["mse", "mae", "intensive", "huber"])  # fmt: skip
-def test_the_gradient_of_a_mixed_batch_is_the_stated_sum_over_its_frames(systems, options):
-    """Weights of frames that have a label: 1 / frames for energies and virials, atoms / all atoms for the others."""
-    _, model = toy_model("se_e2_a", {"sel": [24, 24]}, type_map=["O", "H"])
-    model.train()
-    config = EnerLossConfig(start_pref_e=2, start_pref_f=30, start_pref_v=0.7, start_pref_ae=0.4, **options)
-    loss = EnergyLoss(config, 1e-3, World())
-    sources = open_data([str(system) for system in systems], ["O", "H"], LABELS)
-    frames = [sources[k].frame(n) for k, n in ((0, 3), (1, 2), (2, 5), (1, 8), (0, 0))]
-
-    def gradient(chosen, term=None):
-        """Return the gradient of the loss of a batch, or of one of its terms."""
-        batch = collate(chosen, model.layout, LABELS)
-        if term is not None:
-            for name in set(batch.has_label) - {term}:
-                batch.has_label[name].zero_()
-        model.zero_grad()
-        loss(model(batch), batch, 1e-3)[0].backward()
-        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).ravel() for p in model.parameters()])
-
-    expected = 0
-    for term in LABELS:
-        having = [frame for frame in frames if term in frame.labels]
-        assert 0 < len(having) < len(frames) or term in (ENERGY, FORCE)
-        size = {ENERGY: lambda _: 1, VIRIAL: lambda _: 1}.get(term, lambda frame: frame.num_atoms)
-        for frame in having:
-            expected = expected + size(frame) / sum(map(size, having)) * gradient([frame], term)
-    found = gradient(frames)
-    assert found.abs().max() > 1e-3
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12 * float(found.abs().max()))
 
 
 @pytest.mark.parametrize("auto_prob", ["prob_sys_size", DP_GEN])

@@ -14,8 +14,7 @@ from helpers import tiny_input, write_system
 
 from deepmd_ema import checkpoint
 from deepmd_ema.cli.main import main
-from deepmd_ema.config.outputs import LOCK, RECORD
-from deepmd_ema.distributed.files import this_machine
+from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.report.table import significant
 from deepmd_ema.training.run import run_training
@@ -83,6 +82,12 @@ def runs(trained, tmp_path, monkeypatch):
     shutil.copytree(trained, tmp_path / "all", symlinks=True)
     monkeypatch.chdir(tmp_path / "all")
     return tmp_path / "all"
+
+
+def change_record(folder, **changes):
+    parts = json.loads(Path(folder, RECORD).read_text())
+    parts[-1] |= changes
+    Path(folder, RECORD).write_text(json.dumps(parts))
 
 
 def report(capsys, *words):
@@ -221,10 +226,8 @@ def test_deviations_are_relative_distances_from_the_live_weights(trained, page):
 
 
 def test_times_add_up_to_that_of_the_run(runs, capsys):
-    parts = json.loads(Path("run", RECORD).read_text())
-    parts[-1] |= {"elapsed": 200.0, "seconds": {"start": 10.0, "data": 20.0, "step": 100.0, "forward": 30.0,
-                                                "backward": 40.0, "optimizer": 20.0, "validation": 50.0}}  # fmt: skip
-    Path("run", RECORD).write_text(json.dumps(parts))
+    seconds = {"start": 10.0, "data": 20.0, "step": 100.0, "forward": 30.0, "backward": 40.0, "optimizer": 20.0}
+    change_record("run", elapsed=200.0, seconds=seconds | {"validation": 50.0})
     report(capsys, "run")
     table = Page().table("part")
     assert {name: cells[:2] for name, cells in table.items() if name != "part"} == {
@@ -259,27 +262,16 @@ def test_the_details_are_those_of_the_average_that_is_named(runs, capsys):
     assert "no average is called 'fast'. Give --average one of: ema, slow." in capsys.readouterr().err
 
 
-def change_record(folder, **changes):
-    parts = json.loads(Path(folder, RECORD).read_text())
-    parts[-1] |= changes
-    Path(folder, RECORD).write_text(json.dumps(parts))
-
-
-def test_an_interrupted_and_a_running_run_are_called_so(runs, capsys):
+def test_an_interrupted_run_is_called_so(runs, capsys):
     change_record("tasks", ended="interrupted by SIGTERM", step=5)
     [line] = report(capsys, "tasks")
     assert line == "Status: interrupted (by SIGTERM), step 6 of 6 (100 %). The checkpoint is of step 6."
     assert line in Page().text
-    change_record("tasks", ended="")
-    holder = {"machine": this_machine(), "host": "here", "pid": os.getpid(), "since": "2026-01-01"}
-    Path("tasks", LOCK).write_text(json.dumps(holder))
-    [line] = report(capsys, "tasks")
-    assert line.startswith(f"Status: training (process {os.getpid()} on here), step 6 of 6")
     for file in ("checkpoint", "model.ckpt.pt"):
         Path("tasks", file).unlink()
     assert main(["report", "tasks"]) == 2
     message = capsys.readouterr().err
-    assert "tasks: no checkpoint yet (training (process" in message
+    assert "tasks: no checkpoint yet (interrupted" in message
     assert "`dp-ema show tasks` says how far the run is." in message
     assert message.count("\n") == 1
 

@@ -6,10 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from config_inputs import spoiled
 
-from deepmd_ema.config import config_from_dict
-from deepmd_ema.config.remarks import ignored_options
 from deepmd_ema.config.schema.optim import (
     CosineScheduleConfig,
     ExpScheduleConfig,
@@ -77,13 +74,3 @@ def test_an_inverse_root_with_a_decay_falls_from_where_it_is_to_stop_lr(kind):
     assert rate(400) == pytest.approx(1e-6, rel=SAME_MATH)
     expected = {"inverse_linear": 2 / (1e6 + 1 / 5e-4), "cosine": 2.505e-4, "linear": 2.505e-4}
     assert rate(350) == pytest.approx(expected[kind], rel=1e-9)
-
-
-def test_a_last_rate_of_an_inverse_root_without_a_decay_is_said_to_have_no_effect():
-    values = {"learning_rate": {"type": "invsqrt", "start_lr": 1e-3, "stop_lr": 1e-6}}
-    assert "learning_rate.stop_lr = 1e-06: no effect, decay_phase_ratio is 0" in ignored_options(
-        config_from_dict(spoiled(values))
-    )
-    with_decay = config_from_dict(spoiled({**values, "learning_rate.decay_phase_ratio": 0.1}))
-    assert not any("stop_lr" in text for text in ignored_options(with_decay))
-    assert "falls as the inverse square root of the step" in with_decay.learning_rate.summary()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import tiny_input, write_system
+from test_train import StopAfter
 
 from deepmd_ema.cli.main import main
 from deepmd_ema.config.outputs import LOCK, RECORD
@@ -18,21 +19,9 @@ from deepmd_ema.errors import CheckpointError, Interrupted
 from deepmd_ema.report.record import read_record
 from deepmd_ema.report.status import RunStatus
 from deepmd_ema.training.run import run_training
-from deepmd_ema.training.trainer import Callback
 from deepmd_ema.training.weights import load_restart
 
 VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
-
-
-class StopAt(Callback):
-    """Ends a run after a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def after_step(self, trainer):
-        if trainer.step == self.step:
-            trainer.stop.request(15)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +30,7 @@ def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     write_system(root / "data", frames=8)
     before = Path.cwd()
-    for name, callback in (("whole", None), ("stopped", StopAt(4))):
+    for name, callback in (("whole", None), ("stopped", StopAfter(4))):
         folder = root / name
         folder.mkdir()
         os.chdir(folder)
