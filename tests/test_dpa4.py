@@ -1,81 +1,101 @@
-"""DPA-4: numbers of DeePMD-kit, rotations into frames, exact products on grids, written-out layers."""
+"""DPA-4 and DPA4C: numbers of DeePMD-kit, rotations into frames, blocks in bfloat16."""
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from golden.make_dpa4 import CASES, atoms, drawn, options_of, projections, weights
+from golden.drawn import fill, frames, loss_of, projections
 from toy_models import TRICLINIC, batch_of, toy_atoms, toy_model
 
 from deepmd_ema.config import model_config_from_dict
+from deepmd_ema.infer.load import load_model
+from deepmd_ema.infer.potential import Potential
 from deepmd_ema.model.build import build_model
 from deepmd_ema.model.families.dpa4 import module as dpa4_module
 from deepmd_ema.model.families.dpa4.rotations import quaternions
 from deepmd_ema.model.ops.operations import REFERENCE, use_operations
 
-PEER = json.loads((Path(__file__).parent / "golden" / "dpa4.json").read_text())  # made_by: see golden/README.md
-SAME_MATH = 1e-11
-RENAMED = (
-    ("descriptor.layers.", "descriptor.blocks."), ("so2_conv.mixing.", "so2_conv."),
-    ("so2_conv.attention.", "so2_conv."), ("fitting.nets.", "fitting_net.filter_layers.networks."),
+GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
+CASES = {kind: json.loads((GOLDEN / f"{kind}.json").read_text()) for kind in ("dpa4", "dpa4c")}
+SAME_MATH, SERIES, GRADIENTS = 1e-11, 1e-9, 1e-8  # relative; SERIES: what tables of polynomials may have
+RENAMED = {
+    "dpa4": (
+        ("descriptor.layers.", "descriptor.blocks."), ("so2_conv.mixing.", "so2_conv."),
+        ("so2_conv.attention.", "so2_conv."), ("fitting.nets.", "fitting_net.filter_layers.networks."),
+    ),
+    "dpa4c": (
+        ("fitting.nets.", "fitting_net.nets._module_networks."), ("radial.embedding.", "radial_embedding."),
+        ("radial.mode_head.", "radial_mode_head."), ("radial.adam_freqs", "radial_basis.adam_freqs"), (".linear.", "."),
+        (".layers.0.weight", ".layers.0.w"), (".layers.1.weight", ".layers.1.w"), (".layers.2.weight", ".layers.2.w"),
+        (".matrix", ".w"), (".bias", ".b"),
+    ),
+}  # fmt: skip
+
+
+def model_of(kind, name):
+    """Return the model of a case, its parameters by DeePMD-kit's names with the numbers that they had, and a frame."""
+    case = CASES[kind][name]
+    model, named = build_model(model_config_from_dict(case["model"]), 0), {}
+    for path, parameter in model.named_parameters():
+        for here, there in RENAMED[kind]:
+            path = path.replace(here, there)
+        named[path] = parameter
+    fill(named.items())
+    coord, types, boxes = frames(1 if kind == "dpa4" else 2)
+    batches = [batch_of(model, (one, types, box)) for one, box in zip(coord, boxes)]
+    if kind == "dpa4c":
+        model.descriptor.type_embedding.adam_type_embedding.data[-1] = 0
+        both = batch_of(model, *((one, types, box) for one, box in zip(coord, boxes)))
+        model.descriptor.apply_statistics(model.descriptor.measure(both))
+    if "version" in case:
+        model.descriptor.version_tensor.fill_(case["version"])
+    return model, named, batches[0]
+
+
+def assert_close(found, expected, error=SAME_MATH):
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    assert float((torch.as_tensor(found).detach() - expected).abs().max()) <= error * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "way"),
+    [(kind, name, way) for kind, ways in (("dpa4", ["cpu", "reference"]), ("dpa4c", ["cpu", "reference", "series"]))
+     for name in CASES[kind] for way in ways],
 )  # fmt: skip
-
-
-def in_deepmd_kit(name):
-    for here, there in RENAMED:
-        name = name.replace(here, there)
-    return name
-
-
-def model_of(case):
-    """Return the model of a case and its parameters by DeePMD-kit's names, with the numbers that DeePMD-kit had."""
-    _, fitting, more, version = CASES[case]
-    descriptor = {"type": "dpa4", "precision": "float64", **options_of(case)}
-    net = {"type": "dpa4_ener", "precision": "float64", **fitting}
-    model = build_model(
-        model_config_from_dict({"type_map": ["O", "H", "C"], "descriptor": descriptor, "fitting_net": net, **more})
-    )
-    named = {in_deepmd_kit(name): parameter for name, parameter in model.named_parameters()}
-    with torch.no_grad():
-        for name, parameter in named.items():
-            values = drawn(name, tuple(parameter.shape))
-            if values is not None:
-                parameter.copy_(torch.tensor(values))
-    if version is not None:
-        model.descriptor.version_tensor.fill_(version)
-    return model, named
-
-
-@pytest.mark.parametrize("case", sorted(CASES))
-@pytest.mark.parametrize("operations", ["cpu", "reference"])
-def test_numbers_and_gradients_are_those_of_deepmd_kit(case, operations):
-    model, named = model_of(case)
-    if operations == "reference":
+def test_numbers_and_gradients_are_those_of_deepmd_kit(kind, name, way):
+    model, named, batch = model_of(kind, name)
+    expected, error = CASES[kind][name], SERIES if way == "series" else SAME_MATH
+    if kind == "dpa4c":
+        descriptor = model.descriptor
+        assert_close(descriptor.feature_spread, expected["stddev"])
+        channels = expected["model"]["descriptor"]["channels"]
+        assert_close(descriptor.feature_mean[-2 - channels :][:2], expected["mean"])
+    if way == "series":
+        model.descriptor.interpolation.use(160)
+    if way == "reference":
         use_operations(model, REFERENCE)
-    batch = batch_of(model, atoms())
-    found = model.train()(batch)
-    energy, virial = found["energy"].sum(), found["virial"].reshape(9)
-    force = batch.in_file_order(found["force"])
-    expected = PEER[case]
-    assert abs(float(energy.detach()) - expected["energy"]) < SAME_MATH * max(1, abs(expected["energy"]))
-    for name, values in (("force", force), ("virial", virial)):
-        want = np.array(expected[name])
-        np.testing.assert_allclose(values.detach().numpy(), want, rtol=0, atol=SAME_MATH * np.abs(want).max())
-    of_energy, of_force, of_virial = weights(len(force))
-    loss = of_energy * energy + (force * torch.tensor(of_force)).sum() + (virial * torch.tensor(of_virial)).sum()
-    gradients = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
-    ours = np.array(projections({name: g.numpy() for name, g in zip(named, gradients, strict=True)}))
-    want = np.array(expected["gradients"])
-    np.testing.assert_allclose(ours, want, rtol=1e-8, atol=1e-10 * np.abs(want).max())
+    out = model.train()(batch)
+    found = (out["energy"].sum(), batch.in_file_order(out["force"]), out["virial"].reshape(9))
+    for key, value in zip(("energy", "force", "virial"), found):
+        assert_close(value, expected[key], error)
+    gradients = torch.autograd.grad(loss_of(*found), list(named.values()), materialize_grads=True)
+    ours, theirs = (torch.tensor(one) for one in (projections(dict(zip(named, gradients))), expected["gradients"]))
+    torch.testing.assert_close(ours, theirs, rtol=GRADIENTS, atol=error * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize(("file", "case"), [("dpa4c.dp", "degree_4"), ("dpa4c.pt", "small")])
+def test_files_of_deepmd_kit_give_its_numbers(file, case):
+    coord, types, box = frames(2)
+    found = Potential(load_model(GOLDEN / file), device="cpu").evaluate(coord[:1], types, box[:1])
+    assert_close(found.energy, [CASES["dpa4c"][case]["energy"]])
+    assert_close(found.force[0], CASES["dpa4c"][case]["force"])
 
 
 @pytest.mark.parametrize("roll", [0.3, 2.0])
 @pytest.mark.parametrize("case", ["example", "streams", "both_atoms", "directions"])
 def test_results_do_not_depend_on_the_rotation_of_frames_about_their_axes(monkeypatch, case, roll):
-    model, _ = model_of(case)
-    batch = batch_of(model, atoms())
+    model, _, batch = model_of("dpa4", case)
     before = model(batch, create_graph=False)
 
     def rolled(direction):

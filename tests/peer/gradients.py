@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import peer_side
 from comparing import common
 
 if TYPE_CHECKING:
@@ -190,14 +191,9 @@ def our_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
 def peer_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return loss and gradients of DeePMD-kit's model and loss; runs in its environment."""
     import torch
-    from deepmd.dpmodel.utils.serialization import load_dp_model
     from deepmd.pt.loss.ener import EnergyStdLoss
-    from deepmd.pt.model.model.model import BaseModel
 
-    tree = load_dp_model(str(GOLDEN / f"{name}.dp"))["model"]
-    # its torch backend writes a type that it does not read
-    kind = "linear_ener" if tree["type"] == "linear" else tree["type"]
-    model = BaseModel.deserialize({**tree, "type": kind}).train()
+    model = peer_side.read_model(str(GOLDEN / f"{name}.dp")).train()
     if HESSIAN in data:
         model.enable_hessian()
     frames, atoms = data["coord"].shape[:2]

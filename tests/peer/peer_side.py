@@ -37,7 +37,7 @@ def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text()):
         out = Path(job["out"])
         try:
-            found = _do(job, out)
+            found = answer(job)
         except Exception:  # a model that DeePMD-kit does not take is an answer too
             out.with_suffix(".error").write_text(traceback.format_exc())
             continue
@@ -63,8 +63,9 @@ def conditions(job: dict[str, Any], frames: int, atoms: int) -> dict[str, np.nda
     return found
 
 
-def _do(job: dict[str, Any], out: Path) -> dict[str, np.ndarray]:
+def answer(job: dict[str, Any]) -> dict[str, np.ndarray]:
     """Make or read the model of a job and return its predictions."""
+    out = Path(job["out"])
     if "train" in job:
         return _trained(job)
     if "convert" in job:
@@ -74,14 +75,11 @@ def _do(job: dict[str, Any], out: Path) -> dict[str, np.ndarray]:
         return _by_deep_pot({**job, "predict": str(out.with_suffix(".pth"))})
     if "predict" in job:
         return _by_deep_pot(job)
-    from deepmd.dpmodel.utils.serialization import load_dp_model, save_dp_model
-    from deepmd.pt.model.model.model import BaseModel
-
-    if "file" in job and job["file"].endswith(".pt"):
-        model = _of_checkpoint(job["file"])
-    elif "file" in job:
-        model = BaseModel.deserialize(load_dp_model(job["file"])["model"])
+    if "file" in job:
+        model = read_model(job["file"])
     else:
+        from deepmd.dpmodel.utils.serialization import save_dp_model
+
         section = _normalized(job["input"]) if job.get("normalize", True) else copy.deepcopy(job["input"])
         model = _made(section, job)
         tree = model.serialize()
@@ -92,12 +90,18 @@ def _do(job: dict[str, Any], out: Path) -> dict[str, np.ndarray]:
     return _predictions(model.eval(), job)
 
 
-def _of_checkpoint(path: str) -> Any:
-    """Return the model of a checkpoint as commands but ``dp test`` read it: by all names of its modules."""
+def read_model(path: str) -> Any:
+    """Return the model of a ``.dp``, or of a ``.pt`` as commands but ``dp test`` read it: by all names of modules."""
     import torch
+    from deepmd.dpmodel.utils.serialization import load_dp_model
     from deepmd.pt.model.model import get_model
+    from deepmd.pt.model.model.model import BaseModel
     from deepmd.pt.train.wrapper import ModelWrapper
 
+    if path.endswith(".dp"):
+        tree = load_dp_model(path)["model"]
+        # its torch backend writes a type that it does not read
+        return BaseModel.deserialize({**tree, "type": "linear_ener" if tree["type"] == "linear" else tree["type"]})
     state = torch.load(path, weights_only=True)["model"]
     wrapper = ModelWrapper(get_model(copy.deepcopy(state["_extra_state"]["model_params"])))
     wrapper.load_state_dict(state)
