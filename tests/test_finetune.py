@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from pathlib import Path
@@ -28,6 +27,7 @@ from deepmd_ema.training.weights import load_pretrained
 HEADS = str(Path(__file__).parent / "golden" / "peer_checkpoints" / "pt_heads.pt")
 
 
+STILL = {"start_lr": 1e-30, "stop_lr": 1e-31}  # the weights of step 1 are those of the start
 ATTENTION = {"type": "se_atten", "sel": 60, "rcut": 4.0, "rcut_smth": 1.0, "neuron": [4, 8], "axis_neuron": 4,
              "attn": 8, "attn_layer": 1, "tebd_dim": 4, "seed": 1, "set_davg_zero": False}  # fmt: skip
 
@@ -56,14 +56,14 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
-    """A folder with data of another composition, with an element that the trained model does not know."""
+    """A folder with the data of two tasks, and with an element that the trained model does not know."""
     monkeypatch.chdir(tmp_path)
+    write_data(tmp_path)
     write_system("data", frames=4, seed=5, elements=("H", "O", "Na"))
-    return tmp_path
 
 
 def test_elements_of_the_file_keep_their_weights_and_new_ones_get_their_own(trained, desk, capsys):
-    config = input_of(["Na", "H", "O"], steps=1, learning_rate__start_lr=1e-30, learning_rate__stop_lr=1e-31)
+    config = input_of(["Na", "H", "O"], steps=1, learning_rate=STILL)
     assert train(config, "--finetune", trained) == 0
     said = capsys.readouterr().err
     assert f"fine-tuning {trained}: live weights of step 2; new elements Na; fitting network of the file" in said
@@ -156,9 +156,8 @@ def test_a_fresh_fitting_network_may_have_another_shape(trained, desk, capsys):
 
 def test_a_head_of_a_multi_task_file_is_fine_tuned(desk):
     loaded = load_model(HEADS, head="ice")
-    still = {"learning_rate__start_lr": 1e-30, "learning_rate__stop_lr": 1e-31}
     descriptor = {**loaded.info.config["model"]["descriptor"], "sel": [20, 20]}
-    config = input_of(["H", "O"], steps=1, descriptor=descriptor, **still)
+    config = input_of(["H", "O"], steps=1, descriptor=descriptor, learning_rate=STILL)
     config["model"]["fitting_net"] = loaded.info.config["model"]["fitting_net"]
     write_system("data", frames=4, seed=5, elements=("H", "O"))
     assert train(config, "--finetune", HEADS, "--model-branch", "ice") == 0
@@ -194,7 +193,6 @@ BY_TYPE = {"type": "se_e2_a", "sel": [24, 24], "rcut": 4.0, "rcut_smth": 1.0, "n
             '--model-branch ice: input.json has model.finetune_head = "water". Expected one head',
         ),
         ({}, ["--use-pretrain-script"], "takes the section `model` from a file, and none is given"),
-        ({}, ["-i", "FILE"], "Use the type_map of the file, or --finetune"),
         ({}, ["-r", "FILE", "--model-branch", "x"], "--model-branch: chooses a model"),
         ({}, ["-t", HEADS, "--head", "steam"], "no head 'steam'"),
     ],
@@ -225,7 +223,7 @@ def test_a_descriptor_without_a_type_embedding_takes_another_order_only(desk, ca
 
 
 def test_a_frozen_model_is_fine_tuned_with_the_sel_of_the_file(trained, desk, capsys):
-    frozen = str(desk / "frozen.dp")
+    frozen = "frozen.dp"
     assert cli.main(["convert", trained, frozen, "--use-ema"]) == 0
     config = input_of(["H", "O", "Na"], steps=1, descriptor={**ATTENTION, "sel": "auto"})
     assert train(config, "--finetune", frozen) == 0
@@ -246,50 +244,34 @@ def test_a_frozen_model_is_fine_tuned_with_the_sel_of_the_file(trained, desk, ca
 OF_TASK = {"out_bias", "out_std", "fitting.case_embd"}
 
 
-STILL = {"start_lr": 1e-30, "stop_lr": 1e-31}  # the weights of step 1 are those of the start
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs of two tasks that share all (file "all"), of two that share nothing ("nothing"), and of one ("one")."""
+    """Files of two tasks that share nothing ("nothing.pt"), and of one of their models ("one.pt")."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         write_data(folder)
-        for way in ("all", "nothing"):
-            write(folder, tasks_of(way, numb_steps=4))
-            assert cli.main(["train", "input.json"]) == 0
-            Path("model.ckpt-4.pt").rename(f"{way}.pt")
-        values = tasks_of("nothing", numb_steps=4)
-        model, training = values["model"]["model_dict"]["water"], values["training"]
-        model["fitting_net"]["dim_case_embd"] = 0
-        model["type_map"] = ["O", "H"]
-        data = training.pop("data_dict")["water"]
-        del training["model_prob"], values["loss_dict"]
-        write(folder, {**values, "model": model, "training": {**training, **data}})
+        write(folder, tasks_of("nothing", numb_steps=4))
         assert cli.main(["train", "input.json"]) == 0
-        Path("model.ckpt-4.pt").rename("one.pt")
+        Path("model.ckpt-4.pt").rename("nothing.pt")
+        assert cli.main(["convert", "nothing.pt", "one.pt", "--head", "water"]) == 0
     return folder
 
 
-@pytest.fixture
-def folder_of_run(tmp_path, monkeypatch):
-    """A folder with the data of two tasks."""
-    write_data(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def start(way, *options, learning_rate=STILL, heads=None, section=None):
-    """Train one step that moves nothing and return the weights, live ones, by name."""
+def train_tasks(way, *options, change=lambda values: None, **heads):
+    """Train one step that moves nothing and return the exit code."""
     values = tasks_of(way, numb_steps=1)
-    values["learning_rate"] = learning_rate
-    for task, head in (heads or {}).items():
+    values["learning_rate"] = STILL
+    for task, head in heads.items():
         values["model"]["model_dict"][task]["finetune_head"] = head
-    if section is not None:
-        values["model"] = section(values["model"])
-    write(Path.cwd(), values)
-    assert cli.main(["train", "input.json", *options]) == 0
+    change(values)
+    write(Path(), values)
+    return cli.main(["train", "input.json", *options])
+
+
+def start(*given, **how):
+    """Return the live weights after such a step, by name."""
+    assert train_tasks(*given, **how) == 0
     return load("model.ckpt-1.pt")["model"]
 
 
@@ -301,9 +283,9 @@ def without(names, weights):
     return {name: value for name, value in weights.items() if name not in names}
 
 
-def test_each_task_starts_from_the_model_that_it_names(runs, folder_of_run, capsys):
+def test_each_task_starts_from_the_model_that_it_names(runs, desk, capsys):
     before = load(runs / "nothing.pt")["model"]
-    after = start("nothing", "--finetune", str(runs / "nothing.pt"), heads={"water": "ice", "ice": "water"})
+    after = start("nothing", "--finetune", str(runs / "nothing.pt"), water="ice", ice="water")
     said = capsys.readouterr().err
     assert "fine-tuning task water from" in said
     assert "output bias of task ice moved by a fit of label minus prediction" in said
@@ -312,23 +294,17 @@ def test_each_task_starts_from_the_model_that_it_names(runs, folder_of_run, caps
         assert not torch.equal(of(task, after)["out_bias"], of(head, before)["out_bias"])
 
 
-def test_a_task_without_a_head_continues_from_the_model_of_its_name_and_another_is_fresh(runs, folder_of_run, capsys):
-    def renamed(model):
-        models = model["model_dict"]
-        return {**model, "model_dict": {"steam": models["ice"], "water": models["water"]}}
+def test_a_task_without_a_head_continues_from_the_model_of_its_name_and_another_is_fresh(runs, desk, capsys):
+    def rename(values):
+        for section in (values["model"]["model_dict"], values["training"]["data_dict"]):
+            section["steam"] = section.pop("ice")
+        values["training"]["model_prob"] = values["loss_dict"] = {}
 
-    values = tasks_of("nothing", numb_steps=1)
     before = load(runs / "nothing.pt")["model"]
-    values["learning_rate"], values["model"] = STILL, renamed(values["model"])
-    data = values["training"]["data_dict"]
-    values["training"] |= {"data_dict": {"water": data["water"], "steam": data["ice"]}, "model_prob": {}}
-    del values["loss_dict"]
-    write(folder_of_run, values)
-    assert cli.main(["train", "input.json", "--finetune", str(runs / "nothing.pt")]) == 0
+    after = start("nothing", "--finetune", str(runs / "nothing.pt"), change=rename)
     said = capsys.readouterr().err
     assert "holds water, ice: no model.model_dict.steam.finetune_head chooses one" in said
     assert "output bias" not in said
-    after = load("model.ckpt-1.pt")["model"]
     assert_same(of("water", after), of("water", before))
     steam, first = of("steam", after), of("water", before)
     for name in steam:
@@ -336,28 +312,19 @@ def test_a_task_without_a_head_continues_from_the_model_of_its_name_and_another_
             assert torch.equal(steam[name], first[name]) == name.startswith("descriptor"), name
 
 
-def test_what_tasks_share_comes_from_the_first_and_cases_stay_apart(runs, folder_of_run):
+def test_what_tasks_share_comes_from_the_first_and_cases_stay_apart(runs, desk):
     before = load(runs / "nothing.pt")["model"]
-    after = start("all", "--finetune", str(runs / "nothing.pt"), heads={"water": "ice"})
-    shared = {name for name in of("ice", before) if name not in OF_TASK}
+    after = start("all", "--finetune", str(runs / "nothing.pt"), water="ice")
     for task in ("water", "ice"):
-        assert_same({n: of(task, after)[n] for n in shared}, {n: of("ice", before)[n] for n in shared})
+        assert_same(without(OF_TASK, of(task, after)), without(OF_TASK, of("ice", before)))
     # ice continues with its case, water cannot have the same with the same network
-    assert torch.equal(of("ice", after)["fitting.case_embd"], of("ice", before)["fitting.case_embd"])
-    assert int(of("water", after)["fitting.case_embd"].argmax()) == int(
-        of("water", before)["fitting.case_embd"].argmax()
-    )
+    for task in ("water", "ice"):
+        assert torch.equal(of(task, after)["fitting.case_embd"], of(task, before)["fitting.case_embd"])
 
 
-def test_several_tasks_start_from_one_model(runs, folder_of_run, capsys):
+def test_several_tasks_start_from_one_model(runs, desk, capsys):
     before = load(runs / "one.pt")["model"]
-
-    def no_cases(model):
-        for section in model["model_dict"].values():
-            section["fitting_net"]["dim_case_embd"] = 0
-        return model
-
-    after = start("nothing", "--finetune", str(runs / "one.pt"), heads={"water": "Default"}, section=no_cases)
+    after = start("nothing", "--finetune", str(runs / "one.pt"), water="Default")
     assert "holds one model: no model.model_dict.ice.finetune_head" in capsys.readouterr().err
     for task in ("water", "ice"):
         now = of(task, after)
@@ -365,8 +332,14 @@ def test_several_tasks_start_from_one_model(runs, folder_of_run, capsys):
             same = name.startswith("descriptor") or task == "water"
             assert torch.equal(now[name], before[name]) == same, (task, name)
 
+    def widen(values):
+        values["model"]["model_dict"]["ice"]["fitting_net"]["neuron"] = [6]
 
-def test_the_sections_of_a_file_are_taken_for_several_tasks(folder_of_run):
+    assert train_tasks("nothing", "--finetune", str(runs / "one.pt"), change=widen, ice="Default") == 2
+    assert '"finetune_head": "RANDOM" in model.model_dict.ice' in capsys.readouterr().err
+
+
+def test_the_sections_of_a_file_are_taken_for_several_tasks(desk):
     """Also where tasks share them, and but for ``trainable``."""
     task = {"type_map": "elements", "descriptor": "any"}
     fresh = {**task, "fitting_net": {"neuron": [5]}, "finetune_head": "RANDOM"}
@@ -374,7 +347,7 @@ def test_the_sections_of_a_file_are_taken_for_several_tasks(folder_of_run):
         "shared_dict": {"elements": ["H", "O"], "any": {"trainable": False}},
         "model_dict": {"water": {**task, "fitting_net": {}}, "ice": fresh},
     }
-    after = start("nothing", "--finetune", HEADS, "--use-pretrain-script", section=lambda model: section)
+    after = start("nothing", "--finetune", HEADS, "--use-pretrain-script", change=lambda v: v.update(model=section))
     expected, out = load_model(HEADS, head="water"), json.loads(Path("out.json").read_text())["model"]
     assert out["shared_dict"]["any"] == {**expected.info.config["model"]["descriptor"], "trainable": False}
     assert out["model_dict"]["water"]["fitting_net"] == expected.info.config["model"]["fitting_net"]
@@ -383,43 +356,32 @@ def test_the_sections_of_a_file_are_taken_for_several_tasks(folder_of_run):
     assert torch.equal(of("water", after)["out_bias"], expected.model.out_bias[:, back])  # as in the file
 
 
-def peer_section(**changes):
-    """Return the models of DeePMD-kit's file as an input has them, which share their descriptor."""
-    models = {head: load_model(HEADS, head=head).info.config["model"] for head in ("water", "ice")}
-    section = {
-        "shared_dict": {"elements": models["water"]["type_map"], "desc": models["water"]["descriptor"]},
-        "model_dict": {
-            head: {"type_map": "elements", "descriptor": "desc", "fitting_net": model["fitting_net"]}
-            for head, model in models.items()
-        },
+def test_tasks_start_from_all_models_of_a_checkpoint_of_deepmd_kit(desk):
+    loaded = {head: load_model(HEADS, head=head) for head in ("water", "ice")}
+    sections = {head: one.info.config["model"] for head, one in loaded.items()}
+    shared = {"elements": sections["water"]["type_map"], "desc": sections["water"]["descriptor"]}
+    models = {
+        head: {"type_map": "elements", "descriptor": "desc", "fitting_net": section["fitting_net"]}
+        for head, section in sections.items()
     }
-    return copy.deepcopy({**section, **changes})
-
-
-def test_tasks_start_from_all_models_of_a_checkpoint_of_deepmd_kit(folder_of_run, capsys):
-    after = start("nothing", "--init-model", HEADS, section=lambda model: peer_section())
-    for head in ("water", "ice"):
-        expected = dict(load_model(HEADS, head=head).model.state_dict())
-        assert_same(without({"out_std"}, of(head, after)), without({"out_std"}, expected))
+    model = {"shared_dict": shared, "model_dict": models}
+    after = start("nothing", "--init-model", HEADS, change=lambda values: values.update(model=model))
+    for head, one in loaded.items():
+        assert_same(without({"out_std"}, of(head, after)), without({"out_std"}, dict(one.model.state_dict())))
 
 
 @pytest.mark.parametrize(
-    ("way", "heads", "options", "message"),
+    ("heads", "options", "message"),
     [
-        ("nothing", {}, ["--finetune", "nothing.pt", "--model-branch", "ice"], "input.json has several tasks. Name"),
-        ("nothing", {"ice": "steam"}, ["--finetune", "nothing.pt"], "no head 'steam'. It has water, ice"),
-        ("nothing", {"ice": "water"}, ["--finetune", "one.pt"], "so there is no head 'water'"),
-        ("nothing", {"ice": "Default"}, ["--finetune", "one.pt"], '"finetune_head": "RANDOM" in model.model_dict.ice'),
-        ("nothing", {}, ["--init-model", HEADS, "--use-pretrain-script"], "does not say what they share"),
-        ("nothing", {}, ["--init-model", "one.pt"], "one model without a name, and none for water, ice of the input"),
+        ({}, ["--finetune", "nothing.pt", "--model-branch", "ice"], "input.json has several tasks. Name"),
+        ({"ice": "steam"}, ["--finetune", "nothing.pt"], "no head 'steam'. It has water, ice"),
+        ({"ice": "water"}, ["--finetune", "one.pt"], "so there is no head 'water'"),
+        ({}, ["--init-model", HEADS, "--use-pretrain-script"], "does not say what they share"),
+        ({}, ["--init-model", "one.pt"], "one model without a name, and none for water, ice of the input"),
     ],
 )
-def test_what_several_tasks_cannot_start_from_is_a_message(way, heads, options, message, runs, folder_of_run, capsys):
-    values = tasks_of(way, numb_steps=1)
-    for task, head in heads.items():
-        values["model"]["model_dict"][task]["finetune_head"] = head
-    write(folder_of_run, values)
-    assert cli.main(["train", "input.json", options[0], str(runs / options[1]), *options[2:]]) == 2
+def test_what_several_tasks_cannot_start_from_is_a_message(heads, options, message, runs, desk, capsys):
+    assert train_tasks("nothing", options[0], str(runs / options[1]), *options[2:], **heads) == 2
     said = capsys.readouterr().err
     assert message in said
     assert "Traceback" not in said
