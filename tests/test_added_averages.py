@@ -20,7 +20,6 @@ from packages import install
 from deepmd_ema import cli, train
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.config import CustomAverage, config_from_dict
-from deepmd_ema.config.manual import json_schema, manual
 from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.errors import ConfigError
 
@@ -109,12 +108,6 @@ def test_mistakes_in_its_section_are_named(changes, message):
     entry = {key: value for key, value in {**MINE, **changes}.items() if value is not None}
     with pytest.raises(ConfigError, match=message):
         config_from_dict(config("train", "valid", [entry]))
-
-
-def test_the_manual_and_the_schema_know_its_options():
-    assert "training.averaging[cycle].period" in manual("training.averaging")
-    schema = json_schema()["anyOf"][0]["properties"]["training"]["properties"]["averaging"]
-    assert "cycle" in json.dumps(schema)
 
 
 # ---- where its package is not installed

@@ -1,7 +1,6 @@
 """AdaMuon and HybridMuon: DeePMD-kit's numbers, singular values near one, steps skipped, state by name."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import nn
 
 from deepmd_ema.config.schema import optim as sections
 from deepmd_ema.optim.build import build_optimizer, guarded_step
-from deepmd_ema.optim.muon import CONVERGED, gram_newton_schulz, newton_schulz, route
+from deepmd_ema.optim.muon import route
 
 GOLDEN = Path(__file__).parent / "golden" / "optim"
 CASES = json.loads((GOLDEN / "cases.json").read_text())
@@ -46,22 +45,6 @@ def take(optimizer, named, gradients, lr=LR, found_inf=0.0):
     guarded_step(optimizer, torch.tensor(found_inf, dtype=torch.float64))
 
 
-def updated(case):
-    """Return the parameters after all steps of a case."""
-    kind, options = CASES[case]
-    named, gradients, _ = parameters()
-    optimizer = build_optimizer(getattr(sections, f"{kind}Config")(**options), named)
-    for step in gradients:
-        take(optimizer, named, step)
-    return {name: p.detach() for name, p in named.items()}
-
-
-def farthest(case, theirs, names):
-    """Return the largest difference of our parameters after all steps from ``theirs``."""
-    ours = updated(case)
-    return max((ours[name] - torch.as_tensor(theirs[name])).abs().max().item() for name in names)
-
-
 def way_of(case, name, p):
     """Return ``muon``, ``adam`` or ``adamw``: how a parameter is updated in a case."""
     kind, options = CASES[case]
@@ -72,12 +55,16 @@ def way_of(case, name, p):
 
 @pytest.mark.parametrize("case", CASES)
 def test_updates_are_those_of_deepmd_kit(case):
-    start, _, golden = parameters()
-    theirs = {name: golden[f"{case}/{name}"] for name in start}
+    kind, options = CASES[case]
+    (start, _, golden), (named, gradients, _) = parameters(), parameters()
+    optimizer = build_optimizer(getattr(sections, f"{kind}Config")(**options), named)
+    for step in gradients:
+        take(optimizer, named, step)
     for name, p in start.items():
         tolerance = IN_HALF if way_of(case, name, p) == "muon" else IN_SINGLE
-        assert (theirs[name] - p.detach()).abs().max().item() > 10 * tolerance
-        assert farthest(case, theirs, [name]) < tolerance, name
+        theirs = golden[f"{case}/{name}"]
+        assert (theirs - p.detach()).abs().max().item() > 10 * tolerance
+        assert (theirs - named[name].detach()).abs().max().item() < tolerance, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,26 +78,6 @@ def test_a_parameter_without_gradient_or_with_zeros_stays_finite(kind):
         p.grad = None
     guarded_step(optimizer, torch.tensor(0.0))
     assert all(torch.equal(p, before[name]) for name, p in named.items())
-
-
-SHAPES = [(4, 4), (3, 17), (40, 8)]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("method", "low", "high"),
-    [(newton_schulz, 0.6, 1.3), (partial(newton_schulz, coefficients=CONVERGED), 0.97, 1.03),
-     (gram_newton_schulz, 0.83, 1.15)],
-    ids=["muon", "converged", "gram"],
-)  # fmt: skip
-def test_singular_values_come_near_one_and_directions_stay(shape, method, low, high):
-    matrices = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for matrix, out in zip(matrices, method(matrices).double()):
-        u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
-        aligned = (u.T @ out @ vh.T).diagonal()
-        assert low < aligned.min()
-        assert aligned.max() < high
-        assert (out - u @ torch.diag(aligned) @ vh).norm() < 0.1 * out.norm()
 
 
 @pytest.mark.parametrize(

@@ -3,29 +3,19 @@
 import ctypes
 import gc
 import json
-import re
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from helpers import tiny_input
+from helpers import tiny_input, validated
 from parallel_runs import run_ranks, train, train_here
+from test_train import load
 
 from deepmd_ema.training.trainer import Callback
 
 pytestmark = pytest.mark.timeout(480)
-
-VALIDATED = {
-    "training__enable_ema": True, "training__ema_decay": 0.5, "learning_rate__start_lr": 1e-2,
-    "validating__full_validation": True, "validating__ema_full_validation": True, "validating__validation_freq": 5,
-    "validating__full_val_start": 0,
-}  # fmt: skip
-
-
-def load(path):
-    return torch.load(path, weights_only=True)
 
 
 def most_memory(folder):
@@ -62,7 +52,7 @@ def resident(what):
 def test_a_rank_that_writes_nothing_never_takes_the_memory_of_a_whole_model(tmp_path, water_like, water_like_valid):
     config = tiny_input(
         [water_like], [water_like_valid], num_steps=4, type_map=("O", "H", "C", "N"), training__zero_stage=3,
-        model__fitting_net__neuron=[1000, 1000], **{**VALIDATED, "validating__validation_freq": 4},
+        model__fitting_net__neuron=[1000, 1000], **validated(4),
     )  # fmt: skip
     (tmp_path / "input.json").write_text(json.dumps(config))
     grown = run_ranks(2, most_memory, str(tmp_path))[1].value
@@ -100,17 +90,3 @@ def test_a_rank_that_holds_another_weight_ends_the_run_unsaved(tmp_path, water_l
     ):  # fmt: skip
         assert words in ended[0].message
     assert [file.name for file in tmp_path.glob("model.ckpt-*.pt")] == ["model.ckpt-2.pt"] * (noticed > 0)
-
-
-def test_a_step_that_is_not_finite_ends_all_ranks_and_changes_nothing(tmp_path, water_like):
-    wild = {"learning_rate__start_lr": 1e200, "learning_rate__stop_lr": 1e199, "training__max_ckpt_keep": 0}
-    wild |= {"training__zero_stage": 3, "training__save_freq": 1, "training__enable_ema": True}
-    config = tiny_input([water_like], num_steps=60, **wild)
-    ended = train(tmp_path, 2, config, may_fail=True)
-    assert sorted(e.error for e in ended) == ["DivergedError", "ReportedElsewhere"]
-    (said,) = [e for e in ended if e.error == "DivergedError"]
-    assert re.search(r"step \d+: .*not finite. Frames of the batch: .*water_like frame \d+", said.message)
-    files = list(tmp_path.glob("model*.ckpt-*.pt"))
-    assert files
-    for file in files:
-        assert all(torch.isfinite(t).all() for t in load(file)["model"].values()), file

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import assert_same, tiny_input
-from kept_runs import AVERAGING, KEPT, write_kept_run
+from kept_runs import write_kept_run
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.averaging.posthoc.combination import find_combinations
@@ -263,24 +263,3 @@ def test_the_data_of_the_run_are_not_needed_where_others_are_given(copy, tmp_pat
     (tmp_path / "other.json").write_text(json.dumps(tiny_input([water_like_valid], [water_like_valid])))
     assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.06", "--valid-data", str(tmp_path / "other.json")]) == 0
     assert capsys.readouterr().out.count("errors on 6 frames") == 2
-
-
-def test_a_run_that_trains_leaves_what_posthoc_needs(tmp_path, water_like, water_like_valid, monkeypatch, capsys):
-    """The whole way: train with two power profiles, then find a length that was tracked as well."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    averaging = [{**section, "snapshot_freq": 4} if section["name"] in KEPT else section for section in AVERAGING]
-    values = tiny_input([water_like], [water_like_valid], num_steps=40, training__averaging=averaging,
-                        training__save_dir="files")  # fmt: skip
-    (folder / "input.json").write_text(json.dumps(values))
-    assert cli.main(["train", "input.json"]) == 0
-    monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
-    assert cli.main(["posthoc", "run", "--sigma-rel", "0.06", "0.07", "0.1"]) == 0
-    said = capsys.readouterr().out
-    assert "step 40, 20 snapshots" in said
-    kept = find_snapshots("run")
-    (made,) = combine(kept, find_combinations(kept.tracks, [0.07], 40).combinations)
-    direct = flat(load_model("run/files/model_p07.ckpt-40.pt").model.state_dict(), kept.averaged)
-    assert (flat(made, kept.averaged) - direct).norm() < 1e-4 * direct.norm()

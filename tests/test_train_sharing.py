@@ -178,7 +178,7 @@ def test_without_a_head_the_message_names_them(at_run, capsys):
 
 def test_averages_found_after_training_are_ranked_by_the_errors_of_a_task(desk, capsys):
     averages = [{"name": f"p{n}", "type": "power", "sigma_rel": n / 100, "snapshots": True} for n in (5, 10)]
-    values = input_of("all", averaging=averages, numb_steps=24, save_freq=2)
+    values = input_of("all", averaging=averages, numb_steps=24, save_freq=2, save_dir="files")
     del values["training"]["enable_ema"], values["training"]["ema_decay"]
     write(desk, values)
     assert cli.main(["train", "input.json"]) == 0

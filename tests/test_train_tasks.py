@@ -12,10 +12,7 @@ from parallel_runs import train as train_ranks
 from test_parallel import assert_same_run
 from test_train import StopAfter, load
 
-from deepmd_ema.config import config_from_dict
 from deepmd_ema.errors import DataError, Interrupted
-from deepmd_ema.model.build import build_model
-from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 
@@ -144,15 +141,3 @@ def test_problems_of_the_data_of_all_tasks_are_reported_at_once(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"(?s)water1.*salt1"):
         run_training(input_of_two_tasks(tmp_path / "no"), device="cpu")
-
-
-def test_a_tensor_that_tasks_share_is_counted_once():
-    model = config_from_dict(tiny_input(["a"])).model
-    first, second = (build_model(model, seed) for seed in (1, 2))
-    second.descriptor = first.descriptor
-    both = ModelSet({"a": first, "b": second})
-    names = [name for name, _ in both.named_parameters()]
-    shared = sum(1 for _ in first.descriptor.parameters())
-    assert len(names) == len(list(first.parameters())) + len(list(second.parameters())) - shared
-    assert not any(name.startswith("b.descriptor") for name in names)
-    assert "b." + next(n for n, _ in second.named_parameters()) in both.state_dict()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, tiny_input, trains_in, write_system
+from helpers import assert_same, tiny_input, trains_in, validated, write_system
 from test_data_convert import write_kinds
 from test_data_lmdb import toy_records, write_lmdb
 from test_data_npy import to_hdf5
@@ -17,7 +17,7 @@ from test_data_npy import to_hdf5
 from deepmd_ema import cli
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.data.run import choose_validation, open_run, split_off
-from deepmd_ema.errors import ConfigError, DataError, Interrupted
+from deepmd_ema.errors import ConfigError, Interrupted
 from deepmd_ema.training.trainer import Callback
 
 pytestmark = pytest.mark.timeout(120)
@@ -84,10 +84,7 @@ def test_every_frame_of_every_format_is_in_one_part_and_reads_as_before(tmp_path
                 assert where == own.where(frame.source[1])  # messages name the frame of the file
 
 
-VALIDATED = {
-    "training__validation_fraction": 0.2, "validating__full_validation": True, "validating__full_val_start": 0,
-    "validating__validation_freq": 4, "training__disp_freq": 1,
-}  # fmt: skip
+VALIDATED = {"training__validation_fraction": 0.2, **validated(4, training__disp_freq=1)}
 
 
 class Parts(Callback):
@@ -141,31 +138,17 @@ def test_statistics_are_of_training_frames_only(start, tmp_path):
     options = {"training__training_data__batch_size": 25, "model__data_stat_nbatch": 100}
     split = start("split", 1, options)
     alone = {"training__training_data__systems": [str(tmp_path / "t.extxyz")], "training__validation_fraction": None}
-    alone |= {"validating__full_validation": False}
+    alone |= {"validating__full_validation": False, "validating__ema_full_validation": False}
     other = start("alone", 1, {**options, **alone})
     one, two = (torch.load(folder / "model.ckpt.pt")["model"] for folder in (split, other))
     for name in ("out_bias", "descriptor.mean", "descriptor.stddev"):
         assert torch.allclose(one[name], two[name], rtol=1e-12, atol=0), name
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"training__validation_fraction": 0.5}, "training.validation_fraction = 0.5: expected a number > 0 and < 0.5"),
-    ({"training__validation_fraction": 0}, "training.validation_fraction = 0: expected a number > 0 and < 0.5"),
-    ({"training__validation_data": {"systems": ["b"]}},
-     "training.validation_fraction = 0.2: validation_data is given too. Remove one of the two."),
-])  # fmt: skip
-def test_wrong_fractions_are_refused(options, message):
-    with pytest.raises(ConfigError) as caught:
-        config_from_dict(tiny_input(["a"], **{"training__validation_fraction": 0.2, **options}))
-    assert message in "\n".join(caught.value.problems)
-
-
-def test_frames_that_cannot_be_split_are_refused_with_the_option(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_system("a", frames=2, natoms=6)
-    config = config_from_dict(tiny_input(["a"], training__validation_fraction=0.1))
-    with pytest.raises(DataError, match=r"training.validation_fraction: 2 frames of 2 different structures leave none"):
-        parts(config)
+@pytest.mark.parametrize("fraction", [0, 0.5])
+def test_wrong_fractions_are_refused(fraction):
+    with pytest.raises(ConfigError, match=rf"validation_fraction = {fraction}: expected a number > 0 and < 0.5"):
+        config_from_dict(tiny_input(["a"], training__validation_fraction=fraction))
 
 
 def test_check_says_that_a_run_without_a_seed_draws_one(tmp_path, monkeypatch, capsys):
