@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import io
 import json
 import logging
@@ -124,23 +123,16 @@ def free_port():
 
 def _holdings(trainer):
     """Return digests and element counts of what this process holds of the live weights and of each average."""
-    from deepmd_ema.distributed.tensors import local_shard
+    from deepmd_ema.distributed.tensors import content_digest, local_shard
 
     bank = trainer.bank
     held = {"live": [local_shard(p) for p in trainer.saver.builder.models.parameters()]}
     held |= {name: bank[name].tensors for name in bank.names}
     return {
-        "digests": {name: _digest(tensors) for name, tensors in held.items()},
+        "digests": {name: content_digest([t.detach() for t in tensors]) for name, tensors in held.items()},
         "elements": {name: sum(t.numel() for t in tensors) for name, tensors in held.items()},
         "facts": {name: bank.info(name) for name in bank.names},
     }
-
-
-def _digest(tensors):
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _enter(connection, environ, function, args):

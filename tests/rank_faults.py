@@ -120,14 +120,6 @@ def have_another_force():
     np.save(file, forces)
 
 
-def lack_a_frame():
-    """Read a copy of the data and of the input without the last frame."""
-    shutil.copytree(".", "elsewhere")
-    os.chdir("elsewhere")
-    for file in next(Path("valid").glob("set.*")).glob("*.npy"):
-        np.save(file, np.load(file)[:-1])
-
-
 def fill_disk():
     """Have a disk that takes no more than a few kB in one file."""
 
@@ -143,30 +135,6 @@ def be_quick():
     from deepmd_ema.distributed import rendezvous
 
     rendezvous.JOIN_S = 2.0
-
-
-def lack_device():
-    """Have no such device on this machine."""
-    from deepmd_ema.distributed import world
-
-    def refuse(name, _local_rank):
-        raise world.UserError(f"--device {name}: is not usable here.")
-
-    world.select_device = refuse
-
-
-def be_terminated_while_joining():
-    """Be sent SIGTERM while it waits for the others."""
-    from deepmd_ema.distributed.rendezvous import Rendezvous
-
-    missing = Rendezvous._missing
-
-    def terminate(self, key):
-        if key == "joined":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return missing(self, key)
-
-    Rendezvous._missing = terminate
 
 
 def _load_once():
@@ -258,7 +226,5 @@ FAULTS = {
     "meet_late": lambda: _hold_up("torch.distributed", "init_process_group"),
     "speak_late": lambda: _hold_up("deepmd_ema.distributed.rendezvous", "Rendezvous.report_of"),
     "leave_late": lambda: _hold_up("torch.distributed", "destroy_process_group"),
-    **{act.__name__: act for act in (
-        lose_input, fill_disk, be_quick, have_another_force, lack_a_frame, lack_device, be_terminated_while_joining,
-    )},
-}  # fmt: skip
+    **{act.__name__: act for act in (lose_input, fill_disk, be_quick, have_another_force)},
+}

@@ -69,13 +69,8 @@ FAULTS = {
         r"dp-ema \(rank 0\): stopped by SIGTERM outside .*; nothing was saved. rank 1 \(.*did not answer", None,
     ),
     "another force": (["", "have_another_force"], {}, [1, 2], rf"{OTHER_DATA}data: set.000/force.npy: other", None),
-    "a frame less": (["", "lack_a_frame"], {}, [1, 2], rf"{OTHER_DATA}valid: frames: 29 here, 30 on rank 0", None),
     "a full disk": (["fill_disk speak_late", ""], {"training__zero_stage": 2}, [2, 1], USABLE, SAVED),
     "no input": (["", "lose_input speak_late"], {}, [1, 2], r"dp-ema \(rank 1\): input.json", None),
-    "no device": (["", "lack_device"], {}, [1, 2], r"dp-ema \(rank 1\): --device cpu: is not usable here", None),
-    "a signal at the start": (
-        ["", "be_terminated_while_joining"], {}, [1, 143], r"dp-ema \(rank 1\): stopped by SIGTERM outside", None,
-    ),
     "a signal": (["", "ask_to_stop"], {"training__zero_stage": 2}, [143] * 2, STOPPED.format(AT_STEP), AT_STEP),
     "a signal in a validation": (
         ["", "ask_in_validation"], {"training__zero_stage": 3}, [143] * 2, STOPPED.format(AT_STEP + 2), AT_STEP + 2,
@@ -146,10 +141,6 @@ def test_ranks_that_cannot_meet_say_why(tmp_path, environ, fault, message):
         ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK = 5: expected 0 to 1, because WORLD_SIZE = 2."),
         ({"WORLD_SIZE": "²", "RANK": "0"}, "WORLD_SIZE = '²': expected a whole number."),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE = 2, but RANK is not set"),
-        (
-            {"SLURM_PROCID": "2", "SLURM_NTASKS": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "SLURM_PROCID = 2: expected",
-        ),
     ],
 )
 def test_an_environment_that_makes_no_sense_is_refused(environ, message):
@@ -161,10 +152,7 @@ def test_a_port_in_use_is_named(tmp_path):
     folder = make_run(tmp_path / "run")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        began = time.monotonic()
-        pids = [start_rank(folder, launcher_environment(0, 2, port))]
-        assert wait_for(pids, LIMIT_S) == [2]
-        assert time.monotonic() - began < LIMIT_S
+        assert wait_for([start_rank(folder, launcher_environment(0, 2, port))], LIMIT_S) == [2]
     (line,) = last_words(folder)
     assert line.startswith(f"dp-ema (rank 0): rank 0 of 2: cannot meet at 127.0.0.1:{port} (")
     assert "address already in use). MASTER_ADDR and MASTER_PORT must be" in line
