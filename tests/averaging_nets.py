@@ -67,14 +67,6 @@ def assert_same(left, right):
         assert torch.equal(tensor, right[name]), name
 
 
-def oracle(history, decays):
-    """Return the average of a list of weight tensors, in float64 and by its definition."""
-    average = history[0].double()
-    for weight, d in zip(history[1:], decays):
-        average = d * average + (1 - d) * weight.double()
-    return average
-
-
 class Steps(nn.Module):
     """Its only parameter is, after step k, the unit vector k: an average of it is the list of its own weights."""
 

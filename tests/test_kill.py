@@ -10,17 +10,14 @@ import signal
 import threading
 from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers import assert_same_files, tiny_input, validated, write_system
-from test_train import StopAfter, load
+from test_train import StopAfter
 
 from deepmd_ema.checkpoint import series
-from deepmd_ema.checkpoint.writer import Writer
-from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import CheckpointError, Interrupted
+from deepmd_ema.errors import Interrupted
 from deepmd_ema.report import curves
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
@@ -211,25 +208,6 @@ def test_a_run_that_is_killed_again_and_again_from_its_first_write_on_ends_as_an
     assert_same_end(stand, parts)
 
 
-def test_an_error_is_raised_once_in_training_and_nothing_more_is_written():
-    writer, done = Writer(World()), []
-    writer.begin(1)
-    writer.submit(lambda: done.append(1))
-    writer.submit(Mock(side_effect=CheckpointError("no room")))
-    writer.submit(lambda: done.append("behind"))
-    writer.wait()
-    with pytest.raises(CheckpointError, match="no room"):
-        writer.begin(2)
-    writer.submit(lambda: done.append("after it was raised"))
-    writer.finish()
-    writer.close()
-    assert (done, writer.error, writer.steps) == ([1], None, 1)
-
-
-SNAPSHOTS = {"name": "p", "type": "power", "sigma_rel": 0.2, "snapshots": True, "snapshot_freq": 2}
-OPTIONS = validated(2, training__averaging=[SNAPSHOTS], training__disp_freq=1, training__save_freq=2)
-
-
 class HeldUp(Callback):
     """Lets the files of step 2 wait until two more steps are done."""
 
@@ -254,15 +232,3 @@ def test_files_written_late_hold_the_step_that_they_are_of(start, monkeypatch):
     late = start("late", 6, callback=held)
     assert any("-2." in name and step == 4 for name, step in held.writes)
     assert_same_files(whole, late)
-
-
-def test_an_error_of_training_leaves_the_files_of_the_step_before_whole(start):
-    class Fail(Callback):
-        def after_update(self, trainer):
-            if trainer.step == 3:
-                raise ValueError("something else")
-
-    with pytest.raises(ValueError, match="something else"):
-        start("run", 6, callback=Fail())
-    assert load("model.ckpt.pt")["step"] == load("model_ema.ckpt.pt")["step"] == 2
-    assert not list(Path().rglob("*.part*"))

@@ -63,7 +63,7 @@ class Answers(BaseHTTPRequestHandler):
         if kind != "unsized":
             self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        sent = {"broken": content[:1000], "wrong": content[:-1] + b"x", "shortened": content[:-1]}.get(kind, content)
+        sent = {"broken": content[:1000], "wrong": content[:-1] + b"x"}.get(kind, content)
         self.wfile.write(sent)
         self.close_connection = True
 
@@ -96,7 +96,6 @@ def server(home, monkeypatch):
     [
         ("missing", "HTTP Error 404: Not Found"),
         ("broken", "a file with another sha256, 1,000 bytes"),
-        ("shortened", "a file with another sha256"),
         ("wrong", "a file with another sha256"),
     ],
 )

@@ -7,12 +7,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, tiny_input, validated, write_system
+from helpers import tiny_input, validated, write_system
 from parallel_runs import train as train_ranks
 from test_parallel import assert_same_run
-from test_train import StopAfter, load
+from test_train import load
 
-from deepmd_ema.errors import DataError, Interrupted
+from deepmd_ema.errors import DataError
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 
@@ -97,18 +97,6 @@ def test_two_tasks_train_and_are_validated_and_saved_each(train):
     assert "rmse_v_val_salt" not in rows.dtype.names
     assert all(np.isfinite(rows[f"rmse_f_val_{task}"]).all() for task in ("water", "salt"))
     assert (folder / "val_water.log").read_text() != (folder / "val_salt.log").read_text()
-
-
-def test_a_restart_of_two_tasks_is_bitwise_the_unbroken_run(train):
-    whole = train("whole")
-    with pytest.raises(Interrupted, match=f"after step 8 of {STEPS}"):
-        train("parts", callback=StopAfter(8))
-    parts = train("parts", restart="model.ckpt.pt")
-    for name in ("model", "model_ema", "model_slow"):
-        assert_same(load(whole / f"{name}.ckpt-{STEPS}.pt"), load(parts / f"{name}.ckpt-{STEPS}.pt"), name)
-    for file in (*whole.glob("*.out"), *whole.glob("val*.log")):
-        assert file.read_bytes() == (parts / file.name).read_bytes(), file.name
-    assert {f.name for f in whole.glob("best*")} == {f.name for f in parts.glob("best*")}
 
 
 @pytest.mark.parametrize("stage", [1, 3])
