@@ -208,6 +208,10 @@ def test_a_run_that_is_killed_again_and_again_from_its_first_write_on_ends_as_an
     assert_same_end(stand, parts)
 
 
+SNAPSHOTS = {"name": "p", "type": "power", "sigma_rel": 0.2, "snapshots": True, "snapshot_freq": 2}
+OPTIONS = validated(2, training__averaging=[SNAPSHOTS], training__disp_freq=1, training__save_freq=2)
+
+
 class HeldUp(Callback):
     """Lets the files of step 2 wait until two more steps are done."""
 
