@@ -35,28 +35,25 @@ MAX_WORKERS, MAX_LINES = 12, 60  # tests at once; lines of an output on the page
 MEANT_MINUTES, MIN_SECONDS = 10.0, 5.0  # for which the limits are meant; left for a part to be started
 
 
-@dataclass(frozen=True)
+@dataclass
 class Part:
-    """A process that shows something on the device: ``words`` follow ``python``; a limit in s, for ten minutes."""
+    """A process that shows something on the device: ``words`` follow ``python``; a limit in s, for ten minutes.
+
+    ``state`` is passed, failed, skipped, running or not run, with the reason; it took ``seconds``.
+    """
 
     name: str
     title: str
     words: tuple[str, ...]
     limit: float
+    state: str = "not run: no time was left"
+    seconds: float = 0.0
+    output: str = ""
 
     @property
     def command(self):
         """Return the command line that repeats the part."""
         return shlex.join(["python", *self.words])
-
-
-@dataclass(frozen=True)
-class Result:
-    """The end of a part: ``state`` is passed, failed, skipped, running or not run, with the reason."""
-
-    state: str
-    seconds: float = 0.0
-    output: str = ""
 
 
 def tests(name, title, files, chosen, limit):
@@ -78,7 +75,7 @@ def speed(name, kind, frames, others, where, limit):
 def parts_of(peer=None, work=None):
     """Return all parts, those that matter most first."""
     water, peer_words = "tests/gpu_water.py", ["--peer", peer] if peer else []
-    numbers = "numbers_of_the_cpu or copies_of_a_step or non_finite or numbers_and_gradients or parameters_of"
+    numbers = "copies_of_a_step or numbers_and_gradients or parameters_of"
     where = [*peer_words, *(["--work", work] if work else [])]
     without_graphs = ["--set", "launched:training.cuda_graphs=false"]
     return [
@@ -90,84 +87,78 @@ def parts_of(peer=None, work=None):
         speed("speed", "se_e2_a", 1, without_graphs, where, 120),
         tests("nccl", "ranks through NCCL at stages 0 to 3", [""], "nccl", 60),
         tests("graphs", "CUDA graphs have the bits of eager steps", ["_graphs"], "", 60),
-        Part("twice", "the same weights in two runs", (water, "twice"), 60),
         tests("tf32", "products in TF32", [""], "tf32", 30),
         speed("speed-8", "se_e2_a", 8, without_graphs, where, 120),
         speed("speed-dpa3", "dpa3", 8, without_graphs, where, 120),
         tests("hessians", "Hessians beside the CPU", ["_models"], "hessians", 60),
         tests("inference", "inference, tests and posthoc averages beside the CPU", ["_infer"], "not pt2", 60),
         tests("ranks", "two GPUs: numbers, restarts, other stages", ["_ranks"], "", 120),
-        tests("runs", "losses, averages, tasks", ["_runs", "_updates", "_faults"], "not optimizer", 120),
+        tests("runs", "losses, averages, tasks", ["_runs", "_faults"], "not optimizer", 120),
         tests("compiled", "compiled steps", [""], "compiled", 240),
         tests("pt2", "a .pt2 for CUDA that is frozen and read back", ["_infer"], "pt2", 180),
         speed("speed-compiled", "se_e2_a", 8, ["--programs", "eager", "compiled", "pt"], where, 150),
     ]
 
 
-def run_part(part, limit, log):
+def run_parts(parts, page, minutes=MEANT_MINUTES):
+    """Run the parts one after another within ``minutes``, and write ``page`` before and after each."""
+    logs, end, scale = page.with_suffix(".logs"), time.monotonic() + 60 * minutes, minutes / MEANT_MINUTES
+    logs.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        left = end - time.monotonic()
+        if left > MIN_SECONDS * scale:
+            part.state = "running"
+            write_page(parts, page)
+            _run(part, min(left, part.limit * scale), logs / f"{part.name}.log")
+            print(f"{part.name}: {part.state}, {part.seconds:.0f} s", flush=True)
+        write_page(parts, page)
+
+
+def _run(part, limit, log):
     """Run a part, with its output in the file ``log``; after ``limit`` seconds it is killed with all it has started."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    start, errors, words = time.monotonic(), log.with_suffix(".err"), [sys.executable, *part.words]
+    start, errors = time.monotonic(), log.with_suffix(".err")
     with log.open("w") as out, errors.open("w") as err:
+        words = [sys.executable, *part.words]
         process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
         try:
-            code = process.wait(limit)
+            part.state = f"failed: exit code {process.wait(limit)}"
         except subprocess.TimeoutExpired:
-            code = None
+            part.state = f"failed: no end after {limit:.0f} s"
         finally:  # also if this process is interrupted
             if process.poll() is None:
                 _kill(process.pid)
                 process.wait()
-    output = log.read_text(errors="replace").strip()
-    if code == 0:
-        state = "skipped" if re.search(r"^\d+ skipped.*\Z", output, re.MULTILINE) else "passed"
+    part.seconds, part.output = time.monotonic() - start, log.read_text(errors="replace").strip()
+    if process.returncode == 0:
+        part.state = "skipped" if re.search(r"^\d+ skipped.*\Z", part.output, re.MULTILINE) else "passed"
     else:
-        state = f"failed: no end after {limit:.0f} s" if code is None else f"failed: exit code {code}"
-        output += "\n" + errors.read_text(errors="replace").strip()
-    return Result(state, time.monotonic() - start, output)
+        part.output += "\n" + errors.read_text(errors="replace").strip()
 
 
-def run_parts(parts, page, minutes=MEANT_MINUTES):
-    """Run the parts one after another within ``minutes``, write ``page`` before and after each; return the results."""
-    logs, end = page.with_suffix(".logs"), time.monotonic() + 60 * minutes
-    logs.mkdir(parents=True, exist_ok=True)
-    results = dict.fromkeys([part.name for part in parts], Result("not run: no time was left"))
-    for part in parts:
-        left, scale = end - time.monotonic(), minutes / MEANT_MINUTES
-        if left > MIN_SECONDS * scale:
-            results[part.name] = Result("running")
-            write_page(parts, results, page)
-            results[part.name] = run_part(part, min(left, part.limit * scale), logs / f"{part.name}.log")
-            print(f"{part.name}: {results[part.name].state}, {results[part.name].seconds:.0f} s", flush=True)
-        write_page(parts, results, page)
-    return results
-
-
-def write_page(parts, results, page):
+def write_page(parts, page):
     """Write the page: the first part, a table of all, the others, and the line of what failed."""
-    rows = [f"| {p.name} | {p.title} | {results[p.name].state} | {results[p.name].seconds:.0f} |" for p in parts]
+    rows = [f"| {part.name} | {part.title} | {part.state} | {part.seconds:.0f} |" for part in parts]
     table = "\n".join(["| part | content | result | seconds |", "| --- | --- | --- | ---: |", *rows])
-    sections = [_section(part, results[part.name]) for part in parts if results[part.name].output]
-    failed = [f"{p.name}: `{p.command}`" for p in parts if results[p.name].state.startswith("failed")]
-    left = [p.name for p in parts if results[p.name].state.startswith(("not run", "running"))]
+    sections = []
+    for part in parts:
+        lines = part.output.splitlines()[-MAX_LINES:]
+        shown = ["```text", *lines, "```"]
+        if part.state == "passed" and part.words[0] != "-m":  # tables and lists
+            # the page of a benchmark begins after the lines that it prints while it measures
+            first = next((k for k, line in enumerate(lines) if line.startswith("# ")), 0)
+            shown = [re.sub("^##? ", "### ", line) for line in lines[first:]]
+        head = [f"## {part.name}: {part.title}", "", f"`{part.command}`: {part.state}", ""]
+        sections += ["\n".join([*head, *shown])] if lines else []
+    failed = [f"{part.name}: `{part.command}`" for part in parts if part.state.startswith("failed")]
+    left = [part.name for part in parts if part.state.startswith(("not run", "running"))]
     last = f"Failed: {'; '.join(failed)}." if failed else "Nothing failed."
     last += f" Not run: `python tests/gpu_first_contact.py --output rest.md --parts {' '.join(left)}`." if left else ""
     title = f"# First contact with a GPU, {time.strftime('%Y-%m-%d %H:%M')}"
     unfinished = page.with_suffix(".part")
     unfinished.write_text("\n\n".join([title, *sections[:1], table, *sections[1:], last]) + "\n")
     os.replace(unfinished, page)
-
-
-def _section(part, result):
-    """Return title, command and the end of the output, of which tables and lists are shown as such."""
-    lines = result.output.splitlines()[-MAX_LINES:]
-    shown = ["```text", *lines, "```"]
-    if result.state == "passed" and part.words[0] != "-m":
-        # the page of a benchmark begins after the lines that it prints while it measures
-        first = next((k for k, line in enumerate(lines) if line.startswith("# ")), 0)
-        shown = [re.sub("^##? ", "### ", line) for line in lines[first:]]
-    return "\n".join([f"## {part.name}: {part.title}", "", f"`{part.command}`: {result.state}", "", *shown])
 
 
 def _kill(pid):
@@ -190,9 +181,9 @@ def main():
     peer = args.peer and str(Path(args.peer).resolve())
     with tempfile.TemporaryDirectory() as work:
         chosen = [part for part in parts_of(peer, work) if args.parts is None or part.name in args.parts]
-        results = run_parts(chosen, args.output.resolve(), args.minutes)
+        run_parts(chosen, args.output.resolve(), args.minutes)
     print(f"{args.output}\n{args.output.read_text().splitlines()[-1]}")
-    return int(any(result.state.startswith("failed") for result in results.values()))
+    return int(any(part.state.startswith("failed") for part in chosen))
 
 
 if __name__ == "__main__":

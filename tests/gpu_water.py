@@ -2,7 +2,6 @@
 
     python tests/gpu_water.py versions [--peer DIR]  # of the device and the packages
     python tests/gpu_water.py steps [KIND ...]       # time, kernels, memory, calls of the CUDA runtime
-    python tests/gpu_water.py twice [KIND ...]       # whether two runs at the same time have the same weights
 
 KIND is a name in benchmarks/models.json.
 """
@@ -27,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import common
 import speed_cases
 
-from deepmd_ema import __version__, checkpoint
-from deepmd_ema.distributed.tensors import content_digest
+from deepmd_ema import __version__
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 
@@ -38,7 +36,6 @@ MEASURED = (("float32", 1), ("float32", 8), ("float64", 8))[: 1 if IS_PRETENDED 
 TIMED, PROFILED = (2, 1) if IS_PRETENDED else (20, 3)
 WAYS = {"eager": {"cuda_graphs": False}, "CUDA graphs": {"cuda_graphs": True}}
 CAPTURING = 24  # steps at least, until the shapes of all batches have been captured
-STEPS_TWICE, FRAMES_TWICE = (3, 1) if IS_PRETENDED else (20, 4)
 PEER = "import deepmd, torch; print('DeePMD-kit', deepmd.__version__, 'with torch', torch.__version__)"
 
 
@@ -75,7 +72,7 @@ class Profile(Callback):
 
 
 def train(kind, precision, batch, num_steps, work, options=(), **how):
-    """Train in a folder of ``work``, and return the checkpoint."""
+    """Train in a folder of ``work``."""
     words = argparse.Namespace(kinds=[kind], precision=[precision], batch=[batch])
     args = argparse.Namespace(input=common.EXAMPLE / "input.json", data=None, work=work)
     (case,) = speed_cases.cases_of(words)
@@ -85,7 +82,6 @@ def train(kind, precision, batch, num_steps, work, options=(), **how):
     os.chdir(folder)
     run_training("input.json", device="cuda", skip_neighbor_stat=True, **how)
     os.chdir(before)
-    return checkpoint.load(folder / "model.ckpt.pt")
 
 
 def print_versions(peer):
@@ -123,34 +119,17 @@ def print_steps(kinds):
         print(f"| {kind} | {precision} | {frames} | {way} | {numbers} | {listed} |", flush=True)
 
 
-def print_digests(kinds):
-    """Print a digest of the weights and of the optimizer's numbers after some steps."""
-    for kind in kinds:
-        with tempfile.TemporaryDirectory() as work:
-            payload = train(kind, "float32", FRAMES_TWICE, STEPS_TWICE, Path(work))
-        print(kind, content_digest([payload["model"], payload["optimizer"]]), sep=": ", flush=True)
-
-
-def print_twice(kinds):
-    """Print whether two processes that run at the same time train to the same bits; return 1 if not."""
-    words = [sys.executable, __file__, "digests", *kinds]
-    runs = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    one, other = (run.communicate()[0].splitlines() for run in runs)
-    for a, b in zip(one, other, strict=True):
-        print(f"- {a[:40]}: {'the same bits' if a == b else f'DIFFERENT: {b[:40]}'}")
-    return int(one != other or len(one) != len(kinds))
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("versions", "steps", "twice", "digests"))
+    parser.add_argument("what", choices=("versions", "steps"))
     parser.add_argument("kinds", nargs="*", default=list(KINDS), metavar="KIND")
     parser.add_argument("--peer", help="virtual environment with DeePMD-kit")
     args = parser.parse_args()
     if args.what == "versions":
-        return print_versions(args.peer)
-    return {"steps": print_steps, "twice": print_twice, "digests": print_digests}[args.what](args.kinds)
+        print_versions(args.peer)
+    else:
+        print_steps(args.kinds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

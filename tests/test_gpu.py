@@ -3,17 +3,14 @@
 import json
 import subprocess
 import sys
-from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 from helpers import assert_same, tiny_input
 from test_train import WITH_AVERAGES, StopAfter, load
 
-from deepmd_ema.errors import DivergedError, Interrupted
+from deepmd_ema.errors import Interrupted
 from deepmd_ema.training.run import run_training
-from deepmd_ema.training.trainer import Callback
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -57,38 +54,6 @@ def test_tf32_rounds_training_steps_and_nothing_else(start):
     assert any(not torch.equal(exact[name], rounded[name]) for name in exact)
     assert all(torch.allclose(exact[name], rounded[name], rtol=1e-2, atol=1e-2) for name in exact)
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_a_gpu_trains_to_the_numbers_of_the_cpu(start):
-    gpu, cpu = start("gpu", 20), start("cpu", 20, device="cpu")
-    a, b = load(gpu / "model.ckpt-20.pt"), load(cpu / "model.ckpt-20.pt")
-    for name, tensor in a["model"].items():
-        assert torch.allclose(tensor, b["model"][name], rtol=1e-7, atol=1e-9), name
-    averages = load(gpu / "model_ema.ckpt-20.pt")["model"], load(cpu / "model_ema.ckpt-20.pt")["model"]
-    assert all(torch.allclose(averages[0][n], averages[1][n], rtol=1e-7, atol=1e-9) for n in averages[0])
-    rows = [np.genfromtxt(folder / "lcurve.out", names=True)["rmse_f_val"] for folder in (gpu, cpu)]
-    assert np.allclose(*rows, rtol=1e-2)
-
-
-def test_a_step_does_not_wait_for_the_gpu(start):
-    class Watch(Callback):
-        @contextmanager
-        def during(self, trainer, phase):
-            number = trainer.step + 1
-            due = number in trainer.schedule.rows or number % 10 == 0
-            torch.cuda.set_sync_debug_mode("error" if phase == "step" and number > 2 and not due else "default")
-            try:
-                yield
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-    start("run", 20, {"validating__validation_freq": 10}, callback=Watch())
-
-
-def test_a_non_finite_loss_on_a_gpu_leaves_the_last_good_weights(start):
-    options = {"learning_rate__start_lr": 1e200, "learning_rate__stop_lr": 1e199, "training__save_freq": 4}
-    with pytest.raises(DivergedError, match=r"step \d+: .* frame \d+"):
-        start("run", 60, options)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -121,8 +121,9 @@ def assert_same_run(a, b):
         {"optimizer": {"type": "HybridMuon"}, "training__gradient_max_norm": 1.0},
         {"optimizer": {"type": "AdaMuon"}, "model__descriptor__precision": "float32"},
         {"optimizer": {"type": "AdamW", "groups": [{"pattern": "descriptor.*", "lr_scale": 0.3, "weight_decay": 0}]}},
+        {"optimizer": {"type": "AdamWScheduleFree"}},
     ],
-    ids=["Adam", "several averages", "HybridMuon", "AdaMuon", "groups"],
+    ids=["Adam", "several averages", "HybridMuon", "AdaMuon", "groups", "schedule-free"],
 )
 def test_captured_steps_have_the_bits_of_eager_ones_while_shapes_change(start, monkeypatch, options):
     watch = Watch()
@@ -170,11 +171,13 @@ def test_a_step_that_cannot_be_captured_stays_eager(start, monkeypatch, caplog):
     assert caplog.text.count("could not capture a CUDA graph") == 1
 
 
-def test_steps_of_several_batches_stay_eager(start, caplog):
-    start("run", {"training__accumulate": 2}, num_steps=4)
-    assert "training.cuda_graphs has no effect: a step of several batches (training.accumulate) would be" in caplog.text
-
-
-def test_steps_with_an_optimizer_that_draws_on_the_host_stay_eager(start, caplog):
-    start("run", {"optimizer": {"type": "LKF"}, "loss": {"type": "ener"}}, num_steps=4)
-    assert "training.cuda_graphs has no effect: LKF draws numbers on the host in each step." in caplog.text
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"training__accumulate": 2}, "a step of several batches (training.accumulate) would be"),
+        ({"optimizer": {"type": "LKF"}, "loss": {"type": "ener"}}, "LKF draws numbers on the host in each step."),
+    ],
+)
+def test_steps_that_no_graph_can_hold_stay_eager(start, caplog, options, why):
+    start("run", options, num_steps=4)
+    assert f"training.cuda_graphs has no effect: {why}" in caplog.text

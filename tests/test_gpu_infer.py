@@ -66,22 +66,6 @@ def test_a_potential_on_a_gpu_has_the_results_of_the_cpu(tmp_path, monkeypatch, 
         assert_results(gpu.evaluate(*frames), cpu.evaluate(*frames))
 
 
-def test_the_calculator_of_ase_moves_atoms_as_on_the_cpu(run):
-    ase, verlet = pytest.importorskip("ase"), pytest.importorskip("ase.md.verlet")
-    from deepmd_ema.calculator import DP
-
-    def moved(device):
-        coord, types, box = toy_frame(np.random.default_rng(5), 12)
-        atoms = ase.Atoms(["OH"[t] for t in types], coord, cell=box, pbc=True, calculator=DP(run[0], device=device))
-        verlet.VelocityVerlet(atoms, timestep=0.05).run(10)
-        return atoms
-
-    cpu, gpu = both(moved)
-    np.testing.assert_allclose(gpu.positions, cpu.positions, **SAME_MATH)
-    np.testing.assert_allclose(gpu.get_forces(), cpu.get_forces(), **SAME_MATH)
-    np.testing.assert_allclose(gpu.get_stress(), cpu.get_stress(), **SAME_MATH)
-
-
 @pytest.mark.parametrize("skin", [0.0, 1.0])
 def test_systems_of_torch_sim_have_the_results_of_the_cpu(run, skin):
     ase, ts = pytest.importorskip("ase"), pytest.importorskip("torch_sim")

@@ -130,6 +130,16 @@ def checkpoints() -> None:
     np.savez(folder / "predictions.npz", **found)
 
 
+def gradients() -> None:
+    """gradients.json: loss of a batch, and two numbers of its gradient by each array of parameters."""
+    from gradients import peer_gradients, summary
+
+    found = json.loads((HERE / "gradients.json").read_text())
+    for name in found["models"]:
+        found["models"][name] = summary(peer_gradients(name))
+    (HERE / "gradients.json").write_text(json.dumps(found, indent=0) + "\n")
+
+
 def bridging() -> None:
     """bridging.json: distances as a network sees them, weights, gates, pair energies."""
     from deepmd.pt.model.descriptor.sezm_nn.edge_cache import compute_edge_src_gate
@@ -292,7 +302,7 @@ def kalman() -> None:
     np.savez_compressed(HERE / "optim" / "lkf.npz", **found)
 
 
-PARTS = (dpa4, dpa4c, dpa4_files, checkpoints, bridging, statistics, schedule, loss, optimizers, kalman)
+PARTS = (dpa4, dpa4c, dpa4_files, checkpoints, gradients, bridging, statistics, schedule, loss, optimizers, kalman)
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)

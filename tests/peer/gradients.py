@@ -1,28 +1,18 @@
-"""Loss and gradients of one batch here and in DeePMD-kit, from the same ``.dp`` files.
+"""Loss (energy, force and virial) of one batch and its gradients by each parameter, here and in DeePMD-kit.
 
-usage: python tests/peer/gradients.py --peer DIR [--models NAME ...] [--golden FILE]
-
-For every model in tests/golden, the loss (energy, force and virial) of a batch and its gradient by each parameter. Both
-programs read the file, take the same labels, and write their gradients under the names of the file's tree: the model is
-serialized once more with each parameter replaced by its gradient. ``--golden tests/golden/gradients.json`` keeps two
-numbers of every array of the peer, for tests without it. A name with ``+hessian`` is its model with second derivatives
-in the loss as well.
+Both read the ``.dp`` files of tests/golden, take the same labels, and give gradients under the names of the file's
+tree: the model is serialized once more with each parameter replaced by its gradient. A name with ``+hessian`` is its
+model with second derivatives in the loss as well.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import peer_side
-from comparing import common
 
 if TYPE_CHECKING:
     import torch
@@ -30,59 +20,14 @@ if TYPE_CHECKING:
     from deepmd_ema.config import ModelConfig
     from deepmd_ema.data.source import Frame
 
-GOLDEN = common.ROOT / "tests" / "golden"
-SYSTEMS = ("molecule", "grid")  # images at exactly equal distances, as in "triclinic", are in any order in the peer
+GOLDEN = Path(__file__).parents[1] / "golden"
 SHARED = {"start_pref_e": 0.02, "limit_pref_e": 1.0, "start_pref_f": 1000.0, "limit_pref_f": 1.0,
           "start_pref_v": 0.02, "limit_pref_v": 1.0}  # fmt: skip
 START_LR, LR = 1e-3, 4e-4
 SECOND = {"start_pref_h": 10.0, "limit_pref_h": 1.0}
 HESSIAN, WITH_HESSIAN = "hessian", "+hessian"  # the label; the end of the name of a case whose loss has it
-SECOND_TOO = ("dpa2", "dpa3", "se_e2_a", "se_e3_tebd")  # models with such a case; of attention layers the peer has nan
 NOISE = {"energy": 0.5, "force": 0.3, "virial": 0.4}  # eV, eV/angstrom, eV: how far the labels are from the model
-TOLERANCE = 1e-8
 LOSS, MASKED = "loss", "loss of the atoms that have energies"  # beside the names of the tree; the latter of the peer
-
-
-def main() -> None:
-    """Compute both sides, compare them and print the differences."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peer", metavar="DIR", help="virtual environment of DeePMD-kit")
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="files of tests/golden (default: all)")
-    parser.add_argument("--work", type=Path, default=common.RUNS / "gradients", help="folder of the gradients")
-    parser.add_argument("--golden", type=Path, help="write numbers of the peer's gradients here")
-    parser.add_argument("--as-peer", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    every = [*(path.stem for path in GOLDEN.glob("*.dp")), *(name + WITH_HESSIAN for name in SECOND_TOO)]
-    names = args.models or sorted(every)
-    args.work.mkdir(parents=True, exist_ok=True)
-    if args.as_peer:
-        for name in names:
-            _write(args.work, "peer", name, peer_gradients)
-        return
-    if args.peer is None:
-        raise SystemExit("gradients.py compares with DeePMD-kit: give --peer DIR.")
-    words = [Path(args.peer) / "bin" / "python", __file__, "--as-peer", "--work", args.work, "--models", *names]
-    subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=sys.stderr)
-    wrong = []
-    for name in names:
-        _write(args.work, "ours", name, our_gradients)
-        for system in systems_of(name):
-            by_loss, worst, where = compared(args.work, name, system)
-            print(f"{name} {system}: loss differs by {by_loss:.1e}, gradients by {worst:.1e}, most in {where}")
-            wrong += [f"{name} {system}"] if max(by_loss, worst) > TOLERANCE else []
-    if args.golden is not None:
-        kept = json.loads(args.golden.read_text())["models"] if args.golden.exists() else {}
-        found = {name: summary(dict(np.load(args.work / f"peer.{name}.{systems_of(name)[-1]}.npz"))) for name in names}
-        made_by = "python tests/peer/gradients.py --peer DIR --golden tests/golden/gradients.json"
-        models = dict(sorted((kept | found).items()))
-        args.golden.write_text(json.dumps({"made_by": made_by, "models": models}, indent=0) + "\n")
-    if wrong:
-        raise SystemExit(f"loss or gradients differ by more than {TOLERANCE:g}: {', '.join(wrong)}")
-
-
-def systems_of(name: str) -> tuple[str, ...]:
-    """Return the systems on which a case is compared: with Hessians, which have 36,864 numbers for 64 atoms, one."""
-    return SYSTEMS[:1] if name.endswith(WITH_HESSIAN) else SYSTEMS
 
 
 def summary(gradients: dict[str, np.ndarray]) -> dict[str, list[float]]:
@@ -124,15 +69,13 @@ def _arrays(tree: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
         yield from _arrays(child, f"{path}/{name}")
 
 
-def _write(work: Path, who: str, name: str, gradients: Callable[[str, dict], dict[str, np.ndarray]]) -> None:
-    """Write the loss and the gradients of each system for one model and one program."""
-    for system in systems_of(name):
-        found = gradients(name.removesuffix(WITH_HESSIAN), batch_of(name, system))
-        np.savez(work / f"{who}.{name}.{system}.npz", **found)
+def batch_of(name: str) -> dict[str, np.ndarray | None]:
+    """Return frames with labels near what the model predicts, and parameters if it takes some.
 
-
-def batch_of(name: str, system: str) -> dict[str, np.ndarray | None]:
-    """Return the frames of a system with labels near what the model predicts, and parameters if it takes some."""
+    Of 64 atoms, with Hessians, which have 36,864 numbers then, of seven. Images at exactly equal distances, as in
+    ``triclinic``, are in any order in the peer.
+    """
+    system = "molecule" if name.endswith(WITH_HESSIAN) else "grid"
     systems, predicted = np.load(GOLDEN / "systems.npz"), np.load(GOLDEN / f"{name.removesuffix(WITH_HESSIAN)}.npz")
     coord, kinds, box = (systems[f"{system}_{key}"] for key in ("coord", "type", "box"))
     frames, atoms = len(coord), len(kinds)
@@ -171,7 +114,7 @@ def frames_of(config: ModelConfig, data: dict[str, Any]) -> list[Frame]:
     return frames
 
 
-def our_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
+def our_gradients(name: str) -> dict[str, np.ndarray]:
     """Return loss and gradients as a training step computes them."""
     from deepmd_ema.config.schema.optim import EnerLossConfig
     from deepmd_ema.data.collate import collate
@@ -179,7 +122,8 @@ def our_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
     from deepmd_ema.interop.dp import model_tree, read_dp
     from deepmd_ema.training.loss import EnergyLoss
 
-    config, model, _ = read_dp(GOLDEN / f"{name}.dp")
+    data = batch_of(name)
+    config, model, _ = read_dp(GOLDEN / f"{name.removesuffix(WITH_HESSIAN)}.dp")
     batch = collate(frames_of(config, data), model.layout)
     model.train()
     loss = EnergyLoss(EnerLossConfig(**SHARED, **(SECOND if HESSIAN in data else {})), START_LR, World())
@@ -188,12 +132,17 @@ def our_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
     return {LOSS: np.array(total.item())} | parameter_leaves(model, lambda: model_tree(model, config))
 
 
-def peer_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return loss and gradients of DeePMD-kit's model and loss; runs in its environment."""
+def peer_gradients(name: str) -> dict[str, np.ndarray]:
+    """Return loss and gradients of DeePMD-kit's model and loss; runs in its environment.
+
+    The per-atom mask is set to one: its own is of integers, so that it divides by the number of atoms in float32, and
+    it leaves atoms of ``atom_exclude_types`` out of the loss, which is also returned.
+    """
     import torch
     from deepmd.pt.loss.ener import EnergyStdLoss
 
-    model = peer_side.read_model(str(GOLDEN / f"{name}.dp")).train()
+    data = batch_of(name)
+    model = peer_side.read_model(str(GOLDEN / f"{name.removesuffix(WITH_HESSIAN)}.dp")).train()
     if HESSIAN in data:
         model.enable_hessian()
     frames, atoms = data["coord"].shape[:2]
@@ -216,37 +165,3 @@ def peer_gradients(name: str, data: dict[str, Any]) -> dict[str, np.ndarray]:
     total = loss_with(torch.ones_like(own))
     total.backward()
     return {LOSS: np.array(total.item())} | masked | parameter_leaves(model, model.serialize)
-
-
-def compared(work: Path, name: str, system: str) -> tuple[float, float, str]:
-    """Return the relative difference of the loss, the largest one of the gradients, and the array of that.
-
-    The per-atom mask of the peer is set to one: its own is of integers, so that it divides by the number of atoms in
-    float32, and it leaves atoms of ``atom_exclude_types`` out of the loss.
-    """
-    ours, peer = (dict(np.load(work / f"{who}.{name}.{system}.npz")) for who in ("ours", "peer"))
-    peer.pop(MASKED, None)
-    if ours.keys() != peer.keys():
-        raise SystemExit(f"{name}: other parameters: {sorted(ours.keys() ^ peer.keys())}")
-    for path in _second_copies(ours, peer):
-        del ours[path], peer[path]
-    loss = float(peer.pop(LOSS))
-    by_loss = abs(float(ours.pop(LOSS)) - loss) / abs(loss)
-    # an array whose gradient vanishes holds rounding of the others
-    floor = 1e-12 * max(np.abs(value).max() for value in peer.values())
-    worst = {
-        path: float(np.abs(ours[path].reshape(value.shape) - value).max() / max(np.abs(value).max(), floor))
-        for path, value in peer.items()
-    }
-    where = max(worst, key=worst.__getitem__)
-    return by_loss, worst[where], where
-
-
-def _second_copies(ours: dict[str, np.ndarray], peer: dict[str, np.ndarray]) -> list[str]:
-    """Return arrays that the peer does not use and that are here a copy of one that it does, as in se_e3."""
-    used = {value.tobytes() for path, value in ours.items() if peer[path].any()}
-    return [path for path, value in ours.items() if not peer[path].any() and value.any() and value.tobytes() in used]
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 PEER = os.environ.get("DP_PEER")
-PROGRAMS = {"parity": [], "fuzz": ["--sets", "3"], "gradients": []}
+PROGRAMS = {"parity": [], "fuzz": ["--sets", "3"]}
 
 
 @pytest.mark.skipif(PEER is None, reason="set DP_PEER to a virtual environment with DeePMD-kit 3.2.0")
