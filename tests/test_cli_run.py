@@ -14,7 +14,6 @@ from helpers import tiny_input
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.infer.evaluate import measure
-from deepmd_ema.infer.potential import Potential
 from deepmd_ema.report.curves import Curve
 
 STEPS = 12
@@ -54,20 +53,6 @@ def test_the_log_the_test_and_the_frozen_file_say_the_same(run, water_like_valid
     log = Curve(run / ("val_ema.log" if use_average else "val.log"))
     assert log.steps[-1] == STEPS
     np.testing.assert_allclose(log.columns["F_RMSE(meV/Å)"][-1], 1000 * inside["rmse_f"], rtol=1e-4)
-
-
-def test_the_remaining_commands_work_on_it(run, monkeypatch, capsys):
-    monkeypatch.chdir(run)
-    assert cli.main(["check", "input.json"]) == 0
-    assert cli.main(["show", "model.ckpt.pt"]) == 0
-    assert cli.main(["plot", "lcurve.out", "val.log", "val_ema.log"]) == 0
-    assert cli.main(["test", "-m", "model.ckpt", "--valid-data", "input.json"]) == 0
-    out = capsys.readouterr().out
-    assert "the options are good" in out
-    assert f"live, step {STEPS}" in out
-    assert "wrote curves.png" in out
-    assert "Force  RMSE        : " in out
-    assert Potential(run).info.step == STEPS
 
 
 def shell(line, folder, **environ):

@@ -19,12 +19,8 @@ def toy_records(num_frames=8, seed=0, virtual=False):
     for k in range(num_frames):
         coord, types, box = toy_frame(rng, int(rng.integers(4, 13)), pbc=k % 4 != 3)
         energy, force, virial, _ = toy_labels(coord, types, box)
-        record = {
-            "coords": coord,
-            "atom_types": types.astype(np.int32),
-            "energies": np.array([energy]),
-            "forces": force,
-        }
+        record = {"coords": coord, "atom_types": types.astype(np.int32), "energies": np.array([energy])}
+        record["forces"] = force
         if box is not None:
             record |= {"cells": box, "virials": virial.reshape(3, 3)}
         if virtual:
@@ -42,13 +38,9 @@ def write_lmdb(path, records, keys="012d", **meta):
             return value
         return {"type": str(value.dtype), "shape": list(value.shape), "data": np.ascontiguousarray(value).tobytes()}
 
-    described = {
-        "nframes": len(records),
-        "frame_idx_fmt": "012d",
-        "type_map": ["O", "H"],
-        "system_info": {"natoms": [2, 2]},
-    }
-    described = {name: value for name, value in (described | meta).items() if value is not None}
+    described = {"frame_idx_fmt": "012d", "type_map": ["O", "H"], "system_info": {"natoms": [2, 2]}}
+    described |= {"nframes": len(records), **meta}
+    described = {name: value for name, value in described.items() if value is not None}
     env = lmdb.open(str(path), map_size=1 << 24)
     with env.begin(write=True) as transaction:
         transaction.put(b"__metadata__", msgpack.packb(described, use_bin_type=True))

@@ -17,8 +17,7 @@ from parallel_runs import run_ranks, train_here
 from test_docs import blocks
 
 from deepmd_ema import cli, train
-from deepmd_ema.config import config_from_dict
-from deepmd_ema.errors import ConfigError, Interrupted
+from deepmd_ema.errors import Interrupted
 from deepmd_ema.training.run import Callback, run_training
 
 pytestmark = pytest.mark.timeout(600)
@@ -244,17 +243,3 @@ def test_a_run_of_mlflow_is_continued_by_its_id(values, monkeypatch):
         ("update_run", (run,)),
         ("set_terminated", (run, "FINISHED")),
     ]
-
-
-# ---- the input
-
-
-@pytest.mark.parametrize(("section", "message"), [
-    ({"type": "wandbb"},
-     r'loggers\[0\]\.type = "wandbb": unknown\. Did you mean wandb\? Known: tensorboard, .*lines'),
-    ({"type": "wandb", "projekt": "a"}, r"training\.loggers\[0\]\.projekt: unknown key\. Did you mean project\?"),
-    ({"project": "a"}, r"training\.loggers\[0\]\.type: required, but missing\. Expected one of tensorboard, wandb"),
-])  # fmt: skip
-def test_mistakes_in_a_section_are_named(section, message):
-    with pytest.raises(ConfigError, match=message):
-        config_from_dict(tiny_input(["a"], training__loggers=[section]))

@@ -1,7 +1,5 @@
 """``dp-ema report``: one page without links to elsewhere, with the errors that ``dp-ema test`` finds."""
 
-import json
-import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -11,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_input, write_system
+from test_status import change_record, train_in
 
 from deepmd_ema import checkpoint
 from deepmd_ema.cli.main import main
-from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.report.table import significant
-from deepmd_ema.training.run import run_training
 
 pytest.importorskip("matplotlib")
 VALIDATED = {"full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
@@ -25,18 +22,6 @@ AVERAGES = [
     {"name": "ema", "type": "ema", "decay": 0.9, "full_validation": True},
     {"name": "slow", "type": "ema", "decay": 0.99, "full_validation": True},
 ]
-
-
-def train_in(folder, values, **options):
-    """Train in a folder with an input of these values."""
-    before = Path.cwd()
-    folder.mkdir(parents=True, exist_ok=True)
-    os.chdir(folder)
-    try:
-        Path("input.json").write_text(json.dumps(values))
-        run_training("input.json", device="cpu", **options)
-    finally:
-        os.chdir(before)
 
 
 def one_task(**changes):
@@ -84,12 +69,6 @@ def runs(trained, tmp_path, monkeypatch):
     return tmp_path / "all"
 
 
-def change_record(folder, **changes):
-    parts = json.loads(Path(folder, RECORD).read_text())
-    parts[-1] |= changes
-    Path(folder, RECORD).write_text(json.dumps(parts))
-
-
 def report(capsys, *words):
     """Write the page and return what the command prints after the first line."""
     assert main(["report", *words, "-o", "page.html", "--device", "cpu"]) == 0
@@ -100,8 +79,6 @@ def report(capsys, *words):
 
 class Page(HTMLParser):
     """The parts of a page that can be checked: tags are closed in order, tables are read cell by cell."""
-
-    VOID = ("meta", "img", "br", "link")
 
     def __init__(self, path="page.html"):
         super().__init__()
@@ -122,7 +99,7 @@ class Page(HTMLParser):
             self.tables[-1].append([])
         if tag in ("td", "th"):
             self.tables[-1][-1].append("")
-        if tag not in self.VOID:
+        if tag not in ("meta", "img", "br", "link"):  # without an end
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -227,7 +204,7 @@ def test_deviations_are_relative_distances_from_the_live_weights(trained, page):
 
 def test_times_add_up_to_that_of_the_run(runs, capsys):
     seconds = {"start": 10.0, "data": 20.0, "step": 100.0, "forward": 30.0, "backward": 40.0, "optimizer": 20.0}
-    change_record("run", elapsed=200.0, seconds=seconds | {"validation": 50.0})
+    change_record(runs / "run", elapsed=200.0, seconds=seconds | {"validation": 50.0})
     report(capsys, "run")
     table = Page().table("part")
     assert {name: cells[:2] for name, cells in table.items() if name != "part"} == {
@@ -263,7 +240,7 @@ def test_the_details_are_those_of_the_average_that_is_named(runs, capsys):
 
 
 def test_an_interrupted_run_is_called_so(runs, capsys):
-    change_record("tasks", ended="interrupted by SIGTERM", step=5)
+    change_record(runs / "tasks", ended="interrupted by SIGTERM", step=5)
     [line] = report(capsys, "tasks")
     assert line == "Status: interrupted (by SIGTERM), step 6 of 6 (100 %). The checkpoint is of step 6."
     assert line in Page().text

@@ -24,33 +24,32 @@ from deepmd_ema.training.weights import load_restart
 VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
 
 
+def train_in(folder, values, **options):
+    """Train in a new folder with an input of these values."""
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("input.json").write_text(json.dumps(values))
+        run_training("input.json", device="cpu", **options)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run of six steps, and one that was interrupted after four."""
     root = tmp_path_factory.mktemp("runs")
     write_system(root / "data", frames=8)
-    before = Path.cwd()
-    for name, callback in (("whole", None), ("stopped", StopAfter(4))):
-        folder = root / name
-        folder.mkdir()
-        os.chdir(folder)
-        config = tiny_input(["../data"], ["../data"], num_steps=6, training__enable_ema=True, training__save_freq=3,
-                            training__disp_freq=2, validating=VALIDATED)  # fmt: skip
-        Path("input.json").write_text(json.dumps(config))
-        try:
-            run_training("input.json", device="cpu", callback=callback)
-        except Interrupted:
-            assert name == "stopped"
-        finally:
-            os.chdir(before)
+    values = tiny_input(["../data"], ["../data"], num_steps=6, training__enable_ema=True, training__save_freq=3,
+                        training__disp_freq=2, validating=VALIDATED)  # fmt: skip
+    train_in(root / "whole", values)
+    with pytest.raises(Interrupted):
+        train_in(root / "stopped", values, callback=StopAfter(4))
     return root
 
 
 @pytest.fixture
 def runs(trained, tmp_path, monkeypatch):
     """Copies of these runs, in the working directory."""
-    for name in ("whole", "stopped"):
-        shutil.copytree(trained / name, tmp_path / name, symlinks=True)
+    shutil.copytree(trained, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -174,9 +173,8 @@ def test_a_pointer_that_names_no_checkpoint_is_not_shown(runs, capsys, named):
         load_restart("whole")
 
 
-def test_a_restart_adds_a_part_and_a_new_run_begins_anew(runs, trained, monkeypatch):
+def test_a_restart_adds_a_part_and_a_new_run_begins_anew(runs, monkeypatch):
     monkeypatch.chdir(runs / "stopped")
-    shutil.copytree(trained / "data", runs / "data")
     run_training("input.json", restart="model.ckpt.pt", device="cpu")
     assert [(p.first_step, p.step, p.ended) for p in read_record(".")] == [
         (0, 4, "interrupted by SIGTERM"),

@@ -147,12 +147,10 @@ def test_test_frames_that_are_training_frames_or_near_them_are_named(tmp_path, m
     assert cli.main(["check", "input.json"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Test data: 2 systems, 16 frames" in said
-    assert "leaks 8 of 16 test frames are also training frames (first: " in said
     assert "near copies 16 of 16 test frames are near a training frame" in said
-    assert "8 of 16 test frames are also training frames (first: " in said
+    assert "leaks 8 of 16 test frames are also training frames (first: " in said
     assert "16 of 16 test frames are near copies of training frames (first: " in said
     assert "test errors will look too good. Take test frames from other trajectories." in said
-    assert "leaks 0 of 4 validation frames" in said
     assert cli.main(["check", "input.json", "--json"]) == 0
     [data] = json.loads(capsys.readouterr().out)["data"]
     assert [system["suspicious_frames"] for system in data["systems"] if system["part"] == "test"] == [8, 8]
