@@ -126,6 +126,8 @@ WRONG = [
     ({"model__model_dict__ice__fitting_net": {"type": "dos"}},
      "model.model_dict.ice.fitting_net.type ... not available in dp-ema"),
     ({"loss": {}}, "loss ... There it is loss_dict.TASK."),
+    ({"model__shared_dict__dpa": GOOD["model"]["descriptor"], "model__model_dict__ice__descriptor": "dpa:1"},
+     'model.model_dict.ice: descriptor = "dpa:1": se_e2_a has no embedding'),
     ({"training__model_prob": {"water": -1, "ice": 1}}, "training.model_prob ... numbers >= 0"),
     ({"training__num_epoch_dict": {"water": 1, "ice": 1}}, "training.numb_steps ... num_epoch_dict is given too"),
     ({"model__model_dict__a b": model(), "training__data_dict__a b": {"training_data": {"systems": ["x"]}}},
@@ -152,12 +154,6 @@ WRONG = [
 @pytest.mark.parametrize(("changes", "text"), WRONG, ids=[text for _, text in WRONG])
 def test_a_mistake_has_one_message_with_its_place(changes, text):
     assert_refused(tasks(**changes), text)
-
-
-def test_a_descriptor_without_an_embedding_of_elements_has_none_to_share():
-    parts = {"elements": ["O", "H"], "dpa": GOOD["model"]["descriptor"]}
-    (found,) = problems_of(tasks(model__shared_dict=parts, model__model_dict__ice__descriptor="dpa:1"))
-    assert found.startswith('input.json: model.model_dict.ice: descriptor = "dpa:1": se_e2_a has no embedding')
 
 
 def test_switches_of_models_hold_for_all_tasks():

@@ -21,18 +21,20 @@ LABELS = ("energy", "force", "virial")
 ELEMENTS = np.array(["O", "H", "C"])
 
 
-def toy_atoms(num_frames=10, seed=0, num_types=2, stress=True):
-    """Return frames of several sizes and compositions with toy labels, as Atoms; every fifth is open."""
+def toy_atoms(num_frames=10, seed=0, num_types=2, natoms=None):
+    """Return frames with toy labels, as Atoms; without ``natoms`` of several sizes, and every fifth is open."""
     from ase import Atoms
     from ase.calculators.singlepoint import SinglePointCalculator
 
     rng, out = np.random.default_rng(seed), []
     for k in range(num_frames):
-        coord, types, box = toy_frame(rng, int(rng.integers(4, 13)), num_types, pbc=k % 5 != 4)
+        coord, types, box = toy_frame(
+            rng, natoms or int(rng.integers(4, 13)), num_types, pbc=bool(natoms) or k % 5 != 4
+        )
         energy, force, virial, atom_energy = toy_labels(coord, types, box)
         atoms = Atoms(ELEMENTS[types], coord, cell=box, pbc=box is not None)
         results = {"energy": energy, "forces": force, "energies": atom_energy}
-        if box is not None and stress:
+        if box is not None:
             tensor = -virial.reshape(3, 3) / atoms.get_volume()
             results["stress"] = tensor[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]]
         atoms.calc = SinglePointCalculator(atoms, **results)

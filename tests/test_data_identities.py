@@ -33,7 +33,7 @@ def crystal(num, energy=1, force=1, virial=1, seed=9, size=0.01, strains=True):
     return frames
 
 
-def molecules(num, seed=1, size=0.05, force=1, **factors):
+def molecules(num, seed=1, size=0.05, energy=1, force=1, virial=1):
     """Return frames of a molecule that is turned at will, without a cell."""
     rng = np.random.default_rng(seed)
     coord, types, _ = toy_frame(rng, 6, pbc=False)
@@ -43,8 +43,7 @@ def molecules(num, seed=1, size=0.05, force=1, **factors):
         turn *= np.linalg.det(turn)  # a rotation
         moved = (coord + rng.normal(0, size, coord.shape)) @ turn + rng.normal(size=3)
         e, f, w, _ = toy_labels(moved, types)
-        labels = {"energy": e * factors.get("energy", 1), "force": f * force}
-        frames.append(Frame(moved, types, None, labels | {"virial": w * factors.get("virial", 1)}))
+        frames.append(Frame(moved, types, None, {"energy": e * energy, "force": f * force, "virial": w * virial}))
     return frames
 
 

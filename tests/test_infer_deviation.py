@@ -85,9 +85,7 @@ def test_the_file_is_that_of_deepmd_kit(runs, data, tmp_path, monkeypatch, capsy
         (["-m", "A"], "-m: one model, and deviations are those of two or more"),
         (["-m", "A", "C"], "type_map is ['H', 'O'], and ['O', 'H'] in"),
         (["-m", "E", "B", "--average", "live"], "holds ema weights (average), not the live ones"),
-        (["-m", "A", "--sample-layer", "--seed", "2"], "model-devi --sample-layer: was removed; give several models, "),
         (["-m", "A", "B", "--relative", "-1"], "expected a number above 0"),
-        (["-m", "A", "B", "-S", "set"], "model-devi -S: all sets of a system are read"),
     ],
 )
 def test_a_wrong_request_is_reported(runs, data, tmp_path, capsys, words, message):

@@ -148,15 +148,12 @@ def tested(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_the_command_prints_a_table_with_limits(tested):
+def test_the_command_prints_a_table_with_limits_or_one_document(tested):
     code, out, _ = tested("--physics", "--md-steps", "20", "--temperature", "100")
     assert code == 0
     table = out[out.index("# physics of the model, at frame 0 of data") :]
     for quantity in ("NVE energy drift", "time to failure at 200 K", "energy jump at the cutoff", "extrema beyond"):
         assert quantity in table
-
-
-def test_the_command_prints_one_document(tested):
     code, out, _ = tested("--physics", "--md-steps", "20", "--time-step", "0.25", "--json")
     found = json.loads(out)
     assert code == 0
@@ -164,9 +161,5 @@ def test_the_command_prints_one_document(tested):
     assert found["physics"]["run"] == {"temperature": 300.0, "time_step": 0.25, "steps": 20, "seed": 1}
     assert {row["ok"] for row in found["physics"]["rows"]} <= {True, False, None}
     assert json.loads(tested("--json")[1])["physics"] is None
-
-
-def test_an_option_of_the_dynamics_without_physics_is_refused(tested):
     code, _, err = tested("--temperature", "400")
-    assert code == 2
-    assert "--temperature: no effect without --physics" in err
+    assert (code, "--temperature: no effect without --physics" in err) == (2, True)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import signal
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import pytest
 from helpers import assert_same_files, tiny_input, write_system
 
 from deepmd_ema import Potential, train
-from deepmd_ema.errors import Interrupted
-from deepmd_ema.training.run import Callback
 
 VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
 
@@ -32,7 +29,7 @@ def _messages_are_left_alone(monkeypatch):
 
 
 def test_values_and_the_file_that_holds_them_train_the_same(config, tmp_path, monkeypatch):
-    results = []
+    results, handler = [], signal.getsignal(signal.SIGINT)
     for name in ("values", "file"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
@@ -42,6 +39,7 @@ def test_values_and_the_file_that_holds_them_train_the_same(config, tmp_path, mo
     (tmp_path / "file" / "given.json").unlink()
     assert_same_files(tmp_path / "values", tmp_path / "file")
     assert results[0].errors == results[1].errors
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_what_is_returned_names_files_that_hold_the_errors_it_states(config):
@@ -64,22 +62,3 @@ def test_a_restart_from_python_names_the_file_that_continues_it(config, caplog):
     found = train(longer, restart="model.ckpt.pt", device="cpu", allow_config_change=True)
     assert found.step == 9
     assert "dp-ema test -m model_ema.ckpt.pt --valid-data out.json" in caplog.text
-
-
-class _Interrupts(Callback):
-    def after_step(self, trainer):
-        if trainer.step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_cell_that_is_interrupted_can_be_continued_bitwise(config, tmp_path, monkeypatch):
-    before = signal.getsignal(signal.SIGINT)
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        if name == "parts":
-            with pytest.raises(Interrupted, match=r"stopped by SIGINT after step 3 of 6; everything is saved\."):
-                train(config, callback=_Interrupts(), device="cpu")
-        train(config, restart="model.ckpt.pt" if name == "parts" else None, device="cpu")
-    assert_same_files(tmp_path / "whole", tmp_path / "parts")
-    assert signal.getsignal(signal.SIGINT) is before
