@@ -69,6 +69,13 @@ def _no_command_has_set_up_logging():
     logger.setLevel(logging.NOTSET)
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The folder of a test, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def water_like(tmp_path_factory):
     """A periodic system: 16 frames of 12 atoms (O, H), two sets, all labels."""

@@ -26,8 +26,7 @@ def check(training, validation=(), type_map=ELEMENTS, labels=LABELS, sel="auto",
 
 
 @pytest.fixture
-def water(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def water(here):
     return write_system("water", frames=12, natoms=12, seed=1, sets=3)
 
 

@@ -21,9 +21,8 @@ MEMORY = Path(".dp-ema.checked")
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(here, tmp_path):
     """A folder with an input and data."""
-    monkeypatch.chdir(tmp_path)
     write_system("train", frames=6, natoms=6, seed=1, sets=2)
     write_system("valid", frames=3, natoms=6, seed=2)
     Path("input.json").write_text(json.dumps(tiny_input(["train"], ["valid"])))

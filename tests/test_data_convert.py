@@ -18,9 +18,7 @@ KBAR = 1602.1766208  # in eV/angstrom^3
 TYPES = ("O", "H")
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def read_all(path, labels=LABELS):

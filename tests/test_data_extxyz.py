@@ -59,8 +59,7 @@ def text(rows="O 0 0 0 1 2 3\nH 0 0 1 4 5 6\n", natoms=2, **head):
 
 
 @pytest.fixture
-def write_text(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def write_text(here, tmp_path):
 
     def write(*frames, name="a.xyz", mode="w"):
         with open(tmp_path / name, mode) as file:
@@ -246,7 +245,7 @@ def test_a_run_on_a_file_is_checked_trained_validated_tested_and_restarted_bitwi
     assert main(["test", "-m", "model.ckpt-12.pt", "-s", "../valid.extxyz"]) == 0
 
 
-def test_isolated_atoms_fix_the_energies_of_elements_that_one_composition_leaves_open(tmp_path, monkeypatch):
+def test_isolated_atoms_fix_the_energies_of_elements_that_one_composition_leaves_open(here):
     """A sample of the frames rarely has one: each element then had the mean energy, hundreds of eV from its atom's."""
     from ase import Atoms
     from ase.calculators.singlepoint import SinglePointCalculator
@@ -257,7 +256,6 @@ def test_isolated_atoms_fix_the_energies_of_elements_that_one_composition_leaves
         atoms.calc = SinglePointCalculator(atoms, energy=energy, forces=forces)
         return atoms
 
-    monkeypatch.chdir(tmp_path)
     single = {"O": -2040.0, "H": -13.5}
     rng = np.random.default_rng(0)
     water = [Atoms("OH2", [[0, 0, 0], [1, 0, 0], [0, 1, 0]] + 0.05 * rng.normal(size=(3, 3))) for _ in range(60)]

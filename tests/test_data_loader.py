@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
 from contextlib import closing
 from dataclasses import fields
 
@@ -29,13 +27,6 @@ def systems(water_like, open_like, mixed_like):
 
 def make_sampler(systems, seed=1, **arguments):
     return Sampler([s.num_frames for s in systems], [s.natoms for s in systems], 2, seed=seed, **arguments)
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
-    gc.collect()
-    assert not [t for t in threading.enumerate() if t.name.startswith("dp-ema-loader")]
 
 
 def assert_same(a, b):

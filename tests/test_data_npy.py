@@ -47,8 +47,7 @@ def assert_same_frame(a, b):
 
 
 @pytest.fixture
-def system(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def system(here):
     return write_system("water", frames=6, natoms=6, seed=1, sets=2)
 
 

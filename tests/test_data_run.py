@@ -100,8 +100,7 @@ def test_systems_without_a_frame_that_is_left_are_reported_where_options_count_t
         open_run(config_from_dict(tiny_input([water_like, close], **options)))
 
 
-def test_a_system_that_is_listed_twice_is_named_as_such(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_system_that_is_listed_twice_is_named_as_such(here):
     for k, name in enumerate("ab"):
         write_system(f"all/{name}", frames=3, natoms=6, seed=k)
     with pytest.importorskip("h5py").File("c.h5", "w") as file:

@@ -152,9 +152,8 @@ SMALLER = {  # what the tutorial shows -> what is executed, in seconds instead o
 
 
 @pytest.mark.slow
-def test_every_step_of_the_tutorial_runs_and_its_potential_conserves_energy(tmp_path, monkeypatch, capsys):
+def test_every_step_of_the_tutorial_runs_and_its_potential_conserves_energy(here, capsys):
     pytest.importorskip("ase")
-    monkeypatch.chdir(tmp_path)
     text = (ROOT / "doc" / "tutorial.md").read_text()
     for long, short in SMALLER.items():
         assert long in text

@@ -61,8 +61,7 @@ def test_averages_of_one_run_are_models(runs, data):
     assert by_file.systems.keys() == both.systems.keys() == {str(data / "open"), str(data / "water")}
 
 
-def test_the_file_is_that_of_deepmd_kit(runs, data, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_file_is_that_of_deepmd_kit(here, runs, data, capsys):
     words = ["model-devi", "-m", *(str(run[0]) for run in runs), "-s", str(data), "--atomic", "--device", "cpu"]
     assert cli.main(words) == 0
     assert "wrote model_devi.out" in capsys.readouterr().out

@@ -160,8 +160,7 @@ def test_systems_are_named_in_a_file_or_by_an_input(tmp_path):
         chosen_systems(Namespace(valid_data=str(config)))
 
 
-def test_the_command_prints_and_writes(run, labelled, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_command_prints_and_writes(here, run, labelled, tmp_path, capsys, monkeypatch):
     titles, drawn = [], "deepmd_ema.report.plots.plot_parity"
     monkeypatch.setattr(drawn, lambda pairs, path, title: titles.append(title) or plot_parity(pairs, path, title))
     words = ["test", "-m", str(run[0]), "-s", str(labelled / "cell"), str(labelled / "open"), "-n", "2", "-d", "det"]

@@ -24,9 +24,7 @@ COST = Cost(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def write_extxyz(path, frames, labels=True):

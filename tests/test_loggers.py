@@ -26,12 +26,11 @@ LINES = {"type": "lines"}
 
 
 @pytest.fixture(autouse=True)
-def site(tmp_path, monkeypatch):
+def site(here, tmp_path, monkeypatch):
     """The distribution of the loggers is installed for one test, in a folder on ``sys.path``."""
     places = {"lines": "fake_logger:LinesLogger", "raising": "fake_logger:RaisingLogger"}
     install(tmp_path / "site", "fake-logger", places, group="deepmd_ema.loggers")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.getLogger("deepmd_ema"), "handlers", [logging.NullHandler()])
 
 

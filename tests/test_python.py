@@ -14,9 +14,8 @@ VALIDATED = {"full_validation": True, "ema_full_validation": True, "validation_f
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
+def config(here, tmp_path):
     """Values of an input with an average and full validation."""
-    monkeypatch.chdir(tmp_path)
     data = str(write_system(tmp_path / "data", frames=8))
     return tiny_input(
         [data], [data], num_steps=6, training__enable_ema=True, training__save_freq=3, validating=VALIDATED

@@ -30,11 +30,10 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture
-def desk(base, tmp_path, monkeypatch):
+def desk(here, base, tmp_path):
     for name in ("old", "new", "valid"):
         (tmp_path / name).symlink_to(base / name)
     (tmp_path / "old.pt").symlink_to(base / "pretrained" / "model.ckpt-10.pt")
-    monkeypatch.chdir(tmp_path)
 
 
 def write_input(*options):

@@ -35,22 +35,6 @@ class Given:
         return self.values.get(name, math.nan)
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def fresh_logging():
-    yield
-    logger = logging.getLogger("deepmd_ema")
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
-    logger.setLevel(logging.NOTSET)
-
-
 def write_lcurve(file, text, steps=()):
     """Write rows of ``text`` through ``file``, those of ``steps`` or all."""
     for line in text.splitlines():
@@ -243,7 +227,7 @@ def test_a_full_validation_is_one_line_for_each_task_with_stars_at_the_best(capl
     ]
 
 
-def test_messages_do_not_break_the_bar(monkeypatch, fresh_logging):
+def test_messages_do_not_break_the_bar(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     set_up_logging("INFO")
@@ -279,7 +263,7 @@ def test_the_time_of_an_interval_is_split_by_category(clock, caplog):
     assert times.waiting_share() == (2 + 2 * 30) / (400 - 2)  # the first batch is a part of the start
 
 
-def test_messages_go_to_the_terminal_and_the_log_file_by_level(here, monkeypatch, fresh_logging):
+def test_messages_go_to_the_terminal_and_the_log_file_by_level(here, monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     set_up_logging("DEBUG", here / "logs" / "train.log")

@@ -145,8 +145,7 @@ def test_nothing_of_a_figure_lies_beyond_its_edges(tmp_path, monkeypatch):
     assert len(seen) == 2
 
 
-def test_curves_without_a_finite_error_are_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_curves_without_a_finite_error_are_refused(here, tmp_path):
     (tmp_path / "lcurve.out").write_text("# step rmse_trn lr\n1 nan nan\n2 inf inf\n")
     with pytest.raises(UserError, match=r"lcurve\.out: nothing to draw, no number of an error is finite"):
         plot_curves(["lcurve.out"], "curves.png")

@@ -16,9 +16,8 @@ KEYS = ["format", "version", "input", "problems", "warnings", "without_effect", 
 
 
 @pytest.fixture
-def write(tmp_path, monkeypatch):
+def write(here):
     """Return a function that writes an input with averages and validation."""
-    monkeypatch.chdir(tmp_path)
     write_system("data", frames=12, seed=1)
     write_system("valid", frames=5, seed=2)
 

@@ -47,10 +47,9 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def runs(trained, tmp_path, monkeypatch):
+def runs(here, trained, tmp_path):
     """Copies of these runs, in the working directory."""
     shutil.copytree(trained, tmp_path, symlinks=True, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 

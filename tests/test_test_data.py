@@ -127,8 +127,7 @@ def test_a_stop_in_the_test_is_continued_by_a_restart(start, systems, capsys):
     ({"systems": ["nowhere"]}, "validating.test_data.systems[0]: nowhere: no such file or folder"),
     ({"batch_size": 2}, "validating.test_data.systems: required, but missing"),
 ])  # fmt: skip
-def test_wrong_test_data_are_reported_before_the_first_step(tmp_path, monkeypatch, capsys, systems, change, message):
-    monkeypatch.chdir(tmp_path)
+def test_wrong_test_data_are_reported_before_the_first_step(here, tmp_path, capsys, systems, change, message):
     (tmp_path / "input.json").write_text(json.dumps(tiny_input([systems["train"]], validating__test_data=change)))
     for command in ("check", "train"):
         assert cli.main([command, "input.json"]) == 2
@@ -137,8 +136,7 @@ def test_wrong_test_data_are_reported_before_the_first_step(tmp_path, monkeypatc
     assert not (tmp_path / "lcurve.out").exists()
 
 
-def test_test_frames_that_are_training_frames_or_near_them_are_named(tmp_path, monkeypatch, capsys, systems):
-    monkeypatch.chdir(tmp_path)
+def test_test_frames_that_are_training_frames_or_near_them_are_named(here, tmp_path, capsys, systems):
     same, near = (shutil.copytree(systems["train"], tmp_path / name) for name in ("same", "near"))
     for file in near.rglob("coord.npy"):
         np.save(file, np.load(file) + 1e-5)  # another frame in single precision, and no other structure
