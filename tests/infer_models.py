@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from helpers import tiny_input, training_parts
 
 from deepmd_ema import __version__, checkpoint
 from deepmd_ema.config import config_from_dict, to_dict
+from deepmd_ema.infer.potential import Potential
 from deepmd_ema.model.build import build_model
 
 STEP = 7
@@ -72,3 +74,14 @@ def write_run(folder, *, averages=True, seed=0, **changes):
     checkpoint.save(path_ema, {**head, "kind": "average", "weights": "ema", "average": average,
                                "model": {**weights, **averaged}})  # fmt: skip
     return path, path_ema
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A live and an averaged file of one run."""
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def potential(run):
+    return Potential(run[0], device="cpu")

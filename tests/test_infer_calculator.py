@@ -7,20 +7,16 @@ import re
 import numpy as np
 import pytest
 from helpers import toy_frame
+from infer_models import potential as potential
+from infer_models import run as run
 from infer_models import write_run
 
 from deepmd_ema.errors import UserError
-from deepmd_ema.infer.potential import Potential
 
 ase = pytest.importorskip("ase")
 numerical = pytest.importorskip("ase.calculators.fd")
 DP = pytest.importorskip("deepmd_ema.calculator").DP
 NATOMS = 12
-
-
-@pytest.fixture(scope="module")
-def potential(tmp_path_factory):
-    return Potential(write_run(tmp_path_factory.mktemp("run"))[0], device="cpu")
 
 
 @pytest.fixture

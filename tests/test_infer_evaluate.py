@@ -10,7 +10,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 from helpers import tiny_input, write_system
-from infer_models import write_run
+from infer_models import run as run
 from kept_runs import write_kept_run
 
 from deepmd_ema import cli
@@ -22,11 +22,6 @@ from deepmd_ema.infer.potential import Potential
 from deepmd_ema.report.plots import plot_parity
 
 SAME_MATH = 1e-10
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return write_run(tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture(scope="module")

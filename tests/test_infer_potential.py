@@ -15,6 +15,8 @@ import pytest
 import torch
 from helpers import toy_frame
 from infer_models import let_slots_differ, write_run
+from infer_models import potential as potential
+from infer_models import run as run
 from toy_models import TABLE, TRICLINIC, toy_atoms, toy_model
 
 import deepmd_ema
@@ -28,16 +30,6 @@ from deepmd_ema.model.tabulated import interpolations_of
 EXACT = {"rtol": 0, "atol": 0}
 SAME_MATH = {"rtol": 1e-11, "atol": 1e-11}
 NATOMS = 12
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return write_run(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture(scope="module")
-def potential(run):
-    return Potential(run[0], device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 
-import pytest
-from infer_models import write_run
+from infer_models import run as run
 
 from deepmd_ema import checkpoint, cli
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.infer.show import describe
 from deepmd_ema.interop.freeze import freeze
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return write_run(tmp_path_factory.mktemp("run"))
 
 
 def row(text, name):

@@ -9,23 +9,19 @@ import numpy as np
 import pytest
 import torch
 from helpers import toy_frame
+from infer_models import potential as potential
+from infer_models import run as run
 from infer_models import write_run
 
 from deepmd_ema.data.loader import ATOMS_AT_ONCE
 from deepmd_ema.errors import UserError
 from deepmd_ema.geometry import KeptPairs
 from deepmd_ema.infer import potential as potentials
-from deepmd_ema.infer.potential import Potential
 
 ts = pytest.importorskip("torch_sim")
 ase = pytest.importorskip("ase")
 interface = pytest.importorskip("torch_sim.models.interface")
 DPModel = pytest.importorskip("deepmd_ema.torch_sim").DPModel
-
-
-@pytest.fixture(scope="module")
-def potential(tmp_path_factory):
-    return Potential(write_run(tmp_path_factory.mktemp("run"))[0], device="cpu")
 
 
 def atoms_of(natoms, seed, pbc=True, elements="OH"):
