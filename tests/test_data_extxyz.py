@@ -118,15 +118,12 @@ def test_chunks_pad_smaller_frames_and_hold_frames_of_the_same_arrays(tmp_path):
             assert chunk.arrays["energy"][k] == frame.labels["energy"]
 
 
-@pytest.mark.parametrize(
-    ("head", "virial"),
-    [
-        ({"virial": "1 4 7 2 5 8 3 6 9"}, range(1, 10)),  # column by column, as ASE writes this name
-        ({"dft_virials": "1 2 3 23 13 12"}, [1, 12, 13, 12, 2, 23, 13, 23, 3]),
-        ({"stress": "1 4 7 2 5 8 3 6 9"}, [-729 * k for k in range(1, 10)]),
-        ({"virial": "_JSON [[1, 2, 3], [4, 5, 6], [7, 8, 9]]"}, range(1, 10)),
-    ],
-)
+@pytest.mark.parametrize(("head", "virial"), [
+    ({"virial": "1 4 7 2 5 8 3 6 9"}, range(1, 10)),  # column by column, as ASE writes this name
+    ({"dft_virials": "1 2 3 23 13 12"}, [1, 12, 13, 12, 2, 23, 13, 23, 3]),
+    ({"stress": "1 4 7 2 5 8 3 6 9"}, [-729 * k for k in range(1, 10)]),
+    ({"virial": "_JSON [[1, 2, 3], [4, 5, 6], [7, 8, 9]]"}, range(1, 10)),
+])  # fmt: skip
 def test_virials_and_stresses_by_their_usual_names(write_text, head, virial):
     name = write_text(text(**head))
     assert open_one(name).frame(0).labels["virial"].tolist() == pytest.approx(list(virial), rel=1e-14)

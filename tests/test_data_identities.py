@@ -170,17 +170,10 @@ def test_what_cannot_be_verified_is_said(tmp_path):
     ]
 
 
-_TURNS = {
-    "half_turn_about_110": np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, -1.0]]),
-    "any": np.linalg.qr(np.random.default_rng(3).normal(size=(3, 3)))[0],
-}
-
-
 @pytest.mark.parametrize("strains", [False, True])
-@pytest.mark.parametrize("turn", _TURNS.values(), ids=_TURNS)
-def test_crystals_that_were_turned_or_mirrored_give_the_ratios_of_those_that_were_not(turn, strains):
+def test_crystals_that_were_turned_or_mirrored_give_the_ratios_of_those_that_were_not(strains):
     """The mean of two such cells is singular, and `check` ended with a LinAlgError."""
-    frames = crystal(24, strains=strains)
+    frames, turn = crystal(24, strains=strains), np.array([[0.0, 1, 0], [1, 0, 0], [0, 0, -1]])  # about 110
     turned = []
     for frame in frames[::2]:
         virial = turn.T @ frame.labels["virial"].reshape(3, 3) @ turn

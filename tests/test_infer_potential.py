@@ -68,19 +68,16 @@ def test_every_accepted_shape_means_the_same(potential, frames, monkeypatch):
         same(potential.evaluate(*frames), expected, SAME_MATH)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([[0, 0, 0]], [-1]), r"-1 is no place in type_map \['O', 'H'\] \(from 0\). Leave virtual atoms out"),
-        (([[0, 0, 0]], ["o"]), "element 'o' is not in the model. Did you mean O"),
-        (([[0, 0, 0]], []), "at least one atom"),
-        (([[0, 0, 0]], [0, 0]), r"coord: shape \(1, 3\), expected \(F, 2, 3\), \(F, 6\) or \(2, 3\) for 2 atoms"),
-        (([[0, 0, np.nan]], [0]), r"coord: \[0, 2\] is not a finite number"),
-        (([[0, 0, 0]], [0], [1, 1, 1]), r"box: shape \(3,\), expected \(1, 3, 3\)"),
-        (([[0, 0, 0]], [0], np.zeros(9)), "box: frame 0 has a cell without volume"),
-        (([[0, 0, 0]], [0], None, None, [1.0]), "aparam: given, but this model takes none"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (([[0, 0, 0]], [-1]), r"-1 is no place in type_map \['O', 'H'\] \(from 0\). Leave virtual atoms out"),
+    (([[0, 0, 0]], ["o"]), "element 'o' is not in the model. Did you mean O"),
+    (([[0, 0, 0]], []), "at least one atom"),
+    (([[0, 0, 0]], [0, 0]), r"coord: shape \(1, 3\), expected \(F, 2, 3\), \(F, 6\) or \(2, 3\) for 2 atoms"),
+    (([[0, 0, np.nan]], [0]), r"coord: \[0, 2\] is not a finite number"),
+    (([[0, 0, 0]], [0], [1, 1, 1]), r"box: shape \(3,\), expected \(1, 3, 3\)"),
+    (([[0, 0, 0]], [0], np.zeros(9)), "box: frame 0 has a cell without volume"),
+    (([[0, 0, 0]], [0], None, None, [1.0]), "aparam: given, but this model takes none"),
+])  # fmt: skip
 def test_a_wrong_array_gets_one_message(potential, arguments, message):
     with pytest.raises(UserError, match=message):
         potential.evaluate(*arguments)

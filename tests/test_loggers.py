@@ -39,16 +39,10 @@ def values(water_like, water_like_valid):
     """An input of six steps with an average, shown every second step and validated every third."""
     validating = {"full_validation": True, "validation_freq": 3, "full_val_start": 0.0}
     average = {"name": "half", "type": "ema", "decay": 0.5, "full_validation": True, "lcurve": True}
-    return tiny_input(
-        [water_like],
-        [water_like_valid],
-        num_steps=6,
-        training__averaging=[average],
-        training__disp_freq=2,
-        training__save_freq=2,
-        training__loggers=[LINES],
-        validating=validating,
-    )
+    options = {"averaging": [average], "disp_freq": 2, "save_freq": 2, "loggers": [LINES]}
+    values = tiny_input([water_like], [water_like_valid], num_steps=6, validating=validating)
+    values["training"] |= options
+    return values
 
 
 def lines(kind=None, path="lines.txt"):
@@ -215,14 +209,9 @@ def test_a_run_of_wandb_is_continued_by_its_id(values, monkeypatch):
 
 def test_a_run_of_mlflow_is_continued_by_its_id(values, monkeypatch):
     calls = []
-    client = _Service(
-        calls,
-        get_experiment_by_name=lambda name: None,
-        create_experiment=lambda name: f"experiment of {name}",
-        create_run=lambda experiment, run_name: SimpleNamespace(
-            info=SimpleNamespace(run_id=f"{experiment}, {run_name}")
-        ),
-    )
+    client = _Service(calls, get_experiment_by_name=lambda name: None)
+    client.create_experiment = lambda name: f"experiment of {name}"
+    client.create_run = lambda of, run_name: SimpleNamespace(info=SimpleNamespace(run_id=f"{of}, {run_name}"))
     _stub(monkeypatch, "mlflow", MlflowClient=lambda uri: client)
     _stub(monkeypatch, "mlflow.entities", Param=lambda *of: of, Metric=lambda *of: of)
     values["training"]["loggers"] = [{"type": "mlflow", "experiment": "water", "name": "first"}]
@@ -236,9 +225,6 @@ def test_a_run_of_mlflow_is_continued_by_its_id(values, monkeypatch):
     assert max(len(options.get("params", ())) for _, options in batches) <= 100
     metrics = [metric for args, _ in batches for metric in (args[1] if len(args) > 1 else ())]
     assert [step for name, _, _, step in metrics if name == "lr"] == [1, 2, 4, 6, 8]
-    others = [(name, args) for name, args, _ in calls if name in ("update_run", "set_terminated")]
-    assert others == [
-        ("set_terminated", (run, "FINISHED")),
-        ("update_run", (run,)),
-        ("set_terminated", (run, "FINISHED")),
-    ]
+    others = [(name, *args) for name, args, _ in calls if name in ("update_run", "set_terminated")]
+    ended = ("set_terminated", run, "FINISHED")
+    assert others == [ended, ("update_run", run), ended]

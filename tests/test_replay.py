@@ -41,6 +41,8 @@ def write_input(*options):
 
 
 def test_the_input_has_one_model_for_new_and_old_data_and_trains_from_the_file(desk, capsys):
+    assert main(["init", "new", "--finetune", "nothing.pt"]) == 2
+    assert "nothing.pt" in capsys.readouterr().err
     assert write_input("--replay", "old", "--validation", "valid") == 0
     assert "dp-ema train --finetune old.pt input.yaml" in capsys.readouterr().out
     config = load_config("input.yaml")
@@ -68,17 +70,6 @@ def test_a_restart_with_replay_is_bitwise(desk):
     again = checkpoint.load("model.ckpt-8.pt")
     for part in ("model", "optimizer", "averages", "display"):
         assert_same(straight[part], again[part])
-
-
-def test_options_without_a_model_and_beside_one_are_messages(desk, capsys):
-    for options, message in (
-        (["--replay", "old"], "init --replay: is an option for fine-tuning"),
-        (["--finetune", "old.pt", "--rcut", "5"], "init --rcut: the model is that of --finetune"),
-        (["--finetune", "nothing.pt"], "nothing.pt"),
-    ):
-        assert main(["init", "new", *options]) == 2
-        assert message in capsys.readouterr().err
-        assert not Path("input.yaml").exists()
 
 
 def test_labels_of_a_model_are_its_predictions_whatever_the_labels_of_the_frames_are(desk, capsys):

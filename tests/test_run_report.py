@@ -171,18 +171,14 @@ def test_virials_have_validation_curves_where_the_volumes_are_alike(trained, pag
     assert "times the mean volume" not in unlike.text
 
 
-def test_test_data_are_those_of_the_input_or_of_the_option(runs, capsys):
-    values = one_task()
-    values["validating"] = {**VALIDATED, "test_data": {"systems": ["../other"]}}
-    train_in(runs / "tested", values)
-    report(capsys, "tested")
-    page, tested = Page(), measure("tested", ["other"], use_average=True, average="slow").total
+def test_test_data_are_those_of_the_option(runs, capsys):
+    report(capsys, "run", "-s", "other")
+    page, tested = Page(), measure("run", ["other"], use_average=True, average="slow").total
     assert page.table("6 test frames")["Force RMSE, meV/Å"][2] == significant(1000 * tested.metric("F:RMSE"), 3)
     assert "6 test frames, weights ema." in page.text
-    assert page.table("data")["test"] == ["1", "6", "8"]
-    report(capsys, "tested", "-s", "data", "-n", "4")
+    report(capsys, "run", "-s", "data", "-n", "4")
     assert "4 test frames" in Page().tables[1][0]
-    assert main(["report", "tested", "-s", "nowhere", "-o", "page.html"]) == 2
+    assert main(["report", "run", "-s", "nowhere", "-o", "page.html"]) == 2
     assert "nowhere" in capsys.readouterr().err
     assert main(["report", "tasks", "-s", "data", "-o", "page.html"]) == 2
     assert "-s: of a run of several tasks" in capsys.readouterr().err
