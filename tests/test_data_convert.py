@@ -178,13 +178,18 @@ def frames_in(name):
     return [block for _, block in blocks(Path(name))]
 
 
-def test_validation_is_of_every_kind_that_the_files_name_and_the_same_for_a_seed():
+def write_kinds(path):
+    """Write 20 frames of bulk, 10 of a surface and one of a third kind."""
     from ase.io import write
 
     frames = toy_atoms(31, natoms=12)
     for atoms, kind in zip(frames, ["bulk"] * 20 + ["surface"] * 10 + ["only"], strict=True):
         atoms.info["config_type"] = kind
-    write("a.extxyz", frames)
+    write(path, frames)
+
+
+def test_validation_is_of_every_kind_that_the_files_name_and_the_same_for_a_seed():
+    write_kinds("a.extxyz")
     lines = convert_data(["a.extxyz"], "out", validation=0.2)
     start = lines.index("validation: 6 of 31 frames (fraction 0.2, seed 1)")
     assert lines[start + 1] == "  by config_type or group: bulk 4 of 20, surface 2 of 10"
