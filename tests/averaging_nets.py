@@ -1,7 +1,5 @@
 """A small network, the ways it moves, and what the tests of averages compare."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from unittest import mock
 

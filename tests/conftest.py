@@ -1,7 +1,5 @@
 """Fixtures that every test may use: tiny systems with exact toy labels."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
@@ -121,7 +119,7 @@ SLOW_MODULES = {
     "test_parallel_faults", "test_parallel_launch", "test_parallel_traps", "test_posthoc", "test_pt2",
     "test_replay", "test_report_plots", "test_run_report", "test_sharded_checkpoint", "test_short_range",
     "test_test_data", "test_torch_sim", "test_train", "test_train_averages", "test_train_sharing",
-    "test_train_tasks", "test_train_validation", "test_validation_fraction",
+    "test_train_tasks", "test_validation_fraction",
 }  # fmt: skip
 SLOW_LAWS = (
     "test_every_option_of_a_descriptor_has_right_derivatives_and_is_in_its_tree",

@@ -1,7 +1,5 @@
 """An average of another distribution: equal weights of the steps since the begin of a cycle."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

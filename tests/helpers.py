@@ -1,7 +1,5 @@
 """Tiny data sets with an exact toy potential, and a tiny input, for every test."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -231,11 +229,6 @@ def killed_at(at, action):
     return os.WIFSIGNALED(status)
 
 
-def config_parts():
-    """Return the least config that a checkpoint may hold."""
-    return {"model": {"type_map": ["O"]}, "training": {"seed": 1}}
-
-
 def training_parts():
     """Return the least content of a checkpoint beside its weights."""
     streams, display = {"": {"frames": 0}}, {"sums": {}, "count": 0}
@@ -248,7 +241,8 @@ def checkpoint_payload(step=3, kind="training", weights="live", value=0.0, **mor
     model = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.zeros(2, dtype=torch.float64)}
     head = {"format": FORMAT, "version": "0.1.0", "kind": kind, "weights": weights, "step": step}
     parts = training_parts() if kind == "training" else {"average": {}} if kind == "average" else {}
-    return {**head, "config": config_parts(), "model": {**model, "w": torch.full((50,), step + value)}, **parts, **more}
+    config = {"model": {"type_map": ["O"]}, "training": {"seed": 1}}
+    return {**head, "config": config, "model": {**model, "w": torch.full((50,), step + value)}, **parts, **more}
 
 
 def assert_same(a, b, path=""):

@@ -1,7 +1,5 @@
 """The files of a run that keeps snapshots of averages, made from a random walk of weights instead of training."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

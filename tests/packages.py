@@ -1,7 +1,5 @@
 """Folders that look like installed distributions which add descriptors, averages or loggers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """Several processes that train together: forked from a server that has torch loaded."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json

@@ -1,7 +1,5 @@
 """World of a run that something goes wrong on: each is a process with the environment of a launcher and a fault."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

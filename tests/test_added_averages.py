@@ -1,7 +1,5 @@
 """Averages of other distributions: found by entry points, treated like those of dp-ema."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -117,17 +117,16 @@ def test_every_formula_gives_the_same_on_host_and_device(profile):
 @pytest.mark.parametrize("at_once", [1, 200])
 def test_averages_that_are_updated_in_parts_have_the_bits_of_those_updated_at_once(at_once, monkeypatch):
     more = {"narrow": {"dtype": "float32"}, "every_second": {"update_every": 2, "buffers": "average"}, "other": {}}
-    profiles = [EmaProfile(name, 0.9, **options) for name, options in more.items()]
-    net, banks = make_net(dtype=torch.bfloat16), []
-    banks.append(AverageBank(net, profiles))
+    profiles, net = [EmaProfile(name, 0.9, **options) for name, options in more.items()], make_net(dtype=torch.bfloat16)
+    whole = AverageBank(net, profiles)
     monkeypatch.setattr(storage, "_AT_ONCE", at_once)
-    banks.append(AverageBank(net, profiles))
+    parts = AverageBank(net, profiles)
     for step in range(4):
         move(net, step)
-        for bank in banks:
-            bank.update()
+        whole.update()
+        parts.update()
     for name in more:
-        assert_same(*(bank.weights(name) for bank in banks))
+        assert_same(whole.weights(name), parts.weights(name))
 
 
 @pytest.mark.parametrize("profile", [WARM, POWER])

@@ -1,7 +1,5 @@
 """Electronic configurations of free atoms."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

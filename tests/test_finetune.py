@@ -1,7 +1,5 @@
 """Fine-tuning: weights of a file on other data, elements and fitting networks, for one task or several."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs are killed at every write to the disk and restarted to the same end; the thread that writes their files."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """A fault on one rank ends all of them soon, with one message, and leaves a run that continues."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

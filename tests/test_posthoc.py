@@ -1,7 +1,5 @@
 """`dp-ema posthoc`: averages made of snapshots, ranked, written, read; and everything that can be wrong with them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """Averages of any width, and decays of the learning rate, out of snapshots: sums are exact, the solve is sound."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from averaging_nets import weights_of_steps

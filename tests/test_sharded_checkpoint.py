@@ -1,6 +1,5 @@
 """Sharded checkpoints: folders to which every rank writes its own rows, with the content of a gathered file."""
 
-import json
 import os
 import pickle
 import shutil
@@ -145,8 +144,8 @@ def run(data):
     """Return a function that gives the folder of a run, unbroken or restarted from the middle of another one."""
 
     @cache
-    def made(stage, ranks, origin=None, form="sharded", num_steps=STEPS, whole=False):
-        options = {**OPTIONS, "training__zero_stage": stage, "training__checkpoint_format": form}
+    def made(stage, ranks, origin=None, form="sharded", num_steps=STEPS, whole=False, **more):
+        options = {**OPTIONS, "training__zero_stage": stage, "training__checkpoint_format": form, **more}
         options["training__averaging"] = [*OPTIONS["training__averaging"], *WHOLE * whole]
         config = tiny_input([data / "data"], [data / "valid"], num_steps=num_steps, **options)
         for section in ("training_data", "validation_data"):
@@ -257,17 +256,14 @@ def test_a_new_run_starts_from_sharded_weights_and_sets_the_folders_of_an_earlie
     assert checkpoint.load("earlier-1")["step"] == checkpoint.load(".")["step"] == STEPS  # by its pointer
 
 
-def test_old_folders_are_removed_and_best_ones_stay(data, tmp_path, monkeypatch):
-    options = {**OPTIONS, "training__save_freq": 1, "training__max_ckpt_keep": 2, "validating__max_best_ckpt": 1}
-    config = tiny_input([data / "data"], [data / "valid"], num_steps=STEPS, **options)
-    (tmp_path / "input.json").write_text(json.dumps(config))
-    monkeypatch.chdir(tmp_path)
-    run_training("input.json", device="cpu")
-    names = {path.name for path in tmp_path.glob("*.dcp") if not path.is_symlink()}
+def test_old_folders_are_removed_and_best_ones_stay(run):
+    options = {"training__save_freq": 1, "training__max_ckpt_keep": 2, "validating__max_best_ckpt": 1}
+    folder = run(0, 1, **options)
+    names = {path.name for path in folder.glob("*.dcp") if not path.is_symlink()}
     assert {name for name in names if name.startswith("model.")} == {"model.ckpt-3.dcp", "model.ckpt-4.dcp"}
     assert len([name for name in names if name.startswith("best.")]) == 1
-    assert len(list(tmp_path.glob("snapshots/*.dcp"))) == STEPS
-    assert not [path for path in tmp_path.rglob("*") if ".part" in path.name]
+    assert len(list(folder.glob("snapshots/*.dcp"))) == STEPS
+    assert not [path for path in folder.rglob("*") if ".part" in path.name]
 
 
 def _stored(tree):

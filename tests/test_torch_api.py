@@ -3,8 +3,6 @@
 With another torch the test of a line that is gone fails, and says which file needs a look.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -19,8 +19,6 @@ from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.load import load_model
 from deepmd_ema.report.log import set_up_logging
 
-pytestmark = pytest.mark.timeout(120)
-
 BANK = [
     {"name": "slow", "decay": 0.95, "full_validation": True, "lcurve": True},
     {"name": "epoch", "type": "ema", "half_life": 0.5, "half_life_unit": "epochs", "warmup": False, "dtype": "float64"},

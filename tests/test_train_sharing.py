@@ -163,11 +163,9 @@ def test_without_a_head_the_message_names_them(at_run, capsys):
     del training["model_prob"], values["loss_dict"]
     write(Path(), {**values, "model": one}, "one.json")
     which = "several models; which? It has water, ice: choose one with --head."
+    alone = "of several tasks (ice, water), and the input has one task"
     for words, phrase in (
-        (
-            ["train", "--restart", "model.ckpt.pt", "one.json"],
-            "of several tasks (ice, water), and the input has one task",
-        ),
+        (["train", "--restart", "model.ckpt.pt", "one.json"], alone),
         (["train", "--init-model", "model.ckpt.pt", "--head", "steam", "one.json"], "--model-branch or finetune_head."),
         (["freeze"], which),
         (["test", "-m", "model.ckpt.pt", "-s", "ice2"], which),

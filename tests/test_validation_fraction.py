@@ -1,7 +1,5 @@
 """Training with `training.validation_fraction`: which frames are in which part, in every format, run and restart."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path
@@ -19,8 +17,6 @@ from deepmd_ema.config import config_from_dict
 from deepmd_ema.data.run import choose_validation, open_run, split_off
 from deepmd_ema.errors import ConfigError, Interrupted
 from deepmd_ema.training.trainer import Callback
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def write_npy():

@@ -1,7 +1,5 @@
 """The descriptor fake."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The section of the descriptor fake."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The tree of the descriptor fake."""
 
-from __future__ import annotations
-
 from deepmd_ema.config.fields import plain
 from deepmd_ema.interop.parts import PartTree, array, precision_of
 from deepmd_ema.interop.tree_files import VARIABLES
