@@ -116,7 +116,7 @@ SLOW_MODULES = {
     "test_data_check", "test_data_loader", "test_deepmd_checkpoints", "test_deepmd_kit", "test_dpgen",
     "test_early_stop", "test_estimate", "test_fake_descriptor", "test_files", "test_filled", "test_finetune",
     "test_interpolation", "test_kill", "test_loggers", "test_mixed_batches", "test_optim_muon", "test_parallel",
-    "test_parallel_faults", "test_parallel_launch", "test_parallel_traps", "test_posthoc", "test_pt2",
+    "test_parallel_faults", "test_parallel_launch", "test_posthoc", "test_pt2",
     "test_replay", "test_report_plots", "test_run_report", "test_sharded_checkpoint", "test_short_range",
     "test_test_data", "test_torch_sim", "test_train", "test_train_averages", "test_train_sharing",
     "test_train_tasks", "test_validation_fraction",

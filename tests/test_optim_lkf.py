@@ -14,7 +14,7 @@ from deepmd_ema.config.labels import ENERGY, FORCE
 from deepmd_ema.config.schema.optim import EnerLossConfig, ExpScheduleConfig, LKFConfig
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError, DivergedError
-from deepmd_ema.optim.lkf import LKF, block_sizes
+from deepmd_ema.optim.lkf import LKF
 from deepmd_ema.training.kalman import KalmanStep, measure_force
 from deepmd_ema.training.loss import EnergyLoss
 
@@ -81,13 +81,6 @@ def test_covariances_stay_symmetric_to_the_last_bit():
     for covariance in lkf.state_dict()["covariances"]:
         assert torch.equal(covariance, covariance.mT)
         assert bool((torch.linalg.eigvalsh(covariance.double()) > 0).all())
-
-
-@pytest.mark.parametrize(
-    ("counts", "sizes"), [([6, 5, 9, 1], [6, 5, 10]), ([3, 25, 3, 7], [3, 10, 10, 5, 10]), ([1, 1, 10, 1], [2, 10, 1])]
-)
-def test_neighbors_share_blocks_and_large_parameters_are_cut(counts, sizes):
-    assert block_sizes(counts, 10) == sizes
 
 
 def test_states_that_do_not_fit_are_refused_and_change_nothing(golden):

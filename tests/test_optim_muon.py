@@ -78,16 +78,3 @@ def test_a_parameter_without_gradient_or_with_zeros_stays_finite(kind):
         p.grad = None
     guarded_step(optimizer, torch.tensor(0.0))
     assert all(torch.equal(p, before[name]) for name, p in named.items())
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "mode", "expected"),
-    [
-        ("layers.0.weight", (3, 4), "slice", "muon"), ("layers.0.weight", (1, 4), "slice", "adam"),
-        ("net.oldBiases.12", (3, 4), "slice", "adam"), ("net.Adam_matrix", (3, 4), "slice", "adam"),
-        ("net.adamw_vector", (4,), "slice", "adamw"), ("cube", (2, 3, 4), "slice", "muon"),
-        ("cube", (2, 3, 4), "2d", "adamw"), ("thin", (3, 1, 4), "2d", "muon"),
-    ],
-)  # fmt: skip
-def test_who_goes_to_muon_is_said_by_name_and_shape(name, shape, mode, expected):
-    assert route(name, shape, mode) == expected

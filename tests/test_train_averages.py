@@ -76,14 +76,6 @@ def test_an_averaged_learning_curve_has_the_errors_of_the_average_on_the_same_ba
     assert np.isfinite(curve["rmse_f_trn"]).all()
 
 
-def test_the_best_file_of_an_average_gives_its_logged_metric_again(whole, water_like_valid):
-    for name in ("_ema", "_p05"):
-        best = next(whole.glob(f"best{name}.ckpt-*.t-1.pt"))
-        logged = [r for r in (whole / f"val{name}.log").read_text().splitlines() if best.name in r][-1]
-        errors = measure(str(best), [str(water_like_valid)]).total
-        assert f"{1000 * errors.metric('F:RMSE'):.3f}"[:5] in logged
-
-
 def test_an_average_out_of_a_training_checkpoint_is_that_of_its_own_file(whole):
     for name in NAMES:
         one = load_model(whole / "model.ckpt-10.pt" if name != "flat" else whole / "model.ckpt-20.pt", average=name)
