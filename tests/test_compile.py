@@ -24,7 +24,6 @@ from deepmd_ema.distributed.world import World
 from deepmd_ema.infer import evaluate as evaluating
 from deepmd_ema.model.build import share_parts
 from deepmd_ema.model.compiler import Compiler, pad_for
-from deepmd_ema.model.dummy_atoms import pad
 from deepmd_ema.model.energy import run
 from deepmd_ema.training.loss import EnergyLoss
 
@@ -119,18 +118,6 @@ def test_tasks_of_one_structure_share_one_graph_for_all_sizes_however_they_share
     assert counters["stats"]["unique_graphs"] == 1
     if torch.__version__ < "2.14":  # which looks at the numbers of dpa4c twice
         assert [metrics.restart_reasons for metrics in get_compilation_metrics()] == [set()]  # traced once
-
-
-def test_nothing_is_computed_between_a_padded_batch_and_its_graph(monkeypatch):
-    compiler = Compiler(CompileConfig())
-    _, model = toy_model("se_e2_r", SMALL | ONE_SIDE, NET)
-    padded = pad(next(batches_of(model.eval())), model.layout)
-    prediction = run(model, padded)
-    monkeypatch.setattr(compiler, "_run", lambda model, batch: prediction)
-    with torch.profiler.profile() as profiled:
-        assert compiler(model, padded) is prediction
-    names = {event.name for event in profiled.events()}
-    assert not names & {"aten::cat", "aten::index_copy", "aten::index_copy_", "aten::index_select", "aten::arange"}
 
 
 @pytest.mark.parametrize(("packed", "dynamic"), [(True, False), (False, True)])

@@ -79,6 +79,7 @@ def test_the_program_may_be_named(home, program, tmp_path):
     [
         (None, [], "there is no `dp` on the PATH. Install it (pip install 'deepmd-kit[torch]==3.2.0'"),
         (None, ["--dp", "nowhere/dp"], "--dp nowhere/dp is no program. Install it"),
+        (None, [], "or use a .pt2 file, which LAMMPS with DeePMD-kit 3.2 reads as well"),
         (OTHER, [], "dp --version does not say that it is DeePMD-kit: Data Parallel 1.0. Install it"),
         (FAILS, [], "m.pth` of DeePMD-kit 3.2.0 ({program}) failed: Traceback line 1 No such operator"),
         ("sys.exit(0) if words[0] != '--version' else print('DeePMD-kit v3.2.0')", [], "failed: it printed nothing"),

@@ -50,14 +50,12 @@ def task(tmp_path):
     return folder
 
 
-def sh(folder, line, program=True):
+def sh(folder, line):
     """Run a line with the commands of this package, and with a program in the place of DeePMD-kit."""
     tools = folder.parent / "bin"
     tools.mkdir(exist_ok=True)
-    (tools / "dp").unlink(missing_ok=True)
-    if program:
-        (tools / "dp").write_text(PROGRAM)
-        (tools / "dp").chmod((tools / "dp").stat().st_mode | stat.S_IXUSR)
+    (tools / "dp").write_text(PROGRAM)
+    (tools / "dp").chmod((tools / "dp").stat().st_mode | stat.S_IXUSR)
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), "/usr/bin", "/bin"])
     found = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     environment = {**os.environ, "PATH": path, "PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
@@ -101,14 +99,3 @@ def test_an_iteration_trains_freezes_compresses_and_the_next_one_starts_from_its
         assert done.returncode == 0, done.stderr
         assert "model.ckpt-4.pt" in names(later)
         later = later.with_name(f"{int(later.name) + 1:03d}")
-
-
-def test_without_deepmd_kit_the_default_of_dpgen_is_refused_by_the_name_of_what_works(task):
-    assert sh(task, training_line("--pt")).returncode == 0
-    before = names(task)
-    done = sh(task, "dp-ema --pt freeze", program=False)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("dp-ema: frozen_model.pth: DeePMD-kit reads and writes .pth files, and there is no `dp`")
-    assert "or use a .pt2 file, which LAMMPS with DeePMD-kit 3.2 reads as well" in line
-    assert names(task) == before

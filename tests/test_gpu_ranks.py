@@ -6,7 +6,6 @@ import shutil
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from gpu_counts import counted_waits
 from helpers import assert_same, assert_same_files
 from parallel_runs import run_ranks, train
 from test_parallel import BANK, STEPS, WITH_BANK, assert_same_run, config_of, load
-from test_train_tasks import input_of_two_tasks, write_data
 
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
@@ -81,12 +79,6 @@ def test_a_checkpoint_of_gpus_is_the_same_bits_at_another_stage_on_other_ranks(m
         assert_same(old, new, name)
 
 
-@two_gpus
-@pytest.mark.parametrize(("origin", "place"), OTHER[:2], ids=str)
-def test_a_run_on_gpus_continues_at_another_stage_on_other_ranks(made, origin, place):
-    assert_same_run(made(place, origin), made(place))
-
-
 def waits_here(folder):
     """Train in ``folder`` as one rank; return the device and the waits of steps in which nothing is due."""
     os.chdir(folder)
@@ -116,20 +108,3 @@ def test_a_step_of_two_ranks_does_not_wait_for_the_gpu(tmp_path, water_like, wat
     (tmp_path / "input.json").write_text(json.dumps(config))
     for rank, ended in enumerate(run_ranks(2, waits_here, str(tmp_path))):
         assert ended.value == ({f"cuda:{rank}"}, {})
-
-
-@two_gpus
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_gpus_train_two_tasks_as_one_process_on_a_cpu(tmp_path, monkeypatch, stage):
-    data = write_data(tmp_path / "data")
-
-    def config(ranks, stage):
-        sizes = {f"training__{section}__batch_size": 2 // ranks for section in ("training_data", "validation_data")}
-        return input_of_two_tasks(data, num_steps=6, training__zero_stage=stage, **sizes)
-
-    (tmp_path / "alone").mkdir()
-    monkeypatch.chdir(tmp_path / "alone")
-    Path("input.json").write_text(json.dumps(config(1, 0)))
-    run_training("input.json", device="cpu")
-    train(tmp_path / "shared", 2, config(2, stage), device="cuda")
-    assert_same_run(tmp_path / "alone", tmp_path / "shared", ROUNDING)

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from toy_models import model_from_tree, toy_model, write_dp
+from toy_models import toy_model, write_dp
 
-from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.errors import CheckpointError
-from deepmd_ema.interop.dp import config_from_tree, model_tree, read_dp
-from deepmd_ema.interop.parts import types_with_tree
+from deepmd_ema.interop.dp import read_dp
 
 GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
 VARIANTS = {
@@ -65,16 +63,6 @@ def test_a_model_comes_back_to_the_bit(variant, suffix, tmp_path):
     assert info["dp_ema"] == {"weights": "live", "step": 12}
     assert info["software"] == "dp-ema"
     assert not loaded.training
-
-
-@pytest.mark.parametrize("descriptor", sorted(types_with_tree(DESCRIPTORS)))
-def test_a_tree_that_is_read_and_written_is_the_same_tree(descriptor):
-    config, model = toy_model(descriptor)
-    tree = model_tree(model, config)
-    section = config_from_tree({"model": tree})
-    again = model_from_tree(section, tree)
-    same_bits(again, model)
-    assert missing_or_other(tree, model_tree(again, section)) == []
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.dp")))

@@ -61,18 +61,6 @@ def test_every_error_equals_its_plain_formula():
     assert (found["num_frames"], found["num_atoms"]) == (3, 13)
 
 
-def test_errors_of_ranks_add_up():
-    labelled, guesses = frames_and_guesses()
-    parts = [measure(labelled[k : k + 1], guesses[k : k + 1]) for k in range(3)]
-    reduced = Errors(sum(part.sums for part in parts))
-    whole = measure(labelled, guesses).summary()
-    assert reduced.summary() == pytest.approx(whole)
-    merged = Errors()
-    for part in parts:
-        merged.merge(part)
-    assert merged.summary() == pytest.approx(whole)
-
-
 def test_frames_without_a_label_do_not_count_and_no_label_at_all_is_nan():
     labelled, guesses = frames_and_guesses()
     expected = measure(labelled[:1], guesses[:1]).summary()

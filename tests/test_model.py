@@ -51,16 +51,6 @@ def test_the_derivative_of_an_activation_function_is_its_derivative(name):
         torch.testing.assert_close(ours, second, rtol=1e-10, atol=1e-12)
 
 
-def test_pairs_excluded_in_the_descriptor_do_not_see_each_other():
-    far, near = ([[0, 0, 0], [d, 0, 0]] for d in (3.9, 1.5))
-    _, model = toy_model(descriptor_changes={"exclude_types": [[0, 1]]})
-    for types, force in (([0, 1], False), ([1, 0], False), ([0, 0], True), ([2, 1], True)):
-        out = evaluate(model, (near, types, None))["force"]
-        assert (abs(out).max() > 1e-4) == force, types
-    # unlike pairs excluded in the whole model, they lose their place as an empty slot too
-    assert evaluate(model, (near, [0, 1], None))["energy"] == evaluate(model, (far, [0, 1], None))["energy"]
-
-
 def test_an_isolated_atom_has_the_energy_given_in_the_config():
     _, model = toy_model(descriptor_changes={"set_davg_zero": True}, fitting_changes={"atom_ener": [-1.5, None, 0.0]})
     model.descriptor.mean.zero_()
@@ -69,26 +59,6 @@ def test_an_isolated_atom_has_the_energy_given_in_the_config():
     bias = model.out_bias.numpy().ravel()
     np.testing.assert_allclose(out["energy"][[0, 2]], bias[[0, 2]], rtol=1e-14)
     assert abs(out["energy"][1] - bias[1]) > 1e-3
-
-
-def test_frame_and_atom_parameters_enter_normalised():
-    _, model = toy_model(fitting_changes={"numb_fparam": 1, "numb_aparam": 1})
-    coord, types = toy_atoms()
-    aparam = np.linspace(0, 1, len(types))[:, None]
-    fitting = model.fitting
-
-    def energy(f, a):
-        return evaluate(model, (coord, types, None), fparam=np.array([f]), aparam=a)["atom_energy"]
-
-    before = energy(0.3, aparam)
-    assert abs(energy(0.4, aparam) - before).min() > 1e-6
-    other = aparam.copy()
-    other[2] += 1
-    assert np.flatnonzero(energy(0.3, other) != before).tolist() == [2]
-    scale, shift = float(fitting.fparam_inv_std), float(fitting.fparam_avg)
-    fitting.fparam_inv_std.fill_(1)
-    fitting.fparam_avg.zero_()
-    np.testing.assert_allclose(energy((0.3 - shift) * scale, aparam), before, rtol=1e-12)
 
 
 def test_missing_parameters_are_named():

@@ -37,15 +37,6 @@ def scripts():
     sys.path.remove(str(FOLDER))
 
 
-def test_what_is_done_after_a_step_is_found_in_the_time_before_or_after_its_row(scripts):
-    for lag in (0, 1):
-        now, rows = 0.0, {}
-        for step in range(1, 15):
-            now += 0.5 + 2.0 * ((step - lag) % 4 == 0)
-            rows[step] = now
-        assert scripts("speed")._extra(rows, 4) == pytest.approx((2.0, 0.5))
-
-
 @pytest.mark.slow
 def test_a_program_without_memory_for_a_frame_is_shown_and_not_tried_with_larger_ones(tmp_path):
     folder = tmp_path / "peer" / "bin"
@@ -79,16 +70,3 @@ def test_times_of_the_processor_are_without_those_of_waiting(scripts, tmp_path):
     wall, processor = run.turn(0.2, 60), run.turn(0.2, 60, "processor")
     run.end()
     assert 0 < processor < wall / 2
-
-
-def test_a_number_of_atoms_that_no_cells_have_is_refused_and_others_are_near_a_cube(scripts):
-    times_of = scripts("speed_cases").times_of
-    assert [times_of(n) for n in (96, 192, 1536, 5184, 12288)] == [
-        (1, 1, 1),
-        (2, 1, 1),
-        (4, 2, 2),
-        (6, 3, 3),
-        (8, 4, 4),
-    ]
-    with pytest.raises(SystemExit, match="--atoms 648: expected multiples of 96"):
-        times_of(648)

@@ -1,6 +1,6 @@
 """The programs of this folder, which compare with DeePMD-kit and fail if a difference is too large.
 
-They need DeePMD-kit 3.2.0 in a virtual environment of its own: DP_PEER=DIR python -m pytest tests/peer
+They need DeePMD-kit 3.2.0 in a virtual environment of its own: DP_PEER=DIR python -m pytest -m nightly tests/peer
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PROGRAMS = {"parity": [], "fuzz": ["--sets", "3"]}
 
 @pytest.mark.skipif(PEER is None, reason="set DP_PEER to a virtual environment with DeePMD-kit 3.2.0")
 @pytest.mark.timeout(1800)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_numbers_are_those_of_deepmd_kit(name, tmp_path):
     script = Path(__file__).with_name(f"{name}.py")
