@@ -127,7 +127,7 @@ def _holdings(trainer):
     held = {"live": [local_shard(p) for p in trainer.saver.builder.models.parameters()]}
     held |= {name: bank[name].tensors for name in bank.names}
     return {
-        "digests": {name: content_digest([t.detach() for t in tensors]) for name, tensors in held.items()},
+        "digests": {name: content_digest([t.detach().cpu() for t in tensors]) for name, tensors in held.items()},
         "elements": {name: sum(t.numel() for t in tensors) for name, tensors in held.items()},
         "facts": {name: bank.info(name) for name in bank.names},
     }
