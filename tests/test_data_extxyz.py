@@ -28,9 +28,8 @@ def toy_atoms(num_frames=10, seed=0, num_types=2, natoms=None):
 
     rng, out = np.random.default_rng(seed), []
     for k in range(num_frames):
-        coord, types, box = toy_frame(
-            rng, natoms or int(rng.integers(4, 13)), num_types, pbc=bool(natoms) or k % 5 != 4
-        )
+        size = natoms or int(rng.integers(4, 13))
+        coord, types, box = toy_frame(rng, size, num_types, pbc=bool(natoms) or k % 5 != 4)
         energy, force, virial, atom_energy = toy_labels(coord, types, box)
         atoms = Atoms(ELEMENTS[types], coord, cell=box, pbc=box is not None)
         results = {"energy": energy, "forces": force, "energies": atom_energy}
@@ -45,11 +44,7 @@ def toy_atoms(num_frames=10, seed=0, num_types=2, natoms=None):
 def write_toy(path, *args, **options):
     from ase.io import write
 
-    frames = toy_atoms(*args, **options)
-    with open(path, "w") as file:
-        for atoms in frames:
-            write(file, atoms, format="extxyz")
-    return frames
+    write(path, toy_atoms(*args, **options), format="extxyz")
 
 
 def text(rows="O 0 0 0 1 2 3\nH 0 0 1 4 5 6\n", natoms=2, **head):
