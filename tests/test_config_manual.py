@@ -71,8 +71,7 @@ def test_every_option_has_a_manual_text():
 
 
 def test_the_manual_names_aliases_units_and_defaults():
-    text = manual("model.descriptor.rcut")
-    first, *middle, last = text.splitlines()
+    first, *middle, last = manual("model.descriptor.rcut").splitlines()
     assert (first, last) == ("model.descriptor.rcut", "    Cutoff radius.")
     assert " ".join(line.strip() for line in middle) == (
         "a number > 0 and at most 100; angstrom; default 6.0; "

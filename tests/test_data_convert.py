@@ -70,10 +70,7 @@ def test_frames_come_back(name, mixed):
     assert_holds("out", read(name, ":"))
     reported = "\n".join(lines)
     assert f"read {name}: 12 frames" in reported
-    assert (
-        "virial = -volume * stress (stress in eV/angstrom^3, positive under tension, as in ASE) in 10 frames"
-        in reported
-    )
+    assert "= -volume * stress (stress in eV/angstrom^3, positive under tension, as in ASE) in 10 frames" in reported
     assert ("kind_of_frame" in reported) == name.endswith(".db")
     folders = [path.parent.name for path in Path("out").rglob("type.raw")]
     assert all(folder.removesuffix("_open").isdigit() == mixed for folder in folders)
@@ -135,23 +132,17 @@ EVERY_LABEL = ("energy", "force", "virial", "atom_energy", "atom_pref", "hessian
 
 def assert_same_frames(name, origins, spec):
     """Check that a file has every number of other data bit for bit, in their order of frames and atoms."""
-    [own], sources = (
-        open_data([name], list(TYPES), EVERY_LABEL, **spec),
-        open_data(origins, list(TYPES), EVERY_LABEL, **spec),
-    )
+    [own], sources = (open_data(paths, list(TYPES), EVERY_LABEL, **spec) for paths in ([name], origins))
     frames = [source.frame(k) for source in sources for k in range(source.num_frames)]
     assert own.num_frames == len(frames)
     for k, expected in enumerate(frames):
         found = own.frame(k)
         assert (found.box is None) == (expected.box is None)
         assert found.labels.keys() == expected.labels.keys()
-        pairs = [(found.labels[label], value) for label, value in expected.labels.items()]
-        pairs += [
-            (getattr(found, part), getattr(expected, part))
-            for part in ("coord", "atom_type", "box", "fparam", "aparam")
-        ]
-        for value, of_origin in pairs:
-            np.testing.assert_array_equal(value, of_origin)
+        for label, value in expected.labels.items():
+            np.testing.assert_array_equal(found.labels[label], value)
+        for part in ("coord", "atom_type", "box", "fparam", "aparam"):
+            np.testing.assert_array_equal(getattr(found, part), getattr(expected, part))
 
 
 def write_everything():

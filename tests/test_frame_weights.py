@@ -81,9 +81,8 @@ def test_batches_that_are_added_up_or_filled_up_have_the_loss_of_one(name):
     whole = LossOverBatches(loss, [part for part, *_ in parts], 7e-4)
     shares = [whole.add(values, part) for part, values, _ in parts]
     assert sum(shares).item() == pytest.approx(total.item(), rel=SAME_MATH)
-    assert whole.displayed()["rmse_f" if "rmse_f" in shown else "mae_f"] == pytest.approx(
-        shown["rmse_f" if "rmse_f" in shown else "mae_f"].item(), rel=SAME_MATH
-    )
+    error = "rmse_f" if "rmse_f" in shown else "mae_f"
+    assert whole.displayed()[error] == pytest.approx(shown[error].item(), rel=SAME_MATH)
 
 
 def spoil(path, number=3):

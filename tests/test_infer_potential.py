@@ -163,12 +163,6 @@ KEPT = {
 }
 
 
-def compare(potential, kept, coord, types, box):
-    """Check one frame against a fresh search."""
-    found, fresh = (potential.evaluate(coord, types, box, kept=one) for one in (kept, None))
-    same(found, fresh, {"rtol": 0, "atol": 1e-12 * max(1.0, np.abs(fresh.energy).max())})
-
-
 @pytest.mark.parametrize("case", KEPT)
 def test_whatever_changes_between_two_frames_is_noticed(tmp_path, case):
     """Also by a list of its own for each image of a band, and if slots have means of their own, as files may have."""
@@ -188,8 +182,9 @@ def test_whatever_changes_between_two_frames_is_noticed(tmp_path, case):
             (coord + box[0], types, box), (30.0 * np.arange(NATOMS)[:, None] * np.eye(3)[0], types, None),
             (coord, types, 0.6 * box),  # smaller than the cutoff: atoms see their images
         ):  # fmt: skip
-            compare(potential, kept, *frame)
-            compare(potential, other, coord, types, box)
+            for one, (c, t, b) in ((kept, frame), (other, (coord, types, box))):
+                found, fresh = potential.evaluate(c, t, b, kept=one), potential.evaluate(c, t, b)
+                same(found, fresh, {"rtol": 0, "atol": 1e-12 * max(1.0, np.abs(fresh.energy).max())})
 
 
 # ---- copies, threads, processes

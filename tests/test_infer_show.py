@@ -24,10 +24,8 @@ def test_a_training_checkpoint_is_described(run):
     text = describe(run[0])
     assert text.splitlines()[0].startswith(f"{run[0]}: training checkpoint of dp-ema 0")
     assert row(text, "weights") == "live, step 7"
-    assert (
-        row(text, "average ")
-        == "ema: decay 0.99, 7 updates, looks back 4.5 steps on average (freeze it with --use-ema)"
-    )
+    average = "ema: decay 0.99, 7 updates, looks back 4.5 steps on average (freeze it with --use-ema)"
+    assert row(text, "average ") == average
     assert row(text, "elements") == "O H"
     assert row(text, "descriptor") == (
         "se_e2_a, rcut 4 angstrom (smooth from 1), sel 24 24, neuron 4-8, axis_neuron 4, float64"
@@ -43,10 +41,8 @@ def test_a_training_checkpoint_is_described(run):
 def test_a_frozen_file_is_described(run, tmp_path):
     text = describe(freeze(load_model(run[0], use_average=True), tmp_path / "m.dp").path)
     assert "frozen model of dp-ema 0" in text
-    assert (
-        row(text, "weights")
-        == "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
-    )
+    weights = "averaged weights (ema) of step 7: decay 0.99, 7 updates, looks back 4.5 steps on average"
+    assert row(text, "weights") == weights
     assert row(text, "sizes") == row(describe(run[0]), "sizes")
 
 

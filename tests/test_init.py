@@ -95,7 +95,7 @@ def test_every_model_and_size_can_be_trained(name, size, tmp_path):
     assert main(["train", "solid.yaml"]) == 0
 
 
-def test_steps_fill_the_time_that_is_given(monkeypatch, tmp_path):
+def test_steps_fill_the_time_and_too_little_time_or_a_file_that_is_there_is_reported(monkeypatch, tmp_path, capsys):
     data = str(write_system(tmp_path / "data", frames=8))
     monkeypatch.setattr(proposal, "measure_steps", lambda config, device: COST)
     found = propose(Wishes([data], [data], hours=1.0))
@@ -103,18 +103,11 @@ def test_steps_fill_the_time_that_is_given(monkeypatch, tmp_path):
     assert "0.5 s per step" in found.why["training.numb_steps"]
     assert found.values["validating"]["validation_freq"] == 710
 
-
-def test_too_little_time_says_how_much_is_needed(monkeypatch, tmp_path, capsys):
-    data = str(write_system(tmp_path / "data", frames=8))
     slow = replace(COST, step_of_first_epoch_s=2.0, step_s=2.0)
     monkeypatch.setattr(proposal, "measure_steps", lambda config, device: slow)
     assert main(["init", data, "--validation", data, "--hours", "0.01"]) == 2
     assert "a run needs 3 min 40 s (--hours 0.07) for 100 steps" in capsys.readouterr().err
     assert not Path("input.yaml").exists()
-
-
-def test_an_input_that_is_there_is_left_alone(tmp_path, capsys):
-    data = str(write_system(tmp_path / "data", frames=8))
     Path("input.yaml").write_text("mine")
     assert main(["init", data]) == 2
     assert "input.yaml: is there already. Name another file with -o" in capsys.readouterr().err
@@ -133,12 +126,9 @@ def test_a_slab_is_a_solid_and_a_molecule_alone_in_a_small_cell_is_a_molecule(va
     water = np.array([[0, 0, 0], [0.96, 0, 0], [-0.24, 0.93, 0]])
     small = [(["O", "H", "H"], water + rng.normal(scale=0.02, size=(3, 3)), 5 * np.eye(3)) for _ in range(12)]
     write_extxyz("molecule.extxyz", small)
-    assert (
-        propose(Wishes(["slab.extxyz"]))
-        .head[1]
-        .startswith("Data: solid (bonds continue from cell to cell, in 11 of 11")
-    )
-    assert propose(Wishes(["molecule.extxyz"])).head[1].startswith("Data: molecules (")
+    slab, molecule = (propose(Wishes([f"{name}.extxyz"])).head[1] for name in ("slab", "molecule"))
+    assert slab.startswith("Data: solid (bonds continue from cell to cell, in 11 of 11")
+    assert molecule.startswith("Data: molecules (")
 
 
 @pytest.mark.parametrize(("content", "message"), [

@@ -116,10 +116,7 @@ def start(tmp_path, monkeypatch, water_like, water_like_valid):
 
 
 def test_the_averaged_point_is_saved_and_validated_and_continues_under_other_names(start):
-    points = [
-        {"name": "a", "type": "ema", "decay": 0.9},
-        {"name": "b", "type": "schedule_free", "full_validation": True},
-    ]
+    points = [{"name": "a", "decay": 0.9}, {"name": "b", "type": "schedule_free", "full_validation": True}]
     options = {"validating__full_validation": True, "validating__validation_freq": 10}
     start("run", 20, {"training__averaging": points, **options})
     whole, x = load("model.ckpt-20.pt"), load("model_b.ckpt-20.pt")["model"]

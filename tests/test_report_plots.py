@@ -131,7 +131,8 @@ def test_nothing_of_a_figure_lies_beyond_its_edges(tmp_path, monkeypatch):
         (folder / "lcurve.out").write_text(LCURVE_TEXT)
         for name in ("", "_half_life_of_300_steps", "_equal_weights_from_epoch_2"):
             (folder / f"val{name}.log").write_text(VAL_TEXT.replace("best.ckpt", f"best{name}.ckpt"), encoding="utf-8")
-    plot_curves(runs, tmp_path / "x.png")
+    for drawn in (runs, runs[:1]):
+        plot_curves(drawn, tmp_path / "x.png")
     label = 10000.0 * np.random.default_rng(0).normal(size=400) - 7000000.0
     pairs = dict.fromkeys(("Energy", "Force", "Virial"), (label, label + 3, "eV/atom"))
     title = f"{'a_file_with_a_long_name' * 3}.pt: averaged weights (slow) of step 2,000,000: decay 0.9999; 4,000 frames"
@@ -142,7 +143,7 @@ def test_nothing_of_a_figure_lies_beyond_its_edges(tmp_path, monkeypatch):
         assert min(box.x0, box.y0) > -slack
         assert box.x1 < width + slack
         assert box.y1 < height + slack
-    assert len(seen) == 2
+    assert len(seen) == 3
 
 
 def test_curves_without_a_finite_error_are_refused(here, tmp_path):

@@ -139,8 +139,7 @@ def test_nothing_is_changed_and_half_written_lines_do_no_harm(runs, capsys):
 
 def test_the_status_of_a_run_needs_no_torch(runs):
     code = (
-        "import sys; from deepmd_ema.cli.main import main\n"
-        "assert main(['show', 'whole']) == 0\nassert 'torch' not in sys.modules"
+        "import sys; from deepmd_ema.cli.main import main; sys.exit(main(['show', 'whole']) or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -175,10 +174,8 @@ def test_a_pointer_that_names_no_checkpoint_is_not_shown(runs, capsys, named):
 def test_a_restart_adds_a_part_and_a_new_run_begins_anew(runs, monkeypatch):
     monkeypatch.chdir(runs / "stopped")
     run_training("input.json", restart="model.ckpt.pt", device="cpu")
-    assert [(p.first_step, p.step, p.ended) for p in read_record(".")] == [
-        (0, 4, "interrupted by SIGTERM"),
-        (4, 6, "ended"),
-    ]
+    record = [(p.first_step, p.step, p.ended) for p in read_record(".")]
+    assert record == [(0, 4, "interrupted by SIGTERM"), (4, 6, "ended")]
     run_training("input.json", device="cpu")
     assert [(p.first_step, p.step) for p in read_record(".")] == [(0, 6)]
     assert [p.first_step for p in read_record("earlier-1")] == [0, 4]
