@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,19 +22,6 @@ from deepmd_ema.report.curves import Curve
 
 def run_python(*words, **options):
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60, **options)
-
-
-@pytest.fixture
-def failing(monkeypatch):
-    """Make `dp-ema show X` raise a given exception."""
-
-    def install(error):
-        def run(_):
-            raise error
-
-        monkeypatch.setattr("deepmd_ema.cli.models.show", run)
-
-    return install
 
 
 def test_the_command_line_loads_nothing_heavy():
@@ -114,8 +102,8 @@ def test_a_wrong_command_line_gets_one_message(words, message, capsys):
      "dp-ema: out of memory (tried to allocate 20.00 GiB). Use a smaller batch_size"),
     (ZeroDivisionError("division\nby zero"), 1, "ZeroDivisionError: division by zero\nThis should not happen. Run"),
 ])  # fmt: skip
-def test_an_error_becomes_a_message_and_an_exit_code(failing, error, code, message, capsys):
-    failing(error)
+def test_an_error_becomes_a_message_and_an_exit_code(monkeypatch, error, code, message, capsys):
+    monkeypatch.setattr("deepmd_ema.cli.models.show", Mock(side_effect=error))
     assert cli.main(["show", "input.json"]) == code
     err = capsys.readouterr().err
     assert message in err
@@ -123,8 +111,8 @@ def test_an_error_becomes_a_message_and_an_exit_code(failing, error, code, messa
 
 
 @pytest.mark.parametrize("words", [["--debug", "show", "x"], ["show", "--debug", "x"], ["show", "x", "--debug"]])
-def test_debug_shows_the_traceback_wherever_it_is(failing, words, capsys):
-    failing(ZeroDivisionError("by zero"))
+def test_debug_shows_the_traceback_wherever_it_is(monkeypatch, words, capsys):
+    monkeypatch.setattr("deepmd_ema.cli.models.show", Mock(side_effect=ZeroDivisionError("by zero")))
     assert cli.main(words) == 1
     err = capsys.readouterr().err
     assert "Traceback (most recent call last)" in err

@@ -170,7 +170,18 @@ def test_an_input_of_version_1_is_read_with_a_note_for_each_change():
 
 # ---- nothing is ignored in silence
 
+SLOW = {"name": "slow", "decay": 0.99}
 WITHOUT_EFFECT = [
+    ({"training.averaging": [{**SLOW, "half_life_unit": "epochs"}]},
+     'training.averaging[0].half_life_unit = "epochs": no effect, decay is given'),
+    ({"training.averaging": [SLOW, {"type": "power", "name": "p", "sigma_rel": 0.05, "snapshot_freq": 5}]},
+     "training.averaging[1].snapshot_freq = 5: no effect, snapshots is false"),
+    ({"training.averaging": [{**SLOW, "ckpt_keep": 5}], "training.ckpt_keep_ratio": 0.5},
+     "training.averaging[0].ckpt_keep = 5: no effect, ckpt_keep_ratio says how many checkpoints are kept"),
+    ({"training.averaging": [{**SLOW, "full_validation": True}], "validating.full_val_start": 1},
+     "training.averaging[0].full_validation = true: no effect, validating.full_val_start = 1 means never"),
+    ({"training.averaging": [{**SLOW, "layout": "full_tensor"}]},
+     'training.averaging[0].layout = "full_tensor": no effect, every process holds all'),
     ({"validating.validation_freq": 10}, "validating.validation_freq = 10: no effect, full_validation and ema_full_"),
     ({"validating.full_validation": True, "validating.save_best": False, "validating.max_best_ckpt": 3},
      "validating.max_best_ckpt = 3: no effect, save_best is false"),
@@ -239,10 +250,7 @@ model:
 learning_rate: {type: exp, start_lr: 1e-3, stop_lr: 1.0e-08}
 loss: {start_pref_e: .02, limit_pref_e: 1}
 training:
-  training_data:
-    systems:
-    - data
-    batch_size: 1
+  training_data: {systems: [data], batch_size: 1}
   validation_data: {systems: [validation]}
   numb_steps: 2000
 validating: {}

@@ -41,13 +41,10 @@ def expected_neighbors(frame, atom, layout):
     for k, kind in enumerate(sections):
         chosen = [p for p in mine if kind is None or frame.atom_type[pairs.j[p]] == kind]
         chosen = sorted(chosen, key=lambda p: np.linalg.norm(vector[p]))[: layout.sel[k]]
-        out.append([(pairs.j[p], vector[p]) for p in chosen if not is_excluded(frame, atom, pairs.j[p], layout)])
+        kinds = [(int(frame.atom_type[atom]), int(frame.atom_type[pairs.j[p]])) for p in chosen]
+        kept = [p for p, k in zip(chosen, kinds) if not {k, k[::-1]} & layout.excluded_pairs]
+        out.append([(pairs.j[p], vector[p]) for p in kept])
     return out
-
-
-def is_excluded(frame, i, j, layout):
-    a, b = int(frame.atom_type[i]), int(frame.atom_type[j])
-    return (a, b) in layout.excluded_pairs or (b, a) in layout.excluded_pairs
 
 
 def check_batch(batch, frames, layout):

@@ -48,14 +48,11 @@ def peak_mb(run):
         tracemalloc.stop()
 
 
-def test_a_scan_holds_few_bytes_of_each_frame(molecules):
+def test_a_scan_holds_few_bytes_of_each_frame_and_training_batches_none(molecules):
     [system] = open_data([str(molecules)], ["O", "H"], LABELS)
     peak = peak_mb(lambda: scan_system(system, 2, 4.0))
     assert peak < 1.5 + 60 * FRAMES / 1e6 < 0.3 * ARRAYS_MB
 
-
-def test_training_batches_take_no_memory_of_their_set(molecules):
-    [system] = open_data([str(molecules)], ["O", "H"], LABELS)
     sampler = Sampler([system.num_frames], [system.frame_sizes], 8, seed=1)
     sampler.batch(0)  # the order of an epoch takes 8 bytes of each frame
     cache = PairCache()

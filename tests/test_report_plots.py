@@ -38,30 +38,23 @@ def run(tmp_path):
     return folder
 
 
-@pytest.fixture
-def run_of_tasks(tmp_path):
-    """Files of a run of the tasks ice and ice_ih, where ice_ih_ema could be an average of the first by its name."""
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    (folder / "out.json").write_text(json.dumps({"model": {"model_dict": {"ice": {}, "ice_ih": {}}}}))
+def test_files_of_tasks_know_their_task_and_weights(tmp_path):
+    """By the names of tasks: ice_ih_ema could be an average of ice."""
+    (tmp_path / "out.json").write_text(json.dumps({"model": {"model_dict": {"ice": {}, "ice_ih": {}}}}))
     rows = LCURVE_TEXT.splitlines()
     names = [f"{name}_{task}" for task in ("ice", "ice_ih") for name in rows[0].split()[2:-1]]
     values = [[*row.split()[:-1], *row.split()[1:-1], row.split()[-1]] for row in rows[2:]]
     lines = [f"# step {' '.join(names)} lr", *(" ".join(row) for row in values)]
-    (folder / "lcurve.out").write_text("\n".join(lines) + "\n")
-    for name in ("ice", "ice_ih", "ice_ema", "ice_ih_ema"):
-        (folder / f"val_{name}.log").write_text(VAL_TEXT.replace("best.ckpt", f"best_{name}.ckpt"), encoding="utf-8")
-    return folder
-
-
-def test_files_of_tasks_know_their_task_and_weights(run_of_tasks):
-    found = [Curve(run_of_tasks / f"val_{name}.log") for name in ("ice", "ice_ih", "ice_ema", "ice_ih_ema")]
-    assert [(c.task, c.weights) for c in found] == [
-        ("ice", "live"), ("ice_ih", "live"), ("ice", "ema"), ("ice_ih", "ema"),
-    ]  # fmt: skip
-    (whole,) = Curve(run_of_tasks / "val_ice.log").of_tasks()
+    (tmp_path / "lcurve.out").write_text("\n".join(lines) + "\n")
+    expected = {"ice": ("ice", "live"), "ice_ih": ("ice_ih", "live"), "ice_ema": ("ice", "ema"),
+                "ice_ih_ema": ("ice_ih", "ema")}  # fmt: skip
+    for name, of in expected.items():
+        path = tmp_path / f"val_{name}.log"
+        path.write_text(VAL_TEXT.replace("best.ckpt", f"best_{name}.ckpt"), encoding="utf-8")
+        assert (Curve(path).task, Curve(path).weights) == of
+    (whole,) = Curve(tmp_path / "val_ice.log").of_tasks()
     assert whole.task == "ice"
-    first, second = Curve(run_of_tasks / "lcurve.out").of_tasks()
+    first, second = Curve(tmp_path / "lcurve.out").of_tasks()
     assert (first.task, second.task) == ("ice", "ice_ih")
     assert {"rmse_e_val", "rmse_f_trn", "lr"} <= set(first.columns)
     assert first.columns.keys() == second.columns.keys()
