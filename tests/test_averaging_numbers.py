@@ -234,7 +234,8 @@ def test_a_model_without_trained_parameters_is_an_error(net):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_live_weights_averages_and_states_are_the_same_bits_inside_and_after_a_swap(profile, dtype):
     net = make_net(dtype=dtype)
-    bank = AverageBank(net, [profile, EmaProfile("slow", 0.999, warmup=False)])
+    late = EmaProfile("late", 0.9, start_step=100)  # it still is the live weights
+    bank = AverageBank(net, [profile, EmaProfile("slow", 0.999, warmup=False), late])
     train(net, bank, range(6))
     live, state = copies(net), bank.state_dict()
     averages = {name: bank.weights(name) for name in bank.names}
@@ -247,6 +248,8 @@ def test_live_weights_averages_and_states_are_the_same_bits_inside_and_after_a_s
                 assert_same(bank.weights(name), averages[name])
         assert_same(copies(net), live)
         assert_same(bank.weights("ema"), averages["ema"])
+    with bank.swapped_in("late"):
+        assert_same(copies(net), live)
 
 
 def test_what_would_mix_live_and_averaged_weights_is_refused_inside_a_swap(net):

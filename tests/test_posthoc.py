@@ -190,10 +190,14 @@ def flip_a_bit(copy):
     path.write_bytes(bytes(content))
 
 
-def without_validation(payload):
-    """Return the config of a file whose run has no validation data."""
-    payload["config"]["training"]["validation_data"] = None
-    return payload["config"]
+def validated_on(data):
+    """Return the config of a file whose run has other validation data."""
+
+    def changed(payload):
+        payload["config"]["training"]["validation_data"] = data
+        return payload["config"]
+
+    return {"config": changed}
 
 
 P05, P10, LAST = "snapshots/model_p05.ckpt-60.pt", "snapshots/model_p10.ckpt-40.pt", "model.ckpt-400.pt"
@@ -223,7 +227,8 @@ P05, P10, LAST = "snapshots/model_p05.ckpt-60.pt", "snapshots/model_p10.ckpt-40.
             (P05, {"average": lambda p: {**p["average"], "should_update": "every_second"}}), [],
             "updated when every_second decided",
         ),
-        ((LAST, {"config": without_validation}), [], "no training.validation_data to rank averages with. Give systems"),
+        ((LAST, validated_on({"systems": ["nowhere"]})), [], "These are the validation data of the run's input. Give others"),
+        ((LAST, validated_on(None)), [], "no training.validation_data to rank averages with. Give systems"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_reported_before_the_work_and_nothing_is_written_over(copy, capsys, spoil, words, phrase):
@@ -244,7 +249,7 @@ def test_what_is_wrong_is_reported_before_the_work_and_nothing_is_written_over(c
 
 
 def test_the_data_of_the_run_are_not_needed_where_others_are_given(copy, tmp_path, water_like_valid, capsys):
-    change(copy / LAST, config=without_validation)
+    change(copy / LAST, **validated_on(None))
     assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.06", "-s", str(water_like_valid)]) == 0
     (tmp_path / "other.json").write_text(json.dumps(tiny_input([water_like_valid], [water_like_valid])))
     assert cli.main(["posthoc", str(copy), "--sigma-rel", "0.06", "--valid-data", str(tmp_path / "other.json")]) == 0
