@@ -227,7 +227,7 @@ P05, P10, LAST = "snapshots/model_p05.ckpt-60.pt", "snapshots/model_p10.ckpt-40.
             (P05, {"average": lambda p: {**p["average"], "should_update": "every_second"}}), [],
             "updated when every_second decided",
         ),
-        ((LAST, validated_on({"systems": ["nowhere"]})), [], "These are the validation data of the run's input. Give others"),
+        ((LAST, validated_on({"systems": ["nowhere"]})), [], "the validation data of the run's input. Give others"),
         ((LAST, validated_on(None)), [], "no training.validation_data to rank averages with. Give systems"),
     ],
 )  # fmt: skip
