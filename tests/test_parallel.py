@@ -209,6 +209,7 @@ def test_ranks_hold_the_parts_that_are_promised_agree_on_the_rest_and_take_part_
             assert len({h["digests"][name] for h in held}) == 1
     assert held[0]["counts"]["validated", "slow"] == STEPS // 5
     assert held[0]["counts"]["written", "flat"] == 2
+    assert held[0]["facts"]["whole"]["decay"] == pytest.approx(0.5 ** (16 / 3 / 24))  # 16 frames in 3 steps
     assert all(h["counts"] == held[0]["counts"] and h["facts"] == held[0]["facts"] for h in held)
 
 

@@ -209,7 +209,7 @@ def with_steam(values):
     return values
 
 
-@pytest.mark.parametrize(("way", "change"), [("all", "added"), ("nothing", "removed")])
+@pytest.mark.parametrize(("way", "change"), [("all", "added"), ("all", "removed"), ("nothing", "removed")])
 def test_tasks_that_stay_continue_bitwise_when_another_comes_or_goes(way, change, desk, capsys):
     # room for a third case
     few = json.loads(json.dumps(input_of(way)).replace('"dim_case_embd": 2', '"dim_case_embd": 3'))
