@@ -134,6 +134,8 @@ BROKEN = [
      "validating.full_validation = true ... needs training.validation_data"),
     ({"validating.full_validation": True, "validating.full_val_file": "./lcurve.out"},
      "validating.full_val_file: validation of live would be written to lcurve.out, as the learning curve of live is. "),
+    ({"validating.ema_full_validation": True, "validating.full_val_start": 1.0},
+     'validating.ema_full_validation = true: needs "enable_ema": true'),
     ({"validating.full_validation": True, "validating.early_stop": {"patience": 3, "weights": "ema"}},
      'validating.early_stop.weights = "ema" ... no full validation. With it: live.'),
     ({"validating.full_validation": True, "validating.validation_metric": "S:RMSE", "loss.start_pref_v": 1},
@@ -186,11 +188,6 @@ def test_values_that_no_file_holds_are_refused(values):
 @pytest.mark.parametrize(("changes", "text"), BROKEN, ids=[text for _, text in BROKEN])
 def test_a_broken_rule_has_a_message(changes, text):
     assert_refused(spoiled(changes), text)
-
-
-def test_validation_of_the_short_form_needs_the_short_form():
-    (found,) = problems_of(spoiled({"validating.ema_full_validation": True, "validating.full_val_start": 1.0}))
-    assert found.startswith('input.json: validating.ema_full_validation = true: needs "enable_ema": true')
 
 
 def test_mixed_precision_is_accepted_with_one_line():
