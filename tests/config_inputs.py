@@ -1,7 +1,5 @@
 """A good input as a dictionary, and ways to spoil it, for the tests of the config."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Loggers of another distribution: one that appends lines of JSON to a file, and one that raises."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import ClassVar

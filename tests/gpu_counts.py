@@ -6,8 +6,6 @@ The models are toy models with 2 elements and as many layers as usual: 3 of embe
 attention, 3 of repformer and repflow. The number of kernels depends on these, not on widths and numbers of atoms.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Model files with random weights, as a run would write them, without a run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import tiny_input, training_parts

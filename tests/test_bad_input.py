@@ -1,7 +1,5 @@
 """Bad inputs through the real command line: one screen that names the place and what to do, and exit code 2."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

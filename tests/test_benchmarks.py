@@ -1,7 +1,5 @@
 """The programs of the benchmarks start, and the smallest forms of those that take seconds run to their page."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

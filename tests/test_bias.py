@@ -1,7 +1,5 @@
 """The output bias fitted to data with the weights a model has: what is zero after it, and what stays as it was."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

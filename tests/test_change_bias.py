@@ -1,7 +1,5 @@
 """`dp-ema change-bias`: the bias it finds, what it leaves alone, and one message for each mistake."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

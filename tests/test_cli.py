@@ -1,7 +1,5 @@
 """The command line: what it takes, what it refuses and how, and with which exit code it leaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

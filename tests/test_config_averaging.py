@@ -1,7 +1,5 @@
 """``training.averaging``: a list of averages, each chosen by its type and checked as strictly as the rest."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Mistakes of an input get one message each, with place, what was found, what is expected and what to do."""
 
-from __future__ import annotations
-
 import re
 import time
 

@@ -1,7 +1,5 @@
 """The manual and the JSON Schema follow from the declarations."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks of the data: each fault is reported with file and frame, and sound data raise no suspicion."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

@@ -1,7 +1,5 @@
 """Results of checks that a start remembers: nothing is read twice, and nothing that has changed is trusted."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

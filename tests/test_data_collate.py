@@ -1,7 +1,5 @@
 """Batches against brute force: order of atoms, slots, truncation, exclusion, images, reverse slots, labels."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import numpy as np

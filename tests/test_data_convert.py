@@ -1,7 +1,5 @@
 """Data of any format become folders or extended XYZ: every number comes back, and nothing is dropped without a word."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Units and signs: found by identities of energies, forces and virials and by bounds of lengths, or not verified."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

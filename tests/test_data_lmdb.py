@@ -1,7 +1,5 @@
 """DeePMD-kit's LMDB data sets as training data."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from helpers import open_data, toy_frame, toy_labels

@@ -1,7 +1,5 @@
 """The loader: the same batches from any start, errors that surface, threads that end, caches that are bounded."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import fields
 

@@ -1,7 +1,5 @@
 """Reading deepmd/npy, deepmd/npy/mixed and HDF5; one message about a file that does not fit, is damaged or absurd."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """The order of batches: every frame once per epoch, random access, shares of ranks, probabilities, batch rules."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

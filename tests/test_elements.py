@@ -1,7 +1,5 @@
 """Weights taken over to a model of other elements: the same atoms have the same energies, for every descriptor."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from toy_models import SECTIONS, TRICLINIC, TYPES, disturb, evaluate, model_section, toy_atoms, toy_model

@@ -1,7 +1,5 @@
 """Freeze: what is in the file, that it is the same model, and that nothing is lost when it fails."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

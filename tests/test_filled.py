@@ -1,7 +1,5 @@
 """Batches filled up for compiled code: what a model predicts, and its derivatives, are those of the batch."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

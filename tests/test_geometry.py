@@ -1,7 +1,5 @@
 """Neighbor search and statistics against brute force, for every kind of cell."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Second derivatives as labels: read from every format, trained on, shown, tested."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The ASE calculator against central differences and the Python interface."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Deviations of models and neighbor statistics of data: formulas, files, commands, and the numbers of DeePMD-kit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

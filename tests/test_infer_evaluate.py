@@ -1,7 +1,5 @@
 """`dp-ema test`: the numbers, what is printed, what is written."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The Python interface: shapes, one message for each wrong array, kept neighbors, copies, threads and processes."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """`dp-ema show`: what it says of every kind of file."""
 
-from __future__ import annotations
-
 import json
 
 from infer_models import run as run

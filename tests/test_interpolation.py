@@ -1,7 +1,5 @@
 """Embedding nets as series in training and as tables in evaluation: errors, numbers of terms, restarts, new weights."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from pathlib import Path

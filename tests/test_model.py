@@ -1,7 +1,5 @@
 """Parts of the model, one by one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

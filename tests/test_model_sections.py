@@ -1,7 +1,5 @@
 """Sections of models: mistakes in them by name, options without effect, numbers of neighbors, statistics by part."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Activations of a CPU, sums over neighbors, views of a neighborhood and switches, each against its definition."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Compiled models (``.pt2``): the function that is compiled, and the file that comes of it."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Compiled files that are damaged or made to do harm, and what is reported of trust in them."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 

@@ -1,7 +1,5 @@
 """Learning curves and parity plots: what is read, what is drawn, what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

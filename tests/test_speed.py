@@ -1,7 +1,5 @@
 """Reading of times, and growth up to the memory of the machine, in the benchmark of speed."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Statistics of data before training."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

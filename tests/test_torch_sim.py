@@ -1,7 +1,5 @@
 """The model for torch-sim: its own checks, the results of single systems, relaxations and dynamics of several."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

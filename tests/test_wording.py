@@ -3,8 +3,6 @@
 `python tests/test_wording.py [PATH ...]` prints what is found, as places and words.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """Evaluation of models by DeePMD-kit in its own environment, and comparison of numbers and files."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -11,8 +11,6 @@ The options are those of the sections' classes: both values of a flag, all choic
 ``VALUES``; some by their other spellings.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ read here, converted, and trained on; biases of the elements after a fine-tuning
 models themselves are in tests/test_model_golden.py and tests/test_interchange.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

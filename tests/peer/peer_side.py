@@ -14,8 +14,6 @@ Energies, forces and virials of the frames in ``frames`` are written to ``out``.
 ``out``.error.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """The loss of a batch and its gradient by every parameter, beside DeePMD-kit's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 They need DeePMD-kit 3.2.0 in a virtual environment of its own: DP_PEER=DIR python -m pytest -m nightly tests/peer
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

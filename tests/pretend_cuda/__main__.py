@@ -1,7 +1,5 @@
 """Builds the pretended device if its sources have changed, and runs a module or a script with it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
