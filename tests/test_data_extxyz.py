@@ -1,7 +1,5 @@
 """Extended XYZ files as training data: read as ASE reads them, every name and every fault reported."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -96,21 +94,6 @@ def test_frames_are_those_that_ase_reads(tmp_path):
             stress = -frame.labels["virial"].reshape(3, 3) / atoms.get_volume()
             np.testing.assert_allclose(stress, atoms.get_stress(voigt=False), rtol=1e-12, atol=1e-15)
         assert source.where(k) == (str(tmp_path / "a.extxyz"), k, 12)
-
-
-def test_chunks_pad_smaller_frames_and_hold_frames_of_the_same_arrays(tmp_path):
-    write_toy(tmp_path / "a.extxyz", 10)
-    source = open_one(str(tmp_path / "a.extxyz"))
-    chunks = list(source.chunks())
-    assert [(chunk.first, len(chunk.types)) for chunk in chunks] == [(0, 4), (4, 1), (5, 4), (9, 1)]  # the cell
-    for chunk in chunks:
-        assert ("box" in chunk.arrays) == (chunk.first not in (4, 9))
-        for k in range(len(chunk.types)):
-            frame, exists = source.frame(chunk.first + k), chunk.types[k] >= 0
-            np.testing.assert_array_equal(chunk.types[k][exists], frame.atom_type)
-            np.testing.assert_array_equal(chunk.arrays["coord"][k][exists], frame.coord)
-            np.testing.assert_array_equal(chunk.arrays["force"][k][exists], frame.labels["force"])
-            assert chunk.arrays["energy"][k] == frame.labels["energy"]
 
 
 @pytest.mark.parametrize(("head", "virial"), [

@@ -310,16 +310,6 @@ def test_a_task_without_a_head_continues_from_the_model_of_its_name_and_another_
             assert torch.equal(steam[name], first[name]) == name.startswith("descriptor"), name
 
 
-def test_what_tasks_share_comes_from_the_first_and_cases_stay_apart(runs, desk):
-    before = load(runs / "nothing.pt")["model"]
-    after = start("all", "--finetune", str(runs / "nothing.pt"), water="ice")
-    for task in ("water", "ice"):
-        assert_same(without(OF_TASK, of(task, after)), without(OF_TASK, of("ice", before)))
-    # ice continues with its case, water cannot have the same with the same network
-    for task in ("water", "ice"):
-        assert torch.equal(of(task, after)["fitting.case_embd"], of(task, before)["fitting.case_embd"])
-
-
 def test_several_tasks_start_from_one_model(runs, desk, capsys):
     before = load(runs / "one.pt")["model"]
     after = start("nothing", "--finetune", str(runs / "one.pt"), water="Default")
@@ -329,12 +319,6 @@ def test_several_tasks_start_from_one_model(runs, desk, capsys):
         for name in (name for name in before if name.endswith("weight")):
             same = name.startswith("descriptor") or task == "water"
             assert torch.equal(now[name], before[name]) == same, (task, name)
-
-    def widen(values):
-        values["model"]["model_dict"]["ice"]["fitting_net"]["neuron"] = [6]
-
-    assert train_tasks("nothing", "--finetune", str(runs / "one.pt"), change=widen, ice="Default") == 2
-    assert '"finetune_head": "RANDOM" in model.model_dict.ice' in capsys.readouterr().err
 
 
 def test_the_sections_of_a_file_are_taken_for_several_tasks(desk):
