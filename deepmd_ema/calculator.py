@@ -33,6 +33,8 @@ _MEMORY_KEPT = 512 << 20  # bytes, for the next step
 class DP(Calculator):
     """Energies (eV), forces (eV/angstrom) and stress (eV/angstrom^3) of a trained model in ASE.
 
+    Of a model of another quantity it has only this property: ``dipole``, ``polarizability``, ``dos``, or its name.
+
     It can be copied and pickled. Several threads may share one, which then computes for one of them at a time.
 
     A model that takes frame or atomic parameters gets those of ``calc.set(fparam=..., aparam=...)``, else those in
@@ -72,6 +74,8 @@ class DP(Calculator):
         self._neighbors = KeptPairs(skin) if skin else None
         self._conditions: dict[str, Any] = {}
         self.potential = model if isinstance(model, Potential) else Potential(model, device=device, head=head)
+        if not self.potential.predicts_energies:
+            self.implemented_properties = [self.potential.config.fitting_net.labels[0].partition("[")[0]]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, without the lock."""
@@ -132,6 +136,9 @@ class DP(Calculator):
         self._conditions = self._conditions_of(now)
         where = now.get_positions(), self._types(now), self._box(now)
         found = self.potential.evaluate(*where, **self._conditions, kept=self._neighbors)
+        if not self.potential.predicts_energies:
+            self.results = {found.name: found.value[0]}
+            return
         energy = float(found.energy[0])
         self.results = {
             "energy": energy,

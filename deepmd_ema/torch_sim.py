@@ -74,6 +74,8 @@ class DPModel(ModelInterface):
             raise UserError(f"skin = {skin}: expected a length in angstrom, 0 to search neighbors at every step.")
         where = None if device is None else str(device)
         self.potential = model if isinstance(model, Potential) else Potential(model, device=where, head=head)
+        if not self.potential.predicts_energies:
+            raise UserError(f"{self.potential.info.path}: predicts no energies and forces, which torch-sim needs.")
         for name, number in self.potential.num_conditions.items():
             if number and (name == "aparam" or not self.potential.default_fparam):
                 raise UserError(

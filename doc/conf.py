@@ -32,7 +32,14 @@ copyright = "the developers of dp-ema"
 root_doc = "doc/README"
 highlight_language = "text"
 smartquotes = False  # `--pt` in a table stays as it is
-include_patterns = ["*.md", "doc/**.md", "benchmarks/**.md", "examples/README.md", "configs/README.md"]
+include_patterns = [
+    "*.md",
+    "doc/**.md",
+    "benchmarks/**.md",
+    "examples/README.md",
+    "examples/infrared/README.md",
+    "configs/README.md",
+]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "options"]
 
 myst_enable_extensions = ["dollarmath"]

@@ -118,8 +118,8 @@ SLOW_MODULES = {
     "test_interpolation", "test_kill", "test_loggers", "test_mixed_batches", "test_optim_muon", "test_parallel",
     "test_parallel_faults", "test_parallel_launch", "test_posthoc", "test_pt2",
     "test_replay", "test_report_plots", "test_run_report", "test_sharded_checkpoint", "test_short_range",
-    "test_test_data", "test_torch_sim", "test_train", "test_train_averages", "test_train_sharing",
-    "test_train_tasks", "test_validation_fraction",
+    "test_test_data", "test_torch_sim", "test_train", "test_train_averages", "test_train_quantities",
+    "test_train_sharing", "test_train_tasks", "test_validation_fraction",
 }  # fmt: skip
 SLOW_LAWS = (
     "test_every_option_of_a_descriptor_has_right_derivatives_and_is_in_its_tree",

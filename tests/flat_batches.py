@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.config.labels import LABELS, WEIGHTS
+from deepmd_ema.config.labels import LABELS
 
-COMPARED = tuple(name for name in LABELS if name not in WEIGHTS)
+COMPARED = tuple(name for name, label in LABELS.items() if label.symbol)  # of energies and what follows from them
 
 
 def flat_batch(frames, num_types=2, names=COMPARED):

@@ -48,7 +48,7 @@ def test_gradients_of_batches_add_up_to_that_of_all_their_frames(name, frames_of
     loss = EnergyLoss(config, 1e-3, World())
 
     def evaluated(frames):
-        batch = flat_batch([labelled[k] for k in frames], names=config.labels)
+        batch = flat_batch([labelled[k] for k in frames], names=config.labels(()))
         return batch, {k: v.requires_grad_() for k, v in predicted([guess[k] for k in frames], batch).items()}
 
     batch, prediction = evaluated([k for frames in frames_of_parts for k in frames])

@@ -123,7 +123,7 @@ WRONG = [
      "validating.test_data_dict.c: no task of model.model_dict. There: water, ice"),
     ({"model__model_dict__ice__descriptor": "dpaa"}, "model.model_dict.ice.descriptor ... Did you mean dpa?"),
     ({"model__shared_dict__other": DPA}, "model.shared_dict.other ... no model of model.model_dict"),
-    ({"model__model_dict__ice__fitting_net": {"type": "dos"}},
+    ({"model__model_dict__ice__fitting_net": {"type": "population"}},
      "model.model_dict.ice.fitting_net.type ... not available in dp-ema"),
     ({"loss": {}}, "loss ... There it is loss_dict.TASK."),
     ({"model__shared_dict__dpa": GOOD["model"]["descriptor"], "model__model_dict__ice__descriptor": "dpa:1"},

@@ -1,7 +1,5 @@
 """Checkpoints of DeePMD-kit: read to its numbers, converted, written to the bit, taken by its commands."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -254,6 +252,24 @@ def test_a_checkpoint_of_deepmd_kit_is_written_as_it_was(tmp_path):
                 assert torch.equal(ours[key], value), key
                 assert ours[key].dtype == value.dtype, key
         assert ours["_extra_state"]["train_infos"]["step"] == theirs["_extra_state"]["train_infos"]["step"]
+
+
+def test_types_without_dipoles_are_excluded_in_checkpoints_of_deepmd_kit_whose_sel_type_has_no_effect(tmp_path):
+    """Its torch backends ignore ``sel_type``: dipoles of the other types were added in DeePMD-kit."""
+    config, model = toy_model(fitting_changes={"type": "dipole", "sel_type": [0]})
+    path = tmp_path / "model.pt"
+    write_deepmd_pt(path, {"": (config, model, FACTS)})
+    same_bits(load_model(path).model, model)
+    payload = torch.load(path, weights_only=True)
+    section = payload["model"]["_extra_state"]["model_params"]
+    others = [*range(1, len(config.type_map))]
+    assert section["atom_exclude_types"] == others
+    assert "sel_type" not in section["fitting_net"]
+    section["atom_exclude_types"] = []
+    for name in ("sel_type", "dipole_type"):
+        section["fitting_net"] = {"type": "dipole", "neuron": config.fitting_net.neuron, name: [0]}
+        torch.save(payload, path)
+        assert not load_model(path).config.excluded_types
 
 
 @pytest.fixture(scope="module")

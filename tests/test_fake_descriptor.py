@@ -1,7 +1,5 @@
 """Another distribution adds a descriptor without `sel` and `neuron`: it goes the whole way; broken ones are named."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import json
@@ -122,7 +120,7 @@ def laws():
     """Yield every law with the cases that are not about options of one descriptor."""
     for name, law in vars(test_laws).items():
         names = inspect.signature(law).parameters if name.startswith("test_") else ()
-        if "descriptor" not in names or "number" in names:  # of the options of one descriptor
+        if "descriptor" not in names or {"number", "quantity"} & {*names}:  # of the options of one, or of its vectors
             continue
         marks = [m.args for m in law.pytestmark if m.name == "parametrize" and m.args[0] != "descriptor"]
         # one beside the descriptor, such as its options

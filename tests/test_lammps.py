@@ -1,11 +1,10 @@
 """LAMMPS: the lines that `freeze` prints, and a run of them with the file."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,14 @@ import torch
 from helpers import toy_frame
 from infer_models import write_run
 from torch.torch_version import TorchVersion
-from toy_models import SECTIONS, toy_model
+from toy_models import SECTIONS, toy_model, write_dp
 
 from deepmd_ema import cli
 from deepmd_ema.infer.load import LoadedModel, Provenance
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.interop import freeze as export
 from deepmd_ema.interop import pt2
+from deepmd_ema.interop.deepmd_kit import copy_with_task_dim
 
 ROOT = Path(__file__).resolve().parents[1]
 LAMMPS = os.environ.get("DP_LAMMPS")  # an environment with DeePMD-kit 3.2.0, its LAMMPS and dp-ema: doc/potential.md
@@ -62,6 +62,53 @@ def test_compiled_models_that_pass_messages_need_a_map_of_atoms_and_run_on_one_r
     assert ("in LAMMPS on one rank; for several: dp-ema freeze -o m.pth (tried: " in compiled) == passes
     assert "atom_modify" not in other
     assert "one rank" not in other
+
+
+def test_dipoles_are_computed_beside_a_pair_style_that_reaches_as_far():
+    found = lines_of("se_e2_a", "run/w.pth", fitting_changes={"type": "dipole"}, type_map=["Na", "O", "H"])
+    assert [line.split() for line in found.splitlines()[1:]] == [
+        ["units", "metal"],
+        ["pair_style", "zero", "4", *["#", "or", "another", "one", "that", "reaches", "as", "far"]],
+        ["pair_coeff", "*", "*"],
+        ["compute", "ID", "all", "deeptensor/atom", "run/w.pth", *["#", "atom", "types:", "Na", "O", "H"]],
+    ]
+    assert not lines_of("dpa3", "w.pth", fitting_changes={"type": "dipole"})
+    assert not lines_of("se_e2_a", "w.pth", fitting_changes={"type": "polar"})
+
+
+def test_a_file_of_dipoles_has_the_method_that_lammps_calls(tmp_path):
+    method = "  def get_type_map(self: __torch__.DipoleModel) -> List[str]:\n    return []\n"
+    with zipfile.ZipFile(tmp_path / "old", "w") as file:
+        file.writestr("m/code/dipole_model.py", method)
+        file.writestr("m/data/0", b"\0\1")
+    copy_with_task_dim(tmp_path / "old", tmp_path / "new")
+    copy_with_task_dim(tmp_path / "new", tmp_path / "again")  # nothing to add
+    for name in ("new", "again"):
+        with zipfile.ZipFile(tmp_path / name) as file:
+            added = "  def get_task_dim(self: __torch__.DipoleModel) -> int:\n    return 3\n"
+            assert file.read("m/code/dipole_model.py").decode() == added + method
+            assert file.read("m/data/0") == b"\0\1"
+
+
+@in_lammps
+def test_the_printed_lines_compute_our_dipoles_in_lammps(tmp_path, capsys):
+    config, model = toy_model(fitting_changes={"type": "dipole", "sel_type": [0]})
+    write_dp(tmp_path / "m.dp", model, config)
+    words = ["freeze", "-c", str(tmp_path / "m.dp"), "-o", str(tmp_path / "m.pth"), "--dp", f"{LAMMPS}/bin/dp"]
+    assert cli.main(words) == 0
+    coord, types, box = toy_frame(np.random.default_rng(0), 12)
+    known = Potential(tmp_path / "m.dp", device="cpu").evaluate(coord, types, box).atom_dipole[0]
+    units, pair_style, after = capsys.readouterr().out.partition("in LAMMPS")[2].partition("pair_style")
+    (tmp_path / "frame").write_text(data_file(coord, types, box, len(config.type_map)))
+    columns = " ".join(f"c_ID[{k}]" for k in (1, 2, 3))
+    (tmp_path / "in").write_text(
+        f"{units.partition(chr(10))[2]}\natom_modify map yes\nread_data frame\nmass * 1.0\n{pair_style}{after}\n"
+        f"thermo_style custom step pe press lx\ndump d all custom 1 dipoles id {columns}\n"
+        "dump_modify d sort id format float %.17g\nrun 0\n"
+    )
+    run_lammps(tmp_path, 1)
+    found = np.loadtxt(tmp_path / "dipoles", skiprows=9)[:, 1:]
+    np.testing.assert_allclose(found, known, rtol=0, atol=1e-10 * np.abs(known).max())
 
 
 @pytest.mark.parametrize("version", ["2.8.0+cpu", "2.9.1+cu128"])

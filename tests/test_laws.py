@@ -466,3 +466,123 @@ def test_a_step_does_not_wait_for_the_device_and_all_tensors_are_on_it(descripto
         sum(value.square().sum() for value in model(batch).values()).backward()
     assert all(p.grad.device.type == "meta" for p in model.parameters() if p.requires_grad)
     assert model.eval()(batch, need_hessian=True)["hessian"].shape == (12**2 + 9**2,)
+
+
+# ---- quantities that are no energies
+
+
+def turned_tensors(value, turn):
+    """Return symmetric tensors (..., 9) after a turn of the frame."""
+    tensors = value.reshape(-1, 3, 3)
+    close(tensors, tensors.swapaxes(1, 2))
+    return (turn.T @ tensors @ turn).reshape(value.shape)
+
+
+def unchanged(value, turn):
+    return value
+
+
+# networks of what is no energy: their sections, and the value after a turn of the frame
+QUANTITIES = {
+    "dipole": ({"type": "dipole"}, lambda value, turn: value @ turn),
+    "polar": ({"type": "polar", "fit_diag": False, "scale": [1.0, 0.5, 2.0]}, turned_tensors),
+    "polar_diagonal": ({"type": "polar", "shift_diag": False}, turned_tensors),
+    "property": (
+        {"type": "property", "property_name": "gap", "intensive": True, "task_dim": 2},
+        lambda value, _: value,
+    ),
+    "extensive": ({"type": "property", "property_name": "m", "distinguish_types": False}, unchanged),
+    "dos": ({"type": "dos", "numb_dos": 4}, unchanged),
+}
+WITH_VECTORS = [
+    name
+    for name in (*sorted(DESCRIPTORS), *VARIANTS)
+    if getattr(model_config_from_dict(model_section(name)).descriptor, "has_frames", False)
+    and not name.startswith("table")
+]
+MAIN = ("se_e2_a", "se_atten", "dpa2", "dpa3")
+every_quantity = pytest.mark.parametrize(
+    ("quantity", "descriptor"),
+    [
+        *product(["dipole"], WITH_VECTORS),
+        *product(["polar", "polar_diagonal"], MAIN),
+        *product(["dos"], sorted(DESCRIPTORS)),
+        *product(["property", "extensive"], ("se_e2_a", "dpa4")),
+    ],
+)
+LEFT_OUT = [*product(QUANTITIES, [{"atom_exclude_types": [1]}]), *product(["dipole", "polar"], [{"sel_type": [0, 2]}])]
+
+
+@torch.no_grad()
+def quantity_model(quantity, descriptor="se_e2_a", **changes):
+    """Return a model of a quantity with twice as many neighbors as the toy models have."""
+    more = more_neighbors(model_section(descriptor)["descriptor"])
+    _, model = toy_model(descriptor, more, QUANTITIES[quantity][0], **changes)
+    model.out_std.copy_(torch.linspace(0.5, 2, model.out_std.numel()).view_as(model.out_std))
+    return model
+
+
+@every_quantity
+def test_a_quantity_turns_with_the_frame_or_stays(quantity, descriptor):
+    model, turns = quantity_model(quantity, descriptor), QUANTITIES[quantity][1]
+    frames = [frame(cell) for cell in CELLS]
+    here = evaluate(model, *frames)
+    for turn in [rotation(), *([] if descriptor in CHIRAL else [-rotation(2)])]:
+        there = evaluate(model, *((c @ turn, types, None if box is None else box @ turn) for c, types, box in frames))
+        for name in model.labels:
+            assert np.abs(here[name]).max() > 1e-3
+            close(there[name], turns(here[name], turn))
+
+
+@every_quantity
+def test_a_quantity_does_not_depend_on_how_its_frame_is_written(quantity, descriptor):
+    """Atoms in any order; in twice the cell it is twice as much, or the same if it is intensive."""
+    model = quantity_model(quantity, descriptor)
+    (coord, types, box), order = frame(), np.random.default_rng(4).permutation(9)
+    whole, atomic = model.labels
+    here, there = evaluate(model, (coord, types, box)), evaluate(model, (coord[order], types[order], box))
+    close(there[whole], here[whole])
+    close(there[atomic], here[atomic][order])
+    is_mean = quantity == "property"
+    close(here[whole][0], here[atomic].mean(0) if is_mean else here[atomic].sum(0))
+    double = evaluate(model, (np.concatenate([coord, coord + box[1]]), np.tile(types, 2), box * [[1], [2], [1]]))
+    close(double[whole], here[whole] if is_mean else 2 * here[whole])
+    close(double[atomic], np.tile(here[atomic], (2, 1)))
+
+
+@every_quantity
+def test_a_quantity_is_smooth_where_an_atom_crosses_a_cutoff(quantity, descriptor):
+    model, (coord, types) = quantity_model(quantity, descriptor), toy_atoms(0, 6)
+    away = coord[0] - coord.mean(0)
+    away /= np.linalg.norm(away)
+    for cutoff in cutoffs(model):
+        ends = [np.vstack([coord, coord[0] + 1.3 * away, coord[0] + (cutoff + s) * away]) for s in (-GAP, GAP)]
+        near, far = (evaluate(model, (c, [*types, 2, 1], None)) for c in ends)
+        for name in model.labels:
+            assert abs(near[name] - far[name]).max() < 100 * GAP * max(1, abs(near[name]).max()), (cutoff, name)
+
+
+@pytest.mark.parametrize(("quantity", "how"), LEFT_OUT)
+def test_atoms_of_types_that_are_left_out_have_nothing_and_are_not_counted(quantity, how):
+    section = QUANTITIES[quantity][0]
+    _, part = toy_model("se_e2_a", {}, section | how) if "sel_type" in how else toy_model("se_e2_a", {}, section, **how)
+    _, all_types = toy_model("se_e2_a", {}, section)
+    (coord, types, box), (whole, atomic) = frame(), part.labels
+    found, expected = (evaluate(model, (coord, types, box)) for model in (part, all_types))
+    counted, (value,) = expected[atomic][types != 1], found[whole]
+    close(found[atomic][types != 1], counted)
+    assert not found[atomic][types == 1].any()
+    close(value, counted.mean(0) if quantity == "property" else counted.sum(0))
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_parameter_gradients_of_a_quantity_are_right(quantity):
+    model = quantity_model(quantity)
+    batch, generator = (
+        batch_of(model, frame("triclinic", natoms=5), frame("open", 1, 4)),
+        torch.Generator().manual_seed(1),
+    )
+    weights = {n: torch.randn(v.shape, generator=generator, dtype=v.dtype) for n, v in model(batch).items()}
+    assert_parameter_gradients(
+        model, lambda: sum((weights[n] * model(batch, create_graph=True)[n]).sum() for n in model.labels)
+    )

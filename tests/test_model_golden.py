@@ -1,7 +1,5 @@
 """Models of DeePMD-kit give its energies, forces and virials here."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +17,8 @@ GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
 SAME_MATH = 1e-10
 MODELS = (
     "se_e2_a", "se_e2_a_two_side", "se_e2_a_excluded", "se_e2_r", "dpa1", "dpa1_strip", "dpa1_v2", "se_e3_tebd", "dpa3",
-    "dpa3_dynamic", "dpa2", "hybrid", "hybrid_cutoffs", "se_e3_tebd_strip", "dpa1_electrons", "zbl", "se_e3",
-    "linear",
+    "dpa3_dynamic", "dpa2", "dpa2_direct", "hybrid", "hybrid_cutoffs", "se_e3_tebd_strip", "dpa1_electrons", "zbl",
+    "se_e3", "linear",
 )  # fmt: skip
 SYSTEMS = ("triclinic", "molecule", "grid")
 

@@ -1,7 +1,5 @@
 """Small models and batches for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -235,6 +233,7 @@ def evaluate(model, *atoms, **kwargs):
     return {
         name: (batch.in_file_order(value) if LABELS[name].per_atom else value).detach().numpy()
         for name, value in out.items()
+        if name in LABELS
     }
 
 

@@ -122,6 +122,8 @@ COMMANDS = {
         option("--kind", None, "of the data, which chooses the recipe (default: found by bonds and cells)",
                choices=KINDS),
         option("--rcut", "R", "cutoff radius in angstrom (6)", type=read.positive),
+        option("--property", "NAME[:N]", "what is predicted instead of energies: dipole, polarizability, dos:N with N "
+               "energies, or a property of N numbers (1) in NAME.npy", type=read.quantity),
         option("-t --type-map", "ELEMENT", "the elements, where the data have numbers only", nargs="+"),
         option("--finetune", "FILE", "fine-tune the model of this file, at a lower rate", type=read.path),
         option("--replay", "DATA", "with --finetune: data that the model was trained on, or frames that it has "

@@ -51,6 +51,15 @@ def _seconds(text: str) -> float | None:
     return None
 
 
+def _quantity(text: str) -> str | None:
+    """Return the name of the label of ``dipole``, ``dos:250`` or ``band_gap``."""
+    name, _, width = text.partition(":")
+    if name in ("dipole", "polarizability"):
+        return None if width else name
+    return f"{name}[{int(width or 1)}]" if name.isidentifier() and int(width or 1) > 0 else None
+
+
+quantity = reader("dipole, polarizability, dos:N, or the name of a property, NAME or NAME:N", _quantity)
 frames = reader("a number of frames, 0 for all", _whole)
 steps = reader("a number of steps, at least 1", lambda text: _whole(text, 9) or None)
 run_steps = reader("a number of steps above 0", lambda text: _whole(text, 12) or None)

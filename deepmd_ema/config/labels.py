@@ -1,12 +1,13 @@
 """Every label, declared once: its name, symbol, shape, unit, files, and the errors that are measured of it.
 
 Reading, collation, the loss, metrics and all tables take what they know about labels from ``LABELS``; a further label
-is one more entry there.
+is one more entry there. Labels whose width the model sets have it in their names, such as ``dos[250]``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 # keys of labels and predictions in dictionaries
 ENERGY = "energy"
@@ -14,7 +15,11 @@ FORCE = "force"
 VIRIAL = "virial"
 ATOM_ENERGY = "atom_energy"
 ATOM_PREF = "atom_pref"
+ATOM_WEIGHT = "atom_weight"
 HESSIAN = "hessian"
+DIPOLE, ATOM_DIPOLE = "dipole", "atom_dipole"
+POLAR, ATOM_POLAR = "polarizability", "atom_polarizability"
+DOS = "dos"
 WEIGHT = "weight"
 ENERGY_WEIGHT = "energy_weight"
 FORCE_WEIGHT = "force_weight"
@@ -111,6 +116,37 @@ _VIRIAL_ERRORS = (
 _FORCE_ERROR = Quantity("f", "Force", "eV/angstrom", metric="F")
 _ATOM_ENERGY_ERROR = Quantity("ae", "Atomic ener", "eV")
 _HESSIAN_ERROR = Quantity("h", "Hessian", "eV/angstrom^2")
+
+
+def _of_atoms(name: str, unit: str, shape: tuple[int, ...], *errors: Quantity) -> Label:
+    """Return the label of atoms beside that of frames."""
+    files = f"atom_{name}", f"atomic_{name}"
+    return Label(files[0], "", unit, files, shape, per_atom=True, errors=errors)
+
+
+# units of dipoles and polarizabilities are those of the data; these are what DeePMD-kit's examples have
+_DIPOLE_ERRORS = (
+    Quantity("dipole", "Dipole", "e*angstrom", milli=False),
+    Quantity("dipole_peratom", "Dipole", "e*angstrom/atom", per="atom", metric="D"),
+)
+_POLAR_ERRORS = (
+    Quantity("polar", "Polarizability", "angstrom^3", milli=False),
+    Quantity("polar_peratom", "Polarizability", "angstrom^3/atom", per="atom", metric="A", milli=False),
+)
+_ATOM_DIPOLE_ERROR = Quantity("adipole", "Atomic dipole", "e*angstrom", metric="W")
+_ATOM_POLAR_ERROR = Quantity("apolar", "Atomic polarizability", "angstrom^3", metric="B", milli=False)
+# of a frame, of an atom
+_DOS_ERRORS = (
+    (
+        Quantity("dos", "Density of states", "1/eV", milli=False),
+        Quantity("dos_peratom", "Density of states", "1/eV/atom", per="atom", metric="N", milli=False),
+    ),
+    (Quantity("ados", "Atomic density of states", "1/eV", metric="M", milli=False),),
+)
+_PROPERTY_ERRORS = (
+    (Quantity("property", "Property", "", metric="P", milli=False),),
+    (Quantity("aproperty", "Atomic property", "", milli=False),),
+)
 _DECLARED = (
     Label(ENERGY, "e", "eV", ("energy",), extensive=True, errors=_ENERGY_ERRORS),
     Label(FORCE, "f", "eV/angstrom", ("force",), (3,), per_atom=True, errors=(_FORCE_ERROR,)),
@@ -118,10 +154,36 @@ _DECLARED = (
     Label(VIRIAL, "v", "eV", ("virial",), (9,), extensive=True, errors=_VIRIAL_ERRORS),
     Label(ATOM_ENERGY, "ae", "eV", ("atom_ener", "atomic_ener"), per_atom=True, errors=(_ATOM_ENERGY_ERROR,)),
     Label(ATOM_PREF, "pf", "", ("atom_pref", "atomic_pref"), per_atom=True),  # a weight, no target
+    Label(ATOM_WEIGHT, "", "", ("atomic_weight", "atom_weight"), per_atom=True),  # the same, of tensors
     # second derivatives of the energy by the coordinates, x y z of the first atom, of the second, ...
     Label(HESSIAN, "h", "eV/angstrom^2", ("hessian",), per_pair=True, errors=(_HESSIAN_ERROR,)),
     *(Label(name, "", "", (name,)) for name in WEIGHTS),
+    Label(DIPOLE, "", "e*angstrom", ("dipole",), (3,), extensive=True, errors=_DIPOLE_ERRORS),
+    _of_atoms(DIPOLE, "e*angstrom", (3,), _ATOM_DIPOLE_ERROR),
+    # row major
+    Label(POLAR, "", "angstrom^3", ("polarizability",), (9,), extensive=True, errors=_POLAR_ERRORS),
+    _of_atoms(POLAR, "angstrom^3", (9,), _ATOM_POLAR_ERROR),
 )
-LABELS = {label.name: label for label in _DECLARED}
-QUANTITIES = {quantity.name: quantity for label in LABELS.values() for quantity in label.errors}
+
+
+class _Labels(dict[str, Label]):
+    """The declared labels, and those of any width: ``dos[250]``, ``atom_dos[250]``, or a property, ``gap[1]``."""
+
+    def __missing__(self, name: str) -> Label:
+        found = re.fullmatch(r"(atom_)?(.+)\[(\d+)\]", name)
+        if found is None:
+            raise KeyError(name)
+        prefix, kind, width = found.groups("")
+        errors = (_DOS_ERRORS if kind == DOS else _PROPERTY_ERRORS)[bool(prefix)]
+        if prefix:
+            return replace(_of_atoms(kind, errors[0].unit, (int(width),), *errors), name=name)
+        return Label(name, "", errors[0].unit, (kind,), (int(width),), errors=errors)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or str(name).endswith("]")
+
+
+LABELS = _Labels({label.name: label for label in _DECLARED})
+_OF_WIDTHS = (*_DOS_ERRORS, *_PROPERTY_ERRORS)
+QUANTITIES = {q.name: q for errors in (*(one.errors for one in LABELS.values()), *_OF_WIDTHS) for q in errors}
 METRICS = {quantity.metric: quantity for quantity in QUANTITIES.values() if quantity.metric}

@@ -10,7 +10,13 @@ from deepmd_ema.config.fields import plain
 from deepmd_ema.config.messages import dotted, path_of, show
 from deepmd_ema.config.outputs import Schedule
 from deepmd_ema.config.schema.averaging import EmaProfile
-from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, ExpScheduleConfig, InvSqrtScheduleConfig, LKFConfig
+from deepmd_ema.config.schema.optim import (
+    AdamWScheduleFreeConfig,
+    EnerLossConfig,
+    ExpScheduleConfig,
+    InvSqrtScheduleConfig,
+    LKFConfig,
+)
 from deepmd_ema.errors import counted, every_steps, first_few
 
 if TYPE_CHECKING:
@@ -75,14 +81,17 @@ def ignored_options(config: RunConfig) -> list[str]:
             (in_model, "data_bias_nsample", True, "the bias is fitted on data_stat_nbatch batches"),
             (in_model, "smin_alpha sw_rmin sw_rmax", model.use_srtab is None, "use_srtab is not given"),
             (in_model, "bridging_r_inner bridging_r_outer", model.bridging is None, "there is no bridging_method"),
-            (in_loss, "use_huber", loss.loss_func == "mae", "loss_func is mae"),
-            (in_loss, "huber_delta", loss.error != "huber", "the loss is not Huber's"),
-            (in_loss, "use_default_pf", "pf" not in loss.weights, "the weights start_pref_pf and limit_pref_pf are 0"),
-            (in_loss, "intensive_ener_virial", loss.error != "mse", "absolute and Huber errors are per atom anyway"),
             (in_data, "training_data.auto_prob", train.sys_probs, "sys_probs is given"),
             (in_data, "validation_data.auto_prob", valid and valid.sys_probs, "sys_probs is given"),
             (in_data, "stat_file_mode", task.data.stat_file is None, "there is no stat_file"),
         ]
+        if isinstance(loss, EnerLossConfig):
+            rows += [
+                (in_loss, "use_huber", loss.loss_func == "mae", "loss_func is mae"),
+                (in_loss, "huber_delta", loss.error != "huber", "the loss is not Huber's"),
+                (in_loss, "use_default_pf", "pf" not in loss.weights, "start_pref_pf and limit_pref_pf are 0"),
+                (in_loss, "intensive_ener_virial", loss.error != "mse", "such errors are per atom anyway"),
+            ]
     is_validated, of_best = bool(config.fully_validated), "save_best_dir max_best_ckpt"
     names = f"validation_freq save_best {of_best} validation_metric early_stop full_val_file"
     why = "full_validation and ema_full_validation are false"
@@ -194,7 +203,8 @@ def config_summary(
     if numbers and config.fully_validated and (v := config.validating).full_val_start != 1:
         *others, last = config.fully_validated
         weights = f"{', '.join(others)} and {last}" if others else last
-        which = f"{weights} weights, best by {v.validation_metric}"
+        metrics = dict.fromkeys(task.metric(v.validation_metric) for task in config.tasks.values())
+        which = f"{weights} weights, best by {' and '.join(metrics)}"
         if v.early_stop is not None:
             metric, patience = v.early_stop.metric or v.validation_metric, counted(v.early_stop.patience, "validation")
             which += f"; the run ends after {patience} without a lower {metric}"

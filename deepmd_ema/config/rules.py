@@ -9,12 +9,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.messages import Problem, Source, dotted, render, show
 from deepmd_ema.config.outputs import Output, Outputs
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.optim import EnerLossConfig, LKFConfig
 from deepmd_ema.config.schema.profile import NEEDS_DATA, REMOVE_ONE
 from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig
+from deepmd_ema.config.schema.training import ValidatingConfig
 from deepmd_ema.config.sections import InvalidOptionError
 from deepmd_ema.errors import ConfigError, command
 
@@ -123,6 +125,12 @@ def _lkf(run: RunConfig) -> Violations:
         text = f" = {training.accumulate}: LKF updates weights with each batch. Use 1, or another optimizer."
         yield "training.accumulate", text
     for task in run.tasks.values():
+        if not isinstance(task.loss, EnerLossConfig):
+            yield (
+                task.place("loss"),
+                f".type = {show(task.loss.type)}: LKF fits energies and forces only. Use another optimizer.",
+            )
+            continue
         if task.data.training_data.frame_weights:
             path = f"{task.place('training')}.training_data.frame_weights"
             yield path, " = true: LKF does not weigh frames. Set it to false, or choose another optimizer."
@@ -146,6 +154,19 @@ def _gradients(run: RunConfig) -> Violations:
     if training.zero_stage > 1 and any("h" in task.loss.weights for task in run.tasks.values()):
         text = f" = {training.zero_stage}: second derivatives need all parameters on every rank."
         yield "training.zero_stage", f"{text} Use 0 or 1, or remove loss.start_pref_h and loss.limit_pref_h."
+    others = [task for task in run.tasks.values() if ENERGY not in task.model.fitting_net.labels]
+    compiled = {"training.enable_compile": training.enable_compile}
+    compiled["validating.compiled_infer"] = bool(run.validating.compiled_infer)
+    for name in (name for name, is_compiled in compiled.items() if others and is_compiled):
+        text = f": models of fitting_net.type {others[0].model.fitting_net.type} are not compiled. Set it to false."
+        yield name, f" = true{text}"
+    if len(others) == len(run.tasks) and training.change_bias_after_training:
+        text = " = true: no task has energies, whose bias it fits. Set it to false."
+        yield "training.change_bias_after_training", text
+    roots = [task for task in others if getattr(task.loss, "loss_func", "") == "rmse"]
+    if roots and training.accumulate > 1:
+        text = " is a root of a mean, which batches cannot add up. Use 1, or mse."
+        yield "training.accumulate", f' = {training.accumulate}: loss_func "rmse"{text}'
 
 
 def _lengths(run: RunConfig) -> Violations:
@@ -192,8 +213,15 @@ def _metrics(run: RunConfig) -> Violations:
     if early_stop is not None and early_stop.metric is not None:
         metrics["early_stop.metric"] = early_stop.metric
     for name, metric in metrics.items() if run.fully_validated else ():
-        letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[metric.quantity]
+        known = {letter: None for task in run.tasks.values() for letter in task.model.fitting_net.metrics}
+        if metric.quantity not in known and metric != ValidatingConfig.validation_metric:
+            text = f" = {show(metric)}: nothing of this is predicted. Choose one of {', '.join(known)}."
+            yield f"validating.{name}", text
+            continue
+        letter = {"E": "e", "F": "f", "V": "v", "S": "v"}.get(metric.quantity, "")
         for task in run.tasks.values():
+            if not isinstance(task.loss, EnerLossConfig):
+                continue
             start, limit = (getattr(task.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))
             if not (start and limit):
                 both = f"start_pref_{letter} = {start:g} and limit_pref_{letter} = {limit:g} must both be > 0"
@@ -213,7 +241,19 @@ def _files(run: RunConfig) -> Violations:
 
 
 def _loss(task: TaskConfig) -> Violations:
-    loss, is_huber = task.loss, task.loss.error == "huber"
+    loss, fitting = task.loss, task.model.fitting_net
+    wanted = {"dipole": "tensor", "polar": "tensor", "property": "property", "dos": "dos"}.get(fitting.type, "ener")
+    if loss.type != wanted:
+        more = ', "pref": 1, "pref_atomic": 0' * (wanted == "tensor")
+        text = f'expected "loss": {{"type": "{wanted}"{more}}}, that of fitting_net.type {fitting.type}'
+        yield "type", f" = {show(loss.type)}: {text}."
+        return
+    if not any(map(any, loss.weights.values())):
+        names = "start_pref_e, start_pref_f, ..." if wanted == "ener" else "one of them."
+        yield "", f": every weight is 0, so nothing would be trained. Set {names}"
+    if not isinstance(loss, EnerLossConfig):
+        return
+    is_huber = loss.error == "huber"
     if loss.f_use_norm and loss.error == "mse":
         yield "f_use_norm", ' = true: needs "loss_func": "mae" or "use_huber": true. Add one, or remove it.'
     # it has no per-atom weights, no relative forces, and no term of second derivatives
@@ -221,8 +261,6 @@ def _loss(task: TaskConfig) -> Violations:
     refused |= {name: getattr(loss, name) for name in ("start_pref_h", "limit_pref_h")}
     for name in (name for name, is_given in refused.items() if is_given and is_huber):
         yield name, f" = {getattr(loss, name):g}: not possible with use_huber. {REMOVE_ONE}"
-    if not loss.weights:
-        yield "", ": every weight is 0, so nothing would be trained. Set start_pref_e, start_pref_f, ..."
 
 
 def _data(task: TaskConfig) -> Violations:

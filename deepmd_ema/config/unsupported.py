@@ -43,7 +43,7 @@ _GENERALIZED = "Generalized forces are not trained on. Remove it to train on ene
 
 # section -> key -> entry
 UNAVAILABLE: dict[str, dict[str, Unavailable]] = {
-    "": {"nvnmd": Unavailable((None, {}))},
+    "": {"nvnmd": Unavailable((None, {}), "Only DeePMD-kit's TensorFlow backend has it, for special hardware.")},
     "model": {
         "shared_dict": Unavailable((None, {}), "Parts of one model do not share weights here; give each its sections."),
         "srtab_add_bias": Unavailable((None, True)),
@@ -96,8 +96,8 @@ UNAVAILABLE_TYPES: dict[str, tuple[str, ...]] = {
     "model.descriptor": (
         "loc_frame", "se_a_tpe", "se_a_ebd", "se_a_ebd_v2", "se_a_tpe_v2", "se_a_mask", "dpa4c", "DPA4C",
     ),
-    "model.fitting_net": ("dos", "population", "property", "polar", "dipole"),
-    "loss": ("dens", "ener_spin", "dos", "population", "property", "tensor"),
+    "model.fitting_net": ("population",),
+    "loss": ("dens", "ener_spin", "population"),
 }  # fmt: skip
 
 # remedies for some of them
@@ -110,6 +110,9 @@ INSTEAD_OF_TYPES: dict[str, str] = {
     "a part of a linear_ener model, or as use_srtab of a standard one for short distances.",
     "frozen": "A frozen model has nothing to train, and a part of DeePMD-kit's torch backend cannot be one. Give the "
     'whole model, and its weights by --init-model; "trainable": false keeps a part as it is.',
+    "population": "Populations of atoms are not here: train this one with DeePMD-kit.",
+    "ener_spin": "It is the loss of models of magnetic spins, which are not here: train this one with DeePMD-kit.",
+    "dens": "It denoises structures beside training. The loss ener trains the same model without that.",
     "linear_ener": "DeePMD-kit's torch backend refuses it too. Put its parts here, with weights.",
 }
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, WEIGHTS
+from deepmd_ema.config.labels import APARAM, FORCE, FPARAM, LABELS, WEIGHTS
 from deepmd_ema.data.check.identities import LONG, SHORT, bond_radii, nearest_neighbors
 from deepmd_ema.data.formats.discover import repeated, split_address
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
@@ -161,7 +161,7 @@ def _read(
                         if predict is not None:
                             own = replace(frame, coord=arrays[COORD], box=arrays.get(BOX))
                             arrays |= predict(own, arrays.get(FPARAM), arrays.get(APARAM))
-                        if ENERGY not in arrays and FORCE not in arrays:
+                        if not any(LABELS[name].errors for name in arrays if name in LABELS):
                             num_empty += 1
                             continue
                         frames.append(_Labelled(number, kind_of(frame), tuple(frame.symbols), arrays))
@@ -195,8 +195,9 @@ def _factors(
             raise DataError(f"{name}: is read {read_by}, which knows the units: {found}. Leave --units out.")
         given, own = units.lower().split(","), [unit.lower() for unit in assumed]
         length, energy = (table[a] / table[b] for table, a, b in zip((_LENGTHS, _ENERGIES), given, own))
-        powers = ("eV", "eV/angstrom", "eV/angstrom^2")  # of an energy over a length
-        labels = {n: energy / length ** powers.index(label.unit) for n, label in LABELS.items() if label.unit}
+        factors = {"eV": energy, "eV/angstrom": energy / length, "eV/angstrom^2": energy / length**2}
+        factors |= {"e*angstrom": length, "angstrom^3": length**3}
+        labels = {name: factors[label.unit] for name, label in LABELS.items() if label.unit}
         line = f"{read_by}, in {' and '.join(units.split(','))} (--units)"
         line += f", not {' and '.join(assumed)}" * (given != own)
         return {COORD: length, BOX: length, **labels}, [line]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL, WEIGHTS
+from deepmd_ema.config.labels import FORCE, WEIGHTS
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.check_cache import recall_or_find
@@ -38,7 +38,6 @@ MIN_BRIDGED_DISTANCE = 0.01  # angstrom; the energy of bridging is finite but fo
 _COMPARED_BYTES = 1 << 30  # of one file, about a second; of a larger one every rank compares parts
 _SLACK = 1 - 1e-12  # factor of steps before they are rounded up: a share of the steps is rounded itself
 _SECTIONS = ("training_data", "validation_data")  # of the parts of TaskData
-REPORTED = (ENERGY, FORCE, VIRIAL)  # read where present, whatever the loss weighs
 
 
 class TaskData(NamedTuple):
@@ -62,7 +61,9 @@ def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> di
     data, problems = dict[str, TaskData](), list[str]()
     for name, task in config.tasks.items():
         weights = WEIGHTS if task.data.training_data.frame_weights else ()
-        spec = ReadSpec.of_model(task.model, tuple(dict.fromkeys((*REPORTED, *task.loss.labels, *weights))))
+        # what is predicted is read where present, whatever the loss weighs
+        labels = dict.fromkeys((*task.model.fitting_net.labels, *task.labels, *weights))
+        spec = ReadSpec.of_model(task.model, tuple(labels))
         spec = replace(spec, results=results[name] if results is not None else None)
         data[name] = TaskData([], [], [])
         sections = {f"{task.place('training')}.{section}": getattr(task.data, section) for section in _SECTIONS}
@@ -257,7 +258,7 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
     def check() -> dict[str, Any]:
         nonlocal report
         report = check_systems(
-            data.train, data.valid, model.type_map, descriptor, task.loss.labels, least, task=task.name, test=data.test
+            data.train, data.valid, model.type_map, descriptor, task.labels, least, task=task.name, test=data.test
         )
         option, notes = f"{task.place('training')}.training_data.frame_weights", list[str]()
         wholes = [dict.fromkeys(source.whole for source in part) for part in data]
@@ -300,7 +301,7 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
         "parts": [source.numbers.tolist() for source in sources if isinstance(source, FrameSubset)],
         "validation": [len(data.valid), len(data.test)],
         "read": [list(model.type_map), fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam],
-        "labels": [*task.loss.labels, *WEIGHTS * weighted],
+        "labels": [*task.labels, *WEIGHTS * weighted],
         "cutoff": descriptor.cutoff,
         "neighbors": [descriptor.neighbors_option, descriptor.neighbors],
         "inner": list(descriptor.inner_neighbors()) if isinstance(descriptor, HasInnerNeighbors) else None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from deepmd_ema.config.labels import APARAM, FPARAM, LABELS, WEIGHTS
+from deepmd_ema.config.labels import APARAM, ENERGY, FPARAM, LABELS, WEIGHTS
 from deepmd_ema.geometry import Array
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class ReadSpec:
         numb_fparam: frame parameters per frame, 0 for none.
         numb_aparam: atomic parameters per atom, 0 for none.
         default_fparam: frame parameters where the data have none; None to refuse such data.
+        selected: elements whose atoms alone may have rows in labels of atoms; None: all have.
         takes_numbers: whether data that name no elements are read, with types that count in ``type_map``.
         results: folder of what is known of files that must be read completely when they are opened; None to read them.
     """
@@ -78,6 +79,7 @@ class ReadSpec:
     numb_fparam: int = 0
     numb_aparam: int = 0
     default_fparam: Sequence[float] | None = None
+    selected: Sequence[str] | None = None
     takes_numbers: bool = True
     results: Path | None = field(default=None, repr=False, compare=False)
 
@@ -95,8 +97,10 @@ class ReadSpec:
     @classmethod
     def of_model(cls, model: ModelConfig, labels: Sequence[str]) -> ReadSpec:
         """Return the specification for the section ``model``: ``labels`` and its conditions."""
-        fitting = model.fitting_net
-        return cls(model.type_map, labels, fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam)
+        fitting, excluded = model.fitting_net, model.excluded_types
+        selected = [name for t, name in enumerate(model.type_map) if t not in excluded] if excluded else None
+        about = fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam
+        return cls(model.type_map, labels, *about, None if ENERGY in fitting.labels else selected)
 
 
 class Place(NamedTuple):

@@ -159,6 +159,7 @@ def write_changed(
     file = load_models(model, use_average=use_average, average=average)
     head = choose_head({name: each.config.model_branch_alias for name, each in file.models.items()}, head, str(model))
     loaded = file.models[head]
+    loaded.require_energies("change-bias")
     path = _target(loaded, model, output)
     before, type_map = loaded.model.out_bias.view(-1).numpy().copy(), loaded.config.type_map
     if request.values is not None:

@@ -113,6 +113,8 @@ def measure_deviation(
     options = options or DeviationOptions()
     wanted: Sequence[str | None] = averages or [None]
     loaded = [load_model(path, use_average, name, head) for path in models for name in wanted]
+    for one in loaded:
+        one.require_energies("model-devi")
     words = [f"{one.info.path}: {one.info.describe()}" for one in loaded]
     _check_models(loaded, options)
     widest = max((one.config for one in loaded), key=lambda config: config.descriptor.cutoff)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,12 @@ logger = logging.getLogger(__name__)
 WORST = 10  # frames shown at the end
 MAX_GROUPS = 20  # rows of a table of compositions or kinds of calculation
 _LINE = "# " + "-" * 47 + " "
-_AXES = {(): [""], (3,): [*"xyz"], (9,): [a + b for a in "xyz" for b in "xyz"]}  # by the shape of a label
+
+
+def _axes(label: Label) -> list[str]:
+    """Return the names of the components of a label; of properties and densities of states numbers."""
+    known = {(): [""], (3,): [*"xyz"], (9,): [a + b for a in "xyz" for b in "xyz"]}
+    return [str(k) for k in range(label.shape[0])] if label.name.endswith("]") else known[label.shape]
 
 
 @dataclass(frozen=True)
@@ -123,11 +129,17 @@ class ErrorReport:
             lines += [f"# {singles}", _LINE]
         return "\n".join(lines)
 
+    @property
+    def _metric(self) -> str:
+        """The error by which rows are in order: of forces, else of what has a label first."""
+        letters = labelled(self.total)
+        return f"{'F' if 'F' in letters else letters[:1] or 'E'}:RMSE"
+
     def groups(self) -> list[Table]:
         """Return errors by kind of calculation and by composition, where there are several; the worst first."""
         groups = {" or ".join(KIND_NAMES): self.by_kind, "composition": self.by_composition}
         metrics = [f"{quantity}:{kind}" for quantity in labelled(self.total).replace("V", "") for kind in KINDS]
-        by, tables = "F:RMSE" if "F:RMSE" in metrics else "E:RMSE", []
+        by, tables = self._metric, []
         for title, found in groups.items():
             # those without the label last
             order = sorted(found.items(), key=lambda item: -np.nan_to_num(item[1].metric(by), nan=-1.0))[:MAX_GROUPS]
@@ -144,7 +156,7 @@ class ErrorReport:
         atoms; nan is written for a label that a frame does not have.
         """
         written = []
-        for label in LABELS.values():
+        for label in (LABELS[name] for name in dict.fromkeys(name for frame in self.frames for name in frame.label)):
             for quantity in label.errors:
                 # an open frame has no volume, and pairs of atoms are predicted where there is something to compare with
                 frames = [f for f in self.frames if quantity.per != "volume" or f.volume is not None]
@@ -162,20 +174,26 @@ class ErrorReport:
         return plot_parity(self.pairs(), path, f"{self.info.path.name}: {weights}; {count}")
 
     def pairs(self) -> dict[str, tuple[NDArray[Any], NDArray[Any], str]]:
-        """Return labels, predictions and unit by quantity; energies and virials per atom. Empty without a label."""
-        found = {}
-        for title, name, unit in (
-            ("Energy", ENERGY, "eV/atom"),
-            ("Force", FORCE, "eV/Å"),
-            ("Virial", VIRIAL, "eV/atom"),
-        ):
-            rows = [(np.zeros(0), np.zeros(0))]
-            for f in self.frames:
-                if name in f.label:
-                    scale = 1 if name == FORCE else f.num_atoms
-                    rows.append((np.ravel(f.label[name]) / scale, np.ravel(f.prediction[name]) / scale))
-            labels, predictions = map(np.concatenate, zip(*rows))
-            found[title] = labels, predictions, unit
+        """Return labels, predictions and unit by quantity, and by component where it has up to nine of them.
+
+        Energies and their derivatives are always there, empty without a label, unless frames have other labels only.
+        Energies, virials and other sums over atoms are per atom.
+        """
+        derived, found = (ENERGY, FORCE, VIRIAL), {}
+        labelled = dict.fromkeys(name for frame in self.frames for name in frame.label)
+        for name in derived if labelled.keys() & {*derived} else labelled:
+            label = LABELS[name]
+            quantity = next((error for error in label.errors if error.per == "atom"), label.errors[0])
+            axes = [""] if name in derived or len(_axes(label)) > 9 else _axes(label)
+            sides = []
+            for of in (attrgetter("label"), attrgetter("prediction")):
+                of_atoms = label.per_atom and self.frames[0].counted is not None
+                rows = [(f, of(f)[name]) for f in self.frames if name in f.label]
+                scaled = [row[f.counted] if of_atoms else row / (f.size if quantity.per else 1) for f, row in rows]
+                sides.append(np.concatenate([np.zeros(0), *map(np.ravel, scaled)]).reshape(-1, len(axes)))
+            for k, axis in enumerate(axes):
+                unit = quantity.unit_symbol or "unit of the labels"
+                found[f"{quantity.title} {axis}".strip()] = sides[0][:, k], sides[1][:, k], unit
         return found
 
     def forces_by_element(self) -> Table:
@@ -188,14 +206,16 @@ class ErrorReport:
 
     def worst(self) -> Table:
         """Return the frames of largest force error (energy error without forces), in meV, and where they are."""
-        metric, by = ("F:RMSE", "force") if any(FORCE in frame.label for frame in self.frames) else ("E:RMSE", "energy")
+        metric = self._metric
+        by = METRICS[metric[0]].title.lower()
+        columns = ("F:RMSE", "E:RMSE") if metric[0] in "FE" else (metric,)
         frames = worst_frames(self.frames, metric, WORST)
         rows: list[list[float | str]] = []
         for frame in frames if len(frames) > 1 else ():
             place = self.systems[frame.source[0]].where(frame.source[1])
-            rows.append([*_shown(frame.errors, ("F:RMSE", "E:RMSE")), f"{place.file} frame {place.frame}"])
+            rows.append([*_shown(frame.errors, columns), f"{place.file} frame {place.frame}"])
         title = f"# the {len(rows)} frames of largest {by} error (frames count from 0)"
-        return Table(title, (*_columns(("F:RMSE", "E:error")), Column("where")), rows)
+        return Table(title, (*_columns([one.replace("E:RMSE", "E:error") for one in columns]), Column("where")), rows)
 
 
 def measure(
@@ -228,11 +248,15 @@ def measure(
         UserError: if the model or the data cannot be read, no frame has a label, or the model cannot be compiled.
     """
     loaded = load_model(model, use_average=use_average, average=average, head=head)
-    labels = (ENERGY, FORCE, VIRIAL) + ((ATOM_ENERGY,) if atomic else ())
-    opened = open_labelled(systems, loaded.config, (*labels, HESSIAN), rglob_patterns)
+    labels = loaded.config.fitting_net.labels + ((ATOM_ENERGY,) if atomic and ENERGY in loaded.model.labels else ())
+    if compiled:
+        loaded.require_energies("--compile")
+    hessian = (HESSIAN,) * (ENERGY in labels)
+    opened = open_labelled(systems, loaded.config, (*labels, *hessian), rglob_patterns)
     report = predict(loaded, opened, first_frames(opened, num_frames), device, labels, compiled=compiled)
     if not any(frame.label for frame in report.frames):
-        raise UserError(f"no frame of {', '.join(map(str, systems))} has an energy, a force or a virial to compare.")
+        known = "an energy, a force or a virial" if ENERGY in labels else f"one of {', '.join(labels)}"
+        raise UserError(f"no frame of {', '.join(map(str, systems))} has {known} to compare.")
     return report
 
 
@@ -428,18 +452,18 @@ def _error_lines(errors: Errors) -> list[str]:
         for kind in ("mae", "rmse"):
             value = summary[f"{kind}_{quantity.name}"]
             title = f"{quantity.title:<6s} {kind.upper()}{'/Natoms' * (quantity.per == 'atom')}"
-            lines += [] if math.isnan(value) else [f"{title:<18s} : {value:e} {unit}"]
+            lines += [] if math.isnan(value) else [f"{title:<18s} : {value:e} {unit}".rstrip()]
     return lines
 
 
 def _write_table(path: Path, frames: Sequence[FrameResult], label: Label, quantity: Quantity) -> Path:
-    per_volume, axes = quantity.per == "volume", _AXES[label.shape]
-    symbol, unit = ("s", f" ({quantity.unit_symbol})") if per_volume else (label.symbol, "")
+    per_volume, axes = quantity.per == "volume", _axes(label)
+    symbol, unit = ("s", f" ({quantity.unit_symbol})") if per_volume else (label.symbol or quantity.name, "")
     columns = " ".join(f"{kind}_{symbol}{axis}" for kind in ("data", "pred") for axis in axes)
     blocks: dict[str, list[NDArray[Any]]] = {}
     for frame in frames:
         # stress is the opposite of the virial per volume
-        scale = {"atom": frame.num_atoms, "volume": -(frame.volume or 0.0)}.get(quantity.per, 1)
+        scale = {"atom": frame.size, "volume": -(frame.volume or 0.0)}.get(quantity.per, 1)
         predicted = (frame.prediction[label.name] / scale).reshape(-1, len(axes))
         known = np.full_like(predicted, np.nan)
         if label.name in frame.label:

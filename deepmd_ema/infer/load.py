@@ -14,10 +14,11 @@ import torch
 from deepmd_ema import checkpoint
 from deepmd_ema.averaging import sigma_rel_of
 from deepmd_ema.config import ModelConfig, choose_head, saved_models, to_dict
+from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.messages import show
 from deepmd_ema.distributed.tensors import check_weights
 from deepmd_ema.distributed.world import select_device
-from deepmd_ema.errors import CheckpointError, counted
+from deepmd_ema.errors import CheckpointError, UserError, counted
 from deepmd_ema.infer.compiled import CompiledModel
 from deepmd_ema.interop import deepmd_kit, deepmd_pt, dp
 from deepmd_ema.interop.parts import chosen
@@ -106,6 +107,18 @@ class LoadedModel:
     config: ModelConfig
     info: Provenance
     is_compiled: bool = False
+
+    def require_energies(self, what: str) -> None:
+        """Check that the model predicts energies.
+
+        Raises:
+            UserError: if it does not; ``what`` needs them.
+        """
+        name = self.config.fitting_net.labels[0]
+        if name != ENERGY:
+            raise UserError(
+                f"{self.info.path}: predicts {name.partition('[')[0]}, and {what} needs energies and forces."
+            )
 
     def on(self, device: str | None) -> tuple[EnergyModel | CompiledModel, torch.device]:
         """Return the model that evaluates batches, and its device: ``device``, or that of the file or of the machine.

@@ -190,6 +190,7 @@ def measure_physics(
         UserError: if the model or the data cannot be read, or an element has no mass.
     """
     loaded, number = load_model(model, use_average, average, head), len(errors.frames)
+    loaded.require_energies("--physics")
     places = np.unique(np.linspace(0, number - 1, min(MAX_FRAMES, number)).round().astype(int))
     sources = [errors.frames[place].source for place in places]
     frames = [errors.systems[system].frame(frame) for system, frame in sources]

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from deepmd_ema.batch import Batch
-from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, VIRIAL
+from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ENERGY, FORCE, FPARAM, LABELS, POLAR, VIRIAL
 from deepmd_ema.data.collate import collate, pair_frame
 from deepmd_ema.data.loader import atoms_at_once
 from deepmd_ema.data.sampler import batch_edges
@@ -70,6 +70,31 @@ class Prediction:
     atom_energy: NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class QuantityPrediction:
+    """Predictions of a model of another quantity than energies, also as attributes of its name: ``.dipole``.
+
+    Attributes:
+        name: ``dipole``, ``polarizability``, ``dos``, or that of the property.
+        value: (F, ...), that of the frames: (F, 3), (F, 3, 3) or (F, W).
+        atom_value: (F, N, ...), those of the atoms, also called ``atom_`` and the name.
+    """
+
+    name: str
+    value: NDArray[np.float64]
+    atom_value: NDArray[np.float64]
+
+    def __getattr__(self, name: str) -> NDArray[np.float64]:
+        """Return the values by their name.
+
+        Raises:
+            AttributeError: for what the model does not predict.
+        """
+        if name.startswith("__") or name.removeprefix("atom_") != self.name:
+            raise AttributeError(f"{name}: this model predicts {self.__dict__.get('name')} and nothing else")
+        return self.atom_value if name.startswith("atom_") else self.value
+
+
 class Potential:
     """A trained model that evaluates structures.
 
@@ -83,6 +108,7 @@ class Potential:
 
     Attributes:
         device: of the model.
+        predicts_energies: whether the model predicts energies, not another quantity.
     """
 
     def __init__(self, path: str | Path | LoadedModel, device: str | None = None, head: str | None = None) -> None:
@@ -90,6 +116,9 @@ class Potential:
         self.info, self.config, self._loaded = loaded.info, loaded.config, loaded
         with without_modes():
             self._model, self.device = loaded.on(device)
+        predicted = self.config.fitting_net.labels
+        self.predicts_energies = ENERGY in predicted
+        self._names: tuple[str, ...] = (ENERGY, FORCE, VIRIAL, ATOM_ENERGY) if self.predicts_energies else predicted
         self._layout = self._model.layout
         # a neighbor that has changed its slot then has another energy
         self._keeps_slots = MovingFrame.serves(self._layout) and has_equal_slots(self._model)
@@ -132,8 +161,10 @@ class Potential:
         fparam: ArrayLike | None = None,
         aparam: ArrayLike | None = None,
         kept: KeptPairs | None = None,
-    ) -> Prediction:
-        """Return energies, forces, virials and atomic energies of F frames of N atoms.
+    ) -> Any:
+        """Return energies, forces, virials and atomic energies of F frames of N atoms, a :class:`Prediction`.
+
+        Of a model of dipoles, polarizabilities, properties or densities of states a :class:`QuantityPrediction`.
 
         Args:
             coord: (F, N, 3), (F, 3N), or (N, 3) for one frame; angstrom.
@@ -152,6 +183,12 @@ class Potential:
         # pairs that are kept are those of the frame before
         together = [frames] if kept is None else [[frame] for frame in frames]
         found = [self._arrays(some, None if kept is None else [kept]) for some in together]
+        if not self.predicts_energies:
+            name, of_atom = self.config.fitting_net.labels
+            shape = (3, 3) if name == POLAR else LABELS[name].shape
+            values = (np.concatenate([part[one] for part in found]) for one in (name, of_atom))
+            whole, atoms = (of.reshape(*sizes, *shape) for of, sizes in zip(values, ((count,), (count, natoms))))
+            return QuantityPrediction(name.partition("[")[0], whole, atoms)
         shapes = {ENERGY: (count,), FORCE: (count, natoms, 3), VIRIAL: (count, 9), ATOM_ENERGY: (count, natoms)}
         return Prediction(
             *(np.concatenate([np.zeros(0), *(part[name] for part in found)]).reshape(shape)
@@ -170,8 +207,9 @@ class Potential:
             kept: neighbor pairs of each system, or of more, that are kept from call to call; None: all are searched.
 
         Raises:
-            UserError: as :meth:`evaluate`.
+            UserError: as :meth:`evaluate`, and of a model that predicts no energies.
         """
+        self._loaded.require_energies("evaluate_systems")
         rows = (_frames(self, *system, None, None) for system in systems)
         frames = [replace(frame, source=("arrays", k)) for k, (frame,) in enumerate(rows)]
         if kept is not None and len(kept) < len(frames):
@@ -193,11 +231,12 @@ class Potential:
         _refrain_from_lost_threads()
         with without_modes(self.device):
             parts = self._parts(frames, [None] * len(frames) if kept is None else kept)
-        names = (ENERGY, FORCE, VIRIAL, ATOM_ENERGY)
+        names = self._names
         found = {name: np.concatenate([np.zeros(0), *(part[name].ravel() for part in parts)]) for name in names}
         if not all(np.isfinite(value).all() for value in found.values()):
             _refuse_without_energy(frames, self)
-        if LONE_ATOM not in self._warned and (lone := _lone_atom(frames, found[FORCE].reshape(-1, 3), self)):
+        has_force = FORCE in found and LONE_ATOM not in self._warned
+        if has_force and (lone := _lone_atom(frames, found[FORCE].reshape(-1, 3), self)):
             self._warn(LONE_ATOM, lone, self.rcut)
         return found
 
@@ -222,8 +261,8 @@ class Potential:
             batch, most, nearest = placed
             self._warn_once(most, nearest)
             batch = batch.to(self.device)
-            outputs = self._model(batch)
-            outputs |= {name: batch.in_file_order(outputs[name]) for name in (FORCE, ATOM_ENERGY)}
+            outputs = {name: value for name, value in self._model(batch).items() if name in self._names}
+            outputs |= {name: batch.in_file_order(outputs[name]) for name in self._names if LABELS[name].per_atom}
             parts.append({name: of.detach().to("cpu", torch.float64).numpy() for name, of in outputs.items()})
         return parts
 

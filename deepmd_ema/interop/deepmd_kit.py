@@ -6,7 +6,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,12 +39,13 @@ class DeepmdKit:
     def __str__(self) -> str:
         return f"{self.version} ({self.command})"
 
-    def write(self, words: Sequence[str], path: Path) -> None:
+    def write(self, words: Sequence[str], path: Path, edit: Callable[[Path, Path], object] = shutil.copyfile) -> None:
         """Run a command of DeePMD-kit that writes a file, which takes the name ``path`` when it is complete.
 
         Args:
             words: the command; ``{}`` is the file that it writes.
             path: whose suffix is that of the file.
+            edit: called with this file and the path of the copy that it writes.
 
         Raises:
             UserError: if the command fails; an older file of that name stays.
@@ -57,7 +59,7 @@ class DeepmdKit:
                 shown = " ".join([PROGRAM, *(word.format(path) for word in words)])
                 raise UserError(f"{path}: `{shown}` of {self} failed: {_last_lines(done.stderr or done.stdout)}")
             with atomic_write(path, "Choose another -o, or make room.") as part:
-                shutil.copyfile(file, part)
+                edit(file, part)
 
 
 def find_deepmd_kit(path: Path, program: str | None = None) -> DeepmdKit:
@@ -89,6 +91,20 @@ def find_deepmd_kit(path: Path, program: str | None = None) -> DeepmdKit:
             f"{_last_lines(done.stderr or done.stdout)}. {INSTALL}."
         )
     return DeepmdKit(command, f"DeePMD-kit {version[1]}")
+
+
+def copy_with_task_dim(source: Path, target: Path) -> None:
+    """Copy a ``.pth`` of a dipole model, with the method ``get_task_dim``.
+
+    LAMMPS of DeePMD-kit 3.2.0 calls it (``DeepTensorPT::init``), and the files that DeePMD-kit writes do not have it.
+    """
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name.endswith("/dipole_model.py") and b"def get_task_dim" not in content:
+                method = rb"  def get_task_dim(\1) -> int:\n    return 3\n\g<0>"
+                content = re.sub(rb"(?m)^  def get_type_map\((.*?)\)", method, content, count=1)
+            new.writestr(name, content)
 
 
 def _last_lines(text: str) -> str:

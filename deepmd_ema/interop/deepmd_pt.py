@@ -42,6 +42,7 @@ _WITH_DESCRIPTORS = ("descriptor", "list", "models")  # options that are or hold
 _PART = re.compile(r"(models\.(\d+)\.)?([^.]+)\.?(.*)")  # place in a tree: part of the model, its entry, and inside
 _IN_TABLE = ("tab_info", "tab_data")  # arrays of a table that a checkpoint holds
 _TABLES = ("use_srtab", "tab_file")  # options that are a table, or in an input the name of its file
+_SELECTED = ("sel_type", "dipole_type", "pol_type")  # options that the peer's torch backends ignore
 _SMIN_ALPHA = 0.1  # angstrom; the backend pt takes no other one from a section ``model``
 _CONVERT = "With DeePMD-kit: `dp --pt freeze -c {path} -o model.pth`, then `dp convert-backend model.pth model.dp`."
 
@@ -153,7 +154,11 @@ def _extra_of(payload: Any, path: Path) -> Mapping[str, Any]:
 
 
 def _as_built(section: Any, path: Path) -> Any:
-    """Return a section as the peer builds it: ``se_e2_r`` has one side, and tables are rows, not lines of files."""
+    """Return a section as the peer builds it.
+
+    ``se_e2_r`` has one side, all types have dipoles (its ``sel_type`` has no effect), and tables are rows, not lines
+    of files.
+    """
     if isinstance(section, list):
         return [_as_built(part, path) for part in section]
     if not isinstance(section, Mapping):
@@ -168,6 +173,8 @@ def _as_built(section: Any, path: Path) -> Any:
                 + _CONVERT.format(path=command(path))
             )
         built[name] = [[float(number) for number in line.split()] for line in section[name]]
+    if isinstance(fitting := section.get("fitting_net"), Mapping):
+        built["fitting_net"] = {name: value for name, value in fitting.items() if name not in _SELECTED}
     return {**section, **built}
 
 
@@ -195,6 +202,8 @@ def deepmd_section(config: ModelConfig) -> Tree:
         values |= {name: [" ".join(map(repr, row)) for row in values[name]] for name in _TABLES if name in values}
     if config.model_branch_alias:
         section["model_branch_alias"] = list(config.model_branch_alias)
+    if section.get("fitting_net", {}).pop("sel_type", None) is not None:
+        section["atom_exclude_types"] = sorted(config.excluded_types)
     return section
 
 
@@ -317,7 +326,8 @@ def _name_of(place: str, config: ModelConfig, backend: str) -> tuple[str | None,
         kinds, option = PARTS[entry]
         section = getattr(_parts(config)[int(number or 0)], option)
         reader = tree_by_type(kinds, section.type)
-        name = f"{option}.{reader.name_of(inner, section, backend)}"
+        own = reader.name_of(inner, section, backend)
+        name = f"{option}.{own}" if own else ""
     return f"atomic_model.{of_part}{name}" if name else None, reader, inner
 
 

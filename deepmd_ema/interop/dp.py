@@ -88,9 +88,9 @@ def rewrite_bias(
     tree = read_tree(Path(path))
     variables = tree["model"].get(INSIDE, tree["model"])[VARIABLES]
     # (outputs, T, components): one output, the energy, of one component
-    variables["out_bias"] = np.array(bias, dtype=np.float64).reshape(1, -1, 1)
+    variables["out_bias"] = np.array(bias, dtype=np.float64).reshape(variables["out_bias"].shape)
     if std is not None:
-        variables["out_std"] = np.array(std, dtype=np.float64).reshape(1, -1, 1)
+        variables["out_std"] = np.array(std, dtype=np.float64).reshape(variables["out_bias"].shape)
     write_tree(Path(target), _with_facts(tree, {**_facts_of(tree), **facts}))
 
 
@@ -167,7 +167,7 @@ def model_tree(model: EnergyModel, config: ModelConfig) -> Tree:
     """
     whole = {
         "type_map": list(config.type_map),
-        "atom_exclude_types": list(config.atom_exclude_types),
+        "atom_exclude_types": sorted(config.excluded_types),
         "pair_exclude_types": [list(pair) for pair in config.pair_exclude_types],
         "rcond": config.fitting_net.rcond,
         "preset_out_bias": config.preset_out_bias,

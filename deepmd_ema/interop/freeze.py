@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Mapping
 from copy import deepcopy
@@ -15,6 +16,7 @@ from torch import nn
 from deepmd_ema import checkpoint
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import ModelConfig
+from deepmd_ema.config.labels import ENERGY, LABELS
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
 from deepmd_ema.distributed.files import MODEL_FILE, check_output
@@ -156,6 +158,9 @@ def freeze(
     check_output(path, option, MODEL_FILE, [info.path])
     only_here, compiled = _only_here(path, loaded.model, loaded.config), path.suffix == COMPILED_SUFFIX
     _refuse_options(path, device, compress, program)
+    kind = loaded.config.fitting_net.type
+    if compiled:
+        loaded.require_energies(f"a {COMPILED_SUFFIX} file")
     kit = None
     if path.suffix in deepmd_kit.SUFFIXES:
         if only_here:
@@ -190,12 +195,16 @@ def freeze(
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "model.dp"
             write_tree(source, tree, read_back)
-            kit.write(["convert-backend", str(source), "{}"], path)
+            edit = deepmd_kit.copy_with_task_dim if kind == "dipole" and path.suffix == ".pth" else shutil.copyfile
+            kit.write(["convert-backend", str(source), "{}"], path, edit)
         use = f"written by {kit} from the .dp file that was compared"
     else:
         write_tree(path, tree, read_back)
-        freeze_it = command("dp-ema", "freeze", "-c", path, "-o", path.with_suffix(COMPILED_SUFFIX))
+        compiles = ENERGY in loaded.model.labels
+        suffix = COMPILED_SUFFIX if compiles else ".pth"
+        freeze_it = command("dp-ema", "freeze", "-c", path, "-o", path.with_suffix(suffix))
         use = only_here or f"for LAMMPS with DeePMD-kit: {freeze_it}"
+        use = use if compiles or _has_dipoles_in_lammps(loaded) else ""
     lammps = format_lammps_lines(path, loaded) if path.suffix in IN_LAMMPS else ""
     text = f"{info.describe()}, from {info.path}"
     return Frozen(path, text, difference, use, tables, lammps)
@@ -209,6 +218,17 @@ def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
     default are named, for the user to replace.
     """
     fitting = loaded.config.fitting_net
+    if ENERGY not in loaded.model.labels:
+        if not _has_dipoles_in_lammps(loaded):
+            return ""
+        lines = [
+            f"in LAMMPS (tried: {LAMMPS_VERSIONS}):",
+            "units        metal",
+            f"pair_style   zero {loaded.model.layout.rcut:g}  # or another one that reaches as far",
+            "pair_coeff   * *",
+            f"compute      ID all deeptensor/atom {command(path)}  # atom types: {' '.join(loaded.config.type_map)}",
+        ]
+        return "\n  ".join(lines)
     words = [str(path)]
     if fitting.numb_fparam and not fitting.default_fparam:
         words += ["fparam", *(f"FPARAM_{k + 1}" for k in range(fitting.numb_fparam))]
@@ -225,6 +245,14 @@ def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:
         f"pair_coeff   * * {' '.join(loaded.config.type_map)}",
     ]
     return "\n  ".join(lines)
+
+
+def _has_dipoles_in_lammps(loaded: LoadedModel) -> bool:
+    """Whether ``compute deeptensor/atom`` of DeePMD-kit 3.2.0 reads the ``.pth`` of a model.
+
+    It wants derivatives, which models of polarizabilities do not have there, and exchanges no messages.
+    """
+    return loaded.config.fitting_net.type == "dipole" and not loaded.model.descriptor.passes_messages
 
 
 def compress(source: Path, target: Path, device: str | None = None, program: str | None = None) -> str:
@@ -325,7 +353,7 @@ def compare(
     where = where or batch.coord.device
     one, two = model.eval()(batch), other.to(where).eval()(batch.to(where))
     two = {name: value.to(batch.coord.device) for name, value in two.items()}
-    difference = {name: float((one[name] - two[name]).abs().max()) for name in one}
+    difference = {name: float((one[name] - two[name]).abs().max()) for name in one if name in LABELS}
     tolerance = max(tolerances[parameter.dtype] for parameter in model.parameters())
     for name, value in difference.items():
         scale = max(1.0, float(one[name].abs().max()))

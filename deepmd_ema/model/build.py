@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, HasBridging
 from deepmd_ema.config.schema.model import FITTINGS, MODELS, NetworkConfig, StandardConfig
 from deepmd_ema.model.bridging import Bridging, ZblEnergies
@@ -14,13 +15,14 @@ from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.nn.type_embedding import TypeEmbedding
 from deepmd_ema.model.pair_table import PairTable
+from deepmd_ema.model.quantity import QuantityModel
 from deepmd_ema.model.short_range import TabulatedShortRange
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.config.schema.model import Link, ModelConfig
-    from deepmd_ema.model.interface import Descriptor, Fitting, ShortRange
+    from deepmd_ema.model.interface import Descriptor, Fitting, HasFrames, ShortRange
 
     Parts = tuple[Descriptor, Fitting, ShortRange | None]
 
@@ -39,7 +41,8 @@ def build_model(config: ModelConfig, seed: int | None = None) -> EnergyModel:
     for module in cast("nn.Module", descriptor).modules():
         if isinstance(module, TypeEmbedding):
             module.name_elements(config.type_map)
-    return EnergyModel(config, descriptor, fitting, short_range)
+    kind = EnergyModel if ENERGY in config.fitting_net.labels else QuantityModel
+    return kind(config, descriptor, fitting, short_range)
 
 
 def build_models(
@@ -110,4 +113,7 @@ def build_networks(
     num_types = len(config.type_map)
     descriptor: Descriptor = DESCRIPTORS[section.type].load("module")(section, num_types, seed)
     build_fitting: Callable[..., Fitting] = FITTINGS[fitting.type].load("module")
-    return descriptor, build_fitting(fitting, descriptor.dim_out, num_types, seed, descriptor.mixed_types)
+    about: tuple[Any, ...] = (fitting, descriptor.dim_out, num_types, seed, descriptor.mixed_types)
+    if fitting.turns:
+        about = *about, cast("HasFrames", descriptor).dim_frame
+    return descriptor, build_fitting(*about)

@@ -44,12 +44,13 @@ class EnergyModel(nn.Module):
 
     Attributes:
         type_map: names of the elements.
+        labels: names of what is predicted, as far as data have it as labels.
         excluded_types: types whose atoms have no energy of their own.
         layout: how ``batch`` must hold the neighbors.
         min_nbor_dist: shortest distance in the training data, angstrom, or None when it is not known.
         has_tables: whether embedding nets are read from tables, where no gradients by parameters are wanted.
-        out_bias: (1, T, 1) float64 buffer, energy added for each atom of a type, eV.
-        out_std: (1, T, 1) float64 buffer, spread of the residual of the bias; kept for DeePMD-kit, not used.
+        out_bias: (1, T, W) float64 buffer, energy added for each atom of a type, eV; W is 1.
+        out_std: (1, T, W) float64 buffer, spread of the residual of the bias; kept for DeePMD-kit, not used.
     """
 
     def __init__(
@@ -58,14 +59,16 @@ class EnergyModel(nn.Module):
         super().__init__()
         self.descriptor: Descriptor = descriptor
         self.fitting, self.short_range = fitting, short_range
-        self.type_map, self.excluded_types = list(config.type_map), frozenset(config.atom_exclude_types)
+        self.type_map, self.excluded_types = list(config.type_map), config.excluded_types
+        self.labels = config.fitting_net.labels
         self.layout = descriptor.layout(both_orders(config.pair_exclude_types))
         self.min_nbor_dist: float | None = None
         self.has_tables = False
-        self.out_bias = nn.Buffer(torch.zeros(1, len(self.type_map), 1, dtype=torch.float64))
+        width = getattr(fitting, "width", 1)
+        self.out_bias = nn.Buffer(torch.zeros(1, len(self.type_map), width, dtype=torch.float64))
         counted = torch.tensor([t not in self.excluded_types for t in range(len(self.type_map))], dtype=torch.float64)
         self._counted = nn.Buffer(counted, persistent=False)
-        self.out_std = nn.Buffer(torch.ones(1, len(self.type_map), 1, dtype=torch.float64))
+        self.out_std = nn.Buffer(torch.ones_like(self.out_bias))
         use_operations(self, OF_DEVICE.get(self.out_bias.device.type, REFERENCE))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -129,8 +132,8 @@ class EnergyModel(nn.Module):
         """Write means, spreads and biases into the buffers."""
         self.descriptor.apply_statistics(statistics.measured)
         self.fitting.apply_statistics(statistics.conditions, statistics.protect)
-        self.out_bias.copy_(torch.as_tensor(statistics.fit.bias[None, :, None]))
-        self.out_std.copy_(torch.as_tensor(statistics.fit.std[None, :, None]))
+        self.out_bias.copy_(torch.as_tensor(statistics.fit.bias).view_as(self.out_bias))
+        self.out_std.copy_(torch.as_tensor(statistics.fit.std).view_as(self.out_std))
 
 
 def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str, Tensor]:
@@ -144,23 +147,7 @@ def run(model: EnergyModel, batch: Batch, need_virial: bool = True) -> dict[str,
 
 def outputs_of(atom_energy: Tensor, pair: Tensor, batch: Batch, need_virial: bool) -> dict[str, Tensor]:
     """Return energies, forces and virials from the energies (A,) of atoms and their gradient by vectors (A, K, 3)."""
-    num_frames, num_atoms, frame = batch.num_frames, batch.atom_frame.shape[0], batch.atom_frame
-    frames = torch.arange(num_frames, device=frame.device)
-    is_small = torch.compiler.is_compiling() or not batch.sizes or num_frames * num_atoms <= MAX_MEMBERSHIP
-    # sums over the atoms of each frame, in an order that is fixed
-    sum_of_frames: Callable[[Tensor], Tensor]
-    # where frames differ much in size, the table of their atoms would be larger than the matrix
-    if is_small or VALUES_PER_ATOM * max(batch.sizes) > num_atoms:
-        member_of = (frames[:, None] == frame).double()  # (F, A)
-        sum_of_frames = member_of.matmul
-    else:
-        rows = frames.new_full((num_frames, max(batch.sizes)), num_atoms)
-        rows = rows.index_put((frame, batch.place_in_frame), torch.arange(num_atoms, device=frame.device))
-
-        def sum_of_frames(per_atom: Tensor) -> Tensor:
-            flat = sum_over_reverse(per_atom.view(num_atoms, 1, -1), frame[:, None], rows)
-            return flat.view(num_frames, *per_atom.shape[1:])
-
+    sum_of_frames = frame_sums(batch)
     out = {
         ENERGY: sum_of_frames(atom_energy),
         ATOM_ENERGY: atom_energy,
@@ -170,3 +157,22 @@ def outputs_of(atom_energy: Tensor, pair: Tensor, batch: Batch, need_virial: boo
         per_atom = torch.bmm(pair.transpose(1, 2), batch.vector).flatten(1)
         out[VIRIAL] = -sum_of_frames(per_atom)
     return out
+
+
+def frame_sums(batch: Batch) -> Callable[[Tensor], Tensor]:
+    """Return a function from (A, ...) float64 of atoms to its sums over those of each frame, in a fixed order."""
+    num_frames, num_atoms, frame = batch.num_frames, batch.atom_frame.shape[0], batch.atom_frame
+    frames = torch.arange(num_frames, device=frame.device)
+    is_small = torch.compiler.is_compiling() or not batch.sizes or num_frames * num_atoms <= MAX_MEMBERSHIP
+    # where frames differ much in size, the table of their atoms would be larger than the matrix
+    if is_small or VALUES_PER_ATOM * max(batch.sizes) > num_atoms:
+        member_of = (frames[:, None] == frame).double()  # (F, A)
+        return member_of.matmul
+    rows = frames.new_full((num_frames, max(batch.sizes)), num_atoms)
+    rows = rows.index_put((frame, batch.place_in_frame), torch.arange(num_atoms, device=frame.device))
+
+    def sum_of_frames(per_atom: Tensor) -> Tensor:
+        flat = sum_over_reverse(per_atom.view(num_atoms, 1, -1), frame[:, None], rows)
+        return flat.view(num_frames, *per_atom.shape[1:])
+
+    return sum_of_frames

@@ -90,6 +90,19 @@ class Descriptor(Protocol):
         """Return the settings of the sums beyond their names; a stat file of other settings is not used."""
 
 
+class HasFrames(Descriptor, Protocol):
+    """A descriptor that gives vectors of an atom as well, of which dipoles are made.
+
+    Attributes:
+        dim_frame: M, number of these vectors.
+    """
+
+    dim_frame: int
+
+    def features_and_frames(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the features (A, D), and rows (A, M, 3) that turn with the frame, as functions of the parameters."""
+
+
 class Fitting(nn.Module):
     """Base of what turns the features of atoms into their energies, here without networks and parameters.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config.labels import FORCE, HESSIAN, LABELS, METRICS, QUANTITIES
 from deepmd_ema.config.schema.text_options import Metric
+from deepmd_ema.model.quantity import COUNTED
 
 # F frames, A atoms, Q quantities
 
@@ -33,6 +34,7 @@ class FrameResult:
         prediction: by the names in ``labels``: energy (), force (N, 3), virial (9,), atom_energy (N,), and hessian
             (9 N^2,) where it is requested.
         label: the same for the labels that the frame has.
+        counted: (N,) bool, atoms that have what is predicted; None: all.
     """
 
     source: tuple[str, int]
@@ -40,6 +42,12 @@ class FrameResult:
     volume: float | None
     prediction: dict[str, np.ndarray]
     label: dict[str, np.ndarray]
+    counted: np.ndarray | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of atoms that errors per atom are divided by."""
+        return len(self.atom_type) if self.counted is None else max(int(self.counted.sum()), 1)
 
     @property
     def num_atoms(self) -> int:
@@ -54,9 +62,11 @@ class FrameResult:
         for name, label in self.label.items():
             error = torch.as_tensor(self.prediction[name] - label).view(LABELS[name].shape_of(self.num_atoms))
             errors[name] = (error, one.expand(len(error)))
+            if LABELS[name].per_atom and self.counted is not None:
+                errors[name] = (error, torch.as_tensor(self.counted).double())
         volume = one if self.volume is None else one * self.volume
         periodic = torch.tensor([self.volume is not None])
-        return Errors(_error_sums(errors, one * self.num_atoms, (1, self.num_atoms), volume, periodic))
+        return Errors(_error_sums(errors, one * self.size, (1, self.num_atoms), volume, periodic))
 
 
 @dataclass
@@ -79,12 +89,17 @@ class Errors:
 
     def add(self, prediction: Mapping[str, Tensor], batch: Batch) -> None:
         """Add the errors of a prediction for ``batch``, both on one device."""
+        counted, size = prediction.get(COUNTED), batch.num_atoms
         errors = {
             name: (prediction[name].to(torch.float64) - label, _weight(name, batch))
             for name, label in batch.labels.items()
             if name in prediction
         }
-        sums = _error_sums(errors, batch.num_atoms, batch.num_real, _volume(batch), batch.periodic)
+        if counted is not None:
+            size = counted.new_zeros(batch.num_frames).index_add(0, batch.atom_frame, counted).clamp(min=1)
+            of_atoms = {name: pair for name, pair in errors.items() if LABELS[name].per_atom}
+            errors |= {name: (error, weight * counted) for name, (error, weight) in of_atoms.items()}
+        sums = _error_sums(errors, size, batch.num_real, _volume(batch), batch.periodic)
         self.sums = self.sums.to(sums.device) + sums
         if self.collect:
             self.frames.extend(_frame_results(prediction, batch))
@@ -247,6 +262,9 @@ def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[Frame
     types = batch.in_file_order(batch.atom_type).cpu().split(sizes)
     volume = _volume(batch).tolist()
     has_label = {name: flags.tolist() for name, flags in batch.has_label.items()}
+    counted: list[Any] = [None] * len(sizes)
+    if COUNTED in prediction:
+        counted = [of.numpy() > 0 for of in batch.in_file_order(prediction[COUNTED]).cpu().split(sizes)]
     return [
         FrameResult(
             source=batch.frames[f],
@@ -254,6 +272,7 @@ def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[Frame
             volume=volume[f] if periodic else None,
             prediction={name: value[f] for name, value in predicted.items()},
             label={name: value[f] for name, value in labelled.items() if name in predicted and has_label[name][f]},
+            counted=counted[f],
         )
         for f, periodic in enumerate(batch.periodic.tolist()[: batch.num_real[0]])
     ]

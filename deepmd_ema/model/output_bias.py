@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from deepmd_ema.config.labels import ENERGY
+from deepmd_ema.config.labels import ENERGY, LABELS
 from deepmd_ema.errors import DataError
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ Array: TypeAlias = np.ndarray
 class FrameEnergies:
     """Energies of the frames that have one, beside their compositions; gathered batch by batch.
 
+    Of a model of another quantity they are its values (F, W), with the same functions.
+
     Args:
         config: the section ``model``.
     """
@@ -58,14 +60,15 @@ class FrameEnergies:
         Raises:
             DataError: if the model gives no finite energy for a frame.
         """
-        if ENERGY not in batch.labels:
+        name = self.config.fitting_net.labels[0]
+        if name not in batch.labels:
             return
         num_types = len(self.config.type_map)
-        seen = batch.has_label[ENERGY].numpy() > 0
+        seen = batch.has_label[name].numpy() > 0
         cell = batch.atom_frame * num_types + batch.atom_type
         counts = torch.bincount(cell, minlength=batch.num_frames * num_types)
         self._counts.append(counts.view(-1, num_types).numpy()[seen].astype(float))
-        self._labels.append(batch.labels[ENERGY].numpy()[seen])
+        self._labels.append(batch.labels[name].numpy()[seen])
         if predicted is None:
             return
         energy = predicted.cpu().numpy()
@@ -87,10 +90,10 @@ class FrameEnergies:
 
     @property
     def counts(self) -> Array:
-        """Atoms of each type that have an energy of their own (F, T)."""
+        """Atoms of each type that have an energy of their own (F, T), or fractions of them for a mean over atoms."""
         counts = np.concatenate(self._counts)
-        counts[:, list(self.config.atom_exclude_types)] = 0
-        return counts
+        counts[:, list(self.config.excluded_types)] = 0
+        return counts / counts.sum(1, keepdims=True).clip(1) if self.config.fitting_net.intensive else counts
 
     def residual(self, change: Array | None = None) -> Array:
         """Return label minus prediction (F,), eV, of the model with its bias moved by ``change`` (T,)."""
@@ -103,9 +106,9 @@ class BiasFit:
     """Energies of elements that a fit has found.
 
     Attributes:
-        bias: (T,) eV.
-        std: (T,) spread over frames of the energy that it leaves unexplained, eV; ones without energies.
-        rmse_per_atom: root mean square of the same, eV/atom, or None without energies.
+        bias: (T,) eV, or (T, W) of another quantity.
+        std: of the same shape, spread over frames of the energy that it leaves unexplained, eV; ones without energies.
+        rmse_per_atom: root mean square of the same, eV/atom (of a mean over atoms, of this), or None without energies.
         undetermined: elements whose energies the compositions do not determine separately.
     """
 
@@ -140,12 +143,17 @@ def set_bias(frames: FrameEnergies, atomic: Array | None = None) -> BiasFit:
 
     Args:
         frames: with their labels.
-        atomic: (T, 3) number, sum and sum of squares of the labels of atomic energies, or None.
+        atomic: (T, 3, ...) number, sum and sum of squares of the labels of atomic energies, or None.
     """
     bias, known = _given_energies(frames.config, atomic)
     if not len(frames):
-        return BiasFit(bias, np.ones(len(bias)))
-    target = np.concatenate(frames._labels) - frames.counts[:, known] @ bias[known]
+        return BiasFit(bias, np.ones_like(bias))
+    target = np.concatenate(frames._labels)
+    if not frames.config.fitting_net.distinguish_types:
+        values = target if frames.config.fitting_net.intensive else target / frames.num_atoms[:, None]
+        mean, spread = (np.zeros_like(bias) + of(values, axis=0) for of in (np.mean, np.std))
+        return BiasFit(mean, spread, float(np.sqrt(np.mean(spread[0] ** 2))))
+    target = target - frames.counts[:, known] @ bias[known]
     return _fit(frames, target, bias, ~known, np.ones(len(frames)))
 
 
@@ -173,16 +181,17 @@ def fixed_elements(config: ModelConfig) -> tuple[str, ...]:
 def _fit(frames: FrameEnergies, target: Array, start: Array, free: Array, weight: Array) -> BiasFit:
     """Add to ``start`` (T,), where ``free``, the energies that explain ``target`` (F,) best."""
     config, counts = frames.config, frames.counts
-    change = np.zeros(len(start))
+    change = np.zeros_like(start)
     change[free], _, rank, _ = np.linalg.lstsq(
-        counts[:, free] * weight[:, None], target * weight, rcond=config.fitting_net.rcond
+        counts[:, free] * weight[:, None], (target.T * weight).T, rcond=config.fitting_net.rcond
     )
     residual = target - counts @ change
+    per_atom = residual if frames.config.fitting_net.intensive else (residual.T / frames.num_atoms).T
     seen = [t for t in np.flatnonzero(free) if counts[:, t].any()]
     return BiasFit(
         start + change,
-        np.full(len(start), residual.std()),
-        rmse_per_atom=float(np.sqrt(np.mean((residual / frames.num_atoms) ** 2))),
+        np.zeros_like(start) + residual.std(0),
+        rmse_per_atom=float(np.sqrt(np.mean(per_atom**2))),
         undetermined=tuple(config.type_map[t] for t in seen) if rank < len(seen) else (),
     )
 
@@ -195,8 +204,10 @@ def _given_energies(config: ModelConfig, atomic: Array | None = None) -> tuple[A
     energies = [one if one is not None else two for one, two in zip(preset, vacuum)]
     known = np.array([one is not None for one in energies])
     bias = np.array([0.0 if one is None else float(np.ravel(one)[0]) for one in energies])
+    if ENERGY not in config.fitting_net.labels:
+        bias = np.zeros((num_types, *LABELS[config.fitting_net.labels[0]].shape))
     if atomic is not None:
-        measured = ~known & (atomic[:, 0] > 0)
+        measured = ~known & (atomic[:, 0].reshape(num_types, -1)[:, 0] > 0)
         bias[measured] = atomic[measured, 1] / atomic[measured, 0]
         known |= measured
     return bias, known

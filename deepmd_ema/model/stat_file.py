@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from deepmd_ema.config.labels import LABELS
 from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.errors import DataError
 from deepmd_ema.model.output_bias import BiasFit
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 Array: TypeAlias = np.ndarray
 
 SETTINGS = "dp_ema_settings"  # what DeePMD-kit's hash leaves out; it does not read this
-BIAS, BIAS_STD, OBSERVED = "bias_atom_energy", "std_atom_energy", "observed_type"
+OBSERVED = "observed_type"
 
 
 def write_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor, statistics: Statistics) -> None:
@@ -31,9 +32,10 @@ def write_stat_file(path: str | Path, config: ModelConfig, descriptor: Descripto
     Statistics of other type maps or descriptors that are already there stay.
     """
     path = Path(path)
+    bias, spread = _bias_names(config)
     items: dict[str, Array] = {
-        BIAS: statistics.fit.bias[:, None],
-        BIAS_STD: statistics.fit.std[:, None],
+        bias: statistics.fit.bias.reshape(len(config.type_map), -1),
+        spread: statistics.fit.std.reshape(len(config.type_map), -1),
         OBSERVED: np.array(statistics.observed, dtype=bytes),
         SETTINGS: np.array([_settings(config, descriptor).encode()]),
         **statistics.measured,
@@ -62,8 +64,9 @@ def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor
         return None
     fitting, num_types = config.fitting_net, len(config.type_map)
     conditions = [n for n, count in (("fparam", fitting.numb_fparam), ("aparam", fitting.numb_aparam)) if count]
-    wanted = [BIAS, BIAS_STD, OBSERVED, *descriptor.sum_names, *conditions]
-    root = " ".join(config.type_map)
+    bias, spread = _bias_names(config)
+    wanted = [bias, spread, OBSERVED, *descriptor.sum_names, *conditions]
+    root, shape = " ".join(config.type_map), (num_types, *LABELS[fitting.labels[0]].shape)
     try:
         found = _read(path, root, [*wanted, SETTINGS])
     except (OSError, ValueError, KeyError) as error:
@@ -77,10 +80,16 @@ def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor
         type_map=tuple(config.type_map),
         measured={name: found[name] for name in descriptor.sum_names},
         conditions={name: found[name] for name in conditions},
-        fit=BiasFit(found[BIAS].reshape(num_types), found[BIAS_STD].reshape(num_types)),
+        fit=BiasFit(found[bias].reshape(shape), found[spread].reshape(shape)),
         observed=tuple(name.decode() for name in found[OBSERVED].ravel()),
         protect=config.data_stat_protect,
     )
+
+
+def _bias_names(config: ModelConfig) -> tuple[str, str]:
+    """Return the names of bias and spread, which are those of the label without its width."""
+    name = config.fitting_net.labels[0].partition("[")[0]
+    return f"bias_atom_{name}", f"std_atom_{name}"
 
 
 def _settings(config: ModelConfig, descriptor: Descriptor) -> str:
@@ -88,7 +97,7 @@ def _settings(config: ModelConfig, descriptor: Descriptor) -> str:
     about: Mapping[str, Any] = {
         **descriptor.stat_settings(),
         "pair_exclude_types": sorted(sorted(pair) for pair in config.pair_exclude_types),
-        "atom_exclude_types": sorted(config.atom_exclude_types),
+        "atom_exclude_types": sorted(config.excluded_types),
         "preset_out_bias": config.preset_out_bias,
         "atom_ener": config.fitting_net.atom_ener or None,
         "rcond": config.fitting_net.rcond,

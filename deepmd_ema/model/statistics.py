@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, FPARAM
+from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ENERGY, FPARAM, LABELS
 from deepmd_ema.model.interface import sum_by_type
 from deepmd_ema.model.output_bias import BiasFit, FrameEnergies, set_bias
 
@@ -46,6 +46,8 @@ class Statistics:
     def lines(self) -> list[str]:
         """Return lines about the fit of the energies."""
         shown = [t for t, name in enumerate(self.type_map) if name in self.observed]
+        if self.fit.bias.ndim > 1:  # of a quantity of several numbers the fit is no news
+            return []
         out = ["energy of each element: " + ", ".join(f"{self.type_map[t]} {self.fit.bias[t]:.6g} eV" for t in shown)]
         if self.fit.rmse_per_atom is not None:
             out.append(f"residual of the energy fit: {1000 * self.fit.rmse_per_atom:.4g} meV/atom (RMSE)")
@@ -67,7 +69,9 @@ def collect_statistics(model: EnergyModel, config: ModelConfig, batches: Iterabl
         batches: on the CPU, in the layout of the model.
     """
     num_types, fitting = len(config.type_map), config.fitting_net
-    num_atoms, atomic, energies = np.zeros(num_types), np.zeros((num_types, 3)), FrameEnergies(config)
+    num_atoms, energies = np.zeros(num_types), FrameEnergies(config)
+    of_atom = ATOM_ENERGY if ENERGY in fitting.labels else fitting.labels[1]
+    atomic = np.zeros((num_types, 3, *LABELS[of_atom].shape))
     measured: dict[str, Array] = {}
     conditions: dict[str, Array] = {}
     threads = torch.get_num_threads()
@@ -82,10 +86,11 @@ def collect_statistics(model: EnergyModel, config: ModelConfig, batches: Iterabl
                     values = batch.conditions[name].numpy()  # (M, N)
                     count = np.full(values.shape[1], float(len(values)))
                     _accumulate(conditions, {name: np.stack([count, values.sum(0), (values**2).sum(0)], 1)})
-            if ATOM_ENERGY in batch.labels:
-                has_label = batch.has_label[ATOM_ENERGY][batch.atom_frame]
-                energy = batch.labels[ATOM_ENERGY].view(-1)
-                atomic += sum_by_type(torch.stack([has_label, has_label * energy, has_label * energy**2], 1), batch)
+            if of_atom in batch.labels:
+                value = batch.labels[of_atom]
+                has_label = batch.has_label[of_atom][batch.atom_frame].view(-1, *[1] * (value.dim() - 1))
+                parts = has_label.expand_as(value), has_label * value, has_label * value**2
+                atomic += sum_by_type(torch.stack(parts, 1), batch)
     finally:
         torch.set_num_threads(threads)
     return Statistics(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepmd_ema.config import config_summary, config_warnings, ignored_options, to_dict
-from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
+from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, VIRIAL
 from deepmd_ema.errors import YELLOW, DataError, UserError, colored, counted
 from deepmd_ema.report.table import Cell, Column, Table, duration, facts, render
 from deepmd_ema.utils import __version__
@@ -212,7 +212,7 @@ def _system_table(title: str, scans: Sequence[SystemScan], report: DataReport) -
     if len(scans) > 1:
         rows.append({"system": "all", **numbers_of(scans)})
     yield from render(_table(f"{title}: {size}", columns, rows), "  ")
-    for label in LABELS:  # others, and those that some frames lack
+    for label in dict.fromkeys(name for scan in scans for name in scan.label_frames):  # others, or of some frames
         having = sum(scan.label_frames.get(label, 0) for scan in scans)
         if having and (having < frames or label not in (ENERGY, FORCE, VIRIAL)):
             yield f"  {label}: {having:,} of {counted(frames, 'frame')}"
@@ -363,7 +363,7 @@ def _data(task: str, report: DataReport) -> dict[str, Any]:
     for part, scans in (("training", report.training), ("validation", report.validation), ("test", report.test)):
         for scan in scans:
             sizes, frames, labels = scan.type_counts.sum(axis=1), scan.system.num_frames, dict[str, Any]()
-            for name in (name for name in LABELS if scan.label_frames.get(name)):
+            for name in (name for name, number in scan.label_frames.items() if number):
                 labels[name] = {"frames": scan.label_frames[name]}
                 values = scan.ranges.get(name)
                 if name in _UNITS and values is not None and values.count:

@@ -140,14 +140,17 @@ class ValidationLog(RowTable):
         path: ``validating.full_val_file``.
         num_steps: steps of the run; they set the width of the first column.
         metric: ``validating.validation_metric``; V shows virials per atom in the last columns, else stress is shown.
+        quantities: letters of what the model predicts.
     """
 
-    def __init__(self, path: str | Path, num_steps: int, metric: str = "E:MAE") -> None:
-        last = "V" if metric.upper().startswith("V") else "S"
-        self._metrics = [f"{quantity}:{kind}" for quantity in ("E", "F", last) for kind in KINDS]
+    def __init__(
+        self, path: str | Path, num_steps: int, metric: str = "E:MAE", quantities: Sequence[str] = "EFVS"
+    ) -> None:
+        left_out = "S" if metric.upper().startswith("V") else "V"
+        self._metrics = [f"{quantity}:{kind}" for quantity in quantities if quantity != left_out for kind in KINDS]
         labels = [f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})" for name in self._metrics]
         self._widths = [max(4, len(str(num_steps)))] + [max(10, len(label)) for label in labels]
-        self.path, self.header = Path(path), self._row("# ", ["step", *labels]) + _VALIDATION_NOTE
+        self.path, self.header = Path(path), self._row("# ", ["step", *labels]) + _VALIDATION_NOTE * ("E" in quantities)
 
     def write(self, step: int, errors: Errors) -> None:
         """Add the row of ``step``."""

@@ -306,7 +306,8 @@ def _force_errors(name: str, errors: Mapping[str, float]) -> str:
 def describe_values(errors: Mapping[str, float]) -> str:
     """Return errors by columns of lcurve.out in the units of tables, such as ``E 3.24 F 146``, without the loss."""
     parts = []
-    for symbol, value in ((name.partition("_")[2], value) for name, value in errors.items()):
+    for name, value in errors.items():
+        symbol = name.partition("_")[2] or name * (name not in ("rmse", "loss"))
         if quantity := METRICS.get(symbol.upper()):
             parts.append(f"{symbol.upper()} {significant(quantity.display_factor * value, _DIGITS)}")
         elif symbol:

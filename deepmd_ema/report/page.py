@@ -267,7 +267,10 @@ class _Page:
                 if first.summary()["num_frames"] == frames:  # not a part of them
                     columns, errors = [("at the start", "loaded"), *columns], [first, *errors]
             rows = [
-                [f"{METRICS[q].title} {kind}, {METRICS[q].display_unit}", *(_error(of, q, kind) for of in errors)]
+                [
+                    ", ".join(filter(None, (f"{METRICS[q].title} {kind}", METRICS[q].display_unit))),
+                    *(_error(of, q, kind) for of in errors),
+                ]
                 for q in _quantities(tested)
                 for kind in KINDS
             ]
@@ -334,9 +337,10 @@ class _Page:
     def _worst(self, one: Tested) -> Iterator[str]:
         """Yield the frames of largest force error, or energy error without forces, and where they are."""
         quantities = _quantities([one])
-        by = "force" if "F" in quantities else "energy"
+        first = "F" if "F" in quantities else quantities[:1] or "E"
+        by = METRICS[first].title.lower()
         rows = list[Sequence[Cell]]()
-        for frame in worst_frames(one.report.frames, f"{by[0].upper()}:RMSE", WORST):
+        for frame in worst_frames(one.report.frames, f"{first}:RMSE", WORST):
             place = one.report.systems[frame.source[0]].where(frame.source[1])
             errors = [_error(frame.errors, q, "RMSE") for q in quantities]
             file = os.path.relpath(place.file, self.base)
@@ -427,7 +431,7 @@ def _table_of_errors(
 
 def _quantities(tested: Sequence[Tested]) -> str:
     """Return the letters of the quantities that some frame has a label of."""
-    return "".join(q for q in "EFVS" if any(_error(one.report.total, q, "RMSE") != "–" for one in tested))
+    return "".join(q for q in METRICS if any(_error(one.report.total, q, "RMSE") != "–" for one in tested))
 
 
 def _error(errors: Errors, quantity: str, kind: str) -> str:

@@ -63,7 +63,8 @@ def _quantity(name: str, batch: str) -> Panel:
     return Panel(f"{METRICS[name].title} RMSE", unit, batch, f"{name}_RMSE({unit})", factor)
 
 
-QUANTITIES = {q: _quantity(q, batch) for q, batch in (("E", "rmse_e"), ("F", "rmse_f"), ("V", "rmse_v"), ("S", ""))}
+_BATCH = {"D": "global_dipole", "W": "local_dipole", "A": "global_polar", "B": "local_polar", "N": "global_dos"}
+QUANTITIES = {q: _quantity(q, f"rmse_{_BATCH.get(q, q.lower())}") for q in METRICS}
 LOSS, RATE = Panel("Loss", "weighted RMSE", "rmse"), Panel("Learning rate", "", "lr")
 
 
@@ -273,7 +274,7 @@ def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Pat
     """Draw predictions against labels, and below them how the errors are distributed; return the path of the figure.
 
     Args:
-        pairs: quantity to (labels, predictions, unit); arrays of one shape. The unit starts with ``eV``.
+        pairs: quantity to (labels, predictions, unit); arrays of one shape.
         output: picture to write.
         title: what was tested.
 
@@ -283,7 +284,7 @@ def plot_parity(pairs: Mapping[str, tuple[Array, Array, str]], output: str | Pat
     output = picture_file(output, "--plot")
     shown = {name: pair for name, pair in pairs.items() if np.size(pair[0])}
     if not shown:
-        raise UserError(f"{output}: nothing to draw: the frames have no energy, force or virial.")
+        raise UserError(f"{output}: nothing to draw: the frames have no label of what is predicted.")
     with _picture(output, 2 * len(shown), title, heights=(3.2, 1.0)) as (_, axes):
         for (name, pair), upper, lower in zip(shown.items(), axes, axes[len(shown) :]):
             _draw_parity(upper, lower, name, *pair)
@@ -296,14 +297,20 @@ def parity_figures(pairs: Mapping[str, tuple[Array, Array, str]], folder: Path) 
     for name, (label, predicted, unit) in pairs.items():
         if not label.size:
             continue
-        file = folder / f"parity_{name}{_suffix(label.size)}"
+        file = folder / f"parity_{name.replace(' ', '_')}{_suffix(label.size)}"
         with _picture(file, 2, heights=(3.2, 1.0)) as (_, axes):
             _draw_parity(axes[0], axes[1], name, label, predicted, unit)
-        error = significant(1000 * float(np.abs(predicted - label).mean()), 3)
-        density = ", density of points" * (label.size > MAX_DOTS)
-        words = f"{name}: predictions against {label.size:,} reference values{density}"
-        figures.append(Figure(file, f"{words}; mean absolute error {error} m{unit}"))
+        factor, small = _unit_of_errors(unit)
+        error = significant(factor * float(np.abs(predicted - label).mean()), 3)
+        words = f"{name}: predictions against {label.size:,} reference values"
+        words += ", density of points" * (label.size > MAX_DOTS)
+        figures.append(Figure(file, f"{words}; mean absolute error {error} {small}"))
     return figures
+
+
+def _unit_of_errors(unit: str) -> tuple[float, str]:
+    """Return factor and unit in which errors are shown, a thousandth of those of energies and dipoles."""
+    return (1000.0, f"m{unit}") if unit.startswith("e") else (1.0, unit)
 
 
 def _draw_parity(axis: Any, below: Any, name: str, label: Array, predicted: Array, unit: str) -> None:
@@ -324,14 +331,15 @@ def _draw_parity(axis: Any, below: Any, name: str, label: Array, predicted: Arra
     axis.ticklabel_format(useOffset=False)
     axis.locator_params(nbins=4)
     # below it the distribution of the errors
-    error = 1000 * (predicted - label)
+    factor, small = _unit_of_errors(unit)
+    error = factor * (predicted - label)
     mae, rmse = np.abs(error).mean(), np.sqrt(np.square(error).mean())
     mean = error.mean() if abs(error.mean()) > 1e-2 * rmse else 0.0  # a hundredth is no shift, but its noise
     limit = 4 * rmse or 1.0
     below.hist(np.clip(error, -limit, limit), bins=61, range=(-limit, limit), color=LIVE_COLOR, alpha=0.85)
     below.axvline(0, color=INK, lw=0.9)
-    below.set(xlabel=f"Predicted − reference (m{unit})", yticks=[])
-    text = f"MAE {mae:.3g}, RMSE {rmse:.3g}\nmean {f'{mean:+.2g}' if mean else '0'} m{unit}"
+    below.set(xlabel=f"Predicted − reference ({small})", yticks=[])
+    text = f"MAE {mae:.3g}, RMSE {rmse:.3g}\nmean {f'{mean:+.2g}' if mean else '0'} {small}"
     below.set_title(text, fontsize=SMALL, fontweight="normal")
     below.spines["left"].set_visible(False)
     below.grid(False)

@@ -16,7 +16,7 @@ import numpy as np
 from deepmd_ema.config import config_from_dict
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.fields import plain
-from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
+from deepmd_ema.config.labels import DIPOLE, DOS, ENERGY, FORCE, LABELS, POLAR, VIRIAL
 from deepmd_ema.config.presets import MODELS, REASONS, Kind, read_preset
 from deepmd_ema.config.text import JSON_SUFFIXES
 from deepmd_ema.data.check.identities import COVALENT_RADII
@@ -45,6 +45,7 @@ _MAX_ELEMENTS = 4  # of se_e2_a, which has networks for each element
 _MAX_LINE = 110
 _REPLAYED = 0.3  # share of the steps that old data have
 _SLOWER = 0.1  # of the rate of a model that starts from its seed
+_LOSSES = {"ener": "ener", "dipole": "tensor", "polar": "tensor", "property": "property", "dos": "dos"}
 _LABELS = {"e": ENERGY, "f": FORCE, "v": VIRIAL}
 _NAMED = {"type_map": "elements", "descriptor": "descriptor", "fitting_net": "fitting"}  # parts that tasks share
 _OF_START = ("finetune_head", "finetune_bias")
@@ -62,6 +63,7 @@ class Wishes:
         size: S, M or L.
         kind: of the data.
         rcut: cutoff radius, angstrom.
+        property: name and width of what is predicted instead of energies, such as ``dipole`` or ``dos[250]``.
         type_map: elements.
         steps: of the run.
         hours: of the run on this machine.
@@ -77,6 +79,7 @@ class Wishes:
     size: str = "M"
     kind: Kind | None = None
     rcut: float = 6.0
+    property: str | None = None
     type_map: Sequence[str] | None = None
     steps: int | None = None
     hours: float | None = None
@@ -91,6 +94,17 @@ class Wishes:
         if self.validation:
             return {**section, "validation_data": {"systems": list(self.validation)}}
         return {**section, "validation_fraction": _FRACTION}
+
+    def fitting_section(self) -> dict[str, Any]:
+        """Return the options of the fitting network that say what is predicted."""
+        if self.property is None:
+            return {}
+        kind, _, width = self.property.removesuffix("]").partition("[")
+        if kind in (DIPOLE, POLAR):
+            return {"type": "polar" if kind == POLAR else kind}
+        if kind == DOS:
+            return {"type": DOS, "numb_dos": int(width)}
+        return {"type": "property", "property_name": kind, "task_dim": int(width), "intensive": True}
 
 
 class Proposal:
@@ -121,7 +135,7 @@ class Proposal:
         descriptor = {"type": "", "rcut": wishes.rcut, **preset["descriptor"], **size["descriptor"]}
         if "rcut_smth" in descriptor:
             descriptor["rcut_smth"] = min(descriptor["rcut_smth"], wishes.rcut / 2)
-        fitting = {**preset["fitting_net"], **size["fitting_net"]}
+        fitting = {**preset["fitting_net"], **size["fitting_net"], **wishes.fitting_section()}
         weights = {k: weight if _LABELS[k] in data.labels else 0 for k, weight in recipe["prefactors"].items()}
         if VIRIAL not in data.labels:  # others that the data do not have are mentioned
             del weights["v"]
@@ -132,6 +146,8 @@ class Proposal:
             of_model = f"{descriptor['type']} {wishes.size}"
         else:
             model, start_lr = _model_section(source, list(type_map), wishes.head), _rounded(start_lr * _SLOWER)
+            if wishes.property is not None and source.model.labels != data.predicted:
+                model |= {"fitting_net": fitting, "finetune_head": "RANDOM"}
             of_model = f"{source.config.descriptor.type} of {wishes.finetune}"
         section["training_data"]["batch_size"] = "auto"
         if not wishes.validation and not data.is_split:
@@ -145,7 +161,7 @@ class Proposal:
                 "start_lr": start_lr,
                 "stop_lr": _rounded(start_lr / 100),
             },
-            "loss": {"type": "ener", **prefactors},
+            "loss": _loss_section(data) if wishes.property is not None else {"type": "ener", **prefactors},
             "training": {
                 **section,
                 "numb_steps": steps,
@@ -157,13 +173,14 @@ class Proposal:
             },
         }
         # of forces, or of energies; none where validation frames have neither
-        metrics = [q for q in (FORCE, ENERGY) for scan in data.report.validation if scan.label_frames.get(q)]
+        ranked = (FORCE, ENERGY) if wishes.property is None else data.predicted
+        metrics = [q for q in ranked for scan in data.report.validation if scan.label_frames.get(q)]
         if metrics:
             values["validating"] = {
                 "full_validation": True,
                 "ema_full_validation": True,
                 "validation_freq": max(1, steps // _EVENTS),
-                "validation_metric": f"{metrics[0][0].upper()}:RMSE",
+                "validation_metric": f"{LABELS[metrics[0]].errors[-1].metric}:RMSE",
                 "full_val_start": 0.0,
             }
         reasons = read_preset(REASONS)
@@ -176,13 +193,19 @@ class Proposal:
         parts = ["of_all", "of_new_model" if source is None else "of_fine_tuning", *["of_replay"] * (old is not None)]
         self.why = why = {path: text.format(**known) for part in parts for path, text in reasons[part].items()}
         loss = "loss" if old is None else "loss_dict.new"
-        why |= {f"{loss}.start_pref_{q[0]}": "no such labels" for q in (ENERGY, FORCE) if q not in data.labels}
+        if wishes.property is None:
+            why |= {f"{loss}.start_pref_{q[0]}": "no such labels" for q in (ENERGY, FORCE) if q not in data.labels}
+        else:
+            del why[loss]
         if wishes.steps is not None:
             why["training.numb_steps"] = "as given"
-        labels = ", ".join(label for label in _LABELS.values() if label in data.labels)
+        labels = ", ".join(label for label in data.predicted if label in data.labels)
         about = recipe["about"].partition(";")[0]
         why_kind = f"{about}, in {data.frames} frames looked at" if wishes.kind is None else "as given"
-        self.warnings = list(data.report.warnings)
+        absent = tuple(f"no {name} in the " for name in data.predicted if name not in data.labels)
+        self.warnings = [
+            text for text in data.report.warnings if wishes.property is None or not text.startswith(absent)
+        ]
         if data.why_split and not data.is_split:
             self.warnings.append(f"no validation frames: {data.why_split}")
         if old is not None:
@@ -252,6 +275,7 @@ class _Data:
         frames: how many of the frames that were looked at are of this kind.
         labels: names of labels that training frames have.
         report: of the checks.
+        predicted: names of labels that the model predicts.
         is_split: whether validation frames are split off.
         why_split: which, or why not.
         wider: most neighbors within the cutoff and a larger one.
@@ -263,13 +287,19 @@ class _Data:
     def __init__(self, wishes: Wishes) -> None:
         type_map = wishes.type_map or ()
         descriptor = {"type": "se_e2_a", "rcut": wishes.rcut, "rcut_smth": min(0.5, wishes.rcut / 2)}
+        loss: dict[str, Any] = {"type": _LOSSES[wishes.fitting_section().get("type", "ener")]}
+        if loss["type"] == "tensor":
+            loss |= {"pref": 1, "pref_atomic": 1}
+        elif loss["type"] == DOS:
+            loss["start_pref_dos"] = 1
         values = {  # nothing of the model is trained
-            "model": {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": {}},
+            "model": {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": wishes.fitting_section()},
+            "loss": loss,
             "learning_rate": {"start_lr": 1e-3, "stop_lr": 1e-5},
             "training": {**wishes.data_section(), "numb_steps": 1, "seed": 1},
         }
         config = config_from_dict(values, "init")
-        data = open_run(config)
+        data, self.predicted = open_run(config), config.task(None).model.fitting_net.labels
         self.is_split, self.why_split = not wishes.validation, ""
         if self.is_split:
             try:
@@ -289,6 +319,17 @@ class _Data:
         geometries = ((f.coord, f.box, f.atom_type) for f in frames)
         near = neighbor_statistics(geometries, wishes.rcut * _WIDER, len(type_map))
         self.wider = near.max_within(wishes.rcut), near.max_total
+
+
+def _loss_section(data: _Data) -> dict[str, Any]:
+    """Return the section ``loss`` of a quantity, which weighs what the data have."""
+    of_frame, of_atom = (int(name in data.labels) for name in data.predicted)
+    if data.predicted[0] in (DIPOLE, POLAR):
+        return {"type": "tensor", "pref": of_frame, "pref_atomic": of_atom}
+    if data.predicted[0].startswith(DOS):
+        weights = {"dos": of_frame, "ados": of_atom}
+        return {"type": DOS, **{f"{when}_pref_{k}": n for k, n in weights.items() for when in ("start", "limit")}}
+    return {"type": "property"}
 
 
 def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from deepmd_ema.model.metrics import Errors
 
 Cell: TypeAlias = "str | float | None"  # None: there is no value
-METRICS_IN_ORDER = "EFSV"
+METRICS_IN_ORDER = "EFSVDWABNMP"
 KINDS = ("MAE", "RMSE")
 _DIGITS = 5  # significant ones of an error
 
@@ -95,7 +95,7 @@ def significant(value: float, digits: int = _DIGITS) -> str:
 def show_metric(metric: str, value: float) -> str:
     """Return a metric such as ``E:MAE`` with its unit: eV to ``94.363 meV/atom``."""
     quantity = METRICS[metric[0].upper()]
-    return f"{significant(quantity.display_factor * value)} {quantity.display_unit}"
+    return f"{significant(quantity.display_factor * value)} {quantity.display_unit}".rstrip()
 
 
 def labelled(errors: Errors) -> str:
@@ -118,7 +118,8 @@ def describe_errors(errors: Errors, before: Errors | None = None, with_gpa: bool
     for quantity in labelled(errors):
         first = f"{mae_rmse(before, quantity)} -> " if before is not None else ""
         in_gpa = f" ({mae_rmse(errors, quantity, GPA)} GPa)" * (with_gpa and quantity == "S")
-        parts.append(f"{quantity} {first}{mae_rmse(errors, quantity)} {METRICS[quantity].display_unit}{in_gpa}")
+        unit = METRICS[quantity].display_unit
+        parts.append(f"{quantity} {first}{mae_rmse(errors, quantity)} {unit}{in_gpa}".rstrip())
     return ", ".join(parts)
 
 

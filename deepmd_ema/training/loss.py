@@ -1,19 +1,20 @@
-"""The ``ener`` loss: a weighted sum of the errors of energies, forces, virials, atomic energies and Hessians."""
+"""The losses: weighted sums of the errors of energies and what follows from them, or of another quantity."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import huber_loss, l1_loss, mse_loss
+from torch.nn.functional import huber_loss, l1_loss, mse_loss, smooth_l1_loss
 
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.config.labels import (
     ATOM_ENERGY,
     ATOM_PREF,
+    ATOM_WEIGHT,
     ENERGY,
     ENERGY_WEIGHT,
     FORCE,
@@ -24,16 +25,26 @@ from deepmd_ema.config.labels import (
     VIRIAL_WEIGHT,
     WEIGHT,
 )
-from deepmd_ema.config.schema.optim import EnerLossConfig
 from deepmd_ema.distributed.tensors import on_device
 from deepmd_ema.distributed.world import World
+from deepmd_ema.model.energy import frame_sums
+from deepmd_ema.model.quantity import SPREAD
+
+if TYPE_CHECKING:
+    from deepmd_ema.config import ModelConfig
+    from deepmd_ema.config.schema.optim import EnerLossConfig, LossConfig, PropertyLossConfig
 
 # F frames, A atoms, T terms
+
+ROOT = "rmse"  # column of the root of the loss
+
+Term: TypeAlias = "Callable[[Mapping[str, Tensor], Batch], _Sums]"
+"""From predictions for a batch, and the batch, to the sums of one term."""
 
 _WEIGHT_OF = {ENERGY: ENERGY_WEIGHT, FORCE: FORCE_WEIGHT, VIRIAL: VIRIAL_WEIGHT}
 
 
-class EnergyLoss:
+class Loss:
     """A weighted sum of errors whose weights follow the learning rate.
 
     The weight of a term is ``limit_pref + (start_pref - limit_pref) * lr / start_lr``. A term is active if its start or
@@ -62,32 +73,21 @@ class EnergyLoss:
         world: the processes over whose frames means run.
     """
 
-    def __init__(self, config: EnerLossConfig, start_lr: float, world: World) -> None:
-        self.config = config
+    labels: tuple[str, ...]
+    display_names: tuple[str, ...]
+    need_virial = False
+    _is_plain = False  # whether means are displayed as they are, not their roots
+    _prefix = ""  # of the displayed names of terms
+
+    def __init__(
+        self, weights: Mapping[str, tuple[float, float]], start_lr: float, world: World, terms: Mapping[str, Term]
+    ) -> None:
         self.world = world
-        self._mae = config.loss_func == "mae"
-        self._kind = "mae" if self._mae else "rmse"
-        self._size = partial(l1_loss if self._mae else mse_loss, reduction="none")
-        # error**2 / 2 where |error| <= delta, and delta * (|error| - delta / 2) elsewhere
-        self._huber = partial(huber_loss, reduction="none") if config.error == "huber" else None
-        delta, weights = config.huber_delta, config.weights
-        deltas = tuple(delta) if isinstance(delta, (list, tuple)) else (delta, delta, delta)
-        compute: dict[str, Callable[[Mapping[str, Tensor], Batch], _Sums]] = {
-            "e": partial(self._per_frame, ENERGY, deltas[0]),
-            "f": partial(self._per_atom, FORCE, deltas[1]),
-            "v": partial(self._per_frame, VIRIAL, deltas[2]),
-            "ae": partial(self._per_atom, ATOM_ENERGY, deltas[0]),
-            "pf": self._weighted_force,
-            "h": self._hessian,
-        }
-        self.terms = {name: compute[name] for name in weights}
+        self.terms = {name: terms[name] for name in weights}
         # on the device from the start: a step makes no tensor of host numbers
         vector = partial(torch.tensor, dtype=torch.float64, device=world.device)
         self._limits = vector([limit for _, limit in weights.values()])
         self._slopes = vector([(start - limit) / start_lr for start, limit in weights.values()])
-        self.labels: tuple[str, ...] = config.labels
-        self.display_names: tuple[str, ...] = tuple(sorted(["rmse", *(f"{self._kind}_{name}" for name in weights)]))
-        self.need_virial: bool = "v" in weights
 
     def __call__(
         self, prediction: Mapping[str, Tensor], batch: Batch, lr: float | Tensor
@@ -105,7 +105,7 @@ class EnergyLoss:
             They are detached, equal on all ranks, and nothing here synchronises with the device.
         """
         if not self.terms:
-            return self._limits.sum(), {"rmse": self._limits.sum()}
+            return self._limits.sum(), {ROOT: self._limits.sum()}
         own, sums = self.sums(prediction, batch)
         # one exchange, and few operations on vectors of all terms in place of many on each of them
         values, errors, counts = self.world.all_reduce_sum(sums).unbind()
@@ -127,7 +127,7 @@ class EnergyLoss:
         return torch.stack(value), torch.stack([*value, *shown, *rows]).detach().view(3, len(value))
 
     def displayed(self, loss: Tensor, errors: Tensor, counts: Tensor) -> dict[str, Tensor]:
-        """Return the displayed values, by the names and in the order of ``display_names``.
+        """Return the displayed values, by the names and in the order of ``display_names``, and the root of the loss.
 
         Args:
             loss: scalar, of all frames.
@@ -135,10 +135,11 @@ class EnergyLoss:
             counts: (T,) third row.
         """
         means = errors / counts  # 0 / 0 is nan where no frame has the label
-        displayed = {"rmse": loss.sqrt()}
-        for name, mean in zip(self.terms, (means if self._mae else means.sqrt()).unbind()):
-            displayed[f"{self._kind}_{name}"] = mean
-        return {name: displayed[name] for name in self.display_names}
+        displayed = dict(
+            zip(map(self._prefix.__add__, self.terms), (means if self._is_plain else means.sqrt()).unbind())
+        )
+        displayed[ROOT] = loss.sqrt()
+        return {name: displayed[name] for name in dict.fromkeys((*self.display_names, ROOT))}
 
     def prefactors(self, lr: float | Tensor) -> Tensor:
         """Return the weight of each term at a learning rate, a number or a scalar on the device."""
@@ -147,6 +148,31 @@ class EnergyLoss:
     def needs(self, batch: Batch) -> dict[str, bool]:
         """Return the arguments of the model for quantities of ``batch`` beside energies and forces."""
         return {"need_virial": self.need_virial, "need_hessian": HESSIAN in self.labels and HESSIAN in batch.labels}
+
+
+class EnergyLoss(Loss):
+    """The errors of energies, forces, virials, atomic energies and Hessians."""
+
+    def __init__(self, config: EnerLossConfig, start_lr: float, world: World, model: ModelConfig | None = None) -> None:
+        self.config, self.labels = config, config.labels(())
+        self._mae = self._is_plain = config.loss_func == "mae"
+        self._prefix = "mae_" if self._mae else "rmse_"
+        self._size = partial(l1_loss if self._mae else mse_loss, reduction="none")
+        # error**2 / 2 where |error| <= delta, and delta * (|error| - delta / 2) elsewhere
+        self._huber = partial(huber_loss, reduction="none") if config.error == "huber" else None
+        delta = config.huber_delta
+        deltas = tuple(delta) if isinstance(delta, (list, tuple)) else (delta, delta, delta)
+        terms: dict[str, Term] = {
+            "e": partial(self._per_frame, ENERGY, deltas[0]),
+            "f": partial(self._per_atom, FORCE, deltas[1]),
+            "v": partial(self._per_frame, VIRIAL, deltas[2]),
+            "ae": partial(self._per_atom, ATOM_ENERGY, deltas[0]),
+            "pf": self._weighted_force,
+            "h": self._hessian,
+        }
+        super().__init__(config.weights, start_lr, world, terms)
+        self.display_names = tuple(sorted([ROOT, *(self._prefix + name for name in self.terms)]))
+        self.need_virial = "v" in self.terms
 
     def _per_frame(self, name: str, delta: float, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
         """Return the sums of a quantity (F, ...) that grows with the number of atoms."""
@@ -209,11 +235,120 @@ class EnergyLoss:
         return _sums(mean, mean, has_label, weight)
 
 
+class QuantityLoss(Loss):
+    """Squared errors of the values of frames (``global``) and of atoms (``local``) that a model predicts.
+
+    Means run over frames, and over the atoms that have the quantity. Displayed errors of frames are divided by the
+    number of these atoms. As DeePMD-kit's losses ``tensor`` and ``dos``.
+    """
+
+    def __init__(self, config: LossConfig, start_lr: float, world: World, model: ModelConfig) -> None:
+        self._of_frame, self._of_atom = model.fitting_net.labels
+        self.labels, self._counted = config.labels(model.fitting_net.labels), _counted(model, world)
+        terms = {name: partial(self._term, name) for name in config.weights}
+        super().__init__(config.weights, start_lr, world, terms)
+        quantity = f"_{model.fitting_net.type}" if config.type == "tensor" else ""
+        self.display_names = tuple(sorted(name + quantity for name in self.terms))
+        self.terms = {name + quantity: term for name, term in self.terms.items()}
+
+    def _term(self, kind: str, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+        name = self._of_atom if "local" in kind else self._of_frame
+        label, has_label, weight = _label(batch, name)
+        error = prediction[name] - label
+        if kind.endswith("cdf"):
+            error = error.cumsum(1)
+        counted = self._counted[batch.atom_type]
+        if name == self._of_atom:
+            if ATOM_WEIGHT in self.labels and ATOM_WEIGHT in batch.labels:
+                of_atoms, has_weight, _ = _label(batch, ATOM_WEIGHT)
+                error = error * of_atoms.where(has_weight[batch.atom_frame] > 0, 1.0)[:, None]
+            rows, squared = has_label[batch.atom_frame] * counted, error.square()
+            return _sums(squared, squared, rows, rows if weight is has_label else weight[batch.atom_frame] * counted)
+        squared = _of_rows(error.square())
+        return _sums(squared, squared / frame_sums(batch)(counted).clamp(min=1).square(), has_label, weight)
+
+
+class PropertyLoss(Loss):
+    """Errors of a property, of an extensive one per atom, in units of the spread of the data, summed over frames.
+
+    A sum of frames is not divided by their number, on several ranks and batches neither. ``rmse`` and ``mape`` are
+    means; the latter, and what is displayed, are not in units of the spread. As DeePMD-kit's loss ``property``.
+    """
+
+    _is_plain = True
+
+    def __init__(self, config: PropertyLossConfig, start_lr: float, world: World, model: ModelConfig) -> None:
+        self.config, self.labels = config, config.labels(model.fitting_net.labels)
+        self._label, self._is_mean = model.fitting_net.labels[0], model.fitting_net.intensive
+        terms = {name: partial(self._term, name) for name in config.weights}
+        super().__init__(config.weights, start_lr, world, terms)
+        self._counted = _counted(model, world)
+        self.display_names = tuple(sorted(set(config.metric)))
+        self._functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+            "smooth_mae": partial(smooth_l1_loss, reduction="none", beta=config.beta),
+            "mae": partial(l1_loss, reduction="none"),
+            "mse": partial(mse_loss, reduction="none"),
+            "rmse": partial(mse_loss, reduction="none"),
+            "mape": lambda found, label: ((label - found) / (label + 1e-3)).abs(),
+        }
+
+    def __call__(
+        self, prediction: Mapping[str, Tensor], batch: Batch, lr: float | Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and what is displayed of it."""
+        total, displayed = super().__call__(prediction, batch, lr)
+        if self.config.loss_func != "rmse":
+            return total, displayed
+        # the root of a mean over all ranks, of which this one differentiates its part
+        mean = self.world.all_reduce_sum(total.detach() / self.world.size)
+        return (mean + total - total.detach()).clamp(min=torch.finfo(mean.dtype).tiny).sqrt(), displayed
+
+    def displayed(self, loss: Tensor, errors: Tensor, counts: Tensor) -> dict[str, Tensor]:
+        """Return the displayed values, and the root of the loss under a name of its own."""
+        means = dict(zip(self.terms, (errors / counts).unbind()))
+        shown = {name: means[name].sqrt() if name == ROOT else means[name] for name in self.display_names}
+        return {**shown, "loss": loss.sqrt()}
+
+    def _term(self, kind: str, prediction: Mapping[str, Tensor], batch: Batch) -> _Sums:
+        label, has_label, weight = _label(batch, self._label)
+        found, function = prediction[self._label], self.config.loss_func if kind == "loss" else kind
+        if not self._is_mean:
+            size = frame_sums(batch)(self._counted[batch.atom_type]).clamp(min=1)[:, None]
+            found, label = found / size, label / size
+        if kind == "loss" and function != "mape":
+            spread = prediction.get(SPREAD, torch.ones_like(label[:1]))
+            found, label = found / spread, label / spread
+        error = self._functions[function](found, label)
+        if kind == "loss" and function not in ("rmse", "mape"):  # counted as one row, whatever the number of frames
+            total = torch.dot(weight, error.sum(1))
+            return _Sums(total, total, torch.zeros_like(total))
+        return _sums(error, error, has_label, weight)
+
+
+def _counted(model: ModelConfig, world: World) -> Tensor:
+    """Return (T,) 0 for types whose atoms have nothing of what is predicted, else 1."""
+    counted = [float(t not in model.excluded_types) for t in range(len(model.type_map))]
+    return torch.tensor(counted, dtype=torch.float64, device=world.device)
+
+
+LOSSES: Mapping[str, Callable[..., Loss]] = {
+    "ener": EnergyLoss,
+    "tensor": QuantityLoss,
+    "dos": QuantityLoss,
+    "property": PropertyLoss,
+}
+
+
 def constant_prediction(batch: Batch, bias: Tensor) -> dict[str, Tensor]:
     """Return the prediction without forces in which each atom of type t has the energy ``bias[t]`` (T,), in eV."""
     names = (name for name, label in LABELS.items() if label.errors and name != HESSIAN)
     nothing = {name: torch.zeros_like(_label(batch, name)[0]) for name in names}
     return {**nothing, ENERGY: nothing[ENERGY].index_add(0, batch.atom_frame, bias[batch.atom_type])}
+
+
+def root_of(displayed: Mapping[str, Tensor]) -> Tensor:
+    """Return the root of the loss among the displayed values."""
+    return displayed["loss"] if "loss" in displayed else displayed[ROOT]
 
 
 class LossOverBatches:
@@ -229,7 +364,7 @@ class LossOverBatches:
         lr: learning rate of the step, a number or a float64 scalar on the device.
     """
 
-    def __init__(self, loss: EnergyLoss, batches: Sequence[Batch | PackedBatch], lr: float | Tensor) -> None:
+    def __init__(self, loss: Loss, batches: Sequence[Batch | PackedBatch], lr: float | Tensor) -> None:
         self._loss, self._world = loss, loss.world
         unpacked = [made.view(made.data) if isinstance(made, PackedBatch) else made for made in batches]
         # the numbers of rows do not depend on what is predicted: labels are as good

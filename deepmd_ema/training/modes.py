@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -139,7 +140,7 @@ def compile_models(
     if in_training or in_validation:
         place = "training.enable_compile" if in_training else "validating.compiled_infer"
         compiler = Compiler(config.training.compile_options, place, in_training, in_validation)
-        hessians = any(HESSIAN in task.loss.labels for task in config.tasks.values())
+        hessians = any(HESSIAN in task.labels for task in config.tasks.values())
         eager = "; batches with Hessians are evaluated eagerly" * hessians
         logger.info("compiling with %s, which takes minutes the first time%s", compiler.options.backend, eager)
         for training in [True] * in_training + [False] * in_validation:
@@ -222,6 +223,8 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+    # of outputs that are views; nothing here changes them in place
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     mesh = init_device_mesh(world.device.type, (world.size,))
     done: set[nn.Module] = set()
 
@@ -251,6 +254,8 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
         if module not in inner and any(True for _ in module.parameters()):
             # its weights are needed until the model has its forces, after its own forward pass
             shard(module, reshard=False)
+            if hasattr(module, "features_and_frames"):  # another way into a descriptor than its forward pass
+                register_fsdp_forward_method(module, "features_and_frames")
     for model in each:
         shard(model)
     shard(models)  # the root, through which all forward passes go

@@ -19,6 +19,7 @@ from torch import Tensor
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.batch import Batch
 from deepmd_ema.config import RunConfig, TaskConfig
+from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig
@@ -194,7 +195,7 @@ def _first_weights(run: PreparedRun, start: Start, num_ranks: int) -> Mapping[st
                 logger.debug("%s%s", f"task {name}: " * bool(name), line)
     start.load_weights(run.models)
     for name, task in run.tasks.items():
-        if start.fits_bias(name) and task.config.model.finetune_bias == "fit":
+        if start.fits_bias(name) and task.config.model.finetune_bias == "fit" and ENERGY in task.model.labels:
             model, batches = task.model, _statistics_batches(task, run.seed, num_ranks)
             of_task = f" of task {name}" * bool(name)
             fit = _fit_bias(task, model, batches, f"{of_task} moved by a fit of label minus prediction")
@@ -267,6 +268,8 @@ def refit_bias(prepared: PreparedRun, bank: AverageBank) -> dict[str, dict[str, 
     for weights in (LIVE, *bank.names):
         with bank.swapped_in(weights):
             for name, task in prepared.tasks.items():
+                if ENERGY not in task.model.labels:
+                    continue
                 chosen = chosen_frames(task.config, task.train, prepared.seed, MAX_FRAMES)
                 most = atoms_at_once(task.model.out_bias.device)
                 batches = sequential_batches(task.train, task.model.layout, task.cache, most, frames=chosen)

@@ -25,7 +25,7 @@ from deepmd_ema.report.curves import LcurveFile
 from deepmd_ema.report.log import Progress, RunTimes
 from deepmd_ema.report.loggers import Loggers, named
 from deepmd_ema.report.table import KINDS, labelled, render, table_of_errors
-from deepmd_ema.training.loss import LossOverBatches, constant_prediction
+from deepmd_ema.training.loss import LossOverBatches, constant_prediction, root_of
 from deepmd_ema.training.modes import Products
 from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.training.tasks import Task, TaskMixture
@@ -279,8 +279,8 @@ class _Mean:
     def add(self, values: Mapping[str, Tensor], weight: Tensor | float = 1.0) -> None:
         """Add the values of a batch; nothing waits for the device."""
         numbers = torch.stack(list(values.values()))
-        # nan beside a loss that is not nan: no frame has the label; an error that is nan itself makes the loss nan
-        lacking = numbers.isnan() & ~values["rmse"].isnan()
+        # nan beside a loss that is not nan: no frame has the label; an error that is nan makes it nan
+        lacking = numbers.isnan() & ~root_of(values).isnan()
         counts = (weight * (~lacking).to(numbers.dtype)).unbind()
         for name, value, count in zip(values, (weight * numbers.masked_fill(lacking, 0.0)).unbind(), counts):
             self.sums[name] = self.sums[name] + value if name in self.sums else value

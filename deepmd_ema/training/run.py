@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from deepmd_ema.config import RunConfig, as_launched, config_summary, config_warnings, ignored_options, saved_config
-from deepmd_ema.config.labels import METRICS
+from deepmd_ema.config.labels import ENERGY, METRICS
 from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.distributed.launch import Launch, find_launch
@@ -231,8 +231,11 @@ def start_table(trainer: Trainer) -> Table:
     if total:
         text = "MB of disk in all, in float32; `dp-ema posthoc` finds the best length from them"
         pairs.append(("snapshots", f"{total / 1e6:,.2f} {text}"))
-    kinds = {name.partition("_")[0].upper() for task in prepared.tasks.values() for name in task.loss.display_names}
-    words = f"{' or '.join(sorted(kinds))} of batches, E and V in meV/atom, F in meV/Å"
+    of_energies = [task for task in prepared.tasks.values() if ENERGY in task.model.labels]
+    kinds = {name.partition("_")[0].upper() for task in of_energies for name in task.loss.display_names}
+    words = (
+        f"{' or '.join(sorted(kinds))} of batches, E and V in meV/atom, F in meV/Å" if kinds else "errors of batches"
+    )
     pairs.append(
         ("rows", words + "; full: RMSE of all validation frames, * lowest so far" * bool(config.fully_validated))
     )

@@ -27,7 +27,7 @@ from deepmd_ema.optim.build import (
     set_learning_rate,
 )
 from deepmd_ema.optim.schedule import build_schedule
-from deepmd_ema.training.loss import LossOverBatches
+from deepmd_ema.training.loss import LossOverBatches, root_of
 from deepmd_ema.training.modes import LAST_REPLICATED_STAGE, Products
 from deepmd_ema.training.prepare import PreparedRun
 from deepmd_ema.training.tasks import Task, TaskMixture
@@ -177,7 +177,7 @@ class GradientStep(Step):
             total, values = self._add_gradients(task, batches, rate)
         norm = clip_gradients(self._trained, self._max_norm, self._all_reduce_sum)
         # both are the same on all ranks
-        finite = torch.isfinite(norm) & torch.isfinite(values["rmse"])
+        finite = torch.isfinite(norm) & torch.isfinite(root_of(values))
         ok = self._note(finite, step, own=torch.isfinite(total.detach()))
         guarded_step(self._optimizer, 1 - ok, step)
         self._lap("optimizer")

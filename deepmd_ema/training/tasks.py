@@ -21,7 +21,7 @@ from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import CheckpointError
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet
-from deepmd_ema.training.loss import EnergyLoss
+from deepmd_ema.training.loss import LOSSES, Loss
 from deepmd_ema.utils import seed_for, stream_of
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Task:
     split: str
     models: ModelSet
     model: EnergyModel
-    loss: EnergyLoss
+    loss: Loss
     accumulate: int
     train_loader: Loader
     display_loader: Loader | None
@@ -189,7 +189,7 @@ def build_task(
     ) -> Loader:
         of_run = {"seed": seed_for(stream_of(stream, name), seed), "rank": world.rank, "world_size": world.size}
         sampler = build_sampler(options, systems, **of_run)
-        return Loader(systems, sampler, model.layout, 0, ahead, pin, cache, task.loss.labels)
+        return Loader(systems, sampler, model.layout, 0, ahead, pin, cache, task.labels)
 
     return Task(
         name,
@@ -199,7 +199,7 @@ def build_task(
         split.digest if split is not None else "",
         models,
         model,
-        EnergyLoss(task.loss, config.learning_rate.start_lr, world),
+        LOSSES[task.loss.type](task.loss, config.learning_rate.start_lr, world, task.model),
         training.accumulate,
         loader(task.data.training_data, data.train, "frames"),
         loader(shown, data.valid, "display frames") if shown is not None else None,

@@ -58,12 +58,14 @@ class Validated:
     Attributes:
         weights: ``live``, or the name of an average.
         task: whose model and data.
+        metric: error that the best weights have.
         log: the file of this row (``val.log``, ``val_ema.log``); None on ranks that write nothing.
         best: best files and their records, or None when they are not kept.
     """
 
     weights: str
     task: str
+    metric: Metric
     log: ValidationLog | None
     best: BestFiles | None = None
 
@@ -108,17 +110,19 @@ class FullValidation:
         self.tested = {name: task for name, task in prepared.tasks.items() if task.test}
         averages = config.fully_validated or [average.name for average in config.training.averaging]
         self._tested_weights = dict.fromkeys([LIVE, *averages])
-        self._metric = validating.validation_metric
-        early_stop = validating.early_stop
-        self.early_stop = EarlyStop(early_stop, self._metric) if early_stop is not None else None
+        metric, early_stop = validating.validation_metric, validating.early_stop
+        if early_stop is not None:
+            watched = {name: task.config.metric(early_stop.metric or metric) for name, task in self.tasks.items()}
+        self.early_stop = EarlyStop(early_stop, watched) if early_stop is not None else None
         self.rows: list[Validated] = []
         for weights in config.fully_validated:
             for task in self.tasks:
-                file = outputs.validation_log(weights, task)
-                log = ValidationLog(file, prepared.length.num_steps, self._metric) if world.is_main else None
+                file, of_task = outputs.validation_log(weights, task), self.tasks[task].config
+                best_by, shown = of_task.metric(metric), of_task.model.fitting_net.metrics
+                log = ValidationLog(file, prepared.length.num_steps, best_by, shown) if world.is_main else None
                 prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
-                best = BestFiles(prefix, folder, keep, self._metric, writes=world.is_main, writers=writers)
-                self.rows.append(Validated(weights, task, log, best if validating.save_best else None))
+                best = BestFiles(prefix, folder, keep, best_by, writes=world.is_main, writers=writers)
+                self.rows.append(Validated(weights, task, best_by, log, best if validating.save_best else None))
 
     def run(
         self, step: int, saver: Saver, stopped: Callable[[], bool], entered: Callable[[str], None]
@@ -144,7 +148,7 @@ class FullValidation:
         for row, of_row in errors.items():
             if row.log is not None:
                 row.log.write(step, of_row)
-            value = of_row.metric(self._metric)
+            value = of_row.metric(row.metric)
             if row.best is not None and row.best.offer(value, step):
                 saver.keep_best(row.best, row.weights, step, partial(self._report_best, row, value))
         if self.early_stop is not None:
@@ -217,7 +221,7 @@ class FullValidation:
 
     def _report_best(self, row: Validated, value: float, path: Path) -> None:
         if row.log is not None:
-            row.log.write_best(path, self._metric, value)
+            row.log.write_best(path, row.metric, value)
 
     def _until(
         self, stopped: Callable[[], bool], task: Task, systems: Sequence[FrameSource]
@@ -290,15 +294,16 @@ class EarlyStop:
 
     Args:
         config: patience, metric, ``min_delta`` and weights.
-        metric: taken if the config names none.
+        metrics: the error that counts in each task.
 
     Attributes:
         waited: full validations since the last improvement.
         improvements: error and step of the last one, by weights and task.
     """
 
-    def __init__(self, config: EarlyStopConfig, metric: Metric) -> None:
-        self._config, self._metric = config, config.metric or metric
+    def __init__(self, config: EarlyStopConfig, metrics: Mapping[str, Metric]) -> None:
+        self._config, self._metrics = config, metrics
+        self._metric = " and ".join(dict.fromkeys(metrics.values()))
         self.waited = 0
         self.improvements: dict[Row, tuple[float, int]] = {}
 
@@ -313,7 +318,7 @@ class EarlyStop:
         for row, found in errors.items():
             if self._config.weights not in (None, row[0]):
                 continue
-            value, (before, _) = found.metric(self._metric), self.improvements.get(row, (math.inf, 0))
+            value, (before, _) = found.metric(self._metrics[row[1]]), self.improvements.get(row, (math.inf, 0))
             if math.isfinite(value) and value < before - self._config.min_delta:
                 self.improvements[row] = (value, step)
                 self.waited = 0
@@ -321,9 +326,9 @@ class EarlyStop:
     def describe(self) -> str:
         """Return the reason for the end, with the last improvements."""
         delta = self._config.min_delta
-        by = f" by more than {show_metric(self._metric, delta)}" * (delta > 0)
+        by = f" by more than {show_metric(next(iter(self._metrics.values())), delta)}" * (delta > 0)
         rows = [
-            f"{' '.join(filter(None, reversed(row)))} {show_metric(self._metric, value)} after step {step:,}"
+            f"{' '.join(filter(None, reversed(row)))} {show_metric(self._metrics[row[1]], value)} after step {step:,}"
             for row, (value, step) in self.improvements.items()
         ]
         since = f"{self._metric} has not fallen{by} in the last {counted(self.waited, 'full validation')}"

@@ -302,7 +302,81 @@ def kalman() -> None:
     np.savez_compressed(HERE / "optim" / "lkf.npz", **found)
 
 
-PARTS = (dpa4, dpa4c, dpa4_files, checkpoints, gradients, bridging, statistics, schedule, loss, optimizers, kalman)
+def quantities() -> None:
+    """quantities/: values of models of other quantities, losses, statistics, and what a checkpoint gives."""
+    from deepmd.dpmodel.utils.serialization import load_dp_model
+    from deepmd.infer.deep_dipole import DeepDipole
+    from deepmd.pt import loss as losses
+    from deepmd.pt.model.model import BaseModel
+    from deepmd.pt.utils.stat import compute_output_stats
+
+    folder = HERE / "quantities"
+    for file in folder.glob("*.dp"):
+        tree = load_dp_model(str(file))
+        built, fitting = BaseModel.deserialize(tree["model"]).double().eval(), tree["model_def_script"]["fitting_net"]
+        arrays, is_tensor = dict(np.load(file.with_suffix(".npz"))), fitting["type"] in ("dipole", "polar")
+        for system in ("cell", "open"):
+            inputs = {name: arrays.get(f"{system}_{name}") for name in ("coord", "atype", "box", "fparam", "aparam")}
+            found = built(**{name: torch.tensor(value) for name, value in inputs.items() if value is not None})
+            name = fitting.get("property_name", fitting["type"])
+            names = (f"global_{name}", name) if is_tensor else (name, f"atom_{name}")
+            for key, output in zip(("global", "atomic"), names):
+                arrays[f"{system}_{key}"] = found[output].detach().numpy()
+        np.savez_compressed(file.with_suffix(".npz"), **arrays)
+
+    class Answer(torch.nn.Module):
+        def __init__(self, case: dict[str, Any]) -> None:
+            super().__init__()
+            self.case, self.atomic_model = case, torch.nn.Module()
+            for name in ("out_bias", "out_std"):
+                self.atomic_model.register_buffer(name, torch.tensor(case.get(name, 0)))
+
+        def forward(self) -> dict[str, torch.Tensor]:
+            return {key: torch.tensor(value) for key, value in self.case["prediction"].items()}
+
+    cases = json.loads((folder / "losses.json").read_text())
+    for case in cases:
+        labels = {name: torch.tensor(value) for name, value in case["label"].items()}
+        labels |= {f"find_{name}": find for name, find in zip(case["label"], case["find"])}
+        evaluated = getattr(losses, case["loss"])(**case["options"])
+        _, value, shown = evaluated({}, Answer(case), labels, 4, case["learning_rate"])
+        case |= {"value": float(value), "shown": {name: float(number) for name, number in shown.items()}}
+    (folder / "losses.json").write_text(json.dumps(cases) + "\n")
+
+    arrays = dict(np.load(folder / "statistics.npz"))
+    for case, (name, of_frames, of_atoms, options) in json.loads(str(arrays["cases"])).items():
+        samples, exclude = [], options.pop("exclude", [])
+        for system in sorted({*of_frames, *of_atoms}):
+            atype = arrays[f"{system}_atype"]
+            counts = [[len(kinds), len(kinds), *np.bincount(kinds, minlength=3)] for kinds in atype]
+            sample = {key: torch.tensor(arrays[f"{system}_{key}"]) for key in (name, f"atom_{name}", "atype")}
+            sample |= {"natoms": torch.tensor(counts), "atom_exclude_types": exclude}
+            samples.append({**sample, f"find_{name}": system in of_frames, f"find_atom_{name}": system in of_atoms})
+        bias, std = compute_output_stats(samples, 3, [name], **options)
+        arrays |= {f"{case}_bias": bias[name].numpy(), f"{case}_std": std[name].numpy()}
+    np.savez_compressed(folder / "statistics.npz", **arrays)
+
+    arrays = dict(np.load(folder / "checkpoint.npz"))
+    where = arrays["coord"], arrays["box"], arrays["atype"]
+    dipoles = DeepDipole(str(folder / "checkpoint.pt"))
+    arrays |= {"global": dipoles.eval(*where, atomic=False), "atomic": dipoles.eval(*where)}
+    np.savez(folder / "checkpoint.npz", **arrays)
+
+
+PARTS = (
+    dpa4,
+    dpa4c,
+    dpa4_files,
+    checkpoints,
+    gradients,
+    bridging,
+    statistics,
+    schedule,
+    loss,
+    optimizers,
+    kalman,
+    quantities,
+)
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)

@@ -14,10 +14,11 @@ from deepmd_ema.config.labels import METRICS
 from deepmd_ema.distributed.files import atomic_write
 from deepmd_ema.errors import counted
 from deepmd_ema.model.metrics import Errors
-from deepmd_ema.report.table import Column, Table, render
+from deepmd_ema.report.table import METRICS_IN_ORDER, Column, Table, labelled, render
 from deepmd_ema.utils import POSTHOC
 
-RANKED = ("E", "F", "V")  # quantities of the table and of `overall`
+RANKED = "EFV"  # quantities of the table and of `overall`; of a model without energies those that it predicts
+OTHERS = METRICS_IN_ORDER.partition("V")[2]
 # kinds of rows, beside those of live weights and of lengths made of snapshots
 TRACKED, SHAPE = "tracked", "shape"
 OVERALL = "overall"  # mean of the RMSEs of energy, force and virial, each as a part of that of the live weights
@@ -55,7 +56,7 @@ class Row:
         """Return the value of ``metric``: ``overall`` (relative to ``live``), or one such as ``F:RMSE``."""
         if metric != OVERALL:
             return self.errors.metric(metric)
-        pairs = [(self.errors.metric(f"{name}:RMSE"), live.metric(f"{name}:RMSE")) for name in RANKED]
+        pairs = [(self.errors.metric(f"{name}:RMSE"), live.metric(f"{name}:RMSE")) for name in RANKED + OTHERS]
         parts = [own / other if other else math.inf for own, other in pairs if not math.isnan(other)]
         return sum(parts) / len(parts) if parts else math.nan
 
@@ -134,9 +135,15 @@ class PosthocReport:
                 lines.append("more frequent snapshots (a smaller snapshot_freq) widen the resolvable range")
         return "\n".join(lines)
 
+    @property
+    def _ranked(self) -> str:
+        """Letters of the quantities of the table."""
+        others = "".join(q for q in labelled(self.rows[0].errors) if q in OTHERS)
+        return others or RANKED
+
     def table(self) -> Table:
         """Return one row per set of weights, with a star at the best of each column of errors."""
-        quantities = [METRICS[name] for name in RANKED]
+        quantities = [METRICS[name] for name in self._ranked]
         errors = [[q.display_factor * row.errors.metric(f"{q.metric}:RMSE") for row in self.rows] for q in quantities]
         scores, unit = self.scores(), "of live"
         if self.metric != OVERALL:
@@ -191,7 +198,7 @@ class PosthocReport:
         from deepmd_ema.report.plots import plot_sigma_rels
 
         values = [
-            {name: METRICS[name].display_factor * row.errors.metric(f"{name}:RMSE") for name in RANKED}
+            {name: METRICS[name].display_factor * row.errors.metric(f"{name}:RMSE") for name in self._ranked}
             for row in self.rows
         ]
         curves: dict[str, list[tuple[float, Mapping[str, float]]]] = {}

@@ -19,7 +19,6 @@ from deepmd_ema.averaging.posthoc.combination import MAX_SIGMA_REL, SHAPES, TOLE
 from deepmd_ema.averaging.posthoc.ranking import OVERALL, SHAPE, TRACKED, PosthocReport, Row
 from deepmd_ema.averaging.posthoc.snapshots import SnapshotRun, combine, find_snapshots
 from deepmd_ema.config import RunConfig, TaskConfig, saved_config
-from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.config.outputs import with_absolute_paths
 from deepmd_ema.config.schema.averaging import sigma_rel_of
 from deepmd_ema.data.collate import PairCache
@@ -38,7 +37,6 @@ NUM_SIGMA_RELS = 9  # of a range, where no number is given
 MAX_SIGMA_RELS = 999  # of one range: each is validated
 DEFAULT_PARTS = [0.05, 0.1, 0.2, 0.4]
 NONE = "none"
-LABELS = (ENERGY, FORCE, VIRIAL)
 
 
 def run_posthoc(
@@ -114,7 +112,7 @@ def run_posthoc(
     total = len(tracked) + len(found.combinations)
     for row, weights in tqdm(chain(tracked, made), total=total, unit=" models", disable=None, leave=False):
         models.load_state_dict(weights)
-        batches = sequential_batches(opened, model.layout, cache, atoms_at_once(where), LABELS)
+        batches = sequential_batches(opened, model.layout, cache, atoms_at_once(where), model.labels)
         rows.append(replace(row, errors=evaluate(model, prefetch(batches, where), where)))
         score = rows[-1].score(metric, rows[0].errors)
         if len(rows) == 1 and math.isnan(score):
@@ -269,7 +267,7 @@ def _open(
 ) -> Sequence[FrameSource]:  # fmt: skip
     """Return the validation systems: given ones, or those that the run has split off or names."""
     if systems is not None:
-        return open_labelled([str(path) for path in systems], task.model, LABELS, patterns)
+        return open_labelled([str(path) for path in systems], task.model, task.model.fitting_net.labels, patterns)
     if task.data.validation_fraction is not None:
         return open_split(config)[task.name].valid
     data = task.data.validation_data
@@ -279,7 +277,7 @@ def _open(
             "systems with -s, or an input that has some with --valid-data."
         )
     try:
-        return open_labelled(list(data.systems), task.model, LABELS, data.rglob_patterns)
+        return open_labelled(list(data.systems), task.model, task.model.fitting_net.labels, data.rglob_patterns)
     except DataError as error:
         hint = "These are the validation data of the run's input. Give others with -s, or an input with --valid-data."
         raise DataError([*error.problems[:-1], f"{error.problems[-1]} {hint}"]) from error

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.fields import Check, not_negative, option, positive, positive_int
+from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.messages import Place, path_of, show
 from deepmd_ema.config.registry import Family, Registry
 from deepmd_ema.config.schema import common
@@ -24,8 +25,9 @@ _type_map = Check(
 )
 
 
+_RECORDS = "deepmd_ema.model.families.records"
 FITTINGS = Registry(
-    {"ener": "deepmd_ema.model.families.records:ENER", "dpa4_ener": "deepmd_ema.model.families.records:DPA4_ENER"}
+    {name: f"{_RECORDS}:{name.upper()}" for name in ("ener", "dpa4_ener", "dipole", "polar", "property", "dos")}
 )
 
 
@@ -95,6 +97,13 @@ class ModelConfig:
         def fitting_net(self) -> Any:
             """Return the section of the fitting network, or one that represents those of all parts."""
 
+    @property
+    def excluded_types(self) -> frozenset[int]:
+        """Return the types whose atoms have nothing of what is predicted."""
+        selected = self.fitting_net.sel_type
+        others = set() if selected is None else set(range(len(self.type_map))) - set(selected)
+        return frozenset({*self.atom_exclude_types, *others})
+
     def with_descriptor(self, descriptor: DescriptorConfig) -> ModelConfig:
         """Return the section with another one, such as ``descriptor`` with its number of neighbors."""
         raise NotImplementedError
@@ -118,7 +127,7 @@ class ModelConfig:
         yield from common.unknown_types("pair_exclude_types", chain(*self.pair_exclude_types), names)
         excluded = self.atom_exclude_types
         yield from common.unknown_types("atom_exclude_types", excluded, names)
-        if set(excluded) >= set(range(len(names))):
+        if self.excluded_types >= set(range(len(names))):
             yield "atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
 
     def parts(self) -> Iterator[tuple[str, Any]]:
@@ -142,7 +151,7 @@ class NetworkConfig(ModelConfig):
     """A model of one descriptor and one fitting network."""
 
     descriptor: DescriptorConfig = option(registry=DESCRIPTORS, doc="How the surroundings of an atom are described.")
-    fitting_net: Any = option(registry=FITTINGS, default_type="ener", doc="How the energy follows from the descriptor.")
+    fitting_net: Any = option(registry=FITTINGS, default_type="ener", doc="What follows from the descriptor, and how.")
     bridging_method: str | None = option(
         None,
         check=bridging_method,
@@ -184,6 +193,14 @@ class NetworkConfig(ModelConfig):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield options that contradict each other, also those of bridging."""
         yield from super().problems()
+        fitting = self.fitting_net
+        if fitting.turns and not getattr(self.descriptor, "has_frames", False):
+            text = f": the descriptor {self.descriptor.type} has no vectors of which a {fitting.labels[0]} is made."
+            yield "fitting_net.type", f"{text} Use se_e2_a, se_atten, dpa2, dpa3, or a hybrid of them."
+        if ENERGY not in fitting.labels:
+            given = {name: getattr(self, name) for name in ("preset_out_bias", "use_srtab", "bridging_method")}
+            text = f": is about energies, and fitting_net.type {fitting.type} has none. Remove it."
+            yield from ((name, text) for name, value in given.items() if value)
         if self.bridging is None:
             return
         first, last = ("bridging_r_inner", self.bridging_r_inner), ("bridging_r_outer", self.bridging_r_outer)

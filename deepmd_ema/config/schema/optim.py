@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from deepmd_ema.config.fields import (
     positive_int,
     redefined,
 )
-from deepmd_ema.config.labels import ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, HESSIAN, VIRIAL
+from deepmd_ema.config.labels import ATOM_ENERGY, ATOM_PREF, ATOM_WEIGHT, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.errors import every_steps
 
 DEFAULT_STOP_LR = 5e-8
@@ -303,6 +304,104 @@ _delta = Check(
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantityLossConfig:
+    """A loss of a quantity that is no energy."""
+
+    type: ClassVar[str]
+
+    @property
+    def weights(self) -> dict[str, tuple[float, float]]:
+        """First and last weight of each term, by its column in ``lcurve.out``; one of both zero is only shown."""
+        raise NotImplementedError
+
+    def labels(self, predicted: Sequence[str]) -> tuple[str, ...]:
+        """Return the labels that the terms compare with, of those of a frame and of an atom that are predicted."""
+        uses = ["local" in name for name, pair in self.weights.items() if any(pair)]
+        return tuple(name for name, of_atom in zip(predicted, (False, True), strict=False) if of_atom in uses)
+
+    def summary(self) -> str:
+        """Return the active terms as text."""
+        terms = [f"{n} {a:g}" + f" to {b:g}" * (a != b) for n, (a, b) in self.weights.items() if a or b]
+        return f"{self.type}, weights: {', '.join(terms)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorLossConfig(QuantityLossConfig):
+    """Squared errors of dipoles or polarizabilities."""
+
+    type: ClassVar[str] = "tensor"
+
+    pref: float = option(check=not_negative, doc="Weight of the tensor of a frame.")
+    pref_atomic: float = option(check=not_negative, doc="Weight of the tensors of atoms.")
+    enable_atomic_weight: bool = option(
+        False, doc="Whether errors of an atom are multiplied by its number in `atomic_weight.npy`, 1 without one."
+    )
+
+    @property
+    def weights(self) -> dict[str, tuple[float, float]]:
+        """First and last weight of each active term."""
+        both = {"rmse_local": self.pref_atomic, "rmse_global": self.pref}
+        return {name: (weight, weight) for name, weight in both.items() if weight}
+
+    def labels(self, predicted: Sequence[str]) -> tuple[str, ...]:
+        """Return the labels that the terms compare with, and weights of atoms."""
+        return super().labels(predicted) + (ATOM_WEIGHT,) * self.enable_atomic_weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class DosLossConfig(QuantityLossConfig):
+    """Squared errors of densities of states, and of their sums up to each energy.
+
+    A weight follows the learning rate from `start_pref` to `limit_pref`.
+    """
+
+    type: ClassVar[str] = "dos"
+
+    start_pref_dos: float = _weight(0.0, "Weight of the density of states at the start.")
+    limit_pref_dos: float = _weight(0.0, "Weight of the density of states when the learning rate is 0.")
+    start_pref_cdf: float = _weight(0.0, "Weight of its sums at the start.")
+    limit_pref_cdf: float = _weight(0.0, "Weight of its sums when the learning rate is 0.")
+    start_pref_ados: float = _weight(1.0, "Weight of those of atoms at the start.")
+    limit_pref_ados: float = _weight(1.0, "Weight of those of atoms when the learning rate is 0.")
+    start_pref_acdf: float = _weight(0.0, "Weight of their sums at the start.")
+    limit_pref_acdf: float = _weight(0.0, "Weight of their sums when the learning rate is 0.")
+
+    @property
+    def weights(self) -> dict[str, tuple[float, float]]:
+        """First and last weight of each active term: either of them is not zero."""
+        names = {"ados": "local_dos", "acdf": "local_cdf", "dos": "global_dos", "cdf": "global_cdf"}
+        found = {term: (getattr(self, f"start_pref_{term}"), getattr(self, f"limit_pref_{term}")) for term in names}
+        return {f"rmse_{names[term]}": pair for term, pair in found.items() if any(pair)}
+
+
+_METRICS = ("smooth_mae", "mae", "mse", "rmse", "mape")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PropertyLossConfig(QuantityLossConfig):
+    """Errors of a property in units of the spread of the data, summed over the frames of a batch."""
+
+    type: ClassVar[str] = "property"
+
+    loss_func: str = option("smooth_mae", choices=_METRICS, doc="Function of the error that is minimized.")
+    metric: list[str] = option(
+        ["mae"],
+        check=Check(lambda v: set(v) <= set(_METRICS), f"some of {', '.join(_METRICS)}"),
+        doc="Errors that the learning curve shows.",
+    )
+    beta: float = option(1.0, check=positive, doc="Error from which `smooth_mae` is linear.")
+
+    @property
+    def weights(self) -> dict[str, tuple[float, float]]:
+        """First and last weight of each term; metrics have none."""
+        return {"loss": (1.0, 1.0), **dict.fromkeys(self.metric, (0.0, 0.0))}
+
+    def summary(self) -> str:
+        """Return the function that is minimized as text."""
+        return f"{self.type}, {self.loss_func}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class EnerLossConfig:
     """Weighted errors of energies, forces, virials and more.
 
@@ -351,9 +450,8 @@ class EnerLossConfig:
         found = {term: (getattr(self, f"start_pref_{term}"), getattr(self, f"limit_pref_{term}")) for term in _TERMS}
         return {term: pair for term, pair in found.items() if any(pair)}
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Labels that the active terms compare with."""
+    def labels(self, predicted: Sequence[str]) -> tuple[str, ...]:
+        """Return the labels that the active terms compare with, whatever the model predicts."""
         return tuple(dict.fromkeys(label for term in self.weights for label in _TERMS[term][1]))
 
     def summary(self) -> str:
@@ -370,3 +468,4 @@ _TERMS = {  # term -> what it compares, and the labels that it needs
     "pf": ("weighted force", (FORCE, ATOM_PREF)),
     "h": ("Hessian", (HESSIAN,)),
 }
+LossConfig = EnerLossConfig | TensorLossConfig | PropertyLossConfig | DosLossConfig

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import option, plain
+from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.messages import Source
 from deepmd_ema.config.schema.model import MODELS, Link, ModelConfig
-from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, OptimizerConfig, ScheduleConfig
+from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, LossConfig, OptimizerConfig, ScheduleConfig
+from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.config.schema.training import (
     MultiTaskTrainingConfig,
     TaskDataConfig,
@@ -37,9 +39,20 @@ class TaskConfig:
 
     name: str
     model: ModelConfig
-    loss: EnerLossConfig
+    loss: LossConfig
     data: TaskDataConfig
     test: TestDataConfig | None = None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels that the loss compares with."""
+        return self.loss.labels(self.model.fitting_net.labels)
+
+    def metric(self, metric: Metric) -> Metric:
+        """Return ``metric``, or the same kind of error of what the loss has, if the model does not predict this."""
+        in_loss = (error.metric for name in self.labels for error in LABELS[name].errors if error.metric)
+        known = metric.quantity in self.model.fitting_net.metrics
+        return metric if known else Metric(f"{next(in_loss)}:{metric.error}")
 
     @property
     def is_validated(self) -> bool:
@@ -157,7 +170,7 @@ class SingleTaskRun(RunConfig):
     """All sections of an input of one task."""
 
     model: ModelConfig = option(registry=MODELS, default_type="standard", doc="The model that is trained.")
-    loss: EnerLossConfig = option(EnerLossConfig(), default_type="ener", doc="The loss that is minimized.")
+    loss: LossConfig = option(EnerLossConfig(), default_type="ener", doc="The loss that is minimized.")
     training: TrainingConfig = option(doc="How long, on which data, and what is written when.")
 
     @property
@@ -194,7 +207,7 @@ class MultiTaskRun(RunConfig):
     """All sections of an input of several tasks."""
 
     model: ModelsConfig = option(doc="The model that is trained.")
-    loss_dict: dict[str, EnerLossConfig] = option(
+    loss_dict: dict[str, LossConfig] = option(
         {}, default_type="ener", doc="What is minimized, by task; a task that is not there has all defaults."
     )
     training: MultiTaskTrainingConfig = option(doc="How long, on which data, and what is written when.")

@@ -144,7 +144,7 @@ class Metric(TextOption):
     """
 
     option = "metric"
-    wants = "E, F, V or S (energy, force, virial, stress), a colon, and MAE or RMSE: e.g. E:MAE"
+    wants = "E, F, V, S (energy, force, virial, stress) or D, W, A, B, N, M, P, a colon, MAE or RMSE: e.g. E:MAE"
     quantity: str
     error: str
 

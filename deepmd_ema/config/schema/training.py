@@ -364,7 +364,7 @@ class ValidatingConfig:
         convert=Metric,
         unavailable="F[RM]:|f[rm]:",
         removed=REMOVED_METRICS,
-        doc="The error that ranks weights: E, F, V or S : MAE or RMSE.",
+        doc="The error that ranks weights, such as E:MAE or F:RMSE; models of other quantities have their own.",
     )
     early_stop: EarlyStopConfig | None = option(
         None, doc="When the run ends before its last step; null: never. Only in dp-ema."

@@ -184,9 +184,8 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
             low, high, _ = scan.conditions.get(name, (math.inf, -math.inf, 0))
             values = arrays[name]
             scan.conditions[name] = min(low, values.min()), max(high, values.max()), values.shape[-1]
-    for name, label in LABELS.items():
-        if name not in arrays:
-            continue
+    for name in (name for name in arrays if name in LABELS):
+        label = LABELS[name]
         scan.label_frames[name] = scan.label_frames.get(name, 0) + len(types)
         one = scan.first.setdefault(name, arrays[name][0])
         if arrays[name].shape[1:] != one.shape or (arrays[name] != one).any():

@@ -88,7 +88,7 @@ def open_extxyz(path: Path, given: Mapping[str, str], spec: ReadSpec) -> ExtxyzF
         DataError: with the first problems of the file, each with its frame.
     """
     name = str(path) + "#" * bool(given) + ",".join(f"{what}={key}" for what, key in given.items())
-    inventory = Inventory(given, takes_weights=WEIGHT in spec.labels)
+    inventory = Inventory(given, takes_weights=WEIGHT in spec.labels, labels=spec.labels)
     starts, sizes, kinds, problems = list[int](), list[int](), list[str](), list[str]()
     for start, block in blocks(path):
         with collect_problems(problems, f"{name}: frame {len(starts)} (from 0): "):

@@ -176,7 +176,16 @@ def open_lmdb(path: Path, spec: ReadSpec) -> LmdbFile:
     types = np.array(contents["types"], np.int64)
     index_of = type_table(f"{path}/{_META}", str(path), spec, names, types, problems)
     DataError.raise_if_any(problems)
-    known = {*LABELS, FPARAM, APARAM, COORD, BOX, _ATYPE, *_DESCRIBE}
+    known = {
+        *LABELS,
+        *(file for name in spec.labels for file in LABELS[name].files),
+        FPARAM,
+        APARAM,
+        COORD,
+        BOX,
+        _ATYPE,
+        *_DESCRIBE,
+    }
     left = [f"{name} in {counted(n, 'frame')}" for name, n in sorted(contents["names"].items()) if name not in known]
     notes = [f"does not read {first_few(left)}"] if left else []
     unread = tuple(name for name in spec.ignored if name in contents["names"])
@@ -195,6 +204,8 @@ def lmdb_frames(path: Path) -> Iterator[StoredFrame]:
 
 
 def _frame(record: Mapping[str, Array], index_of: Array, spec: ReadSpec, source: tuple[str, int]) -> Frame:
+    names = {file: name for name in spec.labels if name not in record for file in LABELS[name].files}
+    record = {names.get(key, key): value for key, value in record.items()}  # those of any width
     stored, real = _stored(record, index_of, spec.type_map)
     frame = make_frame(stored, {name: name for name in (*stored.per_frame, *stored.per_atom)}, spec, source)
     return frame if len(real) == len(record[_ATYPE]) else replace(frame, file_index=real)
@@ -219,7 +230,8 @@ def _stored(record: Mapping[str, Array], index_of: Array, type_map: Sequence[str
     box = np.asarray(record.get(BOX, np.zeros(9)), np.float64)
     if box.size != 9:
         raise DataError(f"{BOX}: has {box.size} numbers, expected 9.")
-    per_frame = {name: record[name] for name in (*LABELS, FPARAM) if name in record and rows_per(name) != "atom"}
+    known = (name for name in record if name in LABELS or name == FPARAM)
+    per_frame = {name: record[name] for name in known if rows_per(name) != "atom"}
     if HESSIAN in per_frame and np.size(per_frame[HESSIAN]) == LABELS[HESSIAN].num_rows(len(types)):
         per_frame[HESSIAN] = of_atoms(HESSIAN, np.asarray(per_frame[HESSIAN]), real)
     symbols = [type_map[number] for number in index_of[types[real]].tolist()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from deepmd_ema.config.labels import APARAM, ATOM_ENERGY, ATOM_PREF, ENERGY, FORCE, FPARAM, HESSIAN, VIRIAL, WEIGHTS
+from deepmd_ema.config.labels import (
+    APARAM,
+    ATOM_DIPOLE,
+    ATOM_ENERGY,
+    ATOM_POLAR,
+    ATOM_PREF,
+    ATOM_WEIGHT,
+    DIPOLE,
+    ENERGY,
+    FORCE,
+    FPARAM,
+    HESSIAN,
+    LABELS,
+    POLAR,
+    VIRIAL,
+    WEIGHTS,
+)
 from deepmd_ema.data.source import Frame, ReadSpec, rows_per
 from deepmd_ema.errors import DataError, counted, did_you_mean, first_few, show_text
 from deepmd_ema.geometry import Array
@@ -25,6 +42,9 @@ _NAMES = {
     ATOM_ENERGY: ("atom_energy", "atomic_energy", "atom_energies", "atomic_energies", "atom_ener", "energies"),
     ATOM_PREF: ("atom_pref", "atomic_pref"),
     HESSIAN: ("hessian",),
+    DIPOLE: ("dipole", "dipole_moment"),
+    POLAR: ("polarizability", "polar"),
+    **{name: LABELS[name].files for name in (ATOM_DIPOLE, ATOM_POLAR, ATOM_WEIGHT)},
     FPARAM: ("fparam",),
     APARAM: ("aparam",),
     # of GPUMD, and those of MACE
@@ -70,6 +90,7 @@ class Inventory:
     Attributes:
         given: chosen by the user: label, ``stress``, ``fparam`` or ``aparam`` to the name in the file.
         takes_weights: whether weights of frames are read.
+        labels: those that are read under the names of their files alone.
         num_frames: frames seen.
         read: by what is read, the number of frames that have it under each name.
         both: number of frames that have a virial and a stress.
@@ -83,6 +104,7 @@ class Inventory:
 
     given: Mapping[str, str] = field(default_factory=dict)
     takes_weights: bool = True
+    labels: Sequence[str] = ()
     num_frames: int = 0
     read: dict[str, Counter[str]] = field(default_factory=dict)
     both: int = 0
@@ -104,7 +126,8 @@ class Inventory:
         if key in self._names:
             return self._names[key]
         found = {}
-        for what, names in _NAMES.items():
+        own = {name: LABELS[name].files for name in self.labels if name not in _NAMES}
+        for what, names in {**_NAMES, **own}.items():
             stored = sorted(key[rows_per(what) == "atom"])
             if what in self.given:
                 known = [name for name in stored if name == self.given[what]]
@@ -245,7 +268,9 @@ def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection
         if label not in wanted or (what == STRESS and frame.box is None):
             continue
         if rows_per(label) == "atom":
-            arrays[label] = _rows(name, frame.per_atom[name], {FORCE: 3, APARAM: 0}.get(label, 1))
+            width = 0 if label == APARAM else math.prod(LABELS[label].shape)
+            rows = _rows(name, frame.per_atom[name], width)
+            arrays[label] = rows.reshape(len(rows), *LABELS[label].shape) if label != APARAM else rows
             continue
         values = numbers(name, frame.per_frame[name])
         natoms = len(frame.symbols)
@@ -253,7 +278,10 @@ def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection
             VIRIAL: ((6, 9), "9 (3x3) or 6 (xx, yy, zz, yz, xz, xy)"),
             **dict.fromkeys((ENERGY, *WEIGHTS), ((1,), "one for the frame")),
             HESSIAN: ((9 * natoms**2,), f"{9 * natoms**2} for {counted(natoms, 'atom')}: (3 N)^2"),
-        }.get(label, ((values.size,), ""))
+        }.get(label, (None, ""))
+        if size is None and label != FPARAM:
+            size, expected = (math.prod(LABELS[label].shape),), f"{math.prod(LABELS[label].shape)} for the frame"
+        size = size or (values.size,)
         if values.size not in size:
             raise DataError(f"{name}: has {values.size} numbers, expected {expected}.")
         if label == VIRIAL and values.size == 6:

@@ -60,6 +60,7 @@ class DeepmdSystem(FrameSource):
         atom_type: model type of each atom; None in a mixed system, where each frame has its own types.
         index_of: type in the files to model type, with -1 for itself at the end.
         text_files: those of its files that hold no arrays.
+        selected: places of the atoms of which some labels have rows; None in a mixed system.
     """
 
     natoms: int
@@ -69,6 +70,7 @@ class DeepmdSystem(FrameSource):
     atom_type: Array | None = field(repr=False)
     index_of: Array = field(repr=False)
     text_files: Sequence[Path] = field(repr=False)
+    selected: Array | None = field(default=None, repr=False)
 
     def files(self) -> list[Path]:
         """Return the files of the system."""
@@ -118,6 +120,14 @@ class DeepmdSystem(FrameSource):
         for name in names:
             if name != TYPES:
                 rows, per = part.arrays[name].read(start, stop).astype(np.float64, copy=False), rows_per(name)
+                if (
+                    self.selected is not None
+                    and name in LABELS
+                    and rows[0].size < math.prod(LABELS[name].shape_of(self.natoms))
+                ):
+                    of_selected = rows.reshape(number, len(self.selected), -1)
+                    rows = np.zeros((number, self.natoms, of_selected.shape[2]))
+                    rows[:, self.selected] = of_selected
                 shape = {"atom": (self.natoms, -1), "pair": (3 * self.natoms, 3 * self.natoms), "frame": (-1,)}[per]
                 arrays[name] = rows.reshape(number, *shape)
         if self.atom_type is not None:
@@ -128,12 +138,16 @@ class DeepmdSystem(FrameSource):
 
 
 class _Expected(NamedTuple):
-    """An array to look for: names of its file, numbers per frame, and why a set must have it, if it must."""
+    """An array to look for: names of its file, numbers per frame, and why a set must have it, if it must.
+
+    ``of_selected`` is another number per frame, if there may be one: of the rows of selected atoms.
+    """
 
     name: str
     files: tuple[str, ...]
     numbers: int
     reason: str = ""
+    of_selected: int = -1
 
 
 def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
@@ -173,7 +187,14 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     if mixed:
         expected.append(_Expected(TYPES, (TYPES,), natoms))
     labels = [LABELS[name] for name in spec.labels]
-    expected += [_Expected(label.name, label.files, math.prod(label.shape_of(natoms))) for label in labels]
+    selected = None
+    if spec.selected is not None and not mixed:
+        elements = [*(names or spec.type_map)]
+        selected = np.flatnonzero([t < len(elements) and elements[t] in spec.selected for t in file_types])
+    for label in labels:
+        numbers = [math.prod(label.shape_of(n)) for n in (natoms, len(selected) if selected is not None else natoms)]
+        of_selected = numbers[1] if label.per_atom and selected is not None else -1
+        expected.append(_Expected(label.name, label.files, numbers[0], of_selected=of_selected))
     for name, number in spec.num_conditions.items():
         if number:
             needs = f"numb_{name} = {number} needs it" + ", unless default_fparam is given" * (name == FPARAM)
@@ -196,7 +217,7 @@ def open_system(store: ArrayStore, spec: ReadSpec) -> DeepmdSystem:
     return DeepmdSystem(
         store.name, sizes, unread, is_slow=is_slow, natoms=natoms, periodic=periodic, spec=spec, sets=sets,
         atom_type=None if mixed else index_of[file_types], index_of=index_of, text_files=store.text_files(),
-        warnings=[f"{store.name}: {text}" for text in backups],
+        warnings=[f"{store.name}: {text}" for text in backups], selected=selected,
     )  # fmt: skip
 
 
@@ -234,11 +255,12 @@ def _open_set(
                 array.load = lambda start, stop, load=load, width=one.numbers: load(0, width)
             array.shape = (1, one.numbers)
         shape = tuple(int(n) for n in array.shape)
-        fits = bool(shape) and math.prod(shape[1:]) == one.numbers
+        fits = bool(shape) and math.prod(shape[1:]) in (one.numbers, one.of_selected)
         if not fits or shape[0] != frames:
             wanted = (frames, one.numbers) if one.numbers > 1 else (frames,)
             of_atoms = one.name == TYPES or rows_per(one.name) != "frame"
             unit = f": coord.npy has {frames} frames" if fits else f" for {natoms} atoms" if of_atoms else ""
+            unit += f", or {(frames, one.of_selected)} for those of sel_type" * (one.of_selected > 0 and not fits)
             problems.append(f"{array.name}: shape {shape}, expected {wanted}{unit}.")
     return FrameSet(f"{store.name}/{name}", first, frames, arrays) if len(problems) == before else None
 

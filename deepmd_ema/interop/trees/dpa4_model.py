@@ -20,14 +20,14 @@ _FORCE_SPREAD = "dens_force_rmsd"  # of another fitting network; 1 without it
 class DPA4ModelTree(StandardTree):
     """Tree of a model dpa4: descriptor and fitting network are in an inner tree there, ``atomic_model``."""
 
-    kinds = ("SeZM", "sezm", "dpa4", "DPA4", "sezm_atomic")
+    kinds = ("SeZM", "sezm", "dpa4", "DPA4", "sezm_atomic", "SeZMProperty", "sezm_property", "dpa4_property")
 
     def write(self, whole: Tree, model: EnergyModel, config: Any) -> Tree:
         """Return the tree of a model."""
         networks = network_trees(model.descriptor, model.fitting, config)
         networks["fitting"]["exclude_types"] = []  # the model excludes them, not its network
         return {
-            **node("Model", 1), "type": "SeZM",
+            **node("Model", 1), "type": "SeZMProperty" if config.fitting_net.type == "property" else "SeZM",
             INSIDE: {
                 **whole, "@version": 3, "type": "sezm_atomic",
                 VARIABLES: {**whole[VARIABLES], _FORCE_SPREAD: np.ones(())}, **networks, "dens_fitting": None,

@@ -1,9 +1,11 @@
-"""The trees of the fitting networks ener and dpa4_ener."""
+"""The trees of the fitting networks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
+
+import numpy as np
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import StandardConfig
@@ -34,14 +36,15 @@ class EnerTree(parts.PartTree):
         more, networks = self._networks(part, section, common)
         return {
             **parts.node("Fitting", 4), "var_name": "energy", "ntypes": ntypes, "dim_descrpt": part.dim_in, **common,
-            **parts.chosen(options, ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam", "rcond")),
-            "mixed_types": part.mixed_types, "exclude_types": list(config.atom_exclude_types),
+            **parts.chosen(options, ("numb_fparam", "numb_aparam", "dim_case_embd", "default_fparam")),
+            "rcond": options.get("rcond"), "mixed_types": part.mixed_types,
+            "exclude_types": sorted(config.excluded_types),
             VARIABLES: {
                 "bias_atom_e": parts.array(part.bias_atom_e), "case_embd": parts.array(part.case_embd),
                 **{name: parts.array(getattr(part, name, None)) for name in STATISTICS},
             },
-            "type_map": list(config.type_map), "tot_ener_zero": False, "layer_name": options["layer_name"],
-            "use_aparam_as_mask": False, "spin": None, "dim_out": 1, "atom_ener": options["atom_ener"],
+            "type_map": list(config.type_map), "tot_ener_zero": False, "layer_name": options.get("layer_name"),
+            "use_aparam_as_mask": False, "spin": None, "dim_out": 1, "atom_ener": options.get("atom_ener"),
             "trainable": [trained] * (len(section.neuron) + 1),
             "nets": parts.collection_tree(self.networks, networks, 0 if part.mixed_types else 1, ntypes),
             **more,
@@ -55,7 +58,7 @@ class EnerTree(parts.PartTree):
             section: its section.
             common: entries of each network.
         """
-        first = {"in_dim": part.nets[0].layers[0].weight.shape[0], "out_dim": 1, **common, "bias_out": True}
+        first = {"in_dim": part.num_inputs, "out_dim": part.num_out, **common, "bias_out": True}
         networks = [
             {
                 **parts.node("FittingNetwork", 1),
@@ -91,3 +94,41 @@ class DPA4EnerTree(EnerTree):
         }  # fmt: skip
         states = [{name: parts.array(tensor) for name, tensor in net.state_dict().items()} for net in part.nets]
         return {"type": "sezm_ener", "neuron": widths, **film}, [{**shape, VARIABLES: state} for state in states]
+
+
+class QuantityTree(EnerTree):
+    """Tree of dipole, polar, property and dos."""
+
+    def write(self, part: Any, config: StandardConfig) -> Tree:
+        """Return the tree of a fitting network."""
+        section, tree = config.fitting_net, super().write(part, config)
+        tree["neuron"] = [layer.weight.shape[1] for layer in part.nets[0].layers[:-1]]
+        kind = section.type
+        if kind in ("dos", "property"):
+            more = {"type": kind, "dim_out": part.width}
+            if kind == "property":
+                more |= {name: getattr(section, name) for name in ("task_dim", "intensive", "distinguish_types")}
+                more |= {"@version": 6, "var_name": section.property_name}
+            return {**tree, "var_name": "dos", **more}
+        more = {"type": kind, "var_name": kind, "embedding_width": part.dim_frame}
+        if kind == "dipole":
+            more |= {"r_differentiable": True, "c_differentiable": True}
+        else:
+            more |= {"@version": 5, "fit_diag": section.fit_diag, "shift_diag": section.shift_diag}
+            scales = {"scale": parts.array(part.scale), "constant_matrix": np.zeros(len(config.type_map))}
+            more[VARIABLES] = {**tree[VARIABLES], **scales}
+        return {name: value for name, value in tree.items() if name not in ("dim_out", "atom_ener")} | more
+
+    def section(self, tree: Mapping[str, Any]) -> Tree:
+        """Return the options of the section ``model.fitting_net``."""
+        more = {"property_name": tree["var_name"], "numb_dos": tree.get("dim_out")}
+        if "scale" in tree[VARIABLES]:
+            more["scale"] = tree[VARIABLES]["scale"].ravel().tolist()
+        options = {**super().section(tree), **more}
+        # older ones have no such option
+        options |= {"distinguish_types": tree.get("distinguish_types", False)}
+        return parts.chosen(options, self._options)
+
+    def name_of(self, place: str, section: Any, backend: str) -> str:
+        """Return the name of the array in checkpoints, which hold the options of the section only there."""
+        return "" if place in ("scale", "constant_matrix") else super().name_of(place, section, backend)

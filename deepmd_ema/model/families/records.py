@@ -10,6 +10,12 @@ from deepmd_ema.model.families.dpa4c.section import DPA4CConfig
 from deepmd_ema.model.families.ener.section import EnerFittingConfig
 from deepmd_ema.model.families.hybrid.section import HybridConfig
 from deepmd_ema.model.families.linear_ener.section import LinearConfig
+from deepmd_ema.model.families.quantities.section import (
+    DipoleFittingConfig,
+    DosFittingConfig,
+    PolarFittingConfig,
+    PropertyFittingConfig,
+)
 from deepmd_ema.model.families.se_atten.section import SeAttenConfig, SeAttenV2Config
 from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 from deepmd_ema.model.families.se_e2_r.section import SeE2RConfig
@@ -38,6 +44,12 @@ SE_E3_TEBD = Family(
 # fitting networks
 ENER = Family(EnerFittingConfig, f"{_FAMILIES}.ener.module:EnergyFitting", f"{_TREES}.ener:EnerTree")
 DPA4_ENER = Family(DPA4EnerConfig, f"{_FAMILIES}.dpa4_ener.module:DPA4Fitting", f"{_TREES}.ener:DPA4EnerTree")
+
+_INVARIANT, _TENSOR = (f"{_FAMILIES}.quantities.module:{name}" for name in ("InvariantFitting", "TensorFitting"))
+DIPOLE = Family(DipoleFittingConfig, _TENSOR, f"{_TREES}.ener:QuantityTree")
+POLAR = Family(PolarFittingConfig, _TENSOR, f"{_TREES}.ener:QuantityTree")
+PROPERTY = Family(PropertyFittingConfig, _INVARIANT, f"{_TREES}.ener:QuantityTree")
+DOS = Family(DosFittingConfig, _INVARIANT, f"{_TREES}.ener:QuantityTree")
 
 # types of models
 DPA4_MODEL = Family(DPA4ModelConfig, "deepmd_ema.model.build:network_parts", f"{_TREES}.dpa4_model:DPA4ModelTree")

@@ -73,9 +73,32 @@ class Repformer(EnvironmentMatrix, UsesOperations):
             batch: the batch that the neighbors are of.
             dropped: (A, K) bool, pairs that do not see each other here, or None.
         """
+        rows, rows_vjp, around = self._inputs(neighborhood, batch, dropped)
+        evaluated = self._written_out if self.layers[0].is_written_out else self._evaluated
+        features, features_vjp = evaluated(node, rows, around)
+
+        def vjp(grad: Tensor) -> tuple[Tensor, Tensor]:
+            by_node, by_rows, by_weight = features_vjp(grad)
+            return by_node, rows_vjp(by_rows, by_weight)
+
+        return features, vjp
+
+    def features_and_frames(
+        self, node: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the features (A, C), and the moments ``sum_k q w_k h_k g_k^T`` of pairs (A, G, 3), which turn."""
+        rows, _, around = self._inputs(neighborhood, batch, dropped)
+        node, pair, vectors = self._after_layers(node, rows, around)
+        return node, torch.bmm((pair * around.weight[..., None]).transpose(1, 2), vectors * around.per_moment)
+
+    def _inputs(
+        self, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
+    ) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor], Surroundings]:
+        """Return the rows (A, K, 4), the function from gradients by these and by weights, and the neighbors."""
         mask, vector = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped, neighborhood.vector
         if self.options.direct_dist:
-            scale, distance = (mask / self.rcut)[..., None], torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+            scale = (mask.to(vector.dtype) / self.rcut)[..., None]  # a bool over a number would be float32
+            distance = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
             rows = (torch.cat([distance, vector], -1) * scale).to(self.dtype)
         else:
             rows, rows_vjp = self.environment_matrix(vector, dropped, batch.atom_type)
@@ -91,18 +114,23 @@ class Repformer(EnvironmentMatrix, UsesOperations):
         around = Surroundings(
             neighborhood.neighbor, neighborhood.reverse, mask, weight, self.smooth, self.sel, per_neighbor, per_moment
         )
-        evaluated = self._written_out if self.layers[0].is_written_out else self._evaluated
-        features, features_vjp = evaluated(node, rows, around)
 
-        def vjp(grad: Tensor) -> tuple[Tensor, Tensor]:
-            by_node, by_rows, by_weight = features_vjp(grad)
+        def vjp(by_rows: Tensor, by_weight: Tensor) -> Tensor:
             if self.options.direct_dist:
                 by_vector = (by_rows[..., 1:] + by_rows[..., :1] * vector / distance) * scale
             else:
                 by_vector = rows_vjp(by_rows)
-            return by_node, by_vector + switch_vjp(by_weight) if self.smooth else by_vector
+            return by_vector + switch_vjp(by_weight) if self.smooth else by_vector
 
-        return features, vjp
+        return rows, vjp, around
+
+    def _after_layers(self, node: Tensor, rows: Tensor, around: Surroundings) -> tuple[Tensor, ...]:
+        """Return features (A, C), channels (A, K, G) and vectors (A, K, 3) of pairs after all layers."""
+        pair, vectors = rows.split([1, 3], -1)
+        node, pair = self.act(node), self.act(self.pair_embedding(pair))
+        for layer in self.layers:
+            node, pair, vectors = layer(node, pair, vectors, around)
+        return node, pair, vectors
 
     def _evaluated(self, node: Tensor, rows: Tensor, around: Surroundings) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """Return the features (A, C) after all layers, and the function from their gradient to those by the inputs.
@@ -118,10 +146,7 @@ class Repformer(EnvironmentMatrix, UsesOperations):
         options = self.options
 
         def features(node: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-            pair, vectors = rows.split([1, 3], -1)
-            node, pair = self.act(node), self.act(self.pair_embedding(pair))
-            for layer in self.layers:
-                node, pair, vectors = layer(node, pair, vectors, replace(around, weight=weight))
+            node, pair, vectors = self._after_layers(node, rows, replace(around, weight=weight))
             # what no atom takes is tied by 0: every parameter has a gradient
             if not (options.update_g1_has_conv or options.update_g1_has_grrg):
                 node = node + 0 * pair.sum()
@@ -212,20 +237,7 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
 
     def _by_blocks(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and their vector-Jacobian product, from those of the blocks."""
-        first, vjps = [], []
-        for block in (self.repinit, self.angles):
-            if block is not None:
-                neighborhood = batch.within(block.rcut, block.sel)
-                of_block, block_vjp = block.features_and_vjp(
-                    table, neighborhood, batch, self.excluded(batch, neighborhood)
-                )
-                first.append(of_block)
-                vjps.append(block_vjp)
-        node = joined(first, 1)
-        if self.to_repformer is not None:
-            node = self.to_repformer(node)
-        if self.add_element is not None:
-            node = node + pick(self.add_element(table), batch.atom_type)
+        first, node, vjps = self._first(table, batch)
         neighborhood = batch.within(self.repformer.rcut, self.repformer.sel)
         features, later_vjp = self.repformer.features_and_vjp(
             node, neighborhood, batch, self.excluded(batch, neighborhood)
@@ -242,3 +254,31 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
             return torch.stack([functional.pad(part, (0, 0, 0, width - part.shape[1])) for part in parts]).sum(0)
 
         return features, vjp
+
+    @property
+    def dim_frame(self) -> int:
+        """Number of rows of the frame of an atom."""
+        return self.repformer.options.g2_dim
+
+    def _features_and_frames(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        neighborhood = batch.within(self.repformer.rcut, self.repformer.sel)
+        node = self._first(table, batch)[1]
+        return self.repformer.features_and_frames(node, neighborhood, batch, self.excluded(batch, neighborhood))
+
+    def _first(self, table: Tensor, batch: Batch) -> tuple[list[Tensor], Tensor, list[Vjp]]:
+        """Return the features of the first blocks, those of the repformer that are made of them, and their vjps."""
+        first, vjps = [], []
+        for block in (self.repinit, self.angles):
+            if block is not None:
+                neighborhood = batch.within(block.rcut, block.sel)
+                of_block, block_vjp = block.features_and_vjp(
+                    table, neighborhood, batch, self.excluded(batch, neighborhood)
+                )
+                first.append(of_block)
+                vjps.append(block_vjp)
+        node = joined(first, 1)
+        if self.to_repformer is not None:
+            node = self.to_repformer(node)
+        if self.add_element is not None:
+            node = node + pick(self.add_element(table), batch.atom_type)
+        return first, node, vjps

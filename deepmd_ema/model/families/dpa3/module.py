@@ -245,7 +245,24 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
         return with_vjp(lambda vector: self._features(vector, table, batch), batch.vector)
 
+    @property
+    def dim_frame(self) -> int:
+        """Number of rows of the frame of an atom."""
+        return self.flow.e_dim
+
+    def _features_and_frames(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        for number, layer in enumerate(self.layers, 1):  # of all layers edges have an effect then
+            layer.edges_matter = True
+            layer.angles_matter |= number < len(self.layers)
+        self.has_angles = self.flow.update_angle
+        node, edge, weighted = self._nodes_and_edges(batch.vector, table, batch)
+        return node, torch.bmm(edge.transpose(1, 2), weighted) * 3**0.5
+
     def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:
+        return self._nodes_and_edges(vector, table, batch)[0]
+
+    def _nodes_and_edges(self, vector: Tensor, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return nodes (A, N), edges (A, K, E), and weighted rows (A, K, 3) of the edges."""
         # as far as the list reaches: in a hybrid an exponential switch is small, but not zero, beyond the cutoff
         neighborhood = batch.within()
         dropped = self.excluded(batch, neighborhood)
@@ -262,7 +279,7 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         idle = [p for layer in self.layers for p in layer.idle_parameters()]
         if not self.has_angles:
             idle += self.angle_embedding.parameters()
-        return node + (0 * torch.cat([p.flatten() for p in idle]).sum() if idle else 0)
+        return node + (0 * torch.cat([p.flatten() for p in idle]).sum() if idle else 0), edge, weighted
 
     def _edges(self, vector: Tensor, mask: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the first edges (A, K, E), and weighted rows and switch of `Geometry`."""

@@ -36,6 +36,13 @@ def _flags(number: int) -> Check:
 some_widths = Check(
     lambda v: all(0 <= n <= common.MAX_SIZE for n in v), f"a list of whole numbers from 0 to {common.MAX_SIZE:,}"
 )
+
+
+def widths_of(neuron: Sequence[int], num_inputs: int) -> list[int]:
+    """Return the widths of the hidden layers of a network with so many inputs, 0 resolved."""
+    return [width or 32 * math.ceil(8 * num_inputs / 3 / 32) for width in neuron]
+
+
 _branches = Check(
     lambda v: min(v) >= 0 and len(v) == 3 if isinstance(v, list) else v >= 0,
     "a whole number >= 0, or a list of three of them",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +9,7 @@ from deepmd_ema.config.fields import Check, option, redefined
 from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.text_options import ActivationName
-from deepmd_ema.model.families.dpa4.section import some_widths
+from deepmd_ema.model.families.dpa4.section import some_widths, widths_of
 from deepmd_ema.model.families.ener.section import EnerFittingConfig
 
 
@@ -42,8 +41,4 @@ class DPA4EnerConfig(EnerFittingConfig):
 
     def widths(self, num_inputs: int) -> list[int]:
         """Return the widths of the hidden layers of a network with so many inputs."""
-        return [width or 32 * math.ceil(8 * num_inputs / 3 / 32) for width in self.neuron]
-
-    def summary(self) -> str:
-        """Return the main options as text."""
-        return super().summary().replace("ener,", f"{self.type},", 1)
+        return widths_of(self.neuron, num_inputs)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa4.section import DPA4Config
 
 _DESCRIPTORS = Registry({"dpa4": "deepmd_ema.model.families.records:DPA4"})
-_FITTINGS = Registry({"dpa4_ener": "deepmd_ema.model.families.records:DPA4_ENER"})
+_RECORDS = "deepmd_ema.model.families.records"
+_FITTINGS = Registry({"dpa4_ener": f"{_RECORDS}:DPA4_ENER", "property": f"{_RECORDS}:PROPERTY"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class DPA4ModelConfig(NetworkConfig):
         registry=_DESCRIPTORS, default_type="dpa4", doc="How the surroundings of an atom are described."
     )
     fitting_net: Any = option(
-        registry=_FITTINGS, default_type="dpa4_ener", doc="How the energy follows from the descriptor."
+        registry=_FITTINGS, default_type="dpa4_ener", doc="What follows from the descriptor, and how."
     )
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from deepmd_ema.model.ops.operations import Operations, UsesOperations
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.model.families.ener.section import EnerFittingConfig
+    from deepmd_ema.config.schema.fitting_base import FittingOptions
 
 # A atoms, D features, P frame parameters, Q atom parameters, T types
 
@@ -35,6 +35,9 @@ class FittingNetwork(Network):
 class EnergyFitting(UsesOperations, Fitting):
     """Atomic energies: one network per type that sees only the atoms of its type, or one network for all.
 
+    Attributes:
+        num_out: outputs of a network.
+
     Args:
         config: the section ``model.fitting_net``.
         dim_in: D.
@@ -43,7 +46,9 @@ class EnergyFitting(UsesOperations, Fitting):
         mixed_types: whether one network serves all types, because the features distinguish them.
     """
 
-    def __init__(self, config: EnerFittingConfig, dim_in: int, num_types: int, seed: int, mixed_types: bool) -> None:
+    num_out = 1
+
+    def __init__(self, config: FittingOptions, dim_in: int, num_types: int, seed: int, mixed_types: bool) -> None:
         super().__init__()
         self.mixed_types = mixed_types
         self.dtype = precision(config.precision)
@@ -59,7 +64,7 @@ class EnergyFitting(UsesOperations, Fitting):
             self._network(config, seed_for("fitting", start, t)) for t in range(1 if mixed_types else num_types)
         )
         freeze(self, config.trainable)
-        self.bias_atom_e = nn.Buffer(torch.zeros(num_types, 1, dtype=torch.float64))
+        self.bias_atom_e = nn.Buffer(torch.zeros(num_types, self.num_out, dtype=torch.float64))
         for name, count in ((FPARAM, self.num_fparam), (APARAM, self.num_aparam)):
             if count:
                 self.register_buffer(f"{name}_avg", torch.zeros(count, dtype=self.dtype))
@@ -74,7 +79,7 @@ class EnergyFitting(UsesOperations, Fitting):
     def _network(self, config: Any, seed: int) -> Any:
         """Return a network with random parameters."""
         widths, act = [self.num_inputs, *config.neuron], config.activation_function
-        return FittingNetwork(widths, act, timestep=config.resnet_dt, dtype=self.dtype, seed=seed, num_out=1)
+        return FittingNetwork(widths, act, timestep=config.resnet_dt, dtype=self.dtype, seed=seed, num_out=self.num_out)
 
     def share_networks(self, other: EnergyFitting, whose: str) -> None:
         """Take the networks of ``other`` and what their inputs are measured by; ``whose`` names both for messages.
@@ -117,7 +122,23 @@ class EnergyFitting(UsesOperations, Fitting):
 
     def forward(self, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the energy of each atom (A,) float64, eV, and its gradient with respect to its features (A, D)."""
-        # the inputs of the networks (A, N): features, frame and atom parameters, and the case of the task
+        inputs, shares = self._inputs(features, batch)
+        energy, gradient = self._evaluate(inputs, shares)
+        if self.from_vacuum:
+            energies = list(energy.split(shares))
+            for index in self.from_vacuum:  # without the energy of the same atoms without neighbors
+                own = inputs.split(shares)[index]
+                vacuum = torch.cat([torch.zeros_like(own[:, : self.dim_in]), own[:, self.dim_in :]], 1)
+                energies[index] = energies[index] - self._values(index, vacuum)
+            energy = torch.cat(energies)
+        energy = energy.double() + self.bias_atom_e.view(-1)[batch.atom_type]
+        return energy, gradient[:, : self.dim_in].to(features.dtype)
+
+    def _inputs(self, features: Tensor, batch: Batch) -> tuple[Tensor, list[int]]:
+        """Return the inputs of the networks (A, N), and the number of atoms of each network.
+
+        They are features, frame and atom parameters, and the case of the task.
+        """
         parts = [features.to(self.dtype)]
         for name, count, owner in ((FPARAM, self.num_fparam, "frame"), (APARAM, self.num_aparam, "atom")):
             if count:
@@ -131,17 +152,7 @@ class EnergyFitting(UsesOperations, Fitting):
         if self.case_embd is not None and self.case_is_input:
             parts.append(self.case_embd.expand(features.shape[0], -1))
         inputs = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        shares = [inputs.shape[0]] if self.mixed_types else list(batch.type_counts)
-        energy, gradient = self._evaluate(inputs, shares)
-        if self.from_vacuum:
-            energies = list(energy.split(shares))
-            for index in self.from_vacuum:  # without the energy of the same atoms without neighbors
-                own = inputs.split(shares)[index]
-                vacuum = torch.cat([torch.zeros_like(own[:, : self.dim_in]), own[:, self.dim_in :]], 1)
-                energies[index] = energies[index] - self._values(index, vacuum)
-            energy = torch.cat(energies)
-        energy = energy.double() + self.bias_atom_e.view(-1)[batch.atom_type]
-        return energy, gradient[:, : self.dim_in].to(features.dtype)
+        return inputs, [inputs.shape[0]] if self.mixed_types else list(batch.type_counts)
 
     def _evaluate(self, inputs: Tensor, shares: list[int]) -> tuple[Tensor, Tensor]:
         """Return the outputs of the networks (A,) and their gradients with respect to the inputs (A, N)."""

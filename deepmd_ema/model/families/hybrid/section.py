@@ -32,6 +32,11 @@ class HybridConfig:
         "that counts by element and has a shorter cutoff than another part is an upper bound.",
     )
 
+    @property
+    def has_frames(self) -> bool:
+        """Return whether all parts have frames of atoms."""
+        return all(getattr(part, "has_frames", False) for part in self.list)
+
     def part(self, number: int) -> str:
         """Return the place of a part in the section."""
         return f"list[{number}]"

@@ -12,7 +12,7 @@ from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor import DescriptorConfig
 from deepmd_ema.config.schema.descriptor_bases import NeighborLists, OneListSection
-from deepmd_ema.config.schema.model import ModelConfig, StandardConfig
+from deepmd_ema.config.schema.model import FITTINGS, ModelConfig, StandardConfig
 from deepmd_ema.config.schema.pair_table import Table, pair_table, read_table, table_problems
 from deepmd_ema.model.families.ener.section import EnerFittingConfig
 from deepmd_ema.model.families.hybrid.section import HybridConfig
@@ -36,7 +36,10 @@ class NetworkPartConfig:
         None, doc="Names of the elements of this part; null takes those of the whole model."
     )
     descriptor: DescriptorConfig = redefined(StandardConfig, "descriptor")
-    fitting_net: Any = redefined(StandardConfig, "fitting_net")
+    fitting_net: Any = option(
+        registry=FITTINGS, default_type="ener", left_out=("dipole", "polar", "property", "dos"),
+        doc="How the energy follows from the descriptor.",
+    )  # fmt: skip
 
     def summary(self) -> str:
         """Return the main options as text."""

@@ -75,7 +75,16 @@ class SeAttenBlock(ElementBlock):
     ) -> tuple[Tensor, Vjp]:
         """Return the features (A, M X), and the function from their gradient to that by the vectors (A, K, 3) float64.
 
-        Both are functions of the parameters.
+        Both are functions of the parameters; arguments are those of :meth:`moments_and_vjp`.
+        """
+        moments, moments_vjp = self.moments_and_vjp(table, neighborhood, batch, dropped)
+        axis = self.num_axis
+        return axis_features(moments, axis), lambda grad: moments_vjp(axis_features_vjp(grad, moments, axis))
+
+    def moments_and_vjp(
+        self, table: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
+    ) -> tuple[Tensor, Vjp]:
+        """Return the moments g^T R (A, 4, M), and the function from their gradient to that by the vectors.
 
         Args:
             table: (T, E) type embeddings.
@@ -123,13 +132,12 @@ class SeAttenBlock(ElementBlock):
             moments, moments_vjp = vjp_of(evaluated, *inputs)
         if counts is not None or width < self.sel:
             moments = moments + self._absent_moments(counts, width, table, batch.first_type, batch)
-        moments = moments / self.sel
 
-        def vjp(grad_features: Tensor) -> Tensor:
-            of_inputs = moments_vjp(axis_features_vjp(grad_features, moments, self.num_axis) / self.sel)
+        def vjp(grad: Tensor) -> Tensor:
+            of_inputs = moments_vjp(grad / self.sel)
             return reduce(torch.add, [one(by) for one, by in zip(vjps, of_inputs, strict=True)])
 
-        return axis_features(moments, self.num_axis), vjp
+        return moments / self.sel, vjp
 
     def _interpolated(self, inputs: list[Tensor], neighbor: Tensor, table: Tensor, batch: Batch) -> Moments:
         """Return the moments of interpolations of the network of ``s`` and elements, for all atoms or by type."""
@@ -239,3 +247,14 @@ class DPA1Descriptor(OneBlockDescriptor):
 
     block: SeAttenBlock
     make_block = SeAttenBlock
+
+    @property
+    def dim_frame(self) -> int:
+        """M, number of rows of the frame of an atom."""
+        return self.block.num_channels
+
+    def _features_and_frames(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        neighborhood = batch.within()
+        dropped = self.excluded(batch, neighborhood)
+        moments, _ = self.block.moments_and_vjp(table, neighborhood, batch, dropped)
+        return axis_features(moments, self.block.num_axis), moments[:, 1:].transpose(1, 2)

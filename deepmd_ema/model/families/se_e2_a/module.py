@@ -52,6 +52,16 @@ class SeE2ADescriptor(ByTypeDescriptor):
         moments = sums / num_slots
         return axis_features(moments, axis), lambda grad: vjp(axis_features_vjp(grad, moments, axis) / num_slots)
 
+    @property
+    def dim_frame(self) -> int:
+        """M, number of rows of the frame of an atom."""
+        return self.num_channels
+
+    def features_and_frames(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the features (A, M X), and the last columns (A, M, 3) of g, which turn with the frame."""
+        moments = self._sums(batch)[0] / sum(self.sel)
+        return axis_features(moments, self.num_axis), moments[:, 1:].transpose(1, 2)
+
     def _sums(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return ``sum_k R_k G(s_k)`` (A, C, M) over all S slots and its vector-Jacobian product."""
         dropped, slots = self.excluded(batch), self.slots_of(batch)

@@ -1,0 +1,111 @@
+"""Options that sections of all fitting networks have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from deepmd_ema.config.fields import option, redefined
+from deepmd_ema.config.labels import LABELS
+from deepmd_ema.config.messages import show
+from deepmd_ema.config.schema import common
+from deepmd_ema.config.schema.descriptor_bases import DescriptorOptions
+from deepmd_ema.config.schema.text_options import ActivationName
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittingOptions:
+    """A network from the descriptor of an atom to a quantity of it, and what it may depend on besides.
+
+    Attributes:
+        labels: names of what the model predicts, first that of a frame, which are read where data have them.
+        rcond: singular values below this fraction of the largest count as zero in the fit of the bias; None is
+            machine precision times the size of the problem.
+        atom_ener: energy of each isolated atom, as far as it is given, eV.
+        sel_type: types whose atoms have the quantity; None: all.
+        intensive: whether the value of a frame is the mean over its atoms, not their sum.
+        distinguish_types: whether each element has a bias of its own.
+        turns: whether it turns with the frame.
+    """
+
+    type: ClassVar[str]
+    turns: ClassVar[bool] = False
+
+    numb_fparam: int = option(
+        0, check=common.num_parameters, doc="Number of frame parameters (`fparam.npy`), e.g. an electronic temperature."
+    )
+    numb_aparam: int = option(0, check=common.num_parameters, doc="Number of parameters per atom (`aparam.npy`).")
+    default_fparam: list[float] | None = option(
+        None, doc="Frame parameters of systems without `fparam.npy`; `numb_fparam` numbers."
+    )
+    dim_case_embd: int = option(
+        0,
+        check=common.num_parameters,
+        doc="Length of the vector that distinguishes the tasks of a multi-task model, an input of the network; zeros "
+        "with one task.",
+    )
+    neuron: list[int] = option(
+        [120, 120, 120],
+        alias=("n_neuron",),
+        check=common.layer_widths,
+        doc="Widths of the hidden layers. A layer as wide as the one before it has a skip connection.",
+    )
+    activation_function: ActivationName = common.activation_option(
+        "Activation function of the hidden layers; the same names as in the descriptor."
+    )
+    precision: str = redefined(DescriptorOptions, "precision")
+    resnet_dt: bool = option(True, doc="Whether skip connections have a trained step size.")
+    trainable: bool | list[bool] = option(
+        True, doc="Whether the parameters are trained; a list (one per layer) trains them only if all are true."
+    )
+    seed: int | None = redefined(DescriptorOptions, "seed")
+
+    if TYPE_CHECKING:  # options of some types only
+
+        @property
+        def labels(self) -> tuple[str, ...]:
+            """Return names of what the model predicts."""
+
+        @property
+        def rcond(self) -> float | None:
+            """Return the fraction."""
+
+        @property
+        def atom_ener(self) -> Sequence[float | None]:
+            """Return the energies."""
+
+        @property
+        def intensive(self) -> bool:
+            """Return whether the value of a frame is the mean over its atoms."""
+
+        @property
+        def distinguish_types(self) -> bool:
+            """Return whether each element has a bias of its own."""
+
+        @property
+        def sel_type(self) -> Sequence[int] | None:
+            """Return the types."""
+
+    else:
+        rcond, atom_ener, sel_type, intensive, distinguish_types = None, (), None, False, True
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Letters of the errors in tables."""
+        return tuple(error.metric for name in self.labels for error in LABELS[name].errors if error.metric)
+
+    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield the option and the rest of the message of what does not fit together."""
+        if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
+            found = f" = {show(self.default_fparam)}: has length {len(self.default_fparam)}"
+            yield "default_fparam", f"{found}, expected numb_fparam = {self.numb_fparam}."
+        if isinstance(self.trainable, list) and len(self.trainable) != len(self.neuron) + 1:
+            expected = f"{len(self.neuron) + 1}: one for each layer of neuron and one for the output"
+            yield "trainable", f" = {show(self.trainable)}: has length {len(self.trainable)}, expected {expected}."
+
+    def summary(self) -> str:
+        """Return the main options as text."""
+        conditions = [f"{name} {number}" for name in ("numb_fparam", "numb_aparam") if (number := getattr(self, name))]
+        parts = [f"{self.type}, neuron {common.dashes(self.neuron)}", *conditions, common.dtype_name(self.precision)]
+        return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""The fitting networks dipole, polar, property and dos."""

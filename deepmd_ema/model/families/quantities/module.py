@@ -1,0 +1,128 @@
+"""Networks from the descriptor of an atom to its dipole, polarizability, property or density of states."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.config.labels import LABELS
+from deepmd_ema.model.families.dpa4.section import widths_of
+from deepmd_ema.model.families.ener.module import EnergyFitting
+from deepmd_ema.model.interface import Block
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.families.quantities.section import DosFittingConfig, PolarFittingConfig
+
+# A atoms, D features, M rows of the frame of an atom, W components, T types
+
+
+class QuantityFitting(EnergyFitting):
+    """Base of what turns features into values of atoms that are no energies.
+
+    Args:
+        config: the section ``model.fitting_net``.
+        dim_in: D.
+        num_types: T.
+        seed: of the initial parameters when the section has none.
+        mixed_types: whether one network serves all types.
+        dim_frame: M; 0 if the descriptor has no frames.
+
+    Attributes:
+        width: W.
+        is_mean: whether the value of a frame is the mean over its atoms, else the sum.
+    """
+
+    def __init__(
+        self, config: Any, dim_in: int, num_types: int, seed: int, mixed_types: bool, dim_frame: int = 0
+    ) -> None:
+        self.section, self.dim_frame = config, dim_frame
+        self.width = math.prod(LABELS[config.labels[0]].shape)
+        self.is_mean = config.intensive
+        self.num_out = self._num_out()
+        super().__init__(config, dim_in, num_types, seed, mixed_types)
+
+    def _num_out(self) -> int:
+        return self.width
+
+    def _network(self, config: Any, seed: int) -> Any:
+        return super()._network(replace(config, neuron=widths_of(config.neuron, self.num_inputs)), seed)
+
+    def blocks(self) -> list[Block]:
+        """Return the networks."""
+        return [(net, ()) for net in self.nets]
+
+    def outputs(self, features: Tensor, batch: Batch) -> Tensor:
+        """Return the outputs of the networks (A, num_out)."""
+        inputs, shares = self._inputs(features, batch)
+        found = [net(own) for net, own in zip(self.nets, inputs.split(shares), strict=True)]
+        return torch.cat(found) + self.bias_atom_e[batch.atom_type].to(self.dtype)
+
+    def values(self, features: Tensor, frames: Tensor | None, batch: Batch, bias: Tensor, std: Tensor) -> Tensor:
+        """Return the values of the atoms (A, W) float64.
+
+        Args:
+            features: (A, D).
+            frames: (A, M, 3), rows that turn with the frame; None unless they are needed.
+            batch: frames with their neighbors.
+            bias: (T, W) of the data.
+            std: (T, W) of the data.
+        """
+        raise NotImplementedError
+
+
+class InvariantFitting(QuantityFitting):
+    """Numbers that do not turn: outputs plus the bias of the element, of a property in units of the spread of data."""
+
+    section: DosFittingConfig
+
+    def values(self, features: Tensor, frames: Tensor | None, batch: Batch, bias: Tensor, std: Tensor) -> Tensor:
+        """Return the values of the atoms (A, W) float64."""
+        kind = batch.atom_type
+        if not self.section.distinguish_types:
+            kind = torch.zeros_like(kind)
+        out = self.outputs(features, batch).double()
+        return (out * std[kind] if self.section.type == "property" else out) + bias[kind]
+
+
+class TensorFitting(QuantityFitting):
+    """Dipoles ``sum_m f_m r_m`` and polarizabilities ``sum_mn r_m f_mn r_n^T`` of rows r of the frame of an atom.
+
+    f are the outputs, of polarizabilities symmetric, or a diagonal. Sommers et al., Phys. Chem. Chem. Phys. 22, 10592
+    (2020); Zhang et al., Phys. Rev. B 102, 041121 (2020).
+    """
+
+    section: PolarFittingConfig
+
+    def __init__(self, config: Any, dim_in: int, num_types: int, *args: Any) -> None:
+        super().__init__(config, dim_in, num_types, *args)
+        if self.width > 3:
+            scale = config.scale if isinstance(config.scale, list) else [config.scale] * num_types
+            self.scale = nn.Buffer(torch.tensor(scale, dtype=torch.float64)[:, None], persistent=False)
+
+    def _num_out(self) -> int:
+        return self.dim_frame if self.width == 3 or self.section.fit_diag else self.dim_frame**2
+
+    def values(self, features: Tensor, frames: Tensor | None, batch: Batch, bias: Tensor, std: Tensor) -> Tensor:
+        """Return the values of the atoms (A, W) float64."""
+        assert frames is not None
+        out, rows = self.outputs(features, batch), frames.to(self.dtype)
+        if self.width == 3:
+            return torch.bmm(out.unsqueeze(1), rows).squeeze(1).double()
+        scale = self.scale[batch.atom_type]
+        out = out * scale.to(self.dtype)
+        if self.section.fit_diag:
+            turned = out.unsqueeze(2) * rows
+        else:
+            matrix = out.unflatten(1, (self.dim_frame, -1))
+            turned = torch.bmm((matrix + matrix.transpose(1, 2)) / 2, rows)
+        found = torch.bmm(rows.transpose(1, 2), turned).double()
+        if self.section.shift_diag:
+            mean = bias.unflatten(1, (3, 3)).diagonal(dim1=1, dim2=2).mean(1)
+            diagonal = torch.eye(3, dtype=found.dtype, device=found.device)
+            found = found + (mean[batch.atom_type, None] * scale).unsqueeze(2) * diagonal
+        return found.flatten(1)

@@ -1,0 +1,51 @@
+"""The model of a quantity that is no energy: a dipole, a polarizability, a property or a density of states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from deepmd_ema.batch import Batch
+from deepmd_ema.model.energy import EnergyModel, frame_sums
+
+if TYPE_CHECKING:
+    from deepmd_ema.model.interface import HasFrames
+
+COUNTED = "counted"  # beside the predictions: (A,) 1 for atoms that have the quantity, else 0
+SPREAD = "spread"  # beside the predictions: (1, W), of a property in the data, in units of which its loss is
+
+# F frames, A atoms, W components
+
+
+class QuantityModel(EnergyModel):
+    """Values of atoms that add up to that of their frame, or whose mean it is; without derivatives by positions."""
+
+    def forward(
+        self, batch: Batch, create_graph: bool | None = None, need_virial: bool = True, need_hessian: bool = False
+    ) -> dict[str, Tensor]:
+        """Return the values of frames (F, W) and of atoms (A, W), float64, by the names in ``labels``, and constants.
+
+        Args:
+            batch: frames with neighbors in ``layout``, on the device of the model.
+            create_graph: whether the outputs can be differentiated with respect to the parameters; by default in
+                training mode only.
+            need_virial: no effect.
+            need_hessian: no effect.
+        """
+        fitting: Any = self.fitting  # a QuantityFitting
+        of_frame, of_atom = self.labels
+        with torch.set_grad_enabled(self.training if create_graph is None else create_graph):
+            frames = None
+            if fitting.section.turns:
+                features, frames = cast("HasFrames", self.descriptor).features_and_frames(batch)
+            else:
+                features, _ = self.descriptor(batch)
+            counted = self._counted[batch.atom_type]
+            values = fitting.values(features, frames, batch, self.out_bias[0], self.out_std[0]) * counted[:, None]
+            sums = frame_sums(batch)
+            whole = sums(values)
+            if fitting.is_mean:
+                whole = whole / sums(counted).clamp(min=1)[:, None]
+            return {of_frame: whole, of_atom: values, COUNTED: counted, SPREAD: self.out_std[:, 0]}
