@@ -124,7 +124,7 @@ def test_ranks_continue_at_every_stage_as_one_does_at_stage_0(ranks, stage):
 
 def with_energies(data, **changes):
     """Return an input of two tasks, energies and dipoles, that share their descriptor."""
-    common = {**COMMON, "validating__max_best_ckpt": 1, **changes}
+    common = {**COMMON, "validating__max_best_ckpt": 1, "validating__validation_metric": "W:MAE", **changes}
     inputs = {task: tiny_input(*data, num_steps=STEPS, **common, **more) for task, more in OF_TASK.items()}
     values = joined(inputs)
     parts = values["model"]["model_dict"]

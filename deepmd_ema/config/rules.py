@@ -214,14 +214,16 @@ def _metrics(run: RunConfig) -> Violations:
         metrics["early_stop.metric"] = early_stop.metric
     for name, metric in metrics.items() if run.fully_validated else ():
         known = {letter: None for task in run.tasks.values() for letter in task.model.fitting_net.metrics}
-        if metric.quantity not in known and metric != ValidatingConfig.validation_metric:
+        # its default is not distinguished from an option that is not given
+        is_given = name != "validation_metric" or metric != ValidatingConfig.validation_metric
+        if metric.quantity not in known and is_given:
             text = f" = {show(metric)}: nothing of this is predicted. Choose one of {', '.join(known)}."
             yield f"validating.{name}", text
             continue
-        letter = {"E": "e", "F": "f", "V": "v", "S": "v"}.get(metric.quantity, "")
         for task in run.tasks.values():
             if not isinstance(task.loss, EnerLossConfig):
                 continue
+            letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[task.metric(metric).quantity]
             start, limit = (getattr(task.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))
             if not (start and limit):
                 both = f"start_pref_{letter} = {start:g} and limit_pref_{letter} = {limit:g} must both be > 0"
@@ -242,7 +244,7 @@ def _files(run: RunConfig) -> Violations:
 
 def _loss(task: TaskConfig) -> Violations:
     loss, fitting = task.loss, task.model.fitting_net
-    wanted = {"dipole": "tensor", "polar": "tensor", "property": "property", "dos": "dos"}.get(fitting.type, "ener")
+    wanted = fitting.loss
     if loss.type != wanted:
         more = ', "pref": 1, "pref_atomic": 0' * (wanted == "tensor")
         text = f'expected "loss": {{"type": "{wanted}"{more}}}, that of fitting_net.type {fitting.type}'

@@ -45,7 +45,6 @@ _MAX_ELEMENTS = 4  # of se_e2_a, which has networks for each element
 _MAX_LINE = 110
 _REPLAYED = 0.3  # share of the steps that old data have
 _SLOWER = 0.1  # of the rate of a model that starts from its seed
-_LOSSES = {"ener": "ener", "dipole": "tensor", "polar": "tensor", "property": "property", "dos": "dos"}
 _LABELS = {"e": ENERGY, "f": FORCE, "v": VIRIAL}
 _NAMED = {"type_map": "elements", "descriptor": "descriptor", "fitting_net": "fitting"}  # parts that tasks share
 _OF_START = ("finetune_head", "finetune_bias")
@@ -136,6 +135,7 @@ class Proposal:
         if "rcut_smth" in descriptor:
             descriptor["rcut_smth"] = min(descriptor["rcut_smth"], wishes.rcut / 2)
         fitting = {**preset["fitting_net"], **size["fitting_net"], **wishes.fitting_section()}
+        of_quantity = _loss_section(data.predicted[0], *(name in data.labels for name in data.predicted[:2]))
         weights = {k: weight if _LABELS[k] in data.labels else 0 for k, weight in recipe["prefactors"].items()}
         if VIRIAL not in data.labels:  # others that the data do not have are mentioned
             del weights["v"]
@@ -161,7 +161,7 @@ class Proposal:
                 "start_lr": start_lr,
                 "stop_lr": _rounded(start_lr / 100),
             },
-            "loss": _loss_section(data) if wishes.property is not None else {"type": "ener", **prefactors},
+            "loss": {"type": "ener", **prefactors} if wishes.property is None else of_quantity,
             "training": {
                 **section,
                 "numb_steps": steps,
@@ -287,14 +287,9 @@ class _Data:
     def __init__(self, wishes: Wishes) -> None:
         type_map = wishes.type_map or ()
         descriptor = {"type": "se_e2_a", "rcut": wishes.rcut, "rcut_smth": min(0.5, wishes.rcut / 2)}
-        loss: dict[str, Any] = {"type": _LOSSES[wishes.fitting_section().get("type", "ener")]}
-        if loss["type"] == "tensor":
-            loss |= {"pref": 1, "pref_atomic": 1}
-        elif loss["type"] == DOS:
-            loss["start_pref_dos"] = 1
         values = {  # nothing of the model is trained
             "model": {"type_map": list(type_map), "descriptor": descriptor, "fitting_net": wishes.fitting_section()},
-            "loss": loss,
+            "loss": _loss_section(wishes.property or ENERGY),
             "learning_rate": {"start_lr": 1e-3, "stop_lr": 1e-5},
             "training": {**wishes.data_section(), "numb_steps": 1, "seed": 1},
         }
@@ -321,15 +316,15 @@ class _Data:
         self.wider = near.max_within(wishes.rcut), near.max_total
 
 
-def _loss_section(data: _Data) -> dict[str, Any]:
-    """Return the section ``loss`` of a quantity, which weighs what the data have."""
-    of_frame, of_atom = (int(name in data.labels) for name in data.predicted)
-    if data.predicted[0] in (DIPOLE, POLAR):
-        return {"type": "tensor", "pref": of_frame, "pref_atomic": of_atom}
-    if data.predicted[0].startswith(DOS):
-        weights = {"dos": of_frame, "ados": of_atom}
+def _loss_section(predicted: str, of_frame: bool = True, of_atom: bool = True) -> dict[str, Any]:
+    """Return the section ``loss`` of a quantity, which weighs the labels of frames and of atoms that are present."""
+    kind = predicted.partition("[")[0]
+    if kind in (DIPOLE, POLAR):
+        return {"type": "tensor", "pref": int(of_frame), "pref_atomic": int(of_atom)}
+    if kind == DOS:
+        weights = {"dos": int(of_frame), "ados": int(of_atom)}
         return {"type": DOS, **{f"{when}_pref_{k}": n for k, n in weights.items() for when in ("start", "limit")}}
-    return {"type": "property"}
+    return {"type": "ener" if kind == ENERGY else "property"}
 
 
 def _kind_of(frame: Frame, type_map: Sequence[str]) -> Kind:

@@ -27,10 +27,12 @@ class FittingOptions:
         intensive: whether the value of a frame is the mean over its atoms, not their sum.
         distinguish_types: whether each element has a bias of its own.
         turns: whether it turns with the frame.
+        loss: the type of the loss that compares it with labels.
     """
 
     type: ClassVar[str]
     turns: ClassVar[bool] = False
+    loss: ClassVar[str] = "ener"
 
     numb_fparam: int = option(
         0, check=common.num_parameters, doc="Number of frame parameters (`fparam.npy`), e.g. an electronic temperature."

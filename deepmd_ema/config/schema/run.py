@@ -51,8 +51,8 @@ class TaskConfig:
     def metric(self, metric: Metric) -> Metric:
         """Return ``metric``, or the same kind of error of what the loss has, if the model does not predict this."""
         in_loss = (error.metric for name in self.labels for error in LABELS[name].errors if error.metric)
-        known = metric.quantity in self.model.fitting_net.metrics
-        return metric if known else Metric(f"{next(in_loss)}:{metric.error}")
+        known = self.model.fitting_net.metrics
+        return metric if metric.quantity in known else Metric(f"{next(in_loss, known[0])}:{metric.error}")
 
     @property
     def is_validated(self) -> bool:

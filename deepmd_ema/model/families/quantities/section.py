@@ -32,6 +32,7 @@ class DipoleFittingConfig(FittingOptions):
     type: ClassVar[str] = "dipole"
     labels: ClassVar[tuple[str, ...]] = (DIPOLE, ATOM_DIPOLE)
     turns: ClassVar[bool] = True
+    loss: ClassVar[str] = "tensor"
 
     sel_type: list[int] | None = option(
         None, alias=("dipole_type",), also=(int,), convert=_as_list, check=_types, doc=_SELECTED.format("dipole")
@@ -76,6 +77,7 @@ class PropertyFittingConfig(FittingOptions):
     """Network from the descriptor of an atom to numbers of a frame that do not turn with it, such as a band gap."""
 
     type: ClassVar[str] = "property"
+    loss: ClassVar[str] = "property"
 
     neuron: list[int] = option(
         [120, 120, 120],
@@ -109,6 +111,7 @@ class DosFittingConfig(FittingOptions):
     """Network from the descriptor of an atom to its density of states."""
 
     type: ClassVar[str] = "dos"
+    loss: ClassVar[str] = "dos"
 
     numb_dos: int = option(300, check=positive_int, doc="Number of energies at which the density of states is given.")
     rcond: float | None = option(
