@@ -75,7 +75,7 @@ class DPModel(ModelInterface):
         where = None if device is None else str(device)
         self.potential = model if isinstance(model, Potential) else Potential(model, device=where, head=head)
         if not self.potential.predicts_energies:
-            raise UserError(f"{self.potential.info.path}: predicts no energies and forces, which torch-sim needs.")
+            raise UserError(f"{self.potential.info.path}: does not predict energies and forces, which torch-sim needs.")
         for name, number in self.potential.num_conditions.items():
             if number and (name == "aparam" or not self.potential.default_fparam):
                 raise UserError(

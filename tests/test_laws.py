@@ -468,7 +468,7 @@ def test_a_step_does_not_wait_for_the_device_and_all_tensors_are_on_it(descripto
     assert model.eval()(batch, need_hessian=True)["hessian"].shape == (12**2 + 9**2,)
 
 
-# ---- quantities that are no energies
+# ---- quantities other than energies
 
 
 def turned_tensors(value, turn):
@@ -482,7 +482,7 @@ def unchanged(value, turn):
     return value
 
 
-# networks of what is no energy: their sections, and the value after a turn of the frame
+# networks of other quantities: their sections, and the value after a turn of the frame
 QUANTITIES = {
     "dipole": ({"type": "dipole"}, lambda value, turn: value @ turn),
     "polar": ({"type": "polar", "fit_diag": False, "scale": [1.0, 0.5, 2.0]}, turned_tensors),
@@ -497,7 +497,7 @@ QUANTITIES = {
 WITH_VECTORS = [
     name
     for name in (*sorted(DESCRIPTORS), *VARIANTS)
-    if getattr(model_config_from_dict(model_section(name)).descriptor, "has_frames", False)
+    if getattr(model_config_from_dict(model_section(name)).descriptor, "has_equivariants", False)
     and not name.startswith("table")
 ]
 MAIN = ("se_e2_a", "se_atten", "dpa2", "dpa3")

@@ -207,7 +207,7 @@ class Potential:
             kept: neighbor pairs of each system, or of more, that are kept from call to call; None: all are searched.
 
         Raises:
-            UserError: as :meth:`evaluate`, and of a model that predicts no energies.
+            UserError: as :meth:`evaluate`, and of a model that does not predict energies.
         """
         self._loaded.require_energies("evaluate_systems")
         rows = (_frames(self, *system, None, None) for system in systems)

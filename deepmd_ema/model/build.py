@@ -22,7 +22,7 @@ from deepmd_ema.utils import seed_for
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
     from deepmd_ema.config.schema.model import Link, ModelConfig
-    from deepmd_ema.model.interface import Descriptor, Fitting, HasFrames, ShortRange
+    from deepmd_ema.model.interface import Descriptor, Fitting, HasEquivariants, ShortRange
 
     Parts = tuple[Descriptor, Fitting, ShortRange | None]
 
@@ -114,6 +114,6 @@ def build_networks(
     descriptor: Descriptor = DESCRIPTORS[section.type].load("module")(section, num_types, seed)
     build_fitting: Callable[..., Fitting] = FITTINGS[fitting.type].load("module")
     about: tuple[Any, ...] = (fitting, descriptor.dim_out, num_types, seed, descriptor.mixed_types)
-    if fitting.turns:
-        about = *about, cast("HasFrames", descriptor).dim_frame
+    if fitting.is_equivariant:
+        about = *about, cast("HasEquivariants", descriptor).dim_equivariants
     return descriptor, build_fitting(*about)

@@ -90,17 +90,17 @@ class Descriptor(Protocol):
         """Return the settings of the sums beyond their names; a stat file of other settings is not used."""
 
 
-class HasFrames(Descriptor, Protocol):
+class HasEquivariants(Descriptor, Protocol):
     """A descriptor that gives vectors of an atom as well, of which dipoles are made.
 
     Attributes:
-        dim_frame: M, number of these vectors.
+        dim_equivariants: M, number of these vectors.
     """
 
-    dim_frame: int
+    dim_equivariants: int
 
-    def features_and_frames(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the features (A, D), and rows (A, M, 3) that turn with the frame, as functions of the parameters."""
+    def features_and_equivariants(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the features (A, D), and equivariant vectors (A, M, 3), as functions of the parameters."""
 
 
 class Fitting(nn.Module):

@@ -1,4 +1,4 @@
-"""The model of a quantity that is no energy: a dipole, a polarizability, a property or a density of states."""
+"""The model of a quantity other than the energy: a dipole, a polarizability, a property or a density of states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepmd_ema.batch import Batch
 from deepmd_ema.model.energy import EnergyModel, frame_sums
 
 if TYPE_CHECKING:
-    from deepmd_ema.model.interface import HasFrames
+    from deepmd_ema.model.interface import HasEquivariants
 
 COUNTED = "counted"  # beside the predictions: (A,) 1 for atoms that have the quantity, else 0
 SPREAD = "spread"  # beside the predictions: (1, W), of a property in the data, in units of which its loss is
@@ -37,13 +37,13 @@ class QuantityModel(EnergyModel):
         fitting: Any = self.fitting  # a QuantityFitting
         of_frame, of_atom = self.labels
         with torch.set_grad_enabled(self.training if create_graph is None else create_graph):
-            frames = None
-            if fitting.section.turns:
-                features, frames = cast("HasFrames", self.descriptor).features_and_frames(batch)
+            vectors = None
+            if fitting.section.is_equivariant:
+                features, vectors = cast("HasEquivariants", self.descriptor).features_and_equivariants(batch)
             else:
                 features, _ = self.descriptor(batch)
             counted = self._counted[batch.atom_type]
-            values = fitting.values(features, frames, batch, self.out_bias[0], self.out_std[0]) * counted[:, None]
+            values = fitting.values(features, vectors, batch, self.out_bias[0], self.out_std[0]) * counted[:, None]
             sums = frame_sums(batch)
             whole = sums(values)
             if fitting.is_mean:

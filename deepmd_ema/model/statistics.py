@@ -46,7 +46,7 @@ class Statistics:
     def lines(self) -> list[str]:
         """Return lines about the fit of the energies."""
         shown = [t for t, name in enumerate(self.type_map) if name in self.observed]
-        if self.fit.bias.ndim > 1:  # of a quantity of several numbers the fit is no news
+        if self.fit.bias.ndim > 1:  # the fit of a quantity of several numbers is not shown
             return []
         out = ["energy of each element: " + ", ".join(f"{self.type_map[t]} {self.fit.bias[t]:.6g} eV" for t in shown)]
         if self.fit.rmse_per_atom is not None:

@@ -254,8 +254,8 @@ def _shard(models: ModelSet, world: World, reshard: bool) -> None:
         if module not in inner and any(True for _ in module.parameters()):
             # its weights are needed until the model has its forces, after its own forward pass
             shard(module, reshard=False)
-            if hasattr(module, "features_and_frames"):  # another way into a descriptor than its forward pass
-                register_fsdp_forward_method(module, "features_and_frames")
+            if hasattr(module, "features_and_equivariants"):  # another way into a descriptor than its forward pass
+                register_fsdp_forward_method(module, "features_and_equivariants")
     for model in each:
         shard(model)
     shard(models)  # the root, through which all forward passes go

@@ -26,12 +26,12 @@ class FittingOptions:
         sel_type: types whose atoms have the quantity; None: all.
         intensive: whether the value of a frame is the mean over its atoms, not their sum.
         distinguish_types: whether each element has a bias of its own.
-        turns: whether it turns with the frame.
+        is_equivariant: whether it rotates with the atoms, as vectors and tensors do.
         loss: the type of the loss that compares it with labels.
     """
 
     type: ClassVar[str]
-    turns: ClassVar[bool] = False
+    is_equivariant: ClassVar[bool] = False
     loss: ClassVar[str] = "ener"
 
     numb_fparam: int = option(

@@ -194,7 +194,7 @@ class NetworkConfig(ModelConfig):
         """Yield options that contradict each other, also those of bridging."""
         yield from super().problems()
         fitting = self.fitting_net
-        if fitting.turns and not getattr(self.descriptor, "has_frames", False):
+        if fitting.is_equivariant and not getattr(self.descriptor, "has_equivariants", False):
             text = f": the descriptor {self.descriptor.type} has no vectors of which a {fitting.labels[0]} is made."
             yield "fitting_net.type", f"{text} Use se_e2_a, se_atten, dpa2, dpa3, or a hybrid of them."
         if ENERGY not in fitting.labels:

@@ -305,7 +305,7 @@ _delta = Check(
 
 @dataclass(frozen=True, kw_only=True)
 class QuantityLossConfig:
-    """A loss of a quantity that is no energy."""
+    """A loss of a quantity other than the energy."""
 
     type: ClassVar[str]
 

@@ -110,7 +110,7 @@ class QuantityTree(EnerTree):
                 more |= {name: getattr(section, name) for name in ("task_dim", "intensive", "distinguish_types")}
                 more |= {"@version": 6, "var_name": section.property_name}
             return {**tree, "var_name": "dos", **more}
-        more = {"type": kind, "var_name": kind, "embedding_width": part.dim_frame}
+        more = {"type": kind, "var_name": kind, "embedding_width": part.dim_equivariants}
         if kind == "dipole":
             more |= {"r_differentiable": True, "c_differentiable": True}
         else:

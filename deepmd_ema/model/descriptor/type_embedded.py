@@ -67,16 +67,16 @@ class TypeEmbeddedDescriptor(EnvironmentDescriptor):
         width = features.shape[1]
         return torch.cat([features, pick(table, batch.atom_type)], 1), lambda grad: vjp(grad[:, :width])
 
-    def features_and_frames(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the features (A, D) and rows (A, M, 3) that turn with the frame."""
+    def features_and_equivariants(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the features (A, D) and equivariant vectors (A, M, 3)."""
         table: Tensor = self.type_embedding()
-        features, frames = self._features_and_frames(table, batch)
+        features, vectors = self._features_and_equivariants(table, batch)
         if self.section.concat_output_tebd:
             features = torch.cat([features, pick(table, batch.atom_type)], 1)
-        return features, frames
+        return features, vectors
 
-    def _features_and_frames(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the features of the neighbors (A, num_features) and the rows (A, M, 3), as in forward."""
+    def _features_and_equivariants(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the features of the neighbors (A, num_features) and equivariant vectors (A, M, 3), as in forward."""
         raise NotImplementedError
 
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:

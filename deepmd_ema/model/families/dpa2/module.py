@@ -83,10 +83,10 @@ class Repformer(EnvironmentMatrix, UsesOperations):
 
         return features, vjp
 
-    def features_and_frames(
+    def features_and_equivariants(
         self, node: Tensor, neighborhood: Neighborhood, batch: Batch, dropped: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the features (A, C), and the moments ``sum_k q w_k h_k g_k^T`` of pairs (A, G, 3), which turn."""
+        """Return the features (A, C), and equivariant moments ``sum_k q w_k h_k g_k^T`` of pairs (A, G, 3)."""
         rows, _, around = self._inputs(neighborhood, batch, dropped)
         node, pair, vectors = self._after_layers(node, rows, around)
         return node, torch.bmm((pair * around.weight[..., None]).transpose(1, 2), vectors * around.per_moment)
@@ -256,14 +256,14 @@ class DPA2Descriptor(TypeEmbeddedDescriptor):
         return features, vjp
 
     @property
-    def dim_frame(self) -> int:
-        """Number of rows of the frame of an atom."""
+    def dim_equivariants(self) -> int:
+        """Number of equivariant vectors of an atom."""
         return self.repformer.options.g2_dim
 
-    def _features_and_frames(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _features_and_equivariants(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         neighborhood = batch.within(self.repformer.rcut, self.repformer.sel)
         node = self._first(table, batch)[1]
-        return self.repformer.features_and_frames(node, neighborhood, batch, self.excluded(batch, neighborhood))
+        return self.repformer.features_and_equivariants(node, neighborhood, batch, self.excluded(batch, neighborhood))
 
     def _first(self, table: Tensor, batch: Batch) -> tuple[list[Tensor], Tensor, list[Vjp]]:
         """Return the features of the first blocks, those of the repformer that are made of them, and their vjps."""

@@ -184,7 +184,7 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
     """Descriptor with messages between atoms and attention among pairs, for models of many systems (DPA-2)."""
 
     type: ClassVar[str] = "dpa2"
-    has_frames: ClassVar[bool] = True
+    has_equivariants: ClassVar[bool] = True
     neighbors_option: ClassVar[str] = "repinit.nsel"
     sel_options: ClassVar[Mapping[str, str]] = {
         "repinit.nsel": "repinit.rcut", "repinit.three_body_sel": "repinit.three_body_rcut",

@@ -246,11 +246,11 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         return with_vjp(lambda vector: self._features(vector, table, batch), batch.vector)
 
     @property
-    def dim_frame(self) -> int:
-        """Number of rows of the frame of an atom."""
+    def dim_equivariants(self) -> int:
+        """Number of equivariant vectors of an atom."""
         return self.flow.e_dim
 
-    def _features_and_frames(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _features_and_equivariants(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         for number, layer in enumerate(self.layers, 1):  # of all layers edges have an effect then
             layer.edges_matter = True
             layer.angles_matter |= number < len(self.layers)

@@ -170,7 +170,7 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions, NeighborLists):
     """Descriptor of messages between atoms, pairs and angles (DPA-3)."""
 
     type: ClassVar[str] = "dpa3"
-    has_frames: ClassVar[bool] = True
+    has_equivariants: ClassVar[bool] = True
     neighbors_option: ClassVar[str] = "repflow.e_sel"
     sel_options: ClassVar[Mapping[str, str]] = {"repflow.e_sel": "repflow.e_rcut", "repflow.a_sel": "repflow.a_rcut"}
     vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero

@@ -110,15 +110,15 @@ class HybridDescriptor(nn.Module):
         return torch.cat([one.to(self.dtype) for one in features], 1), vjp
 
     @property
-    def dim_frame(self) -> int:
-        """Number of rows of the frame of an atom."""
-        return sum(part.dim_frame for part in self.parts)
+    def dim_equivariants(self) -> int:
+        """Number of equivariant vectors of an atom."""
+        return sum(part.dim_equivariants for part in self.parts)
 
-    def features_and_frames(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the features (A, D) and rows (A, M, 3) that turn with the frame."""
-        found = [part.features_and_frames(view.batch) for part, view in zip(self.parts, self._views(batch))]
-        features, frames = (torch.cat([one.to(self.dtype) for one in part], 1) for part in zip(*found))
-        return features, frames
+    def features_and_equivariants(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the features (A, D) and equivariant vectors (A, M, 3)."""
+        found = [part.features_and_equivariants(view.batch) for part, view in zip(self.parts, self._views(batch))]
+        features, vectors = (torch.cat([one.to(self.dtype) for one in part], 1) for part in zip(*found))
+        return features, vectors
 
     def _views(self, batch: Batch) -> list[View]:
         whole = self.layout(frozenset())

@@ -33,9 +33,9 @@ class HybridConfig:
     )
 
     @property
-    def has_frames(self) -> bool:
+    def has_equivariants(self) -> bool:
         """Return whether all parts have frames of atoms."""
-        return all(getattr(part, "has_frames", False) for part in self.list)
+        return all(getattr(part, "has_equivariants", False) for part in self.list)
 
     def part(self, number: int) -> str:
         """Return the place of a part in the section."""

@@ -18,11 +18,11 @@ from deepmd_ema.model.interface import Block
 if TYPE_CHECKING:
     from deepmd_ema.model.families.quantities.section import DosFittingConfig, PolarFittingConfig
 
-# A atoms, D features, M rows of the frame of an atom, W components, T types
+# A atoms, D features, M equivariant vectors of an atom, W components, T types
 
 
 class QuantityFitting(EnergyFitting):
-    """Base of what turns features into values of atoms that are no energies.
+    """Base of the networks from features to values of atoms other than energies.
 
     Args:
         config: the section ``model.fitting_net``.
@@ -30,7 +30,7 @@ class QuantityFitting(EnergyFitting):
         num_types: T.
         seed: of the initial parameters when the section has none.
         mixed_types: whether one network serves all types.
-        dim_frame: M; 0 if the descriptor has no frames.
+        dim_equivariants: M; 0 if the descriptor has none.
 
     Attributes:
         width: W.
@@ -38,9 +38,9 @@ class QuantityFitting(EnergyFitting):
     """
 
     def __init__(
-        self, config: Any, dim_in: int, num_types: int, seed: int, mixed_types: bool, dim_frame: int = 0
+        self, config: Any, dim_in: int, num_types: int, seed: int, mixed_types: bool, dim_equivariants: int = 0
     ) -> None:
-        self.section, self.dim_frame = config, dim_frame
+        self.section, self.dim_equivariants = config, dim_equivariants
         self.width = math.prod(LABELS[config.labels[0]].shape)
         self.is_mean = config.intensive
         self.num_out = self._num_out()
@@ -62,12 +62,12 @@ class QuantityFitting(EnergyFitting):
         found = [net(own) for net, own in zip(self.nets, inputs.split(shares), strict=True)]
         return torch.cat(found) + self.bias_atom_e[batch.atom_type].to(self.dtype)
 
-    def values(self, features: Tensor, frames: Tensor | None, batch: Batch, bias: Tensor, std: Tensor) -> Tensor:
+    def values(self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor) -> Tensor:
         """Return the values of the atoms (A, W) float64.
 
         Args:
             features: (A, D).
-            frames: (A, M, 3), rows that turn with the frame; None unless they are needed.
+            vectors: (A, M, 3), equivariant; None unless they are needed.
             batch: frames with their neighbors.
             bias: (T, W) of the data.
             std: (T, W) of the data.
@@ -76,11 +76,11 @@ class QuantityFitting(EnergyFitting):
 
 
 class InvariantFitting(QuantityFitting):
-    """Numbers that do not turn: outputs plus the bias of the element, of a property in units of the spread of data."""
+    """Invariant numbers: outputs plus the bias of the element, of a property in units of the spread of data."""
 
     section: DosFittingConfig
 
-    def values(self, features: Tensor, frames: Tensor | None, batch: Batch, bias: Tensor, std: Tensor) -> Tensor:
+    def values(self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor) -> Tensor:
         """Return the values of the atoms (A, W) float64."""
         kind = batch.atom_type
         if not self.section.distinguish_types:
@@ -90,7 +90,7 @@ class InvariantFitting(QuantityFitting):
 
 
 class TensorFitting(QuantityFitting):
-    """Dipoles ``sum_m f_m r_m`` and polarizabilities ``sum_mn r_m f_mn r_n^T`` of rows r of the frame of an atom.
+    """Dipoles ``sum_m f_m r_m`` and polarizabilities ``sum_mn r_m f_mn r_n^T`` of equivariant vectors r.
 
     f are the outputs, of polarizabilities symmetric, or a diagonal. Sommers et al., Phys. Chem. Chem. Phys. 22, 10592
     (2020); Zhang et al., Phys. Rev. B 102, 041121 (2020).
@@ -105,12 +105,12 @@ class TensorFitting(QuantityFitting):
             self.scale = nn.Buffer(torch.tensor(scale, dtype=torch.float64)[:, None], persistent=False)
 
     def _num_out(self) -> int:
-        return self.dim_frame if self.width == 3 or self.section.fit_diag else self.dim_frame**2
+        return self.dim_equivariants if self.width == 3 or self.section.fit_diag else self.dim_equivariants**2
 
-    def values(self, features: Tensor, frames: Tensor | None, batch: Batch, bias: Tensor, std: Tensor) -> Tensor:
+    def values(self, features: Tensor, vectors: Tensor | None, batch: Batch, bias: Tensor, std: Tensor) -> Tensor:
         """Return the values of the atoms (A, W) float64."""
-        assert frames is not None
-        out, rows = self.outputs(features, batch), frames.to(self.dtype)
+        assert vectors is not None
+        out, rows = self.outputs(features, batch), vectors.to(self.dtype)
         if self.width == 3:
             return torch.bmm(out.unsqueeze(1), rows).squeeze(1).double()
         scale = self.scale[batch.atom_type]
@@ -118,7 +118,7 @@ class TensorFitting(QuantityFitting):
         if self.section.fit_diag:
             turned = out.unsqueeze(2) * rows
         else:
-            matrix = out.unflatten(1, (self.dim_frame, -1))
+            matrix = out.unflatten(1, (self.dim_equivariants, -1))
             turned = torch.bmm((matrix + matrix.transpose(1, 2)) / 2, rows)
         found = torch.bmm(rows.transpose(1, 2), turned).double()
         if self.section.shift_diag:

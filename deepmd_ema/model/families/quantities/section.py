@@ -27,11 +27,11 @@ _TAKEN = {"coord", "box", FPARAM, APARAM, *LABELS, *(file for label in LABELS.va
 
 @dataclass(frozen=True, kw_only=True)
 class DipoleFittingConfig(FittingOptions):
-    """Network from the descriptor of an atom to its dipole, a vector that turns with the frame."""
+    """Network from the descriptor of an atom to its dipole, a vector that rotates with the atoms."""
 
     type: ClassVar[str] = "dipole"
     labels: ClassVar[tuple[str, ...]] = (DIPOLE, ATOM_DIPOLE)
-    turns: ClassVar[bool] = True
+    is_equivariant: ClassVar[bool] = True
     loss: ClassVar[str] = "tensor"
 
     sel_type: list[int] | None = option(
@@ -46,7 +46,7 @@ class DipoleFittingConfig(FittingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PolarFittingConfig(DipoleFittingConfig):
-    """Network from the descriptor of an atom to its polarizability, a symmetric matrix that turns with the frame."""
+    """Network from the descriptor of an atom to its polarizability, a symmetric matrix that rotates too."""
 
     type: ClassVar[str] = "polar"
     labels: ClassVar[tuple[str, ...]] = (POLAR, ATOM_POLAR)
@@ -56,7 +56,7 @@ class PolarFittingConfig(DipoleFittingConfig):
         doc=_SELECTED.format("polarizability"),
     )  # fmt: skip
     fit_diag: bool = option(
-        True, doc="Whether the network gives the diagonal of a matrix in the frame of the atom, or all of it."
+        True, doc="Whether the network gives the diagonal of a matrix between equivariant vectors, or all of it."
     )
     scale: float | list[float] = option(
         1.0, doc="Factor of the network for all elements, or of each, for numbers of about 1."
@@ -74,7 +74,7 @@ class PolarFittingConfig(DipoleFittingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PropertyFittingConfig(FittingOptions):
-    """Network from the descriptor of an atom to numbers of a frame that do not turn with it, such as a band gap."""
+    """Network from the descriptor of an atom to invariant numbers of a frame, such as a band gap."""
 
     type: ClassVar[str] = "property"
     loss: ClassVar[str] = "property"

@@ -249,11 +249,11 @@ class DPA1Descriptor(OneBlockDescriptor):
     make_block = SeAttenBlock
 
     @property
-    def dim_frame(self) -> int:
-        """M, number of rows of the frame of an atom."""
+    def dim_equivariants(self) -> int:
+        """M, number of equivariant vectors of an atom."""
         return self.block.num_channels
 
-    def _features_and_frames(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _features_and_equivariants(self, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         neighborhood = batch.within()
         dropped = self.excluded(batch, neighborhood)
         moments, _ = self.block.moments_and_vjp(table, neighborhood, batch, dropped)

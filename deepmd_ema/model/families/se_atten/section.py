@@ -18,7 +18,7 @@ class SeAttenV2Config(OneListSection):
     """Descriptor with attention among neighbors for any number of elements, smooth, elements in a network apart."""
 
     type: ClassVar[str] = "se_atten_v2"
-    has_frames: ClassVar[bool] = True
+    has_equivariants: ClassVar[bool] = True
 
     axis_neuron: int = redefined(SeE2AConfig, "axis_neuron")
     lmax: int = option(

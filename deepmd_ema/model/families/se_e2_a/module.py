@@ -53,12 +53,12 @@ class SeE2ADescriptor(ByTypeDescriptor):
         return axis_features(moments, axis), lambda grad: vjp(axis_features_vjp(grad, moments, axis) / num_slots)
 
     @property
-    def dim_frame(self) -> int:
-        """M, number of rows of the frame of an atom."""
+    def dim_equivariants(self) -> int:
+        """M, number of equivariant vectors of an atom."""
         return self.num_channels
 
-    def features_and_frames(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the features (A, M X), and the last columns (A, M, 3) of g, which turn with the frame."""
+    def features_and_equivariants(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the features (A, M X), and the last columns (A, M, 3) of g, which are equivariant."""
         moments = self._sums(batch)[0] / sum(self.sel)
         return axis_features(moments, self.num_axis), moments[:, 1:].transpose(1, 2)
 

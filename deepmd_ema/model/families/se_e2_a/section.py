@@ -16,7 +16,7 @@ class SeE2AConfig(PerElementSection):
     """Smooth descriptor of two-body radial and angular information (DeepPot-SE)."""
 
     type: ClassVar[str] = "se_e2_a"
-    has_frames: ClassVar[bool] = True
+    has_equivariants: ClassVar[bool] = True
     aliases: ClassVar[tuple[str, ...]] = ("se_a",)
 
     axis_neuron: int = option(
