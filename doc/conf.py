@@ -38,6 +38,7 @@ include_patterns = [
     "benchmarks/**.md",
     "examples/README.md",
     "examples/infrared/README.md",
+    "examples/distill/README.md",
     "configs/README.md",
 ]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "options"]

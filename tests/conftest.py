@@ -113,7 +113,7 @@ def start(request, tmp_path, monkeypatch, water_like, water_like_valid):
 SLOW_MODULES = {
     "test_accumulate", "test_added_averages", "test_bias",
     "test_change_bias", "test_checkpoint_schema", "test_cli", "test_compile", "test_compile_ranks",
-    "test_data_check", "test_data_loader", "test_deepmd_checkpoints", "test_deepmd_kit", "test_dpgen",
+    "test_data_check", "test_data_loader", "test_deepmd_checkpoints", "test_deepmd_kit", "test_distill", "test_dpgen",
     "test_early_stop", "test_estimate", "test_fake_descriptor", "test_files", "test_filled", "test_finetune",
     "test_interpolation", "test_kill", "test_loggers", "test_mixed_batches", "test_optim_muon", "test_parallel",
     "test_parallel_faults", "test_parallel_launch", "test_posthoc", "test_pt2",

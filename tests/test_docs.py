@@ -21,7 +21,10 @@ from deepmd_ema.config.unsupported import REMOVED
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "doc").rglob("*.md")]
-    + [ROOT / folder / "README.md" for folder in ("examples", "examples/infrared", "configs", "benchmarks")]
+    + [
+        ROOT / folder / "README.md"
+        for folder in ("examples", "examples/infrared", "examples/distill", "configs", "benchmarks")
+    ]
     + [*(ROOT / "benchmarks" / "results").glob("*.md")]
 )
 PROGRAM = ROOT / "deepmd_ema"

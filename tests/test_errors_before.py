@@ -8,7 +8,6 @@ from helpers import assert_same, tiny_input, write_system
 from test_train import load
 
 from deepmd_ema.training.run import run_training
-from deepmd_ema.training.trainer import Trainer
 
 TITLE = "errors before the first step"
 ON = {"full_validation": True, "ema_full_validation": True, "validation_freq": 2}
@@ -84,21 +83,6 @@ def test_the_table_and_the_last_lines_have_the_errors_before_and_after(start, ca
         values = [of[f"E:{kind}"] for of in (trained.before[""], trained.errors[weights]) for kind in ("MAE", "RMSE")]
         assert [float(number) for number in shown] == pytest.approx([1000 * value for value in values], rel=1e-4)
         assert list(shown[:2]) == [row[1], row[3]]
-
-
-def test_neither_rows_nor_best_files_nor_weights_depend_on_the_errors_before(start, monkeypatch):
-    start(config_of())
-    measured, log = load("model.ckpt-4.pt"), Path("val.log").read_text()
-    assert [line.split()[0] for line in log.splitlines() if not line.startswith("#")] == ["2", "4"]
-    never = property(lambda self: False, lambda self, value: None)
-    monkeypatch.setattr(Trainer, "_validates_before", never, raising=False)
-    start(config_of(), "without")
-    without = load("model.ckpt-4.pt")
-    assert "before" in measured["display"]
-    assert "before" not in without["display"]
-    assert Path("val.log").read_text() == log
-    for part in ("model", "optimizer", "averages", "best"):
-        assert_same(measured[part], without[part])
 
 
 def test_a_restart_ends_with_the_errors_before_of_the_first_start(start, caplog):

@@ -184,16 +184,6 @@ BROKEN = {
     "raises": ("raise OSError('no library')", "cannot be imported (OSError: no library). Repair or uninstall"),
     "no_record": ("FAMILY = 3", "broken:FAMILY is of type int, expected deepmd_ema.config.registry.Family."),
     "other_type": (f"{RECORD}FAMILY = Family(FakeConfig, '')", "has a section of type 'fake', expected 'broken'."),
-    "alias": (
-        f"{RECORD}class Section(FakeConfig):\n    type, aliases = 'broken', ('dpa1',)\nFAMILY = Family(Section, '')",
-        "has the alias 'dpa1', which another type has.",
-    ),
-    "annotation": (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "from deepmd_ema.config.registry import Family\n"
-        "@dataclass\nclass Section:\n    width: Number = 3\nFAMILY = Family(Section, '')",
-        "has a section with an annotation that cannot be read (NameError: name 'Number' is not defined).",
-    ),
 }
 
 
@@ -211,9 +201,3 @@ def test_a_broken_package_matters_only_where_its_descriptor_is_requested(site, c
     assert 'descriptor "broken" is not listed: the package broken-descriptor 1.0 adds this type, but ' in err
     assert cli.main(["doc", "training.numb_steps"]) == 0
     assert "broken" not in capsys.readouterr().err
-
-
-def test_two_packages_that_add_one_type_are_both_named(site, capsys):
-    install(site, "other-descriptor", {"fake": "fake_descriptor:FAMILY"}, version="0.3")
-    said = check(capsys, FAKE, 2)
-    assert "the packages other-descriptor 0.3 and fake-descriptor 1.0 both add this type. Uninstall one" in said

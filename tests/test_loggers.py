@@ -11,7 +11,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from helpers import tiny_input
 from packages import install
-from parallel_runs import run_ranks, train_here
 from test_docs import blocks
 
 from deepmd_ema import cli, train
@@ -124,12 +123,6 @@ def test_a_logger_gets_the_status_of_the_run_at_its_end(values, error, raised, s
     with pytest.raises(raised):
         run_training(values, callback=_Ends(error), device="cpu")
     assert lines()[-1] == ["finish", status]
-
-
-def test_ranks_other_than_the_first_log_nothing(values, tmp_path):
-    (tmp_path / "input.json").write_text(json.dumps(values))
-    run_ranks(2, train_here, str(tmp_path), {}, limit=300)
-    assert len(lines("start")) == len(lines("finish")) == 1
 
 
 # ---- TensorBoard
