@@ -19,14 +19,10 @@ from deepmd_ema.config.manual import manual
 from deepmd_ema.config.unsupported import REMOVED
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "doc").rglob("*.md")]
-    + [
-        ROOT / folder / "README.md"
-        for folder in ("examples", "examples/infrared", "examples/distill", "configs", "benchmarks")
-    ]
-    + [*(ROOT / "benchmarks" / "results").glob("*.md")]
-)
+PAGES = sorted([
+    *ROOT.glob("*.md"), *(ROOT / "doc").rglob("*.md"), *(ROOT / "examples").rglob("README.md"),
+    ROOT / "configs" / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "benchmarks" / "results").glob("*.md"),
+])  # fmt: skip
 PROGRAM = ROOT / "deepmd_ema"
 SECTIONS = ("model", "learning_rate", "optimizer", "loss", "training", "validating")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
