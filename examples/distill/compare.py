@@ -93,7 +93,10 @@ def radial(frames: list[Atoms]) -> Array:
 def averages(teacher: Runs, student: Runs, picture: Path) -> list[Row]:
     """Return time of a step, densities and radial distributions, and draw the latter."""
     both, rows = (teacher, student), []
-    times = [sum(frames[-1].info["seconds"] for frames in runs.values()) / picoseconds(runs) for runs in both]
+    times = [
+        sum(frames[-1].info["seconds"] - frames[0].info["seconds"] for frames in runs.values()) / picoseconds(runs)
+        for runs in both
+    ]  # of the first frame: also loading
     atoms = next(iter(teacher.values()))[0]
     per_step = [f"{1e3 * time * time_step(atoms) / len(atoms):.3g}" for time in times]
     rows.append((f"time of an atom and step (ratio {times[0] / times[1]:.0f})", "µs", *per_step))
@@ -125,9 +128,8 @@ def physics(found: dict[str, Any]) -> list[Row]:
     """Return rows of `dp-ema test --physics`."""
     rows = []
     for row in found["rows"]:
-        at = "" if " K" in row["quantity"] else f", {found['run']['temperature']:g} K"
         value = "-" if row["value"] is None else f"{row['value']:.3g}"
-        rows.append((f"{row['quantity']}{at}, limit {row['limit'].replace('|', '')}", row["unit"], "", value))
+        rows.append((f"{row['quantity']}, limit {row['limit'].replace('|', '')}", row["unit"], "", value))
     return rows
 
 
