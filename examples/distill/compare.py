@@ -70,14 +70,17 @@ def errors(tests: list[Atoms], first: list[Atoms], second: list[Atoms]) -> list[
 
 
 def density(runs: list[list[Atoms]], kelvin: float) -> str:
-    """Return the density at zero pressure, g/cm3, and its interval, from the pressures at three volumes."""
-    volumes, pressures = np.array([frames[0].get_volume() for frames in runs]), []
+    """Return the density at zero pressure, g/cm3, and its interval, from the pressures at three volumes.
+
+    That of the middle one is corrected by its pressure over the bulk modulus between the others.
+    """
+    volumes, pressures = [frames[0].get_volume() for frames in runs], []
     for frames, volume in zip(runs, volumes):
         stress = np.array([frame.get_stress()[:3].mean() for frame in frames])
         pressures.append(interval(len(frames[0]) * units.kB * kelvin / volume - stress))
     means, halves = np.transpose(pressures)
-    noise = np.random.default_rng(1).normal(size=(1000, len(runs))) * halves / STUDENT_T
-    at_zero = np.array([np.polyval(np.polyfit(means + each, volumes, 2), 0) for each in noise])
+    small, same, large = (means + np.random.default_rng(1).standard_t(BLOCKS - 1, (1000, 3)) * halves / STUDENT_T).T
+    at_zero = volumes[1] * np.exp(same * np.log(volumes[2] / volumes[0]) / (small - large))
     low, middle, high = np.percentile(GRAM_PER_CM3 * runs[0][0].get_masses().sum() / at_zero, [2.5, 50, 97.5])
     inside = means.min() < 0 < means.max()
     return f"{middle:.3f} ± {(high - low) / 2:.3f}{'' if inside else ' (extrapolated)'}"
