@@ -65,7 +65,10 @@ def start_process() -> None:
 @cache
 def load(name: str, arguments: str) -> Any:
     """Return a calculator; each process loads it once."""
-    return resolve_name(name)(**json.loads(arguments))
+    try:
+        return resolve_name(name)(**json.loads(arguments))
+    except Exception as error:  # of any class
+        raise RuntimeError(f"{name}, arguments {arguments}: {type(error).__name__}: {error}") from error
 
 
 def evaluate(atoms: Atoms, source: Source) -> Atoms:
@@ -127,7 +130,8 @@ def simulate(
             frame, *others = (evaluate(atoms, source) for source in sources)
         except Exception as error:  # of any calculator
             if len(sources) == 1 or not frames:
-                text = f"{sources[0][0]}, {path}, step {dynamics.nsteps}: {type(error).__name__}: {error}"
+                where = f"{sources[0][0]}, {atoms.symbols}, {path}, step {dynamics.nsteps}"
+                text = f"{where}: {type(error).__name__}: {error}"
                 raise RuntimeError(" ".join(text.split())) from None
             failed = True
         else:
