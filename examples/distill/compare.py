@@ -123,7 +123,7 @@ def averages(teacher: Runs, student: Runs, picture: Path) -> list[Row]:
             axis.plot(MIDDLES, mean, "-" if name == "teacher" else "--", label=name)
         axis.set(title=f"{kelvin:g} K", xlabel="distance (Å)", ylabel="g(r)", xlim=(1, EDGES[-1]))
     axes[0, 0].legend()
-    figure.savefig(picture, dpi=150)
+    figure.savefig(picture)
     return rows
 
 

@@ -284,7 +284,7 @@ class Distillation:
         tests = self.label("test.extxyz", [frame for run in ours.values() for frame in run[len(run) // 5 :]])
         self.report(f"dynamics with both, {len(tests)} test frames")
         predictions = [list(self.pool.map(evaluate, tests, repeat(source))) for source in students]
-        rows = compare.errors(tests, *predictions) + compare.averages(theirs, ours, out / "radial.png")
+        rows = compare.errors(tests, *predictions) + compare.averages(theirs, ours, out / "radial.svg")
         hottest = ("-s", f"end/{max(kelvins):g}K-same.extxyz", "--physics", "--temperature", max(kelvins))
         rows += compare.physics(json.loads(command(out, "test", "-m", "student.pt2", *hottest, "--json"))["physics"])
         command(out, "report", "last/student-1", "-s", "test.extxyz", "-o", "report.html")
