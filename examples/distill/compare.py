@@ -20,7 +20,9 @@ BLOCKS, STUDENT_T = 5, 2.78  # intervals of 95 % from the means of five parts of
 EDGES = np.arange(0, 8.01, 0.05)  # angstrom, of the radial distribution
 MIDDLES, PEAK_WIDTH = (EDGES[1:] + EDGES[:-1]) / 2, 0.4
 MAX_FRAMES = 300  # of a radial distribution
-LIMITS = "The student is at best as right as its teacher, for this composition near these temperatures and densities.\n"
+LIMITS = (
+    "The student is at best as accurate as its teacher, for this composition near these temperatures and densities.\n"
+)
 LAMMPS = """units metal
 read_data student.data
 pair_style deepmd student.pt2
@@ -104,6 +106,8 @@ def averages(teacher: Runs, student: Runs, picture: Path) -> list[Row]:
     per_step = [f"{1e3 * time * time_step(atoms) / len(atoms):.3g}" for time in times]
     rows.append((f"time of an atom and step (ratio {times[0] / times[1]:.0f})", "µs", *per_step))
     rows.append(("dynamics for the following rows", "ps", *(f"{picoseconds(runs):.3g}" for runs in both)))
+    failed = (str(sum(frames[-1].info["failed"] for frames in runs.values())) for runs in both)
+    rows.append((f"failed dynamics, of {len(teacher)}", "", *failed))
     kelvins = list(dict.fromkeys(kelvin for kelvin, _ in teacher))
     figure, axes = plt.subplots(1, len(kelvins), figsize=(4 * len(kelvins), 3), layout="constrained", squeeze=False)
     for kelvin, axis in zip(kelvins, axes[0]):
@@ -132,7 +136,7 @@ def physics(found: dict[str, Any]) -> list[Row]:
     rows = []
     for row in found["rows"]:
         value = "-" if row["value"] is None else f"{row['value']:.3g}"
-        rows.append((f"{row['quantity']}, limit {row['limit'].replace('|', '')}", row["unit"], "", value))
+        rows.append((f"{row['quantity']}, limit {row['limit'].replace('|x|', 'abs(x)')}", row["unit"], "", value))
     return rows
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zlib
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from itertools import repeat
@@ -39,21 +40,22 @@ Source = tuple[str, str]  # of a calculator: module:Class, and its arguments as 
 
 TEACHERS = {"chgnet": "chgnet.model.dynamics:CHGNetCalculator"}
 STUDENT = "deepmd_ema.calculator:DP"
-# strain tensors of the cells, from that at the end of the last dynamics at zero pressure, which is "pressed"
-CELLS = {"pressed": 0 * np.eye(3), "small": -0.015 * np.eye(3), "same": 0 * np.eye(3), "large": 0.02 * np.eye(3)}
+# strain tensors of the cells, relative to that at the end of the last dynamics at zero pressure, "npt"
+CELLS = {"npt": 0 * np.eye(3), "small": -0.015 * np.eye(3), "same": 0 * np.eye(3), "large": 0.02 * np.eye(3)}
 CELLS["sheared"] = np.array([[0.02, 0.02, 0.0], [0.02, 0.0, -0.03], [0.0, -0.03, -0.02]])
 MIN_HEIGHT = 8.0  # angstrom: a smaller cell is repeated
 MIN_FRAMES = 5  # of dynamics with the teacher
 STOP = 10  # times the limit: dynamics ends where the students disagree by more
 MAX_FORCE = 50  # eV/angstrom, of a label
-MAX_LABELS = 120  # in a round
-MIN_TRAINING, MAX_PACE = 0.005, 2.0  # h; a short training is mostly its start
+MAX_LABELS = 120  # in a round, and of the end
+MIN_TRAINING = 0.005  # h
+MAX_SLOWDOWN = 2.0  # a short training is mostly its start
 # parts of the time: dynamics of the teacher, training and dynamics of a round, last training, end
 TEACHER, TRAINING, DYNAMICS, LAST_TRAINING, END = 0.12, 0.06, 0.04, 0.25, 0.2
 
 
 def start_process() -> None:
-    """Let this process end when its parent is killed (Linux), and not before; hide warnings."""
+    """End this process when its parent is killed (Linux), ignore SIGINT, and hide warnings."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = "1"
     warnings.simplefilter("ignore")
@@ -76,8 +78,8 @@ def evaluate(atoms: Atoms, source: Source) -> Atoms:
     frame = Atoms(atoms.symbols, atoms.positions, cell=atoms.cell, pbc=True)
     results = {name: load(*source).get_property(name, frame) for name in ("energy", "forces", "stress")}
     frame.calc = SinglePointCalculator(frame, **{name: np.copy(value)[()] for name, value in results.items()})
-    if not np.isfinite(frame.get_forces()).all():
-        raise ValueError("a force is not finite")
+    if not all(np.isfinite(value).all() for value in results.values()):
+        raise ValueError("energy, forces or stress are not finite")
     return frame
 
 
@@ -118,7 +120,7 @@ def simulate(
     thermalize_momenta(atoms, temperature_K=kelvin, rng=rng)
     step = time_step(atoms) * units.fs
     dynamics = Langevin(atoms, step, temperature_K=kelvin, friction=0.01 / units.fs, rng=rng, fixcm=False)
-    if name == "pressed":  # the volume relaxes within 1 ps at a bulk modulus of 10 GPa, faster in stiffer crystals
+    if name == "npt":  # the volume relaxes within 1 ps at a bulk modulus of 10 GPa, faster in stiffer crystals
         rates = {"taut": 100 * units.fs, "taup": 1000 * units.fs, "compressibility_au": 0.1 / units.GPa}
         dynamics = NPTBerendsen(atoms, step, temperature_K=kelvin, pressure_au=0.0, **rates)
     frames, failed, used, end = [], False, 0.0, time.monotonic() + seconds
@@ -193,11 +195,16 @@ class Distillation:
         atoms = atoms.repeat(np.ceil(MIN_HEIGHT / heights - 1e-6).astype(int))
         self.starts = dict.fromkeys(args.temperature, atoms)  # of dynamics
         self.out.mkdir(parents=True, exist_ok=True)
-        settings, record = json.dumps([args.structure, *self.teacher, args.temperature]), self.out / "settings.json"
+        settings, record = (
+            json.dumps(
+                [args.structure, zlib.crc32(Path(args.structure).read_bytes()), *self.teacher, args.temperature]
+            ),
+            self.out / "settings.json",
+        )
         if record.exists() and record.read_text() != settings:
             raise ValueError(f"{record}: {record.read_text()}, but now {settings}. Give another folder with -o.")
         record.write_text(settings)
-        self.pace = 1.0  # time of a training over that planned by `dp-ema init`, which measures a few steps
+        self.slowdown = 1.0  # time of a training over that planned by `dp-ema init`, which measures a few steps
         self.progress = self.out / "progress.txt"
         spent = self.progress.read_text().splitlines()[-1].split()[0] if self.progress.exists() else 0
         self.begin = time.monotonic() - 60 * float(spent)
@@ -220,7 +227,7 @@ class Distillation:
         ]  # fmt: skip
         runs = dict(zip(keys, self.pool.map(simulate, *zip(*jobs))))
         for (kelvin, cell), frames in runs.items():
-            if cell == "pressed" and not frames[-1].info["failed"]:
+            if cell == "npt" and not frames[-1].info["failed"]:
                 self.starts[kelvin] = frames[-1]
             if sources == [self.teacher] and len(frames) <= MIN_FRAMES:
                 what = f"{len(frames) - 1} frames of {len(frames[0])} atoms by the teacher, expected {MIN_FRAMES}"
@@ -229,25 +236,30 @@ class Distillation:
 
     def explore_all(self, folder: str, sources: list[Source], part: float) -> list[list[Atoms]]:
         """Return dynamics at zero pressure, and after it in strained cells."""
-        pressed = self.explore(folder, sources, part / 3, ["pressed"])
-        return [*(pressed | self.explore(folder, sources, part * 2 / 3, ["small", "large", "sheared"])).values()]
+        npt = self.explore(folder, sources, part / 3, ["npt"])
+        return [*(npt | self.explore(folder, sources, part * 2 / 3, ["small", "large", "sheared"])).values()]
 
     def train(self, folder: str, frames: list[Atoms], part: float) -> list[Source]:
         """Return two students of these frames."""
         if not (self.out / folder / "frames.extxyz").exists():
             save(self.out / folder / "frames.extxyz", frames)
         folders, hours = [self.out / folder / f"student-{seed}" for seed in (1, 2)], part * self.args.hours
-        begin, planned = time.monotonic(), max(MIN_TRAINING, hours * min(1, self.args.workers / 2) / self.pace)
+        begin, planned = time.monotonic(), max(MIN_TRAINING, hours * min(1, self.args.workers / 2) / self.slowdown)
         students = list(self.pool.map(train, folders, (1, 2), repeat(planned)))
-        self.pace = min(MAX_PACE, max(self.pace, self.pace * (time.monotonic() - begin) / 3600 / hours))
+        self.slowdown = min(MAX_SLOWDOWN, max(self.slowdown, self.slowdown * (time.monotonic() - begin) / 3600 / hours))
         return students
 
     def label(self, name: str, frames: list[Atoms]) -> list[Atoms]:
-        """Return frames with labels of the teacher, evenly chosen from these."""
+        """Return frames with labels of the teacher, evenly chosen from these; report those that it cannot label."""
         even = frames[:: -(-len(frames) // MAX_LABELS) or 1]
         if frames and not (self.out / name).exists():
             save(self.out / name, [frame for frame in self.pool.map(label, even, repeat(self.teacher)) if frame])
-        return read(self.out / name, ":", format="extxyz") if frames else []
+        labelled = read(self.out / name, ":", format="extxyz") if frames else []
+        if len(labelled) < len(even):
+            self.report(
+                f"{len(even) - len(labelled)} of {len(even)} frames: the teacher fails, or forces are too large"
+            )
+        return labelled
 
     def rounds(self) -> list[Atoms]:
         """Return all labelled frames when the students agree, or no time is left for a round."""
@@ -261,11 +273,12 @@ class Distillation:
             frames = [frame for frames in runs for frame in frames]
             worst = np.percentile([frame.info["disagreement"] for frame in frames], 95)
             failed = sum(run[-1].info["failed"] for run in runs)
-            unsure = [frame for frame in frames if frame.info["disagreement"] > limit]
-            new = self.label(f"round-{number}/labels.extxyz", unsure)
+            uncertain = [frame for frame in frames if frame.info["disagreement"] > limit]
+            new = self.label(f"round-{number}/labels.extxyz", uncertain)
             what = f"{len(labelled)} frames trained, {failed} of {len(runs)} dynamics failed"
             part = self.report(f"round {number}: {what}, disagreement {worst:.3f} eV/Å, {len(new)} frames labelled")
             labelled += new
+            # a round may take a fifth longer than planned
             has_time = part + 1.2 * (TRAINING + DYNAMICS) + LAST_TRAINING + END < 1
             is_last = (worst < limit and not failed) or not (has_time or (self.out / f"round-{number + 1}").exists())
         return labelled
@@ -278,7 +291,7 @@ class Distillation:
             command(out, "freeze", "-c", "last/student-1/model_ema.ckpt.pt", "-o", "student.pt2")
         self.report(f"{len(labelled)} frames trained for student.pt2")
         students[0] = (STUDENT, json.dumps({"model": str(out / "student.pt2")}))
-        self.explore("end", students, END / 10, ["pressed"])
+        self.explore("end", students, END / 10, ["npt"])
         ours = self.explore("end", students, END * 3 / 10, ["small", "same", "large"])
         theirs = self.explore("end-teacher", [self.teacher], END / 2, ["small", "same", "large"])
         tests = self.label("test.extxyz", [frame for run in ours.values() for frame in run[len(run) // 5 :]])
