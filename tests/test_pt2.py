@@ -257,7 +257,7 @@ def test_a_file_with_tables_says_so_and_computes_what_the_networks_do_at_any_dis
     words = ["freeze", "-c", str(run[0]), "-o", str(path), "--device", "cpu", "--compress"]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
-    assert re.search(r"embedding networks as \d+ tables of \d+ to \d+ terms, derivatives within \S+ of the", said)
+    assert re.search(r"embedding networks as \d+ tables of at most \d+ terms, derivatives within \S+ of the", said)
     least = 0.9 * load_model(run[0]).info.min_nbor_dist
     assert f"pairs nearer than {least:.2f} angstrom by the networks" in said
     known, found = Potential(run[0], device="cpu"), Potential(path)

@@ -309,10 +309,9 @@ def _with_tables(loaded: LoadedModel, device: torch.device, compress: bool | Non
                 "Leave it out."
             )
         return loaded.model, ""
-    sizes = sorted({series.terms for series in tables})
     return model, (
-        f"embedding networks as {counted(len(tables), 'table')} of {sizes[0]} to {sizes[-1]} terms, derivatives "
-        f"within {max(series.error for series in tables):.0e} of the largest; pairs nearer than "
+        f"embedding networks as {counted(len(tables), 'table')} of at most {max(one.terms for one in tables)} terms, "
+        f"derivatives within {max(one.error for one in tables):.0e} of the largest; pairs nearer than "
         f"{min_table_distance(model):.2f} angstrom by the networks"
     )
 

@@ -20,12 +20,12 @@ MIN_DISTANCE = 0.7  # angstrom, where the shortest distance of the training data
 NEARER = 0.9  # atoms that move come a bit nearer than in the training data
 # of layers, for a pair and for all pairs of a batch, from which on "auto" uses tables (doc/decisions.md)
 MIN_WIDTH, MIN_NUMBERS = 40, 200_000
+MAX_LENGTH = 1.2  # of a table, over the numbers of layers for a pair, up to which it is less work than these
 
 
 def interpolations_of(model: nn.Module) -> dict[str, Interpolation]:
     """Return the interpolations of a model by the names of the modules whose nets they evaluate."""
-    named = {name: module for name, module in model.named_modules() if isinstance(module, Interpolation)}
-    return {name.rpartition(".")[0]: module for name, module in named.items()}
+    return {name.rpartition(".")[0]: one for name, one in model.named_modules() if isinstance(one, Interpolation)}
 
 
 def tabulate(model: EnergyModel, always: bool = False) -> bool:
@@ -71,7 +71,7 @@ def make_tables(model: EnergyModel, batch: Batch) -> list[Series]:
     """
     found = [(one, one.tables) for one in interpolations_of(model).values() if one.tables is not None]
     for _, tables in found:
-        tables.min_pairs = 0
+        tables.min_pairs, tables.longest = 0, tables.longest / 2  # a graph merges the operations of a net
     model(batch)
     for one, tables in found:
         if tables.by_centre:
@@ -95,10 +95,11 @@ def _add_tables(model: EnergyModel, always: bool) -> bool:
     """Give nets of a model on a CPU tables, and return whether some have them."""
     if model.out_bias.device.type == "cpu":
         for owner, own in interpolations_of(model).items():
-            min_pairs = 0 if always or own.choice == ALWAYS else MIN_NUMBERS // max(own.width, 1)
-            if not min_pairs or (own.choice == AUTO and own.width >= MIN_WIDTH):
+            requested = always or own.choice == ALWAYS
+            limits = (0, float("inf")) if requested else (MIN_NUMBERS // max(own.width, 1), MAX_LENGTH * own.width)
+            if requested or (own.choice == AUTO and own.width >= MIN_WIDTH):
                 module: Any = model.get_submodule(owner)
                 low, high = module.radial_range(min_table_distance(model))
-                own.tables = Tables(low, high, own.precision, min_pairs)
+                own.tables = Tables(low, high, own.precision, *limits)
     model.has_tables = any(one.tables is not None for one in interpolations_of(model).values())
     return model.has_tables

@@ -61,15 +61,16 @@ class Tables:
         high: largest s that tables are made for.
         precision: of the nets, for the accuracy.
         min_pairs: of a batch, below which nets are evaluated at each of them.
+        longest: number of terms with which a table is no less work than the net at each pair.
 
     Attributes:
         sealed: tables are neither made nor compared with the weights any more: for graphs that are written to a file.
     """
 
-    def __init__(self, low: float, high: float, precision: torch.dtype, min_pairs: int = 0) -> None:
+    def __init__(self, low: float, high: float, precision: torch.dtype, min_pairs: int, longest: float) -> None:
         margin = _ENDS * (high - low)
-        self.low, self.high, self.precision, self.min_pairs = low - margin, high + margin, precision, min_pairs
-        self.sealed = False
+        self.low, self.high, self.precision = low - margin, high + margin, precision
+        self.min_pairs, self.longest, self.sealed = min_pairs, longest, False
         self._tables: dict[tuple[RadialFunctions, int], Table] = {}  # a copy has copies of the nets here
 
     def __getstate__(self) -> dict[str, Any]:
@@ -78,8 +79,8 @@ class Tables:
 
     @property
     def made(self) -> list[Series]:
-        """The series that there are."""
-        return [table.series for table in self._tables.values() if table.series is not None]
+        """The series that are used."""
+        return [t.series for t in self._tables.values() if t.series and t.series.terms <= self.longest]
 
     @property
     def by_centre(self) -> bool:
@@ -106,7 +107,7 @@ class Tables:
                 with torch.no_grad():
                     table = make_table(net, beside, self.low, self.high, self.precision, s, source, further)
                 self._tables[net, which] = table
-        if table.series is None:
+        if table.series is None or table.series.terms > self.longest:
             return DirectSum(left, s, net, beside, table.beyond)
         inside = (s >= table.low) & (s <= table.high)  # not so of nan
         if self.sealed:
