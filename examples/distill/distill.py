@@ -195,12 +195,8 @@ class Distillation:
         atoms = atoms.repeat(np.ceil(MIN_HEIGHT / heights - 1e-6).astype(int))
         self.starts = dict.fromkeys(args.temperature, atoms)  # of dynamics
         self.out.mkdir(parents=True, exist_ok=True)
-        settings, record = (
-            json.dumps(
-                [args.structure, zlib.crc32(Path(args.structure).read_bytes()), *self.teacher, args.temperature]
-            ),
-            self.out / "settings.json",
-        )
+        record, crc = self.out / "settings.json", zlib.crc32(Path(args.structure).read_bytes())
+        settings = json.dumps([args.structure, crc, *self.teacher, args.temperature])
         if record.exists() and record.read_text() != settings:
             raise ValueError(f"{record}: {record.read_text()}, but now {settings}. Give another folder with -o.")
         record.write_text(settings)
@@ -256,9 +252,8 @@ class Distillation:
             save(self.out / name, [frame for frame in self.pool.map(label, even, repeat(self.teacher)) if frame])
         labelled = read(self.out / name, ":", format="extxyz") if frames else []
         if len(labelled) < len(even):
-            self.report(
-                f"{len(even) - len(labelled)} of {len(even)} frames: the teacher fails, or forces are too large"
-            )
+            missing = f"{len(even) - len(labelled)} of {len(even)} frames"
+            self.report(f"{missing}: the teacher fails, or forces are too large")
         return labelled
 
     def rounds(self) -> list[Atoms]:
@@ -285,7 +280,10 @@ class Distillation:
 
     def end(self) -> str:
         """Return the comparison of the last student with the teacher, with all files of the end."""
-        labelled, out, kelvins = self.rounds(), self.out, self.args.temperature
+        out, kelvins = self.out, self.args.temperature
+        if (out / "result.md").exists():
+            return (out / "result.md").read_text()
+        labelled = self.rounds()
         students = self.train("last", labelled, LAST_TRAINING)
         if not (out / "student.pt2").exists():
             command(out, "freeze", "-c", "last/student-1/model_ema.ckpt.pt", "-o", "student.pt2")
@@ -302,22 +300,22 @@ class Distillation:
         rows += compare.physics(json.loads(command(out, "test", "-m", "student.pt2", *hottest, "--json"))["physics"])
         command(out, "report", "last/student-1", "-s", "test.extxyz", "-o", "report.html")
         compare.write_lammps(out, self.starts[kelvins[0]], kelvins[0])
-        (out / "result.md").write_text(compare.table(rows))
-        return compare.table(rows)
+        (out / "result.part").write_text(compare.table(rows))
+        return (out / "result.part").replace(out / "result.md").read_text()
 
 
 def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("structure", help="file that ASE reads, with a cell")
-    parser.add_argument("--teacher", required=True, help="chgnet, or module:Class of an ASE calculator")
+    parser.add_argument("--teacher", default="chgnet", help="chgnet, or module:Class of an ASE calculator")
     parser.add_argument("--arguments", type=json.loads, default={}, metavar="JSON", help="of the class")
-    parser.add_argument("--temperature", type=float, nargs="+", required=True, metavar="K")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[300.0], metavar="K", help="of dynamics (300)")
     parser.add_argument("--hours", type=float, default=1.0, help="time of all (1)")
     parser.add_argument("--limit", type=float, default=0.05, help="of the disagreement, in eV/angstrom (0.05)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (one per core)")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("-o", "--output", type=Path, default=Path("out"), metavar="FOLDER")
     args = parser.parse_args()
     try:
         with ProcessPoolExecutor(args.workers, get_context("spawn"), start_process) as pool:
