@@ -47,7 +47,9 @@ def picoseconds(runs: Runs) -> float:
 
 
 def interval(values: Array, of: Callable[[Array], Any] = np.asarray) -> tuple[Array, Array]:
-    """Return the mean of ``of`` a series without its first fifth, and half of its interval of 95 %."""
+    """Return the mean of ``of`` a series without its first fifth, and half of its 95 % interval; nan if it is short."""
+    if len(values) < 2 * BLOCKS:  # a dynamics that failed at once
+        values = np.full((2 * BLOCKS, *values.shape[1:]), np.nan)
     parts = np.array_split(values[len(values) // 5 :], BLOCKS)
     blocks = np.stack([of(part.mean(0)) for part in parts])
     return blocks.mean(0), STUDENT_T * blocks.std(0, ddof=1) / BLOCKS**0.5
@@ -84,8 +86,8 @@ def density(runs: list[list[Atoms]], kelvin: float) -> str:
     small, same, large = (means + np.random.default_rng(1).standard_t(BLOCKS - 1, (1000, 3)) * halves / STUDENT_T).T
     at_zero = volumes[1] * np.exp(same * np.log(volumes[2] / volumes[0]) / (small - large))
     low, middle, high = np.percentile(GRAM_PER_CM3 * runs[0][0].get_masses().sum() / at_zero, [2.5, 50, 97.5])
-    inside = means.min() < 0 < means.max()
-    return f"{middle:.3f} ± {(high - low) / 2:.3f}{'' if inside else ' (extrapolated)'}"
+    outside = means.min() > 0 or means.max() < 0
+    return f"{middle:.3f} ± {(high - low) / 2:.3f}{' (extrapolated)' if outside else ''}"
 
 
 def radial(frames: list[Atoms]) -> Array:

@@ -132,7 +132,7 @@ def simulate(
             frame, *others = (evaluate(atoms, source) for source in sources)
         except Exception as error:  # of any calculator
             if len(sources) == 1 or not frames:
-                where = f"{sources[0][0]}, {atoms.symbols}, {path}, step {dynamics.nsteps}"
+                where = f"{sources[0][0]}, {atoms.get_chemical_formula()}, {path}, step {dynamics.nsteps}"
                 text = f"{where}: {type(error).__name__}: {error}"
                 raise RuntimeError(" ".join(text.split())) from None
             failed = True
@@ -226,7 +226,7 @@ class Distillation:
             if cell == "npt" and not frames[-1].info["failed"]:
                 self.starts[kelvin] = frames[-1]
             if sources == [self.teacher] and len(frames) <= MIN_FRAMES:
-                what = f"{len(frames) - 1} frames of {len(frames[0])} atoms by the teacher, expected {MIN_FRAMES}"
+                what = f"{len(frames) - 1} of {MIN_FRAMES} frames of {len(frames[0])} atoms by the teacher"
                 raise ValueError(f"--hours {self.args.hours:g}: time for {what}. Give more, or a smaller structure.")
         return runs
 
