@@ -20,7 +20,7 @@ MIN_DISTANCE = 0.7  # angstrom, where the shortest distance of the training data
 NEARER = 0.9  # atoms that move come a bit nearer than in the training data
 # of layers, for a pair and for all pairs of a batch, from which on "auto" uses tables (doc/decisions.md)
 MIN_WIDTH, MIN_NUMBERS = 40, 200_000
-MAX_LENGTH = 1.2  # of a table, over the numbers of layers for a pair, up to which it is less work than these
+MAX_LENGTH = 1.2  # terms of a table for each number that the layers have for a pair, with which both take as long
 
 
 def interpolations_of(model: nn.Module) -> dict[str, Interpolation]:

@@ -280,9 +280,9 @@ class Distillation:
 
     def end(self) -> str:
         """Return the comparison of the last student with the teacher, with all files of the end."""
-        out, kelvins = self.out, self.args.temperature
-        if (out / "result.md").exists():
-            return (out / "result.md").read_text()
+        out, kelvins, result = self.out, self.args.temperature, self.out / "result.md"
+        if result.exists():
+            return f"{result}, of a run that has ended. For another: -o FOLDER.\n\n{result.read_text()}"
         labelled = self.rounds()
         students = self.train("last", labelled, LAST_TRAINING)
         if not (out / "student.pt2").exists():
@@ -301,7 +301,7 @@ class Distillation:
         command(out, "report", "last/student-1", "-s", "test.extxyz", "-o", "report.html")
         compare.write_lammps(out, self.starts[kelvins[0]], kelvins[0])
         (out / "result.part").write_text(compare.table(rows))
-        return (out / "result.part").replace(out / "result.md").read_text()
+        return (out / "result.part").replace(result).read_text()
 
 
 def main() -> int:

@@ -61,7 +61,7 @@ class Tables:
         high: largest s that tables are made for.
         precision: of the nets, for the accuracy.
         min_pairs: of a batch, below which nets are evaluated at each of them.
-        longest: number of terms with which a table is no less work than the net at each pair.
+        longest: largest number of terms of a table that is used; the net is evaluated at each pair instead.
 
     Attributes:
         sealed: tables are neither made nor compared with the weights any more: for graphs that are written to a file.
