@@ -157,6 +157,29 @@ def test_a_step_that_is_not_finite_is_skipped_in_a_graph_too(start):
         start("run", options)
 
 
+class FreezesAWeight(Callback):
+    """Freezes one weight after step 25, so that the averages are bound anew, and records the captured graphs."""
+
+    def __init__(self):
+        self.graphs = {}
+
+    def after_step(self, trainer):
+        if trainer.step == 25:
+            next(trainer.validator.models.parameters()).requires_grad_(False)
+        if trainer.graphs is not None:
+            self.graphs[trainer.step] = len(trainer.graphs._graphs)
+
+
+def test_averages_that_are_bound_anew_are_updated_eagerly_before_they_are_captured(start, monkeypatch):
+    freezes = FreezesAWeight()
+    graphed = start("graphed", callback=freezes)
+    assert freezes.graphs[25] > 0
+    assert freezes.graphs[26] == 0  # this step copies the numbers of updates to the device
+    assert freezes.graphs[STEPS] > 0
+    monkeypatch.setattr(steps, "CAPTURED_AT_USE", STEPS + 1)
+    assert_same_run(graphed, start("eager", callback=FreezesAWeight()))
+
+
 @pytest.mark.real_gpu("a capture that fails")
 def test_a_step_that_cannot_be_captured_stays_eager(start, monkeypatch, caplog):
     def waiting(self, *given):

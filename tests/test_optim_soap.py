@@ -101,6 +101,13 @@ def test_steps_with_soap_are_not_launched_as_cuda_graphs():
     assert why_no_graphs(config, world) == "SOAP changes its bases in some steps only"
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_steps_of_one_rank_that_shards_are_not_launched_as_cuda_graphs(stage):
+    config = config_from_dict(spoiled({"training.zero_stage": stage}))
+    world = SimpleNamespace(device=torch.device("cuda"), size=1)
+    assert why_no_graphs(config, world) == "a step at zero_stage 1 to 3 has collectives, also with one rank"
+
+
 @pytest.mark.parametrize(
     ("cuda", "options", "launches"),
     [

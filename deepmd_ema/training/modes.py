@@ -91,6 +91,8 @@ def why_no_graphs(config: RunConfig, world: World) -> str:
         "LKF draws numbers on the host in each step": isinstance(optimizer, LKFConfig),
         "SOAP changes its bases in some steps only": isinstance(optimizer, SOAPConfig),
         "ranks exchange gradients in a step": world.size > 1,
+        # FSDP and the sharded optimizer call them whatever the number of ranks
+        "a step at zero_stage 1 to 3 has collectives, also with one rank": training.zero_stage > 0,
         of_batches: training.accumulate > 1,
         "compile_options makes CUDA graphs of its own": (
             training.enable_compile and training.compile_options.makes_cuda_graphs

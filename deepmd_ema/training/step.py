@@ -274,6 +274,10 @@ class GraphedSteps:
         due = tuple(name for name in due if name not in far)
         if self._bank.num_bindings != self._num_bindings:
             self._graphs.clear()  # the averages are in other memory than when these were captured
+            # The first update after a binding copies the counts of the averages from the host, and the optimizer makes
+            # the moments of parameters that are trained from now on. A graph would repeat both at every launch, so
+            # steps are eager again as at the start of a run.
+            self._uses.clear()
             self._num_bindings = self._bank.num_bindings
         key = (task.name, packed.layout, due)
         self._uses[key] += key not in self._graphs
