@@ -14,20 +14,25 @@ def switch(distance: Tensor, rcut: float, rcut_smth: float) -> Tensor:
     return u**3 * (-6 * u * u + 15 * u - 10) + 1
 
 
-def exponential_switch(distance: Tensor, rcut: float, rcut_smth: float) -> Tensor:
-    """Return ``exp(-exp(20 (r - s) / s))``, s = ``rcut_smth``, at most at ``rcut`` (DPA-3, arXiv:2506.01686).
-
-    It is about 1 below 0.8 s and constant beyond ``rcut``, small but not zero.
-    """
-    exponent = (distance.clamp(max=rcut) - rcut_smth) * (20 / rcut_smth)
-    # from 7 on it is zero in float64; larger exponents would give 0 times infinity in the derivative
-    return (-exponent.clamp(max=10).exp()).exp()
-
-
 def switch_and_derivative(distance: Tensor, rcut: float, rcut_smth: float) -> tuple[Tensor, Tensor]:
     """Return w(r) and dw/dr (1/angstrom)."""
     u = ((distance - rcut_smth) / (rcut - rcut_smth)).clamp(0, 1)
-    return u**3 * (-6 * u * u + 15 * u - 10) + 1, (u * (1 - u)).square() * (-30 / (rcut - rcut_smth))
+    square = u * u
+    # 10 - 15 u + 6 u^2; rsub takes a factor beside the difference, in one kernel
+    polynomial = torch.rsub(u * torch.rsub(u, 15, alpha=6), 10)
+    return torch.rsub(square * u * polynomial, 1), (u - square).square() * (-30 / (rcut - rcut_smth))
+
+
+def exponential_switch_and_derivative(distance: Tensor, rcut: float, rcut_smth: float) -> tuple[Tensor, Tensor]:
+    """Return w(r) and dw/dr (1/angstrom) of ``w = exp(-exp(20 (r - s) / s))``, s = ``rcut_smth``, at most at ``rcut``.
+
+    It is about 1 below 0.8 s and constant beyond ``rcut``, small but not zero (DPA-3, arXiv:2506.01686).
+    """
+    exponent = (distance.clamp(max=rcut) - rcut_smth) * (20 / rcut_smth)
+    # from 7 on it is zero in float64; larger exponents would give 0 times infinity in the derivative
+    growth = exponent.clamp(max=10).exp()
+    weight = (-growth).exp()
+    return weight, torch.where(distance < rcut, growth * weight * (-20 / rcut_smth), 0)
 
 
 def switch_and_vjp(
@@ -54,7 +59,7 @@ def directions_and_vjp(vector: Tensor, mask: Tensor, rcut: float) -> tuple[Tenso
 
 
 def environment_rows(
-    vector: Tensor, distance: Tensor, rcut: float, rcut_smth: float, protection: float, exponential: bool = False
+    vector: Tensor, distance: Tensor, rcut: float, rcut_smth: float, protection: float
 ) -> tuple[Tensor, Tensor]:
     """Return the raw rows ``(s, c x, c y, c z)`` (..., 4) and the switch w (...), for autograd to differentiate.
 
@@ -64,9 +69,8 @@ def environment_rows(
         rcut: cutoff radius, angstrom.
         rcut_smth: start of the switch, angstrom.
         protection: added to distances before division, angstrom.
-        exponential: whether w is the exponential switch instead of the polynomial.
     """
-    weight = (exponential_switch if exponential else switch)(distance, rcut, rcut_smth)
+    weight = switch(distance, rcut, rcut_smth)
     inverse = (distance + protection).reciprocal()
     s = weight * inverse
     return torch.cat([s.unsqueeze(-1), (s * inverse).unsqueeze(-1) * vector], -1), weight

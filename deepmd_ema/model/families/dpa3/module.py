@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from deepmd_ema.batch import Batch
+from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.env_statistics import EnvironmentMatrix, EnvironmentStatistics
 from deepmd_ema.model.descriptor.type_embedded import TypeEmbeddedDescriptor
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import Layer, freeze, linear, module_list
 from deepmd_ema.model.nn.type_embedding import pick
 from deepmd_ema.model.nn.update import Update
-from deepmd_ema.model.ops.environment import environment_rows, exponential_switch, switch
+from deepmd_ema.model.ops.environment import exponential_switch_and_derivative, switch_and_derivative
 from deepmd_ema.model.ops.gather import gather_neighbors
 from deepmd_ema.model.ops.operations import UsesOperations
-from deepmd_ema.model.ops.reference import symmetrized, with_vjp
+from deepmd_ema.model.ops.reference import symmetrized, vjp_of
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
@@ -243,7 +243,13 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         self.environments = [] if flow.fix_stat_std else [measured]
 
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
-        return with_vjp(lambda vector: self._features(vector, table, batch), batch.vector)
+        numbers, numbers_vjp, neighborhood, has_angles = self._numbers(batch)
+
+        def nodes(numbers: Tensor) -> Tensor:
+            return self._nodes_and_edges(numbers, table, batch, neighborhood, has_angles)[0]
+
+        features, features_vjp = vjp_of(nodes, numbers)
+        return features, lambda grad_features: numbers_vjp(*features_vjp(grad_features))
 
     @property
     def dim_equivariants(self) -> int:
@@ -255,22 +261,40 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
             layer.edges_matter = True
             layer.angles_matter |= number < len(self.layers)
         self.has_angles = self.flow.update_angle
-        node, edge, weighted = self._nodes_and_edges(batch.vector, table, batch)
+        numbers, _, neighborhood, has_angles = self._numbers(batch)
+        node, edge, weighted = self._nodes_and_edges(numbers, table, batch, neighborhood, has_angles)
         return node, torch.bmm(edge.transpose(1, 2), weighted) * 3**0.5
 
-    def _features(self, vector: Tensor, table: Tensor, batch: Batch) -> Tensor:
-        return self._nodes_and_edges(vector, table, batch)[0]
+    def _nodes_and_edges(
+        self, numbers: Tensor, table: Tensor, batch: Batch, neighborhood: Neighborhood, has_angles: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return nodes (A, N), edges (A, K, E), and weighted rows (A, K, 3) of the edges.
 
-    def _nodes_and_edges(self, vector: Tensor, table: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return nodes (A, N), edges (A, K, E), and weighted rows (A, K, 3) of the edges."""
-        # as far as the list reaches: in a hybrid an exponential switch is small, but not zero, beyond the cutoff
-        neighborhood = batch.within()
-        dropped = self.excluded(batch, neighborhood)
-        mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
-        edge, weighted, edge_switch = self._edges(vector, mask, batch)
-        angle, has_angles, angle_weight = self._angles(vector, mask, batch)
+        Args:
+            numbers: (A, K, 9) of :meth:`_numbers`.
+            table: (T, N) type embeddings.
+            batch: frames with their neighbors.
+            neighborhood: the edges.
+            has_angles: (A, J) bool.
+        """
+        flow = self.flow
+        first, weighted, edge_switch, direction, angle_switch = numbers.split([1, 3, 1, 3, 1], -1)
+        edge: Tensor = self.edge_embedding(first.to(self.dtype))
+        if not flow.edge_init_use_dist:
+            edge = self.ops.activated(edge, self.activation)
+        # float64 up to here: the cosine of a small angle would lose half of its digits
+        num_with_angles = has_angles.shape[1]
+        direction = direction[:, :num_with_angles]
+        angle_switch = angle_switch[:, :num_with_angles]
+        cosine = torch.bmm(direction, direction.transpose(1, 2))
+        angle = self.angle_embedding(cosine[..., None].to(self.dtype))
         geometry = Geometry(
-            neighborhood.neighbor, neighborhood.reverse, weighted, edge_switch, angle_weight, has_angles
+            neighborhood.neighbor,
+            neighborhood.reverse,
+            weighted.to(self.dtype),
+            edge_switch.squeeze(-1).to(self.dtype),
+            (angle_switch * angle_switch.transpose(1, 2)).to(self.dtype),
+            has_angles,
         )
         node = self.ops.activated(pick(table, batch.atom_type), self.activation)
         for layer in self.layers:
@@ -279,34 +303,65 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         idle = [p for layer in self.layers for p in layer.idle_parameters()]
         if not self.has_angles:
             idle += self.angle_embedding.parameters()
-        return node + (0 * torch.cat([p.flatten() for p in idle]).sum() if idle else 0), edge, weighted
+        if idle:
+            # times 0 before the sum: the gradients are then parts of one tensor, without a copy of each
+            node = node + (0 * torch.cat([p.flatten() for p in idle])).sum()
+        return node, edge, geometry.weighted
 
-    def _edges(self, vector: Tensor, mask: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the first edges (A, K, E), and weighted rows and switch of `Geometry`."""
-        flow, cutoffs = self.flow, (self.rcut, self.rcut_smth, self.protection)
-        distance = torch.linalg.vector_norm(vector, dim=-1)
-        raw, weight = environment_rows(vector, distance, *cutoffs, flow.use_exp_switch)
-        mean, spread = self.normalisation(raw.shape[1], batch.atom_type)
-        rows, weight = (raw - mean) / spread, torch.where(mask, weight, 0)
-        first, angular = rows.split([1, 3], -1)
-        if flow.edge_init_use_dist:
-            first = distance[..., None]
-        edge: Tensor = self.edge_embedding(first.to(self.dtype))
-        weighted = (angular * (weight * (3 * flow.e_norm) ** -0.5)[..., None]).to(self.dtype)
-        if not flow.edge_init_use_dist:
-            edge = self.ops.activated(edge, self.activation)
-        return edge, weighted, (weight / flow.e_norm).to(self.dtype)
+    def _numbers(self, batch: Batch) -> tuple[Tensor, Vjp, Neighborhood, Tensor]:
+        """Return the numbers of each edge that the layers see.
 
-    def _angles(self, vector: Tensor, mask: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the first angles (A, J, J, G), which edges have some (A, J), and the weights of `Geometry`."""
-        flow = self.flow
+        Returns:
+            The numbers (A, K, 9) float64: what edges begin with, 3 weighted angular numbers and the switch as in
+            `Geometry`, 3 of the direction, the square root of the weight of an angle with itself; the function from
+            the gradient by these to that by the vectors (A, K, 3); the edges; and which of them have angles (A, J).
+        """
+        flow, vector = self.flow, batch.vector
+        # as far as the list reaches: in a hybrid an exponential switch is small, but not zero, beyond the cutoff
+        neighborhood = batch.within()
+        dropped = self.excluded(batch, neighborhood)
+        mask = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped
         near = batch.within(flow.a_rcut, int(flow.a_sel)).mask
-        some = near.shape[1] if self.has_angles else 0
-        has_angles = near[:, :some] & mask[:, :some]
-        distance = torch.linalg.vector_norm(vector[:, :some], dim=-1)
-        weight = (exponential_switch if flow.use_exp_switch else switch)(distance, flow.a_rcut, flow.a_rcut_smth)
-        direction = vector[:, :some] / (distance[..., None] + 1e-6)  # DeePMD-kit's protection
-        cosine = torch.bmm(direction, direction.transpose(1, 2)) * ((1 - 1e-6) / math.sqrt(math.pi))
-        angle = self.angle_embedding(cosine[..., None].to(self.dtype))
-        weight = torch.where(has_angles, weight, 0) * flow.a_norm**-0.25
-        return angle, has_angles, (weight[:, :, None] * weight[:, None]).to(self.dtype)
+        num_with_angles = near.shape[1] if self.has_angles else 0
+        has_angles = near[:, :num_with_angles] & mask[:, :num_with_angles]
+        is_angle = nn.functional.pad(has_angles, (0, mask.shape[1] - num_with_angles))
+
+        distance = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+        switch = exponential_switch_and_derivative if flow.use_exp_switch else switch_and_derivative
+        weight, dweight = switch(distance, self.rcut, self.rcut_smth)
+        inverse = (distance + self.protection).reciprocal()
+        s = weight * inverse
+        c = s * inverse
+        ds = (dweight - s) * inverse
+        dc = (ds - c) * inverse
+        mean, spread = self.normalisation(vector.shape[1], batch.atom_type)
+        (mean_s, mean_angular), (spread_s, spread_angular) = mean.split([1, 3], -1), spread.split([1, 3], -1)
+        if flow.edge_init_use_dist:
+            first, dfirst = distance, torch.ones_like(distance)
+        else:
+            first, dfirst = (s - mean_s) / spread_s, ds / spread_s
+        weight, dweight = torch.where(mask[..., None, None], torch.stack([weight, dweight], -1), 0).unbind(-1)
+        over_spread = (3 * flow.e_norm) ** -0.5 / spread_angular
+        angular = (c * vector - mean_angular) * over_spread
+        of_weighted = c * weight * over_spread
+        dweighted = angular * dweight + (dc * weight) * over_spread * vector
+
+        # DeePMD-kit's protection of distances, and of the arc cosine
+        inverse = (distance + 1e-6).reciprocal()
+        of_direction = inverse * ((1 - 1e-6) / math.sqrt(math.pi)) ** 0.5
+        direction = vector * of_direction
+        angle_switches = torch.stack(switch(distance, flow.a_rcut, flow.a_rcut_smth), -1)
+        angle_switches = torch.where(is_angle[..., None, None], angle_switches * flow.a_norm**-0.25, 0)
+        angle_switch, dangle_switch = angle_switches.unbind(-1)
+
+        numbers = torch.cat([first, angular * weight, weight / flow.e_norm, direction, angle_switch], -1)
+        slopes = torch.cat([dfirst, dweighted, dweight / flow.e_norm, -direction * inverse, dangle_switch], -1)
+        unit = vector / distance
+
+        def vjp(grad: Tensor) -> Tensor:
+            _, by_weighted, _, by_direction, _ = grad.split([1, 3, 1, 3, 1], -1)
+            along = (grad * slopes).sum(-1, keepdim=True)
+            by_vector = torch.addcmul(by_weighted * of_weighted, by_direction, of_direction)
+            return torch.addcmul(by_vector, along, unit)
+
+        return numbers, vjp, neighborhood, has_angles
