@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,12 @@ class Attended:
     num_slots: int
 
 
-def attended_moments(given: Attended, layers: Sequence[Weights], options: AttentionOptions) -> Tensor:
+def attended_moments(
+    given: Attended,
+    layers: Sequence[Weights],
+    options: AttentionOptions,
+    normalised: Callable[..., Tensor] = normalised,
+) -> Tensor:
     """Return ``rows^T Y`` (A, C, M), Y the channels of the pairs after all layers of attention."""
     pairs = given.embed(*given.inputs)
     both = given.switch[:, :, None] * given.switch[:, None, :]
@@ -89,7 +95,12 @@ def attended_moments(given: Attended, layers: Sequence[Weights], options: Attent
 
 def softmax_with_absent(logits: Tensor, num_slots: int) -> Tensor:
     """Return the softmax of ``logits`` (..., K) among ``num_slots`` of which those beyond K are empty, at -20."""
-    absent = torch.full_like(logits[..., :1], num_slots - logits.shape[-1]).log() - LOGIT_SHIFT
+    num_absent = num_slots - logits.shape[-1]
+    if torch.compiler.is_compiling():  # the number may be a symbol of a graph
+        absent = torch.full_like(logits[..., :1], num_absent).log() - LOGIT_SHIFT
+    else:
+        logit = math.log(num_absent) - LOGIT_SHIFT if num_absent else -math.inf
+        absent = torch.full_like(logits[..., :1], logit)
     return torch.cat([logits, absent], -1).softmax(-1)[..., :-1]
 
 

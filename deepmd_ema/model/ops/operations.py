@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from deepmd_ema.model.nn import norm
 from deepmd_ema.model.ops import attention, reference
 from deepmd_ema.model.ops.cpu import attention as cpu_attention
 from deepmd_ema.model.ops.cpu import moments, silu, tanh_gradients, triples
@@ -29,6 +31,7 @@ class Operations(NamedTuple):
     values_and_gradients: Callable[..., tuple[Tensor, Tensor]] = reference.values_and_gradients
     attended_moments: Callable[..., Tensor] = attention.attended_moments
     triple_sums_and_vjp: Callable[..., tuple[Tensor, Any]] = reference.triple_sums_and_vjp
+    normalised: Callable[..., Tensor] = norm.normalised
     is_for_cpu: bool = False
 
 
@@ -39,7 +42,13 @@ CPU = Operations(
     triples.triple_sums_and_vjp, is_for_cpu=True,
 )  # fmt: skip
 # what launches fewer kernels and never waits for the device
-GPU = Operations(moments=moments.tanh_moments, values_and_gradients=tanh_gradients.stacked_values_and_gradients)
+GPU = Operations(
+    activated=silu.activated_on_gpu,
+    moments=moments.tanh_moments,
+    values_and_gradients=tanh_gradients.stacked_values_and_gradients,
+    attended_moments=partial(attention.attended_moments, normalised=norm.normalised_twice),
+    normalised=norm.normalised_twice,
+)
 OF_DEVICE = {"cpu": CPU, "cuda": GPU}  # for models that are evaluated eagerly; REFERENCE on others
 
 

@@ -15,6 +15,7 @@ from deepmd_ema.model.nn.norm import LayerNorm, eps_of
 from deepmd_ema.model.nn.update import Update
 from deepmd_ema.model.ops.attention import LOGIT_SHIFT, masked_softmax, softmax_with_absent
 from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
+from deepmd_ema.model.ops.operations import UsesOperations
 from deepmd_ema.model.ops.reference import symmetrized
 from deepmd_ema.utils import seed_for
 
@@ -57,7 +58,7 @@ class Surroundings:
 LayerVjp = Callable[[Tensor, "Tensor | None"], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
-class RepformerLayer(nn.Module):
+class RepformerLayer(UsesOperations):
     """A layer of the repformer (DPA-2, Zhang et al., arXiv:2312.15492, section "repformer").
 
     Atoms take the convolution ``sum_k (W g_k) f_k``, scalar products of the moments of the channels g of their pairs
@@ -142,7 +143,8 @@ class RepformerLayer(nn.Module):
         if self.pair_attention is not None:
             weights = self.pair_attention.weights(pair, vectors, around)
             if self.norm is not None:
-                changes.append(self.norm(self.pair_attention.change_of_channels(weights, pair)))
+                change = self.pair_attention.change_of_channels(weights, pair)
+                changes.append(self.ops.normalised(change, self.norm.weight, self.norm.bias, self.norm.eps))
             if self.vector_update is not None:
                 vectors = self.vector_update(vectors, [self.pair_attention.change_of_vectors(weights, vectors)])
         return new_node, self.pair_update(pair, changes), vectors

@@ -40,6 +40,8 @@ def tanh_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequen
     """
     if not nets[0].is_scalar_tanh:
         return values_and_gradients(x, nets, shares)
+    if len(nets) == 1:
+        return _of_stack(x, nets)
     found = [_of_stack(own, [net]) for net, own in zip(nets, x.split(list(shares)), strict=True)]
     values, grads = zip(*found, strict=True)
     return torch.cat(values), torch.cat(grads)
@@ -47,8 +49,10 @@ def tanh_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequen
 
 def stacked_values_and_gradients(x: Tensor, nets: Sequence[Network], shares: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Do :func:`tanh_values_and_gradients` together, with rows of zeros after those of a network of few rows."""
+    if len(nets) == 1:
+        return tanh_values_and_gradients(x, nets, shares)
     most = max(shares)
-    if len(nets) == 1 or not nets[0].is_scalar_tanh or len(nets) * most * x.shape[1] > MAX_STACKED:
+    if not nets[0].is_scalar_tanh or len(nets) * most * x.shape[1] > MAX_STACKED:
         return values_and_gradients(x, nets, shares)
     values, grads = _of_stack(nn.utils.rnn.pad_sequence(list(x.split(list(shares))), batch_first=True), nets)
     flat_values, flat_grads = values.flatten(), grads.flatten(0, 1)
@@ -149,7 +153,11 @@ class _ValuesAndGradients(torch.autograd.Function):
             layer, (x, tanh, slope, _, _) = layers[k], values[k]
             by_tanh = grad if layer.idt is None else grad * layer.idt
             by_z = by_tanh * slope if not past else (by_tanh + past[k][1]).mul_(slope)
-            of_weight = products(x.mT, by_z) if x.is_cpu or not past else past[k][0].baddbmm_(x.mT, by_z)
+            if x.is_cpu or not past:
+                of_weight = products(x.mT, by_z)
+            else:
+                add_product_ = past[k][0].addmm_ if x.ndim == 2 else past[k][0].baddbmm_
+                of_weight = add_product_(x.mT, by_z)
             if x.is_cpu and past:
                 of_weight += past[k][0]
             of_idt = torch.addcmul(past[k][2], grad, tanh) if past else grad * tanh
