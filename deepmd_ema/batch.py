@@ -168,9 +168,9 @@ class Batch:
         none = num_atoms * width
         place = torch.arange(none, device=near.device).view(num_atoms, width)
         # less than none, filled up with 0: torch.compile takes no filling that depends on the size of the batch
-        place = torch.where(near, place - none, 0)
-        place = nn.functional.pad(place, (0, total - width))
-        place = nn.functional.pad(place.flatten(), (0, 1)) + none
+        place = (place - none) * near
+        # a row more, of which the first number is that of slot A * K
+        place = nn.functional.pad(place, (0, total - width, 0, 1)).flatten() + none
         return Neighborhood(
             neighbor=torch.where(near, self.neighbor[:, :width], num_atoms),
             vector=vector,

@@ -15,7 +15,7 @@ from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.interface import mean_and_spread, sum_by_type
-from deepmd_ema.model.ops.environment import environment_rows, switch, switch_and_derivative
+from deepmd_ema.model.ops.environment import Radial, environment_rows, switch
 
 # A atoms, K neighbor slots, S slots up to sel, T types, C columns of the environment matrix
 
@@ -61,7 +61,12 @@ class EnvironmentMatrix(nn.Module):
         return float(ends.min()), float(ends.max())
 
     def environment_matrix(
-        self, vector: Tensor, dropped: Tensor | None, atom_type: Tensor, slots: Tensor | None = None
+        self,
+        vector: Tensor,
+        dropped: Tensor | None,
+        atom_type: Tensor,
+        slots: Tensor | None = None,
+        radial: Radial | None = None,
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the normalised environment matrix and its vector-Jacobian product.
 
@@ -74,13 +79,13 @@ class EnvironmentMatrix(nn.Module):
             dropped: (A, K) bool, pairs whose rows are zero after normalisation, or None; no empty slots.
             atom_type: (A,) of the centres.
             slots: (K,) of the vectors; None: the first ones.
+            radial: of the vectors, if it is at hand.
 
         Returns:
             The rows (A, K, 4) or (A, K, 1), ``-mean / spread`` in an empty slot, and a function from the gradient by
             them to that by ``vector`` (A, K, 3) float64.
         """
-        distance = torch.linalg.vector_norm(vector, dim=-1)
-        weight, dweight = switch_and_derivative(distance, self.rcut, self.rcut_smth)
+        distance, weight, dweight = radial or Radial.of(vector, self.rcut, self.rcut_smth)
         inverse = (distance + self.protection).reciprocal()
         s = weight * inverse
         c = s * inverse
@@ -109,10 +114,14 @@ class EnvironmentMatrix(nn.Module):
 
     def normalisation(self, slots: Tensor | int, atom_type: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and spread (A, K, C) in float64 of slots (K,), or of the first ones, by type of centre (A,)."""
-        # selected, not sliced: whether a slice is contiguous depends on its length, as a compiled graph then would
-        if not isinstance(slots, Tensor):  # a number, or a symbol of a graph
-            slots = torch.arange(slots, device=atom_type.device)
-        mean, stddev = (of.index_select(1, slots).double()[atom_type] for of in (self.mean, self.stddev))
+        if isinstance(slots, Tensor) or torch.compiler.is_compiling():
+            # selected, not sliced: whether a slice is contiguous depends on its length, as a graph then would
+            if not isinstance(slots, Tensor):  # a number, or a symbol of a graph
+                slots = torch.arange(slots, device=atom_type.device)
+            of_slots = [of.index_select(1, slots) for of in (self.mean, self.stddev)]
+        else:
+            of_slots = [self.mean[:, :slots], self.stddev[:, :slots]]
+        mean, stddev = (of.double()[atom_type] for of in of_slots)
         return mean, stddev
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 DEFAULT_EPS = 1e-5
 
@@ -33,11 +32,6 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return y, of the shape of x."""
         return normalised(x, self.weight, self.bias, self.eps)
-
-
-def normalised_twice(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Do :func:`normalised` in few kernels, with the first and the second derivative only."""
-    return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

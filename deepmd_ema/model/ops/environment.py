@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,19 +36,30 @@ def exponential_switch_and_derivative(distance: Tensor, rcut: float, rcut_smth: 
     return weight, torch.where(distance < rcut, growth * weight * (-20 / rcut_smth), 0)
 
 
-def switch_and_vjp(
-    vector: Tensor, mask: Tensor, rcut: float, rcut_smth: float
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+class Radial(NamedTuple):
+    """The length of vectors and the switch of it, which several functions of the vectors take; all (A, K)."""
+
+    distance: Tensor  # angstrom
+    weight: Tensor
+    dweight: Tensor  # dw/dr, 1/angstrom
+
+    @classmethod
+    def of(cls, vector: Tensor, rcut: float, rcut_smth: float) -> Radial:
+        """Return those of vectors (A, K, 3), angstrom."""
+        distance = torch.linalg.vector_norm(vector, dim=-1)
+        return cls(distance, *switch_and_derivative(distance, rcut, rcut_smth))
+
+
+def switch_and_vjp(vector: Tensor, mask: Tensor, radial: Radial) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Return w (A, K) of vectors (A, K, 3), 0 outside of ``mask`` (A, K), and its vector-Jacobian product."""
-    distance = torch.linalg.vector_norm(vector, dim=-1)
-    value, slope = switch_and_derivative(distance, rcut, rcut_smth)
-    along = torch.where(mask, slope / distance, 0)[..., None] * vector
-    return torch.where(mask, value, 0), lambda grad: grad.double()[..., None] * along
+    along = torch.where(mask, radial.dweight / radial.distance, 0)[..., None] * vector
+    return torch.where(mask, radial.weight, 0), lambda grad: grad.double()[..., None] * along
 
 
-def directions_and_vjp(vector: Tensor, mask: Tensor, rcut: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def directions_and_vjp(
+    vector: Tensor, mask: Tensor, distance: Tensor, rcut: float
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Return unit vectors (A, K, 3), 0 outside of ``mask`` (A, K) and of ``rcut``, and the vjp of them."""
-    distance = torch.linalg.vector_norm(vector, dim=-1)
     inverse = torch.where(mask & (distance < rcut), 1 / distance, 0)[..., None]
     unit = vector * inverse
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.model.nn import norm
-from deepmd_ema.model.ops import attention, reference
+from deepmd_ema.model.ops import attention, few_kernels, reference
 from deepmd_ema.model.ops.cpu import attention as cpu_attention
 from deepmd_ema.model.ops.cpu import moments, silu, tanh_gradients, triples
 
@@ -32,6 +32,7 @@ class Operations(NamedTuple):
     attended_moments: Callable[..., Tensor] = attention.attended_moments
     triple_sums_and_vjp: Callable[..., tuple[Tensor, Any]] = reference.triple_sums_and_vjp
     normalised: Callable[..., Tensor] = norm.normalised
+    symmetrized: Callable[..., Tensor] = reference.symmetrized
     is_for_cpu: bool = False
 
 
@@ -46,8 +47,9 @@ GPU = Operations(
     activated=silu.activated_on_gpu,
     moments=moments.tanh_moments,
     values_and_gradients=tanh_gradients.stacked_values_and_gradients,
-    attended_moments=partial(attention.attended_moments, normalised=norm.normalised_twice),
-    normalised=norm.normalised_twice,
+    attended_moments=partial(attention.attended_moments, normalised=few_kernels.normalised),
+    normalised=few_kernels.normalised,
+    symmetrized=few_kernels.symmetrized,
 )
 OF_DEVICE = {"cpu": CPU, "cuda": GPU}  # for models that are evaluated eagerly; REFERENCE on others
 

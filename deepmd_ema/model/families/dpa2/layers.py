@@ -16,7 +16,6 @@ from deepmd_ema.model.nn.update import Update
 from deepmd_ema.model.ops.attention import LOGIT_SHIFT, masked_softmax, softmax_with_absent
 from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
 from deepmd_ema.model.ops.operations import UsesOperations
-from deepmd_ema.model.ops.reference import symmetrized
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
@@ -128,9 +127,9 @@ class RepformerLayer(UsesOperations):
         if options.update_g1_has_grrg or options.update_g1_has_drrd:
             scaled = vectors * (around.per_moment * 3**-0.5)
             if options.update_g1_has_grrg:
-                terms.append(symmetrized(pair * weight, scaled, options.axis_neuron))
+                terms.append(self.ops.symmetrized(pair * weight, scaled, options.axis_neuron))
             if options.update_g1_has_drrd:
-                terms.append(symmetrized(messages, scaled, options.axis_neuron))
+                terms.append(self.ops.symmetrized(messages, scaled, options.axis_neuron))
         changes.append(self.act(self.linear_node(torch.cat(terms, -1))))
         if self.attention is not None:
             changes.append(self.attention(node, around))

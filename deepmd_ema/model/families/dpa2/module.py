@@ -20,7 +20,7 @@ from deepmd_ema.model.families.se_e3_tebd.module import SeTTebdBlock
 from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.nn.layers import freeze, linear, module_list
 from deepmd_ema.model.nn.type_embedding import pick
-from deepmd_ema.model.ops.environment import switch_and_vjp
+from deepmd_ema.model.ops.environment import Radial, switch_and_vjp
 from deepmd_ema.model.ops.operations import UsesOperations
 from deepmd_ema.model.ops.reference import vjp_of, with_vjp
 from deepmd_ema.utils import seed_for
@@ -96,13 +96,14 @@ class Repformer(EnvironmentMatrix, UsesOperations):
     ) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor], Surroundings]:
         """Return the rows (A, K, 4), the function from gradients by these and by weights, and the neighbors."""
         mask, vector = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped, neighborhood.vector
+        radial = Radial.of(vector, self.rcut, self.rcut_smth)
         if self.options.direct_dist:
             scale = (mask.to(vector.dtype) / self.rcut)[..., None]  # a bool over a number would be float32
-            distance = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+            distance = radial.distance.unsqueeze(-1)
             rows = (torch.cat([distance, vector], -1) * scale).to(self.dtype)
         else:
-            rows, rows_vjp = self.environment_matrix(vector, dropped, batch.atom_type)
-        switch, switch_vjp = switch_and_vjp(vector, mask, self.rcut, self.rcut_smth)
+            rows, rows_vjp = self.environment_matrix(vector, dropped, batch.atom_type, radial=radial)
+        switch, switch_vjp = switch_and_vjp(vector, mask, radial)
         # the factors of sums over neighbors
         weight, root = switch.to(self.dtype) if self.smooth else mask.to(self.dtype), self.options.use_sqrt_nnei
         per_neighbor: Tensor | float = 1 / self.sel

@@ -20,7 +20,7 @@ from deepmd_ema.model.nn.update import Update
 from deepmd_ema.model.ops.environment import exponential_switch_and_derivative, switch_and_derivative
 from deepmd_ema.model.ops.gather import gather_neighbors
 from deepmd_ema.model.ops.operations import UsesOperations
-from deepmd_ema.model.ops.reference import symmetrized, vjp_of
+from deepmd_ema.model.ops.reference import vjp_of
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
@@ -62,8 +62,9 @@ class RepflowLayer(UsesOperations):
         e_ij  <- sigma(p [n_i, n_j, e_ij]),  sigma(q sum_k w_ij w_ik sigma(r [a_ijk, n_i, e_ik, e_ij]) / sqrt(a_norm))
         a_ijk <- sigma(s [a_ijk, n_i, e_ik, e_ij])
 
-    ``sym`` is `symmetrized` with the rows ``weighted``. Each linear map of a concatenation is the
-    sum of maps of its parts, which are evaluated where they live: on nodes, not on every edge of a node.
+    ``sym`` is `deepmd_ema.model.ops.reference.symmetrized` with the rows ``weighted``. Each linear map of a
+    concatenation is the sum of maps of its parts, which are evaluated where they live: on nodes, not on every edge of a
+    node.
 
     Args:
         config: the section ``model.descriptor`` with numbers of neighbors.
@@ -163,7 +164,7 @@ class RepflowLayer(UsesOperations):
     ) -> Tensor:
         """Return the nodes (A, N) after their messages, of which those from edges (A, K, C) are given."""
         options = self.options
-        symmetric = [symmetrized(x, geometry.weighted, options.axis_neuron) for x in (edge, neighbor)]
+        symmetric = [self.ops.symmetrized(x, geometry.weighted, options.axis_neuron) for x in (edge, neighbor)]
         of_atoms = torch.cat([self.node_self(node), self.node_sym(torch.cat(symmetric, -1))], 1)
         from_edges = torch.bmm(geometry.edge_switch[:, None], message).squeeze(1)
         messages = [*self._act(of_atoms).chunk(2, 1), *from_edges.chunk(options.n_multi_edge_message, 1)]

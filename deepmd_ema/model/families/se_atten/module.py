@@ -18,7 +18,7 @@ from deepmd_ema.model.nn.layers import freeze, module_list
 from deepmd_ema.model.nn.norm import eps_of
 from deepmd_ema.model.nn.type_embedding import one_hot, pick
 from deepmd_ema.model.ops.attention import LOGIT_SHIFT, Attended, AttentionOptions
-from deepmd_ema.model.ops.environment import directions_and_vjp, switch_and_vjp
+from deepmd_ema.model.ops.environment import Radial, directions_and_vjp, switch_and_vjp
 from deepmd_ema.model.ops.reference import axis_features, axis_features_vjp, vjp_of
 from deepmd_ema.utils import seed_for
 
@@ -95,17 +95,19 @@ class SeAttenBlock(ElementBlock):
         mask, vector = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped, neighborhood.vector
         width = vector.shape[1]
         # outside of the mask the type of the first atom of the frame, as DeePMD-kit has it
-        filler = batch.first_type[batch.atom_frame][:, None]
+        first_type = batch.first_type
+        filler = first_type[batch.atom_frame][:, None]
         neighbor_type = torch.where(mask, batch.neighbor_type[:, :width], filler)
-        rows, rows_vjp = self.environment_matrix(vector, dropped, batch.atom_type)
+        radial = Radial.of(vector, self.rcut, self.rcut_smth)
+        rows, rows_vjp = self.environment_matrix(vector, dropped, batch.atom_type, radial=radial)
         inputs, vjps, counts = [rows], [rows_vjp], None
         if self.layers or (self.smooth and self.pair_embedding is not None):
-            switch, switch_vjp = switch_and_vjp(vector, mask, self.rcut, self.rcut_smth)
+            switch, switch_vjp = switch_and_vjp(vector, mask, radial)
             inputs, vjps = [*inputs, switch.to(self.dtype)], [*vjps, switch_vjp]
         # functions for each element of the centre need atoms in the order of their types, which images may lack
         in_order = self.one_side or self.pair_embedding is not None or len(batch.type_counts) == len(self.mean)
         if self.layers:
-            direction, direction_vjp = directions_and_vjp(vector, mask, self.rcut)
+            direction, direction_vjp = directions_and_vjp(vector, mask, radial.distance, self.rcut)
             counts = self._counts(neighborhood.mask)
             options = [layer.weights for layer in self.layers], self.attends
 
@@ -131,7 +133,7 @@ class SeAttenBlock(ElementBlock):
 
             moments, moments_vjp = vjp_of(evaluated, *inputs)
         if counts is not None or width < self.sel:
-            moments = moments + self._absent_moments(counts, width, table, batch.first_type, batch)
+            moments = moments + self._absent_moments(counts, width, table, first_type, batch)
 
         def vjp(grad: Tensor) -> Tensor:
             of_inputs = moments_vjp(grad / self.sel)

@@ -13,7 +13,7 @@ from deepmd_ema.batch import Batch, Neighborhood
 from deepmd_ema.model.descriptor.type_embedded import ElementBlock, OneBlockDescriptor
 from deepmd_ema.model.nn.layers import freeze
 from deepmd_ema.model.nn.type_embedding import one_hot
-from deepmd_ema.model.ops.environment import switch_and_vjp
+from deepmd_ema.model.ops.environment import Radial, switch_and_vjp
 from deepmd_ema.model.ops.reference import vjp_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ class SeTTebdBlock(ElementBlock):
             dropped: (A, K) bool, pairs that do not see each other here, or None.
         """
         mask, vector = neighborhood.mask if dropped is None else neighborhood.mask & ~dropped, neighborhood.vector
-        matrix, matrix_vjp = self.environment_matrix(vector, dropped, batch.atom_type)
+        radial = Radial.of(vector, self.rcut, self.rcut_smth)
+        matrix, matrix_vjp = self.environment_matrix(vector, dropped, batch.atom_type, radial=radial)
         rows, neighbor_type = matrix[..., 1:], batch.neighbor_type[:, : mask.shape[1]]
         products = torch.bmm(rows, rows.transpose(1, 2))
         sums_vjp: Callable[[Tensor], tuple[Tensor, ...]]
@@ -68,7 +69,7 @@ class SeTTebdBlock(ElementBlock):
             summed, sums_vjp = self.ops.triple_sums_and_vjp(products, neighbor_type, mask, table, self.embedding)
         else:
             elements = one_hot(neighbor_type, len(table), self.dtype)
-            switch, switch_vjp = switch_and_vjp(vector, mask, self.rcut, self.rcut_smth)
+            switch, switch_vjp = switch_and_vjp(vector, mask, radial)
             switch = switch.to(self.dtype) if self.smooth else torch.ones_like(rows[..., 0])
             summed, sums_vjp = vjp_of(
                 lambda products, switch: self._gated_by_elements(products, elements * switch[..., None], table),
