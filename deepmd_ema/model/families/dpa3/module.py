@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -246,10 +246,10 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
     def _features_and_vjp(self, table: Tensor, batch: Batch) -> tuple[Tensor, Vjp]:
         numbers, numbers_vjp, neighborhood, has_angles = self._numbers(batch)
 
-        def nodes(numbers: Tensor) -> Tensor:
+        def nodes(*numbers: Tensor) -> Tensor:
             return self._nodes_and_edges(numbers, table, batch, neighborhood, has_angles)[0]
 
-        features, features_vjp = vjp_of(nodes, numbers)
+        features, features_vjp = vjp_of(nodes, *numbers)
         return features, lambda grad_features: numbers_vjp(*features_vjp(grad_features))
 
     @property
@@ -267,19 +267,19 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         return node, torch.bmm(edge.transpose(1, 2), weighted) * 3**0.5
 
     def _nodes_and_edges(
-        self, numbers: Tensor, table: Tensor, batch: Batch, neighborhood: Neighborhood, has_angles: Tensor
+        self, numbers: Sequence[Tensor], table: Tensor, batch: Batch, neighborhood: Neighborhood, has_angles: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return nodes (A, N), edges (A, K, E), and weighted rows (A, K, 3) of the edges.
 
         Args:
-            numbers: (A, K, 9) of :meth:`_numbers`.
+            numbers: five tensors of :meth:`_numbers`.
             table: (T, N) type embeddings.
             batch: frames with their neighbors.
             neighborhood: the edges.
             has_angles: (A, J) bool.
         """
         flow = self.flow
-        first, weighted, edge_switch, direction, angle_switch = numbers.split([1, 3, 1, 3, 1], -1)
+        first, weighted, edge_switch, direction, angle_switch = numbers
         edge: Tensor = self.edge_embedding(first.to(self.dtype))
         if not flow.edge_init_use_dist:
             edge = self.ops.activated(edge, self.activation)
@@ -309,13 +309,13 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
             node = node + (0 * torch.cat([p.flatten() for p in idle])).sum()
         return node, edge, geometry.weighted
 
-    def _numbers(self, batch: Batch) -> tuple[Tensor, Vjp, Neighborhood, Tensor]:
+    def _numbers(self, batch: Batch) -> tuple[list[Tensor], Callable[..., Tensor], Neighborhood, Tensor]:
         """Return the numbers of each edge that the layers see.
 
         Returns:
-            The numbers (A, K, 9) float64: what edges begin with, 3 weighted angular numbers and the switch as in
+            The numbers (A, K, 1 or 3) float64: what edges begin with, 3 weighted angular numbers and the switch as in
             `Geometry`, 3 of the direction, the square root of the weight of an angle with itself; the function from
-            the gradient by these to that by the vectors (A, K, 3); the edges; and which of them have angles (A, J).
+            the gradients by these to that by the vectors (A, K, 3); the edges; and which of them have angles (A, J).
         """
         flow, vector = self.flow, batch.vector
         # as far as the list reaches: in a hybrid an exponential switch is small, but not zero, beyond the cutoff
@@ -355,13 +355,16 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         angle_switches = torch.where(is_angle[..., None, None], angle_switches * flow.a_norm**-0.25, 0)
         angle_switch, dangle_switch = angle_switches.unbind(-1)
 
-        numbers = torch.cat([first, angular * weight, weight / flow.e_norm, direction, angle_switch], -1)
-        slopes = torch.cat([dfirst, dweighted, dweight / flow.e_norm, -direction * inverse, dangle_switch], -1)
+        numbers = [first, angular * weight, weight / flow.e_norm, direction, angle_switch]
+        slopes = torch.cat([dfirst, dweighted, -direction * inverse, dangle_switch], -1)
+        dedge_switch = dweight / flow.e_norm
         unit = vector / distance
 
-        def vjp(grad: Tensor) -> Tensor:
-            _, by_weighted, _, by_direction, _ = grad.split([1, 3, 1, 3, 1], -1)
-            along = (grad * slopes).sum(-1, keepdim=True)
+        def vjp(*grads: Tensor) -> Tensor:
+            by_first, by_weighted, by_switch, by_direction, by_angle_switch = grads
+            others = torch.cat([by_first, by_weighted, by_direction, by_angle_switch], -1)
+            # a part of a row of numbers would be multiplied, in the derivative, one atom at a time on a CPU
+            along = torch.addcmul((others * slopes).sum(-1, keepdim=True), by_switch, dedge_switch)
             by_vector = torch.addcmul(by_weighted * of_weighted, by_direction, of_direction)
             return torch.addcmul(by_vector, along, unit)
 
