@@ -15,7 +15,7 @@ from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.model.descriptor.excluded import ExcludedPairs
 from deepmd_ema.model.interface import mean_and_spread, sum_by_type
-from deepmd_ema.model.ops.environment import Radial, environment_rows, switch
+from deepmd_ema.model.ops.environment import Radial, switch_and_derivative
 
 # A atoms, K neighbor slots, S slots up to sel, T types, C columns of the environment matrix
 
@@ -55,9 +55,10 @@ class EnvironmentMatrix(nn.Module):
         """
         mean, spread = self.mean[..., 0].double(), self.stddev[..., 0].double()
         distance = torch.tensor([min_distance], dtype=torch.float64, device=mean.device)
-        rows, _ = environment_rows(distance[:, None], distance, self.rcut, self.rcut_smth, self.protection)
+        weight, _ = switch_and_derivative(distance, self.rcut, self.rcut_smth)
+        largest = weight / (distance + self.protection)
         # 0 of pairs that are excluded; at the cutoff, and in empty slots, the raw number is 0
-        ends = torch.stack([torch.zeros_like(mean), -mean / spread, (rows[0, 0] - mean) / spread])
+        ends = torch.stack([torch.zeros_like(mean), -mean / spread, (largest - mean) / spread])
         return float(ends.min()), float(ends.max())
 
     def environment_matrix(
@@ -179,7 +180,8 @@ class EnvironmentStatistics:
         vector, dropped = (neighborhood or batch).vector, excluded(batch, neighborhood)
         distance = torch.linalg.vector_norm(vector, dim=-1)
         inverse = (distance + self._module.protection).reciprocal_()
-        radial = switch(distance, self.rcut, self._module.rcut_smth).mul_(inverse)
+        weight, _ = switch_and_derivative(distance, self.rcut, self._module.rcut_smth)
+        radial = weight.mul_(inverse)
         if dropped is not None:
             radial[dropped] = 0
         count = radial.new_full((len(radial),), self.most)

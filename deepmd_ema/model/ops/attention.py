@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -95,12 +94,7 @@ def attended_moments(
 
 def softmax_with_absent(logits: Tensor, num_slots: int) -> Tensor:
     """Return the softmax of ``logits`` (..., K) among ``num_slots`` of which those beyond K are empty, at -20."""
-    num_absent = num_slots - logits.shape[-1]
-    if torch.compiler.is_compiling():  # the number may be a symbol of a graph
-        absent = torch.full_like(logits[..., :1], num_absent).log() - LOGIT_SHIFT
-    else:
-        logit = math.log(num_absent) - LOGIT_SHIFT if num_absent else -math.inf
-        absent = torch.full_like(logits[..., :1], logit)
+    absent = torch.full_like(logits[..., :1], num_slots - logits.shape[-1]).log() - LOGIT_SHIFT
     return torch.cat([logits, absent], -1).softmax(-1)[..., :-1]
 
 

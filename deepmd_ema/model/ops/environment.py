@@ -1,4 +1,4 @@
-"""The smooth switches at the cutoff, and the environment matrix of them."""
+"""The smooth switches at the cutoff, and directions, with their derivatives."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 
-def switch(distance: Tensor, rcut: float, rcut_smth: float) -> Tensor:
-    """Return w(r): 1 below ``rcut_smth``, 0 beyond ``rcut``, with two continuous derivatives between (any shape)."""
-    u = ((distance - rcut_smth) / (rcut - rcut_smth)).clamp(0, 1)
-    return u**3 * (-6 * u * u + 15 * u - 10) + 1
-
-
 def switch_and_derivative(distance: Tensor, rcut: float, rcut_smth: float) -> tuple[Tensor, Tensor]:
-    """Return w(r) and dw/dr (1/angstrom)."""
+    """Return w(r) and dw/dr (1/angstrom), of any shape.
+
+    w is 1 below ``rcut_smth``, 0 beyond ``rcut``, with two continuous derivatives between.
+    """
     u = ((distance - rcut_smth) / (rcut - rcut_smth)).clamp(0, 1)
     square = u * u
     # 10 - 15 u + 6 u^2; rsub takes a factor beside the difference, in one kernel
@@ -68,21 +65,3 @@ def directions_and_vjp(
         return torch.addcmul(given, unit, (unit * given).sum(-1, keepdim=True), value=-1) * inverse
 
     return unit, vjp
-
-
-def environment_rows(
-    vector: Tensor, distance: Tensor, rcut: float, rcut_smth: float, protection: float
-) -> tuple[Tensor, Tensor]:
-    """Return the raw rows ``(s, c x, c y, c z)`` (..., 4) and the switch w (...), for autograd to differentiate.
-
-    Args:
-        vector: (..., 3) float64, angstrom.
-        distance: (...) its length.
-        rcut: cutoff radius, angstrom.
-        rcut_smth: start of the switch, angstrom.
-        protection: added to distances before division, angstrom.
-    """
-    weight = switch(distance, rcut, rcut_smth)
-    inverse = (distance + protection).reciprocal()
-    s = weight * inverse
-    return torch.cat([s.unsqueeze(-1), (s * inverse).unsqueeze(-1) * vector], -1), weight

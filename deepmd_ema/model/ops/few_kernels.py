@@ -1,122 +1,136 @@
-"""Operations of message passing whose first and second derivatives take few kernels, for a GPU.
+"""Functions whose first and second derivatives are written out in few passes, where autograd takes many.
 
 There is no third derivative, which Hessians in a loss need: these are made of the reference.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# A atoms, C channels, X axis channels, M numbers of the last dimension
+# A atoms, C channels, X axis channels
 
 
-class _MomentProducts(torch.autograd.Function):
-    """``M[:, :X]^T M`` (A, X, C) of moments (A, 3, C)."""
+class Rule(NamedTuple):
+    """A function of a tensor x and an option, and its derivatives.
 
+    Attributes:
+        value: of (x, option).
+        vjp: of (x, option, gradient by the value), the gradient by x.
+        vjp_of_vjp: of (x, option, gradient by the value, gradient by that of x), those by the last two but one: x and
+            the gradient by the value.
+    """
+
+    value: Callable[[Tensor, Any], Tensor]
+    vjp: Callable[[Tensor, Any, Tensor], Tensor]
+    vjp_of_vjp: Callable[[Tensor, Any, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    def __call__(self, x: Tensor, option: Any = None) -> Tensor:
+        """Return the value, for autograd or ``torch.func`` to differentiate."""
+        value: Tensor = _Value.apply(x, option, self)
+        return value
+
+
+class _Value(torch.autograd.Function):
     @staticmethod
-    def forward(moments: Tensor, num_axis: int) -> Tensor:
-        return torch.bmm(moments[..., :num_axis].mT, moments)
+    def forward(x: Tensor, option: Any, rule: Rule) -> Tensor:
+        return rule.value(x, option)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # separate, as torch.func needs it
-        ctx.save_for_backward(inputs[0])
+        x, *ctx.others = inputs
+        ctx.save_for_backward(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _MomentProductsVjp.apply(grad, *ctx.saved_tensors), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Vjp.apply(*ctx.saved_tensors, grad, *ctx.others), None, None
 
 
-class _MomentProductsVjp(torch.autograd.Function):
-    """Gradient by the moments (A, 3, C) from that by the products (A, X, C)."""
+class _Vjp(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, grad: Tensor, option: Any, rule: Rule) -> Tensor:
+        return rule.vjp(x, option, grad)
 
     @staticmethod
-    def forward(grad: Tensor, moments: Tensor) -> Tensor:
-        return _by_moments(grad, moments)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, grad, *ctx.others = inputs
+        ctx.save_for_backward(x, grad)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, change: Tensor) -> tuple[Tensor, Tensor]:
-        grad, moments = ctx.saved_tensors
-        num_axis = grad.shape[1]
-        by_grad = torch.bmm(moments[..., :num_axis].mT, change)
-        by_grad.baddbmm_(change[..., :num_axis].mT, moments)
-        # it is linear in the moments, and symmetric in these and the change
-        return by_grad, _by_moments(grad, change)
+    def backward(ctx: Any, change: Tensor) -> tuple[Tensor | None, ...]:
+        x, grad = ctx.saved_tensors
+        option, rule = ctx.others
+        return *rule.vjp_of_vjp(x, option, grad, change), None, None
 
 
-def _by_moments(grad: Tensor, moments: Tensor) -> Tensor:
+def _silu_vjp_of_vjp(z: Tensor, _: None, grad: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+    # with s = sigmoid(z): silu'' = s (1 - s) (2 + z (1 - 2 s)). s is made again: to keep it would take as much memory
+    # as z, for every layer
+    s = torch.sigmoid(z)
+    second = torch.addcmul(s, s, s, value=-1) * (torch.addcmul(z, z, s, value=-2) + 2)
+    return second * grad * change, torch.ops.aten.silu_backward(change, z)
+
+
+silu = Rule(
+    lambda z, _: torch.nn.functional.silu(z),
+    lambda z, _, grad: torch.ops.aten.silu_backward(grad, z),
+    _silu_vjp_of_vjp,
+)
+
+
+def _by_moments(moments: Tensor, num_axis: int, grad: Tensor) -> Tensor:
     """Return the gradient by moments as both factors of the products, without a sum with zeros."""
-    num_axis = grad.shape[1]
     out = torch.bmm(moments[..., :num_axis], grad)
     out[..., :num_axis].baddbmm_(moments, grad.mT)
     return out
 
 
-class _Standardised(torch.autograd.Function):
-    """``n = (x - mean) / sqrt(variance + eps)`` over the last dimension, and ``1 / sqrt(variance + eps)``."""
-
-    @staticmethod
-    def forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(inputs[0], *output)
-        ctx.mark_non_differentiable(*output[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None]:
-        return _StandardisedVjp.apply(grad, *ctx.saved_tensors), None
+def _by_moments_and_grad(moments: Tensor, num_axis: int, grad: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+    by_grad = torch.bmm(moments[..., :num_axis].mT, change)
+    by_grad.baddbmm_(change[..., :num_axis].mT, moments)
+    # linear in the moments, and symmetric in these and the change
+    return _by_moments(change, num_axis, grad), by_grad
 
 
-class _StandardisedVjp(torch.autograd.Function):
-    """``L(g) = r (g - mean(g) - n mean(g n))``, the gradient by x from g, that by n; r the inverse root of above.
-
-    L is symmetric. With a change h of its value, ``a = mean(g n)``, ``b = mean(h n)`` and ``q = mean(h L(g))``::
-
-        by g: L(h)        by x: -L(r (b g + a h)) - r q n
-    """
-
-    @staticmethod
-    def forward(grad: Tensor, x: Tensor, normal: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-        return _by_standardised(grad, x, mean, scale)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, change: Tensor) -> tuple[Tensor | None, ...]:
-        grad, x, normal, mean, scale, by_x = ctx.saved_tensors
-        along_grad = (grad * normal).mean(-1, keepdim=True)
-        along_change = (change * normal).mean(-1, keepdim=True)
-        stretch = (change * by_x).mean(-1, keepdim=True) * scale
-        by_normal = torch.addcmul(along_change * grad, along_grad, change) * scale
-        by_input = _by_standardised(by_normal, x, mean, scale)
-        by_input = -torch.addcmul(by_input, stretch, normal)
-        return _by_standardised(change, x, mean, scale), by_input, None, None, None
-
-
-def _by_standardised(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    only_x = [True, False, False]
-    found: Tensor = torch.ops.aten.native_layer_norm_backward(grad, x, x.shape[-1:], mean, scale, None, None, only_x)[0]
-    return found
-
-
-def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Do :func:`deepmd_ema.model.nn.norm.normalised`."""
-    normal: Tensor = _Standardised.apply(x, eps)[0]
-    return normal * weight + bias
+# M[:, :X]^T M (A, X, C) of moments M (A, 3, C)
+moment_products = Rule(
+    lambda moments, num_axis: torch.bmm(moments[..., :num_axis].mT, moments), _by_moments, _by_moments_and_grad
+)
 
 
 def symmetrized(features: Tensor, vectors: Tensor, num_axis: int) -> Tensor:
     """Do :func:`deepmd_ema.model.ops.reference.symmetrized`."""
-    moments = torch.bmm(vectors.transpose(1, 2), features)
-    products: Tensor = _MomentProducts.apply(moments, num_axis)
-    return products.flatten(1)
+    return moment_products(torch.bmm(vectors.transpose(1, 2), features), num_axis).flatten(1)
+
+
+def _normal(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``n = (x - mean) r`` over the last dimension, the mean and ``r = (variance + eps)^-1/2``."""
+    return torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+
+
+def _by_normal(x: Tensor, eps: float, *grads: Tensor) -> list[Tensor]:
+    """Return ``L(g) = r (g - mean(g) - n mean(g n))`` of each g, the gradient by x from that by n; L is symmetric."""
+    _, *statistics = _normal(x, eps)
+    backward = torch.ops.aten.native_layer_norm_backward
+    return [backward(g, x, x.shape[-1:], *statistics, None, None, [True, False, False])[0] for g in grads]
+
+
+def _by_normal_and_grad(x: Tensor, eps: float, grad: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+    # with a = mean(g n), b = mean(h n) and q = mean(g L(h)) of the gradient g and the change h:
+    # L(h) by g, -L(r (b g + a h)) - r q n by x
+    normal, _, scale = _normal(x, eps)
+    a, b = ((of * normal).mean(-1, keepdim=True) for of in (grad, change))
+    by_grad, by_x = _by_normal(x, eps, change, torch.addcmul(b * grad, a, change) * scale)
+    stretch = (grad * by_grad).mean(-1, keepdim=True) * scale
+    return -torch.addcmul(by_x, stretch, normal), by_grad
+
+
+normal = Rule(lambda x, eps: _normal(x, eps)[0], lambda *given: _by_normal(*given)[0], _by_normal_and_grad)
+
+
+def normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Do :func:`deepmd_ema.model.nn.norm.normalised`."""
+    return normal(x, eps) * weight + bias

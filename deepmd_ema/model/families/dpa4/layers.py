@@ -178,7 +178,8 @@ class DegreeLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (D, N, F O) from (D, N, F I)."""
         if self.streams == 1:
-            parts = [x[n**2 : (n + 1) ** 2] @ weight for n, weight in enumerate(self.weight)]
+            of_degrees = x.split([2 * n + 1 for n in range(len(self.weight))])
+            parts = [part @ weight for part, weight in zip(of_degrees, self.weight)]
             out = torch.cat(parts) if len(parts) > 1 else parts[0]
         else:
             streams = x.unflatten(-1, (self.streams, -1)).movedim(2, 1)  # D, F, N, I

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from deepmd_ema.batch import Batch
 from deepmd_ema.model.descriptor.by_type import ByTypeDescriptor
-from deepmd_ema.model.ops.environment import environment_rows
 from deepmd_ema.model.ops.reference import with_vjp
 
 if TYPE_CHECKING:
@@ -39,17 +39,13 @@ class SeE3Descriptor(ByTypeDescriptor):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, M) and their vector-Jacobian product."""
-        _, spread = self.normalisation(self.slots_of(batch), batch.atom_type)
-        dropped = self.excluded(batch)
-        return with_vjp(lambda vector: self._features(vector, spread, dropped, batch), batch.vector)
+        slots = self.slots_of(batch)
+        matrix, matrix_vjp = self.environment_matrix(batch.vector, self.excluded(batch), batch.atom_type, slots)
+        features, features_vjp = with_vjp(lambda rows: self._features(rows, batch), matrix[..., 1:])
+        return features, lambda grad_features: matrix_vjp(functional.pad(features_vjp(grad_features), (1, 0)))
 
-    def _features(self, vector: Tensor, spread: Tensor, dropped: Tensor | None, batch: Batch) -> Tensor:
-        distance = torch.linalg.vector_norm(vector, dim=-1)
-        raw, _ = environment_rows(vector, distance, self.rcut, self.rcut_smth, self.protection)
-        rows = raw[..., 1:] / spread[..., 1:]
-        if dropped is not None:
-            rows = rows.masked_fill(dropped[..., None], 0)
-        by_type = rows.to(self.dtype).split(batch.slots, 1)
+    def _features(self, rows: Tensor, batch: Batch) -> Tensor:
+        by_type = rows.split(batch.slots, 1)
         parts = []
         for (a, b), net in zip(self.pairs, self.embeddings, strict=True):
             products = torch.bmm(by_type[a], by_type[b].transpose(1, 2)).unsqueeze(-1)  # (A, J, K, 1)
