@@ -12,7 +12,7 @@ from deepmd_ema.model.nn.activation import activation
 from deepmd_ema.model.ops.cpu import silu
 from deepmd_ema.model.ops.environment import exponential_switch_and_derivative
 from deepmd_ema.model.ops.gather import gather_neighbors, sum_over_reverse
-from deepmd_ema.model.ops.operations import CPU, REFERENCE
+from deepmd_ema.model.ops.operations import CPU, GPU, REFERENCE
 
 RCUT = 4.0
 LAYOUT = NeighborLayout(RCUT, (60,), 3, by_type=False)
@@ -53,6 +53,25 @@ def test_activations_have_the_second_derivatives_of_the_reference(name, monkeypa
     for cpu, reference in zip(*results, strict=True):
         close(cpu, reference)
     assert torch.autograd.gradgradcheck(lambda x: CPU.activated(x, function), (draw(2, 3),))
+
+
+def test_functions_of_a_gpu_have_the_second_derivatives_of_the_reference():
+    x, rows, weight, bias = draw(5, 4, 8), draw(5, 4, 3, seed=1), draw(8, seed=2), draw(8, seed=3)
+    cases = {
+        "symmetrized": lambda ops: (lambda x, rows: ops.symmetrized(x, rows, 3), (x, rows)),
+        "normalised": lambda ops: (lambda x: ops.normalised(x, weight, bias, 1e-5), (x,)),
+        "activated": lambda ops: (lambda x: ops.activated(x, activation("silu")), (x,)),
+    }
+    for case in cases.values():
+        results = []
+        for ops in (GPU, REFERENCE):
+            function, inputs = case(ops)
+            value, vjp = torch.func.vjp(function, *inputs)
+            grads = vjp(draw(*value.shape, seed=8).detach())
+            total = sum((grad * draw(*grad.shape, seed=9).detach()).sum() for grad in grads)
+            results.append([value, *grads, *torch.autograd.grad(total, inputs)])
+        for gpu, reference in zip(*results, strict=True):
+            close(gpu, reference)
 
 
 @pytest.mark.usefixtures("gathering")

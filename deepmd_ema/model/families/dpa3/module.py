@@ -341,7 +341,8 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
             first, dfirst = distance, torch.ones_like(distance)
         else:
             first, dfirst = (s - mean_s) / spread_s, ds / spread_s
-        weight, dweight = torch.where(mask[..., None, None], torch.stack([weight, dweight], -1), 0).unbind(-1)
+        is_edge = mask.unsqueeze(-1)
+        weight, dweight = weight * is_edge, dweight * is_edge
         over_spread = (3 * flow.e_norm) ** -0.5 / spread_angular
         angular = (c * vector - mean_angular) * over_spread
         of_weighted = c * weight * over_spread
@@ -351,9 +352,9 @@ class DPA3Descriptor(TypeEmbeddedDescriptor, EnvironmentMatrix, UsesOperations):
         inverse = (distance + 1e-6).reciprocal()
         of_direction = inverse * ((1 - 1e-6) / math.sqrt(math.pi)) ** 0.5
         direction = vector * of_direction
-        angle_switches = torch.stack(switch(distance, flow.a_rcut, flow.a_rcut_smth), -1)
-        angle_switches = torch.where(is_angle[..., None, None], angle_switches * flow.a_norm**-0.25, 0)
-        angle_switch, dangle_switch = angle_switches.unbind(-1)
+        # in float64 before it is multiplied: a bool times a number would be float32
+        factor = is_angle.unsqueeze(-1).double() * flow.a_norm**-0.25
+        angle_switch, dangle_switch = (of * factor for of in switch(distance, flow.a_rcut, flow.a_rcut_smth))
 
         numbers = [first, angular * weight, weight / flow.e_norm, direction, angle_switch]
         slopes = torch.cat([dfirst, dweighted, -direction * inverse, dangle_switch], -1)

@@ -152,6 +152,12 @@ class TypeTable(nn.Module):
         return self.adam_type_embedding[: self.num_types]
 
 
+def with_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """Return coefficients (D, N, C) with a bias (..., C) added to degree 0."""
+    # filled up: of parts that are joined again, each derivative would take four operations
+    return x + nn.functional.pad(bias.view(1, 1, -1), (0, 0, 0, 0, 0, x.shape[0] - 1))
+
+
 class DegreeLinear(nn.Module):
     """A linear map of the channels, one for each degree.
 
@@ -185,7 +191,7 @@ class DegreeLinear(nn.Module):
             streams = x.unflatten(-1, (self.streams, -1)).movedim(2, 1)  # D, F, N, I
             maps = self.weight.unflatten(-1, (self.streams, -1)).transpose(1, 2)  # L + 1, F, I, O
             out = (streams @ by_degree(maps)).movedim(1, 2).flatten(2)
-        return out if self.bias is None else torch.cat([out[:1] + self.bias, out[1:]])
+        return out if self.bias is None else with_bias(out, self.bias)
 
 
 class StreamLinear(nn.Module):
@@ -270,7 +276,7 @@ class DegreeNorm(nn.Module):
         centred = torch.cat([x[:1] - x[:1].mean(-1, keepdim=True), x[1:]])
         mean_square = (self._share @ centred.square().sum(-1))[:, None]
         out = centred * (mean_square + self.eps).rsqrt() * by_degree(self.adam_scale)
-        return torch.cat([out[:1] + self.bias, out[1:]])
+        return with_bias(out, self.bias)
 
 
 class OrderedNorm(nn.Module):
