@@ -95,8 +95,7 @@ def resolve(names, wanted):
         words = ["--dry-run", "--ignore-installed", "--target", folder, "--report", str(report)]
         pip("install", *words, *wanted, "-c", str(ROOT / "constraints.txt"), *names)
         entries = json.loads(report.read_text())["install"]
-        packages = {normalize(entry["metadata"]["name"]): entry["metadata"]["version"] for entry in entries}
-    return packages
+        return {normalize(entry["metadata"]["name"]): entry["metadata"]["version"] for entry in entries}
 
 
 def pip(*words):
