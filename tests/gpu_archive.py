@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DEEPMD_KIT = ["deepmd-kit==3.2.0", "mpich"]  # its libraries need that of MPI, which its wheel does not name
 TESTS = ["pytest", "pytest-timeout", "pytest-xdist"]
-# of DPA-4; they require torch, whose requirements cannot be resolved for another machine and are 3 GB
-WITH_TORCH = ["e3nn", "opt-einsum", "opt-einsum-fx"]
+# of DPA-4 and its neighbors; they require torch, whose requirements cannot be resolved for another machine
+WITH_TORCH = ["e3nn", "opt-einsum", "opt-einsum-fx", "vesin-torch"]
 LEFT_OUT = {"torch"}
 ALWAYS = {"typing-extensions"}  # small, and the packages that are brought may need a newer one
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17)]

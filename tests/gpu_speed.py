@@ -39,6 +39,7 @@ MODEL_TYPES = {("dpa4", "--pt"): {"model.type": "dpa4"}}  # which `pt` does not 
 KINDS = ("se_e2_a", "dpa4c", "dpa3", "dpa4", "se_atten, 2 layers", "dpa2")
 ROW_STEPS = {1: 10, 8: 5}  # steps between two rows of lcurve.out, by frames
 FIRST_STEPS = 40  # of DeePMD-kit, before the first turn
+COMPILE_THREADS = 3  # processes in which torch compiles kernels, of each run; a dozen runs compile at once
 POLL_S = 0.01
 MAX_ERROR = 600  # characters of a log that a row keeps
 
@@ -120,6 +121,7 @@ def start(case, way, key, args):
     # each way has a folder of its own for compiled code, which all models share
     config = speed_cases.runner_input(config, case, way, args.cache / way.name)
     env = speed_cases.runner_environment(args, way, args.cache / way.name)
+    env["TORCHINDUCTOR_COMPILE_THREADS"] = str(COMPILE_THREADS)
     # dp-ema finds the neighbors of each frame once, and captures a step when its shape occurs for the third time
     first = max(FIRST_STEPS, 3 * speed_cases.MAX_FRAMES // case.batch if way.ours else 0)
     first = first if args.device == "cuda" else 1
