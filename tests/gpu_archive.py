@@ -81,7 +81,7 @@ def install(folder, place):
 
 
 def requirements():
-    """Return what dp-ema requires, without torch."""
+    """Return the requirements of dp-ema without torch."""
     text = (ROOT / "pyproject.toml").read_text()
     dependencies = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
     names = re.findall(r'"(.+?)"', dependencies)

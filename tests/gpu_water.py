@@ -6,7 +6,7 @@
 
 KIND is a name in benchmarks/models.json or speed.json. ``kernels`` compares the time of each operation with what the
 card needs for it: the FLOPs of its products at the rate of the card in their precision, or the bytes of its tensors at
-the bandwidth, whichever takes longer. Both are measured first. ``growth`` goes on until the memory is full.
+the bandwidth, whichever takes longer. Both are measured first. ``growth`` continues until the memory is full.
 ``inference`` freezes a model to .pt2, reads it back and compares it. ``bits``: TF32 and bfloat16.
 """
 
