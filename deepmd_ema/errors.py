@@ -13,21 +13,28 @@ from difflib import get_close_matches
 from textwrap import wrap
 from typing import TextIO
 
+from deepmd_ema.findings import ERROR, Finding
+
 
 class UserError(Exception):
     """A mistake that the user can mend; the command line prints it and exits with 2.
 
     Args:
-        problems: one message, or all the messages of one input; each says where, what was found, what was expected
-            and what to do.
+        problems: one message, or all the messages and findings of one input; each says where, what was found, what
+            was expected and what to do.
+
+    Attributes:
+        findings: the problems with their places; a message without one is a finding without a place.
     """
 
-    def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+    def __init__(self, problems: str | Iterable[str | Finding]) -> None:
+        entries = [problems] if isinstance(problems, str) else list(problems)
+        self.findings = [Finding(ERROR, "", entry) if isinstance(entry, str) else entry for entry in entries]
+        self.problems = [str(finding) for finding in self.findings]
         super().__init__("\n".join(self.problems))
 
     @classmethod
-    def raise_if_any(cls, problems: Sequence[str]) -> None:
+    def raise_if_any(cls, problems: Sequence[str | Finding]) -> None:
         """Raise an error with all of ``problems``, if there are any."""
         if problems:
             raise cls(problems)

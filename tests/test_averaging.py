@@ -34,7 +34,7 @@ from deepmd_ema.errors import CheckpointError, ConfigError
 
 # what nobody should have to import for an average of weights
 HEAVY = {"h5py", "vesin", "dargs", "tqdm", "ase", "matplotlib"}
-PACKAGES = {"averaging", "config", "distributed", "errors", "utils"}
+PACKAGES = {"averaging", "config", "distributed", "errors", "findings", "utils"}
 
 
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):

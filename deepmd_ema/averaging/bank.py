@@ -329,7 +329,8 @@ class AverageBank:
 
 def _problems(profile: Profile) -> Iterator[str]:
     """Yield settings that exclude each other, and decays of another distribution that no average can have."""
-    yield from (f"average {profile.name!r}: {name}{text}" for name, text in profile.conflicts())
+    for finding in profile.conflicts():
+        yield f"average {profile.name!r}: {finding}"
     if isinstance(profile, CustomAverage):
         done = torch.tensor([0.0, 1.0, 2.0, 10.0, 1e3, 1e6], dtype=torch.float64)
         try:

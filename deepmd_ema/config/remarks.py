@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.config.fields import plain
@@ -18,6 +18,7 @@ from deepmd_ema.config.schema.optim import (
     LKFConfig,
 )
 from deepmd_ema.errors import counted, every_steps, first_few
+from deepmd_ema.findings import UNUSED, WARNING, Finding, inside, texts_of
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import Link
@@ -39,9 +40,9 @@ def ignored_options(config: RunConfig) -> list[str]:
     is_never, never = validating.full_val_start == 1, "full_val_start = 1 means never"
     lasts = getattr(lr, "decay_phase_ratio", 1) != 0
     # section, its options, whether they do nothing, and why
-    rows: list[tuple[str, str, Any, str]] = [
-        (task.place("model"), name, True, why) for task in tasks for name, why in task.model.idle_options()
-    ]
+    rows: list[tuple[str, str, Any, str]] = []
+    for task in tasks:
+        rows += _unused(task.place("model"), task.model.findings())
     rows += [
         ("learning_rate", "start_lr", isinstance(config.optimizer, LKFConfig), "LKF has no learning rate"),
         ("model", "model_branch_alias", "" in config.tasks, "there is one task, so no head is chosen by a name"),
@@ -64,23 +65,13 @@ def ignored_options(config: RunConfig) -> list[str]:
         ("training", "disp_file", not training.disp_training, "disp_training is false"),
     ]  # fmt: skip
     for number, average in enumerate(training.averaging):
-        place = f"training.averaging[{number}]"
-        is_whole = average.layout == "full_tensor" and training.zero_stage <= 1
-        whole = f"every process holds all weights at zero_stage {training.zero_stage}"
-        rows += [
-            (place, "half_life_unit", average.length[0] == "decay", "decay is given, and no half_life"),
-            (place, "snapshot_freq", not average.snapshots, "snapshots is false"),
-            (place, "ckpt_keep", has_ratio, by_ratio),
-            (place, "full_validation", is_never, f"validating.{never}"),
-            (place, "layout", is_whole, whole),
-        ]
+        rows += _unused(f"training.averaging[{number}]", average.findings(config))
     for task in tasks:
-        model, loss, in_model, in_loss, in_data = task.model, task.loss, *map(task.place, ("model", "loss", "training"))
+        loss, in_loss = task.loss, task.place("loss")
+        in_model, in_data = task.place("model"), task.place("training")
         train, valid = task.data.training_data, task.data.validation_data
         rows += [
             (in_model, "data_bias_nsample", True, "the bias is fitted on data_stat_nbatch batches"),
-            (in_model, "smin_alpha sw_rmin sw_rmax", model.use_srtab is None, "use_srtab is not given"),
-            (in_model, "bridging_r_inner bridging_r_outer", model.bridging is None, "there is no bridging_method"),
             (in_data, "training_data.auto_prob", train.sys_probs, "sys_probs is given"),
             (in_data, "validation_data.auto_prob", valid and valid.sys_probs, "sys_probs is given"),
             (in_data, "stat_file_mode", task.data.stat_file is None, "there is no stat_file"),
@@ -128,7 +119,8 @@ def config_warnings(
     found = list(_warnings_of_length(config, steps, {"steps": 1.0, **(steps_per or {})})) if steps else []
     for name, task in config.tasks.items():
         of = f"task {name}: " * bool(name)
-        found += [f"{of}{text}" for text in task.model.warnings()]
+        findings = inside("model", task.model.findings())
+        found += [f"{of}{text}" for text in texts_of(WARNING, findings)]
         valid = task.data.validation_data
         if both := set(task.data.training_data.systems) & set(valid.systems if valid is not None else ()):
             place = f"{task.place('training')}.validation_data.systems"
@@ -242,6 +234,13 @@ def rows_of_tasks(rows: Mapping[str, Sequence[tuple[str, str]]], links: Sequence
     for key, of in sharing.items():
         found.append(("shared", f"{key}: " + ", ".join(f"{place} of {' and '.join(own)}" for place, own in of.items())))
     return found
+
+
+def _unused(place: str, findings: Iterable[Finding]) -> Iterator[tuple[str, str, bool, str]]:
+    """Yield the rows of options without effect."""
+    for finding in findings:
+        if finding.severity == UNUSED:
+            yield place, finding.place, True, finding.text
 
 
 def _warnings_of_length(config: RunConfig, num_steps: int, steps_per: Mapping[str, float]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig
 from deepmd_ema.config.schema.training import ValidatingConfig
 from deepmd_ema.config.sections import InvalidOptionError
 from deepmd_ema.errors import ConfigError, command
+from deepmd_ema.findings import ERROR, Finding
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.model import ModelConfig
@@ -54,7 +55,7 @@ def _rules(run: RunConfig) -> Iterator[tuple[str, Violations]]:
     yield "", _lengths(run)
     with suppress(InvalidOptionError):
         for number, average in enumerate(run.training.averaging):
-            yield f"training.averaging[{number}]", average.problems(run)
+            yield f"training.averaging[{number}]", _errors(average.findings(run))
             yield f"training.averaging[{number}]", _name_of_average(run, number)
     for task in run.tasks.values():
         yield task.place("loss"), _loss(task)
@@ -63,9 +64,13 @@ def _rules(run: RunConfig) -> Iterator[tuple[str, Violations]]:
 
 
 def _model(place: str, model: ModelConfig) -> Iterator[tuple[str, Violations]]:
-    yield place, model.problems()
+    yield place, _errors(model.conflicts())
     for name, part in model.parts():
-        yield f"{place}.{name}", part.problems(model.type_map)
+        yield f"{place}.{name}", _errors(part.findings(model.type_map))
+
+
+def _errors(findings: Iterable[Finding]) -> Violations:
+    return ((finding.place, finding.text) for finding in findings if finding.severity == ERROR)
 
 
 def as_launched(run: RunConfig, launched: bool, restart: str | None = None, num_ranks: int = 1) -> RunConfig:

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from deepmd_ema.config.fields import option, positive, positive_int
 from deepmd_ema.config.schema.bridging import Window
+from deepmd_ema.findings import error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,10 @@ class FakeConfig:
     def bridged(self, window):
         return replace(self, window=window)
 
-    def problems(self, type_map):
+    def findings(self, type_map):
         if self.width < len(type_map):
-            yield "width", f" = {self.width}: expected at least {len(type_map)}, one for each element."
+            expected = f"at least {len(type_map)}, one for each element"
+            yield error("width", f" = {self.width}: expected {expected}.")
 
     def summary(self):
         return f"fake, rcut {self.rcut:g} angstrom, most {self.most or 'auto'}, width {self.width}"

@@ -18,6 +18,7 @@ from deepmd_ema.config.messages import show
 from deepmd_ema.config.registry import Registry
 from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.findings import Finding, error
 from deepmd_ema.utils import Check, fraction, is_number, not_negative, positive_int
 
 if TYPE_CHECKING:
@@ -233,19 +234,20 @@ class ScheduleFreeProfile(Profile):
         of_z = 1 - self.adam_beta1
         return (1 - share) * of_z / (of_z + share * self.adam_beta1)
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yield each option by which updates would be left out."""
+    def conflicts(self) -> Iterator[Finding]:
+        """Yield errors of options by which updates would be left out."""
         for name, default in (("start_step", 0), ("start_epoch", None), ("update_every", 1), ("should_update", None)):
             if (value := getattr(self, name)) != default:
                 shown = "given" if callable(value) else f"{value:g}"
-                yield name, f" = {shown}: the averaged point of the optimizer is updated in every step. Remove it."
+                why = "the averaged point of the optimizer is updated in every step"
+                yield error(name, f" = {shown}: {why}. Remove it.")
 
-    def problems(self, run: RunConfig) -> Iterator[tuple[str, str]]:
-        """Yield each option that does not fit to others of a run, also that the optimizer has no averaged point."""
+    def findings(self, run: RunConfig) -> Iterator[Finding]:
+        """Yield findings in a run, first the error that its optimizer has no averaged point."""
         if run.optimizer.type != "AdamWScheduleFree":
             why = f"optimizer.type is {run.optimizer.type}, and only AdamWScheduleFree has this average"
-            yield "type", f' = "schedule_free": {why}. Change one of the two.'
-        yield from super().problems(run)
+            yield error("type", f' = "schedule_free": {why}. Change one of the two.')
+        yield from super().findings(run)
 
     def describe_length(self, steps_per: Mapping[str, float]) -> str:
         """Return its origin."""

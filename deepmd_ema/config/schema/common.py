@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from deepmd_ema.config.fields import Check, not_negative, option
 from deepmd_ema.config.messages import NOT_AVAILABLE, show
 from deepmd_ema.config.schema.text_options import ActivationName
+from deepmd_ema.findings import Finding, error
 
 Section = TypeVar("Section", bound=Any)
 
@@ -83,8 +84,8 @@ def sel_text(sel: int | list[int] | str) -> str:
     return " ".join(map(str, sel)) if isinstance(sel, list) else str(sel)
 
 
-def in_order(first: tuple[str, float], last: tuple[str, float], rcut: float) -> Iterator[tuple[str, str]]:
-    """Yield an option and the rest of a message if the last of two distances is not between the first and the cutoff.
+def in_order(first: tuple[str, float], last: tuple[str, float], rcut: float) -> Iterator[Finding]:
+    """Yield an error if the last of two distances is not between the first and the cutoff.
 
     Args:
         first: name and value of the option, angstrom.
@@ -93,11 +94,11 @@ def in_order(first: tuple[str, float], last: tuple[str, float], rcut: float) -> 
     """
     if not first[1] < last[1] <= rcut:
         expected = f"more than {first[0]} = {first[1]:g}, at most rcut = {rcut:g} (angstrom)"
-        yield last[0], f" = {last[1]:g}: expected {expected}."
+        yield error(last[0], f" = {last[1]:g}: expected {expected}.")
 
 
-def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield an option and the rest of a message if the switch does not begin before it ends.
+def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Iterator[Finding]:
+    """Yield an error if the switch does not begin before it ends.
 
     Args:
         rcut_smth: where it begins, angstrom.
@@ -105,8 +106,9 @@ def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Iterator[t
         prefix: what the names of both options begin with.
     """
     if rcut_smth >= rcut:
-        found = f" = {rcut_smth:g}: expected less than {prefix}rcut = {rcut:g} (angstrom)"
-        yield f"{prefix}rcut_smth", f"{found}. Try {prefix}rcut_smth = {0.1 * rcut:.2g}."
+        name = f"{prefix}rcut_smth"
+        text = f" = {rcut_smth:g}: expected less than {prefix}rcut = {rcut:g} (angstrom)"
+        yield error(name, f"{text}. Try {name} = {0.1 * rcut:.2g}.")
 
 
 def cutoff_option(doc: str, default: Any = MISSING) -> Any:
@@ -126,11 +128,11 @@ def switch_option(what: str, cutoff: str = "rcut", default: Any = MISSING) -> An
     return option(default, unit="angstrom", check=not_negative, doc=doc)
 
 
-def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Yield an option and the rest of a message if there are more axis channels than channels."""
+def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Iterator[Finding]:
+    """Yield an error if there are more axis channels than channels."""
     if axis_neuron > neuron[-1]:
         most = f"{neuron[-1]}, the last number of neuron = {show(neuron)}"
-        yield "axis_neuron", f" = {axis_neuron}: expected at most {most}."
+        yield error("axis_neuron", f" = {axis_neuron}: expected at most {most}.")
 
 
 def unavailable_option(value: Any, feature: str) -> Any:
@@ -173,19 +175,24 @@ def interpolate_option(
     return option("auto", also=(bool,), alias=("embedding_eval",), own=True, doc=doc, **about)
 
 
-def not_one_per_element(name: str, values: Sequence[Any], type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the option ``name`` and the rest of a message if its ``values`` have not one entry for each element."""
+def not_one_per_element(
+    name: str,
+    values: Sequence[Any],
+    type_map: Sequence[str],
+) -> Iterator[Finding]:
+    """Yield an error if the ``values`` of an option are not one for each element."""
     if len(values) != len(type_map):
         expected = f"{len(type_map)}, one for each of type_map = {show(type_map)}"
-        yield name, f" = {show(values)}: has length {len(values)}, expected {expected}."
+        text = f" = {show(values)}: has length {len(values)}, expected {expected}."
+        yield error(name, text)
 
 
-def unknown_types(name: str, types: Iterable[int], type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the option ``name`` and the rest of a message if one of its ``types`` is no place in ``type_map``."""
+def unknown_types(name: str, types: Iterable[int], type_map: Sequence[str]) -> Iterator[Finding]:
+    """Yield an error if one of the ``types`` of an option is no place in ``type_map``."""
     bad = sorted({t for t in types if t >= len(type_map)})
     if bad:
         expected = f"0 to {len(type_map) - 1}, places in type_map = {show(type_map)}"
-        yield name, f": type {bad[0]} does not exist, expected {expected}."
+        yield error(name, f": type {bad[0]} does not exist, expected {expected}.")
 
 
 def dashes(numbers: Iterable[int]) -> str:

@@ -12,6 +12,7 @@ from deepmd_ema.config.registry import Registry
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.bridging import Window
+    from deepmd_ema.findings import Finding
     from deepmd_ema.geometry import NeighborStatistics
 
 
@@ -49,8 +50,13 @@ class DescriptorConfig(Protocol):
     def with_neighbors_of(self, saved: DescriptorConfig) -> DescriptorConfig:
         """Return the section with the number of neighbors of ``saved``, if it leaves it to the data."""
 
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield the option and the rest of the message of what does not fit together; each value is right in itself."""
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield findings about the options together; each value is right in itself.
+
+        All are yielded: errors of options that contradict each other or the elements, warnings, and
+        ``unused`` for options without effect beside others, which the caller drops where the input
+        does not give the option. Places are as seen from the section.
+        """
 
     def summary(self) -> str:
         """Return the type and the main options as text, for one line."""
@@ -66,14 +72,6 @@ class HasInnerNeighbors(Protocol):
 
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
         """Yield the option, its cutoff (angstrom) and the most neighbors kept of each list that has a number."""
-
-
-@runtime_checkable
-class HasIdleOptions(Protocol):
-    """A section ``model.descriptor`` of which some options have no effect beside others."""
-
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield the options without effect, and why: the end of a sentence."""
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ from deepmd_ema.config.fields import not_negative, not_negative_int, option, pos
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.text_options import ActivationName
+from deepmd_ema.findings import Finding, error
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
@@ -63,13 +64,14 @@ class TypeEmbeddedOptions(DescriptorOptions):
     )
     use_tebd_bias: bool = option(False, doc="Whether the embedding of elements has a bias.")
 
-    def element_problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict the elements."""
+    def element_findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield errors of options that contradict the elements."""
         yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
         unknown = [name for name in type_map if name not in SYMBOLS] if self.use_econf_tebd else []
         if unknown:
             expected = "symbols of elements, whose electronic configurations are known"
-            yield "use_econf_tebd", f" = true: type_map has {show(unknown[0])}, expected {expected}."
+            text = f" = true: type_map has {show(unknown[0])}, expected {expected}."
+            yield error("use_econf_tebd", text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +189,8 @@ class PerElementSection(ListSection):
         f"a list with one whole number per element of type_map, e.g. [46, 92], at most {common.MAX_SIZE:,} together",
     )
 
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other."""
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield errors of options that contradict each other."""
         yield from common.smooth_before(self.rcut_smth, self.rcut)
         if not isinstance(self.sel, str):
             yield from common.not_one_per_element("sel", self.sel, type_map)

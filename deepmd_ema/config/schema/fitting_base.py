@@ -12,6 +12,7 @@ from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor_bases import DescriptorOptions
 from deepmd_ema.config.schema.text_options import ActivationName
+from deepmd_ema.findings import Finding, error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +98,15 @@ class FittingOptions:
         """Letters of the errors in tables."""
         return tuple(error.metric for name in self.labels for error in LABELS[name].errors if error.metric)
 
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield the option and the rest of the message of what does not fit together."""
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield errors of lists with a wrong length."""
         if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
-            found = f" = {show(self.default_fparam)}: has length {len(self.default_fparam)}"
-            yield "default_fparam", f"{found}, expected numb_fparam = {self.numb_fparam}."
+            text = f" = {show(self.default_fparam)}: has length {len(self.default_fparam)}"
+            yield error("default_fparam", f"{text}, expected numb_fparam = {self.numb_fparam}.")
         if isinstance(self.trainable, list) and len(self.trainable) != len(self.neuron) + 1:
             expected = f"{len(self.neuron) + 1}: one for each layer of neuron and one for the output"
-            yield "trainable", f" = {show(self.trainable)}: has length {len(self.trainable)}, expected {expected}."
+            text = f" = {show(self.trainable)}: has length {len(self.trainable)}"
+            yield error("trainable", f"{text}, expected {expected}.")
 
     def summary(self) -> str:
         """Return the main options as text."""

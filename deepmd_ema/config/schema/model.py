@@ -15,8 +15,9 @@ from deepmd_ema.config.messages import Place, path_of, show
 from deepmd_ema.config.registry import Family, Registry
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.bridging import DEFAULT_INNER, DEFAULT_OUTER, Window, bridging_method, method_name
-from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasBridging, HasIdleOptions
-from deepmd_ema.config.schema.pair_table import pair_table, read_table, table_problems
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasBridging
+from deepmd_ema.config.schema.pair_table import pair_table, read_table, table_findings
+from deepmd_ema.findings import Finding, error, inside, unused, warning
 from deepmd_ema.utils import is_number
 
 _types = Check(lambda v: all(t >= 0 for t in v), "a list of type numbers, e.g. [0]")
@@ -112,38 +113,43 @@ class ModelConfig:
         """Return names and texts of what the model is, rows of a table."""
         return [("elements", " ".join(self.type_map))]
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield the option and the rest of the message of what does not fit together in the section itself."""
+    def findings(self) -> Iterator[Finding]:
+        """Yield findings about the section and its parts, first errors of the section itself."""
+        yield from self.conflicts()
+        for place, part in self.parts():
+            yield from inside(place, part.findings(self.type_map))
+        if self.use_srtab is None:
+            for name in ("smin_alpha", "sw_rmin", "sw_rmax"):
+                yield unused(name, "use_srtab is not given")
+        if self.bridging is None:
+            for name in ("bridging_r_inner", "bridging_r_outer"):
+                yield unused(name, "there is no bridging_method")
+
+    def conflicts(self) -> Iterator[Finding]:
+        """Yield errors of options of the section itself that contradict each other."""
         names = self.type_map
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
-            yield "type_map", f" = {show(names)}: {', '.join(twice)} occurs more than once. Name each element once."
+            text = f" = {show(names)}: {', '.join(twice)} occurs more than once."
+            yield error("type_map", f"{text} Name each element once.")
         for values in (self.preset_out_bias or {}).values():
             wrong = [v for v in values if not _is_bias(v)]
             if wrong:
                 expected = "a number, or null for a bias that is fitted"
-                yield "preset_out_bias", f": energy has {show(wrong[0])}: expected {expected}."
+                text = f": energy has {show(wrong[0])}: expected {expected}."
+                yield error("preset_out_bias", text)
             yield from common.not_one_per_element("preset_out_bias", values, names)
         yield from common.unknown_types("pair_exclude_types", chain(*self.pair_exclude_types), names)
         excluded = self.atom_exclude_types
         yield from common.unknown_types("atom_exclude_types", excluded, names)
         if self.excluded_types >= set(range(len(names))):
-            yield "atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
+            text = f" = {show(excluded)}: every type is excluded, so nothing would be trained."
+            yield error("atom_exclude_types", text)
 
     def parts(self) -> Iterator[tuple[str, Any]]:
-        """Yield place and section of the parts that have problems and idle options of their own."""
+        """Yield place and section of the parts that have findings of their own."""
         yield "descriptor", self.descriptor
         yield "fitting_net", self.fitting_net
-
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield options of the sections in it that have no effect beside others, and why: the end of a sentence."""
-        for place, part in self.parts():
-            if isinstance(part, HasIdleOptions):
-                yield from ((f"{place}.{name}", why) for name, why in part.idle_options())
-
-    def warnings(self) -> Iterator[str]:
-        """Yield settings that are allowed but likely mistakes."""
-        yield from ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,34 +196,45 @@ class NetworkConfig(ModelConfig):
             parts.append(("short range", f"{self.bridging_method}, distances clamped from {window}"))
         return [*super().summary(), *parts]
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other, also those of bridging."""
-        yield from super().problems()
+    def findings(self) -> Iterator[Finding]:
+        """Yield findings, also warnings of energies that an isolated atom will not have."""
+        yield from super().findings()
+        setting = self.descriptor.vacuum_needs
+        if not setting:
+            return
+        text = f" is given: an isolated atom has this energy only with model.descriptor.{setting}."
+        if self.fitting_net.atom_ener:
+            yield warning("fitting_net.atom_ener", text)
+        if self.preset_out_bias:
+            yield warning("preset_out_bias", text)
+
+    def conflicts(self) -> Iterator[Finding]:
+        """Yield errors of options that contradict each other, also those of bridging."""
+        yield from super().conflicts()
         fitting = self.fitting_net
         if fitting.is_equivariant and not getattr(self.descriptor, "has_equivariants", False):
-            text = f": the descriptor {self.descriptor.type} has no vectors of which a {fitting.labels[0]} is made."
-            yield "fitting_net.type", f"{text} Use se_e2_a, se_atten, dpa2, dpa3, or a hybrid of them."
+            vectors = f"vectors of which a {fitting.labels[0]} is made"
+            text = f": the descriptor {self.descriptor.type} has no {vectors}."
+            instead = "Use se_e2_a, se_atten, dpa2, dpa3, or a hybrid of them."
+            yield error("fitting_net.type", f"{text} {instead}")
         if ENERGY not in fitting.labels:
-            given = {name: getattr(self, name) for name in ("preset_out_bias", "use_srtab", "bridging_method")}
             text = f": is about energies, and fitting_net.type {fitting.type} has none. Remove it."
-            yield from ((name, text) for name, value in given.items() if value)
+            for name in ("preset_out_bias", "use_srtab", "bridging_method"):
+                if getattr(self, name):
+                    yield error(name, text)
         if self.bridging is None:
             return
-        first, last = ("bridging_r_inner", self.bridging_r_inner), ("bridging_r_outer", self.bridging_r_outer)
+        first = ("bridging_r_inner", self.bridging_r_inner)
+        last = ("bridging_r_outer", self.bridging_r_outer)
         yield from common.in_order(first, last, self.descriptor.cutoff)
         unknown = [name for name in self.type_map if name not in SYMBOLS]
         if unknown:
-            yield "type_map", f" = {show(self.type_map)}: {unknown[0]} is no element, whose charge zbl needs."
+            why = f"{unknown[0]} is no element, whose charge zbl needs"
+            yield error("type_map", f" = {show(self.type_map)}: {why}.")
         if not isinstance(self.descriptor, HasBridging):
-            text = f" = {show(self.bridging_method)}: the descriptor {self.descriptor.type} does not have it"
-            yield "bridging_method", f"{text}, nor in DeePMD-kit. Use the descriptor dpa4, or use_srtab, a table."
-
-    def warnings(self) -> Iterator[str]:
-        """Yield energies of isolated atoms that an isolated atom will not have."""
-        if self.descriptor.vacuum_needs:
-            given = {"fitting_net.atom_ener": self.fitting_net.atom_ener, "preset_out_bias": self.preset_out_bias}
-            needs = f"an isolated atom has this energy only with model.descriptor.{self.descriptor.vacuum_needs}"
-            yield from (f"model.{name} is given: {needs}." for name, value in given.items() if value)
+            why = f"the descriptor {self.descriptor.type} does not have it, nor in DeePMD-kit"
+            instead = "Use the descriptor dpa4, or use_srtab, a table."
+            yield error("bridging_method", f" = {show(self.bridging_method)}: {why}. {instead}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,19 +281,21 @@ class StandardConfig(NetworkConfig):
         text = f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} to {self.sw_rmax}"
         return [*super().summary(), ("short range", text)]
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other, also with the table."""
-        yield from super().problems()
+    def conflicts(self) -> Iterator[Finding]:
+        """Yield errors of options that contradict each other, also with the table."""
+        yield from super().conflicts()
         if self.use_srtab is not None:
-            yield from table_problems("use_srtab", self.use_srtab, len(self.type_map), self.descriptor.cutoff)
+            rcut = self.descriptor.cutoff
+            yield from table_findings("use_srtab", self.use_srtab, len(self.type_map), rcut)
             if self.bridging is not None:
-                both = "bridging_method is given too, and both act at short distances. Remove one of the two."
-                yield "use_srtab", f": {both}"
+                both = "bridging_method is given too, and both act at short distances"
+                yield error("use_srtab", f": {both}. Remove one of the two.")
             for name in ("sw_rmin", "sw_rmax"):
                 if getattr(self, name) is None:
-                    yield name, ": required beside use_srtab, in angstrom, but missing."
+                    yield error(name, ": required beside use_srtab, in angstrom, but missing.")
         if self.sw_rmin is not None and self.sw_rmax is not None:
-            yield from common.in_order(("sw_rmin", self.sw_rmin), ("sw_rmax", self.sw_rmax), self.descriptor.cutoff)
+            rmin, rmax = ("sw_rmin", self.sw_rmin), ("sw_rmax", self.sw_rmax)
+            yield from common.in_order(rmin, rmax, self.descriptor.cutoff)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepmd_ema.config.fields import Check
+from deepmd_ema.findings import Finding, error
 
 Table = list[list[float]]
 """Rows of a distance, angstrom, and an energy for each pair of elements, eV: O-O, O-H, H-H for ["O", "H"]."""
@@ -24,15 +25,16 @@ def read_table(value: str | Table) -> Table:
     return [list(map(float, line)) for line in lines if line]
 
 
-def table_problems(name: str, table: Table, num_types: int, rcut: float) -> Iterator[tuple[str, str]]:
-    """Yield the option ``name`` and the rest of the message of what does not fit to the elements and the cutoff."""
-    columns, expected = len(table[0]) - 1, num_types * (num_types + 1) // 2
+def table_findings(name: str, table: Table, num_types: int, rcut: float) -> Iterator[Finding]:
+    """Yield errors of the table of an option that does not fit to the elements and the cutoff."""
+    columns = len(table[0]) - 1
+    expected = num_types * (num_types + 1) // 2
     if columns != expected:
         wanted = f"{expected}, one for each pair of {num_types} elements"
-        yield name, f": has energies of {columns} pairs, expected {wanted}."
+        yield error(name, f": has energies of {columns} pairs, expected {wanted}.")
     if table[-1][0] < rcut and any(table[-1][1:]):
         end = f"{table[-1][0]:g} angstrom with energies that are not 0, and rcut is {rcut:g}"
-        yield name, f": ends at {end}. Continue it until they are 0, or to rcut."
+        yield error(name, f": ends at {end}. Continue it until they are 0, or to rcut.")
 
 
 def _is_table(value: Any) -> bool:

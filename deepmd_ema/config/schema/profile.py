@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.fields import MAX_INTEGER, option, options
 from deepmd_ema.errors import ConfigError, every_steps
+from deepmd_ema.findings import Finding, error, unused
 from deepmd_ema.utils import LIVE, POSTHOC, Check, not_negative, not_negative_int, positive_int
 
 if TYPE_CHECKING:
@@ -194,32 +195,48 @@ class Profile(ABC):
             "should_update": None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__),
         }
 
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yield each option that another one excludes, with the rest of the message."""
+    def conflicts(self) -> Iterator[Finding]:
+        """Yield errors of options that exclude each other, in a run or in a bank without one."""
         if self.start_step > 0 and self.start_epoch is not None:
-            yield "start_epoch", f" = {self.start_epoch:g}: start_step = {self.start_step} is given too. {REMOVE_ONE}"
+            text = f" = {self.start_epoch:g}: start_step = {self.start_step} is given too."
+            yield error("start_epoch", f"{text} {REMOVE_ONE}")
         if self.should_update is not None and self.update_every != 1:
             who = "should_update" if "should_update" in vars(self) else f"type {self.type}"
-            yield "update_every", f" = {self.update_every}: {who} says itself which steps count. Remove it."
+            text = f" = {self.update_every}: {who} says itself which steps count. Remove it."
+            yield error("update_every", text)
         lengths = [(name, value) for name in self.lengths if (value := getattr(self, name)) is not None]
         if len(lengths) > 1:
             (first, a), (second, b) = lengths
-            yield second, f" = {b:g}: {first} = {a:g} is given too. {REMOVE_ONE}"
+            yield error(second, f" = {b:g}: {first} = {a:g} is given too. {REMOVE_ONE}")
 
-    def problems(self, run: RunConfig) -> Iterator[tuple[str, str]]:
-        """Yield each option that does not fit to others of a run, with the rest of the message."""
+    def findings(self, run: RunConfig) -> Iterator[Finding]:
+        """Yield errors of options that do not fit to others of a run, and those without effect."""
         training = run.training
         if self.full_validation and not run.has_validation_data:
-            yield "full_validation", NEEDS_DATA
+            yield error("full_validation", NEEDS_DATA)
         if self.lcurve and not training.disp_training:
-            yield "lcurve", " = true: needs training.disp_training, which is false. Set it to true, or remove this."
+            needs = "needs training.disp_training, which is false"
+            yield error("lcurve", f" = true: {needs}. Set it to true, or remove this.")
         if self.snapshots and self.snapshot_freq is None and training.save_freq <= 0:
             why = f"training.save_freq = {training.save_freq} writes the last step only"
-            yield "snapshots", f' = true: needs snapshot_freq, because {why}. Add it, e.g. "snapshot_freq": 1000.'
+            text = f" = true: needs snapshot_freq, because {why}."
+            yield error("snapshots", f'{text} Add it, e.g. "snapshot_freq": 1000.')
         yield from self.conflicts()
         if self.lengths and all(getattr(self, name) is None for name in self.lengths):
             example = '"decay": 0.999' if self.type == "ema" else '"sigma_rel": 0.05'
-            yield "", f": {' or '.join(self.lengths)} is required for type {self.type}. Add one, e.g. {example}."
+            text = f": {' or '.join(self.lengths)} is required for type {self.type}."
+            yield error("", f"{text} Add one, e.g. {example}.")
+        if self.length[0] == "decay":
+            yield unused("half_life_unit", "decay is given, and no half_life")
+        if not self.snapshots:
+            yield unused("snapshot_freq", "snapshots is false")
+        if training.ckpt_keep_ratio is not None:
+            yield unused("ckpt_keep", "ckpt_keep_ratio says how many checkpoints are kept")
+        if run.validating.full_val_start == 1:
+            yield unused("full_validation", "validating.full_val_start = 1 means never")
+        if self.layout == "full_tensor" and training.zero_stage <= 1:
+            stage = training.zero_stage
+            yield unused("layout", f"every process holds all weights at zero_stage {stage}")
 
     @property
     def length(self) -> tuple[str, float]:

@@ -12,6 +12,7 @@ from deepmd_ema.config.fields import option, options, positive_int, redefined
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor_bases import NeighborLists, TypeEmbeddedOptions
 from deepmd_ema.config.schema.text_options import ActivationName
+from deepmd_ema.findings import Finding, error, inside, unused
 from deepmd_ema.model.families.se_atten.section import SeAttenConfig
 from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 from deepmd_ema.model.families.se_e3_tebd.section import SeE3TebdConfig
@@ -52,15 +53,20 @@ class RepinitConfig:
     three_body_rcut: float = common.cutoff_option("Cutoff radius of the angles, at most `rcut`.", 4.0)
     three_body_rcut_smth: float = common.switch_option("1/r is", "three_body_rcut", 0.5)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other."""
+    def findings(self) -> Iterator[Finding]:
+        """Yield errors of options that contradict each other, and options without effect."""
         yield from common.smooth_before(self.rcut_smth, self.rcut)
         yield from common.axis_fits(self.axis_neuron, self.neuron)
         if not self.use_three_body:
+            for declared in options(RepinitConfig):
+                if declared.name.startswith("three_body_"):
+                    yield unused(declared.name, "use_three_body is false")
             return
-        yield from common.smooth_before(self.three_body_rcut_smth, self.three_body_rcut, "three_body_")
-        if self.three_body_rcut > self.rcut:
-            yield "three_body_rcut", f" = {self.three_body_rcut:g}: expected at most rcut = {self.rcut:g} (angstrom)."
+        rcut = self.three_body_rcut
+        yield from common.smooth_before(self.three_body_rcut_smth, rcut, "three_body_")
+        if rcut > self.rcut:
+            expected = f"at most rcut = {self.rcut:g} (angstrom)"
+            yield error("three_body_rcut", f" = {rcut:g}: expected {expected}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,52 +137,51 @@ class RepformerConfig:
     trainable_ln: bool = redefined(SeAttenConfig, "trainable_ln")
     ln_eps: float | None = redefined(SeAttenConfig, "ln_eps")
 
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield the options without effect, and why."""
-        attends = self.update_g2_has_attn and self.nlayers > 1
-        of_pairs = ("update_g2_has_g1g1", "update_g2_has_attn", "update_h2")
-        moments = self.update_g1_has_grrg or self.update_g1_has_drrd
-        for is_idle, names, why in (
-            (self.nlayers == 1, of_pairs, "pairs do not change in the last layer, and there is one"),
-            (not self.update_g1_has_attn, ("attn1_hidden", "attn1_nhead"), "update_g1_has_attn is false"),
-            (
-                not (attends or (self.update_h2 and self.nlayers > 1)),
-                ("attn2_hidden", "attn2_nhead", "attn2_has_gate"),
-                "there is no attention of pairs",
-            ),
-            (not attends, ("trainable_ln", "ln_eps"), "channels of pairs have no attention, which is normalised"),
-            (not moments, ("axis_neuron", "use_sqrt_nnei"), "update_g1_has_grrg and update_g1_has_drrd are false"),
-            (not self.update_g1_has_conv, ("g1_out_conv",), "update_g1_has_conv is false"),
-            (self.direct_dist, ("set_davg_zero",), "direct_dist is true"),
-            (
-                self.update_style != "res_residual",
-                ("update_residual", "update_residual_init"),
-                f"update_style is {self.update_style}",
-            ),
-        ):
-            yield from ((name, why) for name in names if is_idle)
-
     @property
     def terms(self) -> int:
         """Return the number of inputs of the layer of all terms."""
         conv = self.update_g1_has_conv and not self.g1_out_conv
         return (not self.g1_out_mlp) + self.update_g1_has_grrg + self.update_g1_has_drrd + conv
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other."""
+    def findings(self) -> Iterator[Finding]:
+        """Yield errors of options that contradict each other."""
         yield from common.smooth_before(self.rcut_smth, self.rcut)
-        for has, name, width in (
-            (self.update_g1_has_grrg, "g2_dim", self.g2_dim),
-            (self.update_g1_has_drrd, "g1_dim", self.g1_dim),
-        ):
-            if has and self.axis_neuron > width:
-                yield "axis_neuron", f" = {self.axis_neuron}: expected at most {name} = {width}."
+        if self.update_g1_has_grrg and self.axis_neuron > self.g2_dim:
+            text = f" = {self.axis_neuron}: expected at most g2_dim = {self.g2_dim}."
+            yield error("axis_neuron", text)
+        if self.update_g1_has_drrd and self.axis_neuron > self.g1_dim:
+            text = f" = {self.axis_neuron}: expected at most g1_dim = {self.g1_dim}."
+            yield error("axis_neuron", text)
         if not self.terms:
-            yield (
-                "g1_out_mlp",
-                " = true: the layer of all terms would have no input. Set it to false, or update_g1_has_grrg or "
-                "update_g1_has_drrd to true.",
-            )
+            why = "the layer of all terms would have no input"
+            instead = "Set it to false, or update_g1_has_grrg or update_g1_has_drrd to true."
+            yield error("g1_out_mlp", f" = true: {why}. {instead}")
+
+    def unused_options(self) -> Iterator[Finding]:
+        """Yield options without effect, which the section around it yields last."""
+        attends = self.update_g2_has_attn and self.nlayers > 1
+        if self.nlayers == 1:
+            for name in ("update_g2_has_g1g1", "update_g2_has_attn", "update_h2"):
+                yield unused(name, "pairs do not change in the last layer, and there is one")
+        if not self.update_g1_has_attn:
+            for name in ("attn1_hidden", "attn1_nhead"):
+                yield unused(name, "update_g1_has_attn is false")
+        if not attends and not (self.update_h2 and self.nlayers > 1):
+            for name in ("attn2_hidden", "attn2_nhead", "attn2_has_gate"):
+                yield unused(name, "there is no attention of pairs")
+        if not attends:
+            for name in ("trainable_ln", "ln_eps"):
+                yield unused(name, "channels of pairs have no attention, which is normalised")
+        if not (self.update_g1_has_grrg or self.update_g1_has_drrd):
+            for name in ("axis_neuron", "use_sqrt_nnei"):
+                yield unused(name, "update_g1_has_grrg and update_g1_has_drrd are false")
+        if not self.update_g1_has_conv:
+            yield unused("g1_out_conv", "update_g1_has_conv is false")
+        if self.direct_dist:
+            yield unused("set_davg_zero", "direct_dist is true")
+        if self.update_style != "res_residual":
+            for name in ("update_residual", "update_residual_init"):
+                yield unused(name, f"update_style is {self.update_style}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,29 +232,27 @@ class DPA2Config(TypeEmbeddedOptions, NeighborLists):
         if isinstance(later.nsel, int):
             yield "repformer.nsel", later.rcut, later.nsel
 
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield the options without effect, and why."""
-        if not self.repinit.use_three_body:
-            names = (o.name for o in options(RepinitConfig) if o.name.startswith("three_body_"))
-            yield from ((f"repinit.{name}", "use_three_body is false") for name in names)
-        yield from ((f"repformer.{name}", why) for name, why in self.repformer.idle_options())
-
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other."""
-        yield from ((f"repinit.{name}", text) for name, text in self.repinit.problems())
-        yield from ((f"repformer.{name}", text) for name, text in self.repformer.problems())
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield findings of both parts, and errors of options that contradict each other."""
+        yield from inside("repinit", self.repinit.findings())
+        yield from inside("repformer", self.repformer.findings())
         first, later = self.repinit, self.repformer
         if later.rcut >= first.rcut:
-            yield "repformer.rcut", f" = {later.rcut:g}: expected less than repinit.rcut = {first.rcut:g} (angstrom)."
+            expected = f"less than repinit.rcut = {first.rcut:g} (angstrom)"
+            yield error("repformer.rcut", f" = {later.rcut:g}: expected {expected}.")
         # parts with a longer cutoff that keep fewer neighbors, which DeePMD-kit refuses
         named = sorted((rcut, most, name) for name, rcut, most in self.inner_neighbors())
         named += [(first.rcut, first.nsel, "repinit.nsel")] if isinstance(first.nsel, int) else []
         for (_, fewer, name), (_, more, beyond) in pairwise(named):
             if fewer > more:
-                yield name, f" = {fewer}: expected at most {beyond} = {more}, which is within a larger cutoff."
+                expected = f"at most {beyond} = {more}, which is within a larger cutoff"
+                yield error(name, f" = {fewer}: expected {expected}.")
         if isinstance(later.nsel, int) and later.nsel == first.nsel:
-            yield "repformer.nsel", f" = {later.nsel}: expected less than repinit.nsel = {first.nsel}."
-        yield from self.element_problems(type_map)
+            expected = f"less than repinit.nsel = {first.nsel}"
+            yield error("repformer.nsel", f" = {later.nsel}: expected {expected}.")
+        yield from self.element_findings(type_map)
+        # last, because rules end at the first option that is wrong in itself, and these read most
+        yield from inside("repformer", self.repformer.unused_options())
 
     def summary(self) -> str:
         """Return the main options as text."""

@@ -10,6 +10,7 @@ from deepmd_ema.config.fields import Check, not_negative, not_negative_int, opti
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor_bases import ChargeSpinOptions, NeighborLists, TypeEmbeddedOptions
 from deepmd_ema.config.schema.text_options import ActivationName
+from deepmd_ema.findings import Finding, error, inside, unused
 from deepmd_ema.model.families.dpa2.section import RepformerConfig
 
 _width = Check(lambda v: 0 < v <= common.MAX_SIZE, f"a whole number from 1 to {common.MAX_SIZE:,}")
@@ -112,57 +113,59 @@ class RepflowConfig:
             return self.e_dim
         return self.a_dim // (2 * self.a_compress_rate) * self.a_compress_e_rate
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other."""
+    def findings(self) -> Iterator[Finding]:
+        """Yield errors of options that contradict each other, and options without effect."""
         yield from common.smooth_before(self.e_rcut_smth, self.e_rcut, "e_")
         yield from common.smooth_before(self.a_rcut_smth, self.a_rcut, "a_")
         if self.a_rcut > self.e_rcut:
-            yield "a_rcut", f" = {self.a_rcut:g}: expected at most e_rcut = {self.e_rcut:g} (angstrom)."
+            expected = f"at most e_rcut = {self.e_rcut:g} (angstrom)"
+            yield error("a_rcut", f" = {self.a_rcut:g}: expected {expected}.")
         if isinstance(self.a_sel, int) and isinstance(self.e_sel, int) and self.a_sel > self.e_sel:
-            yield "a_sel", f" = {self.a_sel}: expected at most e_sel = {self.e_sel}."
+            yield error("a_sel", f" = {self.a_sel}: expected at most e_sel = {self.e_sel}.")
         for name in ("e_rcut_smth", "a_rcut_smth"):
             if self.use_exp_switch and getattr(self, name) == 0:
-                yield name, " = 0: use_exp_switch divides by it. Expected a number > 0."
+                yield error(name, " = 0: use_exp_switch divides by it. Expected a number > 0.")
         if self.use_dynamic_sel and not self.smooth_edge_update:
-            yield "use_dynamic_sel", " = true: needs smooth_edge_update = true."
+            yield error("use_dynamic_sel", " = true: needs smooth_edge_update = true.")
         if self.sequential_update and self.update_style != "res_residual":
-            yield "sequential_update", f' = true: needs update_style = "res_residual", not "{self.update_style}".'
+            needs = 'needs update_style = "res_residual"'
+            yield error("sequential_update", f' = true: {needs}, not "{self.update_style}".')
         if self.sequential_update and not self.update_angle:
-            yield "sequential_update", " = true: needs update_angle = true."
-        yield from self._width_problems()
+            yield error("sequential_update", " = true: needs update_angle = true.")
+        yield from self._width_findings()
+        yield unused("optim_update", "both values are the same function")
+        if not self.update_angle:
+            yield unused("smooth_edge_update", "update_angle is false")
+            yield unused("a_compress_rate", "update_angle is false")
+        if not (self.update_angle and self.a_compress_rate):
+            why = "a_compress_rate is 0 or update_angle is false"
+            yield unused("a_compress_e_rate", why)
+            yield unused("a_compress_use_split", why)
+        if not self.use_dynamic_sel:
+            yield unused("sel_reduce_factor", "use_dynamic_sel is false")
+        if self.update_style != "res_residual":
+            why = f"update_style is {self.update_style}"
+            yield unused("update_residual", why)
+            yield unused("update_residual_init", why)
 
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield the options without effect, and why."""
-        for is_idle, names, why in (
-            (True, ("optim_update",), "both values are the same function"),
-            (not self.update_angle, ("smooth_edge_update", "a_compress_rate"), "update_angle is false"),
-            (
-                not (self.update_angle and self.a_compress_rate),
-                ("a_compress_e_rate", "a_compress_use_split"),
-                "a_compress_rate is 0 or update_angle is false",
-            ),
-            (not self.use_dynamic_sel, ("sel_reduce_factor",), "use_dynamic_sel is false"),
-            (
-                self.update_style != "res_residual",
-                ("update_residual", "update_residual_init"),
-                f"update_style is {self.update_style}",
-            ),
-        ):
-            yield from ((name, why) for name in names if is_idle)
-
-    def _width_problems(self) -> Iterator[tuple[str, str]]:
+    def _width_findings(self) -> Iterator[Finding]:
         narrow = min(self.n_dim, self.e_dim)
         if self.axis_neuron > narrow:
-            yield "axis_neuron", f" = {self.axis_neuron}: expected at most {narrow}, the smaller of n_dim and e_dim."
+            expected = f"at most {narrow}, the smaller of n_dim and e_dim"
+            yield error("axis_neuron", f" = {self.axis_neuron}: expected {expected}.")
         rate = self.a_compress_rate
         if not rate or not self.update_angle:
             return
         if self.a_dim < rate or (self.a_dim // rate) % 2 or self.a_dim * self.a_compress_e_rate % (2 * rate):
-            yield "a_compress_rate", f" = {rate}: expected a number of which twice divides a_dim = {self.a_dim}."
+            expected = f"a number of which twice divides a_dim = {self.a_dim}"
+            yield error("a_compress_rate", f" = {rate}: expected {expected}.")
         elif self.a_compress_use_split:
-            for name, have, need in (("n_dim", self.n_dim, self.n_angle_dim), ("e_dim", self.e_dim, self.e_angle_dim)):
-                if need > have:
-                    yield name, f" = {have}: expected at least {need}, the first numbers of it that angles see."
+            nodes = ("n_dim", self.n_dim, self.n_angle_dim)
+            edges = ("e_dim", self.e_dim, self.e_angle_dim)
+            for name, width, least in (nodes, edges):
+                if width < least:
+                    expected = f"at least {least}, the first numbers of it that angles see"
+                    yield error(name, f" = {width}: expected {expected}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,15 +191,11 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions, NeighborLists):
         if flow.update_angle and isinstance(flow.a_sel, int):
             yield "repflow.a_sel", flow.a_rcut, flow.a_sel
 
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other."""
-        yield from ((f"repflow.{name}", text) for name, text in self.repflow.problems())
-        yield from self.element_problems(type_map)
-
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield the options without effect, and why."""
-        yield "use_loc_mapping", "there are no images of atoms to be numbered"
-        yield from ((f"repflow.{name}", why) for name, why in self.repflow.idle_options())
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield findings of the layers, of the elements, and the option without effect."""
+        yield unused("use_loc_mapping", "there are no images of atoms to be numbered")
+        yield from inside("repflow", self.repflow.findings())
+        yield from self.element_findings(type_map)
 
     def summary(self) -> str:
         """Return the main options as text."""

@@ -14,6 +14,7 @@ from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.bridging import Window
 from deepmd_ema.config.schema.descriptor_bases import ChargeSpinOptions, DescriptorOptions, NeighborLists
 from deepmd_ema.config.schema.text_options import ActivationName
+from deepmd_ema.findings import Finding, error, unused
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # of typing since Python 3.11
@@ -77,8 +78,8 @@ class AllNeighborsSection(ChargeSpinOptions, NeighborLists):
         """Return the section as it is."""
         return self
 
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other."""
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield errors of options that contradict each other."""
         yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
 
 
@@ -256,43 +257,44 @@ class DPA4Config(AllNeighborsSection):
         """Return the section of a descriptor whose atoms fade out in a window of distances."""
         return replace(self, window=window)
 
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other."""
-        yield from super().problems(type_map)
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield errors of options that contradict each other, and options without effect."""
+        yield from super().findings(type_map)
         if any(first < second for first, second in pairwise(self.degrees)):
-            yield "l_schedule", f" = {show(self.l_schedule)}: expected numbers that do not increase."
+            text = f" = {show(self.l_schedule)}: expected numbers that do not increase."
+            yield error("l_schedule", text)
         if len(self.orders) != len(self.degrees):
             expected = f"{len(self.degrees)}, one for each block"
-            yield "m_schedule", f" = {show(self.m_schedule)}: has length {len(self.orders)}, expected {expected}."
+            text = f" = {show(self.m_schedule)}: has length {len(self.orders)}"
+            yield error("m_schedule", f"{text}, expected {expected}.")
         elif any(order > degree for order, degree in zip(self.orders, self.degrees)):
             expected = f"at most the degrees of the blocks, {show(list(self.degrees))}"
-            yield "m_schedule", f" = {show(self.m_schedule)}: expected {expected}."
+            yield error("m_schedule", f" = {show(self.m_schedule)}: expected {expected}.")
         if self.kmax > self.largest_degree:
-            yield "kmax", f" = {self.kmax}: expected at most the largest degree, {self.largest_degree}."
+            expected = f"at most the largest degree, {self.largest_degree}"
+            yield error("kmax", f" = {self.kmax}: expected {expected}.")
         if self.largest_degree + self.extra_node_l > MAX_DEGREE:
             expected = f"at most {MAX_DEGREE - self.largest_degree}, so that no degree is above {MAX_DEGREE}"
-            yield "extra_node_l", f" = {self.extra_node_l}: expected {expected}."
+            yield error("extra_node_l", f" = {self.extra_node_l}: expected {expected}.")
         width = self.focus_dim or self.channels
         seen = width * self.n_focus if self.atten_f_mix else width
         if self.n_atten_head and seen % self.n_atten_head:
-            yield "n_atten_head", f" = {self.n_atten_head}: expected a divisor of {seen}, the channels of a stream."
+            expected = f"a divisor of {seen}, the channels of a stream"
+            yield error("n_atten_head", f" = {self.n_atten_head}: expected {expected}.")
         steps = self.lebedev_quadrature[0] if isinstance(self.lebedev_quadrature, list) else self.lebedev_quadrature
         if not steps and max(self.orders, default=0) > 3 and (self.s2_activation[0] or self.node_wise_s2):
             text = "the points of DeePMD-kit are too few for products of orders above 3. Use true."
-            yield "lebedev_quadrature", f" = {show(self.lebedev_quadrature)}: {text}"
-
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield the options without effect, and why."""
+            yield error("lebedev_quadrature", f" = {show(self.lebedev_quadrature)}: {text}")
         if self.l_schedule is not None:
-            yield "lmax", "l_schedule gives the degrees"
-            yield "n_blocks", "l_schedule gives the blocks"
+            yield unused("lmax", "l_schedule gives the degrees")
+            yield unused("n_blocks", "l_schedule gives the blocks")
         if self.m_schedule is not None:
-            yield "mmax", "m_schedule gives the orders"
+            yield unused("mmax", "m_schedule gives the orders")
         if self.radial_so2_mode != "degree_channel":
-            yield "radial_so2_rank", f"radial_so2_mode is {self.radial_so2_mode}"
+            yield unused("radial_so2_rank", f"radial_so2_mode is {self.radial_so2_mode}")
         if not self.n_atten_head:
             for name in ("atten_f_mix", "atten_v_proj", "atten_o_proj"):
-                yield name, "there is no attention"
+                yield unused(name, "there is no attention")
 
     def summary(self) -> str:
         """Return the main options as text."""

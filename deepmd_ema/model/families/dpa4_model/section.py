@@ -11,6 +11,7 @@ from deepmd_ema.config.messages import show
 from deepmd_ema.config.registry import Registry
 from deepmd_ema.config.schema.descriptor import DescriptorConfig
 from deepmd_ema.config.schema.model import NetworkConfig
+from deepmd_ema.findings import Finding, error
 
 if TYPE_CHECKING:
     from deepmd_ema.model.families.dpa4.section import DPA4Config
@@ -41,10 +42,11 @@ class DPA4ModelConfig(NetworkConfig):
             pairs = [list(pair) for pair in cast("DPA4Config", self.descriptor).exclude_types]
             object.__setattr__(self, "pair_exclude_types", pairs)
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other, also those of the descriptor and of the model."""
-        yield from super().problems()
-        own = cast("DPA4Config", self.descriptor).exclude_types
-        if own and sorted(map(sorted, own)) != sorted(map(sorted, self.pair_exclude_types)):
-            text = f"model.pair_exclude_types = {show(self.pair_exclude_types)} is another choice. Give one of the two."
-            yield "descriptor.exclude_types", f" = {show(own)}: {text}"
+    def conflicts(self) -> Iterator[Finding]:
+        """Yield errors of options that contradict each other, also in descriptor and model."""
+        yield from super().conflicts()
+        pairs = cast("DPA4Config", self.descriptor).exclude_types
+        if pairs and sorted(map(sorted, pairs)) != sorted(map(sorted, self.pair_exclude_types)):
+            why = f"model.pair_exclude_types = {show(self.pair_exclude_types)} is another choice"
+            text = f" = {show(pairs)}: {why}. Give one of the two."
+            yield error("descriptor.exclude_types", text)

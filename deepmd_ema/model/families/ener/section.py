@@ -11,6 +11,7 @@ from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.fitting_base import FittingOptions
+from deepmd_ema.findings import Finding, unused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +39,9 @@ class EnerFittingConfig(FittingOptions):
         doc="Whether atom parameters mark real atoms instead of entering the network. Only false here.",
     )
 
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield the option and the rest of the message of what does not fit together."""
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield errors of lists with a wrong length, and the option without effect."""
         if self.atom_ener:
             yield from common.not_one_per_element("atom_ener", self.atom_ener, type_map)
-        yield from super().problems(type_map)
-
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield the option without effect, and why."""
-        yield "layer_name", "layers are not shared by name"
+        yield from super().findings(type_map)
+        yield unused("layer_name", "layers are not shared by name")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from deepmd_ema.config.fields import option
-from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasIdleOptions, HasInnerNeighbors
+from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasInnerNeighbors
+from deepmd_ema.findings import Finding, error, inside
 
 if TYPE_CHECKING:
     from deepmd_ema.geometry import NeighborStatistics
@@ -72,12 +73,12 @@ class HybridConfig:
             return self
         return replace(self, list=[part.with_neighbors_of(one) for part, one in zip(self.list, saved.list)])
 
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other."""
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield findings of the parts, of which there must be one."""
         if not self.list:
-            yield "list", " = []: expected at least one descriptor."
+            yield error("list", " = []: expected at least one descriptor.")
         for k, part in enumerate(self.list):
-            yield from ((f"list[{k}].{name}", text) for name, text in part.problems(type_map))
+            yield from inside(f"list[{k}]", part.findings(type_map))
 
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
         """Yield the lists of parts that keep one for all elements, and the shorter lists of parts."""
@@ -86,12 +87,6 @@ class HybridConfig:
                 yield f"{self.part(k)}.{part.neighbors_option}", part.cutoff, part.neighbors[0]
             if isinstance(part, HasInnerNeighbors):
                 yield from ((f"{self.part(k)}.{name}", rcut, most) for name, rcut, most in part.inner_neighbors())
-
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield those of the parts."""
-        for k, part in enumerate(self.list):
-            if isinstance(part, HasIdleOptions):
-                yield from ((f"list[{k}].{name}", why) for name, why in part.idle_options())
 
     def summary(self) -> str:
         """Return the main options of the parts as text."""

@@ -13,7 +13,8 @@ from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor import DescriptorConfig
 from deepmd_ema.config.schema.descriptor_bases import NeighborLists, OneListSection
 from deepmd_ema.config.schema.model import FITTINGS, ModelConfig, StandardConfig
-from deepmd_ema.config.schema.pair_table import Table, pair_table, read_table, table_problems
+from deepmd_ema.config.schema.pair_table import Table, pair_table, read_table, table_findings
+from deepmd_ema.findings import Finding, error, unused
 from deepmd_ema.model.families.ener.section import EnerFittingConfig
 from deepmd_ema.model.families.hybrid.section import HybridConfig
 
@@ -77,15 +78,16 @@ class PairTableConfig(NeighborLists):
         columns = [_column(min(a, b), max(a, b), len(own)) for n, a in enumerate(places) for b in places[n:]]
         return [[row[0], *(row[1 + column] for column in columns)] for row in self.tab_file]
 
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other."""
-        own = list(type_map) if self.type_map is None else self.type_map
-        missing = [name for name in type_map if name not in own]
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield errors of a table that does not fit to the elements and the cutoff."""
+        elements = list(type_map) if self.type_map is None else self.type_map
+        missing = [name for name in type_map if name not in elements]
         if missing:
-            yield "type_map", f" = {show(own)}: expected all elements of the model; {', '.join(missing)} is missing."
-        if len(set(own)) < len(own):
-            yield "type_map", f" = {show(own)}: expected each element once."
-        yield from table_problems("tab_file", self.tab_file, len(own), self.rcut)
+            expected = f"all elements of the model; {', '.join(missing)} is missing"
+            yield error("type_map", f" = {show(elements)}: expected {expected}.")
+        if len(set(elements)) < len(elements):
+            yield error("type_map", f" = {show(elements)}: expected each element once.")
+        yield from table_findings("tab_file", self.tab_file, len(elements), self.rcut)
 
     def summary(self) -> str:
         """Return the main options as text."""
@@ -174,27 +176,42 @@ class LinearConfig(ModelConfig):
         parts = enumerate(zip(self.models, self.part_weights))
         return [*super().summary(), *((f"part {k}", f"{weight:g} x {part.summary()}") for k, (part, weight) in parts)]
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other, also between the parts."""
-        yield from super().problems()
+    def findings(self) -> Iterator[Finding]:
+        """Yield findings, also an option of the parts that has no effect."""
+        yield from super().findings()
+        for place, _ in self.parts():
+            if place.endswith("fitting_net"):
+                yield unused(f"{place}.rcond", _OF_WHOLE)
+
+    def conflicts(self) -> Iterator[Finding]:
+        """Yield errors of options that contradict each other, also between the parts."""
+        yield from super().conflicts()
         if not any(isinstance(part, NetworkPartConfig) for part in self.models):
-            yield "models", ": expected at least one part with a descriptor, because nothing else is trained."
+            expected = "at least one part with a descriptor, because nothing else is trained"
+            yield error("models", f": expected {expected}.")
         if not isinstance(self.weights, str) and len(self.weights) != len(self.models):
             expected = f"{len(self.models)}, one for each of models"
-            yield "weights", f" = {show(self.weights)}: has length {len(self.weights)}, expected {expected}."
+            text = f" = {show(self.weights)}: has length {len(self.weights)}"
+            yield error("weights", f"{text}, expected {expected}.")
         for k, part in enumerate(self.models):
-            if isinstance(part, NetworkPartConfig) and part.type_map not in (None, self.type_map):
+            if not isinstance(part, NetworkPartConfig):
+                continue
+            if part.type_map not in (None, self.type_map):
                 expected = f"that of the model, {show(self.type_map)}"
-                yield f"models[{k}].type_map", f" = {show(part.type_map)}: expected {expected}. Remove it."
-            if isinstance(part, NetworkPartConfig) and part.fitting_net.atom_ener:
-                text = f" = {show(part.fitting_net.atom_ener)}: {_OF_WHOLE}. Remove it, or give model.preset_out_bias."
-                yield f"models[{k}].fitting_net.atom_ener", text
+                text = f" = {show(part.type_map)}: expected {expected}. Remove it."
+                yield error(f"models[{k}].type_map", text)
+            energies = part.fitting_net.atom_ener
+            if energies:
+                text = f" = {show(energies)}: {_OF_WHOLE}."
+                instead = "Remove it, or give model.preset_out_bias."
+                yield error(f"models[{k}].fitting_net.atom_ener", f"{text} {instead}")
         nets = [part.fitting_net for part in self.models if isinstance(part, NetworkPartConfig)]
         for name in ("numb_fparam", "numb_aparam", "default_fparam", "dim_case_embd"):
             count = "numb_fparam" if name == "default_fparam" else name
-            found = [getattr(net, name) for net in nets if getattr(net, count)]
-            if any(value != found[0] for value in found):
-                yield "models", f": {name} of the fitting networks is {show(found)}, expected one value, or 0 for none."
+            values = [getattr(net, name) for net in nets if getattr(net, count)]
+            if any(value != values[0] for value in values):
+                text = f": {name} of the fitting networks is {show(values)}"
+                yield error("models", f"{text}, expected one value, or 0 for none.")
 
     def parts(self) -> Iterator[tuple[str, Any]]:
         """Yield place and section of descriptors, fitting networks and tables."""
@@ -204,11 +221,6 @@ class LinearConfig(ModelConfig):
                 yield f"models[{k}].fitting_net", part.fitting_net
             else:
                 yield f"models[{k}]", part
-
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield those of the parts."""
-        yield from super().idle_options()
-        yield from ((f"{place}.rcond", _OF_WHOLE) for place, _ in self.parts() if place.endswith("fitting_net"))
 
 
 def _column(first: int, second: int, num_types: int) -> int:

@@ -10,6 +10,7 @@ from deepmd_ema.config.fields import Check, option, positive_int
 from deepmd_ema.config.labels import APARAM, ATOM_DIPOLE, ATOM_POLAR, DIPOLE, DOS, FPARAM, LABELS, POLAR
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.fitting_base import FittingOptions
+from deepmd_ema.findings import Finding
 from deepmd_ema.model.families.dpa4.section import some_widths
 
 
@@ -38,9 +39,9 @@ class DipoleFittingConfig(FittingOptions):
         None, alias=("dipole_type",), also=(int,), convert=_as_list, check=_types, doc=_SELECTED.format("dipole")
     )
 
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield the option and the rest of the message of what does not fit together."""
-        yield from super().problems(type_map)
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield errors of lists that do not fit to the elements."""
+        yield from super().findings(type_map)
         yield from common.unknown_types("sel_type", self.sel_type or (), type_map)
 
 
@@ -65,9 +66,9 @@ class PolarFittingConfig(DipoleFittingConfig):
         True, doc="Whether the mean of the diagonal for each element is added, which is taken from the data."
     )
 
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield the option and the rest of the message of what does not fit together."""
-        yield from super().problems(type_map)
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield errors of lists that do not fit to the elements."""
+        yield from super().findings(type_map)
         if isinstance(self.scale, list):
             yield from common.not_one_per_element("scale", self.scale, type_map)
 

@@ -10,6 +10,7 @@ from deepmd_ema.config.fields import Check, not_negative_int, option, positive, 
 from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor_bases import OneListSection
+from deepmd_ema.findings import Finding, unused
 from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
 
 
@@ -65,16 +66,13 @@ class SeAttenV2Config(OneListSection):
     tebd_input_mode: ClassVar[str] = "strip"
     smooth: ClassVar[bool] = True
 
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other."""
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield errors of options that contradict each other, and options without effect."""
         yield from common.smooth_before(self.rcut_smth, self.rcut)
         yield from common.axis_fits(self.axis_neuron, self.neuron)
-        yield from self.element_problems(type_map)
-
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield options that have no effect beside attention layers."""
+        yield from self.element_findings(type_map)
         if self.attn_layer and self.interpolate == "always":
-            yield "interpolate", f"attn_layer = {self.attn_layer}"
+            yield unused("interpolate", f"attn_layer = {self.attn_layer}")
 
     def words(self) -> Iterator[str]:
         """Yield further options for the summary."""

@@ -9,6 +9,7 @@ from typing import ClassVar
 from deepmd_ema.config.fields import option, positive_int
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor_bases import PerElementSection
+from deepmd_ema.findings import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,9 @@ class SeE2AConfig(PerElementSection):
     )
     interpolate: str = common.interpolate_option()
 
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other."""
-        yield from super().problems(type_map)
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield errors of options that contradict each other."""
+        yield from super().findings(type_map)
         yield from common.axis_fits(self.axis_neuron, self.neuron)
 
     def words(self) -> Iterator[str]:

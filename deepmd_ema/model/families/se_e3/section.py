@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from deepmd_ema.config.fields import redefined
 from deepmd_ema.config.schema.descriptor_bases import PerElementSection
+from deepmd_ema.findings import Finding, unused
 from deepmd_ema.model.families.se_e3_tebd.section import SeE3TebdConfig
 
 
@@ -22,6 +23,7 @@ class SeE3Config(PerElementSection):
 
     set_davg_zero: bool = redefined(SeE3TebdConfig, "set_davg_zero", False)
 
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield the option without effect, and why."""
-        yield "set_davg_zero", "only angular columns enter, and their mean is zero"
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield errors of options that contradict each other, and the option without effect."""
+        yield from super().findings(type_map)
+        yield unused("set_davg_zero", "only angular columns enter, and their mean is zero")

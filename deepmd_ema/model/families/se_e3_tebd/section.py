@@ -9,6 +9,7 @@ from typing import ClassVar
 from deepmd_ema.config.fields import option, redefined
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor_bases import OneListSection, TypeEmbeddedOptions
+from deepmd_ema.findings import Finding, unused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +35,13 @@ class SeE3TebdConfig(OneListSection):
     )
     use_tebd_bias: bool = redefined(TypeEmbeddedOptions, "use_tebd_bias", True)
 
-    def problems(self, type_map: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield options that contradict each other."""
+    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+        """Yield errors of options that contradict each other, and options without effect."""
         yield from common.smooth_before(self.rcut_smth, self.rcut)
-        yield from self.element_problems(type_map)
-
-    def idle_options(self) -> Iterator[tuple[str, str]]:
-        """Yield the options without effect, and why."""
-        yield "set_davg_zero", "only angular columns enter, and their mean is zero"
+        yield from self.element_findings(type_map)
+        yield unused("set_davg_zero", "only angular columns enter, and their mean is zero")
         if self.tebd_input_mode == "concat":
-            yield "smooth", "only the gate of strip is switched off"
+            yield unused("smooth", "only the gate of strip is switched off")
 
     def words(self) -> Iterator[str]:
         """Yield further options for the summary."""
