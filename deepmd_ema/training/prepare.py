@@ -45,6 +45,7 @@ from deepmd_ema.distributed.files import writing
 from deepmd_ema.distributed.tensors import prefix_of
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import ConfigError, DataError, UserError, counted
+from deepmd_ema.findings import ERROR, Finding, with_severity
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet, TaskModel
@@ -120,8 +121,8 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
         of_task = f"task {name}: " * bool(name)
         for line in split.lines:
             logger.info("%s%s", of_task, line)
-        for line in split.warnings:
-            logger.warning("%s%s", of_task, line)
+        for finding in split.findings():
+            logger.warning("%s%s", of_task, finding)
     with world.all_ranks_ok():
         systems = split_off(config, systems, splits) if splits else systems
     config, nearest, dates = world.broadcast_from_rank0(
@@ -156,7 +157,7 @@ def _check_data(
 ) -> tuple[RunConfig, dict[str, float | None], list[str]]:
     """Return the config with ``sel`` resolved, nearest pairs by task, and dates of earlier checks that still hold."""
     nearest, found, dates = {}, {}, []
-    problems: list[str] = []
+    problems = list[str | Finding]()
     for name, task in config.tasks.items():
         report = check_task(task, systems[name], results[name])
         if report.date:
@@ -165,7 +166,7 @@ def _check_data(
             logger.info("%s", line)
         for line in report.warnings:
             logger.warning("%s", line)
-        problems += report.problems
+        problems += with_severity(ERROR, report.findings)
         descriptor = task.model.descriptor
         if skip and descriptor.neighbors is None:
             place = f"{task.place('model')}.descriptor"
@@ -233,7 +234,7 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
 def _statistics_batches(task: Task, seed: int, num_ranks: int) -> Iterator[Batch]:
     """Return batches of the frames of the statistics; those of several systems may be in one."""
     train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
-    sizes, taken, _ = batch_sizes(task.config.data.training_data.batch_size, [system.frame_sizes for system in train])
+    sizes, taken = batch_sizes(task.config.data.training_data.batch_size, [system.frame_sizes for system in train])
     chosen = list[list[int]]()
     for number, (system, size, frames) in enumerate(zip(train, sizes, taken)):
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
@@ -304,7 +305,7 @@ def _fit_bias(task: Task, model: EnergyModel | TaskModel, batches: Iterable[Batc
 def chosen_frames(task: TaskConfig, train: Sequence[FrameSource], seed: int, most: int) -> list[Sequence[int]]:
     """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
     # frames that `filter:N` leaves out were not trained on
-    _, frames, _ = batch_sizes(task.data.training_data.batch_size, [system.frame_sizes for system in train])
+    _, frames = batch_sizes(task.data.training_data.batch_size, [system.frame_sizes for system in train])
     counts = [len(own) for own in frames]
     total = sum(counts)
     if total <= most:
