@@ -25,7 +25,7 @@ from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpe
 from deepmd_ema.data.split import FrameTable, Split, split_frames
 from deepmd_ema.distributed.files import file_digest
 from deepmd_ema.errors import DataError, collect_problems, counted, first_few
-from deepmd_ema.findings import Finding, error, note, warning, with_task
+from deepmd_ema.findings import NOTE, WARNING, Finding, error, note, warning, with_severity, with_task
 from deepmd_ema.geometry import NeighborStatistics, find_pairs_once
 from deepmd_ema.utils import seed_for
 
@@ -261,11 +261,10 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
         report = check_systems(
             data.train, data.valid, model.type_map, descriptor, task.labels, least, task=task.name, test=data.test
         )
-        report.findings = [
-            *with_task(task.name, _task_warnings(task, data, report)),
-            *report.findings,
-            *with_task(task.name, _weight_notes(task, data)),
-        ]
+        findings = [*with_task(task.name, _task_findings(task, data, report))]
+        warnings = with_severity(WARNING, findings)
+        notes = with_severity(NOTE, findings)
+        report.findings = [*warnings, *report.findings, *notes]
         return report.to_dict()
 
     sources, fitting = [*data.train, *data.valid, *data.test], model.fitting_net
@@ -293,8 +292,8 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
     return report
 
 
-def _task_warnings(task: TaskConfig, data: TaskData, report: DataReport) -> Iterator[Finding]:
-    """Yield warnings about sources, and about options of a task that do not fit its data."""
+def _task_findings(task: TaskConfig, data: TaskData, report: DataReport) -> Iterator[Finding]:
+    """Yield findings about sources, weights of frames, and options that do not fit the data of a task."""
     wholes = [dict.fromkeys(source.whole for source in part) for part in data]
     texts = [text for part in data for source in part for text in source.warnings]
     for text in dict.fromkeys(texts):
@@ -302,38 +301,21 @@ def _task_warnings(task: TaskConfig, data: TaskData, report: DataReport) -> Iter
     # of a system that was split both parts are of one source
     listed = [[s.name for s in part if part is wholes[0] or s not in wholes[0]] for part in wholes]
     yield from repeated(*listed)
-    weighted = task.data.training_data.frame_weights
-    if weighted and not any(scan.label_frames.get(n) for scan in report.training for n in WEIGHTS):
-        names = ", ".join(f"set.*/{name}.npy" for name in WEIGHTS)
-        yield warning(
-            f"{task.place('training')}.training_data.frame_weights",
-            " is true, and no training frame has a weight: all count alike. "
-            f"Expected weight or config_weight in extended XYZ, or {names}.",
-        )
-    bridging = task.model.bridging
-    nearest = report.neighbors.min_distance if report.neighbors is not None else math.inf
-    nearest_in_use = max(task.data.training_data.min_pair_dist, nearest)
-    # nearer than this, distances are clamped to a constant
-    if bridging is not None and nearest_in_use < bridging.inner:
-        yield warning(
-            "",
-            f"atoms are {nearest:.3f} angstrom apart ({report.closest}), nearer than "
-            f"bridging_r_inner = {bridging.inner:g}: the network cannot learn from their forces. "
-            f"training.training_data.min_pair_dist: {bridging.inner:g} "
-            "leaves such training frames out.",
-        )
-
-
-def _weight_notes(task: TaskConfig, data: TaskData) -> Iterator[Finding]:
-    """Yield notes on the weights of training frames."""
+    options = task.data.training_data
+    place = f"{task.place('training')}.training_data.frame_weights"
     systems = [source.name for source in data.train if set(WEIGHTS) & {*source.unread}]
     if systems:
         number = f"{len(systems)} of {counted(len(data.train), 'system')} (first: {systems[0]})"
-        yield note(
-            f"{task.place('training')}.training_data.frame_weights",
-            f" is false: the weights of frames in {number} are not used",
+        yield note(place, f" is false: the weights of frames in {number} are not used")
+    weighted = [scan for scan in report.training if any(map(scan.label_frames.get, WEIGHTS))]
+    if options.frame_weights and not weighted:
+        names = ", ".join(f"set.*/{name}.npy" for name in WEIGHTS)
+        yield warning(
+            place,
+            " is true, and no training frame has a weight: all count alike. "
+            f"Expected weight or config_weight in extended XYZ, or {names}.",
         )
-    for name in WEIGHTS if task.data.training_data.frame_weights else ():
+    for name in WEIGHTS if options.frame_weights else ():
         chunks = [chunk.arrays for source in data.train for chunk in source.chunks((name,))]
         parts = [arrays[name] for arrays in chunks if name in arrays]
         if parts:
@@ -345,6 +327,18 @@ def _weight_notes(task: TaskConfig, data: TaskData) -> Iterator[Finding]:
                 f"{weights.min():.4g} to {weights.max():.4g}, "
                 f"mean {weights.mean():.4g}, zero in {zero}",
             )
+    bridging = task.model.bridging
+    nearest = report.neighbors.min_distance if report.neighbors is not None else math.inf
+    nearest_in_use = max(options.min_pair_dist, nearest)
+    # nearer than this, distances are clamped to a constant
+    if bridging is not None and nearest_in_use < bridging.inner:
+        yield warning(
+            "",
+            f"atoms are {nearest:.3f} angstrom apart ({report.closest}), nearer than "
+            f"bridging_r_inner = {bridging.inner:g}: the network cannot learn from their forces. "
+            f"training.training_data.min_pair_dist: {bridging.inner:g} "
+            "leaves such training frames out.",
+        )
 
 
 def build_sampler(
@@ -420,7 +414,7 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
     tasks = {
         name: TaskLength(
             shares[name], shares[name] * num_steps * batches_of_step / of.batches_per_epoch, of.batches_per_epoch,
-            batches_of_step * of.frames_per_step, of.max_atoms, of.findings,
+            batches_of_step * of.frames_per_step, of.max_atoms, tuple(of.findings),
         )
         for name, of in samplers.items()
     }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, count, pairwise
@@ -84,8 +84,7 @@ class Sampler:
         world_size: int = 1,
     ) -> None:
         sizes = [np.broadcast_to(n, count) for count, n in zip(num_frames, natoms)]
-        self.batch_size, self.frames = batch_sizes(batch_size, sizes)
-        self.findings = tuple(_left_out(batch_size, sizes, self.frames))
+        self.batch_size, self.frames, self.findings = batch_sizes(batch_size, sizes)
         if not any(self.batch_size):
             raise DataError(f"batch_size = {batch_size}: every system has more atoms. Use a larger number.")
         rule = BatchSizeRule(batch_size) if isinstance(batch_size, str) else None
@@ -240,8 +239,8 @@ def batch_edges(natoms: Array, limit: int) -> list[int]:
     return edges
 
 
-def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[Array]]:
-    """Return the frames per batch of each system, and the numbers of those that take part.
+def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[Array], list[Finding]]:
+    """Return the frames per batch of each system, the numbers of those that take part, and warnings.
 
     A number; a list of numbers, one per system; ``auto:N`` = ceil(N / atoms), at least N atoms a batch (``auto`` is
     ``auto:32``); ``max:N`` = max(1, floor(N / atoms)), at most N atoms; ``filter:N`` = ``max:N`` without the frames
@@ -255,6 +254,7 @@ def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ..
         ConfigError: if the rule is none of these.
     """
     every = [np.atleast_1d(n) for n in natoms]
+    findings = list[Finding]()
     read = BatchSizeRule(rule) if isinstance(rule, str) else None
     kind, number = ("", 0) if read is None else (read.kind, read.number)
     most = number if kind == "filter" else math.inf
@@ -271,23 +271,16 @@ def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ..
         sizes = tuple(-(-number * n.size // int(n.sum())) for n in every)
     else:
         sizes = tuple(max(1, number // int(n[k].max())) if k.size else 0 for n, k in zip(every, taken))
-    return sizes, taken
-
-
-def _left_out(rule: BatchRule, natoms: Sequence[Array], taken: Sequence[Array]) -> Iterator[Finding]:
-    """Yield warnings about systems and frames that a rule leaves out; ``taken`` are the numbers of the others."""
-    read = BatchSizeRule(rule) if isinstance(rule, str) else None
-    if read is None or read.kind != "filter":
-        return
-    larger = f"of more than {counted(read.number, 'atom')}"
-    num_systems = sum(not frames.size for frames in taken)
-    if num_systems:
-        systems = f"{num_systems} of {counted(len(taken), 'system')}"
-        yield warning("batch_size", f' = "{rule}": left out are {systems}, {larger} a frame.')
-    num_frames = sum(n.size - frames.size for n, frames in zip(natoms, taken) if frames.size)
-    if num_frames:
-        text = f"left out: {counted(num_frames, 'frame')} {larger}."
-        yield warning("batch_size", f' = "{rule}": {text}')
+        larger = f"of more than {counted(number, 'atom')}"
+        num_systems = sizes.count(0)
+        if num_systems:
+            text = f"left out are {num_systems} of {counted(len(sizes), 'system')}, {larger} a frame."
+            findings.append(warning("batch_size", f' = "{rule}": {text}'))
+        num_frames = sum(n.size - k.size for n, k in zip(every, taken) if k.size)
+        if num_frames:
+            text = f"left out: {counted(num_frames, 'frame')} {larger}."
+            findings.append(warning("batch_size", f' = "{rule}": {text}'))
+    return sizes, taken, findings
 
 
 def system_probabilities(

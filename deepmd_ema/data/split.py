@@ -212,10 +212,10 @@ def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> 
         copy_of |= dict(zip(high[across].tolist(), low[across].tolist()))
     for check, (start, stop) in zip((NEAR_COPIES, NEAR_TEST), pairwise(starts[1:])):
         near = sorted(frame for frame in copy_of if start <= frame < stop)
-        named: tuple[str, ...] = ()
+        named = list[str]()
         if near:
             original = copy_of[near[0]]
-            named = (f"{name_of(sources, near[0])} is near {name_of(sources, original)}",)
+            named.append(f"{name_of(sources, near[0])} is near {name_of(sources, original)}")
         by_system = tuple(np.histogram(near, ends)[0].tolist()) if sources else ()
         checks[check] = Suspects(by_system, stop - start, named)
     return checks

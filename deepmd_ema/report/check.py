@@ -107,13 +107,7 @@ class RunCheck:
             DataError: if data cannot be opened or split.
         """
         from deepmd_ema.data import run
-        from deepmd_ema.data.check.suspects import (
-            NEAR_COPIES,
-            NEAR_TEST,
-            SHARED,
-            SHARED_TEST,
-            findings_of,
-        )
+        from deepmd_ema.data.check.suspects import SHARED_OF, findings_of
         from deepmd_ema.data.split import find_near_copies
         from deepmd_ema.model.build import build_models
         from deepmd_ema.optim.build import describe_groups
@@ -127,8 +121,7 @@ class RunCheck:
             if not any(is_given) or report.problems:
                 continue
             checks = find_near_copies(data[name], len(report.type_map))
-            pairs = ((NEAR_COPIES, SHARED), (NEAR_TEST, SHARED_TEST))
-            for (key, shared), is_part in zip(pairs, is_given):
+            for (key, shared), is_part in zip(SHARED_OF.items(), is_given):
                 if not is_part:
                     continue
                 near = report.suspects[key] = checks[key]
@@ -151,8 +144,7 @@ class RunCheck:
     @property
     def problems(self) -> list[Finding]:
         """Errors of the data, and of options that do not fit them."""
-        data = [finding for report in self.reports.values() for finding in report.findings]
-        return [*with_severity(ERROR, data), *self._errors]
+        return with_severity(ERROR, self.findings)
 
     @property
     def findings(self) -> list[Finding]:
@@ -169,8 +161,8 @@ class RunCheck:
         for name, split in self.splits.items():
             findings += with_task(name, split.findings())
         for report in self.reports.values():
-            findings += with_severity(WARNING, report.findings)
-        return findings + self.problems
+            findings += [finding for finding in report.findings if finding.severity != NOTE]
+        return findings + self._errors
 
     def raise_problems(self) -> None:
         """Raise the errors of the data.
@@ -260,10 +252,10 @@ def _table(title: str, columns: Mapping[str, Column], rows: Sequence[Mapping[str
 
 def _suspicious_frames(report: DataReport) -> dict[int, int]:
     """Return the number of frames that the checks have found in each system, by the identity of its scan."""
-    from deepmd_ema.data.check.suspects import NEAR_COPIES, NEAR_TEST, SHARED, SHARED_TEST
+    from deepmd_ema.data.check.suspects import SHARED_OF
 
     found = {name: one.by_system for name, one in report.suspects.items() if one.by_system}
-    for shared, near in ((SHARED, NEAR_COPIES), (SHARED_TEST, NEAR_TEST)):
+    for near, shared in SHARED_OF.items():
         if near in found:  # frames that are in both parts are near copies as well
             found[shared] = tuple(map(max, found[shared], found.pop(near)))
     every = enumerate([*report.training, *report.validation, *report.test])

@@ -234,7 +234,7 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
 def _statistics_batches(task: Task, seed: int, num_ranks: int) -> Iterator[Batch]:
     """Return batches of the frames of the statistics; those of several systems may be in one."""
     train, stream, layout = task.train, stream_of("statistics", task.config.name), task.model.layout
-    sizes, taken = batch_sizes(task.config.data.training_data.batch_size, [system.frame_sizes for system in train])
+    sizes, taken, _ = batch_sizes(task.config.data.training_data.batch_size, [system.frame_sizes for system in train])
     chosen = list[list[int]]()
     for number, (system, size, frames) in enumerate(zip(train, sizes, taken)):
         # a system that `filter:N` leaves out has size 0 and no share in the statistics
@@ -305,7 +305,7 @@ def _fit_bias(task: Task, model: EnergyModel | TaskModel, batches: Iterable[Batc
 def chosen_frames(task: TaskConfig, train: Sequence[FrameSource], seed: int, most: int) -> list[Sequence[int]]:
     """Return the frames of each system: all, or a sample of ``most`` of them in proportion to the systems' sizes."""
     # frames that `filter:N` leaves out were not trained on
-    _, frames = batch_sizes(task.data.training_data.batch_size, [system.frame_sizes for system in train])
+    _, frames, _ = batch_sizes(task.data.training_data.batch_size, [system.frame_sizes for system in train])
     counts = [len(own) for own in frames]
     total = sum(counts)
     if total <= most:

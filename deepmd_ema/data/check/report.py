@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,7 +109,7 @@ class DataReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return findings, messages of errors and neighbors as JSON values."""
-        findings = [[finding.severity, finding.place, finding.text] for finding in self.findings]
+        findings = list(map(astuple, self.findings))
         values: dict[str, Any] = {"problems": self.problems, "findings": findings}
         for name, value in asdict(self.neighbors).items() if self.neighbors is not None else ():
             if not name.startswith("frame_"):
@@ -319,17 +319,18 @@ def _element_warnings(report: DataReport, task: str) -> Iterator[Finding]:
     """Yield warnings about elements that no training frame has."""
     if not report.training:
         return
-    trained, validated, tested = (
-        sum((s.type_counts.sum(axis=0) for s in scans), np.zeros(len(report.type_map), np.int64))
-        for scans in (report.training, report.validation, report.test)
-    )
-    if unseen := [name for name, n in zip(report.type_map, trained) if not n]:
+    no_atoms = np.zeros(len(report.type_map), np.int64)
+    counts = {
+        part: sum((scan.type_counts.sum(axis=0) for scan in scans), no_atoms) for part, scans in report.parts.items()
+    }
+    trained = counts.pop("training")
+    if unseen := [name for name, number in zip(report.type_map, trained) if not number]:
         but = ", but for what other tasks share and train" if task else ""
         text = "but no training frame does: their networks stay untrained"
         yield warning("type_map", f" has {first_few(unseen)}, {text}{but}.")
-    for kind, atoms in (("validation", validated), ("test", tested)):
+    for part, atoms in counts.items():
         if untrained := [name for name, a, b in zip(report.type_map, trained, atoms) if b and not a]:
-            text = f"{kind} frames have {first_few(untrained)}, but no training frame does."
+            text = f"{part} frames have {first_few(untrained)}, but no training frame does."
             yield warning("", text)
 
 

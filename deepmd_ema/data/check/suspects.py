@@ -36,6 +36,8 @@ _REACH = 5.0  # angstrom, of the pair potential that looks at symmetry
 # names of checks, which are keys of `dp-ema check --json`
 SHARED, NEAR_COPIES = "in_training_and_validation", "near_training_frames"
 SHARED_TEST, NEAR_TEST = "in_training_and_test", "test_near_training_frames"
+# by the check of near copies that of equal frames, which are near copies as well
+SHARED_OF = {NEAR_COPIES: SHARED, NEAR_TEST: SHARED_TEST}
 _FAR_ENERGY = "an energy far from the others of its system (after subtraction of energies per element)"
 _LARGE_FORCE = f"forces {OUTLIER_FACTOR:g} times as large as usual in its system, though its atoms are not nearer"
 _SHARED_TEXT = (
@@ -78,8 +80,8 @@ class Suspects(NamedTuple):
 
     by_system: tuple[int, ...] = ()
     total: int = 0
-    named: tuple[str, ...] = ()
-    mixed: tuple[str, ...] = ()
+    named: Sequence[str] = ()
+    mixed: Sequence[str] = ()
 
     @property
     def num_frames(self) -> int:
@@ -99,7 +101,7 @@ def findings_of(suspects: Mapping[str, Suspects]) -> Iterator[Finding]:
         if number:
             text = _TEXTS[check].format(
                 frames,
-                part="test" if check in (SHARED_TEST, NEAR_TEST) else "validation",
+                part="test" if "test" in check else "validation",
                 frames=counted(number, "frame"),
                 have=counted(number, "frame has", "frames have"),
                 copies=counted(number, "training frame is a copy", "training frames are copies"),
@@ -144,11 +146,11 @@ def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
         if k == 0:
             is_copy &= is_new & (first < np.arange(len(first)))
         by_system = np.bincount(owner[is_copy], minlength=len(sources)).tolist()
-        named: tuple[str, ...] = ()
+        named = list[str]()
         if is_copy.any():
             frame = int(is_copy.argmax())
             original = int(first[frame])
-            named = (f"{name_of(sources, frame)} is {name_of(sources, original)}",)
+            named.append(f"{name_of(sources, frame)} is {name_of(sources, original)}")
         kinds.append(Suspects(tuple(by_system), total[k], named))
     return kinds
 
@@ -246,7 +248,7 @@ def _outliers(scans: Sequence[SystemScan], sizes: Sequence[Array], bounds: Seque
     total = sum(int(np.isfinite(size).sum()) for size in sizes)
     outliers.sort(key=lambda outlier: -abs(outlier[0]))
     named = [f"{name} ({size:.4g} {unit})" for size, name in outliers[:_MAX_NAMES]]
-    return Suspects(tuple(by_system), total, tuple(named), tuple(mixed))
+    return Suspects(tuple(by_system), total, named, mixed)
 
 
 def _middles(scan: SystemScan, values: Array) -> tuple[Array, Array]:
@@ -302,7 +304,7 @@ def zero_forces(scans: Sequence[SystemScan]) -> Suspects:
         by_system.append(len(found))
         named += [name_of([scan.system], k) for k in found]
     total = sum(int(np.isfinite(scan.force_rms).sum()) for scan in scans)
-    return Suspects(tuple(by_system), total, tuple(named[:_MAX_NAMES]))
+    return Suspects(tuple(by_system), total, named[:_MAX_NAMES])
 
 
 def forces_vanish(frame: Frame) -> bool:
@@ -329,7 +331,7 @@ def net_forces(scans: Sequence[SystemScan]) -> Suspects:
     by_system = list[int]()
     known = 0
     worst = 0.0
-    named: tuple[str, ...] = ()
+    named = list[str]()
     for scan in scans:
         net, rms = np.nan_to_num(scan.net_force), np.nan_to_num(scan.force_rms)
         each = net / np.sqrt(np.maximum(scan.type_counts.sum(axis=1), 1))
@@ -339,5 +341,5 @@ def net_forces(scans: Sequence[SystemScan]) -> Suspects:
         if off.any() and each[off].max() > worst:
             frame = int(np.where(off, each, 0).argmax())
             worst, name = float(each[frame]), name_of([scan.system], frame)
-            named = (f"{net[frame]:.3g} eV/angstrom in {name}, RMS force {rms[frame]:.3g}",)
+            named = [f"{net[frame]:.3g} eV/angstrom in {name}, RMS force {rms[frame]:.3g}"]
     return Suspects(tuple(by_system), known, named)
