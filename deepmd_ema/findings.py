@@ -69,7 +69,7 @@ def inside(section: str, findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def with_task(task: str, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield findings with the name of their task before the place; an empty name changes nothing."""
+    """Yield findings with the name of a task before the place, unless it is empty."""
     for finding in findings:
         yield replace(finding, place=f"task {task}: {finding.place}") if task else finding
 

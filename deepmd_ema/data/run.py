@@ -293,7 +293,7 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
 
 
 def _task_findings(task: TaskConfig, data: TaskData, report: DataReport) -> Iterator[Finding]:
-    """Yield findings about sources, weights of frames, and options that do not fit the data of a task."""
+    """Yield findings about sources, weights of frames, and options that do not fit the data."""
     wholes = [dict.fromkeys(source.whole for source in part) for part in data]
     texts = [text for part in data for source in part for text in source.warnings]
     for text in dict.fromkeys(texts):

@@ -85,7 +85,7 @@ class Split(NamedTuple):
         num_frames: frames in all.
         chosen: numbers of those for validation.
         lines: what went where, for the user.
-        force_rms: of the training and the validation frames, eV/angstrom; empty where it is not known.
+        force_rms: of training and of validation frames, eV/angstrom; empty if it is not known.
     """
 
     num_frames: int
@@ -329,7 +329,7 @@ def _taken(clusters: Sequence[list[int]], copies: Array, wanted: int, fraction: 
 
 
 def _describe_parts(head: str, table: FrameTable, chosen: Array) -> tuple[list[str], list[float]]:
-    """Return lines about the two parts, of which ``head`` is the first, and their force RMS, eV/angstrom."""
+    """Return lines about the two parts, ``head`` first, and their force RMS in eV/angstrom."""
     lines = [head]
     force_rms = list[float]()
     named = Counter(kind or "without a name" for kind in table.kinds)

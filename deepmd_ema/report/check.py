@@ -148,7 +148,7 @@ class RunCheck:
 
     @property
     def findings(self) -> list[Finding]:
-        """Findings about the input, the length of the run, the split and the data, in the order of their messages.
+        """Findings about input, length of the run, split and data, in the order of messages.
 
         Notes on the data stand beside their tables.
         """

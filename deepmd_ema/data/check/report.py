@@ -54,11 +54,13 @@ _MAX_ELEMENTS = 12  # numbers of so many elements in one line
 
 @dataclass
 class DataReport:
-    """Results of the checks of a data set; one that was remembered has findings and neighbors alone.
+    """Results of the checks of a data set.
+
+    One that was remembered has findings and neighbors alone.
 
     Attributes:
-        findings: errors are faults that make training impossible, each with file and frame; notes are remarks on
-            sources of other formats and on frames of isolated atoms.
+        findings: errors are faults that make training impossible, each with file and frame; notes
+            are remarks on sources of other formats and on frames of isolated atoms.
         training: scan of each training system.
         validation: scan of each validation system.
         test: scan of each test system.
@@ -223,7 +225,7 @@ def _geometries(sources: Sequence[FrameSource]) -> Iterator[FrameGeometry]:
 def _too_close(
     frames: Sequence[tuple[FrameSource, int]], near: NeighborStatistics, bound: float, type_map: Sequence[str]
 ) -> Iterator[Finding]:
-    """Yield an error for each of the first frames in which atoms are closer than ``bound``, angstrom."""
+    """Yield errors about the first frames with atoms closer than ``bound``, angstrom."""
     counts = Counter[str]()
     for number in np.flatnonzero(near.frame_min < bound).tolist():
         source, index = frames[number]
@@ -335,7 +337,7 @@ def _element_warnings(report: DataReport, task: str) -> Iterator[Finding]:
 
 
 def _isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Iterator[Finding]:
-    """Yield a note with the energies of isolated atoms as an option of the model, if there are such frames."""
+    """Yield a note with the energies of isolated atoms, if any, as an option of the model."""
     lowest, first, number = dict[int, float](), "", 0
     for scan in scans:
         for frame in np.flatnonzero(scan.isolated & np.isfinite(scan.energy)).tolist():

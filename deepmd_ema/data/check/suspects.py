@@ -95,7 +95,7 @@ class Suspects(NamedTuple):
 
 
 def findings_of(suspects: Mapping[str, Suspects]) -> Iterator[Finding]:
-    """Yield a warning about the frames that each check has found, and notes on systems of several kinds."""
+    """Yield warnings about the frames of each check, and notes on systems of several kinds."""
     for check, frames in suspects.items():
         number = frames.num_frames
         if number:
@@ -226,7 +226,9 @@ def _contacts(frame: Frame, radii: Array) -> Array:
 
 
 def _outliers(scans: Sequence[SystemScan], sizes: Sequence[Array], bounds: Sequence[Any], unit: str) -> Suspects:
-    """Return the frames of systems of at least three whose size is beyond a bound; where they are many, the systems.
+    """Return the frames of systems of at least three whose size is beyond a bound.
+
+    Where they are many, the system is named in their place.
 
     Args:
         scans: the systems.
@@ -265,11 +267,13 @@ def _middles(scan: SystemScan, values: Array) -> tuple[Array, Array]:
 
 
 def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
-    """Yield findings about labels that are the same in all frames of a system, which differ in something else.
+    """Yield findings about labels that are the same in all frames of a system.
+
+    The frames differ in something else.
 
     Args:
         scan: of the system.
-        labels: labels of the loss; forces that are placeholders are an error if they are among them.
+        labels: of the loss; forces that are placeholders are an error if they are among them.
     """
     num_frames, name = scan.system.num_frames, scan.system.name
     if FORCE in scan.ranges and scan.ranges[FORCE].size == 0:
