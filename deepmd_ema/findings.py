@@ -68,6 +68,17 @@ def inside(section: str, findings: Iterable[Finding]) -> Iterator[Finding]:
         yield replace(finding, place=path)
 
 
+def with_task(task: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield findings with the name of a task before the place, unless it is empty."""
+    for finding in findings:
+        yield replace(finding, place=f"task {task}: {finding.place}") if task else finding
+
+
+def with_severity(severity: str, findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings of a severity."""
+    return [finding for finding in findings if finding.severity == severity]
+
+
 def texts_of(severity: str, findings: Iterable[Finding]) -> list[str]:
     """Return the messages of a severity."""
-    return [str(finding) for finding in findings if finding.severity == severity]
+    return [str(finding) for finding in with_severity(severity, findings)]

@@ -101,10 +101,10 @@ def test_parts_whose_forces_differ_by_two_are_reported(rng):
     parts = [("a", chunk_of([coord[k]], types[k], box[k], force=1.0 + 9 * (k == 4)), "") for k in range(10)]
     found = [split_frames(table_of(*parts), 0.1, seed) for seed in range(60)]
     for split in found:
-        assert (split.warnings != []) == bool(split.mask[4] or (~split.mask)[4])
+        assert any(split.findings()) == bool(split.mask[4] or (~split.mask)[4])
     with_strong = next(split for split in found if split.mask[4])
     assert with_strong.lines[-1] == "  force RMS (eV/angstrom): 1 in training, 10 in validation"
-    assert with_strong.warnings[0].startswith(
+    assert str(next(with_strong.findings())).startswith(
         "force RMS is 1 eV/angstrom in training and 10 in validation: their errors"
     )
 

@@ -35,7 +35,7 @@ def assert_hessians(source):
     for k in range(source.num_frames):
         frame = source.frame(k)
         np.testing.assert_allclose(frame.labels["hessian"], hessian_of(frame), rtol=0, atol=1e-7)
-    assert not scan_system(source, 2, 4.0).problems
+    assert not scan_system(source, 2, 4.0).faults
 
 
 @pytest.mark.parametrize("name", ["cell", "mixed"])

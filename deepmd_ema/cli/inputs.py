@@ -116,7 +116,7 @@ def check(args: argparse.Namespace) -> None:
     if run is not None:
         show(closing_lines(run))
     if args.json:
-        print(json.dumps(document(args.input, run, problem.problems if problem else []), indent=2))
+        print(json.dumps(document(args.input, run, problem.findings if problem else []), indent=2))
     if problem is not None:
         if args.json:
             raise ReportedElsewhere from problem

@@ -124,7 +124,7 @@ def convert_data(
         except DataError as error:
             raise UserError(f"--validation {validation:g}: {error}") from error
         parts = [[frame for frame, own in zip(frames, split.mask) if own == kind] for kind in (False, True)]
-        lines += [*split.lines, *(f"warning: {text}" for text in split.warnings)]
+        lines += [*split.lines, *(f"warning: {finding}" for finding in split.findings())]
     if is_xyz(output):
         return lines + _write_files(dict(zip(paths, parts)))
     if not mixed and any(list(f.symbols) != sorted(f.symbols, key=type_map.index) for f in frames):
@@ -169,7 +169,7 @@ def _read(
     DataError.raise_if_any(problems)
     if num_empty:
         lines.append(f"left out: {counted(num_empty, 'frame')} without energy and forces")
-    return frames, [*(f"warning: {text}" for text in repeated(names)), *lines]
+    return frames, [*(f"warning: {finding}" for finding in repeated(names)), *lines]
 
 
 def _factors(

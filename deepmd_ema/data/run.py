@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial, reduce
@@ -25,6 +25,7 @@ from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpe
 from deepmd_ema.data.split import FrameTable, Split, split_frames
 from deepmd_ema.distributed.files import file_digest
 from deepmd_ema.errors import DataError, collect_problems, counted, first_few
+from deepmd_ema.findings import NOTE, WARNING, Finding, error, note, warning, with_severity, with_task
 from deepmd_ema.geometry import NeighborStatistics, find_pairs_once
 from deepmd_ema.utils import seed_for
 
@@ -241,13 +242,13 @@ def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
 
 
 def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) -> DataReport:
-    """Return the report of the checks of the data of one task: problems, warnings, a summary.
+    """Return the report of the checks of the data of one task: findings and a summary.
 
     Args:
         task: its options.
         data: its sources.
         results: folder of reports, of which one is returned if the content of the data is the same, without a summary;
-            one without problems is added. None to check the data always.
+            one without errors is added. None to check the data always.
     """
     model, descriptor, bridging = task.model, task.model.descriptor, task.model.bridging
     chosen, weighted = task.data.training_data.min_pair_dist, task.data.training_data.frame_weights
@@ -260,38 +261,10 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
         report = check_systems(
             data.train, data.valid, model.type_map, descriptor, task.labels, least, task=task.name, test=data.test
         )
-        option, notes = f"{task.place('training')}.training_data.frame_weights", list[str]()
-        wholes = [dict.fromkeys(source.whole for source in part) for part in data]
-        # of a system that was split both parts are of one source
-        listed = [[s.name for s in part if part is wholes[0] or s not in wholes[0]] for part in wholes]
-        warnings = [*dict.fromkeys(text for source in sources for text in source.warnings), *repeated(*listed)]
-        if having := [source.name for source in data.train if set(WEIGHTS) & {*source.unread}]:
-            systems = f"{len(having)} of {counted(len(data.train), 'system')} (first: {having[0]})"
-            notes.append(f"{option} is false: the weights of frames in {systems} are not used")
-        if weighted and not any(scan.label_frames.get(name) for scan in report.training for name in WEIGHTS):
-            names = ", ".join(f"set.*/{name}.npy" for name in WEIGHTS)
-            warnings.append(
-                f"{option} is true, and no training frame has a weight: all count alike. Expected weight or "
-                f"config_weight in extended XYZ, or {names}."
-            )
-        for name in WEIGHTS if weighted else ():
-            chunks = [chunk.arrays for source in data.train for chunk in source.chunks((name,))]
-            if parts := [arrays[name] for arrays in chunks if name in arrays]:
-                values = np.concatenate(parts)
-                notes.append(
-                    f"{name} of {counted(len(values), 'training frame')}: {values.min():.4g} to {values.max():.4g}, "
-                    f"mean {values.mean():.4g}, zero in {counted(int((values == 0).sum()), 'frame')}"
-                )
-        nearest = report.neighbors.min_distance if report.neighbors is not None else math.inf
-        if bridging is not None and max(chosen, nearest) < bridging.inner:  # distances are clamped to a constant
-            warnings.append(
-                f"atoms are {nearest:.3f} angstrom apart ({report.closest}), nearer than bridging_r_inner = "
-                f"{bridging.inner:g}: the network cannot learn from their forces. "
-                f"training.training_data.min_pair_dist: {bridging.inner:g} leaves such training frames out."
-            )
-        of_task = f"task {task.name}: " * bool(task.name)
-        report.notes += [of_task + text for text in notes]
-        report.warnings[:0] = [of_task + text for text in warnings]
+        findings = [*with_task(task.name, _task_findings(task, data, report))]
+        warnings = with_severity(WARNING, findings)
+        notes = with_severity(NOTE, findings)
+        report.findings = [*warnings, *report.findings, *notes]
         return report.to_dict()
 
     sources, fitting = [*data.train, *data.valid, *data.test], model.fitting_net
@@ -315,8 +288,57 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
         if (options := getattr(task.data, section)) is not None:
             with collect_problems(problems, f"{task.place('training')}.{section}."):
                 build_sampler(options, systems)
-    report.problems[:0] = problems
+    report.findings[:0] = [error("", text) for text in problems]
     return report
+
+
+def _task_findings(task: TaskConfig, data: TaskData, report: DataReport) -> Iterator[Finding]:
+    """Yield findings about sources, weights of frames, and options that do not fit the data."""
+    wholes = [dict.fromkeys(source.whole for source in part) for part in data]
+    texts = [text for part in data for source in part for text in source.warnings]
+    for text in dict.fromkeys(texts):
+        yield warning("", text)
+    # of a system that was split both parts are of one source
+    listed = [[s.name for s in part if part is wholes[0] or s not in wholes[0]] for part in wholes]
+    yield from repeated(*listed)
+    options = task.data.training_data
+    place = f"{task.place('training')}.training_data.frame_weights"
+    systems = [source.name for source in data.train if set(WEIGHTS) & {*source.unread}]
+    if systems:
+        number = f"{len(systems)} of {counted(len(data.train), 'system')} (first: {systems[0]})"
+        yield note(place, f" is false: the weights of frames in {number} are not used")
+    weighted = [scan for scan in report.training if any(map(scan.label_frames.get, WEIGHTS))]
+    if options.frame_weights and not weighted:
+        names = ", ".join(f"set.*/{name}.npy" for name in WEIGHTS)
+        yield warning(
+            place,
+            " is true, and no training frame has a weight: all count alike. "
+            f"Expected weight or config_weight in extended XYZ, or {names}.",
+        )
+    for name in WEIGHTS if options.frame_weights else ():
+        chunks = [chunk.arrays for source in data.train for chunk in source.chunks((name,))]
+        parts = [arrays[name] for arrays in chunks if name in arrays]
+        if parts:
+            weights = np.concatenate(parts)
+            zero = counted(int((weights == 0).sum()), "frame")
+            yield note(
+                name,
+                f" of {counted(len(weights), 'training frame')}: "
+                f"{weights.min():.4g} to {weights.max():.4g}, "
+                f"mean {weights.mean():.4g}, zero in {zero}",
+            )
+    bridging = task.model.bridging
+    nearest = report.neighbors.min_distance if report.neighbors is not None else math.inf
+    nearest_in_use = max(options.min_pair_dist, nearest)
+    # nearer than this, distances are clamped to a constant
+    if bridging is not None and nearest_in_use < bridging.inner:
+        yield warning(
+            "",
+            f"atoms are {nearest:.3f} angstrom apart ({report.closest}), nearer than "
+            f"bridging_r_inner = {bridging.inner:g}: the network cannot learn from their forces. "
+            f"training.training_data.min_pair_dist: {bridging.inner:g} "
+            "leaves such training frames out.",
+        )
 
 
 def build_sampler(
@@ -336,7 +358,7 @@ class TaskLength(NamedTuple):
         batches: of one epoch.
         frames: mean number in a step.
         max_atoms: of the largest batch.
-        warnings: about frames and batches.
+        findings: warnings about frames and batches.
     """
 
     share: float
@@ -344,7 +366,7 @@ class TaskLength(NamedTuple):
     batches: int
     frames: float
     max_atoms: int
-    warnings: tuple[str, ...]
+    findings: tuple[Finding, ...]
 
 
 class RunLength(NamedTuple):
@@ -392,7 +414,7 @@ def run_length(config: RunConfig, data: Mapping[str, TaskData], num_ranks: int =
     tasks = {
         name: TaskLength(
             shares[name], shares[name] * num_steps * batches_of_step / of.batches_per_epoch, of.batches_per_epoch,
-            batches_of_step * of.frames_per_step, of.max_atoms, tuple(of.warnings),
+            batches_of_step * of.frames_per_step, of.max_atoms, tuple(of.findings),
         )
         for name, of in samplers.items()
     }  # fmt: skip

@@ -14,6 +14,7 @@ import numpy as np
 
 from deepmd_ema.config.schema.text_options import BatchSizeRule, SystemProbability
 from deepmd_ema.errors import ConfigError, DataError, counted
+from deepmd_ema.findings import Finding, warning
 from deepmd_ema.geometry import Array, stable_argsort
 
 BatchRule: TypeAlias = "int | str | Sequence[int]"
@@ -64,7 +65,7 @@ class Sampler:
         batches_per_epoch: batches of an epoch, of all ranks together.
         frames_per_step: mean number of frames in a batch, over all ranks together.
         max_atoms: no batch of a rank has more.
-        warnings: for the user, such as systems left out.
+        findings: warnings about frames and systems that ``filter`` leaves out.
 
     Raises:
         ConfigError: if an option cannot be understood, or does not fit the number of systems.
@@ -83,7 +84,7 @@ class Sampler:
         world_size: int = 1,
     ) -> None:
         sizes = [np.broadcast_to(n, count) for count, n in zip(num_frames, natoms)]
-        self.batch_size, self.frames, self.warnings = batch_sizes(batch_size, sizes)
+        self.batch_size, self.frames, self.findings = batch_sizes(batch_size, sizes)
         if not any(self.batch_size):
             raise DataError(f"batch_size = {batch_size}: every system has more atoms. Use a larger number.")
         rule = BatchSizeRule(batch_size) if isinstance(batch_size, str) else None
@@ -238,7 +239,7 @@ def batch_edges(natoms: Array, limit: int) -> list[int]:
     return edges
 
 
-def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[Array], list[str]]:
+def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ...], list[Array], list[Finding]]:
     """Return the frames per batch of each system, the numbers of those that take part, and warnings.
 
     A number; a list of numbers, one per system; ``auto:N`` = ceil(N / atoms), at least N atoms a batch (``auto`` is
@@ -252,7 +253,8 @@ def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ..
     Raises:
         ConfigError: if the rule is none of these.
     """
-    every, warnings = [np.atleast_1d(n) for n in natoms], list[str]()
+    every = [np.atleast_1d(n) for n in natoms]
+    findings = list[Finding]()
     read = BatchSizeRule(rule) if isinstance(rule, str) else None
     kind, number = ("", 0) if read is None else (read.kind, read.number)
     most = number if kind == "filter" else math.inf
@@ -270,12 +272,15 @@ def batch_sizes(rule: BatchRule, natoms: Sequence[Sizes]) -> tuple[tuple[int, ..
     else:
         sizes = tuple(max(1, number // int(n[k].max())) if k.size else 0 for n, k in zip(every, taken))
         larger = f"of more than {counted(number, 'atom')}"
-        if left_out := sizes.count(0):
-            systems = f"{left_out} of {counted(len(sizes), 'system')}"
-            warnings.append(f'batch_size = "{rule}": left out are {systems}, {larger} a frame.')
-        if frames := sum(n.size - k.size for n, k in zip(every, taken) if k.size):
-            warnings.append(f'batch_size = "{rule}": left out: {counted(frames, "frame")} {larger}.')
-    return sizes, taken, warnings
+        num_systems = sizes.count(0)
+        if num_systems:
+            text = f"left out are {num_systems} of {counted(len(sizes), 'system')}, {larger} a frame."
+            findings.append(warning("batch_size", f' = "{rule}": {text}'))
+        num_frames = sum(n.size - k.size for n, k in zip(every, taken) if k.size)
+        if num_frames:
+            text = f"left out: {counted(num_frames, 'frame')} {larger}."
+            findings.append(warning("batch_size", f' = "{rule}": {text}'))
+    return sizes, taken, findings
 
 
 def system_probabilities(

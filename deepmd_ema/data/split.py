@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import NamedTuple, TypeAlias
@@ -17,11 +17,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from deepmd_ema.config.labels import FORCE
-from deepmd_ema.data.check.suspects import Suspects, name_of
+from deepmd_ema.data.check.suspects import NEAR_COPIES, NEAR_TEST, Suspects, name_of
 from deepmd_ema.data.formats.properties import KIND_NAMES, describe_singles
 from deepmd_ema.data.sampler import permutation
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
+from deepmd_ema.findings import Finding, warning
 from deepmd_ema.geometry import Array
 from deepmd_ema.utils import seed_for
 
@@ -84,13 +85,27 @@ class Split(NamedTuple):
         num_frames: frames in all.
         chosen: numbers of those for validation.
         lines: what went where, for the user.
-        warnings: what the user should look at.
+        force_rms: of training and of validation frames, eV/angstrom; empty if it is not known.
     """
 
     num_frames: int
     chosen: list[int]
     lines: list[str]
-    warnings: list[str]
+    force_rms: list[float]
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield a warning if the forces of the two parts differ in size."""
+        if not self.force_rms:
+            return
+        training, validation = self.force_rms
+        if not max(self.force_rms) < _MAX_RMS_RATIO * min(self.force_rms):
+            yield warning(
+                "",
+                f"force RMS is {training:.3g} eV/angstrom in training and {validation:.3g} "
+                "in validation: their errors are of different kinds of frames. Try another seed "
+                "or a larger fraction, or name the kinds of frames "
+                f"({KIND_NAMES[0]} in extended XYZ).",
+            )
 
     @property
     def mask(self) -> Array:
@@ -172,8 +187,10 @@ def split_frames(table: FrameTable, fraction: float, seed: int) -> Split:
     return Split(len(chosen), np.flatnonzero(chosen).tolist(), *_describe_parts(head, table, chosen))
 
 
-def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> list[Suspects]:
+def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> dict[str, Suspects]:
     """Return frames of validation and of test data that are nearer to a training frame than near copies are, or equal.
+
+    They are listed by the names of these checks.
 
     Frames are compared that follow each other closely in the order of a number, so some may be missed.
 
@@ -186,24 +203,22 @@ def find_near_copies(parts: Sequence[Sequence[FrameSource]], num_types: int) -> 
         table.add(source.chunks((COORD, BOX)), num_types)
     points = np.concatenate([np.zeros((0, _NUMBERS), np.float32), *table.points])
     starts = np.cumsum([0, *(sum(source.num_frames for source in part) for part in parts)]).tolist()
-    ends, kinds = np.cumsum([0, *(source.num_frames for source in sources)]), []
+    ends = np.cumsum([0, *(source.num_frames for source in sources)])
+    checks = dict[str, Suspects]()
     copy_of: dict[int, int] = {}
     for members in _groups(table.compositions).values():
         low, high = np.sort(_near_pairs(points, members, max(_COPY, _NEAR * _scale(points, members))), axis=0)
         across = (low < starts[1]) & (high >= starts[1])
         copy_of |= dict(zip(high[across].tolist(), low[across].tolist()))
-    choose = ", or let training.validation_fraction choose them"
-    for name, advice, (start, stop) in zip(("validation", "test"), (choose, ""), pairwise(starts[1:])):
-        near, worst, warning = sorted(frame for frame in copy_of if start <= frame < stop), "", ""
+    for check, (start, stop) in zip((NEAR_COPIES, NEAR_TEST), pairwise(starts[1:])):
+        near = sorted(frame for frame in copy_of if start <= frame < stop)
+        named = list[str]()
         if near:
-            worst = f"{name_of(sources, near[0])} is near {name_of(sources, copy_of[near[0]])}"
-            warning = (
-                f"{len(near):,} of {stop - start:,} {name} frames are near copies of training frames (first: {worst}): "
-                f"{name} errors will look too good. Take {name} frames from other trajectories{advice}."
-            )
+            original = copy_of[near[0]]
+            named.append(f"{name_of(sources, near[0])} is near {name_of(sources, original)}")
         by_system = tuple(np.histogram(near, ends)[0].tolist()) if sources else ()
-        kinds.append(Suspects(by_system, stop - start, worst, warning))
-    return kinds
+        checks[check] = Suspects(by_system, stop - start, named)
+    return checks
 
 
 def describe_frames(chunk: Chunk, num_types: int) -> Array:
@@ -313,9 +328,10 @@ def _taken(clusters: Sequence[list[int]], copies: Array, wanted: int, fraction: 
     return taken
 
 
-def _describe_parts(head: str, table: FrameTable, chosen: Array) -> tuple[list[str], list[str]]:
-    """Return lines about the two parts, of which ``head`` is the first, and warnings."""
-    lines, warnings = [head], list[str]()
+def _describe_parts(head: str, table: FrameTable, chosen: Array) -> tuple[list[str], list[float]]:
+    """Return lines about the two parts, ``head`` first, and their force RMS in eV/angstrom."""
+    lines = [head]
+    force_rms = list[float]()
     named = Counter(kind or "without a name" for kind in table.kinds)
     singles = describe_singles(table.kinds)
     if set(table.kinds) != {""} and not singles:
@@ -330,12 +346,7 @@ def _describe_parts(head: str, table: FrameTable, chosen: Array) -> tuple[list[s
     squares = np.concatenate(table.forces)
     sums = np.stack([squares[~chosen].sum(axis=0), squares[chosen].sum(axis=0)])
     if sums[:, 1].all() and np.isfinite(sums).all():  # the check of the data names forces that are not finite
-        training, validation = np.sqrt(sums[:, 0] / sums[:, 1]).tolist()
+        force_rms = np.sqrt(sums[:, 0] / sums[:, 1]).tolist()
+        training, validation = force_rms
         lines.append(f"  force RMS (eV/angstrom): {training:.3g} in training, {validation:.3g} in validation")
-        if not max(training, validation) < _MAX_RMS_RATIO * min(training, validation):
-            warnings.append(
-                f"force RMS is {training:.3g} eV/angstrom in training and {validation:.3g} in validation: their errors "
-                "are of different kinds of frames. Try another seed or a larger fraction, or name the kinds of frames "
-                f"({KIND_NAMES[0]} in extended XYZ)."
-            )
-    return lines, warnings
+    return lines, force_rms

@@ -39,6 +39,7 @@ from deepmd_ema.data.loader import Pad, atoms_at_once, prefetch, sequential_batc
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.distributed.files import TABLE, atomic_write, check_output
 from deepmd_ema.errors import DataError, UserError, counted
+from deepmd_ema.findings import Finding
 from deepmd_ema.geometry import neighbor_statistics
 from deepmd_ema.infer.load import LoadedModel, Provenance, load_model
 from deepmd_ema.infer.potential import SAME_PLACE, describe_short_pair
@@ -359,10 +360,13 @@ def open_checked(
         DataError: with every problem of the data at once.
     """
     opened = open_systems([str(path) for path in systems], spec, rglob_patterns)
-    problems = [text for s in opened for text in scan_system(s, len(spec.type_map), rcut).problems]
-    DataError.raise_if_any(problems)
-    for text in (*(text for s in opened for text in s.warnings), *repeated(s.name for s in opened)):
-        logger.warning(text)
+    errors = list[Finding]()
+    for system in opened:
+        errors += scan_system(system, len(spec.type_map), rcut).findings()
+    DataError.raise_if_any(errors)
+    texts = [text for system in opened for text in system.warnings]
+    for line in (*texts, *repeated(system.name for system in opened)):
+        logger.warning("%s", line)
     return opened
 
 

@@ -18,6 +18,18 @@ import numpy as np
 from deepmd_ema.config import config_summary, config_warnings, ignored_options, to_dict
 from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, VIRIAL
 from deepmd_ema.errors import YELLOW, DataError, UserError, colored, counted
+from deepmd_ema.findings import (
+    ERROR,
+    NOTE,
+    UNUSED,
+    WARNING,
+    Finding,
+    note,
+    texts_of,
+    warning,
+    with_severity,
+    with_task,
+)
 from deepmd_ema.report.table import Cell, Column, Table, duration, facts, render
 from deepmd_ema.utils import __version__
 
@@ -68,7 +80,6 @@ class RunCheck:
         config: of the run; with numbers of neighbors once the data are read.
         splits: validation frames that are split off, by task.
         reports: of the data, by task.
-        problems: of the data.
         num_steps: of the run; 0 while it is not known.
         tasks: length of the training of each task; empty while it is not known.
         steps_per: steps of one of ``frames`` and ``epochs``; empty while they are not known.
@@ -81,7 +92,7 @@ class RunCheck:
         self.config = config
         self.splits: Mapping[str, Split] = {}
         self.reports: dict[str, DataReport] = {}
-        self.problems: list[str] = []
+        self._errors: list[Finding] = []
         self.num_steps = 0
         self.tasks: Mapping[str, TaskLength] = {}
         self.steps_per: Mapping[str, float] = {}
@@ -90,13 +101,13 @@ class RunCheck:
         self.cost: Cost | None = None
 
     def read_data(self) -> None:
-        """Read and check the data; problems are kept, those that leave no data to check are raised.
+        """Read and check the data; errors are kept, those that leave no data to check are raised.
 
         Raises:
             DataError: if data cannot be opened or split.
         """
         from deepmd_ema.data import run
-        from deepmd_ema.data.check.report import NEAR_COPIES, NEAR_TEST, SHARED, SHARED_TEST
+        from deepmd_ema.data.check.suspects import SHARED_OF, findings_of
         from deepmd_ema.data.split import find_near_copies
         from deepmd_ema.model.build import build_models
         from deepmd_ema.optim.build import describe_groups
@@ -107,13 +118,16 @@ class RunCheck:
         self.reports = {name: run.check_task(task, data[name]) for name, task in self.config.tasks.items()}
         for name, report in self.reports.items():
             is_given = [data[name].valid and name not in self.splits, data[name].test]  # a split has no near copies
-            if any(is_given) and not report.problems:
-                found = find_near_copies(data[name], len(report.type_map))
-                for near, key, shared, is_part in zip(found, (NEAR_COPIES, NEAR_TEST), (SHARED, SHARED_TEST), is_given):
-                    report.suspects |= {key: near} if is_part else {}
-                    if is_part and near.num_frames > report.suspects[shared].num_frames:
-                        report.warnings.append(f"task {name}: " * bool(name) + near.warning)
-        self.problems = [problem for report in self.reports.values() for problem in report.problems]
+            if not any(is_given) or report.problems:
+                continue
+            checks = find_near_copies(data[name], len(report.type_map))
+            for (key, shared), is_part in zip(SHARED_OF.items(), is_given):
+                if not is_part:
+                    continue
+                near = report.suspects[key] = checks[key]
+                # frames that are training frames have a warning of their own
+                if near.num_frames > report.suspects[shared].num_frames:
+                    report.findings += with_task(name, findings_of({key: near}))
         if self.problems:
             return
         try:  # what the data and the models say of the run
@@ -125,25 +139,38 @@ class RunCheck:
             self.groups = describe_groups(config.optimizer.groups, models.first_names(), parameters, config.source)
             self.parameters = sum(parameter.numel() for parameter in parameters.values() if parameter.requires_grad)
         except UserError as error:
-            self.problems = list(error.problems)
+            self._errors = error.findings
+
+    @property
+    def problems(self) -> list[Finding]:
+        """Errors of the data, and of options that do not fit them."""
+        return with_severity(ERROR, self.findings)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Findings about input, length of the run, split and data, in the order of messages.
+
+        Notes on the data stand beside their tables.
+        """
+        findings = [note("", text) for text in self.config.notes]
+        findings += [Finding(UNUSED, "", text) for text in ignored_options(self.config)]
+        remarks = config_warnings(self.config, self.num_steps or None, self.steps_per)
+        findings += [warning("", text) for text in remarks]
+        for length in self.tasks.values():
+            findings += length.findings
+        for name, split in self.splits.items():
+            findings += with_task(name, split.findings())
+        for report in self.reports.values():
+            findings += [finding for finding in report.findings if finding.severity != NOTE]
+        return findings + self._errors
 
     def raise_problems(self) -> None:
-        """Raise the problems of the data.
+        """Raise the errors of the data.
 
         Raises:
             DataError: with all of them.
         """
-        if self.problems:
-            raise DataError(self.problems)
-
-    @property
-    def warnings(self) -> list[str]:
-        """Everything that the user should look at."""
-        found = config_warnings(self.config, self.num_steps or None, self.steps_per)
-        found += [text for of in self.tasks.values() for text in of.warnings]
-        for name, split in self.splits.items():
-            found += [f"task {name}: {text}" if name else text for text in split.warnings]
-        return found + [text for report in self.reports.values() for text in report.warnings]
+        DataError.raise_if_any(self.problems)
 
 
 def data_lines(check: RunCheck) -> Iterator[str]:
@@ -151,9 +178,9 @@ def data_lines(check: RunCheck) -> Iterator[str]:
     for task, report in check.reports.items():
         of = f" of task {task}" * bool(task)
         yield ""
-        for part, scans in (("Training", report.training), ("Validation", report.validation), ("Test", report.test)):
-            if scans or part == "Training":
-                yield from _system_table(f"{part} data{of}", scans, report)
+        for part, scans in report.parts.items():
+            if scans or part == "training":
+                yield from _system_table(f"{part.title()} data{of}", scans, report)
         rows = [row for row in _elements(report) if row["training_atoms"] or row["validation_atoms"]]
         for row in rows:
             nearest = row["nearest_angstrom"]
@@ -225,10 +252,10 @@ def _table(title: str, columns: Mapping[str, Column], rows: Sequence[Mapping[str
 
 def _suspicious_frames(report: DataReport) -> dict[int, int]:
     """Return the number of frames that the checks have found in each system, by the identity of its scan."""
-    from deepmd_ema.data.check.report import NEAR_COPIES, NEAR_TEST, SHARED, SHARED_TEST
+    from deepmd_ema.data.check.suspects import SHARED_OF
 
     found = {name: one.by_system for name, one in report.suspects.items() if one.by_system}
-    for shared, near in ((SHARED, NEAR_COPIES), (SHARED_TEST, NEAR_TEST)):
+    for near, shared in SHARED_OF.items():
         if near in found:  # frames that are in both parts are near copies as well
             found[shared] = tuple(map(max, found[shared], found.pop(near)))
     every = enumerate([*report.training, *report.validation, *report.test])
@@ -249,15 +276,17 @@ def _results(check: RunCheck, task: str, report: DataReport) -> Iterator[tuple[s
     if report.units is not None:
         for number, line in enumerate(report.units.lines()):
             yield "" if number else "units, signs", line
-        if report.units.warnings:
-            yield "", f"suspicious: {counted(len(report.units.warnings), 'system')}, see the warnings"
+        if report.units.faults:
+            systems = counted(len(report.units.faults), "system")
+            yield "", f"suspicious: {systems}, see the warnings"
     near = report.neighbors
     if near is not None and math.isfinite(near.min_distance):
         usable = sum(s.system.num_frames - len(s.bad_frames) for s in [*report.training, *report.validation])
         seen = f"in {report.num_searched:,} frames, evenly spaced: " * (report.num_searched < usable)
         yield "distances", f"{seen}the nearest atoms are {near.min_distance:.3f} angstrom apart ({report.closest})"
         yield "neighbors", f"{seen}at most {near.max_total} within {report.rcut:g} angstrom"
-    yield from (("note", note) for note in report.notes)
+    for text in report.notes:
+        yield "note", text
 
 
 def plan_lines(check: RunCheck) -> list[str]:
@@ -299,12 +328,20 @@ def cost_lines(check: RunCheck) -> list[str]:
 
 def closing_lines(check: RunCheck) -> list[str]:
     """Return notes on the input, options without effect, and warnings, which are numbered."""
-    notes, unused, warnings, lines = check.config.notes, ignored_options(check.config), check.warnings, list[str]()
-    number = colored(counted(len(warnings), "warning"), YELLOW, sys.stdout) if warnings else "No warnings"
-    without = f"{counted(len(unused), 'option')} without effect"
-    for title, texts in (("Notes on the input", notes), (without, unused), (number, warnings)):
-        if texts or texts is warnings:
-            lines += ["", title, *(f"{k:3d}. {text}" for k, text in enumerate(texts, 1))]
+    findings = check.findings
+    lines = list[str]()
+    for severity in (NOTE, UNUSED, WARNING):
+        texts = texts_of(severity, findings)
+        title = "Notes on the input"
+        if severity == UNUSED:
+            title = f"{counted(len(texts), 'option')} without effect"
+        elif severity == WARNING:
+            title = "No warnings"
+            if texts:
+                title = colored(counted(len(texts), "warning"), YELLOW, sys.stdout)
+        if texts or severity == WARNING:
+            numbered = (f"{number:3d}. {text}" for number, text in enumerate(texts, 1))
+            lines += ["", title, *numbered]
     return lines
 
 
@@ -319,27 +356,29 @@ def _size(num_bytes: float) -> str:
     return f"{number:.2g} {unit}" if number < 10 else f"{number:.0f} {unit}"
 
 
-def document(input_file: str, check: RunCheck | None, problems: Sequence[str]) -> dict[str, Any]:
+def document(input_file: str, check: RunCheck | None, problems: Sequence[Finding]) -> dict[str, Any]:
     """Return the report as JSON values; parts that are not known, because of problems, are null or empty.
 
     Args:
         input_file: as given.
         check: what is known of the run; None if the input has problems.
-        problems: messages, those about the input with their places.
+        problems: errors, those about the input with their places.
     """
-    found: dict[str, Any] = {
+    findings = [] if check is None else check.findings
+    values: dict[str, Any] = {
         "format": FORMAT,
         "version": __version__,
         "input": input_file,
-        "problems": [
-            {"path": getattr(text, "path", None), "line": getattr(text, "line", None) or None, "message": str(text)}
-            for text in problems
-        ],
-        **{name: [] for name in ("warnings", "without_effect", "notes")},
-        **{"plan": None, "data": [], "cost": None},
+        "problems": [_problem(problem) for problem in problems],
+        "warnings": texts_of(WARNING, findings),
+        "without_effect": texts_of(UNUSED, findings),
+        "notes": texts_of(NOTE, findings),
+        "plan": None,
+        "data": [],
+        "cost": None,
     }
     if check is None:
-        return found
+        return values
     plan = {
         "num_steps": check.num_steps or check.config.training.numb_steps or None,
         "parameters": check.parameters,
@@ -348,19 +387,24 @@ def document(input_file: str, check: RunCheck | None, problems: Sequence[str]) -
         "input_with_defaults": to_dict(check.config),
     }
     measured = None if check.cost is None else {"total_s": check.cost.total_s, **asdict(check.cost)}
-    return found | {
-        "warnings": check.warnings,
-        "without_effect": ignored_options(check.config),
-        "notes": list(check.config.notes),
+    return values | {
         "plan": plan,
         "data": [_data(name, report) for name, report in check.reports.items()],
         "cost": {"measured": measured} if check.reports or problems else None,
     }
 
 
+def _problem(problem: Finding) -> dict[str, Any]:
+    """Return message, path and line of an error; errors of data have neither path nor line."""
+    # until config yields findings, its messages have attributes
+    path = problem.place if problem.file else getattr(problem.text, "path", None)
+    line = problem.line or getattr(problem.text, "line", None)
+    return {"path": path, "line": line or None, "message": str(problem)}
+
+
 def _data(task: str, report: DataReport) -> dict[str, Any]:
     suspects, systems = _suspicious_frames(report), []
-    for part, scans in (("training", report.training), ("validation", report.validation), ("test", report.test)):
+    for part, scans in report.parts.items():
         for scan in scans:
             sizes, frames, labels = scan.type_counts.sum(axis=1), scan.system.num_frames, dict[str, Any]()
             for name in (name for name, number in scan.label_frames.items() if number):

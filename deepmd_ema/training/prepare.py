@@ -45,6 +45,7 @@ from deepmd_ema.distributed.files import writing
 from deepmd_ema.distributed.tensors import prefix_of
 from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import ConfigError, DataError, UserError, counted
+from deepmd_ema.findings import ERROR, Finding, with_severity
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.model_set import ModelSet, TaskModel
@@ -120,8 +121,8 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
         of_task = f"task {name}: " * bool(name)
         for line in split.lines:
             logger.info("%s%s", of_task, line)
-        for line in split.warnings:
-            logger.warning("%s%s", of_task, line)
+        for finding in split.findings():
+            logger.warning("%s%s", of_task, finding)
     with world.all_ranks_ok():
         systems = split_off(config, systems, splits) if splits else systems
     config, nearest, dates = world.broadcast_from_rank0(
@@ -156,7 +157,7 @@ def _check_data(
 ) -> tuple[RunConfig, dict[str, float | None], list[str]]:
     """Return the config with ``sel`` resolved, nearest pairs by task, and dates of earlier checks that still hold."""
     nearest, found, dates = {}, {}, []
-    problems: list[str] = []
+    problems = list[str | Finding]()
     for name, task in config.tasks.items():
         report = check_task(task, systems[name], results[name])
         if report.date:
@@ -165,7 +166,7 @@ def _check_data(
             logger.info("%s", line)
         for line in report.warnings:
             logger.warning("%s", line)
-        problems += report.problems
+        problems += with_severity(ERROR, report.findings)
         descriptor = task.model.descriptor
         if skip and descriptor.neighbors is None:
             place = f"{task.place('model')}.descriptor"

@@ -115,7 +115,9 @@ def run_training(
                 trainer = Trainer(prepared, start, world, should_update, file, callback, record, deadline)
             remarks = config_warnings(prepared.config, trainer.num_steps, prepared.length.steps_per)
             logger.info("%s", "\n".join(render(start_table(trainer), "  ")))
-            for line in (*(line for of in prepared.length.tasks.values() for line in of.warnings), *remarks):
+            lengths = prepared.length.tasks.values()
+            findings = [finding for length in lengths for finding in length.findings]
+            for line in (*findings, *remarks):
                 logger.warning("%s", line)
             trainer.run()
             seconds = time.monotonic() - began

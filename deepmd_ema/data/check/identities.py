@@ -20,6 +20,7 @@ from deepmd_ema.config.labels import ENERGY, FORCE, GPA, VIRIAL
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError, counted, first_few
+from deepmd_ema.findings import Finding, warning
 from deepmd_ema.geometry import Array, find_pairs_once
 
 BOHR = 0.52917721  # angstrom
@@ -93,18 +94,24 @@ class UnitReport:
     """Units and signs, as identities and lengths show them.
 
     Attributes:
-        warnings: one for each system in which something is wrong.
+        faults: what is wrong in a system, by its name.
         num_systems: systems, or groups of small ones, that were looked at.
         num_all: systems and groups there are.
         verified: number of systems in which each quantity could be verified.
         unverified: names of those that have it and in which it could not.
     """
 
-    warnings: list[str] = field(default_factory=list)
+    faults: dict[str, list[str]] = field(default_factory=dict)
     num_systems: int = 0
     num_all: int = 0
     verified: dict[str, int] = field(default_factory=dict)
     unverified: dict[str, list[str]] = field(default_factory=dict)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield a warning for each system in which something is wrong."""
+        expected = "Expected eV, eV/angstrom and angstrom, and virial = -volume * stress in eV."
+        for name, texts in self.faults.items():
+            yield warning(name, f": {'; '.join(texts)}. {expected}")
 
     def lines(self) -> list[str]:
         """Return lines with the quantities that could be verified and those that could not."""
@@ -139,7 +146,7 @@ class Ratios(NamedTuple):
 
 
 def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitReport:
-    """Return a report on units and signs, with a warning for each system that has others than expected."""
+    """Return a report on units and signs, and the systems that have others than expected."""
     groups = list(_groups(scans))
     most = min(len(groups), _MAX_SYSTEMS)
     report = UnitReport(num_systems=most, num_all=len(groups))
@@ -154,8 +161,7 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
                 f"the forces are those of {place}: with these the energy changes by their work between near frames"
             ]
         if texts or found:
-            expected = "Expected eV, eV/angstrom and angstrom, and virial = -volume * stress in eV."
-            report.warnings.append(f"{name}: {'; '.join(texts + found)}. {expected}")
+            report.faults[name] = texts + found
         verified |= {"lengths"} if is_known else set()
         labels = {label for frame in frames for label in frame.labels}
         had = {"lengths": True, "energies and forces": {ENERGY, FORCE} <= labels, "virials": VIRIAL in labels}

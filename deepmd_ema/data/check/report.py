@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,25 +15,38 @@ from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.identities import UnitReport, judge_units
 from deepmd_ema.data.check.scan import SystemScan, scan_system
 from deepmd_ema.data.check.suspects import (
+    SHARED,
+    SHARED_TEST,
     Suspects,
     energy_outliers,
     find_copies,
+    findings_of,
     force_outliers,
     name_of,
     net_forces,
     placeholders,
     zero_forces,
-)  # fmt: skip
+)
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, evenly_spaced
 from deepmd_ema.errors import DataError, counted, first_few
+from deepmd_ema.findings import (
+    ERROR,
+    NOTE,
+    WARNING,
+    Finding,
+    error,
+    note,
+    texts_of,
+    warning,
+    with_severity,
+    with_task,
+)
 from deepmd_ema.geometry import FrameGeometry, NeighborStatistics, neighbor_statistics
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
 
 MIN_DISTANCE = 0.3  # angstrom; no two nuclei of a useful frame come closer (H2 has 0.74)
-SHARED, NEAR_COPIES = "in_training_and_validation", "near_training_frames"  # names of checks of frames
-SHARED_TEST, NEAR_TEST = "in_training_and_test", "test_near_training_frames"
 _MAX_MESSAGES = 5  # of one kind and system
 _FEW = 16  # of so many frames one is read alone, not among all of them
 _MAX_ELEMENTS = 12  # numbers of so many elements in one line
@@ -41,12 +54,13 @@ _MAX_ELEMENTS = 12  # numbers of so many elements in one line
 
 @dataclass
 class DataReport:
-    """Results of the checks of a data set; one that was remembered has notes, warnings and neighbors alone.
+    """Results of the checks of a data set.
+
+    One that was remembered has findings and neighbors alone.
 
     Attributes:
-        problems: faults that make training impossible, each with file and frame.
-        warnings: what a user should look at.
-        notes: remarks on sources of other formats, one line each, and on frames of isolated atoms.
+        findings: errors are faults that make training impossible, each with file and frame; notes
+            are remarks on sources of other formats and on frames of isolated atoms.
         training: scan of each training system.
         validation: scan of each validation system.
         test: scan of each test system.
@@ -60,9 +74,7 @@ class DataReport:
 
     type_map: tuple[str, ...]
     rcut: float
-    problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     training: list[SystemScan] = field(default_factory=list)
     validation: list[SystemScan] = field(default_factory=list)
     test: list[SystemScan] = field(default_factory=list)
@@ -73,18 +85,38 @@ class DataReport:
     units: UnitReport | None = None
     date: str = ""
 
+    @property
+    def parts(self) -> dict[str, list[SystemScan]]:
+        """Scans of training, validation and test systems by the name of the part."""
+        return {"training": self.training, "validation": self.validation, "test": self.test}
+
+    @property
+    def problems(self) -> list[str]:
+        """Messages of the errors."""
+        return texts_of(ERROR, self.findings)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Messages of the warnings."""
+        return texts_of(WARNING, self.findings)
+
+    @property
+    def notes(self) -> list[str]:
+        """Messages of the notes."""
+        return texts_of(NOTE, self.findings)
+
     def raise_problems(self) -> None:
-        """Raise DataError with all problems, if there are any."""
-        if self.problems:
-            raise DataError(self.problems)
+        """Raise DataError with all errors, if there are any."""
+        DataError.raise_if_any(with_severity(ERROR, self.findings))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return problems, notes, warnings and neighbors as JSON values."""
-        found: dict[str, Any] = {"problems": self.problems, "notes": self.notes, "warnings": self.warnings}
+        """Return findings, messages of errors and neighbors as JSON values."""
+        findings = list(map(astuple, self.findings))
+        values: dict[str, Any] = {"problems": self.problems, "findings": findings}
         for name, value in asdict(self.neighbors).items() if self.neighbors is not None else ():
             if not name.startswith("frame_"):
-                found[name] = np.asarray(value).tolist()
-        return found
+                values[name] = np.asarray(value).tolist()
+        return values
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any], type_map: Sequence[str], rcut: float) -> DataReport:
@@ -93,8 +125,9 @@ class DataReport:
             tuple(stored["max_neighbors"]), np.array(stored["by_rank"]), np.array(stored["nearest"]),
             frame_min=np.empty(0), frame_pair=np.empty((0, 2), np.int64),
         )  # fmt: skip
-        notes, warnings, date = list(stored["notes"]), list(stored["warnings"]), stored["date"]
-        return cls(tuple(type_map), rcut, [], warnings, notes, neighbors=neighbors, date=date)
+        findings = [Finding(*entry) for entry in stored["findings"]]
+        date = stored["date"]
+        return cls(tuple(type_map), rcut, findings, neighbors=neighbors, date=date)
 
 
 def check_systems(
@@ -108,7 +141,7 @@ def check_systems(
     task: str = "",
     test: Sequence[FrameSource] = (),
 ) -> DataReport:
-    """Return problems, warnings and a summary of the data; nothing is raised for wrong data.
+    """Return findings about the data and a summary; nothing is raised for wrong data.
 
     Args:
         training: training systems.
@@ -122,15 +155,16 @@ def check_systems(
         test: test systems, of which neighbors are not counted: nothing in a run depends on them.
     """
     report = DataReport(tuple(type_map), descriptor.cutoff)
-    report.training = [scan_system(s, len(type_map), descriptor.cutoff) for s in training]
-    report.validation = [scan_system(s, len(type_map), descriptor.cutoff) for s in validation]
-    report.test = [scan_system(s, len(type_map), descriptor.cutoff) for s in test]
+    sources = {"training": training, "validation": validation, "test": test}
+    for part, scans in report.parts.items():
+        scans += [scan_system(s, len(type_map), descriptor.cutoff) for s in sources[part]]
     in_run = report.training + report.validation
     every = in_run + report.test
     # a source whose frames are in both parts is there twice
-    report.notes += dict.fromkeys(f"{scan.system.whole.name}: {note}" for scan in every for note in scan.system.notes)
-    report.notes += isolated_atom_notes(in_run, type_map)
-    report.problems += [problem for scan in every for problem in scan.problems]
+    remarks = (note(scan.system.whole.name, f": {text}") for scan in every for text in scan.system.notes)
+    findings = [*dict.fromkeys(remarks), *_isolated_atom_notes(in_run, type_map)]
+    for scan in every:
+        findings += scan.findings()
     for scans in (in_run, report.test):
         # neighbors of the frames whose geometry is valid; of many an even sample
         usable = [np.delete(np.arange(scan.system.num_frames), sorted(scan.bad_frames)) for scan in scans]
@@ -140,44 +174,39 @@ def check_systems(
             continue
         near = neighbor_statistics(_geometries(searched), descriptor.cutoff, len(type_map))
         if near.min_distance < min_distance:
-            report.problems += _too_close(frames, near, min_distance, type_map)
-        report.warnings = report.warnings or [*_neighbor_warnings(descriptor, near, type_map)]  # not of both
+            findings += _too_close(frames, near, min_distance, type_map)
+        if not any(finding.severity == WARNING for finding in findings):  # not of both
+            findings += _neighbor_warnings(descriptor, near, type_map)
         if scans is in_run:
             report.neighbors, report.num_searched = near, len(frames)
             if math.isfinite(near.min_distance):
                 report.closest = name_of(searched, int(near.frame_min.argmin()))
     if labels and not any(scan.label_frames.get(label) for scan in report.training for label in labels):
         files = ", ".join(f"{LABELS[label].files[0]}.npy" for label in labels)
-        text = f"no label of the loss is present in any system ({files}): there is nothing to learn."
-        report.problems.append(f"training data: {text}")
-    report.warnings += _label_warnings(report.training, labels, "training")
-    report.warnings += _label_warnings(report.validation, labels, "validation")
-    report.warnings += _label_warnings(report.test, labels, "test")
-    for name, each in ((FPARAM, "frame"), (APARAM, "atom")):
-        if having := [scan.system.name for scan in every if name in scan.system.unread]:
-            report.warnings.append(
-                f"{name} in {len(having)} of {counted(len(every), 'system')} (first: {having[0]}) is not "
-                f"read: model.fitting_net.numb_{name} is 0. Set it to the numbers per {each}, or leave it if the model "
-                "shall not depend on them."
-            )
-    report.warnings += _element_warnings(report, task)
+        text = f": no label of the loss is present in any system ({files}): there is nothing to learn."
+        findings.append(error("training data", text))
+    for part, scans in report.parts.items():
+        findings += _label_warnings(scans, labels, part)
+    findings += _unread_warnings(every)
+    findings += _element_warnings(report, task)
     for scan in every:
-        found = placeholders(scan)
-        is_problem = FORCE in labels and FORCE in scan.ranges and scan.ranges[FORCE].size == 0
-        (report.problems if is_problem else report.warnings).extend(found)
+        findings += placeholders(scan, labels)
     copies = find_copies(report.training, report.validation, report.test)
-    report.suspects = {  # the names are keys of `dp-ema check --json`
+    report.suspects = {
         **dict(zip(("duplicates", SHARED, SHARED_TEST), copies)),
         "energy_outliers": energy_outliers(report.training, report.validation + report.test),
-        "force_outliers": force_outliers(every, type_map), "zero_forces": zero_forces(every),
+        "force_outliers": force_outliers(every, type_map),
+        "zero_forces": zero_forces(every),
         "net_forces": net_forces(every),
-    }  # fmt: skip
-    report.warnings += [suspects.warning for suspects in report.suspects.values() if suspects.warning]
-    report.notes += [suspects.note for suspects in report.suspects.values() if suspects.note]
-    if not any(scan.problems for scan in every):  # numbers that are no energies would make it blind
+    }
+    findings += findings_of(report.suspects)
+    if not any(scan.faults for scan in every):  # numbers that are no energies would make it blind
         report.units = judge_units(every, type_map)
-        report.warnings += report.units.warnings
-    report.warnings = [f"task {task}: {text}" if task else text for text in report.warnings]
+        findings += report.units.findings()
+    for finding in findings:
+        # errors and notes name files, which a task has for itself
+        is_warning = finding.severity == WARNING
+        report.findings += with_task(task if is_warning else "", [finding])
     return report
 
 
@@ -195,9 +224,9 @@ def _geometries(sources: Sequence[FrameSource]) -> Iterator[FrameGeometry]:
 
 def _too_close(
     frames: Sequence[tuple[FrameSource, int]], near: NeighborStatistics, bound: float, type_map: Sequence[str]
-) -> list[str]:
-    """Return a message for each of the first frames in which atoms are closer than ``bound``, angstrom."""
-    problems, counts = list[str](), Counter[str]()
+) -> Iterator[Finding]:
+    """Yield errors about the first frames with atoms closer than ``bound``, angstrom."""
+    counts = Counter[str]()
     for number in np.flatnonzero(near.frame_min < bound).tolist():
         source, index = frames[number]
         counts[source.name] += 1
@@ -205,19 +234,22 @@ def _too_close(
             continue
         place, frame = source.where(index, COORD), source.frame(index)
         pair = " and ".join(frame.describe_atom(a, type_map) for a in near.frame_pair[number])
-        problems.append(
-            f"{place.file}: frame {place.frame} (of {place.num_frames}, from 0): atoms {pair} are "
+        yield error(
+            place.file,
+            f": frame {place.frame} (of {place.num_frames}, from 0): atoms {pair} are "
             f"{near.frame_min[number]:.3f} angstrom apart, expected at least {bound:g}. "
-            f"Remove the frame, or set training.training_data.min_pair_dist: {bound:g} leaves such training frames "
-            "out, a smaller number accepts them."
+            f"Remove the frame, or set training.training_data.min_pair_dist: {bound:g} "
+            "leaves such training frames out, a smaller number accepts them.",
         )
-    more = {name: n - _MAX_MESSAGES for name, n in counts.items() if n > _MAX_MESSAGES}
-    return problems + [f"{name}: {n} more frames have atoms closer than {bound:g} angstrom" for name, n in more.items()]
+    for name, number in counts.items():
+        more = number - _MAX_MESSAGES
+        if more > 0:
+            yield error(name, f": {more} more frames have atoms closer than {bound:g} angstrom")
 
 
 def _neighbor_warnings(
     descriptor: DescriptorConfig, near: NeighborStatistics, type_map: Sequence[str]
-) -> Iterator[str]:
+) -> Iterator[Finding]:
     """Yield warnings about neighbors that a descriptor does not keep."""
     # option, what it is, what is needed (of all types or one per type), within which cutoff, and what is enough
     small = list[tuple[str, Any, Any, float, Any]]()
@@ -228,9 +260,10 @@ def _neighbor_warnings(
         short = [(k, n, most) for k, (n, most) in enumerate(zip(needed, kept)) if n > most]
         if short and len(kept) > _MAX_ELEMENTS:
             names = first_few([f"{type_map[k]} {n} (kept: {most})" for k, n, most in short])
-            yield (
-                f"{option} is too small: within {rcut:g} angstrom an atom has up to {names} neighbors, and {jumps}. "
-                f"Use {option} auto."
+            yield warning(
+                option,
+                f" is too small: within {rcut:g} angstrom an atom has up to {names} neighbors, "
+                f"and {jumps}. Use {option} auto.",
             )
         elif short:
             small.append((option, list(kept), needed, rcut, list(map(max, needed, kept))))
@@ -238,15 +271,15 @@ def _neighbor_warnings(
         lists = [(option, limit, near.max_within(rcut), rcut) for option, rcut, limit in descriptor.inner_neighbors()]
         small += [(option, limit, most, rcut, most) for option, limit, most, rcut in lists if most > limit]
     for option, limit, needs, rcut, enough in small:
-        yield (
-            f"{option} = {limit} is too small: an atom has up to {needs} neighbors within {rcut:g} angstrom, and "
-            f"{jumps}. Use {option} {enough} or more, or auto."
+        yield warning(
+            option,
+            f" = {limit} is too small: an atom has up to {needs} neighbors "
+            f"within {rcut:g} angstrom, and {jumps}. Use {option} {enough} or more, or auto.",
         )
 
 
-def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: str) -> list[str]:
-    """Return warnings about labels of the loss that frames of a ``kind`` lack."""
-    warnings = []
+def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: str) -> Iterator[Finding]:
+    """Yield warnings about labels of the loss that frames of a ``kind`` lack."""
     for label in labels:
         lacking = []  # systems, and their frames without a label that they could have
         for scan in scans:
@@ -257,36 +290,54 @@ def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: st
                 lacking.append((scan.system.name, number))
         if scans and not any(s.label_frames.get(label) for s in scans):
             loss = "this term of the loss is left out" if kind == "training" else "its error is not known"
-            warnings.append(
+            yield warning(
+                "",
                 f"no {label} in the {kind} data, but the loss has a prefactor for it: {loss}. "
-                f"Add set.*/{LABELS[label].files[0]}.npy or set the prefactor to 0."
+                f"Add set.*/{LABELS[label].files[0]}.npy or set the prefactor to 0.",
             )
         elif lacking:
-            warnings.append(
-                f"no {label} in {sum(n for _, n in lacking):,} {kind} frames of {len(lacking)} of {len(scans)} systems "
-                f"(first: {lacking[0][0]}): they do not count in this term of the loss."
+            number = sum(number for _, number in lacking)
+            yield warning(
+                "",
+                f"no {label} in {number:,} {kind} frames of {len(lacking)} of {len(scans)} systems "
+                f"(first: {lacking[0][0]}): they do not count in this term of the loss.",
             )
-    return warnings
 
 
-def _element_warnings(report: DataReport, task: str) -> Iterator[str]:
+def _unread_warnings(scans: Sequence[SystemScan]) -> Iterator[Finding]:
+    """Yield warnings about frame and atomic parameters that the model does not read."""
+    for name, each in ((FPARAM, "frame"), (APARAM, "atom")):
+        systems = [scan.system.name for scan in scans if name in scan.system.unread]
+        if systems:
+            yield warning(
+                name,
+                f" in {len(systems)} of {counted(len(scans), 'system')} (first: {systems[0]}) "
+                f"is not read: model.fitting_net.numb_{name} is 0. Set it to the numbers "
+                f"per {each}, or leave it if the model shall not depend on them.",
+            )
+
+
+def _element_warnings(report: DataReport, task: str) -> Iterator[Finding]:
     """Yield warnings about elements that no training frame has."""
     if not report.training:
         return
-    trained, validated, tested = (
-        sum((s.type_counts.sum(axis=0) for s in scans), np.zeros(len(report.type_map), np.int64))
-        for scans in (report.training, report.validation, report.test)
-    )
-    if unseen := [name for name, n in zip(report.type_map, trained) if not n]:
-        but = ", but for what other tasks share and train" * bool(task)
-        yield f"type_map has {first_few(unseen)}, but no training frame does: their networks stay untrained{but}."
-    for kind, atoms in (("validation", validated), ("test", tested)):
+    no_atoms = np.zeros(len(report.type_map), np.int64)
+    counts = {
+        part: sum((scan.type_counts.sum(axis=0) for scan in scans), no_atoms) for part, scans in report.parts.items()
+    }
+    trained = counts.pop("training")
+    if unseen := [name for name, number in zip(report.type_map, trained) if not number]:
+        but = ", but for what other tasks share and train" if task else ""
+        text = "but no training frame does: their networks stay untrained"
+        yield warning("type_map", f" has {first_few(unseen)}, {text}{but}.")
+    for part, atoms in counts.items():
         if untrained := [name for name, a, b in zip(report.type_map, trained, atoms) if b and not a]:
-            yield f"{kind} frames have {first_few(untrained)}, but no training frame does."
+            text = f"{part} frames have {first_few(untrained)}, but no training frame does."
+            yield warning("", text)
 
 
-def isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) -> list[str]:
-    """Return a note with the energies of isolated atoms as an option of the model, if there are such frames."""
+def _isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Iterator[Finding]:
+    """Yield a note with the energies of isolated atoms, if any, as an option of the model."""
     lowest, first, number = dict[int, float](), "", 0
     for scan in scans:
         for frame in np.flatnonzero(scan.isolated & np.isfinite(scan.energy)).tolist():
@@ -294,9 +345,12 @@ def isolated_atom_notes(scans: Sequence[SystemScan], type_map: Sequence[str]) ->
             lowest[element] = min(lowest.get(element, math.inf), float(scan.energy[frame]))
             first, number = first or name_of([scan.system], frame), number + 1
     energies = ", ".join(f"{lowest[k]:.10g}" if k in lowest else "null" for k in range(len(type_map)))
-    return [
-        f"{counted(number, 'frame')} of one isolated atom (first: {first}): trained on like the others, and "
-        "they fix energies of elements that compositions leave open. To give the model exactly these, set "
-        f"model.fitting_net.atom_ener = [{energies}] (eV; needs set_davg_zero and many more steps: the network then "
-        "has to learn the whole binding energy)."
-    ] * bool(number)
+    if number:
+        yield note(
+            "",
+            f"{counted(number, 'frame')} of one isolated atom (first: {first}): trained on "
+            "like the others, and they fix energies of elements that compositions leave open. "
+            f"To give the model exactly these, set model.fitting_net.atom_ener = [{energies}] "
+            "(eV; needs set_davg_zero and many more steps: the network then has to learn "
+            "the whole binding energy).",
+        )

@@ -12,6 +12,7 @@ import numpy as np
 
 from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, WEIGHTS
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place, rows_per
+from deepmd_ema.findings import Finding, error
 from deepmd_ema.geometry import Array, frame_faults
 
 _MAX_NUMBER = 1e30  # of any number; its square still fits
@@ -26,7 +27,7 @@ class SystemScan:
 
     Attributes:
         system: the source.
-        problems: faults, with file and frame.
+        faults: by file and kind.
         bad_frames: frames whose geometry cannot be used.
         outliers: frames far from the others in energy or forces, which the checks of units leave out.
         type_counts: (F, T) atoms of each type.
@@ -48,7 +49,7 @@ class SystemScan:
 
     def __init__(self, system: FrameSource, num_types: int) -> None:
         self.system = system
-        self.problems: list[str] = []
+        self.faults: dict[tuple[str, str], Fault] = {}
         self.bad_frames: set[int] = set()
         self.outliers: set[int] = set()
         # kept of each frame are 41 bytes and, of small frames, one per type, so that this fits for millions of frames
@@ -65,6 +66,29 @@ class SystemScan:
         self.max_force = np.full(system.num_frames, np.nan)
         self.first: dict[str, Array] = {}
         self.varying: set[str] = set()
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield an error for each fault."""
+        for fault in self.faults.values():
+            place = fault.place
+            more = f" and {fault.num_frames - 1} more frames" if fault.num_frames > 1 else ""
+            text = f": frame {place.frame}{more} (of {place.num_frames}, from 0): {fault.text}"
+            yield error(place.file, text)
+
+
+@dataclass
+class Fault:
+    """A fault of one kind in frames of a file.
+
+    Attributes:
+        place: the first frame.
+        text: what is wrong there, and what is expected.
+        num_frames: frames that have it.
+    """
+
+    place: Place
+    text: str
+    num_frames: int = 0
 
 
 @dataclass
@@ -123,20 +147,15 @@ def scan_system(system: FrameSource, num_types: int, rcut: float) -> SystemScan:
         rcut: cutoff radius of the model, angstrom: whether neighbors of a frame can be searched depends on it.
     """
     scan = SystemScan(system, num_types)
-    # by file and kind of fault the frames that have it, reported in one message about the first
-    faults: dict[tuple[str, str], list[tuple[Place, str]]] = {}
     with np.errstate(all="ignore"):  # what is not finite is a problem, not a warning of its arithmetic
         for chunk in system.chunks():
-            for row, array, kind, fault in _faults_of(chunk, rcut):
+            for row, array, kind, text in _faults_of(chunk, rcut):
                 place = system.where(chunk.first + row, array)
-                faults.setdefault((place.file, kind), []).append((place, fault))
+                fault = scan.faults.setdefault((place.file, kind), Fault(place, text))
+                fault.num_frames += 1
                 if array in (COORD, BOX):
                     scan.bad_frames.add(chunk.first + row)
             _describe(scan, chunk, rcut)
-    for (file, _), of_kind in faults.items():
-        place, fault = of_kind[0]
-        more = f" and {len(of_kind) - 1} more frames" if len(of_kind) > 1 else ""
-        scan.problems.append(f"{file}: frame {place.frame}{more} (of {place.num_frames}, from 0): {fault}")
     return scan
 
 

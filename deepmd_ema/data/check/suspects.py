@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from deepmd_ema.data.check.identities import COVALENT_RADII
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
+from deepmd_ema.findings import ERROR, WARNING, Finding, note, warning
 from deepmd_ema.geometry import Array, find_pairs_once
 
 OUTLIER_SIGMAS = 15.0  # robust standard deviations of a system; strained cells are many from those at rest
@@ -32,6 +33,39 @@ _MIN_SPREAD = 10  # frames, to judge energies by their spread
 _AT_ONCE = 20_000  # frames whose compositions are in memory as floating-point numbers
 _MAX_ZERO = 32  # frames of a system whose symmetry is looked at
 _REACH = 5.0  # angstrom, of the pair potential that looks at symmetry
+# names of checks, which are keys of `dp-ema check --json`
+SHARED, NEAR_COPIES = "in_training_and_validation", "near_training_frames"
+SHARED_TEST, NEAR_TEST = "in_training_and_test", "test_near_training_frames"
+# by the check of near copies that of equal frames, which are near copies as well
+SHARED_OF = {NEAR_COPIES: SHARED, NEAR_TEST: SHARED_TEST}
+_FAR_ENERGY = "an energy far from the others of its system (after subtraction of energies per element)"
+_LARGE_FORCE = f"forces {OUTLIER_FACTOR:g} times as large as usual in its system, though its atoms are not nearer"
+_SHARED_TEXT = (
+    "{0.num_frames:,} of {0.total:,} {part} frames are also training frames (first: {0.worst}): "
+    "{part} errors will look too good."
+)
+_NEAR_TEXT = (
+    "{0.num_frames:,} of {0.total:,} {part} frames are near copies of training frames "
+    "(first: {0.worst}): {part} errors will look too good. "
+    "Take {part} frames from other trajectories"
+)
+# of the warnings, by check
+_TEXTS = {
+    "duplicates": "{copies} of another (first: {0.worst}).",
+    SHARED: _SHARED_TEXT,
+    SHARED_TEST: _SHARED_TEXT,
+    NEAR_COPIES: f"{_NEAR_TEXT}, or let training.validation_fraction choose them.",
+    NEAR_TEST: f"{_NEAR_TEXT}.",
+    "energy_outliers": f"{{have}} {_FAR_ENERGY}: {{named}}. Has it converged?",
+    "force_outliers": f"{{have}} {_LARGE_FORCE}: {{named}}. Has it converged?",
+    "zero_forces": "{have} forces that are all zero, which the positions do not explain: "
+    "{named}{more}. Remove them, or compute them again.",
+    "net_forces": "the forces of {frames} of {0.total:,} do not add up to zero "
+    "(worst: {0.worst}): no model can learn this part. "
+    "Without an outer field it points to unconverged forces.",
+}
+# of frames that are of another kind
+_KINDS = {"energy_outliers": _FAR_ENERGY, "force_outliers": _LARGE_FORCE}
 
 
 class Suspects(NamedTuple):
@@ -40,21 +74,45 @@ class Suspects(NamedTuple):
     Attributes:
         by_system: their number in each system, of training and then of validation.
         total: frames that were looked at.
-        worst: the frame to look at first, with its number; empty without any.
-        warning: for the user; empty without any.
-        note: that a system has frames of several kinds, among which none is named; empty without any.
+        named: the frames to look at first, with their numbers.
+        mixed: systems that have frames of several kinds, among which none is named.
     """
 
     by_system: tuple[int, ...] = ()
     total: int = 0
-    worst: str = ""
-    warning: str = ""
-    note: str = ""
+    named: Sequence[str] = ()
+    mixed: Sequence[str] = ()
 
     @property
     def num_frames(self) -> int:
         """Their number in all systems."""
         return sum(self.by_system)
+
+    @property
+    def worst(self) -> str:
+        """The frame to look at first; empty without any."""
+        return self.named[0] if self.named else ""
+
+
+def findings_of(suspects: Mapping[str, Suspects]) -> Iterator[Finding]:
+    """Yield warnings about the frames of each check, and notes on systems of several kinds."""
+    for check, frames in suspects.items():
+        number = frames.num_frames
+        if number:
+            text = _TEXTS[check].format(
+                frames,
+                part="test" if "test" in check else "validation",
+                frames=counted(number, "frame"),
+                have=counted(number, "frame has", "frames have"),
+                copies=counted(number, "training frame is a copy", "training frames are copies"),
+                named=", ".join(frames.named),
+                more=f" and {number - _MAX_NAMES} more" if number > _MAX_NAMES else "",
+            )
+            yield warning("", text)
+        if frames.mixed:
+            systems = first_few(frames.mixed, _MAX_NAMES)
+            what = _KINDS[check]
+            yield note("", f"frames with {what} are of another kind, none is named: {systems}")
 
 
 def name_of(sources: Sequence[FrameSource], frame: int) -> str:
@@ -83,20 +141,17 @@ def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
     names = [source.whole.name for source in sources]
     is_new = np.isin(owner, list({name: k for k, name in reversed(list(enumerate(names)))}.values()))
     kinds = []
-    for k, name in enumerate(("training", "validation", "test")[: len(parts)]):
-        is_copy, worst, warning = (part_of == k) & (first < total[0]), "", ""
+    for k in range(len(parts)):
+        is_copy = (part_of == k) & (first < total[0])
         if k == 0:
             is_copy &= is_new & (first < np.arange(len(first)))
         by_system = np.bincount(owner[is_copy], minlength=len(sources)).tolist()
+        named = list[str]()
         if is_copy.any():
             frame = int(is_copy.argmax())
-            worst = f"{name_of(sources, frame)} is {name_of(sources, int(first[frame]))}"
-            many = counted(sum(by_system), "training frame is a copy", "training frames are copies")
-            warning = f"{many} of another (first: {worst})."
-        if k and worst:
-            many = f"{sum(by_system):,} of {total[k]:,} {name} frames are also training frames"
-            warning = f"{many} (first: {worst}): {name} errors will look too good."
-        kinds.append(Suspects(tuple(by_system), total[k], worst, warning))
+            original = int(first[frame])
+            named.append(f"{name_of(sources, frame)} is {name_of(sources, original)}")
+        kinds.append(Suspects(tuple(by_system), total[k], named))
     return kinds
 
 
@@ -135,11 +190,7 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
         spread = 1.4826 * _middles(scan, np.abs(deviations[-1]))[0]
         bound = np.minimum(np.maximum(OUTLIER_SIGMAS * spread, OUTLIER_ENERGY), FAR_ENERGY)
         bounds.append(np.where(number < _MIN_SPREAD, FAR_ENERGY, bound))
-    return _outliers(
-        scans, deviations, bounds,
-        "an energy far from the others of its system (after subtraction of energies per element)", "eV/atom",
-        "Has it converged?",
-    )  # fmt: skip
+    return _outliers(scans, deviations, bounds, "eV/atom")
 
 
 def force_outliers(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Suspects:
@@ -159,8 +210,7 @@ def force_outliers(scans: Sequence[SystemScan], type_map: Sequence[str]) -> Susp
                 nearer = 1.0 if k in scan.bad_frames else (_contacts(scan.system.frame(k), radii) / contacts).min()
                 size[k] *= size[k] >= OUTLIER_FORCE * nearer**-_STEEPNESS
         sizes.append(size)
-    what = f"forces {OUTLIER_FACTOR:g} times as large as usual in its system, though its atoms are not nearer"
-    return _outliers(scans, sizes, [OUTLIER_FORCE] * len(scans), what, "eV/angstrom", "Has it converged?")
+    return _outliers(scans, sizes, [OUTLIER_FORCE] * len(scans), "eV/angstrom")
 
 
 def _contacts(frame: Frame, radii: Array) -> Array:
@@ -175,36 +225,32 @@ def _contacts(frame: Frame, radii: Array) -> Array:
     return shortest
 
 
-def _outliers(
-    scans: Sequence[SystemScan], sizes: Sequence[Array], bounds: Sequence[Any], what: str, unit: str, advice: str
-) -> Suspects:
-    """Return the frames of systems of at least three whose size is beyond a bound; where they are many, a note.
+def _outliers(scans: Sequence[SystemScan], sizes: Sequence[Array], bounds: Sequence[Any], unit: str) -> Suspects:
+    """Return the frames of systems of at least three whose size is beyond a bound.
+
+    Where they are many, the system is named in their place.
 
     Args:
         scans: the systems.
         sizes: (F,) of the frames of each; NaN where it is not known.
         bounds: (F,) of each, or a number.
-        what: has a frame that is named.
         unit: of the sizes.
-        advice: for the user.
     """
-    by_system, several, outliers = [], list[str](), list[tuple[float, str]]()
+    by_system = list[int]()
+    mixed = list[str]()
+    outliers = list[tuple[float, str]]()
     for scan, size, bound in zip(scans, sizes, bounds):
         far = np.flatnonzero(np.abs(size) > bound)
         if len(far) > max(1, _SEVERAL * np.isfinite(size).sum()):
-            several.append(f"{scan.system.name} ({len(far):,} of {len(size):,})")
+            mixed.append(f"{scan.system.name} ({len(far):,} of {len(size):,})")
             far = far[:0]
         by_system.append(len(far))
         scan.outliers.update(far.tolist())
         outliers += [(float(size[k]), name_of([scan.system], k)) for k in far.tolist()]
     total = sum(int(np.isfinite(size).sum()) for size in sizes)
-    note = f"frames with {what} are of another kind, none is named: {first_few(several, _MAX_NAMES)}" if several else ""
-    if not outliers:
-        return Suspects(tuple(by_system), total, note=note)
-    outliers.sort(key=lambda one: -abs(one[0]))
+    outliers.sort(key=lambda outlier: -abs(outlier[0]))
     named = [f"{name} ({size:.4g} {unit})" for size, name in outliers[:_MAX_NAMES]]
-    many = counted(len(outliers), "frame has", "frames have")
-    return Suspects(tuple(by_system), total, named[0], f"{many} {what}: {', '.join(named)}. {advice}", note)
+    return Suspects(tuple(by_system), total, named, mixed)
 
 
 def _middles(scan: SystemScan, values: Array) -> tuple[Array, Array]:
@@ -220,15 +266,24 @@ def _middles(scan: SystemScan, values: Array) -> tuple[Array, Array]:
     return middles, number
 
 
-def placeholders(scan: SystemScan) -> Iterator[str]:
-    """Yield texts about labels that are the same in all frames of a system, which differ in something else."""
+def placeholders(scan: SystemScan, labels: Sequence[str]) -> Iterator[Finding]:
+    """Yield findings about labels that are the same in all frames of a system.
+
+    The frames differ in something else.
+
+    Args:
+        scan: of the system.
+        labels: of the loss; forces that are placeholders are an error if they are among them.
+    """
     num_frames, name = scan.system.num_frames, scan.system.name
     if FORCE in scan.ranges and scan.ranges[FORCE].size == 0:
         frames = [scan.system.frame(k) for k in np.unique(np.linspace(0, num_frames - 1, 8).astype(int)).tolist()]
         if not scan.bad_frames and not all(map(forces_vanish, frames)):
-            yield (
-                f"{name}: all forces are zero, which the positions do not explain. Remove set.*/force.npy, or compute "
-                "them again."
+            yield Finding(
+                ERROR if FORCE in labels else WARNING,
+                name,
+                ": all forces are zero, which the positions do not explain. "
+                "Remove set.*/force.npy, or compute them again.",
             )
         return
     if num_frames < _MIN_FRAMES or len(np.unique(scan.digests)) < _MIN_FRAMES:
@@ -236,9 +291,10 @@ def placeholders(scan: SystemScan) -> Iterator[str]:
     for label in (name for name in (ENERGY, VIRIAL) if name in scan.first and name not in scan.varying):
         if label == ENERGY or ENERGY in scan.varying:
             values = "the same" if np.ptp(value := scan.first[label].ravel()) else f"{value[0]:g}"
-            yield (
-                f"{name}: {label} is {values} in all {num_frames:,} frames, a placeholder. Remove "
-                f"set.*/{LABELS[label].files[0]}.npy, or compute it again."
+            yield warning(
+                name,
+                f": {label} is {values} in all {num_frames:,} frames, a placeholder. "
+                f"Remove set.*/{LABELS[label].files[0]}.npy, or compute it again.",
             )
 
 
@@ -252,13 +308,7 @@ def zero_forces(scans: Sequence[SystemScan]) -> Suspects:
         by_system.append(len(found))
         named += [name_of([scan.system], k) for k in found]
     total = sum(int(np.isfinite(scan.force_rms).sum()) for scan in scans)
-    if not named:
-        return Suspects(tuple(by_system), total)
-    warning = (
-        f"{counted(len(named), 'frame has', 'frames have')} forces that are all zero, which the positions do not "
-        f"explain: {first_few(named, _MAX_NAMES)}. Remove them, or compute them again."
-    )
-    return Suspects(tuple(by_system), total, named[0], warning)
+    return Suspects(tuple(by_system), total, named[:_MAX_NAMES])
 
 
 def forces_vanish(frame: Frame) -> bool:
@@ -282,7 +332,10 @@ def net_forces(scans: Sequence[SystemScan]) -> Suspects:
     Errors of N forces that have nothing to do with each other add up to sqrt(N) times one of them, so the sum is judged
     by that.
     """
-    by_system, known, worst, place = [], 0, 0.0, ""
+    by_system = list[int]()
+    known = 0
+    worst = 0.0
+    named = list[str]()
     for scan in scans:
         net, rms = np.nan_to_num(scan.net_force), np.nan_to_num(scan.force_rms)
         each = net / np.sqrt(np.maximum(scan.type_counts.sum(axis=1), 1))
@@ -292,9 +345,5 @@ def net_forces(scans: Sequence[SystemScan]) -> Suspects:
         if off.any() and each[off].max() > worst:
             frame = int(np.where(off, each, 0).argmax())
             worst, name = float(each[frame]), name_of([scan.system], frame)
-            place = f"{net[frame]:.3g} eV/angstrom in {name}, RMS force {rms[frame]:.3g}"
-    warning = (
-        f"the forces of {counted(sum(by_system), 'frame')} of {known:,} do not add up to zero (worst: {place}): no "
-        "model can learn this part. Without an outer field it points to unconverged forces."
-    )
-    return Suspects(tuple(by_system), known, place, warning * bool(place))
+            named = [f"{net[frame]:.3g} eV/angstrom in {name}, RMS force {rms[frame]:.3g}"]
+    return Suspects(tuple(by_system), known, named)

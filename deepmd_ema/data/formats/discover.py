@@ -17,6 +17,7 @@ from deepmd_ema.data.formats.stores import NpyStore, hdf5_stores, is_hdf5, is_th
 from deepmd_ema.data.formats.system import ArrayStore, open_system, read_type_map
 from deepmd_ema.data.source import FrameSource, ReadSpec
 from deepmd_ema.errors import DataError, collect_problems, command, first_few
+from deepmd_ema.findings import Finding, warning
 
 Opener: TypeAlias = Callable[[ReadSpec], FrameSource]
 
@@ -121,7 +122,7 @@ def split_address(path: str) -> tuple[Path, str]:
     return Path(path[:end]), path[end + 1 :]
 
 
-def repeated(training: Iterable[str], validation: Iterable[str] = (), test: Iterable[str] = ()) -> Iterator[str]:
+def repeated(training: Iterable[str], validation: Iterable[str] = (), test: Iterable[str] = ()) -> Iterator[Finding]:
     """Yield warnings about sources, by name, that are listed more than once, and about those to train and to judge."""
     parts: list[dict[str, list[str]]] = []
     for names in (training, validation, test):
@@ -129,14 +130,17 @@ def repeated(training: Iterable[str], validation: Iterable[str] = (), test: Iter
         for name in names:
             path, group = split_address(name)
             parts[-1].setdefault(f"{path.resolve()}#{group * is_hdf5(path)}", []).append(name)
-        if often := [f"{same[0]} ({len(same)} times)" for same in parts[-1].values() if len(same) > 1]:
-            yield f"listed more than once: {first_few(often)}. Their frames count as often; list each system once."
+        often = [f"{same[0]} ({len(same)} times)" for same in parts[-1].values() if len(same) > 1]
+        if often:
+            advice = "Their frames count as often; list each system once."
+            yield warning("", f"listed more than once: {first_few(often)}. {advice}")
     split = ", or let training.validation_fraction choose frames"
     for part, kind, advice in zip(parts[1:], ("validation", "test"), (split, "")):
         if both := [names[0] for place, names in parts[0].items() if place in part]:
-            yield (
-                f"listed in training_data and in {kind}_data: {first_few(both)}. {kind.title()} errors will look too "
-                f"good; leave them out of one{advice}."
+            yield warning(
+                "",
+                f"listed in training_data and in {kind}_data: {first_few(both)}. {kind.title()} "
+                f"errors will look too good; leave them out of one{advice}.",
             )
 
 
