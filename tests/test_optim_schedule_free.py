@@ -13,7 +13,7 @@ from torch import nn
 
 from deepmd_ema.averaging import AverageBank
 from deepmd_ema.config import config_from_dict
-from deepmd_ema.config.remarks import config_warnings
+from deepmd_ema.config.rules import config_warnings
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, ExpScheduleConfig
 from deepmd_ema.optim.build import build_optimizer, guarded_step, set_learning_rate

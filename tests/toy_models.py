@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepmd_ema.config import model_config_from_dict
-from deepmd_ema.config.fields import keys_of, options
+from deepmd_ema.config.fields import input_options, options
 from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.data.collate import collate
@@ -145,12 +145,20 @@ def model_section(descriptor="se_e2_a", descriptor_changes=None, fitting_changes
     }
 
 
+def _kind_of(option, section):
+    """Return the class of a section that the key ``type`` chooses."""
+    name = section.get("type", option.default_type)
+    kinds = option.sections if option.by_type else ()
+    return next((kind for kind in kinds if name in (kind.type, *getattr(kind, "aliases", ()))), option.sections[0])
+
+
 def _changed(kind, section, changes):
     """Return ``section`` of a ``kind`` with the changes of its options and of those of the sections in it."""
-    section = section | {name: value for name, value in changes.items() if name in keys_of(kind)}
+    keys = [key for option in input_options(kind) for key in option.keys]
+    section = section | {name: value for name, value in changes.items() if name in keys}
     for o in (o for o in options(kind) if o.sections and o.name in section):
-        parts = [_changed(o.section_of(part), part, changes) for part in section[o.name]] if o.many else None
-        section = section | {o.name: parts or _changed(o.section_of(section[o.name]), section[o.name], changes)}
+        parts = [_changed(_kind_of(o, part), part, changes) for part in section[o.name]] if o.many else None
+        section = section | {o.name: parts or _changed(_kind_of(o, section[o.name]), section[o.name], changes)}
     return section
 
 

@@ -87,7 +87,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         UserError: if there are problems, with ``--json`` as the cause of a :class:`ReportedElsewhere`.
     """
-    from deepmd_ema.config import as_launched, load_config
+    from deepmd_ema.config import as_launched, read_input
     from deepmd_ema.report.check import RunCheck, closing_lines, cost_lines, data_lines, document, plan_lines
 
     def show(*parts: Iterable[str]) -> None:
@@ -96,7 +96,12 @@ def check(args: argparse.Namespace) -> None:
 
     run, problem = None, None
     try:
-        run = RunCheck(as_launched(load_config(args.input), find_launch().launched))
+        file = read_input(args.input)
+        if file.mistakes and not args.config_only:
+            with loading():
+                from deepmd_ema.data.run import checked_config
+            checked_config(file)
+        run = RunCheck(as_launched(file.config, find_launch().launched))
         show([f"{args.input}: the options are good"])
         if args.config_only:
             show(plan_lines(run))

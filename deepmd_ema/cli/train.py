@@ -53,6 +53,8 @@ def _request(args: argparse.Namespace) -> TrainRequest:
         request = TrainRequest(args.input, **options)
         # several ranks agree on the mistakes later; with the two options the input is not complete
         is_complete = not (args.use_pretrain_script or args.model_branch or request.takes_saved_config)
-        if args.launch.size == 1 and is_complete:
-            _ = request.input.config
+        if args.launch.size == 1 and is_complete and request.input.mistakes:
+            from deepmd_ema.data.run import checked_config
+
+            checked_config(request.input)
         return request

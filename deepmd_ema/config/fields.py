@@ -21,6 +21,9 @@ from deepmd_ema.utils import not_negative_int as not_negative_int
 from deepmd_ema.utils import positive as positive
 from deepmd_ema.utils import positive_int as positive_int
 
+WithoutEffect = Mapping[str, tuple[Any, str]]
+"""Options of DeePMD-kit that do nothing here, no options of a section: its default there, and why."""
+
 
 @dataclass(frozen=True)
 class Option:
@@ -79,13 +82,6 @@ class Option:
         """The dataclasses of a nested section; those with a ``type`` are chosen by the key ``type``."""
         return self.classes if self.registry is None else self.registry.sections(self.left_out)
 
-    def section_of(self, value: Any) -> type[Any] | None:
-        """Return the section that a value chooses by its key ``type``, or None if it has an unknown one."""
-        if not self.by_type or not isinstance(value, dict):
-            return self.sections[0]
-        name = value.get("type", self.default_type)
-        return next((s for s in self.sections if name in (s.type, *getattr(s, "aliases", ()))), None)
-
     @property
     def wants(self) -> str:
         """Text about the values: ``a number > 0``, ``one of tanh, relu``."""
@@ -104,34 +100,66 @@ class Option:
             words.append(f"a list of {plurals}" if inner else _WORDS.get(kind, "a section {...}"))
         return " or ".join(words)
 
-    def fault(self, value: Any) -> str:
-        """Return the rest of the message about a value that the option does not take, or an empty string.
+    def accepts(self, value: Any) -> bool:
+        """Whether a value of the right type is one of the option: the additional check of dargs.
 
-        Refused are also what Python would take for a number: true and false, infinity and nan, whole numbers that do
-        not fit 64 bits; and texts that no file can have as its name.
+        Refused are also what Python takes for a number: true and false, infinity and nan, whole numbers that do not
+        fit 64 bits; and texts that no file can have as its name.
         """
         if value is None and self.nullable:
+            return True
+        return not self._unusable_part(value) and self._is_known(value)
+
+    def explain(self, value: Any, has_type: bool) -> str:
+        """Return the rest of the message about a value that dargs has refused.
+
+        Args:
+            value: what the input has.
+            has_type: whether the type is right, so that the value is the mistake.
+        """
+        if reason := self._absence(value):
+            return f" = {show(value)}: {reason}"
+        if not has_type:
+            return self.wrong_type(value)
+        expected = self._unusable_part(value)
+        if expected == _NO_BOOLEAN:
+            return self.wrong_type(value)
+        if expected and (expected != _FINITE or self._is_known(value)):
+            return bad_value(value, expected)
+        if self.choices:
+            return unknown_choice(value, self.choices)
+        return bad_value(value, self.wants)
+
+    def _absence(self, value: Any) -> str:
+        """Return why a text of DeePMD-kit or of an earlier version is not here, or an empty string."""
+        if not isinstance(value, str):
             return ""
-        if self.unavailable is not None and isinstance(value, str) and re.match(self.unavailable, value):
-            return f" = {show(value)}: {NOT_AVAILABLE}. Use {self.wants}."
-        if self.removed and isinstance(value, str) and value in self.removed:
-            return f" = {show(value)}: was removed. {self.removed[value]}"
-        if not any(_is_of(value, kind) for kind in self.types):
-            return self.wrong_type(value)
-        parts = list(_leaves(value))
-        if any(isinstance(v, int) and abs(v) >= MAX_INTEGER for v in parts):
-            return bad_value(value, f"a number of at most {len(str(MAX_INTEGER)) - 1} digits")
-        if any(isinstance(v, str) and _NO_NAME.search(v) for v in parts):
-            text = "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name has"
-            return bad_value(value, text)
-        takes_bool = any(bool in (t, *typing.get_args(t)) for t in self.types)
-        if not takes_bool and any(isinstance(v, bool) for v in parts):  # of options that take any value in a list
-            return self.wrong_type(value)
-        is_right = value in self.choices or (not self.choices if self.check is None else self.check.test(value))
-        if not is_right:
-            return unknown_choice(value, self.choices) if self.choices else bad_value(value, self.wants)
-        is_finite = not any(isinstance(v, float) and not math.isfinite(v) for v in parts)
-        return "" if is_finite else bad_value(value, "a finite number")
+        if self.unavailable is not None and re.match(self.unavailable, value):
+            return f"{NOT_AVAILABLE}. Use {self.wants}."
+        if self.removed and value in self.removed:
+            return f"was removed. {self.removed[value]}"
+        return ""
+
+    def _is_known(self, value: Any) -> bool:
+        if self._absence(value):
+            return False
+        if value in self.choices:
+            return True
+        return not self.choices if self.check is None else self.check.test(value)
+
+    def _unusable_part(self, value: Any) -> str:
+        """Return the expected kind of a part of a value that no option takes, or an empty string."""
+        parts = list(_leaves(value)) if isinstance(value, list | dict) else [value]
+        takes_bool = any(bool in (kind, *typing.get_args(kind)) for kind in self.types)
+        if not takes_bool and any(isinstance(part, bool) for part in parts):
+            return _NO_BOOLEAN
+        if any(isinstance(part, int) and abs(part) >= MAX_INTEGER for part in parts):
+            return f"a number of at most {len(str(MAX_INTEGER)) - 1} digits"
+        if any(isinstance(part, float) and not math.isfinite(part) for part in parts):
+            return _FINITE
+        if any(isinstance(part, str) and _NO_NAME.search(part) for part in parts):
+            return "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name has"
+        return ""
 
     def wrong_type(self, value: Any) -> str:
         """Return the message of a value of the wrong type, with the way to mend it when it can be guessed."""
@@ -222,17 +250,6 @@ def input_options(section: type) -> tuple[Option, ...]:
     return options(section) + (options(section.shorthand) if hasattr(section, "shorthand") else ())
 
 
-def keys_of(section: type) -> tuple[str, ...]:
-    """Return every key that a section accepts: canonical names and aliases, and ``type`` where there is a choice."""
-    first = ("type",) if hasattr(section, "type") else ()
-    return first + tuple(key for o in input_options(section) for key in o.keys)
-
-
-def is_comment(key: Any) -> bool:
-    """Whether a key is not an option: it begins with ``_``, or names the JSON Schema for an editor."""
-    return isinstance(key, str) and (key.startswith("_") or key == "$schema")
-
-
 def type_names(sections: Sequence[Any]) -> list[str]:
     """Return the values of ``type`` that choose one of ``sections``, aliases last."""
     return [s.type for s in sections] + [a for s in sections for a in getattr(s, "aliases", ())]
@@ -275,18 +292,6 @@ def unknown_choice(value: Any, known: Sequence[str]) -> str:
     return f" = {show(value)}: unknown.{mean} Known: {', '.join(known)}."
 
 
-def _is_of(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type as options declare them: whole numbers are numbers, true and false are not."""
-    container, inner = typing.get_origin(kind), typing.get_args(kind)
-    if container is list:
-        return isinstance(value, list) and all(any(_is_of(v, k) for k in members(inner[0])) for v in value)
-    if container is dict:
-        return isinstance(value, dict) and all(isinstance(k, str) and _is_of(v, inner[1]) for k, v in value.items())
-    if kind in (int, float):
-        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    return kind is Any or isinstance(value, kind)
-
-
 def _leaves(value: Any) -> Iterator[Any]:
     """Yield the values of nested lists and dictionaries."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
@@ -296,6 +301,8 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield from _leaves(item)
 
 
+_NO_BOOLEAN = "no boolean"
+_FINITE = "a finite number"
 MAX_INTEGER = 10**18  # whole numbers fit 64 bits wherever they go
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 _SWITCHES = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}

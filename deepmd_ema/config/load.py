@@ -8,17 +8,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deepmd_ema.config.fields import is_comment, options
-from deepmd_ema.config.messages import Place, Source, render, section_at
-from deepmd_ema.config.rules import rule_problems
+from dargs.dargs import ArgumentError
+
+from deepmd_ema.config.argcheck import Field, find_mistakes, run_arguments, take_options, to_section
+from deepmd_ema.config.messages import Place, in_order, section_at
+from deepmd_ema.config.reading import Reading
+from deepmd_ema.config.rules import findings_of
 from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.config.schema.model import Link, ModelConfig
-from deepmd_ema.config.schema.run import RunConfig, SingleTaskRun, to_dict
-from deepmd_ema.config.sections import INVALID, build
+from deepmd_ema.config.schema.run import RunConfig, to_dict
 from deepmd_ema.config.text import read_config_file
 from deepmd_ema.config.unsupported import without_removed
-from deepmd_ema.config.upgrade import has_tasks, upgrade
+from deepmd_ema.config.upgrade import has_tasks, is_comment, upgrade
 from deepmd_ema.errors import ConfigError
+from deepmd_ema.findings import ERROR, Finding, inside, with_severity
 
 
 @dataclass(frozen=True)
@@ -42,16 +45,32 @@ class InputFile:
         Raises:
             ConfigError: with every mistake of the file, each with its line.
         """
-        reading, links = upgrade(self.values, self.lines)
-        sections = reading.options_of(reading.root, reading.values, ())
-        source = Source(self.path, reading.lines, reading.paths, frozenset(reading.given))
-        problems = reading.problems
-        if sections is not INVALID:
-            notes, unused = tuple(reading.notes), tuple(reading.unused)
-            config: RunConfig = build(reading.root, sections, source=source, notes=notes, unused=unused, links=links)
-            problems += rule_problems(config)
-        ConfigError.raise_if_any(render(problems, source))
-        return config
+        ConfigError.raise_if_any(self.mistakes)
+        assert self.readable is not None, "without mistakes all of it can be read"
+        return self.readable
+
+    @property
+    def mistakes(self) -> list[Finding]:
+        """Every mistake of the file, in its order."""
+        return self._judged[1]
+
+    @property
+    def readable(self) -> RunConfig | None:
+        """The run with defaults in place of wrong options, to check its data; None if something required is wrong."""
+        return self._judged[0]
+
+    @cached_property
+    def _judged(self) -> tuple[RunConfig | None, list[Finding]]:
+        reading, links = upgrade(self.path, self.values, self.lines)
+        root = run_arguments(reading.has_tasks)
+        values = _accepted(root, reading)
+        if values is None:
+            return None, in_order(reading.mistakes)
+        notes, unused = tuple(reading.notes), tuple(reading.unused)
+        about = {"source": reading.source, "notes": notes, "unused": unused, "links": links}
+        config: RunConfig = to_section(root, values, **about)
+        # rules would judge defaults in place of wrong options
+        return config, in_order(reading.mistakes or with_severity(ERROR, findings_of(config)))
 
     @cached_property
     def heads(self) -> dict[str, str | None]:
@@ -130,12 +149,41 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
     Raises:
         ConfigError: with every mistake of the section.
     """
-    reading, _ = upgrade({"model": values}, {})
-    declared = next(o for o in options(SingleTaskRun) if o.name == "model")
-    model: ModelConfig = reading.value(declared, reading.values["model"], ("model",))
-    problems = reading.problems + ([] if model is INVALID else rule_problems(model))
-    ConfigError.raise_if_any(render(problems, Source(source)))
+    reading, _ = upgrade(source, {"model": values}, {})
+    root = Field("", dict, sub_fields=[run_arguments().sub_fields["model"]])
+    accepted = _accepted(root, reading)
+    ConfigError.raise_if_any(in_order(reading.mistakes))
+    assert accepted is not None, "without mistakes all of it can be read"
+    model: ModelConfig = to_section(root.sub_fields["model"], accepted["model"])
+    mistakes = with_severity(ERROR, inside("model", model.findings()))
+    ConfigError.raise_if_any(in_order(map(reading.source.locate, mistakes)))
     return model
+
+
+def _accepted(root: Field, reading: Reading) -> dict[str, Any] | None:
+    """Return the values of an input with all defaults as dargs accepts them; mistakes are noted in ``reading``.
+
+    Wrong options have their defaults; the result is None if something without a default is wrong or missing.
+    """
+    take_options(root, reading)
+    try:
+        return _judged_by_dargs(root, reading.values)
+    except ArgumentError as refusal:
+        find_mistakes(root, reading)
+        if not reading.mistakes:  # the check of an option that does not judge a value twice in the same way
+            reading.refuse(tuple(refusal.path.split("/")), f": {refusal.message}")
+    for section, key in reading.wrong:
+        section.pop(key, None)
+    try:
+        return _judged_by_dargs(root, reading.values)
+    except ArgumentError:
+        return None
+
+
+def _judged_by_dargs(root: Field, values: Any) -> dict[str, Any]:
+    normalized: dict[str, Any] = root.normalize_value(values)
+    root.check_value(normalized, strict=True)
+    return normalized
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,22 @@
-"""The manual of all options as text, a JSON Schema for editors, and arguments of dargs, from the declarations."""
+"""The manual of all options as text, and a JSON Schema for editors, from the tree of arguments."""
 
 from __future__ import annotations
 
 import json
 import re
 import textwrap
-import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from deepmd_ema.config.fields import Option, input_options, members, plain, type_names
+from dargs.json_schema import generate_json_schema
+
+from deepmd_ema.config.argcheck import TYPE, Field, kinds_of, run_arguments
+from deepmd_ema.config.fields import Option
 from deepmd_ema.config.messages import close_names, show
-from deepmd_ema.config.schema.run import ModelsConfig, MultiTaskRun, SingleTaskRun
-from deepmd_ema.config.schema.training import MultiTaskTrainingConfig, TrainingConfig
 from deepmd_ema.config.upgrade import PARTS
 from deepmd_ema.errors import ConfigError
-
-if TYPE_CHECKING:
-    from dargs import Argument
 
 _WIDTH, _INDENT, _MAX_SIMILAR = 100, "    ", 6
 _INTRO = """\
@@ -27,7 +24,6 @@ Options of dp-ema: one JSON or YAML file with the sections model, learning_rate,
 validating. Keys that begin with "_" are comments. A whole number may stand for a number, not the reverse. What
 DeePMD-kit 3.2.0 reads for these features is read here, with its other spellings and defaults.
 """
-_SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", type(None): "null"}
 _COMMENTS = {"^_": {"description": "a comment"}}
 
 
@@ -109,15 +105,17 @@ def manual(topic: str | None = None) -> str:
 
 def manual_entries() -> list[Entry]:
     """Return all options, and the types of sections, in the order of the manual."""
-    entries = list(_entries((SingleTaskRun,), "", ()))
+    root = run_arguments()
+    entries = list(_entries([root], "", ()))
     # options that only an input of several tasks has; sections by task are those of an input of one task
-    for place, section, of_one_task in (
-        ("model.", ModelsConfig, SingleTaskRun),
-        ("training.", MultiTaskTrainingConfig, TrainingConfig),
-        ("", MultiTaskRun, SingleTaskRun),
-    ):
-        known = {o.name for o in input_options(of_one_task)}
-        entries += [Entry(f"{place}{o.name}", o, o.doc) for o in input_options(section) if o.name not in known]
+    of_tasks = run_arguments(has_tasks=True)
+    for path in ("model", "training", ""):
+        section, known = (tree.sub_fields[path] if path else tree for tree in (of_tasks, root))
+        names = set(known.sub_fields)
+        if known.kinds:
+            names = {name for kind in known.kinds.values() for name in kind.sub_fields}
+        others = [field for field in section.sub_fields.values() if field.name not in names]
+        entries += [Entry(f"{path}.{field.name}".lstrip("."), field.option, field.option.doc) for field in others]
     return entries
 
 
@@ -127,159 +125,90 @@ def json_schema_text() -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return a JSON Schema (draft-07, which editors read) of the input, with aliases and comments."""
-    # in an input of several tasks parts of models may be names, and keys may hold for all
-    of_tasks = _section_schema(MultiTaskRun, top=True)
-    models: dict[str, Any] = of_tasks["properties"]["model"]
-    kinds: list[dict[str, Any]] = models["properties"]["model_dict"]["additionalProperties"]["oneOf"]
-    of_all: dict[str, Any] = {}
-    for kind in kinds:
-        own = kind["properties"]
-        own |= {part: {"anyOf": [{"type": "string"}, own[part]]} for part in PARTS if part in own}
-        del kind["allOf"]  # what all models need may stand beside model_dict
-        of_all = {**own, **of_all}
-    of_all["type"] = {"enum": [name for kind in kinds for name in kind["properties"]["type"]["enum"]]}
-    models["properties"] = {**of_all, **models["properties"]}
-    return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "input of dp-ema",
-        "type": "object",
-        "anyOf": [_section_schema(SingleTaskRun, top=True), of_tasks],
-    }
+    """Return the JSON Schema of dargs (draft 2020-12) of an input of one task or of several."""
+    schemas = []
+    for has_tasks in (False, True):
+        root = run_arguments(has_tasks)
+        schema = generate_json_schema(root)
+        _mark_unknown_keys(schema, root)
+        schemas.append(schema)
+    # in an input of several tasks parts of models may be names, and keys may hold for all models
+    models = schemas[1]["properties"]["model"]
+    models["additionalProperties"] = True
+    for kind in models["properties"]["model_dict"]["additionalProperties"]["allOf"]:
+        del kind["then"]["required"]
+        for part in PARTS:
+            if part in kind["then"]["properties"]:
+                kind["then"]["properties"][part] = {"anyOf": [{"type": "string"}, kind["then"]["properties"][part]]}
+    head = {name: schemas[0][name] for name in ("$schema", "title")}
+    return {**head, "type": "object", "anyOf": schemas}
 
 
 # ---- manual
 
 
-def _option_entries(option: Option, here: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
+def _option_entries(field: Field, here: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
     """Yield an option and those of its sections, unless it or the sections are already ``listed``."""
+    option = field.option
     yield Entry(here, option, option.doc)
     if option.by_type:
-        names, known = type_names(option.sections), [s.type for s in option.sections]
-        others = ", ".join(name for name in names if name not in known)
-        read = f" DeePMD-kit's {others} is read as well." if others else ""
+        aliases = [alias for kind in field.kinds.values() for alias in kind.alias]
+        read = f" DeePMD-kit's {', '.join(aliases)} is read as well." if aliases else ""
         default = f"{option.default_type} if not given" if option.default_type else "required"
-        yield Entry(f"{here}.type", None, f"one of {', '.join(known)}; {default}.{read}")
-    if option not in listed and not all(section in listed for section in option.sections):
-        yield from _entries(option.sections, here, listed)
+        yield Entry(f"{here}.type", None, f"one of {', '.join(field.kinds)}; {default}.{read}")
+    kinds = kinds_of(field) if field.is_section else []
+    if option not in listed and not all(kind.section in listed for kind in kinds):
+        yield from _entries(kinds, here, listed)
 
 
-def _entries(sections: tuple[Any, ...], path: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
-    """Yield the options that sections declare alike, then each type with its own; the usual one has plain paths."""
-    listed = (*listed, *sections)
-    declared: dict[str, list[Option]] = {}
-    for o in (o for s in sections for o in input_options(s)):
-        declared.setdefault(o.name, []).append(o)
-    shared = [same[0] for same in declared.values() if len(same) > 1 and all(o == same[0] for o in same)]
-    for o in shared:
-        having = tuple(s.type for s in sections if o in input_options(s))
-        first, *inner = _option_entries(o, f"{path}.{o.name}", listed)
-        yield replace(first, types=having if len(having) < len(sections) else ())
+def _entries(kinds: Sequence[Field], path: str, listed: tuple[Any, ...]) -> Iterator[Entry]:
+    """Yield the options that kinds declare alike, then each kind with its own; the usual one has plain paths."""
+    listed = (*listed, *(kind.section for kind in kinds))
+    declared: dict[str, list[Field]] = {}
+    for field in (field for kind in kinds for field in kind.sub_fields.values()):
+        declared.setdefault(field.name, []).append(field)
+    shared = [
+        fields[0]
+        for fields in declared.values()
+        if len(fields) > 1 and all(field.option == fields[0].option for field in fields)
+    ]
+    names = {field.name for field in shared}
+    for field in shared:
+        having = tuple(kind.name for kind in kinds if field.name in kind.sub_fields)
+        first, *inner = _option_entries(field, f"{path}.{field.name}", listed)
+        yield replace(first, types=having if len(having) < len(kinds) else ())
         yield from inner
-    for s in sections:
-        is_usual = len(sections) == 1 or getattr(s, "is_usual", False)
-        there = path if is_usual else f"{path}[{s.type}]"
+    for kind in kinds:
+        is_usual = len(kinds) == 1 or getattr(kind.section, "is_usual", False)
+        there = path if is_usual else f"{path}[{kind.name}]"
         if not is_usual:
-            yield Entry(there, None, _class_doc(s))
-        for o in input_options(s):
-            if o not in shared:
-                yield from _option_entries(o, f"{there}.{o.name}".lstrip("."), listed)
-        listed = (*listed, *input_options(s), *(inner for o in input_options(s) for inner in o.sections))
-
-
-def _class_doc(section: type) -> str:
-    return " ".join((section.__doc__ or "").partition("Attributes:")[0].split())
+            yield Entry(there, None, kind.doc)
+        for field in kind.sub_fields.values():
+            if field.name not in names:
+                yield from _option_entries(field, f"{there}.{field.name}".lstrip("."), listed)
+        options = [field.option for field in kind.sub_fields.values()]
+        listed = (*listed, *options, *(section for option in options for section in option.sections))
 
 
 # ---- JSON Schema
 
 
-def _section_schema(section: type, *, top: bool = False) -> dict[str, Any]:
-    properties: dict[str, Any] = {"$schema": {"type": "string"}} if top else {}
-    if hasattr(section, "type"):
-        properties["type"] = {"enum": type_names([section])}
-    needed = []
-    for o in input_options(section):
-        null = [{"type": "null"}] if o.nullable else []
-        if o.sections:
-            choices = []
-            for kind in o.sections:  # editors offer the keys of the type that is given
-                is_default = not o.by_type or o.default_type in type_names([kind])
-                choices.append(_section_schema(kind) | ({} if is_default else {"required": ["type"]}))
-            schema = _one_of("oneOf", choices)
-            schema = {"type": "array", "items": schema} if o.many else schema
-            schema = {"type": "object", "additionalProperties": schema} if o.named else schema
-            schema = _one_of("anyOf", [schema, *null])
-        elif o.choices and o.check is None:
-            schema = {"enum": [*o.choices, *([None] if o.nullable else [])]}
-        else:
-            schema = _one_of("anyOf", [*map(_type_schema, o.types), *null])
-        schema = {**schema, "description": o.doc + f" Unit: {o.unit}." * bool(o.unit)}
-        schema |= {} if o.required else {"default": plain(o.default)}
-        for key in o.keys:
-            properties[key] = schema if key == o.name else {**schema, "description": f"The same as `{o.name}`."}
-        if o.required:
-            needed.append(_one_of("anyOf", [{"required": [key]} for key in o.keys]))
-    out: dict[str, Any] = {"type": "object", "description": _class_doc(section), "properties": properties}
-    out |= {"patternProperties": _COMMENTS, "additionalProperties": False}
-    return out | ({"allOf": needed} if needed else {})
-
-
-def _one_of(word: str, schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    return schemas[0] if len(schemas) == 1 else {word: schemas}
-
-
-def _type_schema(kind: Any) -> dict[str, Any]:
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is list:
-        return {"type": "array", "items": _type_schema(inner[0])}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _type_schema(inner[1])}
-    if len(members(kind)) > 1:
-        return {"anyOf": [_type_schema(k) for k in members(kind)]}
-    return {} if kind is Any else {"type": _SCALARS[kind]}
-
-
-# ---- dargs
-
-
-def run_arguments(multi_task: bool = False) -> Argument:
-    """Return the declaration of a whole input as a ``dargs.Argument``, for editors and generators of inputs.
-
-    ``run_arguments().normalize_value(values, trim_pattern="_*")`` fills in defaults and replaces aliases,
-    ``run_arguments().check_value(values, strict=True)`` refuses what is wrong. Not in it: rules between options, the
-    places of options in inputs of older versions, and options of DeePMD-kit that have no effect here.
-
-    Args:
-        multi_task: whether it is that of an input of several tasks, in which the names of shared parts are replaced by
-            the parts.
-    """
-    from dargs import Argument  # a third of the time that `--help` may take
-
-    section = MultiTaskRun if multi_task else SingleTaskRun
-    return Argument("input", dict, _arguments(section), doc=section.__doc__ or "")
-
-
-def _arguments(section: type) -> tuple[Argument, ...]:
-    """Return the declarations of the options of a section, nested sections included."""
-    from dargs import Argument, Variant
-
-    declared = []
-    for o in input_options(section):
-        dtype = [list if o.many else dict] if o.sections else list(o.types)
-        about: dict[str, Any] = {"optional": not o.required, "alias": list(o.alias), "doc": o.doc}
-        about |= {} if o.required else {"default": plain(o.default)}
-        about |= {"repeat": o.many or o.named} if o.sections else {}
-        if o.by_type:
-            choices = [
-                Argument(s.type, dict, _arguments(s), alias=getattr(s, "aliases", ()), doc=s.__doc__ or "")
-                for s in o.sections
-            ]
-            tag = o.default_type or ""
-            about["sub_variants"] = [Variant("type", choices, optional=bool(tag), default_tag=tag)]
-        elif o.sections:
-            about["sub_fields"] = _arguments(o.sections[0])
-        else:
-            about |= {"extra_check": lambda value, o=o: not o.fault(value), "extra_check_errmsg": o.wants}
-        declared.append(Argument(o.name, [*dtype, *([type(None)] if o.nullable else [])], **about))
-    return tuple(declared)
+def _mark_unknown_keys(schema: dict[str, Any], field: Field) -> None:
+    """Let editors mark unknown keys and wrong choices, which the schema of dargs leaves out, in a section."""
+    entries = schema
+    if field.repeat:
+        entries = schema["items"] if field.option.many else schema["additionalProperties"]
+    for kind in kinds_of(field):
+        section = entries
+        if field.kinds:
+            section = entries["allOf"][list(field.kinds).index(kind.name)]["then"]
+            section["properties"][TYPE] = {}
+        section |= {"patternProperties": _COMMENTS, "additionalProperties": False}
+        section["properties"]["$schema"] = {"type": "string"}
+        for inner in kind.sub_fields.values():
+            for key in inner.keys:
+                value = section["properties"][key]
+                if inner.is_section:
+                    _mark_unknown_keys(value, inner)
+                elif inner.option.choices and inner.option.check is None:
+                    value["enum"] = [*inner.option.choices, *([None] if inner.option.nullable else [])]

@@ -1,14 +1,15 @@
-"""Problems of a config: where in the file, what was found, what is expected, what to do; and differences of two."""
+"""Places in an input, values and names in messages, and differences of two configs."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
+from deepmd_ema.findings import Finding
 from deepmd_ema.utils import __version__
 
 Place = tuple[str | int, ...]
@@ -49,25 +50,16 @@ class Source:
                 return (*self.paths[path[:depth]], *path[depth:])
         return path
 
+    def at(self, path: Place, finding: Finding) -> Finding:
+        """Return a finding about a path of the input, with its file and line."""
+        # the line of the path, or of the nearest thing around it that is in the file
+        places = (path[:depth] for depth in range(len(path), -1, -1))
+        line = next((self.lines[place] for place in places if place in self.lines), 0)
+        return replace(finding, place=dotted(path), file=self.name, line=line)
 
-@dataclass(frozen=True)
-class Problem:
-    """One mistake: its place in the config and the rest of the message, which begins with `` = value: `` or ``: ``."""
-
-    path: Place
-    text: str
-
-
-class Message(str):
-    """A message about an input that begins with its place, which programs read from attributes.
-
-    Attributes:
-        line: in the file; 0 if it is not known.
-        path: of the option, in dots.
-    """
-
-    line: int
-    path: str
+    def locate(self, finding: Finding) -> Finding:
+        """Return a finding about a canonical path as one about the path that the input spells."""
+        return self.at(self.path(finding.place), finding)
 
 
 def dotted(path: Place) -> str:
@@ -98,17 +90,9 @@ def of_one_task(path: str) -> str:
     return path
 
 
-def render(problems: Iterable[Problem], source: Source) -> list[Message]:
-    """Return the messages in the order of the file, each beginning with ``source:line: path``."""
-    lines, found = source.lines, []
-    for problem in dict.fromkeys(problems):
-        path, where = problem.path, dotted(problem.path)
-        # the line of the path, or of the nearest thing around it that is in the file
-        line = next((lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in lines), 0)
-        message = Message(f"{source.name}{f':{line}' * (line > 0)}: {where or 'the config'}{problem.text}")
-        message.line, message.path = line, where
-        found.append(message)
-    return sorted(found, key=lambda message: message.line)
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Return different findings in the order of the file."""
+    return sorted(dict.fromkeys(findings), key=lambda finding: finding.line)
 
 
 def show(value: Any, width: int = 60) -> str:

@@ -10,15 +10,14 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from deepmd_ema.config.fields import is_comment, options, type_names
+from deepmd_ema.config.fields import options, type_names
 from deepmd_ema.config.messages import Place, close_names, dotted, path_of, section_at, show
+from deepmd_ema.config.reading import INVALID, Reading
 from deepmd_ema.config.schema.averaging import EmaShorthand, ScheduleFreeProfile
 from deepmd_ema.config.schema.bridging import method_name
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.model import FITTINGS, Link, NetworkConfig
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig
-from deepmd_ema.config.schema.run import MultiTaskRun
-from deepmd_ema.config.sections import INVALID, Reading
 
 _RENAMED = {"opt_type": "type", "muon_momentum": "momentum"}
 # keys of `training` of older versions -> their place today; those of version 1, of data, in an input of one task
@@ -36,9 +35,10 @@ _PLACES_TODAY: dict[str, Place] = {
 _OF_MODELS = {"use_compile": "enable_compile", "enable_tf32": "enable_tf32"}
 
 
-def upgrade(values: Any, lines: Mapping[Place, int]) -> tuple[Reading, tuple[Link, ...]]:
+def upgrade(name: str, values: Any, lines: Mapping[Place, int]) -> tuple[Reading, tuple[Link, ...]]:
     """Return an input in today's sections, and the parts that its models share; what was given is left alone."""
-    reading = Reading(_copied(values), dict(lines))
+    reading = Reading(name, None, dict(lines))
+    reading.values = _copied(values, (), reading)
     if not isinstance(values, Mapping):
         return reading, ()
     _move_old_keys(reading)
@@ -46,7 +46,8 @@ def upgrade(values: Any, lines: Mapping[Place, int]) -> tuple[Reading, tuple[Lin
     _move_switches(reading)
     links: tuple[Link, ...] = ()
     if has_tasks(values):
-        reading.root, links = MultiTaskRun, _expand_tasks(reading)
+        reading.has_tasks = True
+        links = _expand_tasks(reading)
     _add_averages(reading)
     reading.paths |= reading.moved
     return reading, links
@@ -58,11 +59,24 @@ def has_tasks(values: Any) -> bool:
     return any(key in section_at(values, *path) for path, key in sections)
 
 
-def _copied(values: Any) -> Any:
-    """Return a copy whose sections are changed one by one, also those that are one object, of an anchor in YAML."""
-    if isinstance(values, Mapping):
-        return {key: _copied(value) for key, value in values.items()}
-    return [_copied(value) for value in values] if isinstance(values, list) else copy.deepcopy(values)
+def is_comment(key: Any) -> bool:
+    """Whether a key is not an option: it begins with ``_``, or names the JSON Schema for an editor."""
+    return isinstance(key, str) and (key.startswith("_") or key == "$schema")
+
+
+def _copied(values: Any, place: Place, reading: Reading) -> Any:
+    """Return a copy without comments; sections of it that are one object, by an anchor in YAML, are two."""
+    if isinstance(values, list):
+        return [_copied(value, (*place, number), reading) for number, value in enumerate(values)]
+    if not isinstance(values, Mapping):
+        return copy.deepcopy(values)
+    section = {}
+    for key, value in values.items():
+        if not isinstance(key, str):
+            reading.refuse((*place, str(key)), ": a key must be a text. Put it in quotes.")
+        elif not is_comment(key):
+            section[key] = _copied(value, (*place, key), reading)
+    return section
 
 
 # ---- keys of older versions
@@ -192,9 +206,9 @@ def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
         text = f' = {show(shared)}: expected parts of models by name, e.g. {{"dpa": {{"type": "dpa1", ...}}}}.'
         shared = reading.refuse(_SHARED, text)
     for_all = {key: model.pop(key) for key in list(model) if key != "model_dict"}
-    of_tasks = {t: section for t, section in models.items() if isinstance(section, dict) and not is_comment(t)}
+    of_tasks = {t: section for t, section in models.items() if isinstance(section, dict)}
     for key, value in for_all.items():
-        if of_tasks and not is_comment(key) and all(key in section for section in of_tasks.values()):
+        if of_tasks and all(key in section for section in of_tasks.values()):
             text = f"model.{key} = {show(value)}: no effect, every model of model.model_dict has its own"
             reading.unused.append(text)
     links: list[Link] = []
@@ -204,8 +218,8 @@ def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
             reading.moved["model", "model_dict", task, key] = ("model", key)
         links += _replace_names(reading, task, section, shared)
     # a misspelled name may have meant a part that no model names
-    for key in shared if not reading.problems else ():
-        if not is_comment(key) and all(key != link.key for link in links):
+    for key in shared if not reading.mistakes else ():
+        if all(key != link.key for link in links):
             text = ": no model of model.model_dict names it. Name it there instead of the part, or remove it."
             reading.refuse((*_SHARED, key), text)
     return tuple(links)
@@ -227,7 +241,7 @@ def _replace_names(reading: Reading, task: str, section: dict[str, Any], shared:
         if shared is INVALID:  # the missing parts are already reported
             continue
         if name not in shared:
-            names = [key for key in shared if not is_comment(key)]
+            names = list(shared)
             advice = f"There: {', '.join(names)}." if names else "It is empty or missing."
             if close := close_names(name, names):
                 advice = f"Did you mean {' or '.join(close)}?"
@@ -311,5 +325,5 @@ def _merge_parts(reading: Reading, section: dict[str, Any], parts: list[dict[str
         if key in _OF_INNER:
             section[_OF_INNER[key]] = value
             reading.moved |= {(*place, _OF_INNER[key]): (*here, key)}
-        elif key != "type" and not is_comment(key):
+        elif key != "type":
             reading.refuse((*here, key), f": unknown key. Known: type, {', '.join(_OF_INNER)}.")

@@ -24,13 +24,13 @@ from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpec
 from deepmd_ema.data.split import FrameTable, Split, split_frames
 from deepmd_ema.distributed.files import file_digest
-from deepmd_ema.errors import DataError, collect_problems, counted, first_few
-from deepmd_ema.findings import NOTE, WARNING, Finding, error, note, warning, with_severity, with_task
+from deepmd_ema.errors import ConfigError, DataError, UserError, collect_problems, counted, first_few
+from deepmd_ema.findings import ERROR, NOTE, WARNING, Finding, error, note, warning, with_severity, with_task
 from deepmd_ema.geometry import NeighborStatistics, find_pairs_once
 from deepmd_ema.utils import seed_for
 
 if TYPE_CHECKING:
-    from deepmd_ema.config import RunConfig, TaskConfig
+    from deepmd_ema.config import InputFile, RunConfig, TaskConfig
     from deepmd_ema.config.schema.training import TrainingDataConfig, ValidationDataConfig
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,30 @@ def open_run(config: RunConfig, results: Mapping[str, Path] | None = None) -> di
                 data[name] = data[name]._replace(train=train)
     DataError.raise_if_any(problems)
     return data
+
+
+def checked_config(file: InputFile) -> RunConfig:
+    """Return the run that an input describes; of an input with mistakes the data are checked, too.
+
+    Raises:
+        ConfigError: with every mistake of the input, and those of the data as far as they can be read.
+    """
+    if file.mistakes:
+        raise ConfigError([*file.mistakes, *(_mistakes_in_data(file.readable) if file.readable else ())])
+    return file.config
+
+
+def _mistakes_in_data(config: RunConfig) -> list[Finding]:
+    """Return the errors of the data of a run in which defaults are in place of wrong options."""
+    models = [task.model for task in config.tasks.values()]
+    if any(finding.severity == ERROR for model in models for finding in model.findings()):
+        return []  # such as a list of neighbors without a number for each element
+    try:
+        data = open_run(config)
+    except UserError as error:
+        return error.findings
+    findings = (finding for name, task in config.tasks.items() for finding in check_task(task, data[name]).findings)
+    return [finding for finding in findings if finding.severity == ERROR]
 
 
 def choose_validation(

@@ -220,8 +220,14 @@ def env_mat_tree(rcut: float, rcut_smth: float, protection: float) -> Tree:
 
 def options_tree(section: Any, *left_out: str) -> Tree:
     """Return the options of a section that DeePMD-kit has, but for precision, seed, and those that are left out."""
-    names = (one.name for one in options(section.__class__) if not one.own)
-    return {name: plain(getattr(section, name)) for name in names if name not in ("precision", "seed", *left_out)}
+    tree = tree_without_effect(section)
+    tree |= {one.name: plain(getattr(section, one.name)) for one in options(section.__class__) if not one.own}
+    return {name: value for name, value in tree.items() if name not in ("precision", "seed", *left_out)}
+
+
+def tree_without_effect(section: Any) -> Tree:
+    """Return the options of DeePMD-kit that do nothing here, with its defaults."""
+    return {name: default for name, (default, _) in getattr(section, "without_effect", {}).items()}
 
 
 def parts_of(module: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepmd_ema.config.messages import Problem, Source, render, show
+from deepmd_ema.config.messages import Source, in_order, show
 from deepmd_ema.config.schema.optim import GradientConfig, GroupConfig
 from deepmd_ema.distributed.tensors import Take, WholeTensors, check_weights, local_shard, shard_like
 from deepmd_ema.errors import CheckpointError, ConfigError, counted
+from deepmd_ema.findings import error
 from deepmd_ema.optim.guarded import ADAM_EPS, GuardedOptimizer, adam_state
 from deepmd_ema.optim.muon import AdaMuon, HybridMuon, routed
 from deepmd_ema.optim.schedule_free import AdamWScheduleFree
@@ -121,10 +122,10 @@ def split_by_pattern(
                 f" = {show(group.pattern)}: no parameter has such a name. Expected a pattern of a whole name, in "
                 f"which * is any text. Some of the {len(names)} names: {few}."
             )
-            problems.append(Problem(source.path(f"optimizer.groups[{number}].pattern"), text))
+            problems.append(source.locate(error(f"optimizer.groups[{number}].pattern", text)))
         found.append([name for name in matched if name in left])
         left = {name: None for name in left if name not in matched}
-    ConfigError.raise_if_any(render(problems, source))
+    ConfigError.raise_if_any(in_order(problems))
     return [*found, list(left)]
 
 

@@ -20,6 +20,7 @@ from deepmd_ema.config import RunConfig, as_launched, config_summary, config_war
 from deepmd_ema.config.labels import ENERGY, METRICS
 from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
+from deepmd_ema.data.run import checked_config
 from deepmd_ema.distributed.launch import Launch, find_launch
 from deepmd_ema.distributed.world import World, open_world
 from deepmd_ema.errors import command, counted, every_steps
@@ -171,7 +172,7 @@ def load_start(request: TrainRequest, launch: Launch, world: World) -> tuple[Sta
     elif request.use_pretrain_script:
         given = request.input.with_model(start.model_section).config
     else:
-        given = request.input.config
+        given = checked_config(request.input) if world.is_main else request.input.config
     # what the input leaves open is as in the start file
     restart = request.restart if request.takes_saved_config else None
     config = start.adopt_from_checkpoint(as_launched(given, launch.launched, restart, world.size))

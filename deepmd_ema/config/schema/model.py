@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.fields import Check, not_negative, option, positive, positive_int
+from deepmd_ema.config.fields import Check, WithoutEffect, not_negative, option, positive, positive_int
 from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.messages import Place, path_of, show
 from deepmd_ema.config.registry import Family, Registry
@@ -42,6 +42,9 @@ class ModelConfig:
 
     type: ClassVar[str]
     first_options: ClassVar[tuple[str, ...]] = ("type_map", "descriptor", "fitting_net", "models", "weights")
+    without_effect: ClassVar[WithoutEffect] = {
+        "data_bias_nsample": (10, "the bias is fitted on data_stat_nbatch batches")
+    }
 
     type_map: list[str] = option(
         check=_type_map, doc='Names of the elements, e.g. ["O", "H"]; type numbers are places in this list.'
@@ -52,7 +55,6 @@ class ModelConfig:
     data_stat_protect: float = option(
         0.01, check=positive, doc="Smallest spread that statistics may have, against division by zero."
     )
-    data_bias_nsample: int = option(10, check=positive_int, doc="Not used by DeePMD-kit's torch backends. No effect.")
     model_branch_alias: list[str] = option(
         [], doc="Other names by which `--head` finds the model of a task. No effect with one task."
     )

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import (
     Check,
+    WithoutEffect,
     fraction,
     not_negative,
     not_negative_int,
@@ -30,6 +31,7 @@ class _Schedule:
     """Options of all schedules: first and last learning rate, and a warm-up."""
 
     type: ClassVar[str]
+    without_effect: ClassVar[WithoutEffect] = {"scale_by_worker": ("linear", "the learning rate is taken as it is")}
 
     start_lr: float = option(check=positive, doc="Learning rate at the start, after the warm-up.")
     stop_lr: float | None = option(
@@ -41,9 +43,6 @@ class _Schedule:
         None, check=fraction, doc="Length of the warm-up as a fraction of all steps, instead of `warmup_steps`."
     )
     warmup_start_factor: float = option(0.0, check=_part, doc="First learning rate of the warm-up over `start_lr`.")
-    scale_by_worker: str = option(
-        "linear", choices=("linear", "sqrt", "none"), doc="Has no effect, as in DeePMD-kit's torch backends."
-    )
 
     @property
     def end_lr(self) -> float:
@@ -237,6 +236,9 @@ class HybridMuonConfig(AdaMuonConfig):
     """Orthogonal momentum for matrices, damped where gradients disagree; Adam for the rest, and by name."""
 
     type: ClassVar[str] = "HybridMuon"
+    without_effect: ClassVar[WithoutEffect] = {
+        "flash_muon": (True, "it names a kernel of DeePMD-kit for the same numbers")
+    }
 
     lr_adjust: float = redefined(AdaMuonConfig, "lr_adjust", 0.0)
     lr_adjust_coeff: float = redefined(AdaMuonConfig, "lr_adjust_coeff", 0.18)
@@ -249,7 +251,6 @@ class HybridMuonConfig(AdaMuonConfig):
     enable_gram: bool = option(
         True, doc="Whether matrices that are not square are made orthogonal by their Gram matrix: fewer operations."
     )
-    flash_muon: bool = option(True, doc="Has no effect: it names a kernel of DeePMD-kit for the same numbers.")
     magma_muon: bool = option(True, doc="Whether updates of matrices are damped where gradients disagree.")
 
 

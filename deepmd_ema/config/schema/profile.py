@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 P = TypeVar("P", bound="Profile")
 REMOVE_ONE = "Remove one of the two."
+BY_RATIO = "ckpt_keep_ratio says how many checkpoints are kept"
+NEVER = "full_val_start = 1 means never"
 _WITH_CHECKPOINTS = "with the checkpoints"
 NEEDS_DATA = " = true: needs training.validation_data (or validation_fraction). Add it, or set this to false."
 
@@ -134,7 +136,9 @@ class Profile(ABC):
         if hook is None and callable(type(self).should_update):
             object.__delattr__(self, "should_update")  # it would hide the method of a subclass
             hook = self.should_update
-        faults = ((o.name, o.fault(getattr(self, o.name))) for o in options(type(self)))
+        from deepmd_ema.config.argcheck import fault  # which imports the sections
+
+        faults = ((o.name, fault(o, getattr(self, o.name))) for o in options(type(self)))
         problems = [f"{name}{fault}" for name, fault in faults if fault]
         if hook is not None and not callable(hook):
             expected = "a function of (step, epoch) or an object that can be called"
@@ -231,9 +235,9 @@ class Profile(ABC):
         if not self.snapshots:
             yield unused("snapshot_freq", "snapshots is false")
         if training.ckpt_keep_ratio is not None:
-            yield unused("ckpt_keep", "ckpt_keep_ratio says how many checkpoints are kept")
+            yield unused("ckpt_keep", BY_RATIO)
         if run.validating.full_val_start == 1:
-            yield unused("full_validation", "validating.full_val_start = 1 means never")
+            yield unused("full_validation", f"validating.{NEVER}")
         if self.layout == "full_tensor" and training.zero_stage <= 1:
             stage = training.zero_stage
             yield unused("layout", f"every process holds all weights at zero_stage {stage}")

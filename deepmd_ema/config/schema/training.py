@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from deepmd_ema.config.fields import Check, file_name, not_negative, not_negative_int, option, positive, positive_int
+from deepmd_ema.config.fields import (
+    Check,
+    WithoutEffect,
+    file_name,
+    not_negative,
+    not_negative_int,
+    option,
+    positive,
+    positive_int,
+)
 from deepmd_ema.config.schema.averaging import AVERAGES, EmaShorthand, EmaValidationShorthand
 from deepmd_ema.config.schema.loggers import LOGGERS, Logger
 from deepmd_ema.config.schema.profile import Profile
@@ -127,14 +136,6 @@ class TaskDataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedPrecisionConfig:
-    """Precisions of a run of DeePMD-kit's TensorFlow backend, without effect with torch, here and there."""
-
-    compute_prec: str = option("float16", doc="Precision of products.")
-    output_prec: str = option("float32", doc="Precision of parameters.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class CompileConfig:
     """Options of `torch.compile`."""
 
@@ -166,6 +167,10 @@ class TrainingOptions:
     """Length of a run, and what it writes."""
 
     shorthand: ClassVar[type] = EmaShorthand
+    without_effect: ClassVar[WithoutEffect] = {
+        "time_training": (True, "times are always shown"),
+        "mixed_precision": (None, "the precision is that of descriptor and fitting_net"),
+    }
 
     numb_steps: int | None = option(
         None,
@@ -222,7 +227,6 @@ class TrainingOptions:
         "the live weights and for each average with its own weights.",
     )
     disp_training: bool = option(True, doc="Whether lines are written to `disp_file`.")
-    time_training: bool = option(True, doc="Has no effect: times and the time left are always shown.")
     disp_avg: bool = option(
         False, doc="Whether training errors of a line are averaged over its interval instead of those of one batch."
     )
@@ -234,10 +238,6 @@ class TrainingOptions:
         registry=LOGGERS,
         doc="What else records the errors: TensorBoard, Weights & Biases (extra `wandb`), MLflow (extra `mlflow`). A "
         "restart continues their runs. Only in dp-ema.",
-    )
-    mixed_precision: MixedPrecisionConfig | None = option(
-        None,
-        doc="Has no effect, as in DeePMD-kit's torch backends: the precision is that of descriptor and fitting net.",
     )
     gradient_max_norm: float = option(
         0.0, check=not_negative, doc="Gradients with a larger norm are scaled down to it; 0: no clipping."

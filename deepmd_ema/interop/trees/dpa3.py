@@ -73,7 +73,8 @@ class DPA3Tree(parts.PartTree):
 
 
 def _layer_tree(layer: RepflowLayer, part: DPA3Descriptor, options: Mapping[str, Any]) -> Tree:
-    args = {name: value for name, value in options["repflow"].items() if name not in OF_ALL_LAYERS}
+    args = parts.tree_without_effect(part.flow)
+    args |= {name: value for name, value in options["repflow"].items() if name not in OF_ALL_LAYERS}
     tree = {
         **parts.node("RepFlowLayer", 2), **args, "e_sel": [part.sel], "ntypes": part.num_types,
         "activation_function": options["activation_function"], "precision": parts.precision_of(part.dtype),

@@ -11,7 +11,15 @@ from numpy.typing import ArrayLike
 
 from deepmd_ema.config.fields import plain
 from deepmd_ema.config.schema.model import NetworkConfig
-from deepmd_ema.interop.parts import BACKENDS, PartTree, array, chosen, env_mat_tree, precision_of
+from deepmd_ema.interop.parts import (
+    BACKENDS,
+    PartTree,
+    array,
+    chosen,
+    env_mat_tree,
+    precision_of,
+    tree_without_effect,
+)
 from deepmd_ema.interop.tree_files import VARIABLES, Tree
 from deepmd_ema.model.families.dpa4.frames import OrderLinear, RadialMixer, pair_degrees
 from deepmd_ema.model.families.dpa4.layers import DegreeGate, DegreeLinear, DegreeNorm, OrderedNorm
@@ -35,7 +43,7 @@ class DPA4Tree(PartTree):
         """Return the tree of a descriptor."""
         section: Any = config.descriptor
         window = config.bridging
-        options = {**plain(section), "precision": precision_of(part.dtype)}
+        options = {**tree_without_effect(section), **plain(section), "precision": precision_of(part.dtype)}
         del options["type"]
         trained = {_name(name): array(tensor) for name, tensor in part.state_dict().items()}
         return {

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative, not_negative_int, option, positive, positive_int, redefined
+from deepmd_ema.config.fields import (
+    Check,
+    WithoutEffect,
+    not_negative,
+    not_negative_int,
+    option,
+    positive,
+    positive_int,
+    redefined,
+)
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor_bases import ChargeSpinOptions, NeighborLists, TypeEmbeddedOptions
 from deepmd_ema.config.schema.text_options import ActivationName
@@ -19,6 +28,8 @@ _width = Check(lambda v: 0 < v <= common.MAX_SIZE, f"a whole number from 1 to {c
 @dataclass(frozen=True, kw_only=True)
 class RepflowConfig:
     """Layers that update features of atoms (nodes), of pairs (edges) and of pairs of neighbors (angles)."""
+
+    without_effect: ClassVar[WithoutEffect] = {"optim_update": (True, "both values are the same function")}
 
     n_dim: int = option(128, check=_width, doc="Numbers of a node, the features of an atom.")
     e_dim: int = option(64, check=_width, doc="Numbers of an edge, the features of a pair of atoms.")
@@ -55,9 +66,6 @@ class RepflowConfig:
         0.1, check=not_negative, doc="Size of the trained numbers of `res_residual` at the start."
     )
     update_residual_init: str = redefined(RepformerConfig, "update_residual_init", "const")
-    optim_update: bool = option(
-        True, doc="Has no effect: both values are the same function, and here the fast one is always taken."
-    )
     smooth_edge_update: bool = option(
         False,
         doc="Whether an edge without angles gets nothing from them. False gives it itself, as in DeePMD-kit, which "
@@ -133,7 +141,6 @@ class RepflowConfig:
         if self.sequential_update and not self.update_angle:
             yield error("sequential_update", " = true: needs update_angle = true.")
         yield from self._width_findings()
-        yield unused("optim_update", "both values are the same function")
         if not self.update_angle:
             yield unused("smooth_edge_update", "update_angle is false")
             yield unused("a_compress_rate", "update_angle is false")
@@ -175,15 +182,13 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions, NeighborLists):
     type: ClassVar[str] = "dpa3"
     has_equivariants: ClassVar[bool] = True
     neighbors_option: ClassVar[str] = "repflow.e_sel"
+    without_effect: ClassVar[WithoutEffect] = {"use_loc_mapping": (True, "there are no images of atoms to be numbered")}
     sel_options: ClassVar[Mapping[str, str]] = {"repflow.e_sel": "repflow.e_rcut", "repflow.a_sel": "repflow.a_rcut"}
     vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
 
     repflow: RepflowConfig = option(doc="Layers of the descriptor.")
     concat_output_tebd: bool = redefined(TypeEmbeddedOptions, "concat_output_tebd", False)
     activation_function: ActivationName = common.activation_option("Activation function of all layers.", "silu")
-    use_loc_mapping: bool = option(
-        True, doc="Has no effect: it says how DeePMD-kit numbers images of atoms, and here there are none."
-    )
 
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
         """Yield ``a_sel``."""
@@ -192,8 +197,7 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions, NeighborLists):
             yield "repflow.a_sel", flow.a_rcut, flow.a_sel
 
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
-        """Yield findings of the layers, of the elements, and the option without effect."""
-        yield unused("use_loc_mapping", "there are no images of atoms to be numbered")
+        """Yield findings of the layers and of the elements."""
         yield from inside("repflow", self.repflow.findings())
         yield from self.element_findings(type_map)
 

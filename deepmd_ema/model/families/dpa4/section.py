@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative_int, option, positive, positive_int, redefined
+from deepmd_ema.config.fields import Check, WithoutEffect, not_negative_int, option, positive, positive_int, redefined
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.bridging import Window
@@ -93,9 +93,12 @@ class DPA4Config(AllNeighborsSection):
 
     type: ClassVar[str] = "dpa4"
     aliases: ClassVar[tuple[str, ...]] = ("DPA4", "SeZM", "sezm")
+    without_effect: ClassVar[WithoutEffect] = {
+        "sel": (256, "all neighbors inside the cutoff count"),
+        "random_gamma": (True, "results do not depend on a rotation of each pair about its axis"),
+    }
     first_options: ClassVar[tuple[str, ...]] = ("rcut", "channels", "lmax", "mmax", "n_blocks", "mixing_layers")
 
-    sel: int | list[int] | str = option(256, doc="Has no effect: all neighbors inside the cutoff count.")
     env_exp: list[int] = option(
         [7, 5],
         check=_exponents,
@@ -113,11 +116,6 @@ class DPA4Config(AllNeighborsSection):
     )
     use_env_seed: bool = option(
         True, doc="Whether the first coefficients of an atom depend on its surroundings, not on its element only."
-    )
-    random_gamma: bool = option(
-        True,
-        doc="Has no effect: in DeePMD-kit, whether each pair is rotated about its axis by a random angle in training, "
-        "on which results do not depend.",
     )
     edge_cartesian: bool = common.unavailable_option(False, "Cartesian messages are")
     node_cartesian: str | int = common.unavailable_option("none", "Cartesian products are")

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from deepmd_ema.config.fields import Check, not_negative, option
+from deepmd_ema.config.fields import Check, WithoutEffect, not_negative, option
 from deepmd_ema.config.labels import ENERGY, FORCE, VIRIAL
 from deepmd_ema.config.messages import NOT_AVAILABLE
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.fitting_base import FittingOptions
-from deepmd_ema.findings import Finding, unused
+from deepmd_ema.findings import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,7 @@ class EnerFittingConfig(FittingOptions):
     """Network from the descriptor of an atom to its energy."""
 
     type: ClassVar[str] = "ener"
+    without_effect: ClassVar[WithoutEffect] = {"layer_name": (None, "layers are not shared by name")}
     labels: ClassVar[tuple[str, ...]] = (ENERGY, FORCE, VIRIAL)
 
     rcond: float | None = option(
@@ -30,9 +31,6 @@ class EnerFittingConfig(FittingOptions):
     atom_ener: list[float | None] = option(
         [], unit="eV", doc="Energy of each isolated atom, one per element; null is fitted. Needs `set_davg_zero`."
     )
-    layer_name: list[str | None] | None = option(
-        None, doc="Names for sharing layers in DeePMD-kit's TensorFlow backend. No effect here."
-    )
     use_aparam_as_mask: bool = option(
         False,
         check=Check(lambda v: not v, f"false: true is {NOT_AVAILABLE}"),
@@ -40,8 +38,7 @@ class EnerFittingConfig(FittingOptions):
     )
 
     def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
-        """Yield errors of lists with a wrong length, and the option without effect."""
+        """Yield errors of lists with a wrong length."""
         if self.atom_ener:
             yield from common.not_one_per_element("atom_ener", self.atom_ener, type_map)
         yield from super().findings(type_map)
-        yield unused("layer_name", "layers are not shared by name")

@@ -1,0 +1,117 @@
+"""Findings about an input of several tasks: names, sections, shares and shared parts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from deepmd_ema.config.messages import show
+from deepmd_ema.config.schema.model import Link
+from deepmd_ema.config.schema.profile import REMOVE_ONE
+from deepmd_ema.config.schema.run import MultiTaskRun
+from deepmd_ema.findings import Finding, error, warning
+
+
+def findings_of_tasks(run: MultiTaskRun) -> Iterator[Finding]:
+    """Yield the findings about the tasks of a run, at canonical places."""
+    for rule in (_names_of_tasks, _sections_of_tasks, _shares, _shared_parts, _case_embedding):
+        yield from rule(run)
+
+
+def _names_of_tasks(run: MultiTaskRun) -> Iterator[Finding]:
+    """Names of tasks, which stand in names of files, tensors and columns, are plain and distinct, as are aliases."""
+    models = run.model.model_dict
+    names = {name.lower(): name for name in reversed(models)}
+    taken: dict[str, str] = dict(names)
+    for name, model in models.items():
+        if not re.fullmatch(r"[A-Za-z0-9][\w+-]*", name, re.ASCII):
+            wants = "letters, digits, _, + and -, beginning with a letter or a digit"
+            yield error("model.model_dict", f": {show(name)} is no name of a task. Expected {wants}.")
+        elif name.upper() == "RANDOM":
+            text = ": --model-branch RANDOM means a fresh network. Choose another name."
+            yield error(f"model.model_dict.{name}", text)
+        if (other := names[name.lower()]) != name:
+            text = f": task {other} has this name but for upper and lower case, which --head does not distinguish."
+            yield error(f"model.model_dict.{name}", f"{text} Choose another.")
+        for alias in model.model_branch_alias:
+            if (other := taken.setdefault(alias.lower(), name)) != name:
+                text = f" = {show(model.model_branch_alias)}: {alias} means task {other} already. Choose another."
+                yield error(f"model.model_dict.{name}.model_branch_alias", text)
+
+
+def _sections_of_tasks(run: MultiTaskRun) -> Iterator[Finding]:
+    """Every task has a model and data; losses and shares are those of tasks."""
+    tasks, training = run.model.model_dict, run.training
+    if not tasks:
+        yield error("model.model_dict", ": there is no task. Add the model of each, by its name.")
+        return
+    for place, section, needs_all in (
+        ("training.data_dict", training.data_dict, True),
+        ("loss_dict", run.loss_dict, False),
+        ("validating.test_data_dict", run.validating.test_data_dict, False),
+        ("training.model_prob", training.model_prob, bool(training.model_prob)),
+        ("training.num_epoch_dict", training.num_epoch_dict, bool(training.num_epoch_dict)),
+    ):
+        for name in section:
+            if name not in tasks:
+                yield error(f"{place}.{name}", f": no task of model.model_dict. There: {', '.join(tasks)}.")
+        for name in tasks if needs_all else ():
+            if name not in section:
+                yield error(place, f": task {name} of model.model_dict is missing. Add it.")
+
+
+def _shares(run: MultiTaskRun) -> Iterator[Finding]:
+    """``model_prob`` and ``num_epoch_dict`` exclude each other, and no two tasks have one ``stat_file``."""
+    if run.task_weights and run.task_epochs:
+        yield error("training.model_prob", f": num_epoch_dict is given too, from which shares follow. {REMOVE_ONE}")
+    for option, numbers in (("model_prob", run.task_weights), ("num_epoch_dict", run.task_epochs)):
+        for name in (name for name, number in numbers.items() if not number):
+            why = "no step trains this task, only what it shares with others is trained."
+            yield warning(f"training.{option}.{name}", f" = 0: {why}")
+    first: dict[str, str] = {}
+    for task in run.tasks.values():
+        if task.data.stat_file is not None:
+            file = os.path.normpath(task.data.stat_file)
+            if (other := first.setdefault(file, task.name)) != task.name:
+                text = f" = {show(task.data.stat_file)}: task {other} has it too. Name a file for each task."
+                yield error(f"{task.place('training')}.stat_file", text)
+
+
+def _shared_parts(run: MultiTaskRun) -> Iterator[Finding]:
+    """Models that share a part have the same elements; what says nothing of elements has no embedding to share."""
+    first: dict[str, Link] = {}
+    for link in run.links:
+        place, model = f"model.model_dict.{link.task}", run.model.model_dict[link.task]
+        other = run.model.model_dict[first.setdefault(link.key, link).task]
+        if link.part != "type_map" and model.type_map != other.type_map:
+            text = f" = {show(model.type_map)}: task {first[link.key].task}, with which it shares {link.key}, has "
+            yield error(f"{place}.type_map", f"{text}{show(other.type_map)}. Give both the same elements.")
+        part: Any = model.descriptor
+        for key in link.place[1:]:  # a part of a hybrid
+            part = part.list[key] if isinstance(key, int) else part
+        if link.level and not part.has_type_embedding:
+            text = f": {link.part} = {show(link.text)}: {part.type} has no embedding of elements to share."
+            yield error(place, f"{text} Use level 0, or none.")
+
+
+def _case_embedding(run: MultiTaskRun) -> Iterator[Finding]:
+    """``dim_case_embd`` is one number for all tasks, with room for each."""
+    sizes = {name: model.fitting_net.dim_case_embd for name, model in run.model.model_dict.items()}
+    most, tasks = max(sizes.values(), default=0), len(sizes)
+    for name, size in sizes.items():
+        if most and size != max(most, tasks):
+            text = f" = {size}: expected {max(most, tasks)} in every task, at least the number of tasks ({tasks})."
+            yield error(f"model.model_dict.{name}.fitting_net.dim_case_embd", text)
+    # tasks whose models differ in the energies of the elements only
+    links = [link for link in run.links if link.part == "fitting_net"]
+    for key in dict.fromkeys(link.key for link in links):
+        names = [link.task for link in links if link.key == key]
+        models = [run.tasks[name].model for name in names if name in run.tasks]
+        # tasks that keep the energies of a file are declared to have labels of one method
+        has_one_method = all(model.finetune_bias == "keep" for model in models)
+        if len(models) > 1 and not models[0].fitting_net.dim_case_embd and not has_one_method:
+            text = f": the tasks {', '.join(names)} share this network and differ only in the energies of the elements"
+            advice = f'For labels of different methods give it "dim_case_embd": {len(run.tasks)}'
+            yield warning(f"model.shared_dict.{key}", f"{text}. {advice}.")
