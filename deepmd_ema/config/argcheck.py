@@ -1,7 +1,7 @@
 """The schema of an input: one tree of arguments of dargs, made of the declarations of the sections.
 
-dargs decides what is a right input. Of an input that it has refused, :func:`mistakes` names every mistake by the same
-tree; of one that it accepts, :func:`to_section` makes the sections.
+dargs decides what is a right input. Of an input that it has refused, :func:`find_mistakes` names every mistake by the
+same tree; of one that it accepts, :func:`to_section` makes the sections.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def take_options(root: Field, reading: Reading) -> None:
         kind = section.kind
         if kind is None:
             continue
-        for key in section.values.keys() - kind.inner_keys:
+        for key in [key for key in section.values if key not in kind.inner_keys]:
             _drop_without_effect(section, kind, key, reading)
         for field in kind.sub_fields.values():
             here = (*section.place, field.name)
