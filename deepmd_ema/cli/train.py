@@ -53,8 +53,10 @@ def _request(args: argparse.Namespace) -> TrainRequest:
         request = TrainRequest(args.input, **options)
         # several ranks agree on the mistakes later; with the two options the input is not complete
         is_complete = not (args.use_pretrain_script or args.model_branch or request.takes_saved_config)
-        if args.launch.size == 1 and is_complete and request.input.mistakes:
-            from deepmd_ema.data.run import checked_config
+        if args.launch.size == 1 and is_complete:
+            if request.input.mistakes and request.input.readable is not None:
+                from deepmd_ema.data.run import checked_config  # loads torch
 
-            checked_config(request.input)
+                checked_config(request.input)
+            _ = request.input.config
         return request

@@ -180,8 +180,8 @@ def _accepted(root: Field, reading: Reading) -> dict[str, Any] | None:
         return None
 
 
-def _judged_by_dargs(root: Field, values: Any) -> dict[str, Any]:
-    normalized: dict[str, Any] = root.normalize_value(values)
+def _judged_by_dargs(root: Field, values: Any) -> Any:
+    normalized = root.normalize_value(values)
     root.check_value(normalized, strict=True)
     return normalized
 
