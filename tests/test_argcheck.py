@@ -18,7 +18,7 @@ from dargs.json_schema import generate_json_schema
 from helpers import tiny_input
 
 from deepmd_ema import cli
-from deepmd_ema.config import config_from_dict, gen_args, load_config, run_arguments
+from deepmd_ema.config import config_from_dict, gen_args, ignored_options, load_config, run_arguments
 from deepmd_ema.config.argcheck import find_mistakes, take_options
 from deepmd_ema.config.upgrade import upgrade
 from deepmd_ema.errors import ConfigError
@@ -152,3 +152,16 @@ def test_programs_of_dargs_know_the_schema(tmp_path):
 def test_comments_of_any_kind_may_stand_anywhere(tmp_path):
     text = yaml.safe_dump(spoiled({"_a": {"b": [1]}, "training._c": 2, "model.descriptor._d": None}))
     assert load_config(write(tmp_path, text, "input.yaml")).training.numb_steps == 2000
+
+
+def test_a_task_may_have_the_name_of_a_method_of_dict():
+    model = {**GOOD["model"], "fitting_net": {"layer_name": ["a"]}, "smin_alpha": 0.2}
+    values = {
+        "model": {"model_dict": {"items": model}},
+        "learning_rate": {"start_lr": 0.001},
+        "training": {"data_dict": {"items": {"training_data": {"systems": ["data"]}}}, "numb_steps": 5},
+    }
+    assert ignored_options(config_from_dict(values)) == [
+        'model.model_dict.items.fitting_net.layer_name = ["a"]: no effect, layers are not shared by name',
+        "model.model_dict.items.smin_alpha = 0.2: no effect, use_srtab is not given",
+    ]

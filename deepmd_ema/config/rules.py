@@ -96,7 +96,8 @@ def _value_at(run: RunConfig, place: Place) -> Any:
     """Return the value of an option of a run."""
     value: Any = run
     for part in place:
-        value = getattr(value, part) if isinstance(part, str) and hasattr(value, part) else value[part]
+        # a task may have the name of a method of dict
+        value = value[part] if isinstance(value, dict | list) else getattr(value, part)
     return value
 
 
