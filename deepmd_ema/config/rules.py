@@ -97,7 +97,7 @@ def _value_at(run: RunConfig, place: Place) -> Any:
     value: Any = run
     for part in place:
         # a task may have the name of a method of dict
-        value = value[part] if isinstance(value, dict | list) else getattr(value, part)
+        value = value[part] if isinstance(value, dict | list) else getattr(value, str(part))  # type: ignore[index]
     return value
 
 
