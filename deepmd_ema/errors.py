@@ -229,6 +229,9 @@ _MIN_TEXT = 16  # columns beside the indentation; a narrower terminal gets lines
 RED, YELLOW = 31, 33
 # what stays together: code in back quotes, a number and %, and a command at the end of a line
 _TOGETHER = re.compile(r"`[^`\n]+`|\d %|(?<=: |  )dp-ema [a-z].*$")
+# control characters but tab and the end of a line, and those that change the direction of text
+_CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_CONTROL_BUT_COLORS = re.compile(rf"(?!\x1b\[(?:{RED}|{YELLOW}|0)m){_CONTROL.pattern}")
 _SPACE = "\x1f"  # in place of spaces at which lines must not break
 # the time of a line of the log; spaces, and a number of a list or the name of a row of two columns
 _START = re.compile(r"(\[\d{4}-\d\d-\d\d [\d:]{8}\] |\d\d:\d\d:\d\d )?( *(?:\d+\. |\S+(?: \S+){0,4} {2,})?)")
@@ -276,6 +279,16 @@ def wrapped(text: str, width: int) -> str:
         )  # fmt: skip
         lines += [part.replace(_SPACE, " ") for part in parts]
     return "\n".join(lines)
+
+
+def printable(text: str, stream: TextIO | None = None) -> str:
+    """Return text that cannot steer a terminal: control characters are shown as codes.
+
+    Names in files of others may contain them. The colors of this program remain if ``stream`` shows them.
+    """
+    has_colors = stream is not None and colored("", RED, stream)
+    control = _CONTROL_BUT_COLORS if has_colors else _CONTROL
+    return control.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def colored(text: str, color: int, stream: TextIO) -> str:

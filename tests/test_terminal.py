@@ -1,15 +1,21 @@
 """Text for a terminal: wrapped with the indentation of its text, sparingly colored; files get lines as they are."""
 
 import io
+import json
 import logging
 import os
 import pty
 import re
+from pathlib import Path
 
 import pytest
+from helpers import tiny_input, write_system
+from infer_models import write_run
 
+import deepmd_ema
+from deepmd_ema import checkpoint
 from deepmd_ema.cli.main import main
-from deepmd_ema.errors import RED, colored, width_of, wrapped
+from deepmd_ema.errors import RED, YELLOW, colored, printable, width_of, wrapped
 from deepmd_ema.report.log import set_up_logging
 
 
@@ -82,3 +88,56 @@ def test_a_warning_in_the_log_is_yellow_and_wrapped_on_a_terminal_only(monkeypat
     assert len(shown.splitlines()) > 1
     assert len(kept.splitlines()) == 1
     assert "] WARNING: word word" in kept
+
+
+ESCAPE = "\x1b]0;title\x07\x1b[2J\u202e"
+SHOWN = "\\x1b]0;title\\x07\\x1b[2J\\x202e"
+
+
+def test_only_the_colors_of_this_program_remain_and_only_where_they_are_shown():
+    text = f"{colored('1 warning', YELLOW, Terminal())}: a\tb {ESCAPE}\nand more"
+    clean = f"\\x1b[33m1 warning\\x1b[0m: a\tb {SHOWN}\nand more"
+    assert printable(text) == printable(text, io.StringIO()) == clean
+    assert printable(text, Terminal()) == clean.replace("\\x1b[33m", "\x1b[33m").replace("\\x1b[0m", "\x1b[0m")
+
+
+def test_a_name_in_a_file_of_another_does_not_steer_the_terminal(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = f"data{ESCAPE}"
+    write_system(folder)
+    model, _ = write_run(tmp_path / "run")
+    content = checkpoint.load(model)
+    checkpoint.save("model.pt", {**content, "version": f"1{ESCAPE}"})
+    name = f"input{ESCAPE}.json"
+    Path(name).write_text(json.dumps(tiny_input([folder], num_steps=1)))
+    for words in (
+        ["show", "model.pt"],
+        ["check", name],
+        ["train", name, "-l", f"log{ESCAPE}"],
+        ["test", "-m", str(model), "-s", folder],
+        ["test", "-m", str(model), "-s", folder, "-d", folder],
+        ["model-devi", "-m", str(model), str(model), "-s", folder],
+        ["convert", folder, "converted"],
+        ["neighbor-stat", "-s", folder, "-r", "3", "-t", "O", "H"],
+        ["init", folder, "-o", f"proposed{ESCAPE}.json"],
+        ["report", str(model.parent), "-o", f"page{ESCAPE}.html"],
+        ["show", folder],
+    ):
+        main(words)
+        out, err = capsys.readouterr()
+        text = out + err
+        assert not set("\x1b\x07\u202e") & set(text), words
+        assert SHOWN in text or words[0] in ("train", "neighbor-stat"), words  # which name no file here
+
+
+def test_commands_print_by_the_function_that_filters():
+    folder = Path(deepmd_ema.__file__).parent
+    calls = {
+        (path.name, line.strip())
+        for path in folder.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if re.match(r"\s*print\(|.*=print\b", line)
+    }
+    names = {name for name, _ in calls}
+    # the filter itself, help and completion of the command line, an example in a docstring
+    assert names <= {"streams.py", "main.py", "loggers.py"}, sorted(calls)

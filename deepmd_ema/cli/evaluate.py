@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 from deepmd_ema.cli.loading import loading
-from deepmd_ema.cli.streams import say
+from deepmd_ema.cli.streams import say, say_error
 from deepmd_ema.distributed.files import TABLE, check_output
 from deepmd_ema.errors import UserError
 from deepmd_ema.utils import keep_freed_memory
@@ -41,18 +40,18 @@ def test(args: argparse.Namespace) -> None:
     weights = (args.use_ema, args.average, args.head, args.device)
     report = measure(args.model, args.systems, args.numb_test, args.atomic, *weights, args.patterns, args.compile)
     if not args.json:
-        print(report.text(), flush=True)
+        say(report.text())
     physics = None
     if args.physics:
         physics = measure_physics(args.model, report, PhysicsOptions(**options), *weights)
     if args.json:
-        print(json.dumps(_document(report, physics), indent=2))
+        say(json.dumps(_document(report, physics), indent=2), is_fitted=False)
     elif physics is not None:
-        print(physics.text())
+        say(physics.text())
     written = [] if args.detail_file is None else report.write_details(args.detail_file)
     written += [] if args.plot is None else [report.plot(args.plot)]
     if written:
-        print(f"wrote {', '.join(map(str, written))}", file=sys.stderr if args.json else sys.stdout)
+        (say_error if args.json else say)(f"wrote {', '.join(map(str, written))}")
 
 
 def _document(report: ErrorReport, physics: PhysicsReport | None) -> dict[str, Any]:
@@ -80,8 +79,8 @@ def model_devi(args: argparse.Namespace) -> None:
     report = measure_deviation(
         args.models, args.systems, options, args.use_ema, args.average or (), args.head, args.device, args.patterns
     )
-    print(report.text())
-    print(f"wrote {report.write(args.output)}")
+    say(report.text())
+    say(f"wrote {report.write(args.output)}")
 
 
 def neighbor_stat(args: argparse.Namespace) -> None:
@@ -100,7 +99,7 @@ def report(args: argparse.Namespace) -> None:
 
     systems = args.systems if args.system else ()
     remarks = write_report(args.folder, args.output, args.numb_test, args.device, args.average, systems)
-    print("\n".join([f"wrote {args.output}", *remarks]))
+    say("\n".join([f"wrote {args.output}", *remarks]))
 
 
 def posthoc(args: argparse.Namespace) -> None:
@@ -111,11 +110,11 @@ def posthoc(args: argparse.Namespace) -> None:
     systems = args.systems if args.system or args.valid_data else None
     run_posthoc(args.run_dir, args.sigma_rel, args.step, shapes=args.shapes, metric=args.metric,
                 systems=systems, rglob_patterns=args.patterns, output=args.output, plot=args.plot,
-                table=args.table, head=args.head, device=args.device, say=print)  # fmt: skip
+                table=args.table, head=args.head, device=args.device, say=say)  # fmt: skip
 
 
 def plot(args: argparse.Namespace) -> None:
     """Draw the curves."""
     from deepmd_ema.report.plots import plot_curves
 
-    print(f"wrote {plot_curves(args.files, args.output, args.log_steps)}")
+    say(f"wrote {plot_curves(args.files, args.output, args.log_steps)}")

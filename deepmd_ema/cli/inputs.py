@@ -121,7 +121,7 @@ def check(args: argparse.Namespace) -> None:
     if run is not None:
         show(closing_lines(run))
     if args.json:
-        print(json.dumps(document(args.input, run, problem.findings if problem else []), indent=2))
+        say(json.dumps(document(args.input, run, problem.findings if problem else []), indent=2), is_fitted=False)
     if problem is not None:
         if args.json:
             raise ReportedElsewhere from problem
@@ -142,4 +142,4 @@ def doc(args: argparse.Namespace) -> None:
     ):  # fmt: skip
         for name, fault in registry.faults.items() if section in (args.option or section) else ():
             say_error(f'{what} "{name}" is not listed: {fault}')
-    print(json_schema_text() if args.json_schema else manual(args.option))
+    say(json_schema_text() if args.json_schema else manual(args.option), is_fitted=False)

@@ -157,10 +157,7 @@ def show(args: argparse.Namespace) -> None:
         from deepmd_ema.infer.show import describe
 
     text = describe(args.file, whole_config=args.config)
-    if args.config:
-        print(text)
-    else:
-        say(text)
+    say(text, is_fitted=not args.config)
 
 
 def pretrained(args: argparse.Namespace) -> None:
@@ -173,17 +170,17 @@ def pretrained(args: argparse.Namespace) -> None:
 
     folder = None if args.cache_dir is None else Path(args.cache_dir)
     for name in args.names[args.names[:1] == ["download"] :]:
-        print(f"{download(name, folder)}: {name}, sha256 verified", flush=True)
+        say(f"{download(name, folder)}: {name}, sha256 verified")
     if args.names:
         return
     for model in PUBLISHED:
-        print(f"{model.name} ({model.descriptor})\n  file    {model.file}\n  from    {model.urls[0]}")
-        print(f"  sha256  {model.sha256}", flush=True)
+        say(f"{model.name} ({model.descriptor})\n  file    {model.file}\n  from    {model.urls[0]}")
+        say(f"  sha256  {model.sha256}")
         for place in (folder or Path(), DOWNLOADS):
             if check_digest(place / model.file):
-                print(f"  here    {place / model.file}, sha256 verified", flush=True)
-    print("Download: dp-ema pretrained NAME. Elements, heads and size of a file: dp-ema show FILE\n"
-          "Fine-tune: dp-ema train INPUT --finetune NAME --model-branch HEAD --use-pretrain-script")  # fmt: skip
+                say(f"  here    {place / model.file}, sha256 verified")
+    say("Download: dp-ema pretrained NAME. Elements, heads and size of a file: dp-ema show FILE\n"
+        "Fine-tune: dp-ema train INPUT --finetune NAME --model-branch HEAD --use-pretrain-script")  # fmt: skip
 
 
 def with_suffix_of_backend(name: str, backend: str | None) -> str:

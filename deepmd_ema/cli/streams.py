@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import codecs
 import os
-import re
 import sys
 import unicodedata
 from contextlib import suppress
 from typing import TextIO
 
-from deepmd_ema.errors import RED, WriteError, colored, fitted
+from deepmd_ema.errors import RED, WriteError, colored, fitted, printable
 
 
 def prepare_streams() -> None:
@@ -48,9 +47,10 @@ def settle_streams() -> None:
     _settle(sys.stderr)
 
 
-def say(text: str) -> None:
-    """Print ``text``; on a terminal lines fit its width."""
-    print(fitted(text, sys.stdout))
+def say(text: str, is_fitted: bool = True) -> None:
+    """Print ``text`` to standard output; on a terminal lines fit its width, if this is wanted."""
+    text = printable(text, sys.stdout)
+    print(fitted(text, sys.stdout) if is_fitted else text)
     flush_results()
 
 
@@ -59,8 +59,7 @@ def say_error(text: str) -> None:
 
     On a terminal lines fit its width, and the name of the program at the beginning is red.
     """
-    text = re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
-    head, colon, rest = fitted(text, sys.stderr).partition(":")
+    head, colon, rest = fitted(printable(text), sys.stderr).partition(":")
     if head.startswith("dp-ema"):
         head = colored(head, RED, sys.stderr)
     with suppress(OSError, ValueError):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from deepmd_ema.distributed.launch import ADDRESS, Launch, write_error_file
-from deepmd_ema.errors import Interrupted, RankLostError, Terminated, UserError, first_few
+from deepmd_ema.errors import Interrupted, RankLostError, Terminated, UserError, first_few, printable
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ def watched_peers(rendezvous: Rendezvous, launch: Launch, nccl: bool) -> Iterato
                 return  # the main thread reports it, or another error
             report = rendezvous.report_of(dist.DistNetworkError(str(error)))
             if report is not None:
-                message = f"dp-ema (rank {launch.rank}): {report}"
+                message = printable(f"dp-ema (rank {launch.rank}): {report}")
                 os.write(2, f"{message}\n".encode())
                 write_error_file(message)
             os._exit(EXIT_LOST)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.distributed.files import LOG, refuse_to_lose, writing
-from deepmd_ema.errors import RED, YELLOW, colored, fitted, reason_of, width_of
+from deepmd_ema.errors import RED, YELLOW, colored, fitted, printable, reason_of, width_of
 from deepmd_ema.report.table import labelled, significant
 from deepmd_ema.utils import LIVE
 
@@ -99,7 +99,7 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return one line."""
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
-        text = f"{self.formatTime(record, self.datefmt)} {level}{record.getMessage()}"
+        text = f"{self.formatTime(record, self.datefmt)} {level}{printable(record.getMessage())}"
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
