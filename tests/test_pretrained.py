@@ -3,6 +3,8 @@
 import hashlib
 import json
 import threading
+import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -60,9 +62,13 @@ class Answers(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         self.send_response(200)
-        if kind != "unsized":
-            self.send_header("Content-Length", str(len(content)))
+        if kind not in ("unsized", "endless", "slow"):
+            self.send_header("Content-Length", "abc" if kind == "misstated" else str(len(content)))
         self.end_headers()
+        with suppress(ConnectionError):  # until the client has had enough
+            while kind in ("endless", "slow"):
+                self.wfile.write(content if kind == "endless" else b"x")
+                time.sleep(0 if kind == "endless" else 0.05)
         sent = {"broken": content[:1000], "wrong": content[:-1] + b"x"}.get(kind, content)
         self.wfile.write(sent)
         self.close_connection = True
@@ -97,9 +103,13 @@ def server(home, monkeypatch):
         ("missing", "HTTP Error 404: Not Found"),
         ("broken", "a file with another sha256, 1,000 bytes"),
         ("wrong", "a file with another sha256"),
+        ("endless", "more than 1,000,000 bytes"),
+        ("slow", "slower than 10 kB/s"),
     ],
 )
-def test_a_download_that_fails_is_one_line_and_leaves_nothing(server, capsys, kind, reason):
+def test_a_download_that_fails_is_one_line_and_leaves_nothing(server, capsys, monkeypatch, kind, reason):
+    monkeypatch.setattr(pretrained, "MAX_BYTES", 1_000_000)
+    monkeypatch.setattr(pretrained, "RATE_INTERVAL_S", 0.2)
     server.publish(kind)
     assert cli.main(["pretrained", "Known-1M"]) == 2
     err = capsys.readouterr().err
@@ -108,7 +118,7 @@ def test_a_download_that_fails_is_one_line_and_leaves_nothing(server, capsys, ki
     assert list(pretrained.DOWNLOADS.iterdir()) == []
 
 
-@pytest.mark.parametrize("last", ["right", "unsized"])
+@pytest.mark.parametrize("last", ["right", "unsized", "misstated"])
 def test_addresses_are_tried_in_turn_until_the_digest_is_right(server, last):
     server.publish("missing", "wrong", last, "never")
     assert download("Known-1M").read_bytes() == server.content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 DOWNLOADS = Path.home() / ".cache" / "deepmd" / "pretrained" / "models"  # of `dp pretrained download`
 _TIMEOUT_S = 60.0  # of one answer of a server
 _BLOCK_BYTES = 1 << 20
+MAX_BYTES = 4 << 30  # no published model is as large; an answer without an end would fill the disk
+MIN_RATE = 10_000  # bytes per second; a slower server is left for the next address
+RATE_INTERVAL_S = 60.0  # over which the rate is measured
 _SITES = (  # in this order
     "https://huggingface.co/deepmodelingcommunity/{}/resolve/main/{}",
     "https://hf-mirror.com/deepmodelingcommunity/{}/resolve/main/{}",
@@ -89,11 +93,7 @@ def download(name: str, folder: Path | None = None) -> Path:
         for url in model.urls:
             logger.info("downloading %s from %s to %s", name, url, path)
             try:
-                with urlopen(url, timeout=_TIMEOUT_S) as answer, part.open("wb") as file:
-                    size = int(answer.headers.get("Content-Length") or 0) or None
-                    with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-                        while block := answer.read(_BLOCK_BYTES):
-                            bar.update(file.write(block))
+                _receive(url, part)
             except (OSError, HTTPException) as error:
                 if is_disk_full(error):
                     raise
@@ -106,6 +106,36 @@ def download(name: str, folder: Path | None = None) -> Path:
             f"{name}: cannot be downloaded ({'; '.join(failures)}). Try again, or bring the file from another machine "
             f"as {path}."
         )
+
+
+def _receive(url: str, path: Path) -> None:
+    """Write what a server answers to a file.
+
+    Raises:
+        OSError: if the connection fails, the answer is larger than any model, or comes too slowly.
+    """
+    with urlopen(url, timeout=_TIMEOUT_S) as answer, path.open("wb") as file:
+        stated = answer.headers.get("Content-Length") or ""
+        # a server that states a wrong size is found by the digest
+        size = int(stated) if stated.isdecimal() else None
+        with tqdm(total=size, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+            total = total_before = 0
+            begin = time.monotonic()
+            # read1 returns what has come: read would wait for a whole block, however slowly it comes
+            while block := answer.read1(_BLOCK_BYTES):
+                file.write(block)
+                bar.update(len(block))
+                total += len(block)
+                if total > MAX_BYTES:
+                    raise OSError(f"more than {MAX_BYTES:,} bytes")
+                seconds = time.monotonic() - begin
+                if seconds < RATE_INTERVAL_S:
+                    continue
+                rate = (total - total_before) / seconds
+                if rate < MIN_RATE:
+                    raise OSError(f"slower than {MIN_RATE / 1000:g} kB/s")
+                total_before = total
+                begin = time.monotonic()
 
 
 def local_file(name: str) -> str:
