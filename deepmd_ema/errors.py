@@ -111,7 +111,7 @@ _TO_DO = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "Change its permissions, or name another place."),
     errno.EROFS: "Name another place.",
     errno.ENAMETOOLONG: "A name has at most 255 bytes and a path 4,096: choose a shorter one.",
-    errno.ELOOP: "A link leads back to itself: remove it.",
+    errno.ELOOP: "It is a link, which is not followed here, or a link that leads back to itself: remove it.",
     errno.ENOENT: "Make the folder, or correct the name.",
     **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "There is a file where a folder is expected: correct the name."),
     errno.EISDIR: "There is a folder where a file is expected: give the name of a file.",

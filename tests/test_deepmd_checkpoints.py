@@ -90,7 +90,7 @@ def test_convert_writes_the_same_model(name, suffix, tmp_path, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"read {FILES / name}.pt: DeePMD-kit, elements O H, se_")
     assert said[1].startswith(f"wrote {out}: live weights of step 4, from {FILES / name}.pt")
-    assert said[2].startswith("read back and compared on two made-up frames: largest difference 0.0e+00")
+    assert said[2].startswith("read back and compared on two made-up frames, largest differences: energy 0.0e+00 eV, ")
     assert convert(out, out) == 2
     assert "which the command reads" in capsys.readouterr().err
 

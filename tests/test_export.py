@@ -58,7 +58,7 @@ def test_the_command_freezes_the_newest_checkpoint_of_a_folder(run, tmp_path, mo
     out = capsys.readouterr().out
     assert "live.dp: live weights of step 7, from model.ckpt-7.pt" in out
     assert "averaged weights (ema) of step 7: decay 0.99" in out
-    assert "largest difference 0.0e+00 (energy 0.0e+00, " in out
+    assert "largest differences: energy 0.0e+00 eV, " in out
     assert "for LAMMPS with DeePMD-kit: dp-ema freeze -c" in out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ema.dp", "live.dp", "profile.dp"]
 

@@ -169,6 +169,13 @@ def test_a_second_run_names_the_first_and_takes_its_lock_at_once_when_it_is_kill
     assert not lock.exists()
 
 
+def test_a_lock_that_is_a_link_is_refused_by_name(lock, tmp_path):
+    lock.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"dp-ema\.lock.*It is a link, which is not followed here"), locked([lock]):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_of_several_places_none_is_held_if_one_cannot_be(lock, tmp_path):
     with locked([lock]):
         other = tmp_path / "other.lock"

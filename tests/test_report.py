@@ -13,6 +13,7 @@ import pytest
 from deepmd_ema.config.outputs import Due
 from deepmd_ema.report.curves import LcurveFile, ValidationLog
 from deepmd_ema.report.log import Progress, RunTimes, set_up_logging
+from deepmd_ema.report.table import significant
 
 TABLES = Path(__file__).parent / "golden" / "tables"
 # written by `dp --pt train` of DeePMD-kit 3.2.0 (12 steps, disp_freq 4, validation_freq 4, se_e2_a on random frames)
@@ -253,14 +254,23 @@ def test_the_time_of_an_interval_is_split_by_category(clock, caplog):
             with times.of(category):
                 clock[0] += seconds
         assert times.split() == "data 2 % | step 95 % | validation 2 % | checkpoint 1 %"
-    assert not caplog.records
+    with times.of("data"):
+        clock[0] += 4
+    assert times.split() == "data 100 % | step 0 % | validation 0 % | checkpoint 0 %"
+    assert not caplog.records  # four seconds are mostly the start
     for _ in range(2):
         with times.of("data"):
             clock[0] += 30
         clock[0] += 70
         assert times.split() == "data 30 % | step 0 % | validation 0 % | checkpoint 0 %"
     assert caplog.text.count("30 % of the time was spent waiting for data") == 1
-    assert times.waiting_share() == (2 + 2 * 30) / (400 - 2)  # the first batch is a part of the start
+    assert times.waiting_share() == (2 + 4 + 2 * 30) / (404 - 2)  # the first batch is a part of the start
+
+
+def test_numbers_have_an_exponent_only_where_a_run_has_failed():
+    numbers = (0.0, -0.00012345, 94.363, 123456.78, 987654321012.0, 1.5e63, math.inf)
+    shown = ["0.000", "-0.0001234", "94.36", "123500", "987700000000", "1.500e+63", "inf"]
+    assert [significant(number, 4) for number in numbers] == shown
 
 
 def test_messages_go_to_the_terminal_and_the_log_file_by_level(here, monkeypatch):

@@ -168,7 +168,7 @@ COMMANDS = {
         switch("--json", "print one JSON document, described in doc/data.md"),
         DEVICE,
     )),
-    "freeze": Command("models", "write a checkpoint as a .dp, .pt2 or .pth file, which DeePMD-kit and LAMMPS read", (
+    "freeze": Command("models", "write a checkpoint as .dp, .pt2, .pth for DeePMD-kit; LAMMPS reads the last two", (
         option("-c --checkpoint --checkpoint-folder", "CKPT", "checkpoint, or the folder of a run with its latest "
                "(default: this folder)", type=read.path, default="."),
         option("-o --output", "FILE", "frozen_model.dp (`dp-ema --pt freeze`: frozen_model.pth); a name that ends in "

@@ -63,11 +63,10 @@ class Frozen:
     lammps: str = ""
 
     def text(self) -> str:
-        """Return lines about the file: size, largest difference to the checkpoint, and programs that read it."""
-        each = ", ".join(f"{name} {value:.1e}" for name, value in self.difference.items())
+        """Return lines about the file: size, largest differences to the checkpoint, and programs that read it."""
+        each = ", ".join(f"{name} {value:.1e} {LABELS[name].unit}".rstrip() for name, value in self.difference.items())
         written = f"{self.path}: {self.source}; {self.path.stat().st_size / 1e6:.2f} MB"
-        most = f"largest difference {max(self.difference.values()):.1e} ({each})"
-        compared = f"read back and compared on two made-up frames: {most}"
+        compared = f"read back and compared on two made-up frames, largest differences: {each}"
         return "\n".join(filter(None, (written, self.tables, compared, self.use, self.lammps)))
 
 

@@ -109,7 +109,7 @@ def download(name: str, folder: Path | None = None) -> Path:
 
 
 def _receive(url: str, path: Path) -> None:
-    """Write what a server answers to a file.
+    """Write the answer of a server to a file.
 
     Raises:
         OSError: if the connection fails, the answer is larger than any model, or comes too slowly.

@@ -35,6 +35,7 @@ _DIGITS = 3  # of an error beside the bar
 _SHOWN = ("data", "step", "validation", "checkpoint")
 _SHOWN_AS = {"row": "validation", "snapshot": "checkpoint"}  # in the line of a displayed step
 _SLOW_DATA = 0.1  # share of the time above which waiting for data deserves a hint
+_MIN_HINT_S = 10.0  # a shorter time says little: much of it is the start
 _FIRST = 2  # steps that prepare memory and caches: their time says nothing of the others
 
 
@@ -177,7 +178,8 @@ class RunTimes:
         for part, seconds in self.seconds.items():
             spent[_SHOWN_AS.get(part, part)] += seconds - self._before.get(part, 0.0)
         total = max(time.perf_counter() - self._since, sum(spent.values()), 1e-9)
-        if spent["data"] > _SLOW_DATA * total and not self._hinted:
+        is_slow = total > _MIN_HINT_S and spent["data"] > _SLOW_DATA * total
+        if is_slow and not self._hinted:
             self._hinted = True
             logger.info(
                 "%.0f %% of the time was spent waiting for data: read it from a local disk, give the run one more CPU "

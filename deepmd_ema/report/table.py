@@ -16,6 +16,7 @@ Cell: TypeAlias = "str | float | None"  # None: there is no value
 METRICS_IN_ORDER = "EFSVDWABNMP"
 KINDS = ("MAE", "RMSE")
 _DIGITS = 5  # significant ones of an error
+_MIN_WITH_EXPONENT = 1e12  # val.log has all digits of smaller numbers, as that of DeePMD-kit
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,11 @@ def render(table: Table, indent: str = "") -> list[str]:
 
 
 def significant(value: float, digits: int = _DIGITS) -> str:
-    """Return ``value`` with so many significant digits and without an exponent."""
+    """Return ``value`` with so many significant digits, and an exponent if it is that of a failed run."""
     if not math.isfinite(value):
         return str(value)
+    if abs(value) >= _MIN_WITH_EXPONENT:
+        return f"{value:.{digits - 1}e}"
     decimals = digits - 1 - int(f"{value:.{digits - 1}e}".partition("e")[2])
     return f"{round(value, decimals):.{max(0, decimals)}f}"
 
