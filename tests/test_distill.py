@@ -3,7 +3,10 @@
 import argparse
 import json
 import re
+import signal
+import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
@@ -54,7 +57,8 @@ def test_a_student_is_trained_with_its_seed(example, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("element", "hours", "text"), [("Fe", "1", "EMT.*Fe"), ("Al", "1e-5", "hours 1e-05: time for 0")]
+    ("element", "hours", "text"),
+    [("Fe", "1", "EMT.*Fe"), ("Al", "1e-5", "--hours 1e-05: expected at least 0.05, for two trainings.")],
 )
 def test_a_teacher_that_fails_and_too_little_time_are_one_line(example, monkeypatch, capsys, element, hours, text):
     build.bulk(element).write("bulk.cif")
@@ -62,6 +66,42 @@ def test_a_teacher_that_fails_and_too_little_time_are_one_line(example, monkeypa
     monkeypatch.setattr(sys, "argv", ["distill.py", *words])
     assert example.main() == 2
     assert re.fullmatch(f"distill: .*{text}.*\\n", capsys.readouterr().err)
+
+
+def test_a_teacher_without_a_module_is_refused_with_the_form(example, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["distill.py", "metal.cif", "--teacher", "emt"])
+    assert example.main() == 2
+    text = "--teacher emt: expected chgnet, or module:Class of an ASE calculator, such as ase.calculators.emt:EMT."
+    assert text in capsys.readouterr().err
+
+
+def test_parts_that_cannot_be_met_get_what_they_need(example, tmp_path):
+    metal = example.read("metal.cif")
+    frames = example.simulate(tmp_path / "x-same.extxyz", metal, [(EMT, "{}")], 300.0, 0.0, 1.0)
+    assert len(frames) == example.MIN_FRAMES + 1
+    example.save(tmp_path / "frames.extxyz", frames)
+    (tmp_path / "student").mkdir()
+    example.propose(tmp_path / "student", 1e-6)
+    assert json.loads((tmp_path / "student/proposed.json").read_text())["training"]["numb_steps"] > 0
+    log = tmp_path / "student/log.txt"
+    assert "--hours 1e-06: a step takes" in log.read_text()
+    log.write_text("[2026-01-02 03:04:05] 100  train E 1\n")
+    assert example.last_line(log) == "100  train E 1"
+
+
+@pytest.mark.slow
+def test_a_stopped_run_leaves_no_semaphore(example, tmp_path):
+    program = Path(example.__file__)
+    words = [sys.executable, program, "metal.cif", "--teacher", EMT, "-o", "out", "--workers", "2"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "out/settings.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        err = process.communicate(timeout=120)[1]
+    assert process.returncode == 130
+    assert err == "distill: stopped. The same command goes on.\n"
 
 
 def test_the_density_at_zero_pressure_is_that_of_an_equation_of_state(example):

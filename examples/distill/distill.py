@@ -12,16 +12,17 @@ import ctypes
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import warnings
 import zlib
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from functools import cache
 from itertools import repeat
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -49,6 +50,8 @@ STOP = 10  # times the limit: dynamics ends where the students disagree by more
 MAX_FORCE = 50  # eV/angstrom, of a label
 MAX_LABELS = 120  # in a round, and of the end
 MIN_TRAINING = 0.005  # h
+MIN_HOURS = 0.05
+PROGRESS_S = 60.0  # between two lines while students are trained
 MAX_SLOWDOWN = 2.0  # a short training is mostly its start
 # parts of the time: dynamics of the teacher, training and dynamics of a round, last training, end
 TEACHER, TRAINING, DYNAMICS, LAST_TRAINING, END = 0.12, 0.06, 0.04, 0.25, 0.2
@@ -124,7 +127,8 @@ def simulate(
         rates = {"taut": 100 * units.fs, "taup": 1000 * units.fs, "compressibility_au": 0.1 / units.GPa}
         dynamics = NPTBerendsen(atoms, step, temperature_K=kelvin, pressure_au=0.0, **rates)
     frames, failed, used, end = [], False, 0.0, time.monotonic() + seconds
-    while not failed and (time.monotonic() < end or not frames):
+    least = MIN_FRAMES if len(sources) == 1 else 0  # a slow teacher gets the time that some labels need
+    while not failed and (time.monotonic() < end or len(frames) <= least):
         begin = time.monotonic()
         try:
             dynamics.run(EVERY if frames else 0)
@@ -161,17 +165,36 @@ def command(folder: Path, *arguments: object) -> str:
     return done.stdout
 
 
+def propose(folder: Path, hours: float) -> None:
+    """Write the input that `dp-ema init` proposes for this time, or for the least time that it needs here."""
+    words = ("init", "../frames.extxyz", "-o", "proposed.json", "--hours")
+    try:
+        command(folder, *words, hours)
+    except RuntimeError as error:
+        # on a busy machine a step may take many times as long as planned: a small student is better than no table
+        least = re.search(r"and a run needs .*?\(--hours ([\d.]+)\)", str(error))
+        if least is None:
+            raise
+        command(folder, *words, 1.2 * float(least[1]))
+
+
 def train(folder: Path, seed: int, hours: float) -> Source:
     """Return a student, trained with the input of `dp-ema init`; go on if that was interrupted."""
     folder.mkdir(exist_ok=True)
     if not (folder / "input.json").exists():
-        command(folder, "init", "../frames.extxyz", "-o", "proposed.json", "--hours", hours)
+        propose(folder, hours)
         text = (folder / "proposed.json").read_text()
         (folder / "proposed.json").write_text(text.replace('"seed": 1', f'"seed": {seed}'))
         (folder / "proposed.json").rename(folder / "input.json")
     restart = ("--restart", "model.ckpt.pt") if (folder / "model.ckpt.pt").exists() else ("input.json",)
     command(folder, "train", *restart)
     return (STUDENT, json.dumps({"model": str(folder / "model_ema.ckpt.pt")}))
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log without its time, or that it has none yet."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return re.sub(r"^\[.*?\] ", "", lines[-1]) if lines else "they start"
 
 
 class Distillation:
@@ -188,6 +211,12 @@ class Distillation:
     def __init__(self, args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
         self.args, self.pool, self.out = args, pool, args.output.resolve()
         self.teacher = (TEACHERS.get(args.teacher, args.teacher), json.dumps(args.arguments))
+        if ":" not in self.teacher[0]:
+            known = ", ".join(TEACHERS)
+            raise ValueError(
+                f"--teacher {args.teacher}: expected {known}, or module:Class of an ASE calculator, such as "
+                "ase.calculators.emt:EMT."
+            )
         atoms = read(args.structure)
         if atoms.cell.rank < 3:
             raise ValueError(f"{args.structure}: expected a structure with a cell in three directions.")
@@ -213,6 +242,13 @@ class Distillation:
                 print(f"{minutes:5.1f} min  {text}", file=place, flush=True)
         return minutes / 60 / self.args.hours
 
+    def report_delay(self, what: str, begin: float, hours: float) -> float:
+        """Return the time since ``begin`` in hours; print a line if it is much longer than planned."""
+        took = (time.monotonic() - begin) / 3600
+        if took > 1.5 * hours:
+            self.report(f"{what}: {60 * took:.1f} min in place of {60 * hours:.1f}, the least that it needs here")
+        return took
+
     def explore(self, folder: str, sources: list[Source], part: float, cells: list[str]) -> Runs:
         """Return dynamics at each temperature in each cell, in this part of the time."""
         keys = [(kelvin, cell) for kelvin in self.args.temperature for cell in cells]
@@ -221,13 +257,12 @@ class Distillation:
             (self.out / folder / f"{kelvin:g}K-{cell}.extxyz", self.starts[kelvin], sources, kelvin, seconds,
              STOP * self.args.limit) for kelvin, cell in keys
         ]  # fmt: skip
+        begin = time.monotonic()
         runs = dict(zip(keys, self.pool.map(simulate, *zip(*jobs))))
+        self.report_delay(f"{folder}, dynamics", begin, part * self.args.hours)
         for (kelvin, cell), frames in runs.items():
             if cell == "npt" and not frames[-1].info["failed"]:
                 self.starts[kelvin] = frames[-1]
-            if sources == [self.teacher] and len(frames) <= MIN_FRAMES:
-                what = f"{len(frames) - 1} of {MIN_FRAMES} frames of {len(frames[0])} atoms by the teacher"
-                raise ValueError(f"--hours {self.args.hours:g}: time for {what}. Give more, or a smaller structure.")
         return runs
 
     def explore_all(self, folder: str, sources: list[Source], part: float) -> list[list[Atoms]]:
@@ -241,8 +276,15 @@ class Distillation:
             save(self.out / folder / "frames.extxyz", frames)
         folders, hours = [self.out / folder / f"student-{seed}" for seed in (1, 2)], part * self.args.hours
         begin, planned = time.monotonic(), max(MIN_TRAINING, hours * min(1, self.args.workers / 2) / self.slowdown)
-        students = list(self.pool.map(train, folders, (1, 2), repeat(planned)))
-        self.slowdown = min(MAX_SLOWDOWN, max(self.slowdown, self.slowdown * (time.monotonic() - begin) / 3600 / hours))
+        jobs = [self.pool.submit(train, *job, planned) for job in zip(folders, (1, 2))]
+        while True:
+            done, not_done = wait(jobs, PROGRESS_S, FIRST_EXCEPTION)
+            if not not_done or any(job.exception() for job in done):
+                break
+            self.report(f"{folder}, students are trained: {last_line(folders[0] / 'log.txt')}")
+        students = [job.result() for job in jobs]
+        took = self.report_delay(f"{folder}, training", begin, hours)
+        self.slowdown = min(MAX_SLOWDOWN, max(self.slowdown, self.slowdown * took / hours))
         return students
 
     def label(self, name: str, frames: list[Atoms]) -> list[Atoms]:
@@ -318,11 +360,19 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, default=Path("out"), metavar="FOLDER")
     args = parser.parse_args()
     try:
+        if args.hours < MIN_HOURS:
+            raise ValueError(f"--hours {args.hours:g}: expected at least {MIN_HOURS:g}, for two trainings.")
         with ProcessPoolExecutor(args.workers, get_context("spawn"), start_process) as pool:
-            print(Distillation(args, pool).end())
+            try:
+                print(Distillation(args, pool).end())
+            except BaseException:
+                # the pool would wait for what they do; without them it gives its semaphores back
+                for process in active_children():
+                    process.kill()
+                raise
     except KeyboardInterrupt:
         print("distill: stopped. The same command goes on.", file=sys.stderr, flush=True)
-        os._exit(130)  # the workers end with this process
+        return 130
     except Exception as error:  # of files, the teacher or commands
         if args.debug:
             raise
