@@ -170,6 +170,43 @@ def test_an_energy_outlier_is_named(tmp_path):
     assert f"{path} frame 17 (3." in warning
 
 
+def test_an_energy_is_judged_by_the_spread_of_its_system(tmp_path):
+    """An outlier is beyond 15 robust standard deviations, as doc/data.md says."""
+    path = write_system(tmp_path / "w", frames=40, seed=1)
+    sigma = 0.02  # eV/atom
+    deviation = sigma * np.random.default_rng(1).permutation(np.linspace(-1.6, 1.6, 40))
+    for factor, is_named in ((13, False), (20, True)):
+        values = deviation.copy()
+        values[17] = factor * 1.4826 * np.median(np.abs(deviation))
+        np.save(path / "set.000" / "energy.npy", 12 * (values - 100))
+        warnings = check([path]).warnings
+        assert any("has an energy far from the others" in text for text in warnings) == is_named
+
+
+def test_an_isolated_atom_is_no_outlier_beside_a_crystal_of_its_element(tmp_path):
+    """The energy of the crystal is that of its atoms and its cohesive energy."""
+    rng = np.random.default_rng(1)
+    sites = 2.0 * np.stack(np.meshgrid(*[range(2)] * 3), axis=-1).reshape(-1, 3)
+    lines = []
+    for number in range(20):
+        head = 'Lattice="4 0 0 0 4 0 0 0 4" Properties=species:S:1:pos:R:3 pbc="T T T"'
+        lines += ["8", f"{head} energy={-40 + 0.01 * number}"]
+        lines += [f"O {x:.8f} {y:.8f} {z:.8f}" for x, y, z in sites + rng.normal(0, 0.05, sites.shape)]
+    lines += ["1", 'Properties=species:S:1:pos:R:3 pbc="F F F" energy=0.0', "O 0.0 0.0 0.0"]
+    path = tmp_path / "oxygen.xyz"
+    path.write_text("\n".join(lines) + "\n")
+    report = check([path], type_map=["O"], labels=("energy",))
+    assert report.warnings == []
+    assert any("one isolated atom" in text for text in report.notes)
+
+
+def test_a_system_that_is_listed_twice_has_no_copies(water):
+    assert not any("of another" in text for text in check(["water", "water"]).warnings)
+    shutil.copytree("water", "again")
+    [warning] = check(["water", "again"]).warnings
+    assert warning.startswith("12 training frames are copies of another (first: again frame 0 is water frame 0)")
+
+
 def test_frames_of_three_are_judged_and_those_of_several_kinds_are_not(tmp_path):
     """Of 60 right frames 24 were "far from the others", and one frame with 2,000 eV/angstrom passed."""
     few = write_system(tmp_path / "few", frames=3, seed=1)

@@ -112,6 +112,16 @@ def test_right_frames_are_verified(tmp_path, make):
     ]
 
 
+def test_a_shift_of_all_atoms_by_half_a_cell_changes_no_ratio():
+    frames = crystal(16)
+    rng = np.random.default_rng(3)
+    shifted = []
+    for number, frame in enumerate(frames):
+        inside = frame.coord @ np.linalg.inv(frame.box) + 0.5 * (number % 2) + rng.normal(0, 1e-3, 3)
+        shifted.append(Frame((inside % 1.0) @ frame.box, frame.atom_type, frame.box, frame.labels))
+    assert ratios_of(shifted).force == pytest.approx(ratios_of(frames).force, rel=1e-6)
+
+
 @pytest.mark.usefixtures("real_radii")
 def test_right_data_are_quiet():
     for source in sorted(EXAMPLES.glob("*/data/*")):

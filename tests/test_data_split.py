@@ -6,7 +6,7 @@ from helpers import toy_frame
 
 from deepmd_ema.config.labels import FORCE
 from deepmd_ema.data.source import BOX, COORD, Chunk
-from deepmd_ema.data.split import FrameTable, split_frames
+from deepmd_ema.data.split import FrameTable, describe_frames, split_frames
 from deepmd_ema.errors import DataError
 
 
@@ -91,9 +91,31 @@ def test_the_end_of_one_trajectory_is_for_validation(rng):
 
 def test_single_structures_of_a_composition_are_for_training_unless_they_are_many(rng):
     singles = [(str(n), thermal(rng, 1, natoms=n), "") for n in range(4, 24)]
-    few = split_frames(table_of(("a", thermal(rng, 40), ""), *singles[:5]), 0.1, 1).mask
+    few = split_frames(table_of(("a", thermal(rng, 40), ""), *singles[:6]), 0.1, 1).mask
     assert (few.sum(), few[40:].sum()) == (4, 0)
     assert split_frames(table_of(*singles), 0.1, 1).mask.sum() == 2
+
+
+def test_an_element_of_validation_frames_is_in_training_frames(rng):
+    coord, types, box = zip(*(toy_frame(rng) for _ in range(2)))
+    with_third = np.where(np.arange(len(types[0])) == 0, 2, types[0])
+    rare = [("b", chunk_of([coord[k]], with_third, box[k]), "bulk") for k in range(2)]
+    table = table_of(("a", thermal(rng, 10), "bulk"), *rare, num_types=3)
+    chosen = [split_frames(table, 0.5, seed).mask[10:].sum() for seed in range(40)]
+    assert set(chosen) == {0, 1}
+
+
+@pytest.mark.parametrize("pbc", [True, False])
+def test_frames_whose_elements_are_exchanged_are_no_copies(rng, pbc):
+    coord, types, box = toy_frame(rng, pbc=pbc)
+    assert 0 < types.sum() < len(types)
+    exchanged = types.copy()
+    first, second = np.flatnonzero(types == 0)[0], np.flatnonzero(types == 1)[0]
+    exchanged[[first, second]] = 1, 0
+    one, other = (describe_frames(chunk_of([coord], of, box), 2)[0] for of in (types, exchanged))
+    assert np.linalg.norm(one - other) > 0.01
+    same = describe_frames(chunk_of([coord[::-1]], types[::-1], box), 2)[0]
+    assert np.linalg.norm(one - same) < 1e-5
 
 
 def test_parts_whose_forces_differ_by_two_are_reported(rng):
