@@ -17,9 +17,11 @@ from helpers import killed_at
 
 from deepmd_ema import checkpoint
 from deepmd_ema.checkpoint.series import BestFiles, CheckpointSeries, save_together
+from deepmd_ema.checkpoint.writer import Writer
 from deepmd_ema.distributed.files import this_machine
 from deepmd_ema.distributed.tensors import check_weights
-from deepmd_ema.errors import CheckpointError
+from deepmd_ema.distributed.world import World
+from deepmd_ema.errors import CheckpointError, WriteError
 
 
 @pytest.fixture
@@ -170,6 +172,40 @@ def test_names_links_and_pointer_are_those_of_deepmd_kit(here):
     for way in ("out/mm.ckpt.pt", "out/mm.ckpt", "ck/sub/mm.ckpt-12", "ck/sub/mm.ckpt-12.pt", ".", "checkpoint", here):
         assert checkpoint.resolve(way).resolve() == (here / "ck/sub/mm.ckpt-12.pt").resolve()
         assert checkpoint.load(way)["step"] == 12
+
+
+def test_a_write_that_fails_names_the_newest_whole_checkpoint_before_it(here, monkeypatch):
+    live = CheckpointSeries("model.ckpt", keep=5, start=0)
+    for step in (10, 20, 40):
+        save_together(step, [(live, payload(step))])
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("deepmd_ema.checkpoint.file.write_archive", refuse)
+    with pytest.raises(WriteError, match=r"model.ckpt-20.pt is whole and still usable"):
+        save_together(30, [(live, payload(30))])
+    with pytest.raises(WriteError, match=r"model.ckpt-40.pt is whole and still usable"):
+        save_together(50, [(live, payload(50))])
+    with pytest.raises(WriteError) as caught:
+        save_together(5, [(live, payload(5))])
+    assert "usable" not in str(caught.value)
+    assert live.steps() == [10, 20, 40]
+
+
+def test_jobs_behind_a_write_that_failed_are_dropped():
+    writer, done = Writer(World()), []
+
+    def fail():
+        raise ValueError("no room")
+
+    writer.begin(1)
+    writer.submit(partial(done.append, 1), fail, partial(done.append, 2))
+    with pytest.raises(ValueError, match="no room"):
+        writer.begin(2)
+    writer.submit(partial(done.append, 3))
+    writer.close()
+    assert done == [1]  # a pointer that follows a file would lead to none
 
 
 def test_files_of_a_longer_earlier_run_do_not_push_out_new_ones(here, caplog):

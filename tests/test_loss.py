@@ -101,6 +101,19 @@ def test_a_label_that_no_frame_has_shows_nan_and_gives_no_gradient(name, symbol)
             assert not guess[name].grad.any()
 
 
+def test_frames_without_weights_of_atoms_count_with_ones_only_if_the_input_says_so():
+    rng = np.random.default_rng(5)
+    labelled = [random_frame(rng, n) for n in (3, 4)]
+    guess = [random_frame(rng, n, types=f["types"]) for n, f in zip((3, 4), labelled)]
+    lacking = [{name: value for name, value in labelled[0].items() if name != "atom_pref"}, labelled[1]]
+    with_ones = [{**lacking[0], "atom_pref": np.ones(3)}, labelled[1]]
+    prefactors = {"start_pref_pf": 7, "limit_pref_pf": 2}
+    default = Config(**prefactors, use_default_pf=True)
+    assert compute(default, lacking, guess) == compute(Config(**prefactors), with_ones, guess)
+    assert compute(default, labelled, guess) == compute(Config(**prefactors), labelled, guess)
+    assert compute(Config(**prefactors), lacking, guess)[1]["rmse_pf"] != compute(default, lacking, guess)[1]["rmse_pf"]
+
+
 def prefactors(loss, rate):
     return dict(zip(loss.terms, loss.prefactors(rate).tolist()))
 

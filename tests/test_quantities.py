@@ -28,7 +28,8 @@ from deepmd_ema.infer.load import load_model
 from deepmd_ema.interop.deepmd_pt import write_deepmd_pt
 from deepmd_ema.interop.dp import read_dp, read_tree
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.quantity import SPREAD
+from deepmd_ema.model.metrics import Errors
+from deepmd_ema.model.quantity import COUNTED, SPREAD
 from deepmd_ema.model.statistics import collect_statistics
 from deepmd_ema.training.loss import LOSSES, LossOverBatches
 
@@ -227,6 +228,36 @@ def test_two_ranks_have_the_loss_and_the_gradient_of_one_batch(name):
 
 def assert_gradients(found, expected):
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), rtol=SAME_MATH, atol=1e-14)
+
+
+@pytest.mark.parametrize(("kind", "options", "fitting"), [
+    ("tensor", {"pref": 0.0, "pref_atomic": 1.0}, {"type": "dipole"}),
+    ("dos", {"start_pref_ados": 1, "limit_pref_ados": 1, "start_pref_dos": 0, "limit_pref_dos": 0},
+     {"type": "dos", "numb_dos": 4}),
+])  # fmt: skip
+def test_atoms_of_an_excluded_element_do_not_count_in_the_loss_of_atoms(kind, options, fitting):
+    """Neither their errors nor their number, in frames that have weights, too."""
+    loss, (_, name) = loss_of(kind, options, fitting, excluded=[1])
+    rng = np.random.default_rng(4)
+    types = [np.array([0, 1, 0, 1, 1]), np.array([1, 0, 0])]
+    shapes = [LABELS[name].shape_in_frame(len(of)) for of in types]
+    weights = (0.5, 3.0)
+    frames = [{"types": of, name: rng.normal(size=s), "weight": w} for of, s, w in zip(types, shapes, weights)]
+    batch = flat_batch(frames, names=(*loss.labels, "weight"))
+    error = torch.tensor(rng.normal(size=batch.labels[name].shape))
+    prediction = {name: batch.labels[name] + error}
+    total, shown = loss(prediction, batch, 1e-3)
+    counted = (batch.atom_type == 0).double()
+    squares = error.square().mean(1)
+    weight = torch.tensor(weights, dtype=torch.float64)[batch.atom_frame] * counted
+    assert total.item() == pytest.approx(float((weight * squares).sum() / counted.sum()), rel=SAME_MATH)
+    mean = float((counted * squares).sum() / counted.sum())
+    assert next(v for k, v in shown.items() if "local" in k or "ados" in k).item() == pytest.approx(mean**0.5)
+    # metrics of atoms are over the same ones
+    measured = Errors()
+    measured.add({**prediction, COUNTED: counted}, batch)
+    [quantity] = (error.name for error in LABELS[name].errors)
+    assert measured.summary()[f"rmse_{quantity}"] == pytest.approx(mean**0.5, rel=SAME_MATH)
 
 
 # ---- statistics
