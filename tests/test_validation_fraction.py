@@ -1,6 +1,7 @@
 """Training with `training.validation_fraction`: which frames are in which part, in every format, run and restart."""
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from test_data_lmdb import toy_records, write_lmdb
 from test_data_npy import to_hdf5
 
 from deepmd_ema import cli
-from deepmd_ema.config import config_from_dict
+from deepmd_ema.config import config_from_dict, to_dict
 from deepmd_ema.data.run import choose_validation, open_run, split_off
 from deepmd_ema.errors import ConfigError, Interrupted
+from deepmd_ema.training.restart import check_resumable
 from deepmd_ema.training.trainer import Callback
+from deepmd_ema.training.weights import Start
 
 
 def write_npy():
@@ -153,3 +156,15 @@ def test_check_says_that_a_run_without_a_seed_draws_one(tmp_path, monkeypatch, c
     Path("input.json").write_text(json.dumps(config))
     assert cli.main(["check", "input.json"]) == 0
     assert "training.seed is not given: a run draws one, and chooses other frames" in capsys.readouterr().out
+
+
+def test_another_fraction_at_a_restart_is_another_run():
+    """Frames of validation would come into training, and best files would be of other frames."""
+    before, now = (
+        config_from_dict(tiny_input(["data"], training__validation_fraction=fraction)) for fraction in (0.2, 0.3)
+    )
+    start = Start(path=Path("model.ckpt.pt"), config=to_dict(before), saved={"": before.model})
+    check_resumable(start, before, False)
+    text = "training.validation_fraction: 0.2 in the checkpoint, 0.3 in the input"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        check_resumable(start, now, False)
