@@ -101,7 +101,7 @@ def test_a_stopped_run_leaves_no_semaphore(example, tmp_path):
         process.send_signal(signal.SIGINT)
         err = process.communicate(timeout=120)[1]
     assert process.returncode == 130
-    assert err == "distill: stopped. The same command goes on.\n"
+    assert err == "distill: stopped. The same command continues.\n"
 
 
 def test_the_density_at_zero_pressure_is_that_of_an_equation_of_state(example):

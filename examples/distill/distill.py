@@ -371,7 +371,7 @@ def main() -> int:
                     process.kill()
                 raise
     except KeyboardInterrupt:
-        print("distill: stopped. The same command goes on.", file=sys.stderr, flush=True)
+        print("distill: stopped. The same command continues.", file=sys.stderr, flush=True)
         return 130
     except Exception as error:  # of files, the teacher or commands
         if args.debug:
