@@ -109,7 +109,8 @@ def _field(option: Option) -> Field:
     dtype: list[Any] = list(option.types)
     kinds: list[Field] = []
     if not option.sections:
-        about |= {"extra_check": option.accepts, "extra_check_errmsg": f"Expected {option.wants}."}
+        about["extra_check"] = lambda value: not option.explain(value)
+        about["extra_check_errmsg"] = f"Expected {option.wants}."
     else:
         dtype = [list if option.many else dict]
         about["repeat"] = option.many or option.named

@@ -7,10 +7,10 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepmd_ema.config.messages import NOT_AVAILABLE, close_names, show
 from deepmd_ema.config.registry import Registry
@@ -23,6 +23,20 @@ from deepmd_ema.utils import positive_int as positive_int
 
 WithoutEffect = Mapping[str, tuple[Any, str]]
 """Options of DeePMD-kit that do nothing here, no options of a section: its default there, and why."""
+
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform  # of typing since Python 3.11
+
+    @dataclass_transform(frozen_default=True, kw_only_default=True)
+    def section(kind: type[T]) -> type[T]:
+        """Make a class of options a frozen dataclass whose arguments have names."""
+        return kind
+
+else:
+    section = dataclass(frozen=True, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -56,7 +70,7 @@ class Option:
 
     name: str
     types: tuple[Any, ...]
-    classes: tuple[type, ...]
+    classes: tuple[Any, ...]
     by_type: bool
     many: bool
     named: bool
@@ -71,7 +85,7 @@ class Option:
     choices: tuple[str, ...] = ()
     default_type: str | None = None
     convert: Callable[[Any], Any] | None = None
-    removed: Mapping[str, str] | None = None
+    removed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unavailable: str | None = None
     registry: Registry | None = None
     left_out: tuple[str, ...] = ()
@@ -100,66 +114,41 @@ class Option:
             words.append(f"a list of {plurals}" if inner else _WORDS.get(kind, "a section {...}"))
         return " or ".join(words)
 
-    def accepts(self, value: Any) -> bool:
-        """Whether a value of the right type is one of the option: the additional check of dargs.
+    def explain(self, value: Any, has_type: bool = True) -> str:
+        """Return the rest of the message about a value that the option does not take, or an empty string.
 
         Refused are also what Python takes for a number: true and false, infinity and nan, whole numbers that do not
         fit 64 bits; and texts that no file can have as its name.
-        """
-        if value is None and self.nullable:
-            return True
-        return not self._unusable_part(value) and self._is_known(value)
-
-    def explain(self, value: Any, has_type: bool) -> str:
-        """Return the rest of the message about a value that dargs has refused.
 
         Args:
             value: what the input has.
-            has_type: whether the type is right, so that the value is the mistake.
+            has_type: whether the type is right, which dargs judges, so that the value is the mistake.
         """
-        if reason := self._absence(value):
-            return f" = {show(value)}: {reason}"
-        if not has_type:
-            return self.wrong_type(value)
-        expected = self._unusable_part(value)
-        if expected == _NO_BOOLEAN:
-            return self.wrong_type(value)
-        if expected and (expected != _FINITE or self._is_known(value)):
-            return bad_value(value, expected)
-        if self.choices:
-            return unknown_choice(value, self.choices)
-        return bad_value(value, self.wants)
-
-    def _absence(self, value: Any) -> str:
-        """Return why a text of DeePMD-kit or of an earlier version is not here, or an empty string."""
-        if not isinstance(value, str):
+        if value is None and self.nullable and has_type:
             return ""
-        if self.unavailable is not None and re.match(self.unavailable, value):
-            return f"{NOT_AVAILABLE}. Use {self.wants}."
-        if self.removed and value in self.removed:
-            return f"was removed. {self.removed[value]}"
-        return ""
-
-    def _is_known(self, value: Any) -> bool:
-        if self._absence(value):
-            return False
-        if value in self.choices:
-            return True
-        return not self.choices if self.check is None else self.check.test(value)
-
-    def _unusable_part(self, value: Any) -> str:
-        """Return the expected kind of a part of a value that no option takes, or an empty string."""
-        parts = list(_leaves(value)) if isinstance(value, list | dict) else [value]
+        # texts of DeePMD-kit or of an earlier version that are not here
+        text = value if isinstance(value, str) else ""
+        if self.unavailable is not None and re.match(self.unavailable, text):
+            return f" = {show(value)}: {NOT_AVAILABLE}. Use {self.wants}."
+        if text in self.removed:
+            return f" = {show(value)}: was removed. {self.removed[text]}"
+        parts = [value]
+        for part in parts:  # the list grows by what is in lists and sections
+            parts += part if isinstance(part, list) else part.values() if isinstance(part, dict) else ()
         takes_bool = any(bool in (kind, *typing.get_args(kind)) for kind in self.types)
-        if not takes_bool and any(isinstance(part, bool) for part in parts):
-            return _NO_BOOLEAN
+        if not has_type or (not takes_bool and any(isinstance(part, bool) for part in parts)):
+            return self.wrong_type(value)
         if any(isinstance(part, int) and abs(part) >= MAX_INTEGER for part in parts):
-            return f"a number of at most {len(str(MAX_INTEGER)) - 1} digits"
-        if any(isinstance(part, float) and not math.isfinite(part) for part in parts):
-            return _FINITE
+            return bad_value(value, f"a number of at most {len(str(MAX_INTEGER)) - 1} digits")
         if any(isinstance(part, str) and _NO_NAME.search(part) for part in parts):
-            return "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name has"
-        return ""
+            return bad_value(
+                value, "a text without the characters \\u0000 and \\ud800 to \\udfff, which no file name has"
+            )
+        is_known = value in self.choices or (not self.choices if self.check is None else self.check.test(value))
+        if not is_known:
+            return unknown_choice(value, self.choices) if self.choices else bad_value(value, self.wants)
+        is_finite = all(math.isfinite(part) for part in parts if isinstance(part, float))
+        return "" if is_finite else bad_value(value, "a finite number")
 
     def wrong_type(self, value: Any) -> str:
         """Return the message of a value of the wrong type, with the way to mend it when it can be guessed."""
@@ -209,27 +198,24 @@ def options(section: type) -> tuple[Option, ...]:
     hints, first = typing.get_type_hints(section), getattr(section, "first_options", ())
     declared = {f.name: f for f in dataclasses.fields(section) if f.metadata}
     names = dict.fromkeys([*(name for name in first if name in declared), *declared])
-    found = []
+    declarations = []
     for name in names:
         hint, about = hints[name], dict(declared[name].metadata)
-        container = typing.get_origin(hint)
+        container, is_open = typing.get_origin(hint), "registry" in about
         inner = members(typing.get_args(hint)[-1]) if container in (list, dict) else ()
-        several = bool(inner) and ("registry" in about or any(dataclasses.is_dataclass(p) for p in inner))
+        several = bool(inner) and (is_open or any(map(dataclasses.is_dataclass, inner)))
         parts = inner if several else members(hint)
-        classes = tuple(p for p in parts if isinstance(p, type) and dataclasses.is_dataclass(p))
-        if "registry" in about:  # its annotation is a protocol
-            classes, parts = (), tuple(part for part in parts if part is type(None))
-        kinds = (part for part in parts if part is not type(None) and part not in classes)
-        found.append(
+        # the annotation of an open one is a protocol
+        kinds = [] if is_open else [part for part in parts if part is not type(None)]
+        classes = tuple(filter(dataclasses.is_dataclass, kinds))
+        # a text with parts, which `convert` makes, is a text in the file
+        values = [str if isinstance(k, type) and issubclass(k, str) else k for k in kinds if k not in classes]
+        declarations.append(
             Option(
                 name=name,
-                types=(
-                    # a text with parts, which `convert` makes, is a text in the file
-                    *(str if isinstance(kind, type) and issubclass(kind, str) else kind for kind in kinds),
-                    *about.pop("also", ()),
-                ),
+                types=(*values, *about.pop("also", ())),
                 classes=classes,
-                by_type="registry" in about or any(hasattr(kind, "type") for kind in classes),
+                by_type=is_open or any(hasattr(kind, "type") for kind in classes),
                 many=several and container is list,
                 named=several and container is dict,
                 nullable=type(None) in parts,
@@ -238,7 +224,7 @@ def options(section: type) -> tuple[Option, ...]:
                 **about,
             )
         )
-    return tuple(found)
+    return tuple(declarations)
 
 
 @cache
@@ -250,9 +236,9 @@ def input_options(section: type) -> tuple[Option, ...]:
     return options(section) + (options(section.shorthand) if hasattr(section, "shorthand") else ())
 
 
-def type_names(sections: Sequence[Any]) -> list[str]:
-    """Return the values of ``type`` that choose one of ``sections``, aliases last."""
-    return [s.type for s in sections] + [a for s in sections for a in getattr(s, "aliases", ())]
+def type_names(section: Any) -> list[str]:
+    """Return the values of ``type`` that choose a section, aliases last."""
+    return [section.type, *getattr(section, "aliases", ())]
 
 
 def members(hint: Any) -> tuple[Any, ...]:
@@ -268,11 +254,12 @@ def plain(value: Any, for_deepmd: bool = False) -> Any:
         for_deepmd: leaves out options that DeePMD-kit does not have, and those that are null, which it refuses.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        head = {"type": value.type} if hasattr(value, "type") else {}
-        found = [(o, getattr(value, o.name)) for o in options(type(value))]
-        if for_deepmd:
-            found = [(o, inner) for o, inner in found if not o.own and inner is not None]
-        return head | {o.name: plain(inner, for_deepmd) for o, inner in found}
+        values = {"type": value.type} if hasattr(value, "type") else {}
+        for o in options(type(value)):
+            inner = getattr(value, o.name)
+            if not (for_deepmd and (o.own or inner is None)):
+                values[o.name] = plain(inner, for_deepmd)
+        return values
     if isinstance(value, list | tuple):
         return [plain(v, for_deepmd) for v in value]
     if isinstance(value, dict):
@@ -292,17 +279,6 @@ def unknown_choice(value: Any, known: Sequence[str]) -> str:
     return f" = {show(value)}: unknown.{mean} Known: {', '.join(known)}."
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the values of nested lists and dictionaries."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    if inner is None:
-        yield value
-    for item in inner or ():
-        yield from _leaves(item)
-
-
-_NO_BOOLEAN = "no boolean"
-_FINITE = "a finite number"
 MAX_INTEGER = 10**18  # whole numbers fit 64 bits wherever they go
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 _SWITCHES = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}

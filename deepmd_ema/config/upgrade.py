@@ -267,7 +267,7 @@ _OF_WHOLE = ("type_map", "atom_exclude_types", "pair_exclude_types")
 def _spell_out_bridging(reading: Reading) -> None:
     """Turn sums with an ``inner_potential`` and ``standard`` models of the same parts into models of type ``dpa4``."""
     model = section_at(reading.values, "model")
-    tasks, dpa4 = model.get("model_dict"), type_names([DESCRIPTORS["dpa4"].section])
+    tasks, dpa4 = model.get("model_dict"), type_names(DESCRIPTORS["dpa4"].section)
     places: list[Place] = [("model",)]
     if isinstance(tasks, dict):
         places = [("model", "model_dict", task) for task in tasks]
@@ -284,7 +284,7 @@ def _spell_out_bridging(reading: Reading) -> None:
             and not section.get("use_srtab")
         ):
             is_bridged = isinstance(method := section.get("bridging_method"), str) and method_name(method) is not None
-            names = type_names([FITTINGS["dpa4_ener"].section])
+            names = type_names(FITTINGS["dpa4_ener"].section)
             if is_bridged or section_at(section, "fitting_net").get("type") in names:
                 section["type"] = "dpa4"
                 for name in _OF_TABLE:
@@ -306,7 +306,7 @@ def _merge_parts(reading: Reading, section: dict[str, Any], parts: list[dict[str
         return
     part, here = parts[learned[0]], (*place, "models", learned[0])
     kind = part["descriptor"].get("type", "dpa4")
-    if kind not in type_names([DESCRIPTORS["dpa4"].section]):
+    if kind not in type_names(DESCRIPTORS["dpa4"].section):
         text = f" = {show(kind)}: {INNER} is for dpa4, as in DeePMD-kit. Use dpa4."
         reading.refuse((*here, "descriptor", "type"), text)
     defaults = {o.name: o.default for o in options(NetworkConfig)}

@@ -164,7 +164,7 @@ def _as_built(section: Any, path: Path) -> Any:
     if not isinstance(section, Mapping):
         return section
     built = {name: _as_built(section[name], path) for name in _WITH_DESCRIPTORS if name in section}
-    if str(section.get("type")).lower() in type_names([DESCRIPTORS["se_e2_r"].section]):
+    if str(section.get("type")).lower() in type_names(DESCRIPTORS["se_e2_r"].section):
         built["type_one_side"] = True
     for name in (name for name in _TABLES if section.get(name)):
         if not isinstance(section[name], list):

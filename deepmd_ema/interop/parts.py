@@ -75,7 +75,7 @@ class PartTree:
     has_second_names: ClassVar[bool] = True
 
     def __init__(self, section: Any) -> None:
-        self.names = type_names([section])
+        self.names = type_names(section)
         self._options = ("type", *(field.name for field in fields(section)))
 
     def write(self, part: Any, config: StandardConfig) -> Tree:
@@ -129,7 +129,7 @@ def tree_by_type(kinds: Registry, name: str) -> PartTree:
 
 def tree_of(kinds: Registry, tree: Mapping[str, Any]) -> PartTree | None:
     """Return the reader of a tree, by its ``type``, or None."""
-    names = (name for name in types_with_tree(kinds) if tree.get("type") in type_names([kinds[name].section]))
+    names = (name for name in types_with_tree(kinds) if tree.get("type") in type_names(kinds[name].section))
     return next((tree_by_type(kinds, name) for name in names), None)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from deepmd_ema.config.fields import option, options, plain
+from deepmd_ema.config.fields import option, options, plain, section
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.registry import Registry
 from deepmd_ema.config.schema.profile import Profile
@@ -49,9 +49,9 @@ class EmaProfile(Profile):
         half_life: in place of ``decay``, in ``half_life_unit``; only a run knows the length of frames and epochs.
     """
 
-    type: ClassVar[str] = "ema"
-    formula: ClassVar[tuple[str, ...]] = ("decay", "warmup")
-    lengths: ClassVar[tuple[str, ...]] = ("decay", "half_life")
+    type = "ema"
+    formula = ("decay", "warmup")
+    lengths = ("decay", "half_life")
 
     decay: float | None = option(
         None,
@@ -116,11 +116,11 @@ class EmaProfile(Profile):
         return f"EMA, half-life {value:g} {unit}{steps}{warmup}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class SwaProfile(Profile):
     """Stochastic weight averaging: equal weights of all steps since the start; the same as `power` with gamma 0."""
 
-    type: ClassVar[str] = "swa"
+    type = "swa"
     gamma: ClassVar[float | None] = 0.0  # all steps weigh the same
 
     snapshots: bool = option(  # type: ignore[misc]
@@ -161,9 +161,9 @@ class PowerProfile(SwaProfile):
         sigma_rel: in place of ``gamma``.
     """
 
-    type: ClassVar[str] = "power"
-    formula: ClassVar[tuple[str, ...]] = ("gamma",)
-    lengths: ClassVar[tuple[str, ...]] = ("gamma", "sigma_rel")
+    type = "power"
+    formula = ("gamma",)
+    lengths = ("gamma", "sigma_rel")
 
     gamma: float | None = option(  # type: ignore[misc]
         None,
@@ -204,7 +204,7 @@ class PowerProfile(SwaProfile):
         return f"power{width}, {name} {value:g}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ScheduleFreeProfile(Profile):
     """Averaged point x of the optimizer `AdamWScheduleFree`, updated in each step from the start.
 
@@ -218,9 +218,9 @@ class ScheduleFreeProfile(Profile):
         r: of the optimizer.
     """
 
-    type: ClassVar[str] = "schedule_free"
-    formula: ClassVar[tuple[str, ...]] = ("adam_beta1", "warmup_steps", "warmup_start_factor", "r")
-    counts_on_tensors: ClassVar[bool] = True
+    type = "schedule_free"
+    formula = ("adam_beta1", "warmup_steps", "warmup_start_factor", "r")
+    counts_on_tensors = True
 
     # a run takes them from the sections of the optimizer and of the learning rate
     adam_beta1: float = 0.9
@@ -254,7 +254,7 @@ class ScheduleFreeProfile(Profile):
         return "averaged point of the optimizer"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class CustomAverage(Profile):
     """Base class of averages that other distributions add: their section in the input and their rule in one.
 
@@ -262,7 +262,7 @@ class CustomAverage(Profile):
     is, and may say which steps count; both must follow from the arguments and the options alone, so that a restart is
     exact: there is no other state. The module must not import torch, so that checking an input starts fast::
 
-        @dataclass(frozen=True, kw_only=True)
+        @section
         class CycleAverage(CustomAverage):
             # equal weights of the steps since the begin of a cycle
             type: ClassVar[str] = "cycle"
@@ -278,7 +278,7 @@ class CustomAverage(Profile):
     over the training data so far.
     """
 
-    counts_on_tensors: ClassVar[bool] = True
+    counts_on_tensors = True
 
     @abstractmethod
     def decay_at(self, done: Any) -> Any:
@@ -317,7 +317,7 @@ AVERAGES = Registry(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class EmaShorthand:
     """Options of `training` for one average named `ema`, as DeePMD-kit has them."""
 
@@ -339,7 +339,7 @@ class EmaShorthand:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class EmaValidationShorthand:
     """The option of `validating` for the average named `ema`."""
 

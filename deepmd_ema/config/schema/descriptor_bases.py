@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.fields import not_negative, not_negative_int, option, positive_int
+from deepmd_ema.config.fields import not_negative, not_negative_int, option, positive_int, section
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.text_options import ActivationName
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 Section = TypeVar("Section", bound="NeighborLists")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class DescriptorOptions:
     """Options that every descriptor has."""
 
@@ -48,11 +47,11 @@ class DescriptorOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TypeEmbeddedOptions(DescriptorOptions):
     """Options of descriptors with a type embedding, in which one network serves all elements."""
 
-    has_type_embedding: ClassVar[bool] = True
+    has_type_embedding = True
 
     concat_output_tebd: bool = option(
         True, doc="Whether the embedding of its element is among the features of an atom."
@@ -74,7 +73,7 @@ class TypeEmbeddedOptions(DescriptorOptions):
             yield error("use_econf_tebd", text)
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class NeighborLists:
     """Sections with a list of neighbors, and perhaps shorter ones inside of it.
 
@@ -119,7 +118,7 @@ class NeighborLists:
         return common.with_options(self, {name: attrgetter(name)(saved) for name in left_open})
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ChargeSpinOptions:
     """Options of descriptors that may see charge and spin of a frame in DeePMD-kit."""
 
@@ -127,7 +126,7 @@ class ChargeSpinOptions:
     default_chg_spin: list[float] | None = common.unavailable_option(None, "charge and spin of frames without them are")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ListSection(DescriptorOptions, NeighborLists):
     """Options of descriptors with one cutoff, one list of neighbors and an embedding network."""
 
@@ -169,12 +168,12 @@ class ListSection(DescriptorOptions, NeighborLists):
         yield from ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class PerElementSection(ListSection):
     """Sections that keep the nearest ``sel`` neighbors of each element, with a network for each."""
 
-    has_type_embedding: ClassVar[bool] = False
-    counts_elements: ClassVar[bool] = True
+    has_type_embedding = False
+    counts_elements = True
 
     if TYPE_CHECKING:
         set_davg_zero: bool
@@ -202,7 +201,7 @@ class PerElementSection(ListSection):
         return "" if self.set_davg_zero else "set_davg_zero = true"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class OneListSection(TypeEmbeddedOptions, ListSection):
     """Options of descriptors with one list of neighbors for all elements, and embeddings of elements."""
 

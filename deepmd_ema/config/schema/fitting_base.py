@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from deepmd_ema.config.fields import option, redefined
+from deepmd_ema.config.fields import option, redefined, section
 from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import common
@@ -15,7 +14,7 @@ from deepmd_ema.config.schema.text_options import ActivationName
 from deepmd_ema.findings import Finding, error
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class FittingOptions:
     """A network from the descriptor of an atom to a quantity of it, and what it may depend on besides.
 

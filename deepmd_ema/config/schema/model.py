@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.fields import Check, WithoutEffect, not_negative, option, positive, positive_int
+from deepmd_ema.config.fields import Check, WithoutEffect, not_negative, option, positive, positive_int, section
 from deepmd_ema.config.labels import ENERGY
 from deepmd_ema.config.messages import Place, path_of, show
 from deepmd_ema.config.registry import Family, Registry
@@ -32,7 +32,7 @@ FITTINGS = Registry(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ModelConfig:
     """A section ``model`` of any type.
 
@@ -154,7 +154,7 @@ class ModelConfig:
         yield "fitting_net", self.fitting_net
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class NetworkConfig(ModelConfig):
     """A model of one descriptor and one fitting network."""
 
@@ -239,12 +239,12 @@ class NetworkConfig(ModelConfig):
             yield error("bridging_method", f" = {show(self.bridging_method)}: {why}. {instead}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class StandardConfig(NetworkConfig):
     """The model that is trained: elements, descriptor and fitting network."""
 
-    type: ClassVar[str] = "standard"
-    is_usual: ClassVar[bool] = True  # the manual names its options without the type
+    type = "standard"
+    is_usual = True  # the manual names its options without the type
 
     use_srtab: list[list[float]] | None = option(
         None,

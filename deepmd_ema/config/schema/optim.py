@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import (
@@ -16,6 +15,7 @@ from deepmd_ema.config.fields import (
     positive,
     positive_int,
     redefined,
+    section,
 )
 from deepmd_ema.config.labels import ATOM_ENERGY, ATOM_PREF, ATOM_WEIGHT, ENERGY, FORCE, HESSIAN, VIRIAL
 from deepmd_ema.errors import every_steps
@@ -26,7 +26,7 @@ _ratio = Check(lambda v: 0 < v <= 1, "a number > 0 and <= 1")
 _part = Check(lambda v: 0 <= v <= 1, "a number from 0 to 1")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class _Schedule:
     """Options of all schedules: first and last learning rate, and a warm-up."""
 
@@ -66,11 +66,11 @@ class _Schedule:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ExpScheduleConfig(_Schedule):
     """Exponential decay from `start_lr` to `stop_lr`."""
 
-    type: ClassVar[str] = "exp"
+    type = "exp"
 
     decay_steps: int = option(5000, check=positive_int, unit="steps", doc="Steps between two decays.")
     decay_rate: float | None = option(
@@ -94,21 +94,21 @@ class ExpScheduleConfig(_Schedule):
         return f"falls exponentially to {self.end_lr:g}, {every_steps(1 if self.smooth else used)}{rate}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class CosineScheduleConfig(_Schedule):
     """Half a cosine from `start_lr` to `stop_lr`."""
 
-    type: ClassVar[str] = "cosine"
+    type = "cosine"
 
     def _shape_words(self, num_steps: int) -> str:
         return f"falls along half a cosine to {self.end_lr:g}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class WsdScheduleConfig(_Schedule):
     """Warm-up, stable, decay: `start_lr` until the last part of the run, then down to `stop_lr`."""
 
-    type: ClassVar[str] = "wsd"
+    type = "wsd"
 
     decay_phase_ratio: float = option(0.1, check=_ratio, doc="Part of the run in which the rate goes down.")
     decay_type: str = option(
@@ -124,14 +124,14 @@ class WsdScheduleConfig(_Schedule):
         return f"falls {shape[self.decay_type]} to {self.end_lr:g} {part}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class InvSqrtScheduleConfig(WsdScheduleConfig):
     """Inverse square root of the step, which needs no length of the run; optionally down to `stop_lr` at its end.
 
     `start_lr * sqrt(a / (a + t))`, t steps after the warm-up (arXiv:2602.03702). Only in dp-ema.
     """
 
-    type: ClassVar[str] = "invsqrt"
+    type = "invsqrt"
 
     a: float = option(
         1000.0,
@@ -151,7 +151,7 @@ class InvSqrtScheduleConfig(WsdScheduleConfig):
 ScheduleConfig = ExpScheduleConfig | CosineScheduleConfig | WsdScheduleConfig | InvSqrtScheduleConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class GroupConfig:
     """Parameters by their names, with a learning rate and a weight decay of their own."""
 
@@ -169,11 +169,11 @@ _GROUPS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class AdamConfig:
     """Adam; weight decay is an L2 term of the gradient."""
 
-    type: ClassVar[str] = "Adam"
+    type = "Adam"
 
     adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
     adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
@@ -181,16 +181,16 @@ class AdamConfig:
     groups: list[GroupConfig] = option([], doc=_GROUPS)
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class AdamWConfig(AdamConfig):
     """Adam with decoupled weight decay."""
 
-    type: ClassVar[str] = "AdamW"
+    type = "AdamW"
 
     weight_decay: float = option(0.001, check=not_negative, doc="Decoupled weight decay.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class AdamWScheduleFreeConfig(AdamWConfig):
     """AdamW without a schedule: gradients at points between z, which they move, and an average x of all z.
 
@@ -198,7 +198,7 @@ class AdamWScheduleFreeConfig(AdamWConfig):
     if the list has none. Only in dp-ema.
     """
 
-    type: ClassVar[str] = "AdamWScheduleFree"
+    type = "AdamWScheduleFree"
 
     adam_beta1: float = option(0.9, check=fraction, doc="Part of x in the live weights; the rest is z.")
     r: float = option(
@@ -209,11 +209,11 @@ class AdamWScheduleFreeConfig(AdamWConfig):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class AdaMuonConfig:
     """Orthogonal momentum with an adaptive step for matrices, Adam for vectors and scalars."""
 
-    type: ClassVar[str] = "AdaMuon"
+    type = "AdaMuon"
 
     momentum: float = option(
         0.95, check=fraction, alias=("muon_momentum",), doc="Decay of the mean gradient of a matrix."
@@ -231,11 +231,11 @@ class AdaMuonConfig:
     groups: list[GroupConfig] = option([], doc=_GROUPS)
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class HybridMuonConfig(AdaMuonConfig):
     """Orthogonal momentum for matrices, damped where gradients disagree; Adam for the rest, and by name."""
 
-    type: ClassVar[str] = "HybridMuon"
+    type = "HybridMuon"
     without_effect: ClassVar[WithoutEffect] = {
         "flash_muon": (True, "it names a kernel of DeePMD-kit for the same numbers")
     }
@@ -254,11 +254,11 @@ class HybridMuonConfig(AdaMuonConfig):
     magma_muon: bool = option(True, doc="Whether updates of matrices are damped where gradients disagree.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class SOAPConfig(AdamWConfig):
     """Adam in the eigenbasis of Shampoo's preconditioner for matrices, AdamW for vectors. Only in dp-ema."""
 
-    type: ClassVar[str] = "SOAP"
+    type = "SOAP"
 
     adam_beta1: float = redefined(AdamWConfig, "adam_beta1", 0.95)
     adam_beta2: float = redefined(AdamWConfig, "adam_beta2", 0.95)
@@ -271,11 +271,11 @@ class SOAPConfig(AdamWConfig):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class LKFConfig:
     """Layer-wise Kalman filter; it fits energies and forces, has no learning rate, and needs much memory."""
 
-    type: ClassVar[str] = "LKF"
+    type = "LKF"
     groups: ClassVar[tuple[GroupConfig, ...]] = ()
 
     kf_blocksize: int = option(
@@ -304,7 +304,7 @@ _delta = Check(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class QuantityLossConfig:
     """A loss of a quantity other than the energy."""
 
@@ -326,11 +326,11 @@ class QuantityLossConfig:
         return f"{self.type}, weights: {', '.join(terms)}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TensorLossConfig(QuantityLossConfig):
     """Squared errors of dipoles or polarizabilities."""
 
-    type: ClassVar[str] = "tensor"
+    type = "tensor"
 
     pref: float = option(check=not_negative, doc="Weight of the tensor of a frame.")
     pref_atomic: float = option(check=not_negative, doc="Weight of the tensors of atoms.")
@@ -349,14 +349,14 @@ class TensorLossConfig(QuantityLossConfig):
         return super().labels(predicted) + (ATOM_WEIGHT,) * self.enable_atomic_weight
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class DosLossConfig(QuantityLossConfig):
     """Squared errors of densities of states, and of their sums up to each energy.
 
     A weight follows the learning rate from `start_pref` to `limit_pref`.
     """
 
-    type: ClassVar[str] = "dos"
+    type = "dos"
 
     start_pref_dos: float = _weight(0.0, "Weight of the density of states at the start.")
     limit_pref_dos: float = _weight(0.0, "Weight of the density of states when the learning rate is 0.")
@@ -378,11 +378,11 @@ class DosLossConfig(QuantityLossConfig):
 _METRICS = ("smooth_mae", "mae", "mse", "rmse", "mape")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class PropertyLossConfig(QuantityLossConfig):
     """Errors of a property in units of the spread of the data, summed over the frames of a batch."""
 
-    type: ClassVar[str] = "property"
+    type = "property"
 
     loss_func: str = option("smooth_mae", choices=_METRICS, doc="Function of the error that is minimized.")
     metric: list[str] = option(
@@ -402,15 +402,15 @@ class PropertyLossConfig(QuantityLossConfig):
         return f"{self.type}, {self.loss_func}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class EnerLossConfig:
     """Weighted errors of energies, forces, virials and more.
 
     A weight follows the learning rate from `start_pref` to `limit_pref`: `limit + (start - limit) * lr / start_lr`.
     """
 
-    type: ClassVar[str] = "ener"
-    aliases: ClassVar[tuple[str, ...]] = ("ener_hess",)
+    type = "ener"
+    aliases = ("ener_hess",)
 
     start_pref_e: float = _weight(0.02, "Weight of the energy at the start.")
     limit_pref_e: float = _weight(1.0, "Weight of the energy when the learning rate is 0.")

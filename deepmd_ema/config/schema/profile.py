@@ -73,7 +73,7 @@ class Profile(ABC):
     type: ClassVar[str]
     formula: ClassVar[tuple[str, ...]] = ()
     lengths: ClassVar[tuple[str, ...]] = ()
-    counts_on_tensors: ClassVar[bool] = False
+    counts_on_tensors = False
     snapshots: ClassVar[bool] = False
     snapshot_freq: ClassVar[int | None] = None
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
-from deepmd_ema.config.fields import option, plain
+from deepmd_ema.config.fields import option, plain, section
 from deepmd_ema.config.labels import LABELS
 from deepmd_ema.config.messages import Source
 from deepmd_ema.config.schema.model import MODELS, Link, ModelConfig
@@ -76,7 +76,7 @@ class TaskConfig:
         return f"{outer}.{self.name}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class RunConfig:
     """Sections that inputs of one and of several tasks share.
 
@@ -165,7 +165,7 @@ class RunConfig:
         return live + [average.name for average in self.training.averaging if average.full_validation]
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class SingleTaskRun(RunConfig):
     """All sections of an input of one task."""
 
@@ -179,7 +179,7 @@ class SingleTaskRun(RunConfig):
         return {"": TaskConfig("", self.model, self.loss, self.training, self.validating.test_data)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class SharedParts:
     """Parts of models by name, for inputs only: in a config they stand where models name them."""
 
@@ -191,7 +191,7 @@ class SharedParts:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ModelsConfig:
     """The models of several tasks. Other keys here hold for all of them."""
 
@@ -202,7 +202,7 @@ class ModelsConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class MultiTaskRun(RunConfig):
     """All sections of an input of several tasks."""
 

@@ -120,7 +120,7 @@ class ActivationName(TextOption):
         bend: where ``silut`` bends into a tanh; 3 without a number, as in DeePMD-kit.
     """
 
-    known: ClassVar[tuple[str, ...]] = (
+    known = (
         "tanh", "relu", "relu6", "softplus", "sigmoid", "gelu", "gelu_tf", "silu", "silut", "linear", "none", "None",
     )  # fmt: skip
     option = "activation_function"

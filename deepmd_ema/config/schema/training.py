@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from deepmd_ema.config.fields import (
@@ -14,6 +13,7 @@ from deepmd_ema.config.fields import (
     option,
     positive,
     positive_int,
+    section,
 )
 from deepmd_ema.config.schema.averaging import AVERAGES, EmaShorthand, EmaValidationShorthand
 from deepmd_ema.config.schema.loggers import LOGGERS, Logger
@@ -35,7 +35,7 @@ def _is_pattern(value: str) -> bool:
     return bool(value.strip("./ ")) and parts[0] != "" and all(part == "**" or "**" not in part for part in parts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TestDataConfig:
     """Frames that nothing in a run depends on."""
 
@@ -59,7 +59,7 @@ class TestDataConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class _Data(TestDataConfig):
     """Options of training and of validation data."""
 
@@ -88,7 +88,7 @@ class _Data(TestDataConfig):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TrainingDataConfig(_Data):
     """The training frames, and how they are drawn."""
 
@@ -106,7 +106,7 @@ class TrainingDataConfig(_Data):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ValidationDataConfig(_Data):
     """The validation frames."""
 
@@ -115,7 +115,7 @@ class ValidationDataConfig(_Data):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TaskDataConfig:
     """The data of a task."""
 
@@ -135,7 +135,7 @@ class TaskDataConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class CompileConfig:
     """Options of `torch.compile`."""
 
@@ -162,11 +162,11 @@ class CompileConfig:
         return self.backend == "cudagraphs" or self.mode in MODES_OF_CUDA_GRAPHS
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TrainingOptions:
     """Length of a run, and what it writes."""
 
-    shorthand: ClassVar[type] = EmaShorthand
+    shorthand = EmaShorthand
     without_effect: ClassVar[WithoutEffect] = {
         "time_training": (True, "times are always shown"),
         "mixed_precision": (None, "the precision is that of descriptor and fitting_net"),
@@ -279,12 +279,12 @@ class TrainingOptions:
         return self.checkpoint_format == "sharded"
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TrainingConfig(TrainingOptions, TaskDataConfig):
     """Length and data of the run, and what it writes."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class TasksData:
     """The data of several tasks, and how often each task is trained."""
 
@@ -308,12 +308,12 @@ class TasksData:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class MultiTaskTrainingConfig(TrainingOptions, TasksData):
     """Length and data of a run of several tasks, and what it writes."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class EarlyStopConfig:
     """When a run ends before its last step, because errors of full validation no longer fall."""
 
@@ -342,11 +342,11 @@ class EarlyStopConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@section
 class ValidatingConfig:
     """Full validation: errors over the whole validation set at regular steps; the best weights are kept."""
 
-    shorthand: ClassVar[type] = EmaValidationShorthand
+    shorthand = EmaValidationShorthand
 
     full_validation: bool = option(False, doc="Whether the live weights are validated on all validation data.")
     validation_freq: int = option(
