@@ -171,7 +171,7 @@ class Option:
         return bad_value(value, self.wants, hint)
 
 
-def option(default: Any = dataclasses.MISSING, *, doc: str, **about: Any) -> Any:
+def option(default: Any = dataclasses.MISSING, doc: str = "", **about: Any) -> Any:
     """Declare one option of a section; ``about`` are the attributes of ``Option``: alias, unit, choices, ...
 
     ``also`` names types that the file may hold and that ``convert`` turns into the annotated one. A default that is a

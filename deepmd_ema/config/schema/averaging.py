@@ -55,25 +55,25 @@ class EmaProfile(Profile):
 
     decay: float | None = option(
         None,
-        check=fraction,
-        doc="Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is 1/(1-decay) "
+        "Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is 1/(1-decay) "
         "steps. Exactly one of `decay` and `half_life` is given.",
+        check=fraction,
     )
     warmup: bool = option(
         True,
-        doc="Whether the decay starts low and grows to its value, min(decay, (1+t)/(10+t)), t updates after the "
+        "Whether the decay starts low and grows to its value, min(decay, (1+t)/(10+t)), t updates after the "
         "start, so that the initial weights have little influence.",
     )
     half_life: float | None = option(
         None,
-        check=_half_life,
-        doc="Time in which the weight of a step goes down to a half, in `half_life_unit`, instead of `decay`: "
+        "Time in which the weight of a step goes down to a half, in `half_life_unit`, instead of `decay`: "
         "decay = 0.5^(1/half_life) in steps.",
+        check=_half_life,
     )
     half_life_unit: str = option(
         "steps",
+        "Unit of `half_life`. Half-lives in frames or epochs stay the same for other batch sizes.",
         choices=("steps", "frames", "epochs"),
-        doc="Unit of `half_life`. Half-lives in frames or epochs stay the same for other batch sizes.",
     )
 
     @classmethod
@@ -125,11 +125,11 @@ class SwaProfile(Profile):
 
     snapshots: bool = option(  # type: ignore[misc]
         False,
-        doc="Whether copies of the average are kept in the folder `snapshots`, all of them, for `dp-ema posthoc`, "
+        "Whether copies of the average are kept in the folder `snapshots`, all of them, for `dp-ema posthoc`, "
         "which makes averages of any other length from those of two power averages.",
     )
     snapshot_freq: int | None = option(  # type: ignore[misc]
-        None, check=positive_int, unit="steps", doc="Steps between two snapshots; null: `save_freq`."
+        None, "Steps between two snapshots; null: `save_freq`.", check=positive_int, unit="steps"
     )
 
     def decay_at(self, done: Any) -> Any:
@@ -167,15 +167,15 @@ class PowerProfile(SwaProfile):
 
     gamma: float | None = option(  # type: ignore[misc]
         None,
-        check=not_negative,
-        doc="Power of the step in its weight: 0 is equal weights, larger is shorter. Exactly one of `gamma` and "
+        "Power of the step in its weight: 0 is equal weights, larger is shorter. Exactly one of `gamma` and "
         "`sigma_rel` is given.",
+        check=not_negative,
     )
     sigma_rel: float | None = option(
         None,
-        check=_sigma_rel,
-        doc="Width (standard deviation of the steps under their weights) as a fraction of the run, instead of "
+        "Width (standard deviation of the steps under their weights) as a fraction of the run, instead of "
         "`gamma`; larger is longer. 0.05 looks back over 5 % of the run on average.",
+        check=_sigma_rel,
     )
 
     @classmethod
@@ -322,20 +322,20 @@ class EmaShorthand:
     """Options of `training` for one average named `ema`, as DeePMD-kit has them."""
 
     enable_ema: bool = option(
-        False, doc="Whether an exponential moving average (EMA) of the weights is kept beside the live ones."
+        False, "Whether an exponential moving average (EMA) of the weights is kept beside the live ones."
     )
     ema_decay: float = option(
         0.999,
+        "Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is 1/(1-decay) steps.",
         check=fraction,
-        doc="Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is 1/(1-decay) steps.",
     )
     ema_warmup: bool = option(
         True,
-        doc="Whether the decay starts low and grows to `ema_decay`, min(ema_decay, (1+t)/(10+t)), so that short runs "
+        "Whether the decay starts low and grows to `ema_decay`, min(ema_decay, (1+t)/(10+t)), so that short runs "
         "do not remember the initial weights. False is the formula of DeePMD-kit. Only in dp-ema.",
     )
     ema_ckpt_keep: int | None = option(
-        None, check=positive_int, doc="Averaged checkpoints kept; null: as many as `max_ckpt_keep`."
+        None, "Averaged checkpoints kept; null: as many as `max_ckpt_keep`.", check=positive_int
     )
 
 
@@ -343,7 +343,7 @@ class EmaShorthand:
 class EmaValidationShorthand:
     """The option of `validating` for the average named `ema`."""
 
-    ema_full_validation: bool = option(False, doc="The same for the averaged weights; needs `training.enable_ema`.")
+    ema_full_validation: bool = option(False, "The same for the averaged weights; needs `training.enable_ema`.")
 
 
 def sigma_rel_of(gamma: float) -> float:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from deepmd_ema.config.fields import Check, not_negative, option
@@ -61,12 +62,12 @@ def sel_option(doc: str, default: Any = MISSING, numbers: str = f"a whole number
     """
     return option(
         default,
+        f"{doc} `auto` counts the neighbors in the training data and takes 1.1 times the largest number, rounded "
+        "up to a multiple of 4; `auto:1.2` takes 1.2 times.",
         check=Check(
             _is_sel,
             f'{numbers}, or "auto" or "auto:1.2", the number from 1 to {MAX_SEL_RATIO}',
         ),
-        doc=f"{doc} `auto` counts the neighbors in the training data and takes 1.1 times the largest number, rounded "
-        "up to a multiple of 4; `auto:1.2` takes 1.2 times.",
     )
 
 
@@ -111,23 +112,6 @@ def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Iterator[F
         yield error(name, f"{text}. Try {name} = {0.1 * rcut:.2g}.")
 
 
-def cutoff_option(doc: str, default: Any = MISSING) -> Any:
-    """Declare an option of a cutoff radius; without a default it is required."""
-    return option(default, unit="angstrom", check=_cutoff, doc=doc)
-
-
-def switch_option(what: str, cutoff: str = "rcut", default: Any = MISSING) -> Any:
-    """Declare an option of the distance where a switch begins.
-
-    Args:
-        what: what is switched off, with its verb: ``edges are``.
-        cutoff: name of the option where the switch ends.
-        default: in angstrom; without it the option is required.
-    """
-    doc = f"Distance from which {what} switched off smoothly towards `{cutoff}`."
-    return option(default, unit="angstrom", check=not_negative, doc=doc)
-
-
 def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Iterator[Finding]:
     """Yield an error if there are more axis channels than channels."""
     if axis_neuron > neuron[-1]:
@@ -143,15 +127,7 @@ def unavailable_option(value: Any, feature: str) -> Any:
         feature: with its verb: ``attention over layers is``.
     """
     check = Check(lambda v: v == value, f"{show(value)}: {feature} {NOT_AVAILABLE}")
-    return option(
-        value, check=check, doc=f"{feature[0].upper()}{feature[1:].rpartition(' ')[0]}. Only {show(value)} here."
-    )
-
-
-def activation_option(doc: str, default: str = "tanh") -> Any:
-    """Declare an option ``activation_function``."""
-    about = {"choices": ActivationName.known, "check": _bent_silu, "unavailable": "custom_silu"}
-    return option(ActivationName(default), convert=ActivationName, doc=doc, **about)
+    return option(value, f"{feature[0].upper()}{feature[1:].rpartition(' ')[0]}. Only {show(value)} here.", check=check)
 
 
 _OLD_VALUES = {"spline": "always", "direct": "never"}  # of `embedding_eval`, as `interpolate` was called
@@ -164,15 +140,25 @@ def interpolate_choice(value: str | bool) -> str:
     return _OLD_VALUES.get(value, value)
 
 
-def interpolate_option(
-    doc: str = "Whether the embedding networks are interpolated, on a CPU only: `auto` where there are many pairs of "
+# options that several sections declare: a default, a text and what these fix
+cutoff_option = partial(option, unit="angstrom", check=_cutoff)
+length_option = partial(option, unit="angstrom", check=not_negative)
+activation_option = partial(
+    option, convert=ActivationName, choices=ActivationName.known, check=_bent_silu, unavailable="custom_silu"
+)
+interpolate_option = partial(
+    option,
+    "auto",
+    doc="Whether the embedding networks are interpolated, on a CPU only: `auto` where there are many pairs of "
     "neighbors, `always` (or true), or `never` (or false). Derivatives then differ by less than 1e-9 of the largest "
     "(1e-6 in float32), which is ensured in every evaluation. The trained networks are ordinary ones.",
-) -> Any:
-    """Declare an option ``interpolate``."""
-    older = Check(lambda v: isinstance(v, bool) or v in _OLD_VALUES, "auto, always, never, true or false")
-    about: dict[str, Any] = {"choices": ("auto", "always", "never"), "check": older, "convert": interpolate_choice}
-    return option("auto", also=(bool,), alias=("embedding_eval",), own=True, doc=doc, **about)
+    choices=("auto", "always", "never"),
+    check=Check(lambda v: isinstance(v, bool) or v in _OLD_VALUES, "auto, always, never, true or false"),
+    convert=interpolate_choice,
+    also=(bool,),
+    alias=("embedding_eval",),
+    own=True,
+)
 
 
 def not_one_per_element(

@@ -29,21 +29,21 @@ class DescriptorOptions:
 
     precision: str = option(
         "default",
+        "Precision of the parameters; `default` is float64.",
         choices=("default", "float64", "float32"),
         unavailable=r"b?float16\Z",
-        doc="Precision of the parameters; `default` is float64.",
     )
-    trainable: bool = option(True, doc="Whether the parameters are trained.")
+    trainable: bool = option(True, "Whether the parameters are trained.")
     seed: int | None = option(
-        None, check=not_negative_int, doc="Seed of the initial parameters; null takes it from `training.seed`."
+        None, "Seed of the initial parameters; null takes it from `training.seed`.", check=not_negative_int
     )
     exclude_types: list[list[int]] = option(
         [],
+        "Pairs of types (places in `type_map`) that do not see each other, e.g. [[0, 1]].",
         check=common.type_pairs,
-        doc="Pairs of types (places in `type_map`) that do not see each other, e.g. [[0, 1]].",
     )
     env_protection: float = option(
-        0.0, unit="angstrom", check=not_negative, doc="Added to distances before they are divided by."
+        0.0, "Added to distances before they are divided by.", unit="angstrom", check=not_negative
     )
 
 
@@ -53,15 +53,13 @@ class TypeEmbeddedOptions(DescriptorOptions):
 
     has_type_embedding = True
 
-    concat_output_tebd: bool = option(
-        True, doc="Whether the embedding of its element is among the features of an atom."
-    )
+    concat_output_tebd: bool = option(True, "Whether the embedding of its element is among the features of an atom.")
     use_econf_tebd: bool = option(
         False,
-        doc="Whether the embedding of an element is a function of its electronic configuration; `type_map` must hold "
+        "Whether the embedding of an element is a function of its electronic configuration; `type_map` must hold "
         "symbols of elements.",
     )
-    use_tebd_bias: bool = option(False, doc="Whether the embedding of elements has a bias.")
+    use_tebd_bias: bool = option(False, "Whether the embedding of elements has a bias.")
 
     def element_findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
         """Yield errors of options that contradict the elements."""
@@ -138,19 +136,20 @@ class ListSection(DescriptorOptions, NeighborLists):
         "rcut", "rcut_smth", "neuron", "activation_function", "resnet_dt", "sel", "tebd_dim",
     )  # fmt: skip
 
-    rcut: float = common.cutoff_option("Cutoff radius.", 6.0)
-    rcut_smth: float = common.switch_option("1/r is", default=0.5)
+    rcut: float = common.cutoff_option(6.0, "Cutoff radius.")
+    rcut_smth: float = common.length_option(0.5, "Distance from which 1/r is switched off smoothly towards `rcut`.")
     neuron: list[int] = option(
         [10, 20, 40],
-        check=common.layer_widths,
-        doc="Widths of the hidden layers of the embedding network. A layer as wide as the one before it, or twice as "
+        "Widths of the hidden layers of the embedding network. A layer as wide as the one before it, or twice as "
         "wide, has a skip connection.",
+        check=common.layer_widths,
     )
     activation_function: ActivationName = common.activation_option(
+        ActivationName("tanh"),
         "Activation function of the embedding network; `linear` and `none` are none. `silut:T` is silu up to T and "
-        "bends into a tanh above; T of `silut` is 3."
+        "bends into a tanh above; T of `silut` is 3.",
     )
-    resnet_dt: bool = option(False, doc="Whether skip connections have a trained step size.")
+    resnet_dt: bool = option(False, "Whether skip connections have a trained step size.")
 
     def summary(self) -> str:
         """Return the main options as text."""
@@ -220,4 +219,4 @@ class OneListSection(TypeEmbeddedOptions, ListSection):
         "auto",
         f"a whole number > 0 (or a list of them, which are added up), at most {common.MAX_SIZE:,}",
     )
-    tebd_dim: int = option(8, check=positive_int, doc="Numbers of the embedding of an element.")
+    tebd_dim: int = option(8, "Numbers of the embedding of an element.", check=positive_int)

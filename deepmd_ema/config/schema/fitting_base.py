@@ -35,31 +35,31 @@ class FittingOptions:
     loss: ClassVar[str] = "ener"
 
     numb_fparam: int = option(
-        0, check=common.num_parameters, doc="Number of frame parameters (`fparam.npy`), e.g. an electronic temperature."
+        0, "Number of frame parameters (`fparam.npy`), e.g. an electronic temperature.", check=common.num_parameters
     )
-    numb_aparam: int = option(0, check=common.num_parameters, doc="Number of parameters per atom (`aparam.npy`).")
+    numb_aparam: int = option(0, "Number of parameters per atom (`aparam.npy`).", check=common.num_parameters)
     default_fparam: list[float] | None = option(
-        None, doc="Frame parameters of systems without `fparam.npy`; `numb_fparam` numbers."
+        None, "Frame parameters of systems without `fparam.npy`; `numb_fparam` numbers."
     )
     dim_case_embd: int = option(
         0,
-        check=common.num_parameters,
-        doc="Length of the vector that distinguishes the tasks of a multi-task model, an input of the network; zeros "
+        "Length of the vector that distinguishes the tasks of a multi-task model, an input of the network; zeros "
         "with one task.",
+        check=common.num_parameters,
     )
     neuron: list[int] = option(
         [120, 120, 120],
+        "Widths of the hidden layers. A layer as wide as the one before it has a skip connection.",
         alias=("n_neuron",),
         check=common.layer_widths,
-        doc="Widths of the hidden layers. A layer as wide as the one before it has a skip connection.",
     )
     activation_function: ActivationName = common.activation_option(
-        "Activation function of the hidden layers; the same names as in the descriptor."
+        ActivationName("tanh"), "Activation function of the hidden layers; the same names as in the descriptor."
     )
     precision: str = redefined(DescriptorOptions, "precision")
-    resnet_dt: bool = option(True, doc="Whether skip connections have a trained step size.")
+    resnet_dt: bool = option(True, "Whether skip connections have a trained step size.")
     trainable: bool | list[bool] = option(
-        True, doc="Whether the parameters are trained; a list (one per layer) trains them only if all are true."
+        True, "Whether the parameters are trained; a list (one per layer) trains them only if all are true."
     )
     seed: int | None = redefined(DescriptorOptions, "seed")
 

@@ -50,36 +50,36 @@ class ModelConfig:
         check=_type_map, doc='Names of the elements, e.g. ["O", "H"]; type numbers are places in this list.'
     )
     data_stat_nbatch: int = option(
-        10, check=positive_int, doc="Number of batches of each system that the statistics are taken from."
+        10, "Number of batches of each system that the statistics are taken from.", check=positive_int
     )
     data_stat_protect: float = option(
-        0.01, check=positive, doc="Smallest spread that statistics may have, against division by zero."
+        0.01, "Smallest spread that statistics may have, against division by zero.", check=positive
     )
     model_branch_alias: list[str] = option(
-        [], doc="Other names by which `--head` finds the model of a task. No effect with one task."
+        [], "Other names by which `--head` finds the model of a task. No effect with one task."
     )
     pair_exclude_types: list[list[int]] = option(
-        [], check=common.type_pairs, doc="Pairs of types without any interaction, e.g. [[0, 1]]."
+        [], "Pairs of types without any interaction, e.g. [[0, 1]].", check=common.type_pairs
     )
     atom_exclude_types: list[int] = option(
-        [], check=_types, doc="Types whose atoms contribute no energy of their own, e.g. [0]."
+        [], "Types whose atoms contribute no energy of their own, e.g. [0].", check=_types
     )
     preset_out_bias: dict[str, list[Any]] | None = option(
         None,
+        "Energy bias of each element instead of the fitted one; null is fitted. Needs `set_davg_zero`.",
         check=Check(lambda v: set(v) <= {"energy"}, 'like {"energy": [-13.6, null]}, one entry per element'),
-        doc="Energy bias of each element instead of the fitted one; null is fitted. Needs `set_davg_zero`.",
     )
     finetune_head: str = option(
         "",
-        doc="Which model of the file of `--finetune` or `--init-model`, if it holds several, the run starts from, as "
+        "Which model of the file of `--finetune` or `--init-model`, if it holds several, the run starts from, as "
         "`--model-branch`; `RANDOM` is a fresh fitting network. No effect in other runs. Of several tasks each has its "
         "own, for `--finetune`: without it a task starts from the model of its name, or has a fresh fitting network.",
     )
     finetune_bias: str = option(
         "fit",
-        choices=("fit", "keep"),
-        doc="`fit` moves the output bias to the data at a start with `--finetune`; `keep` takes that of the file, for "
+        "`fit` moves the output bias to the data at a start with `--finetune`; `keep` takes that of the file, for "
         "data of the same method. No effect in other runs. A task that starts from the model of its name keeps it.",
+        choices=("fit", "keep"),
     )
 
     if TYPE_CHECKING:
@@ -162,23 +162,23 @@ class NetworkConfig(ModelConfig):
     fitting_net: Any = option(registry=FITTINGS, default_type="ener", doc="What follows from the descriptor, and how.")
     bridging_method: str | None = option(
         None,
-        check=bridging_method,
-        convert=method_name,
-        doc="Analytic pair energy that is added, for atoms that come close: `zbl`, the screened repulsion of the "
+        "Analytic pair energy that is added, for atoms that come close: `zbl`, the screened repulsion of the "
         "nuclei, or `none`. The descriptor, which must be `dpa4`, then gets clamped distances. Frames with atoms "
         "nearer than `bridging_r_inner` should be left out of training by `training.training_data.min_pair_dist`.",
+        check=bridging_method,
+        convert=method_name,
     )
     bridging_r_inner: float = option(
         DEFAULT_INNER,
+        "With `bridging_method`: shorter distances are this one for the descriptor.",
         unit="angstrom",
         check=positive,
-        doc="With `bridging_method`: shorter distances are this one for the descriptor.",
     )
     bridging_r_outer: float = option(
         DEFAULT_OUTER,
+        "With `bridging_method`: longer distances are not changed for the descriptor.",
         unit="angstrom",
         check=positive,
-        doc="With `bridging_method`: longer distances are not changed for the descriptor.",
     )
 
     @property
@@ -248,31 +248,31 @@ class StandardConfig(NetworkConfig):
 
     use_srtab: list[list[float]] | None = option(
         None,
-        also=(str,),
-        check=pair_table,
-        convert=read_table,
-        doc="Text file of pair energies that take over at short distances: rows of a distance in angstrom, in even "
+        "Text file of pair energies that take over at short distances: rows of a distance in angstrom, in even "
         "steps, and an energy in eV for each pair of elements (for O and H: O-O, O-H, H-H). A checkpoint holds its "
         "rows. Nearer than its first row the energy is nan. DeePMD-kit's torch backend has this for descriptors of "
         "mixed types only (not for `se_e2_a`), and reads only such frozen models.",
+        also=(str,),
+        check=pair_table,
+        convert=read_table,
     )
     smin_alpha: float = option(
         0.1,
+        "Decay length of the soft minimum of the distances to the neighbors, by which `use_srtab` is switched on.",
         unit="angstrom",
         check=positive,
-        doc="Decay length of the soft minimum of the distances to the neighbors, by which `use_srtab` is switched on.",
     )
     sw_rmin: float | None = option(
         None,
+        "An atom whose nearest neighbor (soft minimum) is nearer than this has the energy of `use_srtab` only.",
         unit="angstrom",
         check=not_negative,
-        doc="An atom whose nearest neighbor (soft minimum) is nearer than this has the energy of `use_srtab` only.",
     )
     sw_rmax: float | None = option(
         None,
+        "An atom whose nearest neighbor is farther than this has the energy of the network only.",
         unit="angstrom",
         check=positive,
-        doc="An atom whose nearest neighbor is farther than this has the energy of the network only.",
     )
 
     def summary(self) -> list[tuple[str, str]]:

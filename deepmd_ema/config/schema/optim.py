@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 from deepmd_ema.config.fields import (
     Check,
@@ -35,14 +36,14 @@ class _Schedule:
 
     start_lr: float = option(check=positive, doc="Learning rate at the start, after the warm-up.")
     stop_lr: float | None = option(
-        None, check=not_negative, doc="Learning rate at the end; null is 5e-8, unless `stop_lr_ratio` is given."
+        None, "Learning rate at the end; null is 5e-8, unless `stop_lr_ratio` is given.", check=not_negative
     )
-    stop_lr_ratio: float | None = option(None, check=_ratio, doc="`stop_lr` as a fraction of `start_lr`.")
-    warmup_steps: int = option(0, check=not_negative_int, unit="steps", doc="Length of the linear warm-up.")
+    stop_lr_ratio: float | None = option(None, "`stop_lr` as a fraction of `start_lr`.", check=_ratio)
+    warmup_steps: int = option(0, "Length of the linear warm-up.", check=not_negative_int, unit="steps")
     warmup_ratio: float | None = option(
-        None, check=fraction, doc="Length of the warm-up as a fraction of all steps, instead of `warmup_steps`."
+        None, "Length of the warm-up as a fraction of all steps, instead of `warmup_steps`.", check=fraction
     )
-    warmup_start_factor: float = option(0.0, check=_part, doc="First learning rate of the warm-up over `start_lr`.")
+    warmup_start_factor: float = option(0.0, "First learning rate of the warm-up over `start_lr`.", check=_part)
 
     @property
     def end_lr(self) -> float:
@@ -72,11 +73,11 @@ class ExpScheduleConfig(_Schedule):
 
     type = "exp"
 
-    decay_steps: int = option(5000, check=positive_int, unit="steps", doc="Steps between two decays.")
+    decay_steps: int = option(5000, "Steps between two decays.", check=positive_int, unit="steps")
     decay_rate: float | None = option(
-        None, check=_ratio, doc="Factor of one decay; null: such that the last step has `stop_lr`."
+        None, "Factor of one decay; null: such that the last step has `stop_lr`.", check=_ratio
     )
-    smooth: bool = option(False, doc="Whether to decay at each step instead of at every `decay_steps`.")
+    smooth: bool = option(False, "Whether to decay at each step instead of at every `decay_steps`.")
 
     def used_decay_steps(self, num_steps: int) -> int:
         """Return the steps between two decays of a run of ``num_steps`` steps.
@@ -110,9 +111,9 @@ class WsdScheduleConfig(_Schedule):
 
     type = "wsd"
 
-    decay_phase_ratio: float = option(0.1, check=_ratio, doc="Part of the run in which the rate goes down.")
+    decay_phase_ratio: float = option(0.1, "Part of the run in which the rate goes down.", check=_ratio)
     decay_type: str = option(
-        "inverse_linear", choices=("inverse_linear", "cosine", "linear"), doc="How the rate goes down."
+        "inverse_linear", "How the rate goes down.", choices=("inverse_linear", "cosine", "linear")
     )
 
     def _shape_words(self, num_steps: int) -> str:
@@ -135,12 +136,12 @@ class InvSqrtScheduleConfig(WsdScheduleConfig):
 
     a: float = option(
         1000.0,
+        "Steps after which the rate is `start_lr / sqrt(2)`; larger is slower.",
         check=positive,
         unit="steps",
-        doc="Steps after which the rate is `start_lr / sqrt(2)`; larger is slower.",
     )
     decay_phase_ratio: float = option(
-        0.0, check=_part, doc="Part of the run, its last, in which the rate goes down to `stop_lr`; 0: none."
+        0.0, "Part of the run, its last, in which the rate goes down to `stop_lr`; 0: none.", check=_part
     )
 
     def _shape_words(self, num_steps: int) -> str:
@@ -159,8 +160,8 @@ class GroupConfig:
         check=Check(lambda v: v.strip() != "", 'a pattern of names of parameters, e.g. "descriptor.*"'),
         doc="Names of parameters as checkpoints have them, with `*`, `?` and `[...]` as in names of files.",
     )
-    lr_scale: float = option(1.0, check=positive, doc="Factor of the learning rate.")
-    weight_decay: float | None = option(None, check=not_negative, doc="Weight decay; null: that of the optimizer.")
+    lr_scale: float = option(1.0, "Factor of the learning rate.", check=positive)
+    weight_decay: float | None = option(None, "Weight decay; null: that of the optimizer.", check=not_negative)
 
 
 _GROUPS = (
@@ -175,10 +176,10 @@ class AdamConfig:
 
     type = "Adam"
 
-    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient.")
-    adam_beta2: float = option(0.999, check=fraction, doc="Decay of the mean of the squared gradient.")
-    weight_decay: float = option(0.0, check=not_negative, doc="Weight of the L2 term.")
-    groups: list[GroupConfig] = option([], doc=_GROUPS)
+    adam_beta1: float = option(0.9, "Decay of the mean of the gradient.", check=fraction)
+    adam_beta2: float = option(0.999, "Decay of the mean of the squared gradient.", check=fraction)
+    weight_decay: float = option(0.0, "Weight of the L2 term.", check=not_negative)
+    groups: list[GroupConfig] = option([], _GROUPS)
 
 
 @section
@@ -187,7 +188,7 @@ class AdamWConfig(AdamConfig):
 
     type = "AdamW"
 
-    weight_decay: float = option(0.001, check=not_negative, doc="Decoupled weight decay.")
+    weight_decay: float = option(0.001, "Decoupled weight decay.", check=not_negative)
 
 
 @section
@@ -200,12 +201,12 @@ class AdamWScheduleFreeConfig(AdamWConfig):
 
     type = "AdamWScheduleFree"
 
-    adam_beta1: float = option(0.9, check=fraction, doc="Part of x in the live weights; the rest is z.")
+    adam_beta1: float = option(0.9, "Part of x in the live weights; the rest is z.", check=fraction)
     r: float = option(
         0.0,
-        check=not_negative,
-        doc="Power of the step with which the weights of points in x grow: the mean age of x is 1 / (r + 2) of the "
+        "Power of the step with which the weights of points in x grow: the mean age of x is 1 / (r + 2) of the "
         "steps. 0: all weigh the same.",
+        check=not_negative,
     )
 
 
@@ -215,20 +216,18 @@ class AdaMuonConfig:
 
     type = "AdaMuon"
 
-    momentum: float = option(
-        0.95, check=fraction, alias=("muon_momentum",), doc="Decay of the mean gradient of a matrix."
-    )
-    adam_beta1: float = option(0.9, check=fraction, doc="Decay of the mean of the gradient of a vector.")
-    adam_beta2: float = option(0.95, check=fraction, doc="Decay of the mean of the squared gradient of a vector.")
-    weight_decay: float = option(0.001, check=not_negative, doc="Decoupled weight decay, of matrices only.")
+    momentum: float = option(0.95, "Decay of the mean gradient of a matrix.", check=fraction, alias=("muon_momentum",))
+    adam_beta1: float = option(0.9, "Decay of the mean of the gradient of a vector.", check=fraction)
+    adam_beta2: float = option(0.95, "Decay of the mean of the squared gradient of a vector.", check=fraction)
+    weight_decay: float = option(0.001, "Decoupled weight decay, of matrices only.", check=not_negative)
     lr_adjust: float = option(
         10.0,
-        doc="Above 0: vectors have the learning rate divided by this, and updates of a matrix of R rows and C columns "
+        "Above 0: vectors have the learning rate divided by this, and updates of a matrix of R rows and C columns "
         "are multiplied by `sqrt(max(1, R / C))`. Else: all have the learning rate, and updates of matrices are "
         "multiplied by `lr_adjust_coeff * sqrt(max(R, C))`.",
     )
-    lr_adjust_coeff: float = option(0.2, check=positive, doc="See `lr_adjust`.")
-    groups: list[GroupConfig] = option([], doc=_GROUPS)
+    lr_adjust_coeff: float = option(0.2, "See `lr_adjust`.", check=positive)
+    groups: list[GroupConfig] = option([], _GROUPS)
 
 
 @section
@@ -244,14 +243,14 @@ class HybridMuonConfig(AdaMuonConfig):
     lr_adjust_coeff: float = redefined(AdaMuonConfig, "lr_adjust_coeff", 0.18)
     muon_mode: str = option(
         "slice",
-        choices=("slice", "flat", "2d"),
-        doc="What parameters of more than two dims are: matrices of the last two (slice), one matrix whose columns are "
+        "What parameters of more than two dims are: matrices of the last two (slice), one matrix whose columns are "
         "the last (flat), or no matrices (2d).",
+        choices=("slice", "flat", "2d"),
     )
     enable_gram: bool = option(
-        True, doc="Whether matrices that are not square are made orthogonal by their Gram matrix: fewer operations."
+        True, "Whether matrices that are not square are made orthogonal by their Gram matrix: fewer operations."
     )
-    magma_muon: bool = option(True, doc="Whether updates of matrices are damped where gradients disagree.")
+    magma_muon: bool = option(True, "Whether updates of matrices are damped where gradients disagree.")
 
 
 @section
@@ -262,12 +261,12 @@ class SOAPConfig(AdamWConfig):
 
     adam_beta1: float = redefined(AdamWConfig, "adam_beta1", 0.95)
     adam_beta2: float = redefined(AdamWConfig, "adam_beta2", 0.95)
-    shampoo_beta: float = option(0.95, check=fraction, doc="Decay of the covariances of rows and columns of gradients.")
+    shampoo_beta: float = option(0.95, "Decay of the covariances of rows and columns of gradients.", check=fraction)
     precondition_frequency: int = option(
-        10, check=positive_int, unit="steps", doc="Steps between two changes of the bases, after as many first steps."
+        10, "Steps between two changes of the bases, after as many first steps.", check=positive_int, unit="steps"
     )
     max_precond_dim: int = option(
-        1000, check=positive_int, doc="Longest side of a matrix that has a basis; a longer one is not rotated."
+        1000, "Longest side of a matrix that has a basis; a longer one is not rotated.", check=positive_int
     )
 
 
@@ -280,22 +279,20 @@ class LKFConfig:
 
     kf_blocksize: int = option(
         5120,
+        "Largest number of weights in a block; each block takes 8 bytes times the square of its size.",
         check=positive_int,
-        doc="Largest number of weights in a block; each block takes 8 bytes times the square of its size.",
     )
-    kf_start_pref_e: float = option(1.0, check=positive, doc="Factor of energy errors at the start.")
-    kf_limit_pref_e: float = option(1.0, check=positive, doc="Factor of energy errors at the end.")
-    kf_start_pref_f: float = option(1.0, check=positive, doc="Factor of force errors at the start.")
-    kf_limit_pref_f: float = option(1.0, check=positive, doc="Factor of force errors at the end.")
+    kf_start_pref_e: float = option(1.0, "Factor of energy errors at the start.", check=positive)
+    kf_limit_pref_e: float = option(1.0, "Factor of energy errors at the end.", check=positive)
+    kf_start_pref_f: float = option(1.0, "Factor of force errors at the start.", check=positive)
+    kf_limit_pref_f: float = option(1.0, "Factor of force errors at the end.", check=positive)
 
 
 GradientConfig = AdamConfig | AdamWConfig | AdamWScheduleFreeConfig | AdaMuonConfig | HybridMuonConfig | SOAPConfig
 OptimizerConfig = GradientConfig | LKFConfig
 
 
-def _weight(default: float, doc: str) -> Any:
-    """Declare a weight of the loss."""
-    return option(default, check=not_negative, doc=doc)
+_weight = partial(option, check=not_negative)  # of a term of the loss
 
 
 _delta = Check(
@@ -335,7 +332,7 @@ class TensorLossConfig(QuantityLossConfig):
     pref: float = option(check=not_negative, doc="Weight of the tensor of a frame.")
     pref_atomic: float = option(check=not_negative, doc="Weight of the tensors of atoms.")
     enable_atomic_weight: bool = option(
-        False, doc="Whether errors of an atom are multiplied by its number in `atomic_weight.npy`, 1 without one."
+        False, "Whether errors of an atom are multiplied by its number in `atomic_weight.npy`, 1 without one."
     )
 
     @property
@@ -384,13 +381,13 @@ class PropertyLossConfig(QuantityLossConfig):
 
     type = "property"
 
-    loss_func: str = option("smooth_mae", choices=_METRICS, doc="Function of the error that is minimized.")
+    loss_func: str = option("smooth_mae", "Function of the error that is minimized.", choices=_METRICS)
     metric: list[str] = option(
         ["mae"],
+        "Errors that the learning curve shows.",
         check=Check(lambda v: set(v) <= set(_METRICS), f"some of {', '.join(_METRICS)}"),
-        doc="Errors that the learning curve shows.",
     )
-    beta: float = option(1.0, check=positive, doc="Error from which `smooth_mae` is linear.")
+    beta: float = option(1.0, "Error from which `smooth_mae` is linear.", check=positive)
 
     @property
     def weights(self) -> dict[str, tuple[float, float]]:
@@ -424,20 +421,20 @@ class EnerLossConfig:
     limit_pref_pf: float = _weight(0.0, "Weight of the forces weighted per atom when the learning rate is 0.")
     start_pref_h: float = _weight(0.0, "Weight, at the start, of the second derivatives of the energy (`hessian.npy`).")
     limit_pref_h: float = _weight(0.0, "Weight of the second derivatives when the learning rate is 0.")
-    use_default_pf: bool = option(False, doc="Whether systems without `atom_pref.npy` take a weight of 1 per atom.")
+    use_default_pf: bool = option(False, "Whether systems without `atom_pref.npy` take a weight of 1 per atom.")
     relative_f: float | None = option(
-        None, check=positive, unit="eV/angstrom", doc="Divide force errors by the length of the force plus this number."
+        None, "Divide force errors by the length of the force plus this number.", check=positive, unit="eV/angstrom"
     )
-    use_huber: bool = option(False, doc="Whether errors above `huber_delta` count linearly.")
+    use_huber: bool = option(False, "Whether errors above `huber_delta` count linearly.")
     huber_delta: float | list[float] = option(
-        0.01, check=_delta, doc="Where the Huber loss turns linear: one number, or [energy, force, virial]."
+        0.01, "Where the Huber loss turns linear: one number, or [energy, force, virial].", check=_delta
     )
-    loss_func: str = option("mse", choices=("mse", "mae"), doc="Squared (`mse`) or absolute (`mae`) errors.")
+    loss_func: str = option("mse", "Squared (`mse`) or absolute (`mae`) errors.", choices=("mse", "mae"))
     f_use_norm: bool = option(
-        False, doc="Whether the length of the force error of an atom counts instead of its components."
+        False, "Whether the length of the force error of an atom counts instead of its components."
     )
     intensive_ener_virial: bool = option(
-        False, doc="Whether squared errors of energy and virial are divided by the squared number of atoms."
+        False, "Whether squared errors of energy and virial are divided by the squared number of atoms."
     )
 
     @property

@@ -79,55 +79,55 @@ class Profile(ABC):
 
     start_step: int = option(
         0,
+        "Step at which the average starts, as a copy of the live weights; before it there is none.",
         check=not_negative_int,
         unit="steps",
-        doc="Step at which the average starts, as a copy of the live weights; before it there is none.",
     )
     start_epoch: float | None = option(
-        None, check=not_negative, unit="epochs", doc="The start in epochs instead of `start_step`; may be a fraction."
+        None, "The start in epochs instead of `start_step`; may be a fraction.", check=not_negative, unit="epochs"
     )
     update_every: int = option(
         1,
+        "Steps between two updates. The decay is corrected for it: the length of the average is the same.",
         check=positive_int,
         unit="steps",
-        doc="Steps between two updates. The decay is corrected for it: the length of the average is the same.",
     )
     device: str = option(
         "live",
-        choices=(LIVE, "cpu"),
-        doc="Where the average is held: `live`: on the device of the live weights; `cpu`: in host memory, to which "
+        "Where the average is held: `live`: on the device of the live weights; `cpu`: in host memory, to which "
         "live weights are copied asynchronously.",
+        choices=(LIVE, "cpu"),
     )
     dtype: str = option(
         "float64",
-        choices=("float32", "float64"),
-        doc="Precision of the average; never less than that of the live weights. In `float32` an average of float32 "
+        "Precision of the average; never less than that of the live weights. In `float32` an average of float32 "
         "weights with a decay of 0.999 or more stays behind, because single updates are smaller than its rounding.",
+        choices=("float32", "float64"),
     )
     layout: str = option(
         "local_shard",
+        "On several ranks, `local_shard`: each averages the weights that it holds, without communication; "
+        "`full_tensor`: each holds the whole average, gathered at each update (zero_stage 2 and 3).",
         choices=("local_shard", "full_tensor"),
         removed={"rank_range": "Use local_shard (default); zero_stage 2 and 3 shard averages with the weights."},
-        doc="On several ranks, `local_shard`: each averages the weights that it holds, without communication; "
-        "`full_tensor`: each holds the whole average, gathered at each update (zero_stage 2 and 3).",
     )
     buffers: str = option(
         "copy",
-        choices=("copy", "average"),
-        doc="Buffers of the averaged model (numbers that are not trained): `copy`: the live ones; `average`: their "
+        "Buffers of the averaged model (numbers that are not trained): `copy`: the live ones; `average`: their "
         "average, floating-point numbers only.",
+        choices=("copy", "average"),
     )
     full_validation: bool = option(
         False,
-        doc="Whether the average is validated on all validation data, when `validating` says, in `val_NAME.log`, and "
+        "Whether the average is validated on all validation data, when `validating` says, in `val_NAME.log`, and "
         "its best weights are kept in `best_NAME.ckpt-*`.",
     )
     lcurve: bool = option(
         False,
-        doc="Whether displayed errors are shown for the average too, on the same batches, in `lcurve_NAME.out`.",
+        "Whether displayed errors are shown for the average too, on the same batches, in `lcurve_NAME.out`.",
     )
     ckpt_keep: int | None = option(
-        None, check=positive_int, doc="Checkpoints of the average kept; null: as many as `max_ckpt_keep`."
+        None, "Checkpoints of the average kept; null: as many as `max_ckpt_keep`.", check=positive_int
     )
     should_update: Callable[[int, Any], bool] | None = field(default=None, compare=False)  # not in inputs
 

@@ -92,9 +92,9 @@ class RunConfig:
 
     model: Any = option(doc="The model that is trained.")
     learning_rate: ScheduleConfig = option(default_type="exp", doc="How the learning rate goes down.")
-    optimizer: OptimizerConfig = option(AdamConfig(), default_type="Adam", doc="How parameters follow gradients.")
+    optimizer: OptimizerConfig = option(AdamConfig(), "How parameters follow gradients.", default_type="Adam")
     training: TrainingOptions = option(doc="How long, on which data, and what is written when.")
-    validating: ValidatingConfig = option(ValidatingConfig(), doc="Full validation and the best weights.")
+    validating: ValidatingConfig = option(ValidatingConfig(), "Full validation and the best weights.")
     source: Source = field(default_factory=Source, compare=False, repr=False)
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
     unused: tuple[str, ...] = field(default=(), compare=False, repr=False)
@@ -170,7 +170,7 @@ class SingleTaskRun(RunConfig):
     """All sections of an input of one task."""
 
     model: ModelConfig = option(registry=MODELS, default_type="standard", doc="The model that is trained.")
-    loss: LossConfig = option(EnerLossConfig(), default_type="ener", doc="The loss that is minimized.")
+    loss: LossConfig = option(EnerLossConfig(), "The loss that is minimized.", default_type="ener")
     training: TrainingConfig = option(doc="How long, on which data, and what is written when.")
 
     @property
@@ -185,7 +185,7 @@ class SharedParts:
 
     shared_dict: dict[str, Any] = option(
         {},
-        doc="Sections `descriptor` and `fitting_net` and lists `type_map`, by names of your choice. A model of "
+        "Sections `descriptor` and `fitting_net` and lists `type_map`, by names of your choice. A model of "
         '`model_dict` that has such a name instead of the part shares it with the others: `"descriptor": "dpa"` all of '
         'it, `"descriptor": "dpa:1"` the embedding of elements only.',
     )
@@ -208,7 +208,7 @@ class MultiTaskRun(RunConfig):
 
     model: ModelsConfig = option(doc="The model that is trained.")
     loss_dict: dict[str, LossConfig] = option(
-        {}, default_type="ener", doc="What is minimized, by task; a task that is not there has all defaults."
+        {}, "What is minimized, by task; a task that is not there has all defaults.", default_type="ener"
     )
     training: MultiTaskTrainingConfig = option(doc="How long, on which data, and what is written when.")
 

@@ -27,8 +27,8 @@ Block = TypeVar("Block", SeAttenConfig, SeE3TebdConfig)
 class RepinitConfig:
     """First features of an atom: se_atten without attention, and angles between neighbors if wanted."""
 
-    rcut: float = common.cutoff_option("Cutoff radius, the largest of this descriptor: above all others.")
-    rcut_smth: float = common.switch_option("1/r is")
+    rcut: float = common.cutoff_option(doc="Cutoff radius, the largest of this descriptor: above all others.")
+    rcut_smth: float = common.length_option(doc="Distance from which 1/r is switched off smoothly towards `rcut`.")
     nsel: int | str = common.sel_option("Most neighbors of an atom, the nearest first.")
     neuron: list[int] = redefined(SeAttenConfig, "neuron", [25, 50, 100])
     axis_neuron: int = option(
@@ -39,10 +39,12 @@ class RepinitConfig:
     tebd_dim: int = redefined(SeAttenConfig, "tebd_dim")
     tebd_input_mode: str = redefined(SeAttenConfig, "tebd_input_mode")
     set_davg_zero: bool = redefined(SeAttenConfig, "set_davg_zero")
-    activation_function: ActivationName = common.activation_option("Activation function of the embedding networks.")
+    activation_function: ActivationName = common.activation_option(
+        ActivationName("tanh"), "Activation function of the embedding networks."
+    )
     resnet_dt: bool = redefined(SeAttenConfig, "resnet_dt")
     type_one_side: bool = redefined(SeAttenConfig, "type_one_side")
-    interpolate: str = common.interpolate_option("As of se_e2_a, for the networks of the distances of neighbors.")
+    interpolate: str = common.interpolate_option(doc="As of se_e2_a, for the networks of the distances of neighbors.")
     use_three_body: bool = option(
         False, doc="Whether features of the angles between neighbors stand beside those of the neighbors."
     )
@@ -50,8 +52,10 @@ class RepinitConfig:
         [2, 4, 8], check=common.layer_widths, doc="Widths of the hidden layers of the embedding network of angles."
     )
     three_body_sel: int | str = common.sel_option("Most neighbors of an atom that form angles.", 40)
-    three_body_rcut: float = common.cutoff_option("Cutoff radius of the angles, at most `rcut`.", 4.0)
-    three_body_rcut_smth: float = common.switch_option("1/r is", "three_body_rcut", 0.5)
+    three_body_rcut: float = common.cutoff_option(4.0, "Cutoff radius of the angles, at most `rcut`.")
+    three_body_rcut_smth: float = common.length_option(
+        0.5, "Distance from which 1/r is switched off smoothly towards `three_body_rcut`."
+    )
 
     def findings(self) -> Iterator[Finding]:
         """Yield errors of options that contradict each other, and options without effect."""
@@ -73,8 +77,10 @@ class RepinitConfig:
 class RepformerConfig:
     """Layers in which atoms and pairs of neighbors exchange their features."""
 
-    rcut: float = common.cutoff_option("Cutoff radius of the messages, below `repinit.rcut`.")
-    rcut_smth: float = common.switch_option("messages are")
+    rcut: float = common.cutoff_option(doc="Cutoff radius of the messages, below `repinit.rcut`.")
+    rcut_smth: float = common.length_option(
+        doc="Distance from which messages are switched off smoothly towards `rcut`."
+    )
     nsel: int | str = common.sel_option("Most neighbors of an atom, the nearest first.")
     nlayers: int = option(3, check=positive_int, doc="Number of layers.")
     g1_dim: int = option(128, check=positive_int, doc="Features of an atom.")
@@ -118,7 +124,9 @@ class RepformerConfig:
     attn2_has_gate: bool = option(
         False, doc="Whether logits of the attention of pairs are multiplied by the scalar products of their vectors."
     )
-    activation_function: ActivationName = common.activation_option("Activation function of the layers.")
+    activation_function: ActivationName = common.activation_option(
+        ActivationName("tanh"), "Activation function of the layers."
+    )
     update_style: str = option(
         "res_avg",
         choices=("res_avg", "res_incr", "res_residual"),

@@ -35,11 +35,15 @@ class RepflowConfig:
     e_dim: int = option(64, check=_width, doc="Numbers of an edge, the features of a pair of atoms.")
     a_dim: int = option(64, check=_width, doc="Numbers of an angle, the features of two neighbors of an atom.")
     nlayers: int = option(6, check=positive_int, doc="Number of layers. One layer sees as far as `e_rcut`, two twice.")
-    e_rcut: float = common.cutoff_option("Cutoff radius of edges.")
-    e_rcut_smth: float = common.switch_option("edges are", "e_rcut")
+    e_rcut: float = common.cutoff_option(doc="Cutoff radius of edges.")
+    e_rcut_smth: float = common.length_option(
+        doc="Distance from which edges are switched off smoothly towards `e_rcut`."
+    )
     e_sel: int | str = common.sel_option("Most edges of an atom, the nearest first.")
-    a_rcut: float = common.cutoff_option("Cutoff radius of the neighbors that have angles; at most `e_rcut`.")
-    a_rcut_smth: float = common.switch_option("angles are", "a_rcut")
+    a_rcut: float = common.cutoff_option(doc="Cutoff radius of the neighbors that have angles; at most `e_rcut`.")
+    a_rcut_smth: float = common.length_option(
+        doc="Distance from which angles are switched off smoothly towards `a_rcut`."
+    )
     a_sel: int | str = common.sel_option("Most neighbors of an atom that have angles, the nearest first.")
     a_compress_rate: int = option(
         0,
@@ -188,7 +192,9 @@ class DPA3Config(ChargeSpinOptions, TypeEmbeddedOptions, NeighborLists):
 
     repflow: RepflowConfig = option(doc="Layers of the descriptor.")
     concat_output_tebd: bool = redefined(TypeEmbeddedOptions, "concat_output_tebd", False)
-    activation_function: ActivationName = common.activation_option("Activation function of all layers.", "silu")
+    activation_function: ActivationName = common.activation_option(
+        ActivationName("silu"), "Activation function of all layers."
+    )
 
     def inner_neighbors(self) -> Iterator[tuple[str, float, int]]:
         """Yield ``a_sel``."""

@@ -57,7 +57,7 @@ class AllNeighborsSection(ChargeSpinOptions, NeighborLists):
     has_type_embedding: ClassVar[bool] = True
     vacuum_needs: ClassVar[str] = 'type = "se_e2_a"'  # the layers give an isolated atom features, which are not zero
 
-    rcut: float = common.cutoff_option("Cutoff radius.", 6.0)
+    rcut: float = common.cutoff_option(6.0, "Cutoff radius.")
     basis_type: str = option("bessel", choices=("bessel", "gaussian"), doc="Functions of the distance.")
     n_radial: int = option(16, check=positive_int, doc="Number of functions of the distance.")
     precision: str = redefined(DescriptorOptions, "precision", "float32")
@@ -208,7 +208,9 @@ class DPA4Config(AllNeighborsSection):
         check=_flags(2),
         doc="Has no effect: DeePMD-kit's choice of points on a sphere. Products are exact on any points here.",
     )
-    activation_function: ActivationName = common.activation_option("Activation function of all layers.", "silu")
+    activation_function: ActivationName = common.activation_option(
+        ActivationName("silu"), "Activation function of all layers."
+    )
     glu_activation: bool = option(True, doc="Whether gates of networks of atoms have channels of their own.")
     use_amp: bool = option(
         True, doc="Whether blocks are computed in bfloat16 in training on a GPU. No effect on a CPU."

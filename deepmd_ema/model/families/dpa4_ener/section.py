@@ -26,7 +26,9 @@ class DPA4EnerConfig(EnerFittingConfig):
         check=some_widths,
         doc="Widths of the hidden layers. 0 is `8/3` of the number of inputs, rounded up to a multiple of 32.",
     )
-    activation_function: ActivationName = common.activation_option("Activation function of the gates.", "silu")
+    activation_function: ActivationName = common.activation_option(
+        ActivationName("silu"), "Activation function of the gates."
+    )
     precision: str = redefined(EnerFittingConfig, "precision", "float32")
     resnet_dt: bool = option(
         False,

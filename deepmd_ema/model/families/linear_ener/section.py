@@ -67,7 +67,7 @@ class PairTableConfig(NeighborLists):
         "its first row the energy is nan.",
     )
     rcut: float = common.cutoff_option(
-        "Distance from which the energies are 0. They are cut off there, so the table should end in zeros."
+        doc="Distance from which the energies are 0. They are cut off there, so the table should end in zeros."
     )
     sel: int | list[int] | str = redefined(OneListSection, "sel")
 

@@ -60,7 +60,7 @@ class SeAttenV2Config(OneListSection):
     )
 
     interpolate: str = common.interpolate_option(
-        "As of se_e2_a; without effect beside attention layers, which see each pair."
+        doc="As of se_e2_a; without effect beside attention layers, which see each pair."
     )
 
     tebd_input_mode: ClassVar[str] = "strip"
