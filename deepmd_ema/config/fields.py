@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deepmd_ema.config.messages import NOT_AVAILABLE, close_names, show
 from deepmd_ema.config.registry import Registry
-from deepmd_ema.utils import Check as Check
-from deepmd_ema.utils import fraction as fraction
-from deepmd_ema.utils import not_negative as not_negative
-from deepmd_ema.utils import not_negative_int as not_negative_int
-from deepmd_ema.utils import positive as positive
-from deepmd_ema.utils import positive_int as positive_int
+from deepmd_ema.utils import Check, fraction, not_negative, not_negative_int, positive, positive_int  # noqa: F401
 
 WithoutEffect = Mapping[str, tuple[Any, str]]
 """Options of DeePMD-kit that do nothing here, no options of a section: its default there, and why."""

@@ -166,24 +166,20 @@ def _accepted(root: Field, reading: Reading) -> dict[str, Any] | None:
     Wrong options have their defaults; the result is None if something without a default is wrong or missing.
     """
     take_options(root, reading)
-    try:
-        return _judged_by_dargs(root, reading.values)
-    except ArgumentError as refusal:
-        find_mistakes(root, reading)
-        if not reading.mistakes:  # the check of an option that does not judge a value twice in the same way
-            reading.refuse(tuple(refusal.path.split("/")), f": {refusal.message}")
-    for section, key in reading.wrong:
-        section.pop(key, None)
-    try:
-        return _judged_by_dargs(root, reading.values)
-    except ArgumentError:
-        return None
-
-
-def _judged_by_dargs(root: Field, values: Any) -> Any:
-    normalized = root.normalize_value(values)
-    root.check_value(normalized, strict=True)
-    return normalized
+    for is_repaired in (False, True):
+        try:
+            values: dict[str, Any] = root.normalize_value(reading.values)
+            root.check_value(values, strict=True)
+            return values
+        except ArgumentError as refusal:
+            if is_repaired:
+                break
+            find_mistakes(root, reading)
+            if not reading.mistakes:  # the check of an option that does not judge a value twice in the same way
+                reading.refuse(tuple(refusal.path.split("/")), f": {refusal.message}")
+        for section, key in reading.wrong:
+            section.pop(key, None)
+    return None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from deepmd_ema.config.fields import plain
@@ -47,7 +48,7 @@ def findings_of(
         num_steps: its length, if it is known; without it there are no warnings about lengths.
         steps_per: steps of one of ``frames`` and ``epochs``, for averages that count in them.
     """
-    for finding in _findings_of(run):
+    for finding in chain.from_iterable(rule(run) for rule in _RULES):
         place = path_of(finding.place)
         if finding.severity == UNUSED:
             if place not in run.source.given:
@@ -74,24 +75,6 @@ def config_warnings(
     return texts_of(WARNING, (replace(finding, file="") for finding in findings))
 
 
-def _findings_of(run: RunConfig) -> Iterator[Finding]:
-    """Yield the findings of all sections at canonical places."""
-    for section in (_learning_rate, _optimizer, _training, _validating, _files):
-        yield from section(run)
-    if isinstance(run, MultiTaskRun):
-        yield from findings_of_tasks(run)
-    else:
-        yield unused("model.model_branch_alias", "there is one task, so no head is chosen by a name")
-    for number, average in enumerate(run.training.averaging):
-        yield from inside(f"training.averaging[{number}]", average.findings(run))
-        yield from _name_of_average(run, number)
-    yield from _snapshots(run)
-    for task in run.tasks.values():
-        yield from inside(task.place("loss"), _loss(task))
-        yield from inside(task.place("training"), _data(task))
-        yield from inside(task.place("model"), task.model.findings())
-
-
 def _value_at(run: RunConfig, place: Place) -> Any:
     """Return the value of an option of a run."""
     value: Any = run
@@ -101,10 +84,15 @@ def _value_at(run: RunConfig, place: Place) -> Any:
     return value
 
 
-def _idle(is_idle: Any, names: str, why: str) -> Iterator[Finding]:
-    """Yield that options, by their names with spaces between them, have no effect, if that is so."""
-    for name in names.split() if is_idle else ():
-        yield unused(name, why)
+def _idle(*rows: tuple[Any, str, str]) -> Iterator[Finding]:
+    """Yield that options have no effect.
+
+    Args:
+        rows: whether it is so, the names of the options with spaces between them, and why.
+    """
+    for is_idle, names, why in rows:
+        for name in names.split() if is_idle else ():
+            yield unused(name, why)
 
 
 def as_launched(run: RunConfig, launched: bool, restart: str | None = None, num_ranks: int = 1) -> RunConfig:
@@ -149,19 +137,23 @@ def _learning_rate(run: RunConfig) -> Iterator[Finding]:
     if (steps := run.training.numb_steps) and lr.warmup_steps >= steps:
         expected = f"expected less than training.numb_steps = {steps}"
         yield error("learning_rate.warmup_steps", f" = {lr.warmup_steps}: {expected}.")
-    has_rate = not isinstance(run.optimizer, LKFConfig)
-    has_warmup = lr.warmup_steps or lr.warmup_ratio
-    falls = getattr(lr, "decay_phase_ratio", 1) != 0
     of_fall = "learning_rate.stop_lr learning_rate.stop_lr_ratio learning_rate.decay_type"
-    yield from _idle(not has_rate, "learning_rate.start_lr", "LKF has no learning rate")
-    yield from _idle(not has_warmup, "learning_rate.warmup_start_factor", "there is no warm-up")
-    yield from _idle(not falls, of_fall, "decay_phase_ratio is 0")
+    yield from _idle(
+        (isinstance(run.optimizer, LKFConfig), "learning_rate.start_lr", "LKF has no learning rate"),
+        (
+            not (lr.warmup_steps or lr.warmup_ratio),
+            "learning_rate.warmup_start_factor",
+            "there is no warm-up",
+        ),
+        (getattr(lr, "decay_phase_ratio", 1) == 0, of_fall, "decay_phase_ratio is 0"),
+    )
 
 
 def _optimizer(run: RunConfig) -> Iterator[Finding]:
-    yield from _lkf(run)
+    if isinstance(run.optimizer, LKFConfig):
+        yield from _lkf(run)
     is_adjusted = getattr(run.optimizer, "lr_adjust", 0) > 0
-    yield from _idle(is_adjusted, "optimizer.lr_adjust_coeff", "lr_adjust is above 0")
+    yield from _idle((is_adjusted, "optimizer.lr_adjust_coeff", "lr_adjust is above 0"))
     lr = run.learning_rate
     falls = isinstance(lr, InvSqrtScheduleConfig) or lr.end_lr < lr.start_lr
     if isinstance(run.optimizer, AdamWScheduleFreeConfig) and falls:
@@ -170,20 +162,36 @@ def _optimizer(run: RunConfig) -> Iterator[Finding]:
         yield warning("learning_rate", text + constant)
 
 
+# options of the loss without which LKF works; others than their defaults are refused
+_REFUSED_BY_LKF = (
+    "start_pref_v", "limit_pref_v", "start_pref_ae", "limit_pref_ae", "start_pref_pf", "limit_pref_pf",
+    "start_pref_h", "limit_pref_h", "loss_func", "use_huber", "f_use_norm", "relative_f", "intensive_ener_virial",
+)  # fmt: skip
+
+
 def _lkf(run: RunConfig) -> Iterator[Finding]:
     """LKF trains in one process, with one batch, and of the loss takes only whether energies and forces are fitted."""
-    if not isinstance(run.optimizer, LKFConfig):
-        return
     training = run.training
-    if training.zero_stage > 0:  # a block of its covariance has weights of several layers
-        why = "LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon."
-        yield error("training.zero_stage", f" = {training.zero_stage}: {why}")
-    if training.gradient_max_norm:  # the length of an update is the filter's, not the gradient's
-        text = f" = {training.gradient_max_norm:g}: not possible with optimizer.type LKF. {REMOVE_ONE}"
-        yield error("training.gradient_max_norm", text)
-    if training.accumulate > 1:  # there is no gradient to add up
-        text = f" = {training.accumulate}: LKF updates weights with each batch. Use 1, or another optimizer."
-        yield error("training.accumulate", text)
+    for name, value, most, why in (
+        # a block of its covariance has weights of several layers
+        (
+            "zero_stage",
+            training.zero_stage,
+            0,
+            "LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon.",
+        ),
+        # the length of an update is the filter's, not the gradient's
+        (
+            "gradient_max_norm",
+            training.gradient_max_norm,
+            0,
+            f"not possible with optimizer.type LKF. {REMOVE_ONE}",
+        ),
+        # there is no gradient to add up
+        ("accumulate", training.accumulate, 1, "LKF updates weights with each batch. Use 1, or another optimizer."),
+    ):
+        if value > most:
+            yield error(f"training.{name}", f" = {value:g}: {why}")
     for task in run.tasks.values():
         if not isinstance(task.loss, EnerLossConfig):
             text = f" = {show(task.loss.type)}: LKF fits energies and forces only. Use another optimizer."
@@ -192,20 +200,27 @@ def _lkf(run: RunConfig) -> Iterator[Finding]:
         if task.data.training_data.frame_weights:
             path = f"{task.place('training')}.training_data.frame_weights"
             yield error(path, " = true: LKF does not weigh frames. Set it to false, or choose another optimizer.")
-        path, loss = task.place("loss"), task.loss
-        for name in (f"{when}_pref_{term}" for term in ("v", "ae", "pf", "h") for when in ("start", "limit")):
-            if getattr(loss, name):
-                text = f" = {getattr(loss, name):g}: LKF fits energies and forces only. Set it to 0."
-                yield error(f"{path}.{name}", text)
-        for name in ("loss_func", "use_huber", "f_use_norm", "relative_f", "intensive_ener_virial"):
-            value, default = getattr(loss, name), getattr(EnerLossConfig, name)
+        for name in _REFUSED_BY_LKF:
+            value, default = getattr(task.loss, name), getattr(EnerLossConfig, name)
+            text = f" = {show(value)}: LKF does not know it. Set it to {show(default)}."
+            if "_pref_" in name:
+                text = f" = {value:g}: LKF fits energies and forces only. Set it to 0."
             if value != default:
-                yield error(f"{path}.{name}", f" = {show(value)}: LKF does not know it. Set it to {show(default)}.")
+                yield error(f"{task.place('loss')}.{name}", text)
 
 
 def _training(run: RunConfig) -> Iterator[Finding]:
     training = run.training
-    yield from _lengths(run)
+    # exactly one of numb_steps and numb_epoch is given, or, with several tasks, num_epoch_dict
+    steps, epochs = training.numb_steps, training.numb_epoch
+    if run.task_epochs:
+        for name, value in (("numb_steps", steps), ("numb_epoch", epochs)):
+            if value is not None:
+                yield error(f"training.{name}", f" = {value:g}: num_epoch_dict is given too. {REMOVE_ONE}")
+    elif steps is not None and epochs is not None:
+        yield error("training.numb_epoch", f" = {epochs:g}: numb_steps = {steps} is given too. Remove one.")
+    elif steps is None and epochs is None:
+        yield error("training", ': numb_steps or numb_epoch is required. Add one, e.g. "numb_steps": 100000.')
     yield from _gradients(run)
     compiles = training.enable_compile or run.validating.compiled_infer
     has_modes = compiles and training.compile_options.backend == "inductor"
@@ -213,7 +228,7 @@ def _training(run: RunConfig) -> Iterator[Finding]:
     has_float32 = '"precision": "float32"' in models
     has_amp = '"use_amp": ' in models
     has_ratio = training.ckpt_keep_ratio is not None
-    for is_idle, names, why in (
+    yield from _idle(
         (not has_float32, "training.enable_tf32 validating.tf32_infer", "no product is in float32"),
         (not has_amp, "validating.amp_infer", "no descriptor has use_amp"),
         (not compiles, "training.compile_options", "enable_compile is false"),
@@ -226,8 +241,7 @@ def _training(run: RunConfig) -> Iterator[Finding]:
             "training.tensorboard is false",
         ),
         (not training.disp_training, "training.disp_file", "disp_training is false"),
-    ):
-        yield from _idle(is_idle, names, why)
+    )
 
 
 def _gradients(run: RunConfig) -> Iterator[Finding]:
@@ -242,11 +256,13 @@ def _gradients(run: RunConfig) -> Iterator[Finding]:
         text = f" = {training.zero_stage}: second derivatives need all parameters on every rank."
         yield error("training.zero_stage", f"{text} Use 0 or 1, or remove loss.start_pref_h and loss.limit_pref_h.")
     others = [task for task in run.tasks.values() if ENERGY not in task.model.fitting_net.labels]
-    compiled = {"training.enable_compile": training.enable_compile}
-    compiled["validating.compiled_infer"] = bool(run.validating.compiled_infer)
-    for name in (name for name, is_compiled in compiled.items() if others and is_compiled):
-        text = f": models of fitting_net.type {others[0].model.fitting_net.type} are not compiled. Set it to false."
-        yield error(name, f" = true{text}")
+    for name, is_compiled in (
+        ("training.enable_compile", training.enable_compile),
+        ("validating.compiled_infer", run.validating.compiled_infer),
+    ):
+        if others and is_compiled:
+            kind = others[0].model.fitting_net.type
+            yield error(name, f" = true: models of fitting_net.type {kind} are not compiled. Set it to false.")
     if len(others) == len(run.tasks) and training.change_bias_after_training:
         text = " = true: no task has energies, whose bias it fits. Set it to false."
         yield error("training.change_bias_after_training", text)
@@ -256,33 +272,19 @@ def _gradients(run: RunConfig) -> Iterator[Finding]:
         yield error("training.accumulate", f' = {training.accumulate}: loss_func "rmse"{text}')
 
 
-def _lengths(run: RunConfig) -> Iterator[Finding]:
-    """Exactly one of ``numb_steps`` and ``numb_epoch`` is given, or, with several tasks, ``num_epoch_dict``."""
-    steps, epochs = run.training.numb_steps, run.training.numb_epoch
-    if run.task_epochs:
-        for name, value in (("numb_steps", steps), ("numb_epoch", epochs)):
-            if value is not None:
-                yield error(f"training.{name}", f" = {value:g}: num_epoch_dict is given too. {REMOVE_ONE}")
-    elif steps is not None and epochs is not None:
-        yield error("training.numb_epoch", f" = {epochs:g}: numb_steps = {steps} is given too. Remove one.")
-    elif steps is None and epochs is None:
-        yield error("training", ': numb_steps or numb_epoch is required. Add one, e.g. "numb_steps": 100000.')
-
-
-def _name_of_average(run: RunConfig, number: int) -> Iterator[Finding]:
-    """No two averages have one name; upper and lower case are one on some disks."""
-    name, averages = run.training.averaging[number].name, run.training.averaging
-    same = next((n for n in range(number) if averages[n].name.lower() == name.lower()), None)
-    if same is not None:
-        case = "" if averages[same].name == name else " but for upper and lower case, and so have its files"
-        first = dotted(run.source.path(f"training.averaging[{same}]"))
-        place = f"training.averaging[{number}].name"
-        yield error(place, f" = {show(name)}: {first} has this name{case}. Choose another.")
-
-
-def _snapshots(run: RunConfig) -> Iterator[Finding]:
-    """Snapshots that ``dp-ema posthoc`` cannot combine."""
-    averages = [average for average in run.training.averaging if average.snapshots]
+def _averages(run: RunConfig) -> Iterator[Finding]:
+    averages = run.training.averaging
+    for number, average in enumerate(averages):
+        place, name = f"training.averaging[{number}]", average.name
+        yield from inside(place, average.findings(run))
+        # upper and lower case are one on some disks
+        same = next((n for n in range(number) if averages[n].name.lower() == name.lower()), None)
+        if same is not None:
+            case = "" if averages[same].name == name else " but for upper and lower case, and so have its files"
+            first = dotted(run.source.path(f"training.averaging[{same}]"))
+            yield error(f"{place}.name", f" = {show(name)}: {first} has this name{case}. Choose another.")
+    # snapshots that `dp-ema posthoc` cannot combine
+    averages = [average for average in averages if average.snapshots]
     if len({average.length for average in averages}) == 1:
         text = f": all snapshots are of averages of one length ({averages[0].name}). `dp-ema posthoc` finds other "
         advice = "lengths best from two: add a power average of another sigma_rel with snapshots."
@@ -294,38 +296,33 @@ def _snapshots(run: RunConfig) -> Iterator[Finding]:
 
 
 def _validating(run: RunConfig) -> Iterator[Finding]:
-    yield from _full_validation(run)
-    yield from _metrics(run)
-    validating = run.validating
-    is_validated = bool(run.fully_validated)
+    validating, validated = run.validating, run.fully_validated
+    if validating.full_validation and not run.has_validation_data:
+        yield error("validating.full_validation", NEEDS_DATA)
+    stop = validating.early_stop
+    if stop is not None and stop.weights is not None and validated and stop.weights not in validated:
+        text = f" = {show(stop.weights)}: these weights have no full validation. With it: {', '.join(validated)}."
+        yield error("validating.early_stop.weights", text)
+    has_tasks = isinstance(run, MultiTaskRun)
+    if has_tasks and validating.test_data:
+        yield error("validating.test_data", ": this is an input of several tasks. There it is test_data_dict.TASK.")
+    if not has_tasks and validating.test_data_dict:
+        yield error("validating.test_data_dict", ": this is an input of one task. There it is test_data.")
+    if validated:
+        yield from _metrics(run)
     is_never = validating.full_val_start == 1
     of_best = "save_best_dir max_best_ckpt"
     of_all = f"validation_freq save_best {of_best} validation_metric early_stop full_val_file"
     why = "full_validation and ema_full_validation are false"
     if run.training.averaging:
         why += ", and no entry of training.averaging has it"
-    for is_idle, names, reason in (
+    idle = _idle(
         (not run.has_validation_data, "compiled_infer", "there are no validation data"),
-        (not is_validated, f"{of_all} full_val_start", why),
-        (is_validated and is_never, f"full_validation {of_all}", NEVER),
-        (is_validated and not is_never and not validating.save_best, of_best, "save_best is false"),
-    ):
-        yield from inside("validating", _idle(is_idle, names, reason))
-
-
-def _full_validation(run: RunConfig) -> Iterator[Finding]:
-    if run.validating.full_validation and not run.has_validation_data:
-        yield error("validating.full_validation", NEEDS_DATA)
-    stop, validated = run.validating.early_stop, run.fully_validated
-    if stop is not None and stop.weights is not None and validated and stop.weights not in validated:
-        text = f" = {show(stop.weights)}: these weights have no full validation. With it: {', '.join(validated)}."
-        yield error("validating.early_stop.weights", text)
-    for name, is_wrong, use in (
-        ("test_data", isinstance(run, MultiTaskRun), "several tasks. There it is test_data_dict.TASK"),
-        ("test_data_dict", not isinstance(run, MultiTaskRun), "one task. There it is test_data"),
-    ):
-        if is_wrong and getattr(run.validating, name):
-            yield error(f"validating.{name}", f": this is an input of {use}.")
+        (not validated, f"{of_all} full_val_start", why),
+        (validated and is_never, f"full_validation {of_all}", NEVER),
+        (validated and not is_never and not validating.save_best, of_best, "save_best is false"),
+    )
+    yield from inside("validating", idle)
 
 
 def _metrics(run: RunConfig) -> Iterator[Finding]:
@@ -333,7 +330,7 @@ def _metrics(run: RunConfig) -> Iterator[Finding]:
     metrics, early_stop = {"validation_metric": run.validating.validation_metric}, run.validating.early_stop
     if early_stop is not None and early_stop.metric is not None:
         metrics["early_stop.metric"] = early_stop.metric
-    for name, metric in metrics.items() if run.fully_validated else ():
+    for name, metric in metrics.items():
         known = {letter: None for task in run.tasks.values() for letter in task.model.fitting_net.metrics}
         # its default is not distinguished from an option that is not given
         is_given = name != "validation_metric" or metric != ValidatingConfig.validation_metric
@@ -384,13 +381,12 @@ def _loss(task: TaskConfig) -> Iterator[Finding]:
     refused |= {name: getattr(loss, name) for name in ("start_pref_h", "limit_pref_h")}
     for name in (name for name, is_given in refused.items() if is_given and is_huber):
         yield error(name, f" = {getattr(loss, name):g}: not possible with use_huber. {REMOVE_ONE}")
-    for is_idle, names, why in (
+    yield from _idle(
         (loss.loss_func == "mae", "use_huber", "loss_func is mae"),
         (not is_huber, "huber_delta", "the loss is not Huber's"),
         ("pf" not in loss.weights, "use_default_pf", "start_pref_pf and limit_pref_pf are 0"),
         (loss.error != "mse", "intensive_ener_virial", "such errors are per atom anyway"),
-    ):
-        yield from _idle(is_idle, names, why)
+    )
 
 
 def _data(task: TaskConfig) -> Iterator[Finding]:
@@ -401,14 +397,25 @@ def _data(task: TaskConfig) -> Iterator[Finding]:
         text = f" = {data.validation_fraction:g}: validation_data is given too. {REMOVE_ONE}"
         yield error("validation_fraction", text)
     train, valid = data.training_data, data.validation_data
-    yield from _idle(train.sys_probs, "training_data.auto_prob", "sys_probs is given")
-    yield from _idle(valid and valid.sys_probs, "validation_data.auto_prob", "sys_probs is given")
-    yield from _idle(data.stat_file is None, "stat_file_mode", "there is no stat_file")
+    yield from _idle(
+        (train.sys_probs, "training_data.auto_prob", "sys_probs is given"),
+        (valid and valid.sys_probs, "validation_data.auto_prob", "sys_probs is given"),
+        (data.stat_file is None, "stat_file_mode", "there is no stat_file"),
+    )
     both = set(train.systems) & set(valid.systems if valid is not None else ())
     if both:
         names = ", ".join(sorted(both))
         yield warning("validation_data.systems", f": {names} is training data too; it validates nothing.")
 
+
+def _tasks(run: RunConfig) -> Iterator[Finding]:
+    for task in run.tasks.values():
+        yield from inside(task.place("loss"), _loss(task))
+        yield from inside(task.place("training"), _data(task))
+        yield from inside(task.place("model"), task.model.findings())
+
+
+_RULES = (_learning_rate, _optimizer, _training, _validating, _files, findings_of_tasks, _averages, _tasks)
 
 # ---- lengths
 

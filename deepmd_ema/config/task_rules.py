@@ -10,12 +10,15 @@ from typing import Any
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.profile import REMOVE_ONE
-from deepmd_ema.config.schema.run import MultiTaskRun
-from deepmd_ema.findings import Finding, error, warning
+from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig
+from deepmd_ema.findings import Finding, error, unused, warning
 
 
-def findings_of_tasks(run: MultiTaskRun) -> Iterator[Finding]:
+def findings_of_tasks(run: RunConfig) -> Iterator[Finding]:
     """Yield the findings about the tasks of a run, at canonical places."""
+    if not isinstance(run, MultiTaskRun):
+        yield unused("model.model_branch_alias", "there is one task, so no head is chosen by a name")
+        return
     for rule in (_names_of_tasks, _sections_of_tasks, _shares, _shared_parts, _case_embedding):
         yield from rule(run)
 
