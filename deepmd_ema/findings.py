@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 ERROR = "error"  # nothing is trained
 WARNING = "warning"  # allowed, but likely a mistake
@@ -36,6 +37,9 @@ class Finding:
         return f"{where}: {self.place or 'the config'}{self.text}"
 
 
+Findings: TypeAlias = Iterator[Finding]
+
+
 def error(place: str, text: str) -> Finding:
     """Return the finding of a mistake."""
     return Finding(ERROR, place, text)
@@ -61,14 +65,14 @@ def note(place: str, text: str) -> Finding:
     return Finding(NOTE, place, text)
 
 
-def inside(section: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+def inside(section: str, findings: Iterable[Finding]) -> Findings:
     """Yield findings of a section with their places as seen from the section around it."""
     for finding in findings:
         path = ".".join(filter(None, (section, finding.place)))
         yield replace(finding, place=path)
 
 
-def with_task(task: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+def with_task(task: str, findings: Iterable[Finding]) -> Findings:
     """Yield findings with the name of a task before the place, unless it is empty."""
     for finding in findings:
         yield replace(finding, place=f"task {task}: {finding.place}") if task else finding

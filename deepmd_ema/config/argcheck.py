@@ -13,7 +13,7 @@ from dargs import Argument, Variant
 from dargs.dargs import ArgumentError, ArgumentTypeError
 
 from deepmd_ema.config.fields import Option, input_options, options, plain, unknown_choice
-from deepmd_ema.config.messages import NOT_AVAILABLE, Place, close_names, dotted, show
+from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Values, close_names, dotted, show
 from deepmd_ema.config.reading import INVALID, Reading
 from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
@@ -101,7 +101,7 @@ def _kind(name: str, section: Any) -> Field:
 def _field(option: Option) -> Field:
     """Return the argument of an option, with the sections in it."""
     null = [type(None)] if option.nullable else []
-    about: dict[str, Any] = {"optional": not option.required, "alias": option.alias, "doc": option.doc}
+    about: Values = {"optional": not option.required, "alias": option.alias, "doc": option.doc}
     if option.unit:
         about["doc"] += f" Unit: {option.unit}."
     if not option.required:
@@ -143,7 +143,7 @@ class Section(NamedTuple):
     place: Place
     field: Field
     kind: Field | None
-    values: dict[str, Any]
+    values: Values
 
 
 def sections_of(field: Field, values: Any, place: Place) -> Iterator[Section]:

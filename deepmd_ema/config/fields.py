@@ -166,15 +166,15 @@ class Option:
         return bad_value(value, self.wants, hint)
 
 
-def option(default: Any = dataclasses.MISSING, doc: str = "", **about: Any) -> Any:
+def option(default: Any = dataclasses.MISSING, doc: str = "", check: Check | None = None, **about: Any) -> Any:
     """Declare one option of a section; ``about`` are the attributes of ``Option``: alias, unit, choices, ...
 
     ``also`` names types that the file may hold and that ``convert`` turns into the annotated one. A default that is a
     list or a dict is copied for each owner.
     """
-    metadata = {"default": default, "doc": doc, **about}
+    metadata = {"default": default, "doc": doc, "check": check, **about}
     if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

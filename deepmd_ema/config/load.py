@@ -11,7 +11,7 @@ from typing import Any
 from dargs.dargs import ArgumentError
 
 from deepmd_ema.config.argcheck import Field, find_mistakes, run_arguments, take_options, to_section
-from deepmd_ema.config.messages import Place, in_order, section_at
+from deepmd_ema.config.messages import Place, Values, in_order, section_at
 from deepmd_ema.config.reading import Reading
 from deepmd_ema.config.rules import findings_of
 from deepmd_ema.config.schema.averaging import AVERAGES
@@ -160,7 +160,7 @@ def model_config_from_dict(values: Mapping[str, Any], source: str = "<dict>") ->
     return model
 
 
-def _accepted(root: Field, reading: Reading) -> dict[str, Any] | None:
+def _accepted(root: Field, reading: Reading) -> Values | None:
     """Return the values of an input with all defaults as dargs accepts them; mistakes are noted in ``reading``.
 
     Wrong options have their defaults; the result is None if something without a default is wrong or missing.
@@ -168,7 +168,7 @@ def _accepted(root: Field, reading: Reading) -> dict[str, Any] | None:
     take_options(root, reading)
     for is_repaired in (False, True):
         try:
-            values: dict[str, Any] = root.normalize_value(reading.values)
+            values: Values = root.normalize_value(reading.values)
             root.check_value(values, strict=True)
             return values
         except ArgumentError as refusal:
@@ -194,7 +194,7 @@ class SavedModels:
 
     configs: dict[str, ModelConfig]
     links: tuple[Link, ...]
-    runs: dict[str, dict[str, Any]]
+    runs: dict[str, Values]
 
 
 def saved_models(values: Mapping[str, Any], source: str = "<dict>") -> SavedModels:

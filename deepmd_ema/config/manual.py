@@ -14,7 +14,7 @@ from dargs.json_schema import generate_json_schema
 
 from deepmd_ema.config.argcheck import TYPE, Field, kinds_of, run_arguments
 from deepmd_ema.config.fields import Option
-from deepmd_ema.config.messages import close_names, show
+from deepmd_ema.config.messages import Values, close_names, show
 from deepmd_ema.config.upgrade import PARTS
 from deepmd_ema.errors import ConfigError
 
@@ -124,7 +124,7 @@ def json_schema_text() -> str:
     return json.dumps(json_schema(), indent=2, ensure_ascii=False)
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> Values:
     """Return the JSON Schema of dargs (draft 2020-12) of an input of one task or of several."""
     schemas = []
     for has_tasks in (False, True):
@@ -193,7 +193,7 @@ def _entries(kinds: Sequence[Field], path: str, listed: tuple[Any, ...]) -> Iter
 # ---- JSON Schema
 
 
-def _mark_unknown_keys(schema: dict[str, Any], field: Field) -> None:
+def _mark_unknown_keys(schema: Values, field: Field) -> None:
     """Let editors mark unknown keys and wrong choices, which the schema of dargs leaves out, in a section."""
     entries = schema
     if field.repeat:

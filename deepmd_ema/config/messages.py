@@ -7,13 +7,16 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeAlias
 
 from deepmd_ema.findings import Finding
 from deepmd_ema.utils import __version__
 
 Place = tuple[str | int, ...]
 """Place in a config, e.g. ``("training", "training_data", "systems", 0)``."""
+
+Values: TypeAlias = dict[str, Any]
+"""A section of an input, or a whole one."""
 
 NOT_AVAILABLE = f"known to DeePMD-kit, not available in dp-ema {__version__}"
 

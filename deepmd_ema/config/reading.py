@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepmd_ema.config.messages import Place, Source, dotted
+from deepmd_ema.config.messages import Place, Source, Values, dotted
 from deepmd_ema.findings import Finding, error
 
 INVALID: Any = object()  # in place of a part that is missing, which is already reported
@@ -39,7 +39,7 @@ class Reading:
     notes: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     mistakes: list[Finding] = field(default_factory=list)
-    wrong: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    wrong: list[tuple[Values, str]] = field(default_factory=list)
 
     @property
     def source(self) -> Source:

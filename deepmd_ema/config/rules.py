@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -30,15 +30,13 @@ from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, TaskConfig
 from deepmd_ema.config.schema.training import ValidatingConfig
 from deepmd_ema.config.task_rules import findings_of_tasks
 from deepmd_ema.errors import ConfigError, command, counted
-from deepmd_ema.findings import UNUSED, WARNING, Finding, error, inside, texts_of, unused, warning
+from deepmd_ema.findings import UNUSED, WARNING, Findings, error, inside, texts_of, unused, warning
 
 _MAX_WINDOW = 0.2  # of the run: a longer average still remembers the untrained weights
 _MIN_SNAPSHOTS = 4  # of one average; from fewer, averages of other lengths cannot be reconstructed well
 
 
-def findings_of(
-    run: RunConfig, num_steps: int | None = None, steps_per: Mapping[str, float] | None = None
-) -> Iterator[Finding]:
+def findings_of(run: RunConfig, num_steps: int | None = None, steps_per: Mapping[str, float] | None = None) -> Findings:
     """Yield the findings of a run whose options are right each by itself, with places that the input spells.
 
     Options without effect are those that the input gives.
@@ -84,7 +82,7 @@ def _value_at(run: RunConfig, place: Place) -> Any:
     return value
 
 
-def _idle(*rows: tuple[Any, str, str]) -> Iterator[Finding]:
+def _idle(*rows: tuple[Any, str, str]) -> Findings:
     """Yield that options have no effect.
 
     Args:
@@ -122,7 +120,7 @@ def as_launched(run: RunConfig, launched: bool, restart: str | None = None, num_
     return replace(run, training=replace(run.training, zero_stage=0), notes=(*run.notes, note))
 
 
-def _learning_rate(run: RunConfig) -> Iterator[Finding]:
+def _learning_rate(run: RunConfig) -> Findings:
     lr: Any = run.learning_rate
     if lr.stop_lr is not None and lr.stop_lr_ratio is not None:
         yield error("learning_rate.stop_lr_ratio", f" = {lr.stop_lr_ratio:g}: stop_lr is given too. {REMOVE_ONE}")
@@ -149,7 +147,7 @@ def _learning_rate(run: RunConfig) -> Iterator[Finding]:
     )
 
 
-def _optimizer(run: RunConfig) -> Iterator[Finding]:
+def _optimizer(run: RunConfig) -> Findings:
     if isinstance(run.optimizer, LKFConfig):
         yield from _lkf(run)
     is_adjusted = getattr(run.optimizer, "lr_adjust", 0) > 0
@@ -169,7 +167,7 @@ _REFUSED_BY_LKF = (
 )  # fmt: skip
 
 
-def _lkf(run: RunConfig) -> Iterator[Finding]:
+def _lkf(run: RunConfig) -> Findings:
     """LKF trains in one process, with one batch, and of the loss takes only whether energies and forces are fitted."""
     training = run.training
     for name, value, most, why in (
@@ -209,7 +207,7 @@ def _lkf(run: RunConfig) -> Iterator[Finding]:
                 yield error(f"{task.place('loss')}.{name}", text)
 
 
-def _training(run: RunConfig) -> Iterator[Finding]:
+def _training(run: RunConfig) -> Findings:
     training = run.training
     # exactly one of numb_steps and numb_epoch is given, or, with several tasks, num_epoch_dict
     steps, epochs = training.numb_steps, training.numb_epoch
@@ -244,7 +242,7 @@ def _training(run: RunConfig) -> Iterator[Finding]:
     )
 
 
-def _gradients(run: RunConfig) -> Iterator[Finding]:
+def _gradients(run: RunConfig) -> Findings:
     training = run.training
     # CUDA graphs that torch.compile makes overwrite the gradients of the batch before (pytorch issue 169545)
     if training.accumulate > 1 and training.enable_compile and training.compile_options.makes_cuda_graphs:
@@ -272,7 +270,7 @@ def _gradients(run: RunConfig) -> Iterator[Finding]:
         yield error("training.accumulate", f' = {training.accumulate}: loss_func "rmse"{text}')
 
 
-def _averages(run: RunConfig) -> Iterator[Finding]:
+def _averages(run: RunConfig) -> Findings:
     averages = run.training.averaging
     for number, average in enumerate(averages):
         place, name = f"training.averaging[{number}]", average.name
@@ -295,7 +293,7 @@ def _averages(run: RunConfig) -> Iterator[Finding]:
         yield warning("training.averaging", f"{text}same tensors only: give them the same.")
 
 
-def _validating(run: RunConfig) -> Iterator[Finding]:
+def _validating(run: RunConfig) -> Findings:
     validating, validated = run.validating, run.fully_validated
     if validating.full_validation and not run.has_validation_data:
         yield error("validating.full_validation", NEEDS_DATA)
@@ -325,7 +323,7 @@ def _validating(run: RunConfig) -> Iterator[Finding]:
     yield from inside("validating", idle)
 
 
-def _metrics(run: RunConfig) -> Iterator[Finding]:
+def _metrics(run: RunConfig) -> Findings:
     """Metrics that rank weights and end a run have weights in the loss of every task, at the start and the end."""
     metrics, early_stop = {"validation_metric": run.validating.validation_metric}, run.validating.early_stop
     if early_stop is not None and early_stop.metric is not None:
@@ -349,7 +347,7 @@ def _metrics(run: RunConfig) -> Iterator[Finding]:
                 yield error(f"validating.{name}", text)
 
 
-def _files(run: RunConfig) -> Iterator[Finding]:
+def _files(run: RunConfig) -> Findings:
     """No two of learning curves, logs of full validation and links to weights have one name."""
     files: dict[str, Output] = {}
     for output in Outputs(run):
@@ -360,7 +358,7 @@ def _files(run: RunConfig) -> Iterator[Finding]:
             yield error(output.option, text)
 
 
-def _loss(task: TaskConfig) -> Iterator[Finding]:
+def _loss(task: TaskConfig) -> Findings:
     loss, fitting = task.loss, task.model.fitting_net
     wanted = fitting.loss
     if loss.type != wanted:
@@ -389,7 +387,7 @@ def _loss(task: TaskConfig) -> Iterator[Finding]:
     )
 
 
-def _data(task: TaskConfig) -> Iterator[Finding]:
+def _data(task: TaskConfig) -> Findings:
     data = task.data
     if data.stat_file_mode == "read" and data.stat_file is None:
         yield error("stat_file_mode", ' = "read": needs stat_file beside it. Add it, or remove stat_file_mode.')
@@ -408,7 +406,7 @@ def _data(task: TaskConfig) -> Iterator[Finding]:
         yield warning("validation_data.systems", f": {names} is training data too; it validates nothing.")
 
 
-def _tasks(run: RunConfig) -> Iterator[Finding]:
+def _tasks(run: RunConfig) -> Findings:
     for task in run.tasks.values():
         yield from inside(task.place("loss"), _loss(task))
         yield from inside(task.place("training"), _data(task))
@@ -420,7 +418,7 @@ _RULES = (_learning_rate, _optimizer, _training, _validating, _files, findings_o
 # ---- lengths
 
 
-def _lengths_to_look_at(run: RunConfig, num_steps: int, steps_per: Mapping[str, float]) -> Iterator[Finding]:
+def _lengths_to_look_at(run: RunConfig, num_steps: int, steps_per: Mapping[str, float]) -> Findings:
     """Yield warnings about lengths that do not fit that of the run."""
     lr = run.learning_rate
     if isinstance(lr, ExpScheduleConfig) and (used := lr.used_decay_steps(num_steps)) != lr.decay_steps:
@@ -433,9 +431,7 @@ def _lengths_to_look_at(run: RunConfig, num_steps: int, steps_per: Mapping[str, 
         yield from inside(f"training.averaging[{number}]", of_average)
 
 
-def _length_of_average(
-    average: Any, num_steps: int, steps_per: Mapping[str, float], schedule: Schedule
-) -> Iterator[Finding]:
+def _length_of_average(average: Any, num_steps: int, steps_per: Mapping[str, float], schedule: Schedule) -> Findings:
     """Yield warnings about a window of much of the run, a start after it, or few snapshots in it."""
     name, value = average.length
     longest = _MAX_WINDOW * num_steps

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema.model import Link
 from deepmd_ema.config.schema.profile import REMOVE_ONE
 from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig
-from deepmd_ema.findings import Finding, error, unused, warning
+from deepmd_ema.findings import Findings, error, unused, warning
 
 
-def findings_of_tasks(run: RunConfig) -> Iterator[Finding]:
+def findings_of_tasks(run: RunConfig) -> Findings:
     """Yield the findings about the tasks of a run, at canonical places."""
     if not isinstance(run, MultiTaskRun):
         yield unused("model.model_branch_alias", "there is one task, so no head is chosen by a name")
@@ -23,7 +22,7 @@ def findings_of_tasks(run: RunConfig) -> Iterator[Finding]:
         yield from rule(run)
 
 
-def _names_of_tasks(run: MultiTaskRun) -> Iterator[Finding]:
+def _names_of_tasks(run: MultiTaskRun) -> Findings:
     """Names of tasks, which stand in names of files, tensors and columns, are plain and distinct, as are aliases."""
     models = run.model.model_dict
     names = {name.lower(): name for name in reversed(models)}
@@ -44,7 +43,7 @@ def _names_of_tasks(run: MultiTaskRun) -> Iterator[Finding]:
                 yield error(f"model.model_dict.{name}.model_branch_alias", text)
 
 
-def _sections_of_tasks(run: MultiTaskRun) -> Iterator[Finding]:
+def _sections_of_tasks(run: MultiTaskRun) -> Findings:
     """Every task has a model and data; losses and shares are those of tasks."""
     tasks, training = run.model.model_dict, run.training
     if not tasks:
@@ -65,7 +64,7 @@ def _sections_of_tasks(run: MultiTaskRun) -> Iterator[Finding]:
                 yield error(place, f": task {name} of model.model_dict is missing. Add it.")
 
 
-def _shares(run: MultiTaskRun) -> Iterator[Finding]:
+def _shares(run: MultiTaskRun) -> Findings:
     """``model_prob`` and ``num_epoch_dict`` exclude each other, and no two tasks have one ``stat_file``."""
     if run.task_weights and run.task_epochs:
         yield error("training.model_prob", f": num_epoch_dict is given too, from which shares follow. {REMOVE_ONE}")
@@ -82,7 +81,7 @@ def _shares(run: MultiTaskRun) -> Iterator[Finding]:
                 yield error(f"{task.place('training')}.stat_file", text)
 
 
-def _shared_parts(run: MultiTaskRun) -> Iterator[Finding]:
+def _shared_parts(run: MultiTaskRun) -> Findings:
     """Models that share a part have the same elements; what says nothing of elements has no embedding to share."""
     first: dict[str, Link] = {}
     for link in run.links:
@@ -99,7 +98,7 @@ def _shared_parts(run: MultiTaskRun) -> Iterator[Finding]:
             yield error(place, f"{text} Use level 0, or none.")
 
 
-def _case_embedding(run: MultiTaskRun) -> Iterator[Finding]:
+def _case_embedding(run: MultiTaskRun) -> Findings:
     """``dim_case_embd`` is one number for all tasks, with room for each."""
     sizes = {name: model.fitting_net.dim_case_embd for name, model in run.model.model_dict.items()}
     most, tasks = max(sizes.values(), default=0), len(sizes)

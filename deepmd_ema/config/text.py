@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepmd_ema.config.messages import Place, dotted
+from deepmd_ema.config.messages import Place, Values, dotted
 from deepmd_ema.errors import ConfigError
 
 JSON_SUFFIXES = (".json",)
@@ -23,7 +23,7 @@ Marks = Iterator[tuple[Place, int, bool]]
 """Place and line of each key and item of a text in its order, and whether it is a key."""
 
 
-def read_config_file(path: Path) -> tuple[dict[str, Any], dict[Place, int]]:
+def read_config_file(path: Path) -> tuple[Values, dict[Place, int]]:
     """Return the values of a file and the line, from 1, of each key and list item.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepmd_ema.config.messages import NOT_AVAILABLE, Place, dotted, of_one_task, show
+from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Values, dotted, of_one_task, show
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def unavailable_key(section: Place, key: str) -> Unavailable | None:
     return UNAVAILABLE.get(path, {}).get(key) or REMOVED.get(path, {}).get(key)
 
 
-def without_removed(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def without_removed(values: Mapping[str, Any]) -> tuple[Values, list[str]]:
     """Return the config of a checkpoint without removed options, and a note for each one that had an effect."""
     kept, notes = dict(values), []
     for section, known in REMOVED.items():

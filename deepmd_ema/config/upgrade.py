@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deepmd_ema.config.fields import options, type_names
-from deepmd_ema.config.messages import Place, close_names, dotted, path_of, section_at, show
+from deepmd_ema.config.messages import Place, Values, close_names, dotted, path_of, section_at, show
 from deepmd_ema.config.reading import INVALID, Reading
 from deepmd_ema.config.schema.averaging import EmaShorthand, ScheduleFreeProfile
 from deepmd_ema.config.schema.bridging import method_name
@@ -225,7 +225,7 @@ def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
     return tuple(links)
 
 
-def _replace_names(reading: Reading, task: str, section: dict[str, Any], shared: Any) -> Iterator[Link]:
+def _replace_names(reading: Reading, task: str, section: Values, shared: Any) -> Iterator[Link]:
     """Put parts in the places of their names in the model of a task, and yield where."""
     parts = section_at(section, "descriptor").get("list")
     named: list[tuple[Any, Any, str]] = [(section, part, part) for part in PARTS if part in section]
@@ -291,7 +291,7 @@ def _spell_out_bridging(reading: Reading) -> None:
                     section.pop(name, None)
 
 
-def _merge_parts(reading: Reading, section: dict[str, Any], parts: list[dict[str, Any]], place: Place) -> None:
+def _merge_parts(reading: Reading, section: Values, parts: list[Values], place: Place) -> None:
     """Turn a section of type ``linear_ener`` with an ``inner_potential`` into one of type ``dpa4``."""
     skipped = ("type", "models", "weights", *(() if section.get("shared_dict") else ("shared_dict",)))
     weights, whole = section.get("weights"), {key: value for key, value in section.items() if key not in skipped}

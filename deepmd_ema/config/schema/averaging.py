@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepmd_ema.config.fields import option, options, plain, section
-from deepmd_ema.config.messages import show
+from deepmd_ema.config.messages import Values, show
 from deepmd_ema.config.registry import Registry
 from deepmd_ema.config.schema.profile import Profile
 from deepmd_ema.errors import ConfigError
-from deepmd_ema.findings import Finding, error
+from deepmd_ema.findings import Findings, error
 from deepmd_ema.utils import Check, fraction, is_number, not_negative, positive_int
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class EmaProfile(Profile):
         None,
         "Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is 1/(1-decay) "
         "steps. Exactly one of `decay` and `half_life` is given.",
-        check=fraction,
+        fraction,
     )
     warmup: bool = option(
         True,
@@ -68,7 +68,7 @@ class EmaProfile(Profile):
         None,
         "Time in which the weight of a step goes down to a half, in `half_life_unit`, instead of `decay`: "
         "decay = 0.5^(1/half_life) in steps.",
-        check=_half_life,
+        _half_life,
     )
     half_life_unit: str = option(
         "steps",
@@ -129,7 +129,7 @@ class SwaProfile(Profile):
         "which makes averages of any other length from those of two power averages.",
     )
     snapshot_freq: int | None = option(  # type: ignore[misc]
-        None, "Steps between two snapshots; null: `save_freq`.", check=positive_int, unit="steps"
+        None, "Steps between two snapshots; null: `save_freq`.", positive_int, unit="steps"
     )
 
     def decay_at(self, done: Any) -> Any:
@@ -169,13 +169,13 @@ class PowerProfile(SwaProfile):
         None,
         "Power of the step in its weight: 0 is equal weights, larger is shorter. Exactly one of `gamma` and "
         "`sigma_rel` is given.",
-        check=not_negative,
+        not_negative,
     )
     sigma_rel: float | None = option(
         None,
         "Width (standard deviation of the steps under their weights) as a fraction of the run, instead of "
         "`gamma`; larger is longer. 0.05 looks back over 5 % of the run on average.",
-        check=_sigma_rel,
+        _sigma_rel,
     )
 
     @classmethod
@@ -234,7 +234,7 @@ class ScheduleFreeProfile(Profile):
         of_z = 1 - self.adam_beta1
         return (1 - share) * of_z / (of_z + share * self.adam_beta1)
 
-    def conflicts(self) -> Iterator[Finding]:
+    def conflicts(self) -> Findings:
         """Yield errors of options by which updates would be left out."""
         for name, default in (("start_step", 0), ("start_epoch", None), ("update_every", 1), ("should_update", None)):
             if (value := getattr(self, name)) != default:
@@ -242,7 +242,7 @@ class ScheduleFreeProfile(Profile):
                 why = "the averaged point of the optimizer is updated in every step"
                 yield error(name, f" = {shown}: {why}. Remove it.")
 
-    def findings(self, run: RunConfig) -> Iterator[Finding]:
+    def findings(self, run: RunConfig) -> Findings:
         """Yield findings in a run, first the error that its optimizer has no averaged point."""
         if run.optimizer.type != "AdamWScheduleFree":
             why = f"optimizer.type is {run.optimizer.type}, and only AdamWScheduleFree has this average"
@@ -296,12 +296,12 @@ class CustomAverage(Profile):
         """
 
     @property
-    def own_options(self) -> dict[str, Any]:
+    def own_options(self) -> Values:
         """Return the options that only this type has, as plain values."""
         common = {o.name for o in options(CustomAverage)}
         return {o.name: plain(getattr(self, o.name)) for o in options(type(self)) if o.name not in common}
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Values:
         """Return the settings as plain values, those of the type as ``options``."""
         return super().settings() | {"options": self.own_options}
 
@@ -327,7 +327,7 @@ class EmaShorthand:
     ema_decay: float = option(
         0.999,
         "Decay per step: `average <- decay * average + (1 - decay) * weights`; its window is 1/(1-decay) steps.",
-        check=fraction,
+        fraction,
     )
     ema_warmup: bool = option(
         True,
@@ -335,7 +335,7 @@ class EmaShorthand:
         "do not remember the initial weights. False is the formula of DeePMD-kit. Only in dp-ema.",
     )
     ema_ckpt_keep: int | None = option(
-        None, "Averaged checkpoints kept; null: as many as `max_ckpt_keep`.", check=positive_int
+        None, "Averaged checkpoints kept; null: as many as `max_ckpt_keep`.", positive_int
     )
 
 

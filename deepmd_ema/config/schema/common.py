@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from deepmd_ema.config.fields import Check, not_negative, option
 from deepmd_ema.config.messages import NOT_AVAILABLE, show
 from deepmd_ema.config.schema.text_options import ActivationName
-from deepmd_ema.findings import Finding, error
+from deepmd_ema.findings import Findings, error
 
 Section = TypeVar("Section", bound=Any)
 
@@ -64,7 +64,7 @@ def sel_option(doc: str, default: Any = MISSING, numbers: str = f"a whole number
         default,
         f"{doc} `auto` counts the neighbors in the training data and takes 1.1 times the largest number, rounded "
         "up to a multiple of 4; `auto:1.2` takes 1.2 times.",
-        check=Check(
+        Check(
             _is_sel,
             f'{numbers}, or "auto" or "auto:1.2", the number from 1 to {MAX_SEL_RATIO}',
         ),
@@ -85,7 +85,7 @@ def sel_text(sel: int | list[int] | str) -> str:
     return " ".join(map(str, sel)) if isinstance(sel, list) else str(sel)
 
 
-def in_order(first: tuple[str, float], last: tuple[str, float], rcut: float) -> Iterator[Finding]:
+def in_order(first: tuple[str, float], last: tuple[str, float], rcut: float) -> Findings:
     """Yield an error if the last of two distances is not between the first and the cutoff.
 
     Args:
@@ -98,7 +98,7 @@ def in_order(first: tuple[str, float], last: tuple[str, float], rcut: float) -> 
         yield error(last[0], f" = {last[1]:g}: expected {expected}.")
 
 
-def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Iterator[Finding]:
+def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Findings:
     """Yield an error if the switch does not begin before it ends.
 
     Args:
@@ -112,7 +112,7 @@ def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Iterator[F
         yield error(name, f"{text}. Try {name} = {0.1 * rcut:.2g}.")
 
 
-def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Iterator[Finding]:
+def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Findings:
     """Yield an error if there are more axis channels than channels."""
     if axis_neuron > neuron[-1]:
         most = f"{neuron[-1]}, the last number of neuron = {show(neuron)}"
@@ -127,7 +127,7 @@ def unavailable_option(value: Any, feature: str) -> Any:
         feature: with its verb: ``attention over layers is``.
     """
     check = Check(lambda v: v == value, f"{show(value)}: {feature} {NOT_AVAILABLE}")
-    return option(value, f"{feature[0].upper()}{feature[1:].rpartition(' ')[0]}. Only {show(value)} here.", check=check)
+    return option(value, f"{feature[0].upper()}{feature[1:].rpartition(' ')[0]}. Only {show(value)} here.", check)
 
 
 _OLD_VALUES = {"spline": "always", "direct": "never"}  # of `embedding_eval`, as `interpolate` was called
@@ -165,7 +165,7 @@ def not_one_per_element(
     name: str,
     values: Sequence[Any],
     type_map: Sequence[str],
-) -> Iterator[Finding]:
+) -> Findings:
     """Yield an error if the ``values`` of an option are not one for each element."""
     if len(values) != len(type_map):
         expected = f"{len(type_map)}, one for each of type_map = {show(type_map)}"
@@ -173,7 +173,7 @@ def not_one_per_element(
         yield error(name, text)
 
 
-def unknown_types(name: str, types: Iterable[int], type_map: Sequence[str]) -> Iterator[Finding]:
+def unknown_types(name: str, types: Iterable[int], type_map: Sequence[str]) -> Findings:
     """Yield an error if one of the ``types`` of an option is no place in ``type_map``."""
     bad = sorted({t for t in types if t >= len(type_map)})
     if bad:

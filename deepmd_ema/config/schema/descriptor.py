@@ -12,7 +12,7 @@ from deepmd_ema.config.registry import Registry
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.bridging import Window
-    from deepmd_ema.findings import Finding
+    from deepmd_ema.findings import Findings
     from deepmd_ema.geometry import NeighborStatistics
 
 
@@ -50,7 +50,7 @@ class DescriptorConfig(Protocol):
     def with_neighbors_of(self, saved: DescriptorConfig) -> DescriptorConfig:
         """Return the section with the number of neighbors of ``saved``, if it leaves it to the data."""
 
-    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+    def findings(self, type_map: Sequence[str]) -> Findings:
         """Yield findings about the options together; each value is right in itself.
 
         All are yielded: errors of options that contradict each other or the elements, warnings, and

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.fields import not_negative, not_negative_int, option, positive_int, section
-from deepmd_ema.config.messages import show
+from deepmd_ema.config.messages import Values, show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.text_options import ActivationName
-from deepmd_ema.findings import Finding, error
+from deepmd_ema.findings import Findings, error
 
 if TYPE_CHECKING:
     from deepmd_ema.config.schema.descriptor import DescriptorConfig
@@ -35,16 +35,14 @@ class DescriptorOptions:
     )
     trainable: bool = option(True, "Whether the parameters are trained.")
     seed: int | None = option(
-        None, "Seed of the initial parameters; null takes it from `training.seed`.", check=not_negative_int
+        None, "Seed of the initial parameters; null takes it from `training.seed`.", not_negative_int
     )
     exclude_types: list[list[int]] = option(
         [],
         "Pairs of types (places in `type_map`) that do not see each other, e.g. [[0, 1]].",
-        check=common.type_pairs,
+        common.type_pairs,
     )
-    env_protection: float = option(
-        0.0, "Added to distances before they are divided by.", unit="angstrom", check=not_negative
-    )
+    env_protection: float = option(0.0, "Added to distances before they are divided by.", not_negative, unit="angstrom")
 
 
 @section
@@ -61,7 +59,7 @@ class TypeEmbeddedOptions(DescriptorOptions):
     )
     use_tebd_bias: bool = option(False, "Whether the embedding of elements has a bias.")
 
-    def element_findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+    def element_findings(self, type_map: Sequence[str]) -> Findings:
         """Yield errors of options that contradict the elements."""
         yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
         unknown = [name for name in type_map if name not in SYMBOLS] if self.use_econf_tebd else []
@@ -100,7 +98,7 @@ class NeighborLists:
 
     def with_neighbors(self: Section, found: NeighborStatistics) -> Section:
         """Return the section with each number that is ``auto`` as a number, or as one for each element."""
-        values: dict[str, Any] = {}
+        values: Values = {}
         for name, cutoff in self.sel_options.items():
             if isinstance(sel := attrgetter(name)(self), str):
                 total = found.max_total if name == self.neighbors_option else found.max_within(attrgetter(cutoff)(self))
@@ -142,7 +140,7 @@ class ListSection(DescriptorOptions, NeighborLists):
         [10, 20, 40],
         "Widths of the hidden layers of the embedding network. A layer as wide as the one before it, or twice as "
         "wide, has a skip connection.",
-        check=common.layer_widths,
+        common.layer_widths,
     )
     activation_function: ActivationName = common.activation_option(
         ActivationName("tanh"),
@@ -187,7 +185,7 @@ class PerElementSection(ListSection):
         f"a list with one whole number per element of type_map, e.g. [46, 92], at most {common.MAX_SIZE:,} together",
     )
 
-    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+    def findings(self, type_map: Sequence[str]) -> Findings:
         """Yield errors of options that contradict each other."""
         yield from common.smooth_before(self.rcut_smth, self.rcut)
         if not isinstance(self.sel, str):
@@ -219,4 +217,4 @@ class OneListSection(TypeEmbeddedOptions, ListSection):
         "auto",
         f"a whole number > 0 (or a list of them, which are added up), at most {common.MAX_SIZE:,}",
     )
-    tebd_dim: int = option(8, "Numbers of the embedding of an element.", check=positive_int)
+    tebd_dim: int = option(8, "Numbers of the embedding of an element.", positive_int)

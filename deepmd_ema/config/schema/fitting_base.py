@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from deepmd_ema.config.fields import option, redefined, section
@@ -11,7 +11,7 @@ from deepmd_ema.config.messages import show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor_bases import DescriptorOptions
 from deepmd_ema.config.schema.text_options import ActivationName
-from deepmd_ema.findings import Finding, error
+from deepmd_ema.findings import Findings, error
 
 
 @section
@@ -35,9 +35,9 @@ class FittingOptions:
     loss: ClassVar[str] = "ener"
 
     numb_fparam: int = option(
-        0, "Number of frame parameters (`fparam.npy`), e.g. an electronic temperature.", check=common.num_parameters
+        0, "Number of frame parameters (`fparam.npy`), e.g. an electronic temperature.", common.num_parameters
     )
-    numb_aparam: int = option(0, "Number of parameters per atom (`aparam.npy`).", check=common.num_parameters)
+    numb_aparam: int = option(0, "Number of parameters per atom (`aparam.npy`).", common.num_parameters)
     default_fparam: list[float] | None = option(
         None, "Frame parameters of systems without `fparam.npy`; `numb_fparam` numbers."
     )
@@ -45,13 +45,13 @@ class FittingOptions:
         0,
         "Length of the vector that distinguishes the tasks of a multi-task model, an input of the network; zeros "
         "with one task.",
-        check=common.num_parameters,
+        common.num_parameters,
     )
     neuron: list[int] = option(
         [120, 120, 120],
         "Widths of the hidden layers. A layer as wide as the one before it has a skip connection.",
+        common.layer_widths,
         alias=("n_neuron",),
-        check=common.layer_widths,
     )
     activation_function: ActivationName = common.activation_option(
         ActivationName("tanh"), "Activation function of the hidden layers; the same names as in the descriptor."
@@ -97,7 +97,7 @@ class FittingOptions:
         """Letters of the errors in tables."""
         return tuple(error.metric for name in self.labels for error in LABELS[name].errors if error.metric)
 
-    def findings(self, type_map: Sequence[str]) -> Iterator[Finding]:
+    def findings(self, type_map: Sequence[str]) -> Findings:
         """Yield errors of lists with a wrong length."""
         if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
             text = f" = {show(self.default_fparam)}: has length {len(self.default_fparam)}"

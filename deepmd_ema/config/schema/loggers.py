@@ -62,7 +62,7 @@ class Logger(ABC):
     freq: int | None = option(
         None,
         "Steps between two points of the training errors and the learning rate; null: `disp_freq`.",
-        check=positive_int,
+        positive_int,
         unit="steps",
     )
 

@@ -17,7 +17,7 @@ from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.bridging import DEFAULT_INNER, DEFAULT_OUTER, Window, bridging_method, method_name
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS, DescriptorConfig, HasBridging
 from deepmd_ema.config.schema.pair_table import pair_table, read_table, table_findings
-from deepmd_ema.findings import Finding, error, inside, unused, warning
+from deepmd_ema.findings import Findings, error, inside, unused, warning
 from deepmd_ema.utils import is_number
 
 _types = Check(lambda v: all(t >= 0 for t in v), "a list of type numbers, e.g. [0]")
@@ -50,24 +50,22 @@ class ModelConfig:
         check=_type_map, doc='Names of the elements, e.g. ["O", "H"]; type numbers are places in this list.'
     )
     data_stat_nbatch: int = option(
-        10, "Number of batches of each system that the statistics are taken from.", check=positive_int
+        10, "Number of batches of each system that the statistics are taken from.", positive_int
     )
     data_stat_protect: float = option(
-        0.01, "Smallest spread that statistics may have, against division by zero.", check=positive
+        0.01, "Smallest spread that statistics may have, against division by zero.", positive
     )
     model_branch_alias: list[str] = option(
         [], "Other names by which `--head` finds the model of a task. No effect with one task."
     )
     pair_exclude_types: list[list[int]] = option(
-        [], "Pairs of types without any interaction, e.g. [[0, 1]].", check=common.type_pairs
+        [], "Pairs of types without any interaction, e.g. [[0, 1]].", common.type_pairs
     )
-    atom_exclude_types: list[int] = option(
-        [], "Types whose atoms contribute no energy of their own, e.g. [0].", check=_types
-    )
+    atom_exclude_types: list[int] = option([], "Types whose atoms contribute no energy of their own, e.g. [0].", _types)
     preset_out_bias: dict[str, list[Any]] | None = option(
         None,
         "Energy bias of each element instead of the fitted one; null is fitted. Needs `set_davg_zero`.",
-        check=Check(lambda v: set(v) <= {"energy"}, 'like {"energy": [-13.6, null]}, one entry per element'),
+        Check(lambda v: set(v) <= {"energy"}, 'like {"energy": [-13.6, null]}, one entry per element'),
     )
     finetune_head: str = option(
         "",
@@ -115,7 +113,7 @@ class ModelConfig:
         """Return names and texts of what the model is, rows of a table."""
         return [("elements", " ".join(self.type_map))]
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Findings:
         """Yield findings about the section and its parts, first errors of the section itself."""
         yield from self.conflicts()
         for place, part in self.parts():
@@ -127,7 +125,7 @@ class ModelConfig:
             for name in ("bridging_r_inner", "bridging_r_outer"):
                 yield unused(name, "there is no bridging_method")
 
-    def conflicts(self) -> Iterator[Finding]:
+    def conflicts(self) -> Findings:
         """Yield errors of options of the section itself that contradict each other."""
         names = self.type_map
         twice = sorted({n for n in names if names.count(n) > 1})
@@ -165,20 +163,20 @@ class NetworkConfig(ModelConfig):
         "Analytic pair energy that is added, for atoms that come close: `zbl`, the screened repulsion of the "
         "nuclei, or `none`. The descriptor, which must be `dpa4`, then gets clamped distances. Frames with atoms "
         "nearer than `bridging_r_inner` should be left out of training by `training.training_data.min_pair_dist`.",
-        check=bridging_method,
+        bridging_method,
         convert=method_name,
     )
     bridging_r_inner: float = option(
         DEFAULT_INNER,
         "With `bridging_method`: shorter distances are this one for the descriptor.",
+        positive,
         unit="angstrom",
-        check=positive,
     )
     bridging_r_outer: float = option(
         DEFAULT_OUTER,
         "With `bridging_method`: longer distances are not changed for the descriptor.",
+        positive,
         unit="angstrom",
-        check=positive,
     )
 
     @property
@@ -198,7 +196,7 @@ class NetworkConfig(ModelConfig):
             parts.append(("short range", f"{self.bridging_method}, distances clamped from {window}"))
         return [*super().summary(), *parts]
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Findings:
         """Yield findings, also warnings of energies that an isolated atom will not have."""
         yield from super().findings()
         setting = self.descriptor.vacuum_needs
@@ -210,7 +208,7 @@ class NetworkConfig(ModelConfig):
         if self.preset_out_bias:
             yield warning("preset_out_bias", text)
 
-    def conflicts(self) -> Iterator[Finding]:
+    def conflicts(self) -> Findings:
         """Yield errors of options that contradict each other, also those of bridging."""
         yield from super().conflicts()
         fitting = self.fitting_net
@@ -252,27 +250,27 @@ class StandardConfig(NetworkConfig):
         "steps, and an energy in eV for each pair of elements (for O and H: O-O, O-H, H-H). A checkpoint holds its "
         "rows. Nearer than its first row the energy is nan. DeePMD-kit's torch backend has this for descriptors of "
         "mixed types only (not for `se_e2_a`), and reads only such frozen models.",
+        pair_table,
         also=(str,),
-        check=pair_table,
         convert=read_table,
     )
     smin_alpha: float = option(
         0.1,
         "Decay length of the soft minimum of the distances to the neighbors, by which `use_srtab` is switched on.",
+        positive,
         unit="angstrom",
-        check=positive,
     )
     sw_rmin: float | None = option(
         None,
         "An atom whose nearest neighbor (soft minimum) is nearer than this has the energy of `use_srtab` only.",
+        not_negative,
         unit="angstrom",
-        check=not_negative,
     )
     sw_rmax: float | None = option(
         None,
         "An atom whose nearest neighbor is farther than this has the energy of the network only.",
+        positive,
         unit="angstrom",
-        check=positive,
     )
 
     def summary(self) -> list[tuple[str, str]]:
@@ -283,7 +281,7 @@ class StandardConfig(NetworkConfig):
         text = f"table from {first:g} to {last:g} angstrom, off from {self.sw_rmin} to {self.sw_rmax}"
         return [*super().summary(), ("short range", text)]
 
-    def conflicts(self) -> Iterator[Finding]:
+    def conflicts(self) -> Findings:
         """Yield errors of options that contradict each other, also with the table."""
         yield from super().conflicts()
         if self.use_srtab is not None:

@@ -36,14 +36,14 @@ class _Schedule:
 
     start_lr: float = option(check=positive, doc="Learning rate at the start, after the warm-up.")
     stop_lr: float | None = option(
-        None, "Learning rate at the end; null is 5e-8, unless `stop_lr_ratio` is given.", check=not_negative
+        None, "Learning rate at the end; null is 5e-8, unless `stop_lr_ratio` is given.", not_negative
     )
-    stop_lr_ratio: float | None = option(None, "`stop_lr` as a fraction of `start_lr`.", check=_ratio)
-    warmup_steps: int = option(0, "Length of the linear warm-up.", check=not_negative_int, unit="steps")
+    stop_lr_ratio: float | None = option(None, "`stop_lr` as a fraction of `start_lr`.", _ratio)
+    warmup_steps: int = option(0, "Length of the linear warm-up.", not_negative_int, unit="steps")
     warmup_ratio: float | None = option(
-        None, "Length of the warm-up as a fraction of all steps, instead of `warmup_steps`.", check=fraction
+        None, "Length of the warm-up as a fraction of all steps, instead of `warmup_steps`.", fraction
     )
-    warmup_start_factor: float = option(0.0, "First learning rate of the warm-up over `start_lr`.", check=_part)
+    warmup_start_factor: float = option(0.0, "First learning rate of the warm-up over `start_lr`.", _part)
 
     @property
     def end_lr(self) -> float:
@@ -73,10 +73,8 @@ class ExpScheduleConfig(_Schedule):
 
     type = "exp"
 
-    decay_steps: int = option(5000, "Steps between two decays.", check=positive_int, unit="steps")
-    decay_rate: float | None = option(
-        None, "Factor of one decay; null: such that the last step has `stop_lr`.", check=_ratio
-    )
+    decay_steps: int = option(5000, "Steps between two decays.", positive_int, unit="steps")
+    decay_rate: float | None = option(None, "Factor of one decay; null: such that the last step has `stop_lr`.", _ratio)
     smooth: bool = option(False, "Whether to decay at each step instead of at every `decay_steps`.")
 
     def used_decay_steps(self, num_steps: int) -> int:
@@ -111,7 +109,7 @@ class WsdScheduleConfig(_Schedule):
 
     type = "wsd"
 
-    decay_phase_ratio: float = option(0.1, "Part of the run in which the rate goes down.", check=_ratio)
+    decay_phase_ratio: float = option(0.1, "Part of the run in which the rate goes down.", _ratio)
     decay_type: str = option(
         "inverse_linear", "How the rate goes down.", choices=("inverse_linear", "cosine", "linear")
     )
@@ -137,11 +135,11 @@ class InvSqrtScheduleConfig(WsdScheduleConfig):
     a: float = option(
         1000.0,
         "Steps after which the rate is `start_lr / sqrt(2)`; larger is slower.",
-        check=positive,
+        positive,
         unit="steps",
     )
     decay_phase_ratio: float = option(
-        0.0, "Part of the run, its last, in which the rate goes down to `stop_lr`; 0: none.", check=_part
+        0.0, "Part of the run, its last, in which the rate goes down to `stop_lr`; 0: none.", _part
     )
 
     def _shape_words(self, num_steps: int) -> str:
@@ -160,8 +158,8 @@ class GroupConfig:
         check=Check(lambda v: v.strip() != "", 'a pattern of names of parameters, e.g. "descriptor.*"'),
         doc="Names of parameters as checkpoints have them, with `*`, `?` and `[...]` as in names of files.",
     )
-    lr_scale: float = option(1.0, "Factor of the learning rate.", check=positive)
-    weight_decay: float | None = option(None, "Weight decay; null: that of the optimizer.", check=not_negative)
+    lr_scale: float = option(1.0, "Factor of the learning rate.", positive)
+    weight_decay: float | None = option(None, "Weight decay; null: that of the optimizer.", not_negative)
 
 
 _GROUPS = (
@@ -176,9 +174,9 @@ class AdamConfig:
 
     type = "Adam"
 
-    adam_beta1: float = option(0.9, "Decay of the mean of the gradient.", check=fraction)
-    adam_beta2: float = option(0.999, "Decay of the mean of the squared gradient.", check=fraction)
-    weight_decay: float = option(0.0, "Weight of the L2 term.", check=not_negative)
+    adam_beta1: float = option(0.9, "Decay of the mean of the gradient.", fraction)
+    adam_beta2: float = option(0.999, "Decay of the mean of the squared gradient.", fraction)
+    weight_decay: float = option(0.0, "Weight of the L2 term.", not_negative)
     groups: list[GroupConfig] = option([], _GROUPS)
 
 
@@ -188,7 +186,7 @@ class AdamWConfig(AdamConfig):
 
     type = "AdamW"
 
-    weight_decay: float = option(0.001, "Decoupled weight decay.", check=not_negative)
+    weight_decay: float = option(0.001, "Decoupled weight decay.", not_negative)
 
 
 @section
@@ -201,12 +199,12 @@ class AdamWScheduleFreeConfig(AdamWConfig):
 
     type = "AdamWScheduleFree"
 
-    adam_beta1: float = option(0.9, "Part of x in the live weights; the rest is z.", check=fraction)
+    adam_beta1: float = option(0.9, "Part of x in the live weights; the rest is z.", fraction)
     r: float = option(
         0.0,
         "Power of the step with which the weights of points in x grow: the mean age of x is 1 / (r + 2) of the "
         "steps. 0: all weigh the same.",
-        check=not_negative,
+        not_negative,
     )
 
 
@@ -216,17 +214,17 @@ class AdaMuonConfig:
 
     type = "AdaMuon"
 
-    momentum: float = option(0.95, "Decay of the mean gradient of a matrix.", check=fraction, alias=("muon_momentum",))
-    adam_beta1: float = option(0.9, "Decay of the mean of the gradient of a vector.", check=fraction)
-    adam_beta2: float = option(0.95, "Decay of the mean of the squared gradient of a vector.", check=fraction)
-    weight_decay: float = option(0.001, "Decoupled weight decay, of matrices only.", check=not_negative)
+    momentum: float = option(0.95, "Decay of the mean gradient of a matrix.", fraction, alias=("muon_momentum",))
+    adam_beta1: float = option(0.9, "Decay of the mean of the gradient of a vector.", fraction)
+    adam_beta2: float = option(0.95, "Decay of the mean of the squared gradient of a vector.", fraction)
+    weight_decay: float = option(0.001, "Decoupled weight decay, of matrices only.", not_negative)
     lr_adjust: float = option(
         10.0,
         "Above 0: vectors have the learning rate divided by this, and updates of a matrix of R rows and C columns "
         "are multiplied by `sqrt(max(1, R / C))`. Else: all have the learning rate, and updates of matrices are "
         "multiplied by `lr_adjust_coeff * sqrt(max(R, C))`.",
     )
-    lr_adjust_coeff: float = option(0.2, "See `lr_adjust`.", check=positive)
+    lr_adjust_coeff: float = option(0.2, "See `lr_adjust`.", positive)
     groups: list[GroupConfig] = option([], _GROUPS)
 
 
@@ -261,12 +259,12 @@ class SOAPConfig(AdamWConfig):
 
     adam_beta1: float = redefined(AdamWConfig, "adam_beta1", 0.95)
     adam_beta2: float = redefined(AdamWConfig, "adam_beta2", 0.95)
-    shampoo_beta: float = option(0.95, "Decay of the covariances of rows and columns of gradients.", check=fraction)
+    shampoo_beta: float = option(0.95, "Decay of the covariances of rows and columns of gradients.", fraction)
     precondition_frequency: int = option(
-        10, "Steps between two changes of the bases, after as many first steps.", check=positive_int, unit="steps"
+        10, "Steps between two changes of the bases, after as many first steps.", positive_int, unit="steps"
     )
     max_precond_dim: int = option(
-        1000, "Longest side of a matrix that has a basis; a longer one is not rotated.", check=positive_int
+        1000, "Longest side of a matrix that has a basis; a longer one is not rotated.", positive_int
     )
 
 
@@ -280,12 +278,12 @@ class LKFConfig:
     kf_blocksize: int = option(
         5120,
         "Largest number of weights in a block; each block takes 8 bytes times the square of its size.",
-        check=positive_int,
+        positive_int,
     )
-    kf_start_pref_e: float = option(1.0, "Factor of energy errors at the start.", check=positive)
-    kf_limit_pref_e: float = option(1.0, "Factor of energy errors at the end.", check=positive)
-    kf_start_pref_f: float = option(1.0, "Factor of force errors at the start.", check=positive)
-    kf_limit_pref_f: float = option(1.0, "Factor of force errors at the end.", check=positive)
+    kf_start_pref_e: float = option(1.0, "Factor of energy errors at the start.", positive)
+    kf_limit_pref_e: float = option(1.0, "Factor of energy errors at the end.", positive)
+    kf_start_pref_f: float = option(1.0, "Factor of force errors at the start.", positive)
+    kf_limit_pref_f: float = option(1.0, "Factor of force errors at the end.", positive)
 
 
 GradientConfig = AdamConfig | AdamWConfig | AdamWScheduleFreeConfig | AdaMuonConfig | HybridMuonConfig | SOAPConfig
@@ -385,9 +383,9 @@ class PropertyLossConfig(QuantityLossConfig):
     metric: list[str] = option(
         ["mae"],
         "Errors that the learning curve shows.",
-        check=Check(lambda v: set(v) <= set(_METRICS), f"some of {', '.join(_METRICS)}"),
+        Check(lambda v: set(v) <= set(_METRICS), f"some of {', '.join(_METRICS)}"),
     )
-    beta: float = option(1.0, "Error from which `smooth_mae` is linear.", check=positive)
+    beta: float = option(1.0, "Error from which `smooth_mae` is linear.", positive)
 
     @property
     def weights(self) -> dict[str, tuple[float, float]]:
@@ -423,11 +421,11 @@ class EnerLossConfig:
     limit_pref_h: float = _weight(0.0, "Weight of the second derivatives when the learning rate is 0.")
     use_default_pf: bool = option(False, "Whether systems without `atom_pref.npy` take a weight of 1 per atom.")
     relative_f: float | None = option(
-        None, "Divide force errors by the length of the force plus this number.", check=positive, unit="eV/angstrom"
+        None, "Divide force errors by the length of the force plus this number.", positive, unit="eV/angstrom"
     )
     use_huber: bool = option(False, "Whether errors above `huber_delta` count linearly.")
     huber_delta: float | list[float] = option(
-        0.01, "Where the Huber loss turns linear: one number, or [energy, force, virial].", check=_delta
+        0.01, "Where the Huber loss turns linear: one number, or [energy, force, virial].", _delta
     )
     loss_func: str = option("mse", "Squared (`mse`) or absolute (`mae`) errors.", choices=("mse", "mae"))
     f_use_norm: bool = option(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from deepmd_ema.config.fields import Check
-from deepmd_ema.findings import Finding, error
+from deepmd_ema.findings import Findings, error
 
 Table = list[list[float]]
 """Rows of a distance, angstrom, and an energy for each pair of elements, eV: O-O, O-H, H-H for ["O", "H"]."""
@@ -25,7 +24,7 @@ def read_table(value: str | Table) -> Table:
     return [list(map(float, line)) for line in lines if line]
 
 
-def table_findings(name: str, table: Table, num_types: int, rcut: float) -> Iterator[Finding]:
+def table_findings(name: str, table: Table, num_types: int, rcut: float) -> Findings:
     """Yield errors of the table of an option that does not fit to the elements and the cutoff."""
     columns = len(table[0]) - 1
     expected = num_types * (num_types + 1) // 2

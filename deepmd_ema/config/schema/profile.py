@@ -6,13 +6,14 @@ import math
 import pickle
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.fields import MAX_INTEGER, option, options
+from deepmd_ema.config.messages import Values
 from deepmd_ema.errors import ConfigError, every_steps
-from deepmd_ema.findings import Finding, error, unused
+from deepmd_ema.findings import Findings, error, unused
 from deepmd_ema.utils import LIVE, POSTHOC, Check, not_negative, not_negative_int, positive_int
 
 if TYPE_CHECKING:
@@ -80,16 +81,16 @@ class Profile(ABC):
     start_step: int = option(
         0,
         "Step at which the average starts, as a copy of the live weights; before it there is none.",
-        check=not_negative_int,
+        not_negative_int,
         unit="steps",
     )
     start_epoch: float | None = option(
-        None, "The start in epochs instead of `start_step`; may be a fraction.", check=not_negative, unit="epochs"
+        None, "The start in epochs instead of `start_step`; may be a fraction.", not_negative, unit="epochs"
     )
     update_every: int = option(
         1,
         "Steps between two updates. The decay is corrected for it: the length of the average is the same.",
-        check=positive_int,
+        positive_int,
         unit="steps",
     )
     device: str = option(
@@ -127,7 +128,7 @@ class Profile(ABC):
         "Whether displayed errors are shown for the average too, on the same batches, in `lcurve_NAME.out`.",
     )
     ckpt_keep: int | None = option(
-        None, "Checkpoints of the average kept; null: as many as `max_ckpt_keep`.", check=positive_int
+        None, "Checkpoints of the average kept; null: as many as `max_ckpt_keep`.", positive_int
     )
     should_update: Callable[[int, Any], bool] | None = field(default=None, compare=False)  # not in inputs
 
@@ -189,7 +190,7 @@ class Profile(ABC):
             changes |= {"start_step": math.ceil(start), "start_epoch": None}
         return replace(self, **{"should_update": vars(self).get("should_update"), **changes})
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Values:
         """Return the settings as plain values, ``type`` first, without the name; a hook by its name."""
         hook = self.should_update
         common = ("start_step", "update_every", "device", "dtype", "layout", "buffers")
@@ -199,7 +200,7 @@ class Profile(ABC):
             "should_update": None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__),
         }
 
-    def conflicts(self) -> Iterator[Finding]:
+    def conflicts(self) -> Findings:
         """Yield errors of options that exclude each other, in a run or in a bank without one."""
         if self.start_step > 0 and self.start_epoch is not None:
             text = f" = {self.start_epoch:g}: start_step = {self.start_step} is given too."
@@ -213,7 +214,7 @@ class Profile(ABC):
             (first, a), (second, b) = lengths
             yield error(second, f" = {b:g}: {first} = {a:g} is given too. {REMOVE_ONE}")
 
-    def findings(self, run: RunConfig) -> Iterator[Finding]:
+    def findings(self, run: RunConfig) -> Findings:
         """Yield errors of options that do not fit to others of a run, and those without effect."""
         training = run.training
         if self.full_validation and not run.has_validation_data:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import option, plain, section
 from deepmd_ema.config.labels import LABELS
-from deepmd_ema.config.messages import Source
+from deepmd_ema.config.messages import Source, Values
 from deepmd_ema.config.schema.model import MODELS, Link, ModelConfig
 from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, LossConfig, OptimizerConfig, ScheduleConfig
 from deepmd_ema.config.schema.text_options import Metric
@@ -183,7 +183,7 @@ class SingleTaskRun(RunConfig):
 class SharedParts:
     """Parts of models by name, for inputs only: in a config they stand where models name them."""
 
-    shared_dict: dict[str, Any] = option(
+    shared_dict: Values = option(
         {},
         "Sections `descriptor` and `fitting_net` and lists `type_map`, by names of your choice. A model of "
         '`model_dict` that has such a name instead of the part shares it with the others: `"descriptor": "dpa"` all of '
@@ -223,9 +223,9 @@ class MultiTaskRun(RunConfig):
         }
 
 
-def to_dict(config: RunConfig | ModelConfig) -> dict[str, Any]:
+def to_dict(config: RunConfig | ModelConfig) -> Values:
     """Return the normalized config as plain JSON: canonical keys, every default filled in (the file ``out.json``)."""
-    result: dict[str, Any] = plain(config)
+    result: Values = plain(config)
     if isinstance(config, RunConfig) and config.links:
         shared = result["model"]["shared_dict"] = {}
         for link in config.links:

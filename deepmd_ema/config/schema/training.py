@@ -52,7 +52,7 @@ class TestDataConfig:
     rglob_patterns: list[str] | None = option(
         None,
         "Patterns that folders of systems must match when parent folders are searched.",
-        check=Check(
+        Check(
             lambda v: all(map(_is_pattern, v)),
             'patterns of paths below the folders of systems, e.g. ["water*", "*/bulk"], none of them beginning with /',
         ),
@@ -68,7 +68,7 @@ class _Data(TestDataConfig):
         "Frames of a batch: a number; one number per system; `auto:N`: as few frames as have N atoms (`auto` is "
         "`auto:32`); `max:N`: as many frames as have at most N atoms; `filter:N`: the same, and systems of more than "
         "N atoms are left out; `mixed:N`: N frames of any systems; `mix:N`: as many as have at most N atoms.",
-        check=Check(BatchSizeRule.is_readable, BatchSizeRule.wants),
+        Check(BatchSizeRule.is_readable, BatchSizeRule.wants),
         convert=lambda v: BatchSizeRule(v) if isinstance(v, str) else v,
         unit="frames",
     )
@@ -76,15 +76,15 @@ class _Data(TestDataConfig):
         SystemProbability("prob_sys_size"),
         "Probability with which a system is drawn: `prob_uniform`: the same for all; `prob_sys_size`: by its "
         "number of batches; `prob_sys_size;0:2:0.7;2:5:0.3`: blocks of systems with weights, by size within a block.",
+        Check(SystemProbability.is_readable, SystemProbability.wants),
         alias=("auto_prob_style",),
-        check=Check(SystemProbability.is_readable, SystemProbability.wants),
         convert=SystemProbability,
     )
     sys_probs: list[float] | None = option(
         None,
         "Probability of each system, instead of `auto_prob`; negative: a share of the rest by number of batches.",
+        Check(_is_probs, "probabilities that add up to 1; negative ones share what the others leave"),
         alias=("sys_weights",),
-        check=Check(_is_probs, "probabilities that add up to 1; negative ones share what the others leave"),
     )
 
 
@@ -96,8 +96,8 @@ class TrainingDataConfig(_Data):
         0.0,
         "Frames with two atoms closer than this are left out of training. 0 leaves none out; atoms closer than 0.3 "
         "angstrom are then an error.",
+        Check(lambda v: 0 <= v <= _MAX_PAIR_DISTANCE, f"a number >= 0 and <= {_MAX_PAIR_DISTANCE:g}"),
         unit="angstrom",
-        check=Check(lambda v: 0 <= v <= _MAX_PAIR_DISTANCE, f"a number >= 0 and <= {_MAX_PAIR_DISTANCE:g}"),
     )
     frame_weights: bool = option(
         False,
@@ -110,9 +110,7 @@ class TrainingDataConfig(_Data):
 class ValidationDataConfig(_Data):
     """The validation frames."""
 
-    numb_btch: int = option(
-        1, "Batches of each validation that is displayed.", alias=("numb_batch",), check=positive_int
-    )
+    numb_btch: int = option(1, "Batches of each validation that is displayed.", positive_int, alias=("numb_batch",))
 
 
 @section
@@ -125,10 +123,10 @@ class TaskDataConfig:
         None,
         "Fraction of the frames of `training_data` that is split off to validate on, instead of `validation_data`: "
         "of every kind of calculation, near copies together, by `training.seed`. Only in dp-ema.",
-        check=Check(lambda v: 0 < v < 0.5, "a number > 0 and < 0.5"),
+        Check(lambda v: 0 < v < 0.5, "a number > 0 and < 0.5"),
     )
     stat_file: str | None = option(
-        None, "Cache of the statistics: an HDF5 file (`.h5`, `.hdf5`), otherwise a folder.", check=file_name
+        None, "Cache of the statistics: an HDF5 file (`.h5`, `.hdf5`), otherwise a folder.", file_name
     )
     stat_file_mode: str = option(
         "update", "`read` only reads `stat_file`, which must be complete.", choices=("update", "read")
@@ -152,9 +150,7 @@ class CompileConfig:
         "Whether one graph serves all numbers of atoms, neighbors and frames. `false` makes one for each size, "
         "rounded up to 2, 3, 4, 6, 8, 12, ...: for CUDA graphs, and for data of few sizes.",
     )
-    cache_dir: str | None = option(
-        None, "Folder where code is kept for later runs; null: that of torch.", check=file_name
-    )
+    cache_dir: str | None = option(None, "Folder where code is kept for later runs; null: that of torch.", file_name)
 
     @property
     def makes_cuda_graphs(self) -> bool:
@@ -175,26 +171,26 @@ class TrainingOptions:
     numb_steps: int | None = option(
         None,
         "Number of optimizer steps, perhaps 0. Exactly one of `numb_steps` and `numb_epoch` is given.",
+        not_negative_int,
         alias=("stop_batch", "num_step", "num_steps", "numb_step"),
-        check=not_negative_int,
         unit="steps",
     )
     numb_epoch: float | None = option(
         None,
         "Number of passes over the training data, instead of `numb_steps`; may be a fraction.",
+        positive,
         alias=("num_epoch", "num_epochs", "numb_epochs"),
-        check=positive,
         unit="epochs",
     )
     seed: int | None = option(
         None,
         "Seed of every random stream (initial parameters, order of frames); null draws one for each run.",
-        check=not_negative_int,
+        not_negative_int,
     )
-    disp_file: str = option("lcurve.out", "File of the learning curve.", check=file_name)
-    disp_freq: int = option(1000, "Steps between two lines of `disp_file`.", check=positive_int, unit="steps")
+    disp_file: str = option("lcurve.out", "File of the learning curve.", file_name)
+    disp_freq: int = option(1000, "Steps between two lines of `disp_file`.", positive_int, unit="steps")
     save_freq: int = option(1000, "Steps between two checkpoints; 0 or less writes only the last one.", unit="steps")
-    save_ckpt: str = option("model.ckpt", "Prefix of checkpoint files; may have a folder.", check=file_name)
+    save_ckpt: str = option("model.ckpt", "Prefix of checkpoint files; may have a folder.", file_name)
     save_dir: str | None = option(
         None,
         "Folder of the numbered checkpoints; null: that of `save_ckpt`, where the link to the newest is.",
@@ -203,7 +199,7 @@ class TrainingOptions:
     ckpt_keep_ratio: float | None = option(
         None,
         "Fraction of all checkpoints of the run that is kept, instead of `max_ckpt_keep` and `ema_ckpt_keep`.",
-        check=Check(lambda v: 0 < v < 1, "a number > 0 and < 1"),
+        Check(lambda v: 0 < v < 1, "a number > 0 and < 1"),
     )
     checkpoint_format: str = option(
         "gathered",
@@ -229,8 +225,8 @@ class TrainingOptions:
         False, "Whether training errors of a line are averaged over its interval instead of those of one batch."
     )
     tensorboard: bool = option(False, "Whether to write files for TensorBoard (extra `tensorboard`).")
-    tensorboard_log_dir: str = option("log", "Folder of the TensorBoard files.", check=file_name)
-    tensorboard_freq: int = option(1, "Steps between two TensorBoard points.", check=positive_int, unit="steps")
+    tensorboard_log_dir: str = option("log", "Folder of the TensorBoard files.", file_name)
+    tensorboard_freq: int = option(1, "Steps between two TensorBoard points.", positive_int, unit="steps")
     loggers: list[Logger] = option(
         [],
         "What else records the errors: TensorBoard, Weights & Biases (extra `wandb`), MLflow (extra `mlflow`). A "
@@ -238,13 +234,13 @@ class TrainingOptions:
         registry=LOGGERS,
     )
     gradient_max_norm: float = option(
-        0.0, "Gradients with a larger norm are scaled down to it; 0: no clipping.", check=not_negative
+        0.0, "Gradients with a larger norm are scaled down to it; 0: no clipping.", not_negative
     )
     accumulate: int = option(
         1,
         "Batches of a step, which are evaluated one after the other: the gradient is that of one batch with all "
         "their frames, in the memory of one of them. All options in steps count these steps. Only in dp-ema.",
-        check=positive_int,
+        positive_int,
         unit="batches",
     )
     enable_compile: bool = option(
@@ -268,7 +264,7 @@ class TrainingOptions:
         0,
         "What is sharded over the ranks: 0: nothing; 1: the optimizer state; 2: also gradients; 3: also "
         "parameters. It changes memory, not results. A process that no launcher has started trains with 0.",
-        check=Check(lambda v: v in (0, 1, 2, 3), "0, 1, 2 or 3"),
+        Check(lambda v: v in (0, 1, 2, 3), "0, 1, 2 or 3"),
     )
 
     @property
@@ -290,7 +286,7 @@ class TasksData:
     model_prob: dict[str, float] = option(
         {},
         "Probability of each task to be the one that a step trains; empty: by the number of its training systems.",
-        check=Check(
+        Check(
             lambda v: not v or (min(v.values()) >= 0 and sum(v.values()) > 0),
             'numbers >= 0, not all 0, by task, e.g. {"water": 0.7, "ice": 0.3}',
         ),
@@ -298,7 +294,7 @@ class TasksData:
     num_epoch_dict: dict[str, float] = option(
         {},
         "Passes over the training data of each task, from which `numb_steps` and `model_prob` then follow.",
-        check=Check(
+        Check(
             lambda v: not v or min(v.values()) > 0,
             'numbers > 0 by task, e.g. {"water": 20, "ice": 50}',
         ),
@@ -323,7 +319,7 @@ class EarlyStopConfig:
     metric: Metric | None = option(
         None,
         "The error that must fall; null: `validation_metric`.",
-        check=Check(Metric.is_readable, Metric.wants),
+        Check(Metric.is_readable, Metric.wants),
         convert=Metric,
         removed=REMOVED_METRICS,
     )
@@ -331,7 +327,7 @@ class EarlyStopConfig:
         0.0,
         "An error is an improvement if it is lower than at the last improvement by more than this, in eV/atom (E, "
         "V), eV/angstrom (F) or eV/angstrom^3 (S).",
-        check=not_negative,
+        not_negative,
     )
     weights: str | None = option(
         None,
@@ -350,16 +346,16 @@ class ValidatingConfig:
     validation_freq: int = option(
         5000,
         "Steps between two full validations; the last step of a run is validated in any case.",
-        check=positive_int,
+        positive_int,
         unit="steps",
     )
     save_best: bool = option(True, "Whether the best weights are kept in `best.ckpt-*` (`best_ema.ckpt-*`).")
     save_best_dir: str | None = option(None, "Folder of the best weights; null: the folder of `save_ckpt`.")
-    max_best_ckpt: int = option(1, "Best weights kept.", check=positive_int)
+    max_best_ckpt: int = option(1, "Best weights kept.", positive_int)
     validation_metric: Metric = option(
         Metric("E:MAE"),
         "The error that ranks weights, such as E:MAE or F:RMSE; models of other quantities have their own.",
-        check=Check(Metric.is_readable, Metric.wants),
+        Check(Metric.is_readable, Metric.wants),
         convert=Metric,
         unavailable="F[RM]:|f[rm]:",
         removed=REMOVED_METRICS,
@@ -368,7 +364,7 @@ class ValidatingConfig:
         None, "When the run ends before its last step; null: never. Only in dp-ema."
     )
     full_val_file: str = option(
-        "val.log", "File of full validation; averaged weights have `_ema` before the last dot.", check=file_name
+        "val.log", "File of full validation; averaged weights have `_ema` before the last dot.", file_name
     )
     compiled_infer: bool | None = option(None, "Whether validation runs compiled code; null: as training does.")
     tf32_infer: bool = option(
@@ -381,7 +377,7 @@ class ValidatingConfig:
         "errors are then not those of `dp-ema test`.",
     )
     full_val_start: float = option(
-        0.5, "First step of full validation; below 1 a fraction of the run; 1 is never.", check=not_negative
+        0.5, "First step of full validation; below 1 a fraction of the run; 1 is never.", not_negative
     )
     test_data: TestDataConfig | None = option(
         None,
