@@ -81,26 +81,28 @@ def gen_args(has_tasks: bool = False) -> list[Argument]:
     return list(run_arguments(has_tasks).sub_fields.values())
 
 
-def fault(option: Option, value: Any) -> str:
-    """Return the rest of the message about a value that an option does not take, or an empty string."""
-    return _refusal(_field(option), value)
+def fault(field: Field, value: Any) -> str:
+    """Return the rest of the message about a plain value that dargs refuses, or an empty string."""
+    try:
+        field.check_value(value)
+    except ArgumentError as error:
+        return field.option.explain(value, has_type=not isinstance(error, ArgumentTypeError))
+    return ""
 
 
 def _kind(name: str, section: Any) -> Field:
     """Return the argument of a section."""
-    fields = [_field(option) for option in input_options(section)]
-    aliases = getattr(section, "aliases", ())
+    about = {"alias": getattr(section, "aliases", ()), "sub_fields": list(map(field_of, input_options(section)))}
     doc = " ".join((section.__doc__ or "").partition("Attributes:")[0].split())
-    kind = Field(name, dict, sub_fields=fields, alias=aliases, doc=doc)
+    kind = Field(name, dict, doc=doc, **about)
     kind.section = section
     if hasattr(section, TYPE):
         kind.inner_keys.insert(0, TYPE)
     return kind
 
 
-def _field(option: Option) -> Field:
+def field_of(option: Option) -> Field:
     """Return the argument of an option, with the sections in it."""
-    null = [type(None)] if option.nullable else []
     about: Values = {"optional": not option.required, "alias": option.alias, "doc": option.doc}
     if option.unit:
         about["doc"] += f" Unit: {option.unit}."
@@ -119,8 +121,10 @@ def _field(option: Option) -> Field:
             tag = option.default_type or ""
             about["sub_variants"] = [Variant(TYPE, kinds, optional=bool(tag), default_tag=tag)]
         else:
-            about["sub_fields"] = [_field(inner) for inner in input_options(option.sections[0])]
-    field = Field(option.name, [*dtype, *null], kinds, **about)
+            about["sub_fields"] = list(map(field_of, input_options(option.sections[0])))
+    if option.nullable:
+        dtype.append(type(None))
+    field = Field(option.name, dtype, kinds, **about)
     if option.sections and not kinds:
         field.section = option.sections[0]
     field.option = option
@@ -176,13 +180,13 @@ def take_options(root: Field, reading: Reading) -> None:
             _drop_without_effect(section, kind, key, reading)
         for field in kind.sub_fields.values():
             here = (*section.place, field.name)
-            for key in section.values:
-                if key in field.keys and here not in reading.given:
-                    reading.paths[here] = reading.spelled(section.place, key)
-                    reading.given.add(here)
-                    for path, _ in _items_of(field, section.values[key]) if field.is_section else ():
-                        if path:
-                            reading.paths.setdefault((*here, *path), (*reading.paths[here], *path))
+            spelling = next((key for key in section.values if key in field.keys), None)
+            if spelling is None:
+                continue
+            reading.paths[here] = reading.spelled(section.place, spelling)
+            reading.given.add(here)
+            for path, _ in _items_of(field, section.values[spelling]) if field.is_section and field.repeat else ():
+                reading.paths.setdefault((*here, *path), (*reading.paths[here], *path))
 
 
 def _drop_without_effect(section: Section, kind: Field, key: str, reading: Reading) -> None:
@@ -266,8 +270,7 @@ def _refuse_keys(root: Field, section: Section, kind: Field, reading: Reading) -
         place = reading.spelled(section.place, key)
         entry = unavailable_key(section.place, key)
         if entry is not None:
-            text = f" = {show(section.values[key])}: {entry.reason}. {entry.instead or 'Remove it.'}"
-            reading.refuse(place, text)
+            reading.refuse(place, f" = {show(section.values[key])}: {entry.reason}. {entry.instead or 'Remove it.'}")
             continue
         meant = next((field for field in missing.values() if close_names(key, field.keys)), None)
         if meant is not None:
@@ -285,7 +288,7 @@ def _is_right(field: Field, value: Any, place: Place, reading: Reading) -> bool:
         return value is None
     spelled = reading.paths.get(place, place)
     if not field.is_section:
-        text = _refusal(field, value)
+        text = fault(field, value)
         if text:
             reading.refuse(spelled, text)
         return not text
@@ -301,15 +304,6 @@ def _is_right(field: Field, value: Any, place: Place, reading: Reading) -> bool:
         if item is not INVALID:
             reading.refuse((*spelled, *path), f" = {show(item)}: expected a section {{...}}.")
     return is_right
-
-
-def _refusal(field: Field, value: Any) -> str:
-    """Return the rest of the message about a plain value that dargs refuses, or an empty string."""
-    try:
-        field.check_value(value)
-    except ArgumentError as error:
-        return field.option.explain(value, has_type=not isinstance(error, ArgumentTypeError))
-    return ""
 
 
 def _refuse_type(section: Section, reading: Reading) -> None:

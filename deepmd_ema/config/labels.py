@@ -7,7 +7,7 @@ is one more entry there. Labels whose width the model sets have it in their name
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 # keys of labels and predictions in dictionaries
 ENERGY = "energy"
@@ -118,12 +118,6 @@ _ATOM_ENERGY_ERROR = Quantity("ae", "Atomic ener", "eV")
 _HESSIAN_ERROR = Quantity("h", "Hessian", "eV/angstrom^2")
 
 
-def _of_atoms(name: str, unit: str, shape: tuple[int, ...], *errors: Quantity) -> Label:
-    """Return the label of atoms beside that of frames."""
-    files = f"atom_{name}", f"atomic_{name}"
-    return Label(files[0], "", unit, files, shape, per_atom=True, errors=errors)
-
-
 # units of dipoles and polarizabilities are those of the data; these are what DeePMD-kit's examples have
 _DIPOLE_ERRORS = (
     Quantity("dipole", "Dipole", "e*angstrom", milli=False),
@@ -159,10 +153,26 @@ _DECLARED = (
     Label(HESSIAN, "h", "eV/angstrom^2", ("hessian",), per_pair=True, errors=(_HESSIAN_ERROR,)),
     *(Label(name, "", "", (name,)) for name in WEIGHTS),
     Label(DIPOLE, "", "e*angstrom", ("dipole",), (3,), extensive=True, errors=_DIPOLE_ERRORS),
-    _of_atoms(DIPOLE, "e*angstrom", (3,), _ATOM_DIPOLE_ERROR),
+    Label(
+        ATOM_DIPOLE,
+        "",
+        "e*angstrom",
+        ("atom_dipole", "atomic_dipole"),
+        (3,),
+        per_atom=True,
+        errors=(_ATOM_DIPOLE_ERROR,),
+    ),
     # row major
     Label(POLAR, "", "angstrom^3", ("polarizability",), (9,), extensive=True, errors=_POLAR_ERRORS),
-    _of_atoms(POLAR, "angstrom^3", (9,), _ATOM_POLAR_ERROR),
+    Label(
+        ATOM_POLAR,
+        "",
+        "angstrom^3",
+        ("atom_polarizability", "atomic_polarizability"),
+        (9,),
+        per_atom=True,
+        errors=(_ATOM_POLAR_ERROR,),
+    ),
 )
 
 
@@ -175,9 +185,8 @@ class _Labels(dict[str, Label]):
             raise KeyError(name)
         prefix, kind, width = found.groups("")
         errors = (_DOS_ERRORS if kind == DOS else _PROPERTY_ERRORS)[bool(prefix)]
-        if prefix:
-            return replace(_of_atoms(kind, errors[0].unit, (int(width),), *errors), name=name)
-        return Label(name, "", errors[0].unit, (kind,), (int(width),), errors=errors)
+        files = (f"atom_{kind}", f"atomic_{kind}") if prefix else (kind,)
+        return Label(name, "", errors[0].unit, files, (int(width),), per_atom=bool(prefix), errors=errors)
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or str(name).endswith("]")

@@ -45,9 +45,10 @@ class InputFile:
         Raises:
             ConfigError: with every mistake of the file, each with its line.
         """
-        ConfigError.raise_if_any(self.mistakes)
-        assert self.readable is not None, "without mistakes all of it can be read"
-        return self.readable
+        config, mistakes = self._judged
+        ConfigError.raise_if_any(mistakes)
+        assert config is not None, "without mistakes all of it can be read"
+        return config
 
     @property
     def mistakes(self) -> list[Finding]:
@@ -66,9 +67,14 @@ class InputFile:
         values = _accepted(root, reading)
         if values is None:
             return None, in_order(reading.mistakes)
-        notes, unused = tuple(reading.notes), tuple(reading.unused)
-        about = {"source": reading.source, "notes": notes, "unused": unused, "links": links}
-        config: RunConfig = to_section(root, values, **about)
+        config: RunConfig = to_section(
+            root,
+            values,
+            source=reading.source,
+            notes=tuple(reading.notes),
+            unused=tuple(reading.unused),
+            links=links,
+        )
         # rules would judge defaults in place of wrong options
         return config, in_order(reading.mistakes or with_severity(ERROR, findings_of(config)))
 

@@ -53,8 +53,10 @@ class Family:
         except Exception as error:
             if not self.origin:
                 raise
-            why = f"{name} cannot be imported ({type(error).__name__}: {error})"
-            raise ConfigError(f'type "{self.section.type}" of the package {self.origin}: {why}. {REPAIR}') from error
+            raise ConfigError(
+                f'type "{self.section.type}" of the package {self.origin}: {name} '
+                f"cannot be imported ({type(error).__name__}: {error}). {REPAIR}"
+            ) from error
 
 
 class Registry(Mapping[str, Family]):
@@ -77,31 +79,33 @@ class Registry(Mapping[str, Family]):
 
     def __getitem__(self, name: str) -> Family:
         """Return the record of a type."""
-        return self._read()[0][name]
+        return self._read()[name]
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the types that can be used."""
-        return iter(self._read()[0])
+        return iter(self._read())
 
     def __len__(self) -> int:
         """Return the number of types that can be used."""
-        return len(self._read()[0])
+        return len(self._read())
 
     def sections(self, left_out: Collection[str] = ()) -> tuple[type[Any], ...]:
         """Return the sections that an input may have, without the types ``left_out``."""
-        records, faults = self._read()
-        return tuple(one.section for name, one in records.items() if name not in left_out and name not in faults)
+        records = self._read()
+        names = (name for name in records if name not in left_out and name not in self._faults)
+        return tuple(records[name].section for name in names)
 
     @property
     def faults(self) -> Mapping[str, str]:
         """Types that no input may have because of what another distribution adds: what is wrong, and what to do."""
-        return self._read()[1]
+        self._read()
+        return self._faults
 
-    def _read(self) -> tuple[dict[str, Family], dict[str, str]]:
-        """Return records and faults, read again after a change of ``own`` or of ``sys.path``."""
+    def _read(self) -> dict[str, Family]:
+        """Return the records; they and the faults are read again after a change of ``own`` or of ``sys.path``."""
         key = (*self.own.items(), *sys.path)
         if key == self._key:
-            return self._records, self._faults
+            return self._records
         self._records, self._faults = {}, {}
         for name, place in self.own.items():
             record = resolve_name(place)
@@ -118,7 +122,7 @@ class Registry(Mapping[str, Family]):
                 else:
                     self._faults[name] = added
         self._key = key
-        return self._records, self._faults
+        return self._records
 
     def _added(self, name: str, found: list[EntryPoint]) -> Family | str:
         """Return the record that the entry points ``found`` of one name add, or why it cannot be used."""
@@ -137,8 +141,11 @@ class Registry(Mapping[str, Family]):
             record = Family(record)
         if not isinstance(record, Family):
             kind = Family if self._base is None else self._base
-            expected = f"{'a subclass of ' * (kind is not Family)}{kind.__module__}.{kind.__name__}"
-            return f"{head} is of type {type(record).__name__}, expected {expected}. {REPAIR}"
+            return (
+                f"{head} is of type {type(record).__name__}, expected "
+                f"{'a subclass of ' * (kind is not Family)}{kind.__module__}.{kind.__name__}. "
+                f"{REPAIR}"
+            )
         if problem := self._problem(name, record.section):
             return f"{head} has {problem}. {REPAIR}"
         return dataclasses.replace(record, origin=origins[0])

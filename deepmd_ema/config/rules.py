@@ -106,9 +106,12 @@ def as_launched(run: RunConfig, launched: bool, restart: str | None = None, num_
         ConfigError: if so many processes cannot train it, which concerns a start and not the loading of an input.
     """
     if isinstance(run.optimizer, LKFConfig) and num_ranks > 1:
-        why = f"trains in one process only, and {num_ranks} were launched"
-        text = f' = "LKF": {why}. Start it without a launcher, or choose Adam, AdamW, AdaMuon or HybridMuon.'
-        raise ConfigError([run.source.locate(error("optimizer.type", text))])
+        mistake = error(
+            "optimizer.type",
+            f' = "LKF": trains in one process only, and {num_ranks} were launched. '
+            "Start it without a launcher, or choose Adam, AdamW, AdaMuon or HybridMuon.",
+        )
+        raise ConfigError([run.source.locate(mistake)])
     stage = run.training.zero_stage
     if launched or not stage:
         return run
@@ -130,11 +133,13 @@ def _learning_rate(run: RunConfig) -> Findings:
         yield error("learning_rate.stop_lr", f" = {lr.stop_lr:g}: expected at most start_lr = {lr.start_lr:g}.")
     # the inverse linear decay divides by the last rate
     if lr.stop_lr == 0 and getattr(lr, "decay_type", "") == "inverse_linear" and lr.decay_phase_ratio > 0:
-        text = " = 0: expected > 0 for decay_type inverse_linear. Or use decay_type linear."
-        yield error("learning_rate.stop_lr", text)
+        yield error(
+            "learning_rate.stop_lr", " = 0: expected > 0 for decay_type inverse_linear. Or use decay_type linear."
+        )
     if (steps := run.training.numb_steps) and lr.warmup_steps >= steps:
-        expected = f"expected less than training.numb_steps = {steps}"
-        yield error("learning_rate.warmup_steps", f" = {lr.warmup_steps}: {expected}.")
+        yield error(
+            "learning_rate.warmup_steps", f" = {lr.warmup_steps}: expected less than training.numb_steps = {steps}."
+        )
     of_fall = "learning_rate.stop_lr learning_rate.stop_lr_ratio learning_rate.decay_type"
     yield from _idle(
         (isinstance(run.optimizer, LKFConfig), "learning_rate.start_lr", "LKF has no learning rate"),
@@ -160,6 +165,15 @@ def _optimizer(run: RunConfig) -> Findings:
         yield warning("learning_rate", text + constant)
 
 
+# options of `training`: their largest value, and the reason and remedy for one above it
+_MOST_OF_LKF = {
+    # a block of its covariance has weights of several layers
+    "zero_stage": (0, "LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon."),
+    # the length of an update is the filter's, not the gradient's
+    "gradient_max_norm": (0, f"not possible with optimizer.type LKF. {REMOVE_ONE}"),
+    # there is no gradient to add up
+    "accumulate": (1, "LKF updates weights with each batch. Use 1, or another optimizer."),
+}
 # options of the loss without which LKF works; others than their defaults are refused
 _REFUSED_BY_LKF = (
     "start_pref_v", "limit_pref_v", "start_pref_ae", "limit_pref_ae", "start_pref_pf", "limit_pref_pf",
@@ -169,25 +183,8 @@ _REFUSED_BY_LKF = (
 
 def _lkf(run: RunConfig) -> Findings:
     """LKF trains in one process, with one batch, and of the loss takes only whether energies and forces are fitted."""
-    training = run.training
-    for name, value, most, why in (
-        # a block of its covariance has weights of several layers
-        (
-            "zero_stage",
-            training.zero_stage,
-            0,
-            "LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon.",
-        ),
-        # the length of an update is the filter's, not the gradient's
-        (
-            "gradient_max_norm",
-            training.gradient_max_norm,
-            0,
-            f"not possible with optimizer.type LKF. {REMOVE_ONE}",
-        ),
-        # there is no gradient to add up
-        ("accumulate", training.accumulate, 1, "LKF updates weights with each batch. Use 1, or another optimizer."),
-    ):
+    for name, (most, why) in _MOST_OF_LKF.items():
+        value = getattr(run.training, name)
         if value > most:
             yield error(f"training.{name}", f" = {value:g}: {why}")
     for task in run.tasks.values():
@@ -196,8 +193,10 @@ def _lkf(run: RunConfig) -> Findings:
             yield error(f"{task.place('loss')}.type", text)
             continue
         if task.data.training_data.frame_weights:
-            path = f"{task.place('training')}.training_data.frame_weights"
-            yield error(path, " = true: LKF does not weigh frames. Set it to false, or choose another optimizer.")
+            yield error(
+                f"{task.place('training')}.training_data.frame_weights",
+                " = true: LKF does not weigh frames. Set it to false, or choose another optimizer.",
+            )
         for name in _REFUSED_BY_LKF:
             value, default = getattr(task.loss, name), getattr(EnerLossConfig, name)
             text = f" = {show(value)}: LKF does not know it. Set it to {show(default)}."
@@ -246,13 +245,19 @@ def _gradients(run: RunConfig) -> Findings:
     training = run.training
     # CUDA graphs that torch.compile makes overwrite the gradients of the batch before (pytorch issue 169545)
     if training.accumulate > 1 and training.enable_compile and training.compile_options.makes_cuda_graphs:
-        text = f" = {training.accumulate}: not possible with CUDA graphs of torch.compile, which overwrite gradients."
-        advice = "Use 1, or backend inductor and mode default in training.compile_options."
-        yield error("training.accumulate", f"{text} {advice}")
+        yield error(
+            "training.accumulate",
+            f" = {training.accumulate}: not possible with CUDA graphs of torch.compile, "
+            "which overwrite gradients. Use 1, or backend inductor and mode default in "
+            "training.compile_options.",
+        )
     # a Hessian is made by a backward pass within the forward one, after which sharded parameters are given up
     if training.zero_stage > 1 and any("h" in task.loss.weights for task in run.tasks.values()):
-        text = f" = {training.zero_stage}: second derivatives need all parameters on every rank."
-        yield error("training.zero_stage", f"{text} Use 0 or 1, or remove loss.start_pref_h and loss.limit_pref_h.")
+        yield error(
+            "training.zero_stage",
+            f" = {training.zero_stage}: second derivatives need all parameters on every "
+            "rank. Use 0 or 1, or remove loss.start_pref_h and loss.limit_pref_h.",
+        )
     others = [task for task in run.tasks.values() if ENERGY not in task.model.fitting_net.labels]
     for name, is_compiled in (
         ("training.enable_compile", training.enable_compile),
@@ -262,12 +267,16 @@ def _gradients(run: RunConfig) -> Findings:
             kind = others[0].model.fitting_net.type
             yield error(name, f" = true: models of fitting_net.type {kind} are not compiled. Set it to false.")
     if len(others) == len(run.tasks) and training.change_bias_after_training:
-        text = " = true: no task has energies, whose bias it fits. Set it to false."
-        yield error("training.change_bias_after_training", text)
+        yield error(
+            "training.change_bias_after_training", " = true: no task has energies, whose bias it fits. Set it to false."
+        )
     roots = [task for task in others if getattr(task.loss, "loss_func", "") == "rmse"]
     if roots and training.accumulate > 1:
-        text = " is a root of a mean, which batches cannot add up. Use 1, or mse."
-        yield error("training.accumulate", f' = {training.accumulate}: loss_func "rmse"{text}')
+        yield error(
+            "training.accumulate",
+            f' = {training.accumulate}: loss_func "rmse" is a root of a mean, which '
+            "batches cannot add up. Use 1, or mse.",
+        )
 
 
 def _averages(run: RunConfig) -> Findings:
@@ -299,8 +308,10 @@ def _validating(run: RunConfig) -> Findings:
         yield error("validating.full_validation", NEEDS_DATA)
     stop = validating.early_stop
     if stop is not None and stop.weights is not None and validated and stop.weights not in validated:
-        text = f" = {show(stop.weights)}: these weights have no full validation. With it: {', '.join(validated)}."
-        yield error("validating.early_stop.weights", text)
+        yield error(
+            "validating.early_stop.weights",
+            f" = {show(stop.weights)}: these weights have no full validation. With it: {', '.join(validated)}.",
+        )
     has_tasks = isinstance(run, MultiTaskRun)
     if has_tasks and validating.test_data:
         yield error("validating.test_data", ": this is an input of several tasks. There it is test_data_dict.TASK.")
@@ -333,8 +344,10 @@ def _metrics(run: RunConfig) -> Findings:
         # its default is not distinguished from an option that is not given
         is_given = name != "validation_metric" or metric != ValidatingConfig.validation_metric
         if metric.quantity not in known and is_given:
-            text = f" = {show(metric)}: nothing of this is predicted. Choose one of {', '.join(known)}."
-            yield error(f"validating.{name}", text)
+            yield error(
+                f"validating.{name}",
+                f" = {show(metric)}: nothing of this is predicted. Choose one of {', '.join(known)}.",
+            )
             continue
         for task in run.tasks.values():
             if not isinstance(task.loss, EnerLossConfig):
@@ -342,9 +355,12 @@ def _metrics(run: RunConfig) -> Findings:
             letter = {"E": "e", "F": "f", "V": "v", "S": "v"}[task.metric(metric).quantity]
             start, limit = (getattr(task.loss, f"{when}_pref_{letter}") for when in ("start", "limit"))
             if not (start and limit):
-                both = f"start_pref_{letter} = {start:g} and limit_pref_{letter} = {limit:g} must both be > 0"
-                text = f" = {show(metric)}: not in the loss, whose {both}. Set them, or choose another metric."
-                yield error(f"validating.{name}", text)
+                yield error(
+                    f"validating.{name}",
+                    f" = {show(metric)}: not in the loss, whose start_pref_{letter} = "
+                    f"{start:g} and limit_pref_{letter} = {limit:g} must both be > 0. "
+                    "Set them, or choose another metric.",
+                )
 
 
 def _files(run: RunConfig) -> Findings:
@@ -354,8 +370,10 @@ def _files(run: RunConfig) -> Findings:
         file = os.path.normpath(output.path)
         first = output if output.is_folder else files.setdefault(file, output)
         if first is not output and (output.has_rows or first.option != output.option):
-            text = f": {output.content} would be written to {file}, as {first.content} is. Choose another name."
-            yield error(output.option, text)
+            yield error(
+                output.option,
+                f": {output.content} would be written to {file}, as {first.content} is. Choose another name.",
+            )
 
 
 def _loss(task: TaskConfig) -> Findings:
@@ -363,8 +381,11 @@ def _loss(task: TaskConfig) -> Findings:
     wanted = fitting.loss
     if loss.type != wanted:
         more = ', "pref": 1, "pref_atomic": 0' * (wanted == "tensor")
-        text = f'expected "loss": {{"type": "{wanted}"{more}}}, that of fitting_net.type {fitting.type}'
-        yield error("type", f" = {show(loss.type)}: {text}.")
+        yield error(
+            "type",
+            f' = {show(loss.type)}: expected "loss": {{"type": "{wanted}"{more}}}, that '
+            f"of fitting_net.type {fitting.type}.",
+        )
         return
     if not any(map(any, loss.weights.values())):
         names = "start_pref_e, start_pref_f, ..." if wanted == "ener" else "one of them."
@@ -392,8 +413,9 @@ def _data(task: TaskConfig) -> Findings:
     if data.stat_file_mode == "read" and data.stat_file is None:
         yield error("stat_file_mode", ' = "read": needs stat_file beside it. Add it, or remove stat_file_mode.')
     if data.validation_fraction is not None and data.validation_data is not None:
-        text = f" = {data.validation_fraction:g}: validation_data is given too. {REMOVE_ONE}"
-        yield error("validation_fraction", text)
+        yield error(
+            "validation_fraction", f" = {data.validation_fraction:g}: validation_data is given too. {REMOVE_ONE}"
+        )
     train, valid = data.training_data, data.validation_data
     yield from _idle(
         (train.sys_probs, "training_data.auto_prob", "sys_probs is given"),
@@ -423,42 +445,45 @@ def _lengths_to_look_at(run: RunConfig, num_steps: int, steps_per: Mapping[str, 
     lr = run.learning_rate
     if isinstance(lr, ExpScheduleConfig) and (used := lr.used_decay_steps(num_steps)) != lr.decay_steps:
         length = counted(num_steps - lr.num_warmup_steps(num_steps), "step")
-        text = f" = {lr.decay_steps}: not less than the {length} of the decay"
-        yield warning("learning_rate.decay_steps", f"{text}; {used} is used instead, as DeePMD-kit does.")
+        yield warning(
+            "learning_rate.decay_steps",
+            f" = {lr.decay_steps}: not less than the {length} of the decay; {used} is "
+            "used instead, as DeePMD-kit does.",
+        )
     schedule = Schedule(run, num_steps)
+    # a window of much of the run, a start after it, or few snapshots in it
     for number, average in enumerate(run.training.averaging):
-        of_average = _length_of_average(average, num_steps, steps_per, schedule)
-        yield from inside(f"training.averaging[{number}]", of_average)
-
-
-def _length_of_average(average: Any, num_steps: int, steps_per: Mapping[str, float], schedule: Schedule) -> Findings:
-    """Yield warnings about a window of much of the run, a start after it, or few snapshots in it."""
-    name, value = average.length
-    longest = _MAX_WINDOW * num_steps
-    unit = "steps" if name == "decay" else getattr(average, "half_life_unit", "")
-    if isinstance(average, EmaProfile) and unit in steps_per:
-        text = f" = {value:g}"
-        if name == "decay":
-            window, better = 1 / (1 - value), max(0.0, 1 - 1 / max(1.0, longest / 2))
-        else:
-            steps = steps_per[unit]
-            window = 1 / -math.expm1(-math.log(2) / (value * steps))
-            better = math.log(2) * longest / 2 / steps
-            text += f" {unit}"
-        if window > longest:
-            why = f"more than a fifth of the run of {num_steps:,}, so it may lag behind the live weights"
-            text += f": the average is over about {window:,.0f} steps, {why}. Try {better:.3g}."
-            yield warning(name, text)
-    late, start = "start_step", float(average.start_step)
-    if average.start_epoch is not None:
-        late, start = "start_epoch", average.start_epoch * steps_per.get("epochs", 0.0)
-    due = schedule.snapshots.get(average.name)
-    if start >= num_steps:
-        why = f"the run ends at step {num_steps:,}, so that nothing is averaged and {average.name} is the live weights"
-        yield warning(late, f" = {getattr(average, late):g}: {why}. Choose an earlier start.")
-    elif due is not None and (files := due.count(math.ceil(start))) < _MIN_SNAPSHOTS:
-        often = "save_freq" if average.snapshot_freq is None else "snapshot_freq"
-        better = max(1, int(num_steps - start) // (2 * _MIN_SNAPSHOTS))
-        text = f": {counted(files, 'snapshot')} in the run of {counted(num_steps, 'step')}"
-        text += f" ({often} = {due.steps.step}), too few for `dp-ema posthoc`"
-        yield warning("snapshots", f'{text}. Try "snapshot_freq": {better}.')
+        place = f"training.averaging[{number}]"
+        name, value = average.length
+        longest = _MAX_WINDOW * num_steps
+        unit = "steps" if name == "decay" else getattr(average, "half_life_unit", "")
+        if isinstance(average, EmaProfile) and unit in steps_per:
+            text = f" = {value:g}"
+            if name == "decay":
+                window, better = 1 / (1 - value), max(0.0, 1 - 1 / max(1.0, longest / 2))
+            else:
+                steps = steps_per[unit]
+                window = 1 / -math.expm1(-math.log(2) / (value * steps))
+                better = math.log(2) * longest / 2 / steps
+                text += f" {unit}"
+            if window > longest:
+                why = f"more than a fifth of the run of {num_steps:,}, so it may lag behind the live weights"
+                text += f": the average is over about {window:,.0f} steps, {why}. Try {better:.3g}."
+                yield warning(f"{place}.{name}", text)
+        late, start = "start_step", float(average.start_step)
+        if average.start_epoch is not None:
+            late, start = "start_epoch", average.start_epoch * steps_per.get("epochs", 0.0)
+        due = schedule.snapshots.get(average.name)
+        if start >= num_steps:
+            yield warning(
+                f"{place}.{late}",
+                f" = {getattr(average, late):g}: the run ends at step {num_steps:,}, so "
+                f"that nothing is averaged and {average.name} is the live weights. Choose "
+                "an earlier start.",
+            )
+        elif due is not None and (files := due.count(math.ceil(start))) < _MIN_SNAPSHOTS:
+            often = "save_freq" if average.snapshot_freq is None else "snapshot_freq"
+            better = max(1, int(num_steps - start) // (2 * _MIN_SNAPSHOTS))
+            text = f": {counted(files, 'snapshot')} in the run of {counted(num_steps, 'step')}"
+            text += f" ({often} = {due.steps.step}), too few for `dp-ema posthoc`"
+            yield warning(f"{place}.snapshots", f'{text}. Try "snapshot_freq": {better}.')

@@ -71,17 +71,18 @@ def rows_of_tasks(rows: Mapping[str, Sequence[tuple[str, str]]], links: Sequence
         rows: names and texts by the name of the task, which is empty in a run of one.
         links: what the models share.
     """
-    tasks: dict[str, dict[str, list[str]]] = {}  # by name and text
+    tasks: dict[tuple[str, str], list[str]] = {}  # by name and text
     for task, of_task in rows.items():
-        for name, text in of_task:
-            tasks.setdefault(name, {}).setdefault(text, []).append(task)
-    found = []
-    for name, texts in tasks.items():
-        found += [(name, f"{', '.join(own)}: {text}" if any(own) else text) for text, own in texts.items()]
+        for row in of_task:
+            tasks.setdefault(row, []).append(task)
+    names = [name for name, _ in tasks]
+    table = []
+    for (name, text), having in sorted(tasks.items(), key=lambda item: names.index(item[0][0])):
+        table.append((name, f"{', '.join(having)}: {text}" if any(having) else text))
     sharing: dict[str, dict[str, list[str]]] = {}  # by key and place
     for link in links:
         place = f"{'embedding of elements of the ' * (link.level == 1)}{link.part}"
         sharing.setdefault(link.key, {}).setdefault(place, []).append(link.task)
     for key, of in sharing.items():
-        found.append(("shared", f"{key}: " + ", ".join(f"{place} of {' and '.join(own)}" for place, own in of.items())))
-    return found
+        table.append(("shared", f"{key}: " + ", ".join(f"{place} of {' and '.join(own)}" for place, own in of.items())))
+    return table

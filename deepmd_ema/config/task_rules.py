@@ -29,18 +29,27 @@ def _names_of_tasks(run: MultiTaskRun) -> Findings:
     taken: dict[str, str] = dict(names)
     for name, model in models.items():
         if not re.fullmatch(r"[A-Za-z0-9][\w+-]*", name, re.ASCII):
-            wants = "letters, digits, _, + and -, beginning with a letter or a digit"
-            yield error("model.model_dict", f": {show(name)} is no name of a task. Expected {wants}.")
+            yield error(
+                "model.model_dict",
+                f": {show(name)} is no name of a task. Expected letters, digits, _, + "
+                "and -, beginning with a letter or a digit.",
+            )
         elif name.upper() == "RANDOM":
-            text = ": --model-branch RANDOM means a fresh network. Choose another name."
-            yield error(f"model.model_dict.{name}", text)
+            yield error(
+                f"model.model_dict.{name}", ": --model-branch RANDOM means a fresh network. Choose another name."
+            )
         if (other := names[name.lower()]) != name:
-            text = f": task {other} has this name but for upper and lower case, which --head does not distinguish."
-            yield error(f"model.model_dict.{name}", f"{text} Choose another.")
+            yield error(
+                f"model.model_dict.{name}",
+                f": task {other} has this name but for upper and lower case, which "
+                "--head does not distinguish. Choose another.",
+            )
         for alias in model.model_branch_alias:
             if (other := taken.setdefault(alias.lower(), name)) != name:
-                text = f" = {show(model.model_branch_alias)}: {alias} means task {other} already. Choose another."
-                yield error(f"model.model_dict.{name}.model_branch_alias", text)
+                yield error(
+                    f"model.model_dict.{name}.model_branch_alias",
+                    f" = {show(model.model_branch_alias)}: {alias} means task {other} already. Choose another.",
+                )
 
 
 def _sections_of_tasks(run: MultiTaskRun) -> Findings:
@@ -70,15 +79,19 @@ def _shares(run: MultiTaskRun) -> Findings:
         yield error("training.model_prob", f": num_epoch_dict is given too, from which shares follow. {REMOVE_ONE}")
     for option, numbers in (("model_prob", run.task_weights), ("num_epoch_dict", run.task_epochs)):
         for name in (name for name, number in numbers.items() if not number):
-            why = "no step trains this task, only what it shares with others is trained."
-            yield warning(f"training.{option}.{name}", f" = 0: {why}")
+            yield warning(
+                f"training.{option}.{name}",
+                " = 0: no step trains this task, only what it shares with others is trained.",
+            )
     first: dict[str, str] = {}
     for task in run.tasks.values():
         if task.data.stat_file is not None:
             file = os.path.normpath(task.data.stat_file)
             if (other := first.setdefault(file, task.name)) != task.name:
-                text = f" = {show(task.data.stat_file)}: task {other} has it too. Name a file for each task."
-                yield error(f"{task.place('training')}.stat_file", text)
+                yield error(
+                    f"{task.place('training')}.stat_file",
+                    f" = {show(task.data.stat_file)}: task {other} has it too. Name a file for each task.",
+                )
 
 
 def _shared_parts(run: MultiTaskRun) -> Findings:
@@ -88,14 +101,21 @@ def _shared_parts(run: MultiTaskRun) -> Findings:
         place, model = f"model.model_dict.{link.task}", run.model.model_dict[link.task]
         other = run.model.model_dict[first.setdefault(link.key, link).task]
         if link.part != "type_map" and model.type_map != other.type_map:
-            text = f" = {show(model.type_map)}: task {first[link.key].task}, with which it shares {link.key}, has "
-            yield error(f"{place}.type_map", f"{text}{show(other.type_map)}. Give both the same elements.")
+            yield error(
+                f"{place}.type_map",
+                f" = {show(model.type_map)}: task {first[link.key].task}, with which it "
+                f"shares {link.key}, has {show(other.type_map)}. Give both the same "
+                "elements.",
+            )
         part: Any = model.descriptor
         for key in link.place[1:]:  # a part of a hybrid
             part = part.list[key] if isinstance(key, int) else part
         if link.level and not part.has_type_embedding:
-            text = f": {link.part} = {show(link.text)}: {part.type} has no embedding of elements to share."
-            yield error(place, f"{text} Use level 0, or none.")
+            yield error(
+                place,
+                f": {link.part} = {show(link.text)}: {part.type} has no embedding of "
+                "elements to share. Use level 0, or none.",
+            )
 
 
 def _case_embedding(run: MultiTaskRun) -> Findings:
@@ -104,8 +124,10 @@ def _case_embedding(run: MultiTaskRun) -> Findings:
     most, tasks = max(sizes.values(), default=0), len(sizes)
     for name, size in sizes.items():
         if most and size != max(most, tasks):
-            text = f" = {size}: expected {max(most, tasks)} in every task, at least the number of tasks ({tasks})."
-            yield error(f"model.model_dict.{name}.fitting_net.dim_case_embd", text)
+            yield error(
+                f"model.model_dict.{name}.fitting_net.dim_case_embd",
+                f" = {size}: expected {max(most, tasks)} in every task, at least the number of tasks ({tasks}).",
+            )
     # tasks whose models differ in the energies of the elements only
     links = [link for link in run.links if link.part == "fitting_net"]
     for key in dict.fromkeys(link.key for link in links):
@@ -114,6 +136,9 @@ def _case_embedding(run: MultiTaskRun) -> Findings:
         # tasks that keep the energies of a file are declared to have labels of one method
         has_one_method = all(model.finetune_bias == "keep" for model in models)
         if len(models) > 1 and not models[0].fitting_net.dim_case_embd and not has_one_method:
-            text = f": the tasks {', '.join(names)} share this network and differ only in the energies of the elements"
-            advice = f'For labels of different methods give it "dim_case_embd": {len(run.tasks)}'
-            yield warning(f"model.shared_dict.{key}", f"{text}. {advice}.")
+            yield warning(
+                f"model.shared_dict.{key}",
+                f": the tasks {', '.join(names)} share this network and differ only in "
+                "the energies of the elements. For labels of different methods give it "
+                f'"dim_case_embd": {len(run.tasks)}.',
+            )

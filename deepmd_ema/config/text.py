@@ -45,8 +45,9 @@ def read_config_file(path: Path) -> tuple[Values, dict[Place, int]]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
     if not text.strip():
-        expected = "a JSON object {...} or YAML with the sections of a run"
-        raise ConfigError(f"{path}: the file is empty. Expected {expected}.")
+        raise ConfigError(
+            f"{path}: the file is empty. Expected a JSON object {{...}} or YAML with the sections of a run."
+        )
     if suffix in YAML_SUFFIXES:
         from deepmd_ema.config.text_yaml import parse_yaml  # PyYAML takes time that an input in JSON need not spend
 
@@ -55,8 +56,11 @@ def read_config_file(path: Path) -> tuple[Values, dict[Place, int]]:
         values, lines = _parse_json(text, str(path))
     if not isinstance(values, dict):
         names = {list: "a list [...]", str: "a text", bool: "true or false", type(None): "nothing"}
-        expected = "an object {...} with the sections model, learning_rate, loss and training"
-        raise ConfigError(f"{path}:1: expected {expected}, found {names.get(type(values), 'a number')}.")
+        raise ConfigError(
+            f"{path}:1: expected an object {{...}} with the sections model, "
+            "learning_rate, loss and training, found "
+            f"{names.get(type(values), 'a number')}."
+        )
     return values, lines
 
 
@@ -84,8 +88,9 @@ def lines_of(marks: Marks, source: str, max_values: float = float("inf")) -> dic
         if len(lines) > max_values:  # aliases of aliases multiply the values of a text
             raise ConfigError(f"{source}: anchors that expand to more than {max_values:,} values: this is no input.")
         if is_key and place in lines:
-            first = f"first on line {lines[place]}"
-            twice.append(f"{source}:{line}: {dotted(place)}: given twice, {first}. Remove one of the two.")
+            twice.append(
+                f"{source}:{line}: {dotted(place)}: given twice, first on line {lines[place]}. Remove one of the two."
+            )
         lines[place] = line
     ConfigError.raise_if_any(twice)
     return lines
@@ -113,8 +118,9 @@ def _parse_json(text: str, source: str) -> tuple[Any, dict[Place, int]]:
     except json.JSONDecodeError as error:
         lines = [*text.splitlines(), ""]
         shown = "".join(f"\n    {line[:100]}" for line in [lines[min(error.lineno, len(lines)) - 1].strip()] if line)
-        where = f"{source}:{error.lineno}:{error.colno}"
-        raise ConfigError(f"{where}: not JSON: {_json_hint(text, error)}{shown}") from None
+        raise ConfigError(
+            f"{source}:{error.lineno}:{error.colno}: not JSON: {_json_hint(text, error)}{shown}"
+        ) from None
     except ValueError as error:  # a number of thousands of digits
         raise ConfigError(f"{source}: {error}.") from None
     except RecursionError:

@@ -132,8 +132,11 @@ def _move_switches(reading: Reading) -> None:
                 reading.moved[new] = old
                 reading.notes.append(f"{dotted(old)} was moved to {dotted(new)}: it holds for the whole run.")
             elif training[name] != value:
-                text = f" = {show(value)}: {dotted(first)} = {show(training[name])}, and a run has one of them."
-                reading.refuse(old, f"{text} Give both the same value, or remove one.")
+                reading.refuse(
+                    old,
+                    f" = {show(value)}: {dotted(first)} = {show(training[name])}, and a "
+                    "run has one of them. Give both the same value, or remove one.",
+                )
 
 
 # ---- averages
@@ -163,18 +166,22 @@ def _add_averages(reading: Reading) -> None:
         if key in section:
             entry[name] = section[key]
             if is_on is False and name != "full_validation":
-                text = f"{place}.{key} = {show(entry[name])}: no effect, training.enable_ema is false"
-                reading.unused.append(text)
+                reading.unused.append(f"{place}.{key} = {show(entry[name])}: no effect, training.enable_ema is false")
     if is_validated and is_on is False:
         instead = ', and "full_validation": true in an entry of training.averaging' * bool(entries)
-        text = f' = true: needs "enable_ema": true in training. Add it, or set this to false{instead}.'
-        reading.refuse(_SHORT_FORM["full_validation"], text)
+        reading.refuse(
+            _SHORT_FORM["full_validation"],
+            f' = true: needs "enable_ema": true in training. Add it, or set this to false{instead}.',
+        )
     same = [n for n, e in enumerate(entries) if isinstance(e, dict) and str(e.get("name")).lower() == entry["name"]]
     if same and is_on is True:
         name = entries[same[0]]["name"]
         case = "" if name == entry["name"] else " but for upper and lower case, and so have its files"
-        text = f" = {show(name)}: training.enable_ema already tracks one of that name{case}. "
-        reading.refuse((*_BANK, same[0], "name"), f"{text}Choose another name, or remove enable_ema.")
+        reading.refuse(
+            (*_BANK, same[0], "name"),
+            f" = {show(name)}: training.enable_ema already tracks one of that "
+            f"name{case}. Choose another name, or remove enable_ema.",
+        )
     # where only its validation is requested the input is refused; with the entry, the rules find its other mistakes
     if not same and (is_on is True or is_validated):
         reading.moved |= {(*_BANK, n + 1): (*_BANK, n) for n in range(len(entries))}
@@ -203,14 +210,16 @@ def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
         return ()
     shared = model.pop("shared_dict", None) or {}
     if not isinstance(shared, dict):
-        text = f' = {show(shared)}: expected parts of models by name, e.g. {{"dpa": {{"type": "dpa1", ...}}}}.'
-        shared = reading.refuse(_SHARED, text)
+        shared = reading.refuse(
+            _SHARED, f' = {show(shared)}: expected parts of models by name, e.g. {{"dpa": {{"type": "dpa1", ...}}}}.'
+        )
     for_all = {key: model.pop(key) for key in list(model) if key != "model_dict"}
     of_tasks = {t: section for t, section in models.items() if isinstance(section, dict)}
     for key, value in for_all.items():
         if of_tasks and all(key in section for section in of_tasks.values()):
-            text = f"model.{key} = {show(value)}: no effect, every model of model.model_dict has its own"
-            reading.unused.append(text)
+            reading.unused.append(
+                f"model.{key} = {show(value)}: no effect, every model of model.model_dict has its own"
+            )
     links: list[Link] = []
     for task, section in of_tasks.items():
         for key in for_all.keys() - section.keys():
@@ -220,8 +229,10 @@ def _expand_tasks(reading: Reading) -> tuple[Link, ...]:
     # a misspelled name may have meant a part that no model names
     for key in shared if not reading.mistakes else ():
         if all(key != link.key for link in links):
-            text = ": no model of model.model_dict names it. Name it there instead of the part, or remove it."
-            reading.refuse((*_SHARED, key), text)
+            reading.refuse(
+                (*_SHARED, key),
+                ": no model of model.model_dict names it. Name it there instead of the part, or remove it.",
+            )
     return tuple(links)
 
 
@@ -307,8 +318,9 @@ def _merge_parts(reading: Reading, section: Values, parts: list[Values], place: 
     part, here = parts[learned[0]], (*place, "models", learned[0])
     kind = part["descriptor"].get("type", "dpa4")
     if kind not in type_names(DESCRIPTORS["dpa4"].section):
-        text = f" = {show(kind)}: {INNER} is for dpa4, as in DeePMD-kit. Use dpa4."
-        reading.refuse((*here, "descriptor", "type"), text)
+        reading.refuse(
+            (*here, "descriptor", "type"), f" = {show(kind)}: {INNER} is for dpa4, as in DeePMD-kit. Use dpa4."
+        )
     defaults = {o.name: o.default for o in options(NetworkConfig)}
     for key, value in part.items():
         default = defaults.get(key)
@@ -318,8 +330,9 @@ def _merge_parts(reading: Reading, section: Values, parts: list[Values], place: 
             section[key] = value
             reading.moved |= {(*place, key): (*here, key)}
         elif value not in (whole[key], None, default, []):
-            text = f" = {show(value)}: {dotted((*place, key))} = {show(whole[key])}. Give one of the two."
-            reading.refuse((*here, key), text)
+            reading.refuse(
+                (*here, key), f" = {show(value)}: {dotted((*place, key))} = {show(whole[key])}. Give one of the two."
+            )
     here = (*place, "models", inner[0])
     for key, value in parts[inner[0]].items():
         if key in _OF_INNER:

@@ -239,14 +239,18 @@ class ScheduleFreeProfile(Profile):
         for name, default in (("start_step", 0), ("start_epoch", None), ("update_every", 1), ("should_update", None)):
             if (value := getattr(self, name)) != default:
                 shown = "given" if callable(value) else f"{value:g}"
-                why = "the averaged point of the optimizer is updated in every step"
-                yield error(name, f" = {shown}: {why}. Remove it.")
+                yield error(
+                    name, f" = {shown}: the averaged point of the optimizer is updated in every step. Remove it."
+                )
 
     def findings(self, run: RunConfig) -> Findings:
         """Yield findings in a run, first the error that its optimizer has no averaged point."""
         if run.optimizer.type != "AdamWScheduleFree":
-            why = f"optimizer.type is {run.optimizer.type}, and only AdamWScheduleFree has this average"
-            yield error("type", f' = "schedule_free": {why}. Change one of the two.')
+            yield error(
+                "type",
+                f' = "schedule_free": optimizer.type is {run.optimizer.type}, and only '
+                "AdamWScheduleFree has this average. Change one of the two.",
+            )
         yield from super().findings(run)
 
     def describe_length(self, steps_per: Mapping[str, float]) -> str:

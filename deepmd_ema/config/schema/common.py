@@ -94,8 +94,10 @@ def in_order(first: tuple[str, float], last: tuple[str, float], rcut: float) -> 
         rcut: cutoff of the descriptor, angstrom.
     """
     if not first[1] < last[1] <= rcut:
-        expected = f"more than {first[0]} = {first[1]:g}, at most rcut = {rcut:g} (angstrom)"
-        yield error(last[0], f" = {last[1]:g}: expected {expected}.")
+        yield error(
+            last[0],
+            f" = {last[1]:g}: expected more than {first[0]} = {first[1]:g}, at most rcut = {rcut:g} (angstrom).",
+        )
 
 
 def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Findings:
@@ -108,15 +110,19 @@ def smooth_before(rcut_smth: float, rcut: float, prefix: str = "") -> Findings:
     """
     if rcut_smth >= rcut:
         name = f"{prefix}rcut_smth"
-        text = f" = {rcut_smth:g}: expected less than {prefix}rcut = {rcut:g} (angstrom)"
-        yield error(name, f"{text}. Try {name} = {0.1 * rcut:.2g}.")
+        yield error(
+            name,
+            f" = {rcut_smth:g}: expected less than {prefix}rcut = {rcut:g} (angstrom). Try {name} = {0.1 * rcut:.2g}.",
+        )
 
 
 def axis_fits(axis_neuron: int, neuron: Sequence[int]) -> Findings:
     """Yield an error if there are more axis channels than channels."""
     if axis_neuron > neuron[-1]:
-        most = f"{neuron[-1]}, the last number of neuron = {show(neuron)}"
-        yield error("axis_neuron", f" = {axis_neuron}: expected at most {most}.")
+        yield error(
+            "axis_neuron",
+            f" = {axis_neuron}: expected at most {neuron[-1]}, the last number of neuron = {show(neuron)}.",
+        )
 
 
 def unavailable_option(value: Any, feature: str) -> Any:
@@ -168,17 +174,22 @@ def not_one_per_element(
 ) -> Findings:
     """Yield an error if the ``values`` of an option are not one for each element."""
     if len(values) != len(type_map):
-        expected = f"{len(type_map)}, one for each of type_map = {show(type_map)}"
-        text = f" = {show(values)}: has length {len(values)}, expected {expected}."
-        yield error(name, text)
+        yield error(
+            name,
+            f" = {show(values)}: has length {len(values)}, expected {len(type_map)}, "
+            f"one for each of type_map = {show(type_map)}.",
+        )
 
 
 def unknown_types(name: str, types: Iterable[int], type_map: Sequence[str]) -> Findings:
     """Yield an error if one of the ``types`` of an option is no place in ``type_map``."""
     bad = sorted({t for t in types if t >= len(type_map)})
     if bad:
-        expected = f"0 to {len(type_map) - 1}, places in type_map = {show(type_map)}"
-        yield error(name, f": type {bad[0]} does not exist, expected {expected}.")
+        yield error(
+            name,
+            f": type {bad[0]} does not exist, expected 0 to {len(type_map) - 1}, places "
+            f"in type_map = {show(type_map)}.",
+        )
 
 
 def dashes(numbers: Iterable[int]) -> str:

@@ -64,9 +64,11 @@ class TypeEmbeddedOptions(DescriptorOptions):
         yield from common.unknown_types("exclude_types", chain(*self.exclude_types), type_map)
         unknown = [name for name in type_map if name not in SYMBOLS] if self.use_econf_tebd else []
         if unknown:
-            expected = "symbols of elements, whose electronic configurations are known"
-            text = f" = true: type_map has {show(unknown[0])}, expected {expected}."
-            yield error("use_econf_tebd", text)
+            yield error(
+                "use_econf_tebd",
+                f" = true: type_map has {show(unknown[0])}, expected symbols of "
+                "elements, whose electronic configurations are known.",
+            )
 
 
 @section

@@ -100,12 +100,18 @@ class FittingOptions:
     def findings(self, type_map: Sequence[str]) -> Findings:
         """Yield errors of lists with a wrong length."""
         if self.default_fparam is not None and len(self.default_fparam) != self.numb_fparam:
-            text = f" = {show(self.default_fparam)}: has length {len(self.default_fparam)}"
-            yield error("default_fparam", f"{text}, expected numb_fparam = {self.numb_fparam}.")
+            yield error(
+                "default_fparam",
+                f" = {show(self.default_fparam)}: has length "
+                f"{len(self.default_fparam)}, expected numb_fparam = {self.numb_fparam}.",
+            )
         if isinstance(self.trainable, list) and len(self.trainable) != len(self.neuron) + 1:
-            expected = f"{len(self.neuron) + 1}: one for each layer of neuron and one for the output"
-            text = f" = {show(self.trainable)}: has length {len(self.trainable)}"
-            yield error("trainable", f"{text}, expected {expected}.")
+            yield error(
+                "trainable",
+                f" = {show(self.trainable)}: has length {len(self.trainable)}, expected "
+                f"{len(self.neuron) + 1}: one for each layer of neuron and one for the "
+                "output.",
+            )
 
     def summary(self) -> str:
         """Return the main options as text."""

@@ -130,21 +130,24 @@ class ModelConfig:
         names = self.type_map
         twice = sorted({n for n in names if names.count(n) > 1})
         if twice:
-            text = f" = {show(names)}: {', '.join(twice)} occurs more than once."
-            yield error("type_map", f"{text} Name each element once.")
+            yield error(
+                "type_map", f" = {show(names)}: {', '.join(twice)} occurs more than once. Name each element once."
+            )
         for values in (self.preset_out_bias or {}).values():
             wrong = [v for v in values if not _is_bias(v)]
             if wrong:
-                expected = "a number, or null for a bias that is fitted"
-                text = f": energy has {show(wrong[0])}: expected {expected}."
-                yield error("preset_out_bias", text)
+                yield error(
+                    "preset_out_bias",
+                    f": energy has {show(wrong[0])}: expected a number, or null for a bias that is fitted.",
+                )
             yield from common.not_one_per_element("preset_out_bias", values, names)
         yield from common.unknown_types("pair_exclude_types", chain(*self.pair_exclude_types), names)
         excluded = self.atom_exclude_types
         yield from common.unknown_types("atom_exclude_types", excluded, names)
         if self.excluded_types >= set(range(len(names))):
-            text = f" = {show(excluded)}: every type is excluded, so nothing would be trained."
-            yield error("atom_exclude_types", text)
+            yield error(
+                "atom_exclude_types", f" = {show(excluded)}: every type is excluded, so nothing would be trained."
+            )
 
     def parts(self) -> Iterator[tuple[str, Any]]:
         """Yield place and section of the parts that have findings of their own."""
@@ -192,8 +195,13 @@ class NetworkConfig(ModelConfig):
         """Return names and texts of what the model is."""
         parts = [("descriptor", self.descriptor.summary()), ("fitting", self.fitting_net.summary())]
         if self.bridging is not None:
-            window = f"{self.bridging.inner:g} to {self.bridging.outer:g} angstrom"
-            parts.append(("short range", f"{self.bridging_method}, distances clamped from {window}"))
+            parts.append(
+                (
+                    "short range",
+                    f"{self.bridging_method}, distances clamped from "
+                    f"{self.bridging.inner:g} to {self.bridging.outer:g} angstrom",
+                )
+            )
         return [*super().summary(), *parts]
 
     def findings(self) -> Findings:
@@ -213,10 +221,8 @@ class NetworkConfig(ModelConfig):
         yield from super().conflicts()
         fitting = self.fitting_net
         if fitting.is_equivariant and not getattr(self.descriptor, "has_equivariants", False):
-            vectors = f"vectors of which a {fitting.labels[0]} is made"
-            text = f": the descriptor {self.descriptor.type} has no {vectors}."
-            instead = "Use se_e2_a, se_atten, dpa2, dpa3, or a hybrid of them."
-            yield error("fitting_net.type", f"{text} {instead}")
+            text = f": the descriptor {self.descriptor.type} has no vectors of which a {fitting.labels[0]} is made."
+            yield error("fitting_net.type", f"{text} Use se_e2_a, se_atten, dpa2, dpa3, or a hybrid of them.")
         if ENERGY not in fitting.labels:
             text = f": is about energies, and fitting_net.type {fitting.type} has none. Remove it."
             for name in ("preset_out_bias", "use_srtab", "bridging_method"):
@@ -229,12 +235,14 @@ class NetworkConfig(ModelConfig):
         yield from common.in_order(first, last, self.descriptor.cutoff)
         unknown = [name for name in self.type_map if name not in SYMBOLS]
         if unknown:
-            why = f"{unknown[0]} is no element, whose charge zbl needs"
-            yield error("type_map", f" = {show(self.type_map)}: {why}.")
+            yield error("type_map", f" = {show(self.type_map)}: {unknown[0]} is no element, whose charge zbl needs.")
         if not isinstance(self.descriptor, HasBridging):
-            why = f"the descriptor {self.descriptor.type} does not have it, nor in DeePMD-kit"
-            instead = "Use the descriptor dpa4, or use_srtab, a table."
-            yield error("bridging_method", f" = {show(self.bridging_method)}: {why}. {instead}")
+            yield error(
+                "bridging_method",
+                f" = {show(self.bridging_method)}: the descriptor "
+                f"{self.descriptor.type} does not have it, nor in DeePMD-kit. Use the "
+                "descriptor dpa4, or use_srtab, a table.",
+            )
 
 
 @section
@@ -288,8 +296,10 @@ class StandardConfig(NetworkConfig):
             rcut = self.descriptor.cutoff
             yield from table_findings("use_srtab", self.use_srtab, len(self.type_map), rcut)
             if self.bridging is not None:
-                both = "bridging_method is given too, and both act at short distances"
-                yield error("use_srtab", f": {both}. Remove one of the two.")
+                yield error(
+                    "use_srtab",
+                    ": bridging_method is given too, and both act at short distances. Remove one of the two.",
+                )
             for name in ("sw_rmin", "sw_rmax"):
                 if getattr(self, name) is None:
                     yield error(name, ": required beside use_srtab, in angstrom, but missing.")

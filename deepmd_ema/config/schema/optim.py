@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from deepmd_ema.config.fields import (
     Check,
@@ -119,8 +119,8 @@ class WsdScheduleConfig(_Schedule):
 
     def _fall_words(self) -> str:
         shape = {"inverse_linear": "with its inverse linear", "cosine": "along half a cosine", "linear": "linearly"}
-        part = f"in the last {100 * self.decay_phase_ratio:g} % of the steps"
-        return f"falls {shape[self.decay_type]} to {self.end_lr:g} {part}"
+        last = f"in the last {100 * self.decay_phase_ratio:g} % of the steps"
+        return f"falls {shape[self.decay_type]} to {self.end_lr:g} {last}"
 
 
 @section
@@ -293,6 +293,16 @@ OptimizerConfig = GradientConfig | LKFConfig
 _weight = partial(option, check=not_negative)  # of a term of the loss
 
 
+Weights: TypeAlias = dict[str, tuple[float, float]]
+"""First and last weight of each term of a loss."""
+
+
+def active_weights(loss: Any, terms: Iterable[str]) -> Weights:
+    """Return the options ``start_pref_*`` and ``limit_pref_*`` of the terms of which one is not zero."""
+    pairs = {term: (getattr(loss, f"start_pref_{term}"), getattr(loss, f"limit_pref_{term}")) for term in terms}
+    return {term: pair for term, pair in pairs.items() if any(pair)}
+
+
 _delta = Check(
     lambda v: len(v) == 3 and min(v) > 0 if isinstance(v, list) else v > 0,
     "a number > 0, or three of them for energy, force and virial",
@@ -306,7 +316,7 @@ class QuantityLossConfig:
     type: ClassVar[str]
 
     @property
-    def weights(self) -> dict[str, tuple[float, float]]:
+    def weights(self) -> Weights:
         """First and last weight of each term, by its column in ``lcurve.out``; one of both zero is only shown."""
         raise NotImplementedError
 
@@ -334,7 +344,7 @@ class TensorLossConfig(QuantityLossConfig):
     )
 
     @property
-    def weights(self) -> dict[str, tuple[float, float]]:
+    def weights(self) -> Weights:
         """First and last weight of each active term."""
         both = {"rmse_local": self.pref_atomic, "rmse_global": self.pref}
         return {name: (weight, weight) for name, weight in both.items() if weight}
@@ -363,11 +373,10 @@ class DosLossConfig(QuantityLossConfig):
     limit_pref_acdf: float = _weight(0.0, "Weight of their sums when the learning rate is 0.")
 
     @property
-    def weights(self) -> dict[str, tuple[float, float]]:
+    def weights(self) -> Weights:
         """First and last weight of each active term: either of them is not zero."""
         names = {"ados": "local_dos", "acdf": "local_cdf", "dos": "global_dos", "cdf": "global_cdf"}
-        found = {term: (getattr(self, f"start_pref_{term}"), getattr(self, f"limit_pref_{term}")) for term in names}
-        return {f"rmse_{names[term]}": pair for term, pair in found.items() if any(pair)}
+        return {f"rmse_{names[term]}": pair for term, pair in active_weights(self, names).items()}
 
 
 _METRICS = ("smooth_mae", "mae", "mse", "rmse", "mape")
@@ -388,7 +397,7 @@ class PropertyLossConfig(QuantityLossConfig):
     beta: float = option(1.0, "Error from which `smooth_mae` is linear.", positive)
 
     @property
-    def weights(self) -> dict[str, tuple[float, float]]:
+    def weights(self) -> Weights:
         """First and last weight of each term; metrics have none."""
         return {"loss": (1.0, 1.0), **dict.fromkeys(self.metric, (0.0, 0.0))}
 
@@ -441,10 +450,9 @@ class EnerLossConfig:
         return "huber" if self.use_huber and self.loss_func == "mse" else self.loss_func
 
     @property
-    def weights(self) -> dict[str, tuple[float, float]]:
+    def weights(self) -> Weights:
         """First and last weight of each active term (``e``, ``f``, ...): either of them is not zero."""
-        found = {term: (getattr(self, f"start_pref_{term}"), getattr(self, f"limit_pref_{term}")) for term in _TERMS}
-        return {term: pair for term, pair in found.items() if any(pair)}
+        return active_weights(self, _TERMS)
 
     def labels(self, predicted: Sequence[str]) -> tuple[str, ...]:
         """Return the labels that the active terms compare with, whatever the model predicts."""

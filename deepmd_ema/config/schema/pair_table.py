@@ -29,11 +29,15 @@ def table_findings(name: str, table: Table, num_types: int, rcut: float) -> Find
     columns = len(table[0]) - 1
     expected = num_types * (num_types + 1) // 2
     if columns != expected:
-        wanted = f"{expected}, one for each pair of {num_types} elements"
-        yield error(name, f": has energies of {columns} pairs, expected {wanted}.")
+        yield error(
+            name, f": has energies of {columns} pairs, expected {expected}, one for each pair of {num_types} elements."
+        )
     if table[-1][0] < rcut and any(table[-1][1:]):
-        end = f"{table[-1][0]:g} angstrom with energies that are not 0, and rcut is {rcut:g}"
-        yield error(name, f": ends at {end}. Continue it until they are 0, or to rcut.")
+        yield error(
+            name,
+            f": ends at {table[-1][0]:g} angstrom with energies that are not 0, and "
+            f"rcut is {rcut:g}. Continue it until they are 0, or to rcut.",
+        )
 
 
 def _is_table(value: Any) -> bool:

@@ -137,13 +137,14 @@ class Profile(ABC):
         if hook is None and callable(type(self).should_update):
             object.__delattr__(self, "should_update")  # it would hide the method of a subclass
             hook = self.should_update
-        from deepmd_ema.config.argcheck import fault  # which imports the sections
+        from deepmd_ema.config.argcheck import fault, field_of  # which imports the sections
 
-        faults = ((o.name, fault(o, getattr(self, o.name))) for o in options(type(self)))
+        faults = ((o.name, fault(field_of(o), getattr(self, o.name))) for o in options(type(self)))
         problems = [f"{name}{fault}" for name, fault in faults if fault]
         if hook is not None and not callable(hook):
-            expected = "a function of (step, epoch) or an object that can be called"
-            problems.append(f"should_update = {hook!r}: expected {expected}.")
+            problems.append(
+                f"should_update = {hook!r}: expected a function of (step, epoch) or an object that can be called."
+            )
         elif "should_update" in vars(self) and hook is not None:
             try:
                 pickle.dumps(hook)
@@ -203,12 +204,12 @@ class Profile(ABC):
     def conflicts(self) -> Findings:
         """Yield errors of options that exclude each other, in a run or in a bank without one."""
         if self.start_step > 0 and self.start_epoch is not None:
-            text = f" = {self.start_epoch:g}: start_step = {self.start_step} is given too."
-            yield error("start_epoch", f"{text} {REMOVE_ONE}")
+            yield error(
+                "start_epoch", f" = {self.start_epoch:g}: start_step = {self.start_step} is given too. {REMOVE_ONE}"
+            )
         if self.should_update is not None and self.update_every != 1:
             who = "should_update" if "should_update" in vars(self) else f"type {self.type}"
-            text = f" = {self.update_every}: {who} says itself which steps count. Remove it."
-            yield error("update_every", text)
+            yield error("update_every", f" = {self.update_every}: {who} says itself which steps count. Remove it.")
         lengths = [(name, value) for name in self.lengths if (value := getattr(self, name)) is not None]
         if len(lengths) > 1:
             (first, a), (second, b) = lengths
@@ -220,17 +221,20 @@ class Profile(ABC):
         if self.full_validation and not run.has_validation_data:
             yield error("full_validation", NEEDS_DATA)
         if self.lcurve and not training.disp_training:
-            needs = "needs training.disp_training, which is false"
-            yield error("lcurve", f" = true: {needs}. Set it to true, or remove this.")
+            yield error(
+                "lcurve", " = true: needs training.disp_training, which is false. Set it to true, or remove this."
+            )
         if self.snapshots and self.snapshot_freq is None and training.save_freq <= 0:
-            why = f"training.save_freq = {training.save_freq} writes the last step only"
-            text = f" = true: needs snapshot_freq, because {why}."
-            yield error("snapshots", f'{text} Add it, e.g. "snapshot_freq": 1000.')
+            yield error(
+                "snapshots",
+                " = true: needs snapshot_freq, because training.save_freq = "
+                f"{training.save_freq} writes the last step only. Add it, e.g. "
+                '"snapshot_freq": 1000.',
+            )
         yield from self.conflicts()
         if self.lengths and all(getattr(self, name) is None for name in self.lengths):
             example = '"decay": 0.999' if self.type == "ema" else '"sigma_rel": 0.05'
-            text = f": {' or '.join(self.lengths)} is required for type {self.type}."
-            yield error("", f"{text} Add one, e.g. {example}.")
+            yield error("", f": {' or '.join(self.lengths)} is required for type {self.type}. Add one, e.g. {example}.")
         if self.length[0] == "decay":
             yield unused("half_life_unit", "decay is given, and no half_life")
         if not self.snapshots:
