@@ -267,3 +267,98 @@ def test_a_folder_of_files_says_their_names(write_text, tmp_path):
         open_data(["."], ["O", "H"], LABELS, rglob_patterns=["/abs*"])
     found = problems_of(write_text(*[text(energy=f"x{k}") for k in range(9)]))
     assert "the frames after this one were not read" in found
+
+
+BOHR, HARTREE, KCAL = 0.529177210903, 27.211386245988, 4.184 / 96.48533212331
+LATTICE = "9 0 0 0 9 0 0 0 9"
+VOLUME = 9.0**3
+
+
+@pytest.mark.parametrize(
+    ("stated", "length", "energy", "force", "stress"),
+    [
+        ({"energy_units": "Hartree", "forces_units": "Hartree/Bohr"}, 1, HARTREE, HARTREE / BOHR, 1),
+        (
+            {"energy-unit": "au", "force-unit": "a.u.", "stress-unit": "GPa"},
+            1,
+            HARTREE,
+            HARTREE / BOHR,
+            1 / 160.2176634,
+        ),
+        ({"energy_unit": "kcal/mol", "forces_unit": "kcal mol^-1 Å^-1"}, 1, KCAL, KCAL, 1),
+        ({"stress_units": "kbar"}, 1, 1, 1, 0.1 / 160.2176634),
+        ({"stress_units": "eV/Ang^3", "energyUnit": "eV", "forces_units": "eV/Ang"}, 1, 1, 1, 1),
+        ({"units": "metal"}, 1, 1, 1, 1),
+        ({"units": "atomic"}, BOHR, HARTREE, HARTREE / BOHR, HARTREE / BOHR**3),
+        ({"units": "bohr, Ry"}, BOHR, HARTREE / 2, HARTREE / 2 / BOHR, HARTREE / 2 / BOHR**3),
+        ({"units": "eV/A"}, 1, 1, 1, 1),
+        ({"units_of_energy": "meV", "units_of_force": "meV/angstrom"}, 1, 1e-3, 1e-3, 1),
+        (
+            {"length_unit": "nm", "force_unit": "kJ/(mol*nm)", "energy_unit": "kJ/mol"},
+            10,
+            KCAL / 4.184,
+            KCAL / 41.84,
+            1,
+        ),
+        ({"time_unit": "fs", "magmom_units": "anything"}, 1, 1, 1, 1),
+    ],
+)
+def test_units_that_a_file_states_are_converted(write_text, stated, length, energy, force, stress):
+    has_stress = {"stress": "1 0 0 0 2 0 0 0 3"} if stress != 1 or "stress_units" in stated else {}
+    system = open_data([write_text(text(**has_stress, **stated))], ["O", "H"], LABELS)[0]
+    frame = system.frame(0)
+    assert frame.coord[1, 2] == pytest.approx(length)
+    assert frame.box[0, 0] == pytest.approx(9 * length)
+    assert frame.labels["energy"] == pytest.approx(-1.5 * energy)
+    np.testing.assert_allclose(frame.labels["force"], force * np.arange(1.0, 7).reshape(2, 3))
+    if has_stress:
+        np.testing.assert_allclose(frame.labels["virial"][8], -3 * stress * VOLUME * length**3)
+    notes = "\n".join(system.notes)
+    assert notes.count("converted to eV and angstrom") == (not length == energy == force == stress == 1)
+    if "time_unit" not in stated:
+        assert "does not read" not in notes
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({"energy_unit": "nonsense"}, "energy_unit = 'nonsense': is not a known unit of a quantity in eV. Known: eV, "),
+        ({"energy_unit": "eV/atom"}, "energy_unit = 'eV/atom': is not a known unit"),
+        ({"units": "lj"}, "units = 'lj': is not a known unit of a quantity in eV. Known: eV, hartree"),
+        ({"force_units": "GPa"}, "force_units = 'GPa': is not a known unit of a quantity in eV/angstrom. "),
+        ({"position_units": "inch"}, "position_units = 'inch': is not a known unit of a quantity in angstrom. "),
+        (
+            {"energy_unit": "Ha"},
+            "energy_unit = Ha, and the unit of forces is not stated. Add forces_unit, such as eV/ang",
+        ),
+        (
+            {"force_unit": "Ha/bohr"},
+            "force_unit = Ha/bohr, and the unit of energy is not stated. Add energy_unit, such",
+        ),
+        ({"length_unit": "bohr"}, "length_unit = bohr, and the unit of forces is not stated."),
+        ({"pos_unit": "bohr", "cell_unit": "nm"}, "cell_unit = nm and pos_unit = bohr: expected one unit of lengths."),
+    ],
+)
+def test_units_that_are_not_known_are_errors(write_text, stated, expected):
+    with pytest.raises(DataError) as caught:
+        open_data([write_text(text(**stated))], ["O", "H"], LABELS)
+    assert str(caught.value).startswith(f"a.xyz: frame 0 (from 0): {expected}")
+
+
+def test_the_unit_of_the_name_that_is_read_is_taken(write_text):
+    path = write_text(
+        text(energy=None, REF_energy="-2", REF_energy_unit="hartree", forces_unit="eV/A", MP2="7", MP2_unit="eV")
+    )
+    frame = open_data([path], ["O", "H"], LABELS)[0].frame(0)
+    assert frame.labels["energy"] == pytest.approx(-2 * HARTREE)
+    other = open_data([f"{path}#energy=MP2"], ["O", "H"], LABELS)[0].frame(0)
+    assert other.labels["energy"] == 7.0
+
+
+def test_convert_takes_no_units_beside_those_of_the_file(write_text, capsys):
+    path = write_text(text(energy_unit="hartree", forces_unit="hartree/bohr"))
+    assert main(["convert", path, "out", "--units", "bohr,hartree"]) == 2
+    assert "a.xyz: states its units itself. Leave --units out" in capsys.readouterr().err
+    assert main(["convert", path, "out"]) == 0
+    energy = np.load("out/H1O1/set.000/energy.npy")
+    np.testing.assert_allclose(energy, [-1.5 * HARTREE])

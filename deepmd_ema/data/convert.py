@@ -21,6 +21,7 @@ from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.foreign import stored_parts
 from deepmd_ema.data.formats.properties import Inventory, StoredFrame, kind_of, labels_of
 from deepmd_ema.data.formats.system import TYPES
+from deepmd_ema.data.formats.units import BOHR, ENERGIES, LENGTHS, quantity_factor
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
 from deepmd_ema.data.split import FrameTable, split_frames
 from deepmd_ema.distributed.files import atomic_write, taking_the_place_of, writing
@@ -31,9 +32,6 @@ _MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo",
 Predictor: TypeAlias = Callable[[StoredFrame, "Array | None", "Array | None"], Mapping[str, Array]]
 """Returns energy (), force (N, 3) and virial (9,) of a model for a frame, its fparam and its aparam, by label."""
 _MAX_FORMULA_CHARACTERS = 100  # letters of a folder's name
-_LENGTHS = {"angstrom": 1.0, "bohr": 0.529177210903, "nm": 10.0}  # angstrom
-_HARTREE, _KJ = 27.211386245988, 1 / 96.48533212331  # eV, CODATA 2018
-_ENERGIES = {"ev": 1.0, "hartree": _HARTREE, "rydberg": _HARTREE / 2, "kcal/mol": 4.184 * _KJ, "kj/mol": _KJ}
 _TWO_CONVENTIONS = ("ASE as runnerdata", "dpdata as n2p2")  # readers of files that have either bohr or angstrom
 _MAX_LOOKED = 20  # frames of a file whose nearest atoms are searched
 
@@ -103,9 +101,9 @@ def convert_data(
     if mixed and is_xyz(output):
         raise UserError(f"--mixed: is an option for folders, and {output} is extended XYZ, whose frames have any size.")
     length, _, energy = ("angstrom,eV" if units is None else units).lower().partition(",")
-    if length not in _LENGTHS or energy not in _ENERGIES:
+    if length not in LENGTHS or energy not in ENERGIES:
         raise UserError(
-            f"--units {units}: expected a length ({', '.join(_LENGTHS)}) and an energy (eV, hartree, rydberg, "
+            f"--units {units}: expected a length ({', '.join(LENGTHS)}) and an energy (eV, hartree, rydberg, "
             "kcal/mol, kJ/mol), such as bohr,hartree."
         )
     frames, lines = _read(inputs, file_format, predict, units)
@@ -191,13 +189,13 @@ def _factors(
     found = f"nearest atoms are {nearest:.2f} sums of their covalent radii apart"
     fits = SHORT < nearest < LONG
     if units is not None:
+        if inventory.states_units:
+            raise DataError(f"{name}: states its units itself. Leave --units out, or remove them from the file.")
         if fits and inventory.units is None:
             raise DataError(f"{name}: is read {read_by}, which knows the units: {found}. Leave --units out.")
         given, own = units.lower().split(","), [unit.lower() for unit in assumed]
-        length, energy = (table[a] / table[b] for table, a, b in zip((_LENGTHS, _ENERGIES), given, own))
-        factors = {"eV": energy, "eV/angstrom": energy / length, "eV/angstrom^2": energy / length**2}
-        factors |= {"e*angstrom": length, "angstrom^3": length**3}
-        labels = {name: factors[label.unit] for name, label in LABELS.items() if label.unit}
+        length, energy = (table[a] / table[b] for table, a, b in zip((LENGTHS, ENERGIES), given, own))
+        labels = {name: quantity_factor(energy, length, label.unit) for name, label in LABELS.items() if label.unit}
         line = f"{read_by}, in {' and '.join(units.split(','))} (--units)"
         line += f", not {' and '.join(assumed)}" * (given != own)
         return {COORD: length, BOX: length, **labels}, [line]
@@ -207,7 +205,7 @@ def _factors(
     found += f", expected {SHORT} to {LONG}"
     if reader in _TWO_CONVENTIONS:
         raise DataError(
-            f"{name}: is read {read_by}, and {found} (with angstrom {nearest / _LENGTHS['bohr']:.2f}). Say which units "
+            f"{name}: is read {read_by}, and {found} (with angstrom {nearest / BOHR:.2f}). Say which units "
             "it has: --units angstrom,eV (or angstrom,hartree), or --units bohr,hartree."
         )
     return {}, [read_by, f"warning: {found}. If the file has other units, name them: --units LENGTH,ENERGY"]

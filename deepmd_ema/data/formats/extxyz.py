@@ -12,7 +12,15 @@ import numpy as np
 
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY_WEIGHT, FORCE, FORCE_WEIGHT, VIRIAL, VIRIAL_WEIGHT, WEIGHT
-from deepmd_ema.data.formats.properties import KIND_NAMES, Inventory, StoredFrame, kind_of, make_frame, numbers
+from deepmd_ema.data.formats.properties import (
+    KIND_NAMES,
+    Inventory,
+    StoredFrame,
+    in_angstrom,
+    kind_of,
+    make_frame,
+    numbers,
+)
 from deepmd_ema.data.formats.stores import is_there, readable
 from deepmd_ema.data.source import BOX, COORD, Frame, FrameSource, ReadSpec, rows_per
 from deepmd_ema.errors import DataError, collect_problems, show_text
@@ -245,7 +253,7 @@ def read_block(block: bytes) -> StoredFrame:
         if unknown := [number for number in atomic_numbers[:, 0] if number not in symbol_of]:
             raise DataError(f"Z: {show_text(unknown[0])} is no atomic number. Expected 1 to {len(SYMBOLS)}.")
         names = [symbol_of[number] for number in atomic_numbers[:, 0]]
-    return StoredFrame(names, coord, box, values, per_atom)
+    return in_angstrom(StoredFrame(names, coord, box, values, per_atom))
 
 
 def _read_values(line: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from deepmd_ema.config.labels import HESSIAN
 from deepmd_ema.data.formats.discover import find_stores, is_cp2k_trajectory, split_address
 from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
 from deepmd_ema.data.formats.lmdb import is_lmdb, lmdb_frames
-from deepmd_ema.data.formats.properties import Inventory, StoredFrame, parse_choice
+from deepmd_ema.data.formats.properties import Inventory, StoredFrame, in_angstrom, parse_choice
 from deepmd_ema.data.formats.stores import is_hdf5, is_there
 from deepmd_ema.data.formats.system import backups_of, system_frames
 from deepmd_ema.errors import DataError
@@ -149,7 +149,15 @@ def _ase_frames(path: Path, file_format: str | None, inventory: Inventory) -> It
         inventory.reader, inventory.units = f"ASE as {name}", _UNITS.get(name)
         if name == "db":
             # what a user has added to a row, often labels, is not in what iread gives
-            every = [row.toatoms(add_additional_information=True) for row in connect(str(path)).select()]
+            base = connect(str(path))
+            every = [row.toatoms(add_additional_information=True) for row in base.select()]
+            # SchNetPack states the units of all rows in one place
+            units = base.metadata.get("_property_unit_dict", {})
+            stated = {f"{name}_unit": unit for name, unit in units.items()}
+            if "_distance_unit" in base.metadata:
+                stated["length_unit"] = base.metadata["_distance_unit"]
+            for atoms in every:
+                atoms.info |= stated
         else:
             # with an @ in a name ASE would look for numbers of frames after it
             every = list(iread(str(path), ":", name, do_not_split_by_at_sign=True))
@@ -192,8 +200,9 @@ def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
     nested = [atoms.info[n] for n in _NESTED if isinstance(atoms.info.get(n), dict)]
     own = {n: v for n, v in atoms.info.items() if n not in (*_NESTED, "unique_id")}
     per_frame = {str(name): value for part in (*nested, own) for name, value in part.items()} | results
-    coord, box = atoms.get_positions().astype(np.float64), np.array(atoms.cell.array, np.float64)
-    return StoredFrame(atoms.get_chemical_symbols(), coord, box if atoms.pbc.all() else None, per_frame, per_atom)
+    coord = atoms.get_positions().astype(np.float64)
+    box = np.array(atoms.cell.array, np.float64) if atoms.pbc.all() else None
+    return in_angstrom(StoredFrame(atoms.get_chemical_symbols(), coord, box, per_frame, per_atom))
 
 
 def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterator[StoredFrame]:

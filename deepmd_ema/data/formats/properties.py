@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,13 @@ from deepmd_ema.config.labels import (
     VIRIAL,
     WEIGHTS,
 )
-from deepmd_ema.data.source import Frame, ReadSpec, rows_per
+from deepmd_ema.data.formats.units import (
+    STRESS_UNIT,
+    quantity_factor,
+    stated_factor,
+    stated_system,
+)
+from deepmd_ema.data.source import BOX, COORD, Frame, ReadSpec, rows_per
 from deepmd_ema.errors import DataError, counted, did_you_mean, first_few, show_text
 from deepmd_ema.geometry import Array
 
@@ -62,6 +68,19 @@ _MAX_SHOWN = 40  # letters of a value in a message
 _FREE = "free_energy"  # with electrons at a temperature, the energy whose gradient the forces are; read without another
 _SMEARED = 1e-5  # eV; VASP and ASE round to less
 _OTHER = {VIRIAL: STRESS, STRESS: VIRIAL}  # one is enough, and where both are they may differ
+_UNIT_KEY = re.compile(
+    r"(.*?)[_\- ]?units?|units?[_\- ](?:of[_\- ])?(.+)", re.IGNORECASE
+)  # energy_unit, units_of_force
+_LENGTH_NAMES = {COORD, "length", "lengths", "distance", "pos", "position", "positions", "coords"}
+_LENGTH_NAMES |= {"coordinates", "lattice", "cell", BOX}
+_MECHANICAL = (
+    ENERGY,
+    FORCE,
+    VIRIAL,
+    STRESS,
+    ATOM_ENERGY,
+    HESSIAN,
+)  # whose units are powers of those of energy and length
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +117,7 @@ class Inventory:
         kinds: by the name under which frames name their kind of calculation, the number of frames of each kind.
         other: further remarks, with the number of frames they are about; 0 of the whole file.
         unused: weights of frames that are not read.
+        states_units: whether frames name the units of their numbers.
         reader: the program that reads the file, and the name that it has for the format.
         units: units of length and energy that this reader takes the numbers for; None for those that the format says.
     """
@@ -112,6 +132,7 @@ class Inventory:
     kinds: dict[str, Counter[str]] = field(default_factory=dict)
     other: Counter[str] = field(default_factory=Counter)
     unused: set[str] = field(default_factory=set)
+    states_units: bool = False
     reader: str = "dp-ema"
     units: tuple[str, str] | None = ("angstrom", "eV")
     _names: dict[tuple[frozenset[str], frozenset[str]], dict[str, list[str]]] = field(default_factory=dict, repr=False)
@@ -159,7 +180,15 @@ class Inventory:
         left = {*frame.per_frame, *frame.per_atom}.difference(*names.values())
         if name := name_of_kind(frame):
             self.kinds.setdefault(name, Counter())[str(frame.per_frame[name])] += 1
-        self.left.update(left - {name})
+        stated = stated_units(frame.per_frame)
+        self.left.update(left - {name} - {key for key, _ in stated.values()})
+        if stated:
+            self.states_units = True
+            factors = unit_factors(frame.per_frame, sources)
+            converted = [f"{what} by {factor:.9g}" for what, factor in factors.items() if factor != 1]
+            if converted:
+                values = ", ".join(dict.fromkeys(f"{key} = {value}" for key, value in stated.values()))
+                self.other[f"the file states {values}: converted to eV and angstrom ({', '.join(converted)})"] += 1
         if frame.box is None and STRESS in sources:
             self.other["stress is left out, open frames have no volume"] += 1
         if sources.get(ENERGY) != _FREE and ENERGY in sources and _FREE in frame.per_frame:
@@ -263,6 +292,7 @@ def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection
         DataError: if an array has a wrong shape or is no number.
     """
     arrays = {}
+    factors = unit_factors(frame.per_frame, sources)
     for what, name in sources.items():
         label = VIRIAL if what == STRESS else what
         if label not in wanted or (what == STRESS and frame.box is None):
@@ -271,6 +301,8 @@ def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection
             width = 0 if label == APARAM else math.prod(LABELS[label].shape)
             rows = _rows(name, frame.per_atom[name], width)
             arrays[label] = rows.reshape(len(rows), *LABELS[label].shape) if label != APARAM else rows
+            if what in factors:
+                arrays[label] = arrays[label] * factors[what]
             continue
         values = numbers(name, frame.per_frame[name])
         natoms = len(frame.symbols)
@@ -284,12 +316,90 @@ def labels_of(frame: StoredFrame, sources: Mapping[str, str], wanted: Collection
         size = size or (values.size,)
         if values.size not in size:
             raise DataError(f"{name}: has {values.size} numbers, expected {expected}.")
+        if what in factors:
+            values = values * factors[what]
         if label == VIRIAL and values.size == 6:
             values = values[_VOIGT]
         if what == STRESS and frame.box is not None:
             values = -abs(float(np.linalg.det(frame.box))) * values
         arrays[label] = values.reshape(()) if label in (ENERGY, *WEIGHTS) else values
     return arrays
+
+
+def stated_units(per_frame: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return key and value of the units that a frame states, by what they belong to: a label, a name, lengths or all.
+
+    That of all numbers is under an empty name. Keys of other quantities, such as ``time_unit``, are left out.
+    """
+    stated = dict[str, tuple[str, str]]()
+    present = {"", *map(str.lower, per_frame)}
+    for key, value in per_frame.items():
+        match = _UNIT_KEY.fullmatch(key) if "unit" in key.lower() else None
+        if match is None:
+            continue
+        name = (match[1] or match[2] or "").lower()
+        plain = _ORIGIN.sub("", name).replace("-", "_")
+        labels = [what for what, names in _NAMES.items() if plain in (what, *names)]
+        belongs = labels[:1] or [COORD] * (plain in _LENGTH_NAMES)
+        if belongs or name in present:
+            for place in (name, *belongs):
+                stated.setdefault(place, (key, str(value)))
+    return stated
+
+
+def unit_factors(per_frame: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, float]:
+    """Return the factor to the units of ``config.labels`` of everything whose unit a frame states, and of positions.
+
+    Args:
+        per_frame: what belongs to the frame, by name.
+        sources: the names that are read, of :meth:`Inventory.sources`.
+
+    Raises:
+        DataError: if a unit is not known, or one is not stated while others are stated that it may or may not follow.
+    """
+    stated = stated_units(per_frame)
+    factors = dict[str, float]()
+    if not stated:
+        return factors
+    system = stated_system(*stated[""]) if "" in stated else None
+    lengths = {stated[name] for name in _LENGTH_NAMES & stated.keys()}
+    if lengths:
+        factors[COORD], *others = sorted({stated_factor(*entry, "angstrom") for entry in lengths})
+        if others:
+            raise DataError(f"{' and '.join(sorted(f'{k} = {v}' for k, v in lengths))}: expected one unit of lengths.")
+    elif system is not None:
+        factors[COORD] = system[1]
+    # keys and values of units of energy, and of length, other than eV and angstrom
+    unusual = {unit: list[str]() for unit in ("eV", "angstrom")}
+    if factors.get(COORD, 1.0) != 1 and system is None:
+        unusual["angstrom"] += [f"{key} = {value}" for key, value in lengths]
+    unstated = []
+    for what, name in sources.items():
+        unit = STRESS_UNIT if what == STRESS else LABELS[what].unit if what in LABELS else ""
+        if not unit or what not in _NAMES:
+            continue
+        fallback = stated.get(ENERGY) if what in (VIRIAL, ATOM_ENERGY) else None
+        entry = stated.get(name.lower(), stated.get(what, fallback))
+        if entry is not None:
+            factors[what] = stated_factor(*entry, unit)
+            if factors[what] != 1 and what in _MECHANICAL and what != STRESS:  # that is a pressure
+                unusual["eV"].append(f"{entry[0]} = {entry[1]}")
+        elif system is not None:
+            factors[what] = quantity_factor(*system, unit)
+        elif what in _MECHANICAL:
+            unstated.append((name, unit))
+    for name, unit in unstated:
+        if reasons := [text for base, texts in unusual.items() if base in unit for text in texts]:
+            raise DataError(f"{reasons[0]}, and the unit of {name} is not stated. Add {name}_unit, such as {unit}.")
+    return factors
+
+
+def in_angstrom(stored: StoredFrame) -> StoredFrame:
+    """Return a frame whose positions and cell are converted from the unit of length that it states, if it does."""
+    factor = unit_factors(stored.per_frame, {}).get(COORD, 1.0)
+    if factor == 1:
+        return stored
+    return replace(stored, coord=stored.coord * factor, box=None if stored.box is None else stored.box * factor)
 
 
 def make_frame(stored: StoredFrame, sources: Mapping[str, str], spec: ReadSpec, source: tuple[str, int]) -> Frame:
