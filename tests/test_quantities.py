@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -293,6 +294,70 @@ def test_biases_and_spreads_are_those_of_deepmd_kit(name):
         close(found.fit.std, STATISTICS[f"{name}_std"])
     model.apply_statistics(found)
     close(model.out_bias[0].numpy(), STATISTICS[f"{name}_bias"])
+
+
+# the labels of an atom of each element, which a model without network adds up, and options of the fitting network
+DIAGONAL = np.eye(3).ravel()
+EQUAL = dict.fromkeys(("O", "H", "Na"), (5.5, 0.0))
+LAWS = {
+    "energy": ({"O": -3.1, "H": 0.4, "Na": 7.0}, {}),
+    "polar": ({"O": 2 * DIAGONAL, "H": 0.5 * DIAGONAL, "Na": DIAGONAL}, {"type": "polar"}),
+    "dos": ({"O": [1.0, 0.0], "H": [0.2, 0.0], "Na": [3.0, 0.0]}, {"type": "dos", "numb_dos": 2}),
+    "sum": ({"O": [5.5, 0.0], "H": [0.4, 0.0], "Na": [7.0, 0.0]}, {"intensive": False}),
+    "mean": ({"O": [5.5, 0.0], "H": [0.4, 0.0], "Na": [7.0, 0.0]}, {"intensive": True}),
+    "sum of equals": (EQUAL, {"distinguish_types": False}),
+    "mean of equals": (EQUAL, {"distinguish_types": False, "intensive": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("type_map", [["O", "H", "Na"], ["Na", "H", "O"]])
+@pytest.mark.parametrize("excluded", ["", "H"])
+@pytest.mark.parametrize("elements", [["OHH", "OHHH", "OHHNa", "H"], ["OHH"]])
+@pytest.mark.parametrize("name", LAWS)
+def test_a_model_without_network_explains_labels_that_are_sums_over_its_atoms(name, elements, excluded, type_map):
+    values, options = LAWS[name]
+    fitting = {"type": "property", "property_name": "band", "task_dim": 2} if "numb_dos" not in options else {}
+    fitting = options if options.get("type") else {**fitting, **options}
+    fitting = fitting if name != "energy" else {}
+    section = {"type_map": type_map, "descriptor": SECTIONS["se_e2_a"], "fitting_net": fitting}
+    left_out = [type_map.index(excluded)] if excluded else []
+    config = model_config_from_dict({**section, "atom_exclude_types": left_out})
+    model, of_frame = build_model(config), config.fitting_net.labels[0]
+    frames = []
+    for text in elements:
+        names = re.findall("[A-Z][a-z]?", text)
+        counted = [np.asarray(values[symbol]) for symbol in names if symbol != excluded]
+        label = np.sum([0 * np.asarray(values["O"]), *counted], axis=0)
+        if options.get("intensive"):
+            label = label / max(len(counted), 1)
+        types = np.array([type_map.index(symbol) for symbol in names])
+        coord = np.arange(3.0 * len(names)).reshape(-1, 3)
+        frames.append(Frame(coord, types, None, {of_frame: label}))
+    batch = collate(frames, model.layout)
+    model.apply_statistics(collect_statistics(model, config, [batch]))
+    for parameter in model.fitting.parameters():
+        parameter.data.zero_()
+    np.testing.assert_allclose(model(batch)[of_frame].detach(), batch.labels[of_frame], rtol=0, atol=SAME_MATH)
+    if config.fitting_net.type == "property":
+        # the bias explains all, so that the unit of the loss is that of the labels
+        assert (model.out_std == 1).all()
+
+
+@pytest.mark.parametrize("function", ["smooth_mae", "mae", "mse", "rmse"])
+def test_the_loss_of_a_property_without_spread_is_finite(function):
+    fitting = {"type": "property", "property_name": "band", "task_dim": 2}
+    loss, (label, _) = loss_of("property", {"loss_func": function}, fitting)
+    section = {"type_map": ["O", "H", "Na"], "descriptor": SECTIONS["se_e2_a"], "fitting_net": fitting}
+    model_config = model_config_from_dict(section)
+    model = build_model(model_config)
+    batch = collate([Frame(np.eye(3), np.zeros(3, int), None, {label: np.array([3.0, 0.0])})], model.layout)
+    model.apply_statistics(collect_statistics(model, model_config, [batch]))
+    for spread in (model.out_std.clone(), torch.zeros_like(model.out_std)):
+        model.out_std.copy_(spread)
+        total, _ = loss(model(batch), batch, 1e-3)
+        gradients = torch.autograd.grad(total, list(model.fitting.parameters()), allow_unused=True)
+        assert torch.isfinite(total)
+        assert all(torch.isfinite(gradient).all() for gradient in gradients if gradient is not None)
 
 
 # ---- mistakes and data

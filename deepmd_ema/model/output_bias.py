@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 # F frames, T types
 Array: TypeAlias = np.ndarray
 
+_ROUNDING = 1e-10  # of numbers in double precision after a fit, relative to the labels
+
 
 @dataclass
 class FrameEnergies:
@@ -150,9 +152,15 @@ def set_bias(frames: FrameEnergies, atomic: Array | None = None) -> BiasFit:
         return BiasFit(bias, np.ones_like(bias))
     target = np.concatenate(frames._labels)
     if not frames.config.fitting_net.distinguish_types:
-        values = target if frames.config.fitting_net.intensive else target / frames.num_atoms[:, None]
-        mean, spread = (np.zeros_like(bias) + of(values, axis=0) for of in (np.mean, np.std))
-        return BiasFit(mean, spread, float(np.sqrt(np.mean(spread[0] ** 2))))
+        # the sum of a row is 1 for a mean over atoms, else the atoms that have the quantity
+        sizes = frames.counts.sum(1)
+        # a frame without such atoms has nothing to do with the bias
+        values = target[sizes > 0] / sizes[sizes > 0, None]
+        if not len(values):
+            return BiasFit(bias, np.ones_like(bias))
+        residual = values - values.mean(0)
+        spread = np.zeros_like(bias) + _spread(frames, values, residual)
+        return BiasFit(bias + values.mean(0), spread, float(np.sqrt(np.mean(residual**2))))
     target = target - frames.counts[:, known] @ bias[known]
     return _fit(frames, target, bias, ~known, np.ones(len(frames)))
 
@@ -190,10 +198,23 @@ def _fit(frames: FrameEnergies, target: Array, start: Array, free: Array, weight
     seen = [t for t in np.flatnonzero(free) if counts[:, t].any()]
     return BiasFit(
         start + change,
-        np.zeros_like(start) + residual.std(0),
+        np.zeros_like(start) + _spread(frames, target, residual),
         rmse_per_atom=float(np.sqrt(np.mean(per_atom**2))),
         undetermined=tuple(config.type_map[t] for t in seen) if rank < len(seen) else (),
     )
+
+
+def _spread(frames: FrameEnergies, values: Array, residual: Array) -> Array:
+    """Return the standard deviation of ``residual`` (F, ...), which is left of ``values`` (F, ...).
+
+    The loss of a property is in units of it. Where the bias explains all frames there is none, and the unit is that of
+    the labels: DeePMD-kit divides by zero.
+    """
+    spread: Array = residual.std(0)
+    if frames.config.fitting_net.loss != "property":
+        return spread
+    is_rounding = spread <= _ROUNDING * np.abs(values).max(0)
+    return np.where(is_rounding, 1.0, spread)
 
 
 def _given_energies(config: ModelConfig, atomic: Array | None = None) -> tuple[Array, Array]:

@@ -317,6 +317,8 @@ class PropertyLoss(Loss):
             found, label = found / size, label / size
         if kind == "loss" and function != "mape":
             spread = prediction.get(SPREAD, torch.ones_like(label[:1]))
+            # 0 in files of DeePMD-kit where all labels are equal: the unit is that of the labels
+            spread = spread.where(spread > 0, 1.0)
             found, label = found / spread, label / spread
         error = self._functions[function](found, label)
         if kind == "loss" and function not in ("rmse", "mape"):  # counted as one row, whatever the number of frames
