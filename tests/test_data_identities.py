@@ -212,3 +212,17 @@ def test_virials_of_open_systems_that_are_placeholders_are_found(tmp_path):
     frames = [Frame(f.coord, f.atom_type, None, f.labels | {"virial": np.ones(9)}) for f in molecules(24)]
     warnings = report_of(stored(tmp_path / "s", frames)).warnings
     assert any("the virials are placeholders, or another quantity" in text for text in warnings)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("number", [0, 6, 12])
+@pytest.mark.parametrize("make", [crystal, molecules])
+def test_atoms_in_one_place_are_reported_and_no_logarithm_of_their_ratios_is_taken(tmp_path, make, number):
+    """`test`, `model-devi`, `report -s` and `init` ended with "math domain error"."""
+    frames = make(13)
+    for frame in frames[: number + 1]:
+        frame.coord[:] = 1.0
+    frames[-1].labels["force"][0] = 1e4  # its contacts are compared with those of the others
+    report = report_of(stored(tmp_path / "a", frames))
+    assert "atoms 0 (O) and 1 (H) are 0.000 angstrom apart, expected at least" in report.problems[0]
+    assert not [line for line in report.warnings if "lengths" in line]

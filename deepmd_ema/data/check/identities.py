@@ -207,6 +207,8 @@ def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[fl
         return 1.0, [far] * any(np.isfinite(radii[frame.atom_type]).any() for frame in searched), False
     found.sort(key=lambda one: one[0])
     shortest, ratio, ninth = (found[int(share * (len(found) - 1))][0] for share in (0, 0.5, 0.9))
+    if ratio == 0:  # an error of its own; no unit makes a distance of it
+        return 1.0, [], False
     if SHORT <= ratio <= LONG:
         return 1.0, [], _USUAL[0] < ratio < _USUAL[1]
     if ninth > SHORT and shortest < _MAX_SHORTEST:
@@ -349,7 +351,7 @@ def ratios_of(frames: Sequence[Frame]) -> Ratios:
     between = None
     if len(both) >= _MIN_OPEN and torque <= _MAX_TORQUE:
         given, expected = (np.concatenate(part) for part in zip(*both))
-        if np.isfinite(given).all():
+        if np.isfinite(given).all() and expected.any():  # atoms in one place have no sum
             between = float(given @ expected / (expected @ expected))
             if between**2 * (expected @ expected) <= _EXPLAINED * (given @ given):
                 between = math.nan

@@ -22,6 +22,7 @@ OUTLIER_FORCE, OUTLIER_FACTOR = 15.0, 30.0  # eV/angstrom, and times the median 
 # distance in sums of covalent radii within which atoms repel each other, and the power with which the largest force may
 # rise as the shortest distance falls below that of other frames: 3 to 5 in right data beyond 15 eV/angstrom
 _CONTACT, _STEEPNESS = 1.2, 8
+_MIN_CONTACT = 1e-3  # angstrom, of atoms in one place, so that ratios of distances are finite
 _NUM_USUAL, _MAX_SEARCHED = 8, 64  # frames of a system in which such pairs are searched, with usual and large forces
 _SEVERAL = 0.1  # a larger share of the frames of a system is another kind of frames
 NET_FORCE = 0.1  # eV/angstrom, and also, per square root of the atoms, the least fraction of the RMS force
@@ -221,7 +222,8 @@ def _contacts(frame: Frame, radii: Array) -> Array:
     except DataError:
         return shortest
     a, b = frame.atom_type[i], frame.atom_type[j]
-    np.minimum.at(shortest, (np.minimum(a, b), np.maximum(a, b)), distance / (radii[a] + radii[b]))
+    scaled = np.maximum(distance, _MIN_CONTACT) / (radii[a] + radii[b])
+    np.minimum.at(shortest, (np.minimum(a, b), np.maximum(a, b)), scaled)
     return shortest
 
 
