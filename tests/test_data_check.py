@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -36,6 +37,10 @@ def edit(path, change):
 
 def put(index, value):
     return lambda array: array.__setitem__(index, value)
+
+
+def shift(array, by):
+    array += by
 
 
 def lines_of(report):
@@ -205,6 +210,62 @@ def test_a_system_that_is_listed_twice_has_no_copies(water):
     shutil.copytree("water", "again")
     [warning] = check(["water", "again"]).warnings
     assert warning.startswith("12 training frames are copies of another (first: again frame 0 is water frame 0)")
+
+
+HARTREE = 27.211386
+# numbers of atoms of the systems; of the last the energies per atom before, their factor and that of the forces; words
+OTHER_SYSTEMS = [
+    ((12, 12, 12), -600, 1, 1, " eV/atom, expected -5."),
+    ((12, 12), -600, 1, 1, " eV/atom, expected -5."),
+    ((12, 7, 11, 16), -600, 1, 1, " eV/atom, expected -"),
+    ((12, 12, 12), 0, 1 / HARTREE, 0.5292 / HARTREE, " eV/atom as in Hartree, expected -5."),
+    ((12, 12, 12), 0, 1 / HARTREE, 1, " eV/atom as in Hartree, expected -5."),
+    ((12, 7, 11, 12), -150, 1 / HARTREE, 1, " eV/atom as in Hartree, expected -15"),
+    ((12, 12, 12), 0, 23.060548, 23.060548, " eV/atom as in kcal/mol, expected -5."),
+]
+
+
+@pytest.mark.parametrize(("sizes", "zero", "energy", "force", "words"), OTHER_SYSTEMS)
+def test_a_system_of_another_unit_or_code_is_named(tmp_path, sizes, zero, energy, force, words):
+    """Training started 51,500 meV/atom off, after "No warnings"."""
+    systems = [
+        write_system(tmp_path / str(k), frames=8, seed=k, natoms=size, virial=False) for k, size in enumerate(sizes)
+    ]
+    common = zero if energy != 1 else 0
+    for path, size in zip(systems, sizes):
+        edit(path / "set.000" / "energy.npy", partial(shift, by=common * size))
+    assert not [line for line in check(systems).warnings if not line.startswith("no virial")]
+    odd = systems[-1]
+    edit(odd / "set.000" / "energy.npy", partial(shift, by=(zero - common) * sizes[-1]))
+    edit(odd / "set.000" / "energy.npy", lambda e: np.multiply(e, energy, out=e))
+    edit(odd / "set.000" / "force.npy", lambda f: np.multiply(f, force, out=f))
+    [warning] = [line for line in check(systems).warnings if "do not fit the energies per element" in line]
+    assert f"of the others: {odd} (" in warning
+    assert words in warning
+    assert "RMS force " in warning
+    [beside] = [line for line in check(systems[:-1], [odd]).warnings if "do not fit the energies per element" in line]
+    assert f"of the others: {odd} (" in beside
+
+
+def test_of_many_systems_of_another_code_some_are_named(tmp_path):
+    systems = [write_system(tmp_path / str(k), frames=4, seed=k) for k in range(9)]
+    for path in systems[5:]:
+        edit(path / "set.000" / "energy.npy", partial(shift, by=-600 * 12))
+    [warning] = check(systems).warnings
+    assert warning.startswith("the energies of 4 systems do not fit")
+    assert f"{systems[5]} (" in warning
+    assert " and 1 more. Expected eV, and one code and method, in all systems." in warning
+
+
+def test_systems_of_large_forces_and_isolated_atoms_are_not_of_another_code(tmp_path):
+    """Their energies are far above those of the others."""
+    bulk = [write_system(tmp_path / str(k), frames=8, seed=k) for k in range(2)]
+    near = write_system(tmp_path / "near", frames=8, seed=5)
+    edit(near / "set.000" / "energy.npy", partial(shift, by=40 * 12))
+    edit(near / "set.000" / "force.npy", lambda f: np.multiply(f, 500, out=f))
+    atom = write_system(tmp_path / "atom", frames=4, natoms=1, pbc=False)
+    edit(atom / "set.000" / "energy.npy", partial(shift, by=300))
+    assert not [line for line in check([*bulk, near, atom]).warnings if "do not fit the energies" in line]
 
 
 def test_frames_of_three_are_judged_and_those_of_several_kinds_are_not(tmp_path):

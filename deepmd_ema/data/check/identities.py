@@ -27,7 +27,7 @@ BOHR = 0.52917721  # angstrom
 _HARTREE = 27.211386  # eV
 _KCAL, _KJ = 23.060548, 96.485332  # kcal/mol and kJ/mol of 1 eV
 # numbers that 1 eV, 1 eV/angstrom and 1 eV of a virial have in other units; those of a stress are over the volume
-_ENERGIES = {"Hartree": 1 / _HARTREE, "Rydberg": 2 / _HARTREE, "kcal/mol": _KCAL, "kJ/mol": _KJ, "meV": 1e3}
+ENERGY_UNITS = {"Hartree": 1 / _HARTREE, "Rydberg": 2 / _HARTREE, "kcal/mol": _KCAL, "kJ/mol": _KJ, "meV": 1e3}
 _FORCES = {
     "Hartree/bohr": BOHR / _HARTREE,
     "Rydberg/bohr": 2 * BOHR / _HARTREE,
@@ -36,7 +36,7 @@ _FORCES = {
     "kJ/mol/nm": 10 * _KJ,
     "meV/angstrom": 1e3,
 }
-_VIRIALS = {**_ENERGIES, "GPa * angstrom^3": GPA, "kbar * angstrom^3": 10 * GPA}
+_VIRIALS = {**ENERGY_UNITS, "GPa * angstrom^3": GPA, "kbar * angstrom^3": 10 * GPA}
 _STRESSES = {"eV/angstrom^3": 1.0, "GPa": GPA, "kbar": 10 * GPA}
 # of three ratios: energy differences over the works of forces and of virials, and virials over those works of forces
 _EXPONENTS = {"energies": (1, 1, 0), "forces": (-1, 0, -1), "virials": (0, -1, 1), "lengths": (-1, 0, -1)}
@@ -307,19 +307,19 @@ def _is_one(ratio: float | None) -> bool:
 
 def _explain(ratios: Sequence[float | None], virials: Mapping[str, float]) -> str:
     """Return at most two explanations of wrong ratios, whose exponents are ``_EXPONENTS``, as text."""
-    units = {"energies": _ENERGIES, "forces": _FORCES, "virials": virials}
+    units = {"energies": ENERGY_UNITS, "forces": _FORCES, "virials": virials}
     options = {"the forces have the wrong sign (gradients instead of forces)": {"forces": -1.0}}
     options |= {f"the {what} have the wrong sign": {what: -1.0} for what in ("energies", "virials")}
     for what, of in units.items():
         options |= {f"the {what} look like {name}": {what: number} for name, number in of.items()}
         options |= {f"the {what} look like {name} with the wrong sign": {what: -number} for name, number in of.items()}
     options |= {f"the lengths look like {name}": {"lengths": factor} for factor, name in _LENGTHS.items()}
-    for (a, x), (b, y) in product(_ENERGIES.items(), _FORCES.items()):
+    for (a, x), (b, y) in product(ENERGY_UNITS.items(), _FORCES.items()):
         if b.startswith(a):
             options[f"the energies and forces look like {a} and {b}"] = {"energies": x, "forces": y}
     if None not in ratios:
         options |= {f"the energies and virials look like {a}": dict.fromkeys(("energies", "virials"), x)
-                    for a, x in _ENERGIES.items()}  # fmt: skip
+                    for a, x in ENERGY_UNITS.items()}  # fmt: skip
     off = dict[str, float]()
     for text, numbers in options.items():
         expected = [math.prod(n ** _EXPONENTS[what][k] for what, n in numbers.items()) for k in range(3)]

@@ -19,12 +19,14 @@ from deepmd_ema.data.check.suspects import (
     SHARED_TEST,
     Suspects,
     energy_outliers,
+    energy_residuals,
     find_copies,
     findings_of,
     force_outliers,
     name_of,
     net_forces,
     placeholders,
+    shifted_systems,
     zero_forces,
 )
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, evenly_spaced
@@ -191,10 +193,12 @@ def check_systems(
     findings += _element_warnings(report, task)
     for scan in every:
         findings += placeholders(scan, labels)
+    residuals = energy_residuals(report.training, report.validation + report.test)
+    findings += shifted_systems(every, residuals)
     copies = find_copies(report.training, report.validation, report.test)
     report.suspects = {
         **dict(zip(("duplicates", SHARED, SHARED_TEST), copies)),
-        "energy_outliers": energy_outliers(report.training, report.validation + report.test),
+        "energy_outliers": energy_outliers(every, residuals),
         "force_outliers": force_outliers(every, type_map),
         "zero_forces": zero_forces(every),
         "net_forces": net_forces(every),

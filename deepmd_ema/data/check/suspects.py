@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from deepmd_ema.config.labels import ENERGY, FORCE, LABELS, VIRIAL
-from deepmd_ema.data.check.identities import COVALENT_RADII
+from deepmd_ema.data.check.identities import COVALENT_RADII, ENERGY_UNITS
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few
@@ -18,6 +19,13 @@ from deepmd_ema.geometry import Array, find_pairs_once
 OUTLIER_SIGMAS = 15.0  # robust standard deviations of a system; strained cells are many from those at rest
 OUTLIER_ENERGY = 0.2  # eV/atom; a smaller residual is no outlier: near copies have no spread
 FAR_ENERGY = 1.0  # eV/atom; a larger residual is one
+# Systems are compared with each other. Cohesive energies are at most 8.9 eV/atom (tungsten), and atoms that repel each
+# other have forces that lead to a minimum within about an angstrom.
+_FAR_SYSTEM = 20.0  # eV/atom, of medians of systems
+_NEAR_MINIMUM = 1.0  # angstrom
+_NEAR_UNIT = 1.05  # ratio to that of a unit: energies of systems of one composition are nearer
+_IN_UNITS = {f" as in {unit}": number for unit, number in ENERGY_UNITS.items()}
+_IN_UNITS |= {f" as if the others were in {unit}": 1 / number for unit, number in ENERGY_UNITS.items()}
 OUTLIER_FORCE, OUTLIER_FACTOR = 15.0, 30.0  # eV/angstrom, and times the median of the system
 # distance in sums of covalent radii within which atoms repel each other, and the power with which the largest force may
 # rise as the shortest distance falls below that of other frames: 3 to 5 in right data beyond 15 eV/angstrom
@@ -27,7 +35,8 @@ _NUM_USUAL, _MAX_SEARCHED = 8, 64  # frames of a system in which such pairs are 
 _SEVERAL = 0.1  # a larger share of the frames of a system is another kind of frames
 NET_FORCE = 0.1  # eV/angstrom, and also, per square root of the atoms, the least fraction of the RMS force
 _MAX_NAMES = 3
-_NUM_FITS = 12  # of energies per element
+_NUM_FITS = 40  # of energies per element, at most
+_FIT_TOLERANCE = 0.01  # eV, change of an energy per element with which the last fit is reached
 _FITTED = 0.01  # eV/atom, size of a residual from which on it counts by its size
 _MIN_FRAMES = 3  # of the same elements, to judge outliers; of a system, to judge labels that do not vary
 _MIN_SPREAD = 10  # frames, to judge energies by their spread
@@ -156,17 +165,21 @@ def find_copies(*parts: Sequence[SystemScan]) -> list[Suspects]:
     return kinds
 
 
-def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemScan]) -> Suspects:
-    """Return frames far from energies per element that are fitted to the training frames, by the spread of a system."""
-    scans = [*training, *validation]
+def energy_residuals(training: Sequence[SystemScan], others: Sequence[SystemScan]) -> list[Array]:
+    """Return energies (F,) minus those per element, which are fitted to the training frames, eV/atom, of each system.
+
+    They are NaN where they are not known and of isolated atoms; none are returned if too few are known.
+    """
+    scans = [*training, *others]
     # without isolated atoms, which are a cohesive energy above all others
     energies = [np.where(scan.isolated | ~np.isfinite(scan.energy), np.nan, scan.energy) for scan in scans]
     num_known = sum(int(np.isfinite(energy).sum()) for energy in energies[: len(training)])
     if num_known < _MIN_FRAMES:
-        return Suspects()
+        return []
     num_types = training[0].type_counts.shape[1]
     smallest = np.finfo(np.float64).eps * max(num_known, num_types)  # as if all frames were fitted at once
     weights = [np.isfinite(energy) * 1.0 for energy in energies[: len(training)]]
+    fit = np.full(num_types, np.inf)
     for _ in range(_NUM_FITS):
         # to the least sum of sizes, not of squares, which a frame far from all others would tilt; compositions and
         # energies per atom are reduced to the triangle that a QR decomposition leaves
@@ -178,12 +191,64 @@ def energy_outliers(training: Sequence[SystemScan], validation: Sequence[SystemS
                 rows = np.concatenate([scan.type_counts[part], energy[part, None]], axis=1)
                 rows *= (np.sqrt(weight[part]) / scan.type_counts[part].sum(axis=1))[:, None]
                 reduced = np.asarray(np.linalg.qr(np.concatenate([reduced, rows]), mode="r"))
-        fit = np.linalg.lstsq(reduced[:, :-1], reduced[:, -1], rcond=smallest)[0]
+        before, fit = fit, np.linalg.lstsq(reduced[:, :-1], reduced[:, -1], rcond=smallest)[0]
         residuals = [  # eV/atom
             (energy - sum(n * e for n, e in zip(scan.type_counts.T, fit))) / scan.type_counts.sum(axis=1)
             for scan, energy in zip(scans, energies)
         ]
+        if np.abs(fit - before).max() < _FIT_TOLERANCE:
+            break
         weights = [np.nan_to_num(1 / np.maximum(np.abs(of), _FITTED)) for of in residuals[: len(training)]]
+    return residuals
+
+
+def shifted_systems(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> Iterator[Finding]:
+    """Yield a warning about systems whose energies are in another unit, or from another zero, than those of others.
+
+    Args:
+        scans: the systems.
+        residuals: of :func:`energy_residuals`.
+    """
+    usual = np.sort(np.concatenate([np.zeros(0), *residuals]))
+    usual = usual[np.isfinite(usual)]  # NaN comes last
+    texts: dict[str, str] = {}
+    for scan, residual in zip(scans, residuals):
+        known = np.isfinite(residual)
+        if not known.any():
+            continue
+        # of two systems with as many frames one is the reference, not their mean
+        shift = float(np.median(residual[known]) - usual[len(usual) // 2])
+        energy = float(np.median(scan.energy[known] / scan.type_counts[known].sum(axis=1)))
+        expected = energy - shift
+        forces = scan.force_rms[np.isfinite(scan.force_rms)]
+        size = float(np.median(forces)) if len(forces) else 0.0
+        unit = ""
+        if abs(shift) > FAR_ENERGY and energy * expected > 0:
+            distances = {text: abs(math.log(energy / expected / ratio)) for text, ratio in _IN_UNITS.items()}
+            nearest = min(distances, key=lambda text: distances[text])
+            if distances[nearest] < math.log(_NEAR_UNIT):
+                unit = nearest
+        if unit or abs(shift) > _FAR_SYSTEM + _NEAR_MINIMUM * size:
+            name = scan.system.whole.name
+            texts[name] = (
+                f"{name} ({energy:.6g} eV/atom{unit}, expected {expected:.6g}; RMS force {size:.3g} eV/angstrom)"
+            )
+    if texts:
+        systems = first_few(list(texts.values()), _MAX_NAMES)
+        yield warning(
+            "",
+            f"the energies of {counted(len(texts), 'system')} do not fit the energies per element "
+            f"of the others: {systems}. Expected eV, and one code and method, in all systems.",
+        )
+
+
+def energy_outliers(scans: Sequence[SystemScan], residuals: Sequence[Array]) -> Suspects:
+    """Return frames far from energies per element, by the spread of their system.
+
+    Args:
+        scans: the systems.
+        residuals: of :func:`energy_residuals`.
+    """
     deviations, bounds = [], []
     for scan, residual in zip(scans, residuals):
         middles, number = _middles(scan, residual)
