@@ -1,13 +1,15 @@
 """Units and signs: found by identities of energies, forces and virials and by bounds of lengths, or not verified."""
 
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import open_data, toy_frame, toy_labels
 
-from deepmd_ema.data.check.identities import ratios_of
+from deepmd_ema.data.check.identities import misplaced_types, ratios_of
 from deepmd_ema.data.check.report import check_systems
 from deepmd_ema.data.source import Frame
 from deepmd_ema.model.families.se_e2_a.section import SeE2AConfig
@@ -169,6 +171,94 @@ def test_lengths_beyond_their_bounds_are_reported_with_a_pair_of_atoms(tmp_path,
     assert "half of the atoms have their nearest neighbor within " in warning
     assert f"in {path} frame " in warning
     assert report.units.verified["lengths"] == 0
+
+
+WATER_ORDERS = [
+    (lambda types: np.sort(types), ["O", "H"], "nearest neighbors O and O are "),
+    (lambda types: np.sort(types)[::-1], ["O", "H"], "hydrogen atoms"),
+    (lambda types: np.random.default_rng(3).permutation(types), ["O", "H"], "hydrogen atoms"),
+    (lambda types: 1 - types, ["O", "H"], "100 % of the hydrogen atoms of a frame (the median of 8) have two"),
+    (lambda types: types, ["H", "O"], "100 % of the hydrogen atoms of a frame (the median of 8) have two"),
+]
+
+
+def water_frames(number):
+    """Return frames of four molecules of water on a lattice, turned at random, the atoms as O H H O H H ..."""
+    rng = np.random.default_rng(4)
+    bonds = np.array([[0.0, 0.0, 0.0], [0.76, 0.59, 0.0], [-0.76, 0.59, 0.0]])
+    frames = []
+    for k in range(number):
+        coord = []
+        for site in np.ndindex(2, 2, 1):
+            turn = np.linalg.qr(rng.normal(size=(3, 3)))[0]
+            coord.append(3.1 * np.array(site) + bonds @ turn + rng.normal(0, 0.03, (3, 3)))
+        labels = {"energy": 0.0, "force": np.zeros((12, 3)), "virial": np.zeros(9)}
+        frames.append(
+            Frame(np.concatenate(coord), np.tile([0, 1, 1], 4), np.diag([6.2, 6.2, 4.0]), labels, source=("s", k))
+        )
+    return frames
+
+
+@pytest.mark.usefixtures("real_radii")
+@pytest.mark.parametrize(("order", "names", "words"), WATER_ORDERS)
+def test_types_in_another_order_than_the_positions_are_reported(order, names, words):
+    """A published set passed with "lengths verified, No warnings", and its model was silently worse."""
+    frames = water_frames(20)
+    assert misplaced_types(frames, ["O", "H"]) == []
+    moved = [replace(frame, atom_type=np.asarray(order(frame.atom_type))) for frame in frames]
+    texts = misplaced_types(moved, names)
+    assert words in "; ".join(texts)
+
+
+@pytest.mark.usefixtures("real_radii")
+def test_a_warning_of_types_names_system_distance_and_atoms(tmp_path):
+    frames = water_frames(20)
+    moved = [replace(frame, atom_type=np.sort(frame.atom_type)) for frame in frames]
+    path = stored(tmp_path / "s", moved)
+    report = report_of(path)
+    [warning] = [line for line in report.warnings if "nearest neighbors" in line]
+    assert re.match(
+        rf"{path}: nearest neighbors O and O are 0.9\d+ angstrom apart in 8 of 8 frames "
+        rf"\(atoms \d+ \(O\) and \d+ \(O\) in {path} frame \d+\), expected at least 1.00; \d+ % of the hydrogen",
+        warning,
+    )
+    assert warning.endswith("Expected types in the order of the positions, and elements (type_map.raw) in the order "
+                            "of the numbers of the types.")  # fmt: skip
+    assert report.units.verified["lengths"] == 0
+
+
+@pytest.mark.usefixtures("real_radii")
+def test_short_bonds_and_atoms_in_random_places_are_in_their_order():
+    """N2 has the shortest bond of two such atoms, and U=O and Cr2 are shorter than their radii."""
+    rng = np.random.default_rng(5)
+    names = ["N", "U", "O", "Cr", "H"]
+    molecules = {(0, 0, 4, 4): [0, 1.1, 4, 4.74], (1, 2, 2): [0, 1.76, -1.76], (3, 3, 2): [0, 1.68, 4]}
+    for types, places in molecules.items():
+        coord = np.outer(places, [1.0, 0, 0])
+        frames = [
+            Frame(coord + rng.normal(0, 0.02, coord.shape), np.array(types), None, {}, source=("s", k))
+            for k in range(8)
+        ]
+        assert misplaced_types(frames, names) == []
+    # two atoms of carbon that are pressed together, of a public set: their forces are large
+    places = np.array([[0, 0, 0], [1.0, 0, 0], [0, 4, 0], [0, 5.1, 0]])
+    pressed = [
+        Frame(
+            places + rng.normal(0, 0.01, (4, 3)),
+            np.array([0, 0, 1, 2]),
+            None,
+            {"force": np.array([[-45.0, 0, 0], [45.0, 0, 0], [0, 0, 0], [0, 0, 0]])},
+            source=("s", k),
+        )
+        for k in range(8)
+    ]
+    assert misplaced_types(pressed, ["C", "O", "H"]) == []
+    at_rest = [replace(frame, labels={"force": np.zeros((4, 3))}) for frame in pressed]
+    assert len(misplaced_types(at_rest, ["C", "O", "H"])) == 1
+    grid = np.stack(np.meshgrid(*[1.3 * np.arange(4)] * 3), -1).reshape(-1, 3)
+    types = np.tile([0, 2], 32)
+    frames = [Frame(grid + rng.normal(0, 0.3, grid.shape), types, None, {}, source=("s", k)) for k in range(8)]
+    assert misplaced_types(frames, names) == []
 
 
 def test_what_cannot_be_verified_is_said(tmp_path):

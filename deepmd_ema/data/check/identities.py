@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -69,6 +69,16 @@ _LENGTHS = {
     0.1: "nm",
     100.0: "pm",
 }
+# least median distance of nearest neighbors, in sums of covalent radii: it is 0.77 in N2, 0.79 in CO and
+# acetylene; that of metals may be less: U=O has 0.67, Cr2 0.60
+_SHORTEST_BOND = 0.76
+_BOND_SPREAD = 1.15  # of the quartiles of lengths of bonds: 1.03 to 1.1 from 300 to 3,000 K
+_REPULSION = 15.0  # eV/angstrom; median force on atoms that are pressed together beyond any bond
+_NONMETALS = {"H", "B", "C", "N", "O", "F", "Si", "P", "S", "Cl", "Ge", "As", "Se", "Br", "Te", "I"}
+# angstrom; bonds of H have 0.74 (H2), 0.92 (HF), 0.97 (water), 1.02 (ammonia) and 1.09 (methane), and one that
+# moves from a molecule of water to another is 1.2 from both
+_REACH_OF_HYDROGEN = 1.12
+_MAX_BRIDGES = 0.05  # share of hydrogen atoms, in a median frame
 _NOBLE = {"He", "Ne", "Ar", "Kr", "Xe", "Rn"}  # they have no bonds
 _MAX_SEARCHED = 15_000  # atoms of a frame whose nearest neighbors are searched
 _MAX_PAIRS = 3e5  # of such a frame, within more than twice the distance of neighbors whatever the unit
@@ -88,6 +98,9 @@ H 31 He 28 Li 128 Be 96 B 84 C 76 N 71 O 66 F 57 Ne 58 Na 166 Mg 141 Al 121 Si 1
 """
 COVALENT_RADII = {name: int(r) / 100 for name, r in zip(_RADII.split()[::2], _RADII.split()[1::2])}
 
+# of an atom: distance of its nearest neighbor in sums of covalent radii and in angstrom, both atoms, the frame
+_Bond: TypeAlias = tuple[float, float, int, int, Frame]
+
 
 @dataclass
 class UnitReport:
@@ -95,6 +108,7 @@ class UnitReport:
 
     Attributes:
         faults: what is wrong in a system, by its name.
+        bonds: distances that no bonds of their elements have, by the name of the system.
         num_systems: systems, or groups of small ones, that were looked at.
         num_all: systems and groups there are.
         verified: number of systems in which each quantity could be verified.
@@ -102,6 +116,7 @@ class UnitReport:
     """
 
     faults: dict[str, list[str]] = field(default_factory=dict)
+    bonds: dict[str, list[str]] = field(default_factory=dict)
     num_systems: int = 0
     num_all: int = 0
     verified: dict[str, int] = field(default_factory=dict)
@@ -112,6 +127,12 @@ class UnitReport:
         expected = "Expected eV, eV/angstrom and angstrom, and virial = -volume * stress in eV."
         for name, texts in self.faults.items():
             yield warning(name, f": {'; '.join(texts)}. {expected}")
+        for name, texts in self.bonds.items():
+            yield warning(
+                name,
+                f": {'; '.join(texts)}. Expected types in the order of the positions, "
+                "and elements (type_map.raw) in the order of the numbers of the types.",
+            )
 
     def lines(self) -> list[str]:
         """Return lines with the quantities that could be verified and those that could not."""
@@ -154,6 +175,10 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
         name, places = groups[k]
         frames = [scan.system.frame(index) for scan, index in places]
         length, texts, is_known = _judge_lengths(frames, type_map)
+        bonds = [] if texts else misplaced_types(frames, type_map)
+        if bonds:
+            report.bonds[name] = bonds
+            is_known = False
         ratios = ratios_of(frames)
         found, verified = _judge_ratios(ratios, frames, length)
         if ratios.force is None and not found and (place := misplaced_forces(frames)):
@@ -196,16 +221,11 @@ def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[Syste
 
 def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[float, list[str], bool]:
     """Return an angstrom in the unit of the frames, texts about it, and whether lengths are within their bounds."""
-    radii = bond_radii(type_map)
-    found = list[tuple[float, float, int, int, Frame]]()
-    for k in np.unique(np.linspace(0, len(frames) - 1, _SEARCHED).round().astype(int)).tolist():
-        near = nearest_neighbors(frames[k].coord, frames[k].box, radii[frames[k].atom_type])
-        found += [(*atom, frames[k]) for atom in near]
+    found = _nearest_of(_sample(frames), type_map)
     if not found:
         far = f"lengths are too large: no atom has a neighbor within {_REACH} sums of covalent radii"
-        searched = (f for f in frames if 2 < f.num_atoms <= _MAX_SEARCHED)
+        radii, searched = bond_radii(type_map), (f for f in frames if 2 < f.num_atoms <= _MAX_SEARCHED)
         return 1.0, [far] * any(np.isfinite(radii[frame.atom_type]).any() for frame in searched), False
-    found.sort(key=lambda one: one[0])
     shortest, ratio, ninth = (found[int(share * (len(found) - 1))][0] for share in (0, 0.5, 0.9))
     if ratio == 0:  # an error of its own; no unit makes a distance of it
         return 1.0, [], False
@@ -216,10 +236,7 @@ def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[fl
     factor = min(_LENGTHS, key=lambda factor: abs(math.log(ratio / factor)))
     is_near = abs(math.log(ratio / factor)) < math.log(1.4)
     looks = f"lengths look like {_LENGTHS[factor]}" if is_near else "lengths have another unit"
-    of_elements: dict[tuple[int, ...], list[tuple[float, float, int, int, Frame]]] = {}
-    for one in found:
-        of_elements.setdefault(tuple(sorted(one[4].atom_type[list(one[2:4])].tolist())), []).append(one)
-    middles = sorted((own[len(own) // 2] for own in of_elements.values()), key=lambda one: one[0])
+    middles = sorted((own[len(own) // 2] for own in _by_elements(found).values()), key=lambda one: one[0])
     pairs = [
         f"{of:.2g} ({distance:.3g} apart: atoms {frame.describe_atom(i, type_map)} and "
         f"{frame.describe_atom(j, type_map)} in {frame.source[0]} frame {frame.source[1]})"
@@ -230,6 +247,76 @@ def _judge_lengths(frames: Sequence[Frame], type_map: Sequence[str]) -> tuple[fl
         f"{SHORT} to {LONG}; by pair of elements {first_few(pairs, 3)}"
     )
     return factor if is_near else 1.0, [text], False
+
+
+def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[str]:
+    """Return texts about distances that no bonds of their elements have, in most frames; empty without any.
+
+    Where types are in another order than positions, bonds are between atoms of any elements.
+    """
+    several = [f for f in _sample(frames) if f.num_atoms > 2 and np.ptp(f.atom_type) > 0]
+    if len(several) < _MIN_OPEN:
+        return []
+    texts = list[str]()
+    for types, bonds in _by_elements(_nearest_of(several, type_map)).items():
+        names = [type_map[t] for t in types]
+        ratio, distance, i, j, frame = bonds[len(bonds) // 2]
+        number = len({bond[4].source for bond in bonds})
+        is_most = 2 * number > len(several)
+        lowest, highest = (bonds[int(share * (len(bonds) - 1))][0] for share in (0.25, 0.75))
+        # atoms that were moved at random have distances of any length, which are no bonds
+        forces = [
+            float(np.linalg.norm(bond[4].labels[FORCE].reshape(-1, 3)[bond[2]]))
+            for bond in bonds
+            if FORCE in bond[4].labels
+        ]
+        is_bond = 0 < highest < _BOND_SPREAD * lowest and np.median(forces or [0.0]) < _REPULSION
+        if is_most and is_bond and ratio < _SHORTEST_BOND and _NONMETALS.issuperset(names):
+            sizes = COVALENT_RADII[names[0]] + COVALENT_RADII[names[1]]
+            texts.append(
+                f"nearest neighbors {' and '.join(names)} are {distance:.3g} angstrom apart in "
+                f"{number} of {len(several)} frames (atoms {frame.describe_atom(i, type_map)} and "
+                f"{frame.describe_atom(j, type_map)} in {frame.source[0]} frame {frame.source[1]}), "
+                f"expected at least {_SHORTEST_BOND * sizes:.2f}"
+            )
+    shares = list[float]()
+    for frame in several:
+        symbols = np.array(type_map)[frame.atom_type]
+        if "H" in symbols and _NONMETALS.issuperset(symbols) and frame.num_atoms <= _MAX_SEARCHED:
+            near = find_pairs_once(frame.coord, frame.box, _REACH_OF_HYDROGEN)
+            num_near = np.bincount(np.concatenate(near[:2]), minlength=len(symbols))
+            shares.append(float((num_near[symbols == "H"] > 1).mean()))
+    share = float(np.median(shares)) if shares else 0.0
+    if share > _MAX_BRIDGES:
+        texts.append(
+            f"{100 * share:.0f} % of the hydrogen atoms of a frame (the median of {len(shares)}) have "
+            f"two or more neighbors within {_REACH_OF_HYDROGEN} angstrom, expected one bond"
+        )
+    return texts
+
+
+def _sample(frames: Sequence[Frame]) -> list[Frame]:
+    """Return the evenly spaced frames in which nearest neighbors are searched."""
+    return [frames[k] for k in np.unique(np.linspace(0, len(frames) - 1, _SEARCHED).round().astype(int)).tolist()]
+
+
+def _nearest_of(frames: Sequence[Frame], type_map: Sequence[str]) -> list[_Bond]:
+    """Return the nearest neighbors of the atoms of frames, the shortest of the scaled distances first."""
+    radii = bond_radii(type_map)
+    bonds = list[_Bond]()
+    for frame in frames:
+        near = nearest_neighbors(frame.coord, frame.box, radii[frame.atom_type])
+        bonds += [(*atom, frame) for atom in near]
+    return sorted(bonds, key=lambda bond: bond[0])
+
+
+def _by_elements(bonds: Sequence[_Bond]) -> dict[tuple[int, int], list[_Bond]]:
+    """Return bonds in their order, by the types of both atoms."""
+    groups: dict[tuple[int, int], list[_Bond]] = {}
+    for bond in bonds:
+        first, second = sorted(bond[4].atom_type[[bond[2], bond[3]]].tolist())
+        groups.setdefault((first, second), []).append(bond)
+    return groups
 
 
 def bond_radii(symbols: Sequence[str]) -> Array:
