@@ -71,12 +71,19 @@ def change_input(**values):
     lambda: change_input(model__descriptor__rcut=3.5),
     lambda: change_input(training__training_data__min_pair_dist=0.2),
     lambda: change_input(loss__start_pref_v=0, loss__limit_pref_v=0),
+    lambda: change_input(model__pair_exclude_types=[[0, 1]]), lambda: change_input(model__type_map=["H", "O"]),
 ])  # fmt: skip
 def test_whatever_changes_is_read_again(place, change):
     check()
     assert check().date
     change()
     assert not check().date
+
+
+def test_a_model_with_other_networks_needs_no_other_check(place):
+    check()
+    change_input(model__fitting_net__neuron=[7], model__descriptor__neuron=[3, 6])
+    assert check().date
 
 
 def test_data_with_problems_are_not_remembered(place):
@@ -134,3 +141,22 @@ def test_a_second_run_from_the_same_statistics_is_the_same_run(place, monkeypatc
         curves.append(Path("lcurve.out").read_text())
         assert len(list(Path("statistics.checked").iterdir())) == 1
     assert curves[0] == curves[1]
+
+
+def test_statistics_of_other_options_are_computed_anew_or_refused(place, capsys):
+    change_input(training__stat_file="statistics", training__numb_steps=1)
+    assert main(["train", "input.json", "--device", "cpu"]) == 0
+    assert "statistics" not in capsys.readouterr().err
+    change_input(model__pair_exclude_types=[[0, 1]])
+    reason = "it is of other options: model.pair_exclude_types = [], now [[0, 1]]"
+    change_input(training__stat_file_mode="read")
+    assert main(["train", "input.json", "--device", "cpu"]) == 2
+    expected = (
+        'training.stat_file = "statistics" does not hold the statistics of this model, and stat_file_mode is "read"'
+    )
+    assert f"{expected}: {reason}. Use " in " ".join(capsys.readouterr().err.split())
+    change_input(training__stat_file_mode="update")
+    for is_new in (True, False):
+        assert main(["train", "input.json", "--device", "cpu"]) == 0
+        line = f"training.stat_file = statistics: {reason}. The statistics are computed anew."
+        assert (line in " ".join(capsys.readouterr().err.split())) is is_new

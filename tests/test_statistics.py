@@ -1,6 +1,9 @@
 """Statistics of data before training."""
 
+import copy
 import json
+import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,15 +11,18 @@ import numpy as np
 import pytest
 import torch
 from helpers import write_system
+from toy_models import SECTIONS, TYPES, model_section, toy_atoms
 
 from deepmd_ema.config import model_config_from_dict
-from deepmd_ema.config.labels import ENERGY
+from deepmd_ema.config.fields import options, plain
+from deepmd_ema.config.labels import ENERGY, LABELS
 from deepmd_ema.data.collate import collate
 from deepmd_ema.data.source import Frame
-from deepmd_ema.errors import DataError
+from deepmd_ema.errors import DataError, UserError
+from deepmd_ema.findings import ERROR
 from deepmd_ema.model.build import build_model
-from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
-from deepmd_ema.model.statistics import collect_statistics
+from deepmd_ema.model.stat_file import SETTINGS, read_stat_file, write_stat_file
+from deepmd_ema.model.statistics import Statistics, collect_statistics
 
 GOLDEN = Path(__file__).parent / "golden"  # made_by: see golden/README.md
 SYSTEMS, CASES = json.loads((GOLDEN / "statistics.json").read_text()).values()
@@ -76,10 +82,6 @@ def environment(config, found):
 
 def read(path, config):
     return read_stat_file(path, config, build_model(config).descriptor)
-
-
-def write(path, config, found):
-    write_stat_file(path, config, build_model(config).descriptor, found)
 
 
 def close(found, expected):
@@ -149,9 +151,9 @@ def test_elements_that_the_compositions_do_not_report_apart_are_named(folders):
 @pytest.mark.parametrize("name", ["plain", "parameters"])
 def test_a_stat_file_gives_back_what_was_written(name, file, folders, tmp_path):
     config, found = case(name, folders)
-    assert read(tmp_path / file, config) is None
-    write(tmp_path / file, config, found)
-    write(tmp_path / file, config, found)  # over an older one
+    assert read(tmp_path / file, config) == "there is no such file"
+    write_stat_file(tmp_path / file, config, found)
+    write_stat_file(tmp_path / file, config, found)  # over an older one
     back = read(tmp_path / file, config)
     one, other = build_model(config), build_model(config)
     one.apply_statistics(found)
@@ -162,7 +164,7 @@ def test_a_stat_file_gives_back_what_was_written(name, file, folders, tmp_path):
 
 def test_a_stat_file_has_the_layout_of_deepmd_kit(folders, golden, tmp_path):
     config, found = case("plain", folders)
-    write(tmp_path / "stat", config, found)
+    write_stat_file(tmp_path / "stat", config, found)
     root = tmp_path / "stat" / "O H"
     (environment,) = (path for path in root.iterdir() if path.is_dir())
     assert environment.name == "60e96730d1720ee920fe21fdfbe81bbea79dc3aa"  # of DeePMD-kit for these options
@@ -177,19 +179,174 @@ def test_a_stat_file_has_the_layout_of_deepmd_kit(folders, golden, tmp_path):
 
 def test_a_stat_file_of_other_options_is_not_taken(folders, tmp_path):
     config, found = case("plain", folders)
-    write(tmp_path / "stat", config, found)
+    write_stat_file(tmp_path / "stat", config, found)
     longer = replace(config, descriptor=replace(config.descriptor, rcut=4.5))
     excluded = replace(config, descriptor=replace(config.descriptor, exclude_types=[[0, 1]]))
     with_fparam = replace(config, fitting_net=replace(config.fitting_net, numb_fparam=1))
-    for other in (longer, excluded, with_fparam):
-        assert read(tmp_path / "stat", other) is None
-    assert read(tmp_path / "stat", config) is not None
+    assert read(tmp_path / "stat", longer) == "it is of other options: model.descriptor.rcut = 4.0, now 4.5"
+    assert read(tmp_path / "stat", excluded).endswith("model.descriptor.exclude_types = [], now [[0, 1]]")
+    assert read(tmp_path / "stat", with_fparam).endswith("model.fitting_net.numb_fparam = 0, now 1")
+    wider = replace(config, fitting_net=replace(config.fitting_net, neuron=[7]))
+    for same in (config, wider):
+        assert isinstance(read(tmp_path / "stat", same), Statistics)
+
+
+def test_a_stat_file_of_an_earlier_version_is_made_anew(folders, tmp_path):
+    config, found = case("plain", folders)
+    write_stat_file(tmp_path / "stat", config, found)
+    with (tmp_path / "stat" / "O H" / SETTINGS).open("wb") as stream:
+        np.save(stream, np.array([json.dumps({"rcut": 4.0}).encode()]))
+    assert read(tmp_path / "stat", config).startswith("it was written by an earlier version of dp-ema")
+
+
+@pytest.mark.parametrize("kind", ["property", "dos"])
+def test_a_stat_file_of_deepmd_kit_with_another_number_of_values_is_not_taken(kind, tmp_path):
+    """It does not say of which options it is."""
+    width = {"property": "task_dim", "dos": "numb_dos"}[kind]
+    config = quantity(kind, **{width: 3})
+    write_stat_file(tmp_path / "stat", config, collected(config, labelled(config)))
+    (tmp_path / "stat" / "O H" / SETTINGS).unlink()
+    assert isinstance(read(tmp_path / "stat", config), Statistics)
+    found = read(tmp_path / "stat", quantity(kind, **{width: 2}))
+    assert re.fullmatch(r"bias_atom_(gap|dos) has shape \[2, 3\], expected \[2, 2\]", found), found
+
+
+def quantity(kind, **fitting):
+    """Return the config of a model of a property or a density of states."""
+    fitting = {"type": kind, "neuron": [4], **fitting}
+    if kind == "property":
+        fitting["property_name"] = "gap"
+    return model_config_from_dict(CASES["plain"]["model"] | {"fitting_net": fitting})
+
+
+def labelled(config):
+    """Return frames of two compositions with labels of frames, and as many parameters as a model has."""
+    rng, fitting = np.random.default_rng(2), config.fitting_net
+    label = fitting.labels[0]
+    for natoms in (7, 9, 10, 11):
+        coord, types = toy_atoms(natoms, natoms, len(config.type_map))
+        yield Frame(
+            coord,
+            types,
+            None,
+            {label: rng.normal(2.0, 1.0, LABELS[label].shape)},
+            _fparam(fitting, natoms),
+            coord[:, [0] * fitting.numb_aparam] if fitting.numb_aparam else None,
+        )
+
+
+def _fparam(fitting, natoms):
+    """Return the parameters of a frame; the smallest one has the default, as a system without a file of them."""
+    if fitting.default_fparam and natoms == 7:
+        return np.array(fitting.default_fparam)
+    return np.arange(1.0, 1 + fitting.numb_fparam) * natoms if fitting.numb_fparam else None
+
+
+# of every type one section, and each fitting network beside a small descriptor; each with what is off by default
+WITH_FPARAM = {"numb_fparam": 1, "default_fparam": [3.0]}
+MODELS_OF_TYPES = {
+    **{name: model_section(name) for name in SECTIONS},
+    **{
+        f"fitting {name}": model_section(fitting_changes={"type": name, **about, **WITH_FPARAM})
+        for name, about in {
+            "ener": {}, "dpa4_ener": {}, "dipole": {}, "polar": {}, "property": {"property_name": "gap"}, "dos": {},
+        }.items()
+    },
+    "linear_ener": {
+        "type": "linear_ener", "type_map": TYPES, "weights": "sum", "models": [
+            {"descriptor": SECTIONS["se_e3_tebd"], "fitting_net": {"neuron": [4]}},
+            {"descriptor": SECTIONS["se_e3_tebd"] | {"rcut": 3.5}, "fitting_net": {"neuron": [4]}},
+        ],
+    },
+}  # fmt: skip
+POOL = [
+    True, False, 0, 1, 2, 3, 5, 0.3, 0.5, 1.5, [], [0], [1], [8], [[0, 1]], [1.5], [-1.0, None, None],
+    {"energy": [-1.0, None, None]}, [1.0, 2.0, 3.0], "gap", "gauss", "zbl", "mean",
+]  # fmt: skip
+
+
+WITH_ONE_VALUE = {  # or needs another option; the elements are in the path of the statistics
+    "add_chg_spin_ebd", "atom_ener", "attn_mask", "block_attn_res", "bridging_method", "default_chg_spin",
+    "edge_cartesian", "full_attn_res", "lmax", "m_schedule", "model_branch_alias", "node_cartesian", "numb_fparam",
+    "preset_out_bias", "resnet_dt", "s2_activation", "sandwich_norm", "skip_stat", "so2_attn_res", "type_map",
+    "use_aparam_as_mask", "use_srtab",
+}  # fmt: skip
+
+
+def changed_sections(section, kind, place=()):
+    """Yield the place of each option of a section of a class, with other values of it, of which some are right."""
+    for option in options(kind):
+        here, value = (*place, option.name), section[option.name]
+        if option.sections:
+            for part, inner in enumerate(value) if option.many else [(None, value)]:
+                if isinstance(inner, dict):
+                    name = inner.get("type", option.default_type)
+                    inside = next(
+                        (one for one in option.sections if getattr(one, "type", None) == name), option.sections[0]
+                    )
+                    yield from changed_sections(inner, inside, here if part is None else (*here, part))
+            continue
+        near = [*option.choices, *POOL]
+        if isinstance(value, list) and value and not isinstance(value[0], list | dict | str | None):
+            near = [[value[0] + 1, *value[1:]], [2 * v for v in value], *near]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            near = [value + 0.001, 0.9 * value, value + 1, 2 * value, *near]
+        yield here, [candidate for candidate in near if candidate != value or type(candidate) is not type(value)]
+
+
+def replaced(section, place, value):
+    """Return a copy of nested sections with another value at a place."""
+    section = copy.deepcopy(section)
+    part = section
+    for name in place[:-1]:
+        part = part[name]
+    part[place[-1]] = value
+    return section
+
+
+def is_same(one, other):
+    return one.observed == other.observed and all(
+        x.keys() == y.keys() and all(np.array_equal(x[name], y[name]) for name in x)
+        for x, y in (
+            (one.measured, other.measured), (one.conditions, other.conditions),
+            ({"bias": one.fit.bias, "std": one.fit.std}, {"bias": other.fit.bias, "std": other.fit.std}),
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS_OF_TYPES)
+def test_a_stat_file_is_not_taken_where_an_option_changes_the_statistics(name, tmp_path):
+    """Options are those of the declaration: a new one is tried as well."""
+    config = model_config_from_dict(MODELS_OF_TYPES[name])
+    stored = collected(config, labelled(config))
+    write_stat_file(tmp_path / "stat", config, stored)
+    assert is_same(read(tmp_path / "stat", config), stored)
+    untried, influential = [], []
+    for place, values in changed_sections(plain(config), type(config)):
+        accepted = 0
+        for value in values:
+            with suppress(UserError):
+                other = model_config_from_dict(replaced(plain(config), place, value))
+                if plain(other) == plain(config) or any(finding.severity == ERROR for finding in other.findings()):
+                    continue
+                found = collected(other, labelled(other))
+                accepted += 1
+                if not is_same(found, stored):
+                    influential.append(place[-1])
+                    back = read(tmp_path / "stat", other)
+                    assert isinstance(back, str) or is_same(back, found), (place, value)
+            if accepted == 2:
+                break
+        if not accepted:
+            untried.append(place[-1])
+    assert {"numb_aparam", "atom_exclude_types"} < set(influential)
+    assert set(untried) <= WITH_ONE_VALUE
 
 
 def test_a_damaged_stat_file_is_named(folders, tmp_path):
     config, found = case("plain", folders)
     for name in ("stat", "stat.h5"):
-        write(tmp_path / name, config, found)
+        write_stat_file(tmp_path / name, config, found)
     (tmp_path / "stat" / "O H" / "bias_atom_energy").write_bytes(b"\x93NUMPY")
     (tmp_path / "stat.h5").write_bytes(b"not HDF5")
     for name in ("stat", "stat.h5"):

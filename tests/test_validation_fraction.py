@@ -144,6 +144,18 @@ def test_statistics_are_of_training_frames_only(start, tmp_path):
         assert torch.allclose(one[name], two[name], rtol=1e-12, atol=0), name
 
 
+def test_a_choice_for_another_model_is_made_anew(tmp_path, monkeypatch):
+    """The order of the elements is in the distances of frames."""
+    monkeypatch.chdir(tmp_path)
+    systems, memory = write_npy(), tmp_path / "memory"
+    for type_map in (["O", "H"], ["H", "O"]):
+        values = tiny_input(systems, training__validation_fraction=0.2)
+        values["model"]["type_map"] = type_map
+        before = set(memory.glob("*.json"))
+        parts(config_from_dict(values), memories={"": memory})
+        assert set(memory.glob("*.json")) - before
+
+
 @pytest.mark.parametrize("fraction", [0, 0.5])
 def test_wrong_fractions_are_refused(fraction):
     with pytest.raises(ConfigError, match=rf"validation_fraction = {fraction}: expected a number > 0 and < 0.5"):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from deepmd_ema.config.data_options import data_options
 from deepmd_ema.config.labels import FORCE, WEIGHTS
-from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.check_cache import recall_or_find
 from deepmd_ema.data.formats.discover import open_systems, repeated
@@ -128,7 +128,9 @@ def choose_validation(
         files = [file for source in train for file in source.files()]
         about = {
             "task": name,
+            "model": data_options(task.model),
             "systems": [[source.name, source.num_frames] for source in train],
+            "parts": _parts(train),
             "validation": [fraction, of_task],
         }
         split = partial(_split, train, len(task.model.type_map), fraction, of_task)
@@ -291,19 +293,15 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
         report.findings = [*warnings, *report.findings, *notes]
         return report.to_dict()
 
-    sources, fitting = [*data.train, *data.valid, *data.test], model.fitting_net
+    sources = [*data.train, *data.valid, *data.test]
     about = {  # the options that change the result
         "task": task.name,
+        "model": data_options(model),
         "systems": [[source.name, source.num_frames, list(source.unread)] for source in sources],
-        "parts": [source.numbers.tolist() for source in sources if isinstance(source, FrameSubset)],
+        "parts": _parts(sources),
         "validation": [len(data.valid), len(data.test)],
-        "read": [list(model.type_map), fitting.numb_fparam, fitting.numb_aparam, fitting.default_fparam],
         "labels": [*task.labels, *WEIGHTS * weighted],
-        "cutoff": descriptor.cutoff,
-        "neighbors": [descriptor.neighbors_option, descriptor.neighbors],
-        "inner": list(descriptor.inner_neighbors()) if isinstance(descriptor, HasInnerNeighbors) else None,
-        "min_pair_dist": least,
-        "bridging": bridging and [bridging.inner, chosen],
+        "min_pair_dist": [least, chosen],
     }
     stored = recall_or_find(results, [file for source in sources for file in source.files()], about, check)
     report = report or DataReport.from_dict(stored, model.type_map, descriptor.cutoff)
@@ -314,6 +312,11 @@ def check_task(task: TaskConfig, data: TaskData, results: Path | None = None) ->
                 build_sampler(options, systems)
     report.findings[:0] = [error("", text) for text in problems]
     return report
+
+
+def _parts(sources: Sequence[FrameSource]) -> list[list[int]]:
+    """Return the numbers of the frames of sources that are parts of others."""
+    return [source.numbers.tolist() for source in sources if isinstance(source, FrameSubset)]
 
 
 def _task_findings(task: TaskConfig, data: TaskData, report: DataReport) -> Iterator[Finding]:

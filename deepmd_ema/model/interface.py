@@ -78,16 +78,16 @@ class Descriptor(Protocol):
 
     @property
     def sum_names(self) -> tuple[str, ...]:
-        """Return the names of what ``measure`` returns, which are also the entries of a stat file (``folder/name``)."""
+        """Return the names of what ``measure`` returns, which are also the entries of a stat file (``folder/name``).
+
+        The names of sums that depend on weights are others for other weights.
+        """
 
     def measure(self, batch: Batch) -> Sums:
         """Return the sums over a batch, on the CPU, from which ``apply_statistics`` sets buffers; may be empty."""
 
     def apply_statistics(self, sums: Sums) -> None:
         """Set means and spreads from the sums over all data."""
-
-    def stat_settings(self) -> Mapping[str, Any]:
-        """Return the settings of the sums beyond their names; a stat file of other settings is not used."""
 
 
 class HasEquivariants(Descriptor, Protocol):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from deepmd_ema.config.data_options import data_options
 from deepmd_ema.config.labels import LABELS
+from deepmd_ema.config.messages import differences_of, show
 from deepmd_ema.distributed.files import atomic_write
-from deepmd_ema.errors import DataError
+from deepmd_ema.errors import DataError, first_few
 from deepmd_ema.model.output_bias import BiasFit
 from deepmd_ema.model.statistics import Statistics
 
@@ -26,7 +29,7 @@ SETTINGS = "dp_ema_settings"  # what DeePMD-kit's hash leaves out; it does not r
 OBSERVED = "observed_type"
 
 
-def write_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor, statistics: Statistics) -> None:
+def write_stat_file(path: str | Path, config: ModelConfig, statistics: Statistics) -> None:
     """Write statistics to a folder, or to an HDF5 file if ``path`` ends in ``.h5`` or ``.hdf5``.
 
     Statistics of other type maps or descriptors that are already there stay.
@@ -37,7 +40,7 @@ def write_stat_file(path: str | Path, config: ModelConfig, descriptor: Descripto
         bias: statistics.fit.bias.reshape(len(config.type_map), -1),
         spread: statistics.fit.std.reshape(len(config.type_map), -1),
         OBSERVED: np.array(statistics.observed, dtype=bytes),
-        SETTINGS: np.array([_settings(config, descriptor).encode()]),
+        SETTINGS: np.array([json.dumps({"model": data_options(config)}).encode()]),
         **statistics.measured,
         **statistics.conditions,
     }
@@ -53,56 +56,62 @@ def write_stat_file(path: str | Path, config: ModelConfig, descriptor: Descripto
                 np.save(stream, value)
 
 
-def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor) -> Statistics | None:
-    """Return the statistics of this model in a stat file, or None if the file does not hold all of them.
+def read_stat_file(path: str | Path, config: ModelConfig, descriptor: Descriptor) -> Statistics | str:
+    """Return the statistics of this model in a stat file, or the reason why the file does not hold them.
+
+    A file of DeePMD-kit does not say of which options it is; its names and the shapes of its arrays decide.
 
     Raises:
         DataError: if the file is there but cannot be read.
     """
     path = Path(path)
     if not path.exists():
-        return None
+        return "there is no such file"
     fitting, num_types = config.fitting_net, len(config.type_map)
-    conditions = [n for n, count in (("fparam", fitting.numb_fparam), ("aparam", fitting.numb_aparam)) if count]
+    conditions = {
+        name: (count, 3) for name, count in (("fparam", fitting.numb_fparam), ("aparam", fitting.numb_aparam)) if count
+    }
     bias, spread = _bias_names(config)
-    wanted = [bias, spread, OBSERVED, *descriptor.sum_names, *conditions]
-    root, shape = " ".join(config.type_map), (num_types, *LABELS[fitting.labels[0]].shape)
+    shape = (num_types, *LABELS[fitting.labels[0]].shape)
+    names = [bias, spread, OBSERVED, *descriptor.sum_names, *conditions]
     try:
-        found = _read(path, root, [*wanted, SETTINGS])
+        stored = _read(path, " ".join(config.type_map), [*names, SETTINGS])
+        reason = _difference(stored.pop(SETTINGS, None), config)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path}: statistics that cannot be read ({error}). Remove it to make it anew.") from error
-    settings = found.pop(SETTINGS, None)
-    if any(name not in found for name in wanted) or (
-        settings is not None and np.ravel(settings)[0] != _settings(config, descriptor).encode()
-    ):
-        return None
+    missing = [name for name in names if name not in stored]
+    if reason or missing:
+        return reason or f"it has no {missing[0]} of the elements {' '.join(config.type_map)}"
+    for name, expected in {bias: shape, spread: shape, **conditions}.items():
+        if stored[name].size != math.prod(expected):
+            return f"{name} has shape {list(stored[name].shape)}, expected {list(expected)}"
     return Statistics(
         type_map=tuple(config.type_map),
-        measured={name: found[name] for name in descriptor.sum_names},
-        conditions={name: found[name] for name in conditions},
-        fit=BiasFit(found[bias].reshape(shape), found[spread].reshape(shape)),
-        observed=tuple(name.decode() for name in found[OBSERVED].ravel()),
+        measured={name: stored[name] for name in descriptor.sum_names},
+        conditions={name: stored[name] for name in conditions},
+        fit=BiasFit(stored[bias].reshape(shape), stored[spread].reshape(shape)),
+        observed=tuple(name.decode() for name in stored[OBSERVED].ravel()),
         protect=config.data_stat_protect,
     )
+
+
+def _difference(settings: Array | None, config: ModelConfig) -> str:
+    """Return the options of a model that are others than those a file was written with, or an empty string."""
+    if settings is None:  # written by DeePMD-kit
+        return ""
+    stored = json.loads(np.ravel(settings)[0])
+    if "model" not in stored:
+        return "it was written by an earlier version of dp-ema, which did not store all options"
+    # as JSON has it: without tuples
+    expected = json.loads(json.dumps({"model": data_options(config)}))
+    texts = [f"{place} = {show(old)}, now {show(new)}" for place, old, new in differences_of(stored, expected)]
+    return f"it is of other options: {first_few(texts)}" if texts else ""
 
 
 def _bias_names(config: ModelConfig) -> tuple[str, str]:
     """Return the names of bias and spread, which are those of the label without its width."""
     name = config.fitting_net.labels[0].partition("[")[0]
     return f"bias_atom_{name}", f"std_atom_{name}"
-
-
-def _settings(config: ModelConfig, descriptor: Descriptor) -> str:
-    """Return the settings on which the statistics depend; a file of other settings is not used."""
-    about: Mapping[str, Any] = {
-        **descriptor.stat_settings(),
-        "pair_exclude_types": sorted(sorted(pair) for pair in config.pair_exclude_types),
-        "atom_exclude_types": sorted(config.excluded_types),
-        "preset_out_bias": config.preset_out_bias,
-        "atom_ener": config.fitting_net.atom_ener or None,
-        "rcond": config.fitting_net.rcond,
-    }
-    return json.dumps(about, sort_keys=True)
 
 
 def _is_hdf5(path: Path) -> bool:

@@ -214,20 +214,21 @@ def _statistics(task: Task, seed: int, num_ranks: int) -> Statistics:
     path, place = task.config.data.stat_file, f"{task.config.place('training')}.stat_file"
     if path is not None:
         stored = read_stat_file(path, task.config.model, task.model.descriptor)
-        if stored is not None:
+        if isinstance(stored, Statistics):
             logger.info("statistics are those of %s", path)
             return stored
         if task.config.data.stat_file_mode == "read":
             raise DataError(
-                f'{place} = "{path}" does not hold the statistics of this model, and stat_file_mode is "read". Use '
-                '"update", or the file of a run with the same type_map, cutoff and '
-                f"{task.config.model.descriptor.neighbors_option}."
+                f'{place} = "{path}" does not hold the statistics of this model, and stat_file_mode is "read": '
+                f'{stored}. Use "update", or the file of a run of the same model.'
             )
+        if Path(path).exists():
+            logger.info("%s = %s: %s. The statistics are computed anew.", place, path, stored)
     found = collect_statistics(task.model, task.config.model, _statistics_batches(task, seed, num_ranks))
     if path is not None:
         advice = "Remove the file that is there, name another place, or leave the option out."
         with writing(f"{place}: {path}", advice):
-            write_stat_file(path, task.config.model, task.model.descriptor, found)
+            write_stat_file(path, task.config.model, found)
     return found
 
 

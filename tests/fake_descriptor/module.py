@@ -61,6 +61,3 @@ class FakeDescriptor(nn.Module):
     def apply_statistics(self, sums):
         atoms, neighbors = sums["neighbors"]
         self.share.fill_(atoms / max(1.0, neighbors))
-
-    def stat_settings(self):
-        return {"most": self.most}

@@ -137,7 +137,6 @@ class EnvironmentStatistics:
     Attributes:
         most: sum of ``sel``.
         sum_names: radial and angular sums by type of centre, where DeePMD-kit keeps them in a stat file.
-        settings: on which the sums depend beyond their names.
     """
 
     def __init__(self, module: Any, exclude_types: Sequence[Sequence[int]], zero_mean: bool) -> None:
@@ -159,12 +158,6 @@ class EnvironmentStatistics:
         }
         folder = hashlib.sha1(json.dumps(identity).encode(), usedforsecurity=False).hexdigest()
         self.sum_names = tuple(f"{folder}/{kind}_{t}" for kind in kinds for t in range(num_types))
-        self.settings = {
-            "rcut": self.rcut,
-            "rcut_smth": module.rcut_smth,
-            "exclude_types": sorted(sorted(pair) for pair in exclude_types),
-            "env_protection": module.protection,
-        }
 
     def measure(self, batch: Batch, excluded: ExcludedPairs) -> dict[str, np.ndarray]:
         """Return count, sum and sum of squares (3,) of the radial column of the environment matrix, ``r_<type>``, and
@@ -253,11 +246,6 @@ class EnvironmentDescriptor(nn.Module):
         """Set mean and spread of the columns of the environment matrices."""
         for one in self.environments:
             one.apply(sums)
-
-    def stat_settings(self) -> dict[str, Any]:
-        """Return the settings of the sums beyond their names."""
-        settings = [one.settings for one in self.environments]
-        return settings[0] if len(settings) == 1 else {str(n): one for n, one in enumerate(settings)}
 
 
 def has_equal_slots(model: nn.Module) -> bool:

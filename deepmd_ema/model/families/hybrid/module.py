@@ -92,10 +92,6 @@ class HybridDescriptor(nn.Module):
         for k, part in enumerate(self.parts):
             part.apply_statistics({name: sums[f"{k}_{name}"] for name in part.sum_names})
 
-    def stat_settings(self) -> dict[str, Any]:
-        """Return those of the parts."""
-        return {"list": [part.stat_settings() for part in self.parts]}
-
     def forward(self, batch: Batch) -> tuple[Tensor, Vjp]:
         """Return the features (A, D) and their vector-Jacobian product, the sum of those of the parts."""
         views = self._views(batch)
