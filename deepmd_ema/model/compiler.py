@@ -9,12 +9,15 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, NeighborLayout
 from deepmd_ema.config.labels import ATOM_ENERGY, ENERGY, FORCE, VIRIAL
@@ -28,13 +31,16 @@ from deepmd_ema.model.interpolation.interpolation import Interpolation
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # torch before 2.13 uses names in its code that it does not declare, most of them in assertions
 CODE_OPTIONS = {"scalar_asserts": False, "assert_indirect_indexing": False} if torch.__version__ < "2.13" else {}
 MAX_GRAPHS = 64  # of a process; then torch continues eagerly and warns
-# of a factor of a product, where parameters have another precision
-TF32_EPS, BFLOAT16_EPS = 2**-10, torch.finfo(torch.bfloat16).eps
+COMPARED_STEP = 20  # of the run: by then weights that begin at 0 are others, and gradients are of usual size
 # two sets of operations differ by at most 33 eps for all descriptors, in float64 and float32
 MAX_ROUNDING = 100  # eps
+# of products in TF32 or bfloat16: of eager code and of compiled code, and as much again, as both are samples
+ROUNDING_FACTOR = 4
 MIN_GRADIENT = 1e-2  # of the largest gradient: a smaller one is what is left of terms that cancel
 
 
@@ -65,9 +71,9 @@ class Compiler:
     fill them up ahead (:func:`pad_for`), and then predictions have the dummy frames and atoms too; a batch that is not
     filled up is so here, and its predictions are its own.
 
-    The numbers of each new graph are compared with the eager ones (:meth:`difference`). Where they differ by more than
-    rounding, or torch cannot compile, models are evaluated eagerly from then on, and a warning says so. Other ranks
-    follow in :meth:`agree`.
+    The numbers of each new graph are compared with the eager ones (:meth:`difference`), again after 20 steps, and where
+    `due` says so. Where they differ by more than rounding, or torch cannot compile, models are evaluated eagerly from
+    then on, and a warning says so. Other ranks follow in :meth:`agree`.
 
     Attributes:
         options: of torch.
@@ -75,6 +81,7 @@ class Compiler:
         in_training: whether models in training mode are compiled.
         in_validation: whether models in evaluation mode are.
         graphs: made so far.
+        due: modes, whether they are that of training, that are compared at their next evaluation.
         refused: a mode, whether it is that of training, and the reason why this rank evaluates it eagerly, which other
             ranks do not know yet.
     """
@@ -84,7 +91,9 @@ class Compiler:
     in_training: bool = True
     in_validation: bool = True
     graphs: list[Graph] = field(default_factory=list)
+    due: set[bool] = field(default_factory=lambda: {False})
     refused: tuple[bool, str] = (False, "")
+    _steps: int = 0
 
     def __post_init__(self) -> None:
         if self.options.cache_dir is not None:
@@ -105,21 +114,33 @@ class Compiler:
 
     def __call__(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
         """Return the predictions of ``model`` for ``batch``, with gradients by parameters in training mode."""
-        graphs = len(self.graphs)
+        graphs, training = len(self.graphs), model.training
+        self._steps += training
+        if training and self._steps == COMPARED_STEP:
+            self.due.add(True)
         try:
             prediction = self._predict(model, batch)
         except Exception as error:
             prediction = run(model, batch)  # which raises an error that is not the compiler's
-            self.refuse(model.training, self._why_not(error))
+            self.refuse(training, self._why_not(error))
             return prediction
-        if len(self.graphs) == graphs:
-            return prediction
-        # a graph for other sizes or series; it runs again, because CUDA graphs write over what they have returned
-        self.refuse(model.training, self.difference(model, batch))
-        return self._predict(model, batch) if self.serves(model) else run(model, batch)
+        # a device must not be waited for while a step is captured
+        is_captured = batch.vector.is_cuda and torch.cuda.is_current_stream_capturing()
+        is_due = training in self.due and not is_captured
+        if len(self.graphs) > graphs or is_due:
+            self.due.discard(training)
+            self.refuse(training, self.difference(model, batch))
+            # it runs again, because CUDA graphs write over what they have returned
+            prediction = self._predict(model, batch) if self.serves(model) else run(model, batch)
+        if prediction[ENERGY].device.type == "cpu" and not _is_finite(prediction):
+            return self._evaluate_again(model, batch)
+        return prediction
 
     def trace(self, model: EnergyModel, batch: Batch) -> str:
         """Make the graph of a model before it is used, and return the reason not to use it; empty if there is none.
+
+        Weights that are 0 are random numbers meanwhile: of a fresh model most gradients would be 0, and those that
+        compiled code leaves out would not be noticed.
 
         It is made for a batch all of whose sizes differ, and differ from widths: torch would take sizes that are equal
         in the first batch for equal in all, and make another graph later. And the code depends a little on the sizes it
@@ -127,7 +148,8 @@ class Compiler:
         """
         widths = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
         up = to_prime(widths) if self.options.dynamic else _rounding(self.options)
-        return self.difference(model, _fill(batch, model.layout, up).batch)
+        with _without_zeros(model):
+            return self.difference(model, _fill(batch, model.layout, up).batch)
 
     def refuse(self, training: bool, reason: str) -> None:
         """Evaluate models eagerly from now on if there is a reason, found in training or in evaluation mode."""
@@ -148,8 +170,10 @@ class Compiler:
         """Return the first number of compiled code that is not the eager one to rounding; empty if all are.
 
         Compares predictions, and in training mode the gradients by parameters of a weighted sum of all of them. Another
-        order of the same sums changes them by the error of a factor, eps, times what cancels: half of its digits must
+        order of the same sums changes them by the eps of the parameters times what cancels: half of the digits must
         agree, so that a difference is at most sqrt(eps) of the largest eager number, or 100 eps where that is more.
+        Products in TF32 or bfloat16 round more, by as much as eager numbers differ from those of full precision: the
+        bound is 4 times this, of the number or of the median over all. A number that is not finite differs.
 
         Args:
             model: in the mode and the context of products in which it is used.
@@ -158,28 +182,31 @@ class Compiler:
         Raises:
             UserError: without a C++ compiler.
         """
-        needed = {one: one.needed for one in model.modules() if isinstance(one, Interpolation)}
         scale: dict[str, float] = {}
-        eager = _numbers(run, model, batch, scale)
-        for one, terms in needed.items():  # of the batches that the run evaluates eagerly
-            one.needed = terms
+        eager, is_short = _with_series(model, lambda: _numbers(run, model, batch, scale))
+        bounds = dict.fromkeys(eager, _rounding_of_sums(model))
+        if _has_reduced_products(model):
+            with _full_precision(model):
+                exact, _ = _with_series(model, lambda: _numbers(run, model, batch, scale))
+            rounding = {name: float((eager[name] - value).abs().amax()) / scale[name] for name, value in exact.items()}
+            usual = median(rounding.values())
+            bounds = {name: max(bound, ROUNDING_FACTOR * max(rounding[name], usual)) for name, bound in bounds.items()}
         try:
             compiled = _numbers(self._predict, model, batch, scale)
         except Exception as error:
             return self._why_not(error)
-        # nan where only one of both has it
+        if is_short and not bool(torch.isfinite(compiled[ENERGY]).all()):
+            return ""  # the graph says that its series are too short for this batch
         off = {name: (compiled[name] - value).abs().nan_to_num(math.inf, math.inf) for name, value in eager.items()}
-        eps = _eps_of_factors(model)
-        tolerance = max(math.sqrt(eps), MAX_ROUNDING * eps)
-        # predictions come first, of which a gradient depends on several
-        name = next((name for name, by in off.items() if float(by.amax()) > tolerance * scale[name]), None)
+        # predictions come first, of which a gradient depends on several; of nan no comparison holds
+        name = next((name for name, by in off.items() if not float(by.amax()) <= bounds[name] * scale[name]), None)
         if name is None:
             return ""
         at = int(off[name].argmax())
         found, expected, share = float(compiled[name][at]), float(eager[name][at]), float(off[name][at]) / scale[name]
         return (
             f"code compiled by torch {torch.__version__} gives other numbers: {name} {found:.6g} instead of "
-            f"{expected:.6g} (difference {share:.1e} of {scale[name]:.3g}; rounding gives less than {tolerance:.0e})"
+            f"{expected:.6g} (difference {share:.1e} of {scale[name]:.3g}; rounding gives less than {bounds[name]:.0e})"
         )
 
     def _why_not(self, error: Exception) -> str:
@@ -203,9 +230,19 @@ class Compiler:
         else:
             filled = _fill(batch, model.layout, _rounding(self.options))
             prediction = filled.take(self._evaluate(model, filled.batch))
-        # a graph has series of one length, on a CPU, and gives nan where a batch needs longer ones
-        if prediction[ENERGY].device.type == "cpu" and not bool(torch.isfinite(prediction[ENERGY]).all()):
-            return run(model, batch)
+        return prediction
+
+    def _evaluate_again(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
+        """Return eager predictions; the code is refused if these are finite and no longer series were needed.
+
+        A graph has series of one length, on a CPU, and gives nan where a batch needs longer ones.
+        """
+        prediction, is_short = _with_series(model, lambda: run(model, batch), keep=model.training)
+        if not is_short and _is_finite(prediction):
+            text = (
+                f"code compiled by torch {torch.__version__} gives energies that are not finite, eager code finite ones"
+            )
+            self.refuse(model.training, text)
         return prediction
 
     def _evaluate(self, model: EnergyModel, batch: Batch) -> dict[str, Tensor]:
@@ -325,17 +362,93 @@ def _numbers(
     return {name: value.detach().double().clone() for name, value in found.items()}
 
 
-def _eps_of_factors(model: EnergyModel) -> float:
-    """Return the largest relative error of a factor in the products of a model, in its mode and this context."""
-    eps = [torch.finfo(p.dtype).eps for p in model.parameters()]
-    if model.out_bias.is_cuda:
-        if torch.get_float32_matmul_precision() != "highest" and max(eps) > torch.finfo(torch.float64).eps:
-            eps.append(TF32_EPS)
-        for part in model.modules():
-            is_reduced = getattr(getattr(part, "section", None), "use_amp", False)
-            if is_reduced if model.training else getattr(part, "infers_in_bfloat16", False):
-                eps.append(BFLOAT16_EPS)
-    return max(eps)
+def _is_finite(prediction: Mapping[str, Tensor]) -> bool:
+    return bool(torch.isfinite(prediction[ENERGY]).all())
+
+
+def _with_series(model: EnergyModel, evaluate: Callable[[], T], keep: bool = False) -> tuple[T, bool]:
+    """Return the result of an eager evaluation, and whether it needed longer series than graphs of the model have.
+
+    Args:
+        model: which is evaluated.
+        evaluate: does so.
+        keep: whether the terms that it needed count for later series.
+    """
+    series = [part for part in model.modules() if isinstance(part, Interpolation)]
+    before = [(part.recording, part.needed) for part in series]
+    for part in series:
+        part.recording = True
+        part.needed = 0
+    result = evaluate()
+    is_short = any(part.needed > part.terms > 0 for part in series)
+    for part, (recording, needed) in zip(series, before):
+        part.recording = recording
+        part.needed = max(needed, part.needed) if keep else needed
+    return result, is_short
+
+
+@contextmanager
+def _without_zeros(model: EnergyModel) -> Iterator[None]:
+    """Have random numbers in the place of weights that are 0 within this context; afterwards they are as before."""
+    generator = torch.Generator().manual_seed(0)  # apart from the random streams of the run
+    before = {p: p.detach().clone() for p in model.parameters() if bool((p == 0).any())}
+    filled: dict[nn.Parameter, Tensor] = {}
+    for parameter, values in before.items():
+        drawn = torch.randn(values.shape, generator=generator, dtype=torch.float64).to(values)
+        # about as large as other weights of a layer with so many inputs
+        inputs = (*values.shape[-2:], 1)[0]
+        filled[parameter] = torch.where(values == 0, drawn * inputs**-0.5, values)
+    _copy_to_keys(filled)
+    try:
+        yield
+    finally:
+        _copy_to_keys(before)
+
+
+@torch.no_grad()
+def _copy_to_keys(values: Mapping[nn.Parameter, Tensor]) -> None:
+    for parameter, value in values.items():
+        parameter.copy_(value)
+
+
+def _rounding_of_sums(model: EnergyModel) -> float:
+    """Return the largest difference that another order of the same sums makes, relative to the largest number."""
+    eps = max(torch.finfo(parameter.dtype).eps for parameter in model.parameters())
+    return max(math.sqrt(eps), MAX_ROUNDING * eps)
+
+
+def _reduced_parts(model: EnergyModel) -> list[Any]:
+    """Return the parts of a model that multiply in bfloat16 on a GPU, in its mode."""
+    if model.training:
+        return [part for part in model.modules() if getattr(getattr(part, "section", None), "use_amp", False)]
+    return [part for part in model.modules() if getattr(part, "infers_in_bfloat16", False)]
+
+
+def _has_reduced_products(model: EnergyModel) -> bool:
+    """Whether products have factors in TF32 or bfloat16, in the mode of a model and this context."""
+    has_tf32 = torch.get_float32_matmul_precision() != "highest"
+    return model.out_bias.is_cuda and (has_tf32 or bool(_reduced_parts(model)))
+
+
+@contextmanager
+def _full_precision(model: EnergyModel) -> Iterator[None]:
+    """Multiply in the precision of the parameters within this context."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    parts = {part: part.section for part in _reduced_parts(model)}
+    inferring = [part for part in parts if getattr(part, "infers_in_bfloat16", False)]
+    for part, section in parts.items():
+        part.section = replace(section, use_amp=False)
+    for part in inferring:
+        part.infers_in_bfloat16 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        for part, section in parts.items():
+            part.section = section
+        for part in inferring:
+            part.infers_in_bfloat16 = True
 
 
 def without_compiler(purpose: str) -> str:

@@ -114,6 +114,7 @@ class FullValidation:
         if early_stop is not None:
             watched = {name: task.config.metric(early_stop.metric or metric) for name, task in self.tasks.items()}
         self.early_stop = EarlyStop(early_stop, watched) if early_stop is not None else None
+        self._is_first = True
         self.rows: list[Validated] = []
         for weights in config.fully_validated:
             for task in self.tasks:
@@ -138,6 +139,9 @@ class FullValidation:
         Raises:
             ValidationAborted: if a stop was requested; nothing of this step was written.
         """
+        if (compiler := self.models.compiler) is not None and self._is_first:
+            compiler.due.add(False)  # weights are trained by now
+        self._is_first = False
         errors: dict[Validated, Errors] = {}
         for weights, rows in groupby(self.rows, key=attrgetter("weights")):
             with self._bank.swapped_in(weights):
