@@ -118,6 +118,33 @@ def have_another_force():
     np.save(file, forces)
 
 
+def have_another_input():
+    """Read a copy of the data and of the input with another length."""
+    shutil.copytree(".", "elsewhere")
+    os.chdir("elsewhere")
+    values = json.loads(Path("input.json").read_text())
+    values["training"]["numb_steps"] += 1
+    Path("input.json").write_text(json.dumps(values))
+
+
+def have_another_step():
+    """Read a checkpoint that another step has written."""
+    shutil.copytree(".", "elsewhere")
+    os.chdir("elsewhere")
+    shutil.copyfile(f"model.ckpt-{LAST}.pt", "start.pt")
+
+
+def have_other_moments():
+    """Read a checkpoint whose optimizer has another state."""
+    from deepmd_ema import checkpoint
+
+    shutil.copytree(".", "elsewhere")
+    os.chdir("elsewhere")
+    payload = checkpoint.load("start.pt")
+    next(iter(payload["optimizer"]["state"].values()))["exp_avg"].mul_(2)
+    checkpoint.save("start.pt", payload)
+
+
 def fill_disk():
     """Have a disk that takes no more than a few kB in one file."""
 
@@ -224,5 +251,16 @@ FAULTS = {
     "meet_late": lambda: _hold_up("torch.distributed", "init_process_group"),
     "speak_late": lambda: _hold_up("deepmd_ema.distributed.rendezvous", "Rendezvous.report_of"),
     "leave_late": lambda: _hold_up("torch.distributed", "destroy_process_group"),
-    **{act.__name__: act for act in (lose_input, fill_disk, be_quick, have_another_force)},
+    **{
+        act.__name__: act
+        for act in (
+            lose_input,
+            fill_disk,
+            be_quick,
+            have_another_force,
+            have_another_input,
+            have_another_step,
+            have_other_moments,
+        )
+    },
 }

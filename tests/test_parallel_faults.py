@@ -74,6 +74,10 @@ FAULTS = {
         r"dp-ema \(rank 0\): stopped by SIGTERM outside .*; nothing was saved. rank 1 \(.*did not answer", None,
     ),
     "another force": (["", "have_another_force"], {}, [1, 2], rf"{OTHER_DATA}data: set.000/force.npy: other", None),
+    "another input": (
+        ["", "have_another_input"], {}, [1, 2],
+        r"rank 1 on .* has another input than rank 0: training.numb_steps = 21 here, 20 on rank 0. All ranks", None,
+    ),
     "a full disk": (["fill_disk speak_late", ""], {"training__zero_stage": 2}, [2, 1], USABLE, SAVED),
     "no input": (["", "lose_input speak_late"], {}, [1, 2], r"dp-ema \(rank 1\): input.json", None),
     "a signal": (["", "ask_to_stop"], {"training__zero_stage": 2}, [143] * 2, STOPPED.format(AT_STEP), AT_STEP),
@@ -101,6 +105,29 @@ def test_a_fault_on_one_rank_ends_all_with_one_message_and_leaves_a_run_that_con
         assert codes[0] == -9 or not list(folder.glob("*.pt"))
     else:
         assert_continues(folder, step)
+
+
+@pytest.mark.parametrize(
+    ("option", "fault", "difference"),
+    [
+        ("--restart", "have_other_moments", r"step 10, sha256 \w{16} here, step 10, sha256 \w{16} on rank 0"),
+        ("--restart", "have_another_step", "step 20, sha256 .* here, step 10, sha256 .* on rank 0"),
+        ("--init-model", "have_another_step", "sha256 .* here, sha256 .* on rank 0"),
+        ("--finetune", "have_another_step", "sha256 .* here, sha256 .* on rank 0"),
+    ],
+)
+def test_ranks_that_start_from_other_files_say_so_before_the_first_step(
+    tmp_path, monkeypatch, option, fault, difference
+):
+    folder = make_run(tmp_path / "run", validating__full_validation=False, training__zero_stage=1)
+    monkeypatch.chdir(folder)
+    assert main(["train", "input.json", "--device", "cpu"]) == 0
+    Path(f"model.ckpt-{SAVE_EVERY}.pt").rename("start.pt")
+    port, words = free_port(), ("train", "input.json", "--device", "cpu", option, "start.pt")
+    pids = [start_rank(folder, launcher_environment(k, 2, port), of, words) for k, of in enumerate(("", fault))]
+    assert wait_for(pids, LIMIT_S) == [1, 2]
+    (line,) = last_words(folder)
+    assert re.search(rf"rank 1 on .* starts from another start.pt than rank 0: {difference}. All ranks must read", line)
 
 
 def test_torchrun_is_reported_what_the_rank_reports_that_knows_why(tmp_path):

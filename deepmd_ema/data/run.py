@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_BRIDGED_DISTANCE = 0.01  # angstrom; the energy of bridging is finite but for atoms in one place
-_COMPARED_BYTES = 1 << 30  # of one file, about a second; of a larger one every rank compares parts
+COMPARED_BYTES = 1 << 30  # of one file, about a second; of a larger one every rank compares parts
 _SLACK = 1 - 1e-12  # factor of steps before they are rounded up: a share of the steps is rounded itself
 _SECTIONS = ("training_data", "validation_data")  # of the parts of TaskData
 
@@ -246,7 +246,7 @@ def content_of(data: Mapping[str, TaskData]) -> dict[str, Any]:
     @cache  # many systems may be in one file
     def digest(path: Path) -> str | None:
         with suppress(OSError):  # a file that one rank cannot read differs
-            return file_digest(path, _COMPARED_BYTES)
+            return file_digest(path, COMPARED_BYTES)
         return None
 
     contents: dict[str, Any] = {}

@@ -283,6 +283,14 @@ def file_digest(path: Path, most: float = math.inf) -> str:
     return digest.hexdigest()
 
 
+def path_digest(path: Path, most: float = math.inf) -> str:
+    """Return the SHA-256 of a file, or of the names and contents of the files in a folder; see :func:`file_digest`."""
+    if not path.is_dir():
+        return file_digest(path, most)
+    contents = [(file.name, file_digest(file, most)) for file in sorted(path.iterdir()) if file.is_file()]
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

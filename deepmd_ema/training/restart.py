@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import torch
 from deepmd_ema.config import RunConfig, as_launched, read_input, saved_config, saved_models, to_dict
 from deepmd_ema.config.messages import differences_of, of_one_task, show, without_tasks
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, LKFConfig
+from deepmd_ema.data.run import COMPARED_BYTES
+from deepmd_ema.distributed.files import path_digest
 from deepmd_ema.distributed.tensors import StoredTensor, check_weights, local_shard, shard_like
+from deepmd_ema.distributed.world import World
 from deepmd_ema.errors import ConfigError, UserError, command, first_few
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.model_set import ModelSet
@@ -36,6 +40,7 @@ CONTINUITY = (
     "training.gradient_max_norm",
     "training.accumulate",
 )
+_OF_A_MACHINE = (".systems", ".stat_file")  # options that may be others on each: the data are compared themselves
 # often changed on purpose, to train longer; the learning rate may follow it, so it is reported
 LENGTH = ("training.numb_steps", "training.numb_epoch")
 _OF_ALL_TASKS = {  # optimizers whose state does not fit to other tasks, and why
@@ -100,6 +105,43 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> None
         raise ConfigError(text + "Start anew from the weights with --finetune.")
     for line in lines:
         logger.warning("the restart continues with a change. %s", line)
+
+
+def check_same_start(start: Start, config: RunConfig, world: World) -> None:
+    """Check that all ranks have read the same input and the same start file. Must be called by every rank.
+
+    Args:
+        start: the file that the run starts from, if there is one.
+        config: of the run.
+        world: the processes of the run.
+
+    Raises:
+        ConfigError: on a rank that has read another one than rank 0.
+    """
+    if world.size == 1:
+        return
+    host = socket.gethostname()
+    advice = "All ranks must read the same: use a folder that they share, or copy it to each machine again."
+    content = ""
+    with world.all_ranks_ok():
+        if start.config:
+            content = f"sha256 {path_digest(start.path, COMPARED_BYTES)[:16]}"
+        if start.payload:
+            content = f"step {start.step}, {content}"
+    read = content, to_dict(config)
+    content_of_main, values_of_main = world.broadcast_from_rank0(lambda: read)
+    with world.all_ranks_ok():
+        if content != content_of_main:
+            raise ConfigError(
+                f"rank {world.rank} on {host} starts from another {start.path} than rank 0: {content} here, "
+                f"{content_of_main} on rank 0. {advice}"
+            )
+        for path, value_of_main, value in differences_of(values_of_main, read[1]):
+            if not path.endswith(_OF_A_MACHINE):
+                raise ConfigError(
+                    f"rank {world.rank} on {host} has another input than rank 0: {path} = {show(value, 200)} here, "
+                    f"{show(value_of_main, 200)} on rank 0. {advice}"
+                )
 
 
 def warn_of_other_input(start: Start, config: RunConfig) -> None:

@@ -34,7 +34,7 @@ from deepmd_ema.report.table import KINDS, Table, describe_errors, duration, fac
 from deepmd_ema.training.outputs import check_outputs, lock_outputs, write_config
 from deepmd_ema.training.prepare import Hook, prepare
 from deepmd_ema.training.request import TrainRequest
-from deepmd_ema.training.restart import check_resumable, warn_of_other_input
+from deepmd_ema.training.restart import check_resumable, check_same_start, warn_of_other_input
 from deepmd_ema.training.trainer import Callback, Trainer, restart_command
 from deepmd_ema.training.weights import Start, load_pretrained, load_restart, load_weights
 from deepmd_ema.utils import __version__, peak_memory
@@ -86,6 +86,7 @@ def run_training(
             if request.finetune is not None and (source := local_file(request.finetune)) != request.finetune:
                 request = replace(request, finetune=source)
             start, config = load_start(request, launch, world)
+        check_same_start(start, config, world)
 
         def take_outputs() -> int:
             loggers_of(config)
