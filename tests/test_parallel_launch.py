@@ -100,11 +100,13 @@ def test_processes_that_cannot_be_started_are_one_message(folder, monkeypatch, c
 
 def test_torchrun_gets_the_command_without_the_option(folder, monkeypatch):
     started = []
-    monkeypatch.setattr(os, "execv", lambda program, words: started.append((program, words)) or sys.exit(0))
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments) or sys.exit(0))
     for number, gpus, size in (("gpu", 4, 4), ("auto", 0, 1), ("2", 4, 2)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         with pytest.raises(SystemExit):
             cli.main(["--pt", "train", f"--nproc-per-node={number}", "input.json", "-o", "x.json"])
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
         command = [*launcher, "-m", "deepmd_ema", "--pt", "train", "input.json", "-o", "x.json"]
-        assert started.pop() == (sys.executable, command)
+        program, words, environ = started.pop()
+        assert (program, words) == (sys.executable, command)
+        assert {"SIGTERM", "SIGINT", "SIGUSR1", "SIGXCPU"} < {*environ["PET_SIGNALS_TO_HANDLE"].split(",")}

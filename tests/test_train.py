@@ -16,6 +16,7 @@ import torch
 from helpers import assert_same, tiny_input, trains_in, validated, write_system
 
 from deepmd_ema import cli
+from deepmd_ema.distributed import launch
 from deepmd_ema.errors import DivergedError, Interrupted
 from deepmd_ema.report import curves
 from deepmd_ema.training.run import run_training
@@ -308,7 +309,15 @@ def rows_after(folder, number=0):
 
 
 @pytest.mark.parametrize(
-    ("inherited", "sent"), [(signal.SIG_IGN, signal.SIGTERM), (signal.default_int_handler, signal.SIGHUP)]
+    ("inherited", "sent"),
+    [
+        (signal.SIG_IGN, signal.SIGTERM),
+        (signal.default_int_handler, signal.SIGHUP),
+        (signal.SIG_DFL, signal.SIGUSR1),
+        (signal.SIG_DFL, signal.SIGUSR2),
+        (signal.SIG_DFL, signal.SIGXCPU),
+        (signal.SIG_DFL, signal.SIGINT),
+    ],
 )
 def test_a_signal_saves_the_current_step_and_says_how_to_continue(tmp_path, water_like, inherited, sent):
     """A run under nohup inherits that SIGHUP is ignored, and outlives its terminal."""
@@ -333,6 +342,17 @@ def test_a_signal_saves_the_current_step_and_says_how_to_continue(tmp_path, wate
     assert "dp-ema train --restart model.ckpt.pt\n" in said
     assert "Traceback" not in said
     assert load(tmp_path / "model.ckpt.pt")["step"] > 1
+
+
+def test_a_signal_that_a_script_ignores_stays_ignored():
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with launch.handling(launch.END_SIGNALS, print):
+            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGUSR2) is print
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
 
 
 class StopIn(StopAfter):

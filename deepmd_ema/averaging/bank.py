@@ -139,7 +139,7 @@ class AverageBank:
 
         Nothing is exchanged for ``live``. The exchange is in place, tensor by tensor, and compiled modules see it. It
         needs extra memory for the largest tensor only; for all live weights (of this process, where the average is
-        kept) if the average is held in another precision or gathered. SIGINT, SIGTERM and SIGHUP wait until an exchange
+        kept) if the average is held in another precision or gathered. SIGINT and ``END_SIGNALS`` wait until an exchange
         is complete. Every rank must call this when weights are sharded.
         """
         if name == LIVE:
@@ -355,7 +355,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Hold SIGINT, SIGTERM and SIGHUP back until the body is done, then deliver them as they would have been."""
+    """Hold SIGINT and ``END_SIGNALS`` back until the body is done, then deliver them as they would have been."""
     arrived: list[int] = []
     held = [s for s in (signal.SIGINT, *END_SIGNALS) if callable(signal.getsignal(s))]
     try:

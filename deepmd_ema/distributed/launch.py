@@ -21,7 +21,10 @@ ADDRESS = ("MASTER_ADDR", PORT)
 # rank, number of ranks, rank on this machine; the first that a launcher sets wins
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of a launcher or a batch system, and of a terminal that is closed
+# of a launcher, of a terminal that is closed, and of batch systems before they kill: Slurm sends what --signal names,
+# LSF and Grid Engine SIGUSR2, SIGUSR1 or, at a limit of processor time, SIGXCPU. Not every system has all.
+_NAMES = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+END_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 # of Python code before another thread gets its turn; after 5 ms, the default, a step waits for the loader at each call
 TURN_S = 5e-4
 
@@ -30,12 +33,13 @@ TURN_S = 5e-4
 def handling(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """Have ``handler`` called at these signals in the body; nothing changes outside of the main thread.
 
-    SIGHUP stays ignored where ``nohup`` has it ignored.
+    One that is ignored stays so, but for SIGTERM and SIGINT: ``nohup`` has SIGHUP ignored, ``trap '' USR1`` SIGUSR1.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread only
         return
-    taken = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    always = (signal.SIGTERM, signal.SIGINT)
+    taken = [n for n in numbers if n in always or signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in taken}
     try:
         yield
@@ -136,8 +140,11 @@ def launch_ranks(number: str, launch: Launch, words: Sequence[str], device: str 
     rest = list(words)
     at = next(k for k, word in enumerate(rest) if word.split("=")[0] == "--nproc-per-node")
     del rest[at : at + (1 if "=" in rest[at] else 2)]
+    # torchrun ends at other signals without informing the ranks
+    forwarded = ["SIGINT", "SIGQUIT", *(number.name for number in END_SIGNALS)]
+    environ = {"PET_SIGNALS_TO_HANDLE": ",".join(forwarded), **os.environ}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    os.execv(sys.executable, [*launcher, "-m", "deepmd_ema", *rest])
+    os.execve(sys.executable, [*launcher, "-m", "deepmd_ema", *rest], environ)
 
 
 def write_error_file(message: str, environ: Mapping[str, str] = os.environ) -> None:

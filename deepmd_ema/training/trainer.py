@@ -174,7 +174,7 @@ class Trainer:
         """Train from the current step to ``num_steps``, or until the time is over.
 
         Raises:
-            Interrupted: after SIGTERM, SIGHUP or Ctrl-C, with the current step saved.
+            Interrupted: after one of ``END_SIGNALS`` or Ctrl-C, with the current step saved.
             DivergedError: at the first non-finite loss or gradient; nothing bad was saved.
         """
         # other ranks are waited for, which on GPUs, where the host runs ahead, is worth it now and then only
@@ -409,7 +409,7 @@ def restart_command(trainer: Trainer) -> str:
 
 
 class StopRequest:
-    """The first SIGTERM, SIGHUP or Ctrl-C, which the loop checks after a step; a second Ctrl-C ends at once."""
+    """The first of ``END_SIGNALS`` or Ctrl-C, which the loop checks after a step; a second Ctrl-C ends at once."""
 
     signal: signal.Signals | None = None
     _since = 0.0
