@@ -83,6 +83,9 @@ def test_a_missing_file_lists_what_is_there(here):
         checkpoint.load("modle.ckpt.pt")
     with pytest.raises(CheckpointError, match="no file 'checkpoint' here that names the newest"):
         checkpoint.resolve(here)
+    (here / "checkpoint").write_text("model.ckpt-10.pt")
+    for link in ("model.ckpt.pt", "model.ckpt"):  # a file system without links has none
+        assert checkpoint.resolve(link) == Path("model.ckpt-10.pt")
     (here / "model.ckpt.pt").symlink_to("model.ckpt-9.pt")
     with pytest.raises(CheckpointError, match=r"links to model.ckpt-9.pt, which is missing. Available"):
         checkpoint.load("model.ckpt.pt")

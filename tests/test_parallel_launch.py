@@ -84,7 +84,7 @@ def test_the_environment_of_srun_starts_a_run(folder, forked):
 
 
 def test_processes_that_cannot_be_started_are_one_message(folder, monkeypatch, capsys):
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("torchrun was started"))
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("torchrun was started"))
     for number, gpus, more, phrase in (
         ("gpu", 0, [], "--nproc-per-node gpu: there is no GPU here, or --device cpu is given. Give a number"),
         ("gpu", 4, ["--device", "cpu"], "--nproc-per-node gpu: there is no GPU here, or --device cpu is given."),

@@ -1,5 +1,6 @@
 """A run as a whole: files, restarts to the last bit, signals, bad numbers, full validation, displayed errors."""
 
+import errno
 import json
 import os
 import re
@@ -353,6 +354,27 @@ def test_a_signal_that_a_script_ignores_stays_ignored():
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("refused", [["symlink"], ["symlink", "link"]])
+def test_a_run_without_symbolic_links_restarts_and_freezes(tmp_path, water_like, monkeypatch, caplog, refused):
+    def refuse(source, *_, **__):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM), source)
+
+    for name in refused:
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.chdir(tmp_path)
+    values = tiny_input([water_like], [water_like], num_steps=4, training__save_freq=2, **validated(2))
+    Path("input.json").write_text(json.dumps(values))
+    assert cli.main(["train", "input.json", "--device", "cpu"]) == 0
+    assert load(tmp_path / "model.ckpt.pt")["step"] == 4
+    Path("checkpoint").write_text("model.ckpt-2.pt")
+    caplog.clear()
+    assert cli.main(["train", "--restart", ".", "--device", "cpu"]) == 0
+    assert "earlier run" not in caplog.text
+    assert load(tmp_path / "model_ema.ckpt.pt")["step"] == 4
+    assert not list(tmp_path.glob("earlier-*"))
+    assert cli.main(["freeze", "-c", "best_ema.ckpt.pt", "-o", "a.dp"]) == 0
 
 
 class StopIn(StopAfter):

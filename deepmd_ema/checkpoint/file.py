@@ -170,12 +170,26 @@ def resolve(path: str | Path) -> Path:
             if candidate.is_symlink():
                 missing = f"{candidate}: links to {os.readlink(candidate)}, which is missing."
                 break
+        else:
+            newest = _newest_of(path)
+            if newest is not None:
+                return newest
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path}: not the path of a checkpoint, which a run writes there ({reason_of(error)}). Give the "
             f"checkpoint itself. {_nearby(path)}"
         ) from error
     raise CheckpointError(f"{missing} {_nearby(path)}")
+
+
+def _newest_of(link: Path) -> Path | None:
+    """Return the newest checkpoint if a link to it has this name: a file system without links has none of folders."""
+    with suppress(OSError, ValueError):
+        newest = outputs.read_pointer(link.with_name(POINTER))
+        series = (series_and_step(newest.name) or ("",))[0]
+        if link.name in (series, f"{series}{newest.suffix}") and newest.exists():
+            return newest
+    return None
 
 
 def _read(path: Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:

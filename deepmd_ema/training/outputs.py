@@ -32,6 +32,7 @@ from deepmd_ema.distributed.files import (
     TABLE,
     atomic_write,
     ensure_writable,
+    is_copy,
     link,
     locked,
     move,
@@ -118,7 +119,8 @@ def write_config(config: RunConfig, output: str, is_new: bool) -> None:
     text = as_text(to_dict(config)) + "\n"
     outputs = Outputs(config)
     # a copied folder may have files in place of the links, which would be replaced
-    files = [o.path for o in outputs if o.is_link and not o.path.is_symlink()]
+    links = [o.path for o in outputs if o.is_link and not o.path.is_symlink()]
+    files = [path for path in links if not path.is_file() or not is_copy(path)]
     if is_new:
         files += _in_the_way(config)
         path = Path(output)
