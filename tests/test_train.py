@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, tiny_input, trains_in, validated, write_system
+from helpers import assert_same, changed, tiny_input, trains_in, validated, write_system
 
-from deepmd_ema import cli
+from deepmd_ema import checkpoint, cli
+from deepmd_ema.config import config_from_dict, to_dict
 from deepmd_ema.distributed import launch
 from deepmd_ema.errors import DivergedError, Interrupted
 from deepmd_ema.report import curves
@@ -375,6 +376,54 @@ def test_a_run_without_symbolic_links_restarts_and_freezes(tmp_path, water_like,
     assert load(tmp_path / "model_ema.ckpt.pt")["step"] == 4
     assert not list(tmp_path.glob("earlier-*"))
     assert cli.main(["freeze", "-c", "best_ema.ckpt.pt", "-o", "a.dp"]) == 0
+
+
+OUTSIDE = {
+    "training__save_ckpt": "../other/model.ckpt", "training__disp_file": "../lcurve.out",
+    "training__save_dir": "../more",
+    "training__stat_file": "/tmp/dp-ema-stat", "training__compile_options": {"cache_dir": "../cache"},
+    "validating__full_val_file": "/tmp/val.log", "validating__save_best_dir": "a/../../best",
+    "training__tensorboard_log_dir": "../board", "training__loggers": [{"type": "tensorboard", "log_dir": "../board"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", [*OUTSIDE])
+def test_a_checkpoint_alone_does_not_choose_places_outside_of_the_folder(
+    tmp_path, water_like, monkeypatch, capsys, option
+):
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    values = tiny_input([water_like], num_steps=2)
+    Path("input.json").write_text(json.dumps(values))
+    assert cli.main(["train", "input.json", "--device", "cpu"]) == 0
+    payload = checkpoint.load("model.ckpt-2.pt")
+    payload["config"] = to_dict(config_from_dict(changed(values, {option: OUTSIDE[option]})))
+    checkpoint.save("model.ckpt-2.pt", payload)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    capsys.readouterr()
+    assert cli.main(["train", "--restart", "model.ckpt-2.pt", "--device", "cpu"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "model.ckpt-2.pt: its config writes outside of this folder: " in said
+    assert option.replace("__", ".").partition("[")[0] in said
+    assert "`dp-ema train --restart model.ckpt-2.pt input.json`" in said
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+
+def test_a_run_that_writes_elsewhere_names_its_input_in_the_command_that_continues_it(
+    tmp_path, water_like, monkeypatch, capsys
+):
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    values = tiny_input([water_like], num_steps=6, training__save_ckpt=str(tmp_path / "far" / "model.ckpt"))
+    Path("input.json").write_text(json.dumps(values))
+    with pytest.raises(Interrupted, match=r"dp-ema train --restart \S+far/model.ckpt.pt input.json$"):
+        run_training("input.json", device="cpu", callback=StopAfter(3))
+    link = str(tmp_path / "far" / "model.ckpt.pt")
+    assert cli.main(["train", "--restart", link, "input.json", "--device", "cpu"]) == 0
+    values["training"]["save_ckpt"] = str(tmp_path / "run" / "sub" / "model.ckpt")  # absolute, inside
+    Path("input.json").write_text(json.dumps(values))
+    assert cli.main(["train", "input.json", "--device", "cpu"]) == 0
+    assert cli.main(["train", "--restart", "sub/model.ckpt.pt", "--device", "cpu"]) == 0
 
 
 class StopIn(StopAfter):

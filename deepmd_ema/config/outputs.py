@@ -46,6 +46,32 @@ def with_absolute_paths(values: Any, folder: str | Path, option: str = "") -> An
     return os.path.abspath(os.path.join(folder, values)) if option in _READ and isinstance(values, str) else values
 
 
+def outside_paths(values: Any, folder: Path, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield option and path of what normalized values of an input have written outside of ``folder``.
+
+    Every text counts but those of files to read: options of loggers of other distributions are not known here.
+
+    Args:
+        values: of the sections ``training`` and ``validating``, or a part of them.
+        folder: the working folder.
+        place: of the values, as a dotted path.
+    """
+    if isinstance(values, str):
+        path = values.removeprefix("file://")
+        # without links as they are written, and with them: the folder itself may be given through one
+        forms = (Path(os.path.abspath(folder / path)), (folder / path).resolve())
+        if not any(form.is_relative_to(root) for form in forms for root in (folder, folder.resolve())):
+            yield place, values
+    elif isinstance(values, list):
+        for number, value in enumerate(values):
+            yield from outside_paths(value, folder, f"{place}[{number}]")
+    elif isinstance(values, Mapping):
+        for name, value in values.items():
+            is_written = name == "stat_file" and values.get("stat_file_mode") != "read"
+            if is_written or name not in (*_READ, "rglob_patterns"):
+                yield from outside_paths(value, folder, f"{place}.{name}" if place else name)
+
+
 def is_sharded(path: Path) -> bool:
     """Whether ``path`` is the folder of a sharded checkpoint, whole or not."""
     return path.is_dir() and (path.resolve().suffix == SHARDED_SUFFIX or (path / HEAD).is_file())

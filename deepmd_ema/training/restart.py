@@ -12,12 +12,13 @@ import torch
 
 from deepmd_ema.config import RunConfig, as_launched, read_input, saved_config, saved_models, to_dict
 from deepmd_ema.config.messages import differences_of, of_one_task, show, without_tasks
+from deepmd_ema.config.outputs import outside_paths
 from deepmd_ema.config.schema.optim import AdamWScheduleFreeConfig, LKFConfig
 from deepmd_ema.data.run import COMPARED_BYTES
 from deepmd_ema.distributed.files import path_digest
 from deepmd_ema.distributed.tensors import StoredTensor, check_weights, local_shard, shard_like
 from deepmd_ema.distributed.world import World
-from deepmd_ema.errors import ConfigError, UserError, command, first_few
+from deepmd_ema.errors import CheckpointError, ConfigError, UserError, command, first_few
 from deepmd_ema.model.build import build_models
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.training.request import DEFAULT_INPUT
@@ -105,6 +106,26 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> None
         raise ConfigError(text + "Start anew from the weights with --finetune.")
     for line in lines:
         logger.warning("the restart continues with a change. %s", line)
+
+
+def outside_outputs(config: RunConfig) -> list[str]:
+    """Return the options of a run with paths outside of the working folder, to which it writes."""
+    values = to_dict(config)
+    written = {name: values[name] for name in ("training", "validating")}
+    return [f"{option} = {show(path)}" for option, path in outside_paths(written, Path.cwd())]
+
+
+def refuse_outside_outputs(start: Start, config: RunConfig) -> None:
+    """Check that a run with the config of its checkpoint, perhaps of somebody else, writes to the working folder only.
+
+    Raises:
+        CheckpointError: if it does not.
+    """
+    if outside := outside_outputs(config):
+        raise CheckpointError(
+            f"{start.path}: its config writes outside of this folder: {first_few(outside)}. If that is meant, give an "
+            f"input that says so: `{command('dp-ema', 'train', '--restart', start.path, DEFAULT_INPUT)}`."
+        )
 
 
 def check_same_start(start: Start, config: RunConfig, world: World) -> None:

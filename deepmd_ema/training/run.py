@@ -34,7 +34,7 @@ from deepmd_ema.report.table import KINDS, Table, describe_errors, duration, fac
 from deepmd_ema.training.outputs import check_outputs, lock_outputs, write_config
 from deepmd_ema.training.prepare import Hook, prepare
 from deepmd_ema.training.request import TrainRequest
-from deepmd_ema.training.restart import check_resumable, check_same_start, warn_of_other_input
+from deepmd_ema.training.restart import check_resumable, check_same_start, refuse_outside_outputs, warn_of_other_input
 from deepmd_ema.training.trainer import Callback, Trainer, restart_command
 from deepmd_ema.training.weights import Start, load_pretrained, load_restart, load_weights
 from deepmd_ema.utils import __version__, peak_memory
@@ -180,6 +180,7 @@ def load_start(request: TrainRequest, launch: Launch, world: World) -> tuple[Sta
     if request.restart is not None:
         check_resumable(start, config, request.allow_config_change)
     if request.takes_saved_config:
+        refuse_outside_outputs(start, config)
         warn_of_other_input(start, config)
     return start, config
 

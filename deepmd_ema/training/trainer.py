@@ -40,7 +40,7 @@ from deepmd_ema.training.modes import (
 )
 from deepmd_ema.training.prepare import Hook, PreparedRun, refit_bias, tracked_averages
 from deepmd_ema.training.reporter import COMPARED_ROWS, Reporter
-from deepmd_ema.training.restart import read_shards, reads_shards, state_of_tasks
+from deepmd_ema.training.restart import outside_outputs, read_shards, reads_shards, state_of_tasks
 from deepmd_ema.training.saver import Saver, StateBuilder
 from deepmd_ema.training.step import GradientStep, GraphedSteps
 from deepmd_ema.training.tasks import TaskMixture
@@ -405,7 +405,10 @@ class Trainer:
 def restart_command(trainer: Trainer) -> str:
     """Return the command that continues a run from its newest checkpoint."""
     launched = ", launched as before" if trainer.world.size > 1 else ""
-    return command("dp-ema", "train", "--restart", trainer.saver.live.link) + launched
+    words = ["dp-ema", "train", "--restart", trainer.saver.live.link]
+    if outside_outputs(trainer.prepared.config):  # which the checkpoint alone may not choose
+        words.append(trainer.input_file)
+    return command(*words) + launched
 
 
 class StopRequest:
