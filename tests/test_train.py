@@ -426,6 +426,37 @@ def test_a_run_that_writes_elsewhere_names_its_input_in_the_command_that_continu
     assert cli.main(["train", "--restart", "sub/model.ckpt.pt", "--device", "cpu"]) == 0
 
 
+def test_data_under_another_path_are_no_change(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_system("scratch/train", frames=8, natoms=6, seed=1)
+    write_system("scratch/valid", frames=4, natoms=6, seed=2)
+    for place in ("scratch", "archive"):
+        values = tiny_input([f"{place}/train"], [f"{place}/valid"], num_steps=4, training__save_freq=2)
+        Path(f"{place}.json").write_text(json.dumps(values))
+    assert cli.main(["train", "scratch.json", "--device", "cpu"]) == 0
+    expected = load(tmp_path / "model.ckpt-4.pt")
+    Path("scratch").rename("archive")
+    capsys.readouterr()
+    restart = ["train", "--restart", "model.ckpt-2.pt", "--device", "cpu"]
+    assert cli.main(restart) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "give an input with their new paths: `dp-ema train --restart model.ckpt-2.pt input.json`." in said
+    assert cli.main([*restart, "archive.json"]) == 0
+    line = "systems: [scratch/train] in the checkpoint, [archive/train] in the input: the same files under other paths"
+    said = " ".join(capsys.readouterr().err.replace('"', "").split())
+    assert line in said, said
+    found = load(tmp_path / "model.ckpt-4.pt")
+    for key in ("model", "optimizer", "streams"):
+        assert_same(found[key], expected[key])
+    forces = np.load("archive/train/set.000/force.npy")
+    forces[3, 0] += 1
+    np.save("archive/train/set.000/force.npy", forces)
+    assert cli.main([*restart, "archive.json"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "Their content is another, too. A restart continues the same run. Put this back, or say" in said
+    assert cli.main([*restart, "archive.json", "--allow-config-change"]) == 0
+
+
 class StopIn(StopAfter):
     """Requests it before the validation of that step."""
 

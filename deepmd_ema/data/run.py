@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from deepmd_ema.config.data_options import data_options
 from deepmd_ema.config.labels import FORCE, WEIGHTS
 from deepmd_ema.data.check.report import MIN_DISTANCE, DataReport, check_systems
 from deepmd_ema.data.check_cache import recall_or_find
-from deepmd_ema.data.formats.discover import open_systems, repeated
+from deepmd_ema.data.formats.discover import open_systems, repeated, split_address
 from deepmd_ema.data.sampler import Sampler
 from deepmd_ema.data.source import BOX, COORD, FrameSource, FrameSubset, ReadSpec
 from deepmd_ema.data.split import FrameTable, Split, split_frames
@@ -256,6 +257,19 @@ def content_of(data: Mapping[str, TaskData]) -> dict[str, Any]:
         # without the folders: each machine may have its own copy
         contents |= {f"{source.name}: {'/'.join(path.parts[-2:])}": digest(path) for path in source.files()}
     return contents
+
+
+def digest_of(sources: Sequence[FrameSource]) -> str:
+    """Return a digest of the frames of sources in their order, whatever their paths are; empty if unreadable."""
+    digest = cache(partial(file_digest, most=COMPARED_BYTES))  # many systems may be in one file
+    contents = list[list[Any]]()
+    for source in sources:
+        group = split_address(source.name)[1]
+        try:
+            contents.append([group, source.num_frames, *map(digest, source.files())])
+        except OSError:
+            return ""
+    return hashlib.sha256(json.dumps([contents, _parts(sources)]).encode()).hexdigest()[:16]
 
 
 def difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:

@@ -34,6 +34,7 @@ from deepmd_ema.data.run import (
     choose_validation,
     content_of,
     difference,
+    digest_of,
     open_run,
     run_length,
     split_off,
@@ -53,7 +54,7 @@ from deepmd_ema.model.output_bias import BiasFit, change_bias, energies_of
 from deepmd_ema.model.stat_file import read_stat_file, write_stat_file
 from deepmd_ema.model.statistics import Statistics, collect_statistics, shared_statistics
 from deepmd_ema.optim.build import split_by_pattern
-from deepmd_ema.training.restart import reads_shards
+from deepmd_ema.training.restart import check_moved, reads_shards
 from deepmd_ema.training.tasks import Task, build_task
 from deepmd_ema.training.weights import Start
 from deepmd_ema.utils import LIVE, seed_for, stream_of
@@ -115,6 +116,9 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
                     f"rank {world.rank} on {socket.gethostname()} has other data than rank 0: {found}. All ranks must "
                     "read the same frames: use a folder that they share, or copy it to each machine again."
                 )
+    contents = world.broadcast_from_rank0(lambda: {name: digest_of(data.train) for name, data in systems.items()})
+    with world.all_ranks_ok():
+        check_moved(start, contents)
     # of rank 0: all ranks have the same frames in each part
     splits = world.broadcast_from_rank0(lambda: choose_validation(config, systems, seed, results))
     for name, split in splits.items():
@@ -137,7 +141,7 @@ def prepare(config: RunConfig, start: Start, world: World, skip_neighbor_stat: b
     for name, model in models.by_task.items():
         model.min_nbor_dist = nearest[name]
     tasks = {
-        name: build_task(config, name, data, splits.get(name), models, cache, seed, world)
+        name: build_task(config, name, data, contents[name], splits.get(name), models, cache, seed, world)
         for name, data in systems.items()
     }
     run = PreparedRun(config, tasks, models, run_length(config, systems, world.size), seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,11 @@ _ADVICE = (
 )
 
 
-def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> None:
+def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> Start:
     """Compare the config of a run with that of the checkpoint that it continues.
+
+    Returns:
+        The start, with the tasks whose training data have other paths: :func:`check_moved` compares their content.
 
     Args:
         start: the checkpoint.
@@ -87,11 +91,20 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> None
                 "%s was %s, is now %s: a decaying learning rate continues along its new curve", path, old, new
             )
     changed = [d for d in differences if f"{of_one_task(d[0])}.".startswith(tuple(f"{k}." for k in CONTINUITY))]
-    lines = [f"{path}: {show(old, 200)} in the checkpoint, {show(new, 200)} in the input" for path, old, new in changed]
+    by_path = {
+        path: f"{path}: {show(old, 200)} in the checkpoint, {show(new, 200)} in the input" for path, old, new in changed
+    }
+    moved: dict[str, str] = {}
+    for name, task in config.tasks.items():
+        path = f"{task.place('training')}.training_data.systems"
+        # checkpoints of earlier versions do not say what the content was
+        if path in by_path and not allow_change and start.payload["streams"].get(name, {}).get("content"):
+            moved[name] = by_path.pop(path)
+    lines = [*by_path.values()]
     lines += [f"task {name}: new, it starts from the seed and the statistics of its data" for name in came]
     lines += [f"task {name}: in the checkpoint only, and left behind" for name in went]
     if not lines:
-        return
+        return replace(start, moved=moved)
     if not allow_change:
         *others, last = [f"{line}." for line in lines]
         raise ConfigError([*others, f"{last}\n{_ADVICE}"])
@@ -106,6 +119,23 @@ def check_resumable(start: Start, config: RunConfig, allow_change: bool) -> None
         raise ConfigError(text + "Start anew from the weights with --finetune.")
     for line in lines:
         logger.warning("the restart continues with a change. %s", line)
+    return start
+
+
+def check_moved(start: Start, contents: Mapping[str, str]) -> None:
+    """Check that training data under other paths than in the checkpoint are the same.
+
+    Args:
+        start: the checkpoint.
+        contents: digests of the training data by task.
+
+    Raises:
+        ConfigError: if they are others.
+    """
+    for task, line in start.moved.items():
+        if contents[task] != start.payload["streams"][task]["content"]:
+            raise ConfigError(f"{line}. Their content is another, too.\n{_ADVICE}")
+        logger.info("%s: the same files under other paths, which is no change", line)
 
 
 def outside_outputs(config: RunConfig) -> list[str]:

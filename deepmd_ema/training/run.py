@@ -23,7 +23,7 @@ from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.data.run import checked_config
 from deepmd_ema.distributed.launch import Launch, find_launch
 from deepmd_ema.distributed.world import World, open_world
-from deepmd_ema.errors import command, counted, every_steps
+from deepmd_ema.errors import DataError, command, counted, every_steps
 from deepmd_ema.interop.pretrained import local_file
 from deepmd_ema.model.metrics import Errors
 from deepmd_ema.optim.build import describe_groups
@@ -107,7 +107,14 @@ def run_training(
                 logger.warning('%s.finetune_head = "%s": no effect without --finetune%s', place, head, also)
             if task.model.finetune_bias == "keep":
                 logger.warning('%s.finetune_bias = "keep": no effect without --finetune', place)
-        prepared = prepare(config, start, world, request.skip_neighbor_stat)
+        try:
+            prepared = prepare(config, start, world, request.skip_neighbor_stat)
+        except DataError as error:
+            if not request.takes_saved_config or "no such file" not in str(error):
+                raise
+            words = command("dp-ema", "train", "--restart", request.restart, "input.json")
+            advice = f"If the data have moved, give an input with their new paths: `{words}`."
+            raise DataError([*error.findings, advice]) from error
         world.broadcast_from_rank0(partial(write_config, prepared.config, request.output, is_new=start.step == 0))
         written, device = Path(RECORD) if world.is_main else None, describe_device(world.device)
         record = RunRecord(written, warnings, device, world.size, began, continues=start.step > 0)
@@ -178,7 +185,7 @@ def load_start(request: TrainRequest, launch: Launch, world: World) -> tuple[Sta
     restart = request.restart if request.takes_saved_config else None
     config = start.adopt_from_checkpoint(as_launched(given, launch.launched, restart, world.size))
     if request.restart is not None:
-        check_resumable(start, config, request.allow_config_change)
+        start = check_resumable(start, config, request.allow_config_change)
     if request.takes_saved_config:
         refuse_outside_outputs(start, config)
         warn_of_other_input(start, config)

@@ -38,6 +38,7 @@ class Task:
         valid: validation systems, empty without validation data.
         test: systems that are evaluated after the last step, maybe none.
         cache: neighbors found so far, of training and validation frames of all tasks.
+        content: digest of the training data as they were opened.
         split: hash of the frames that were split off for validation; empty without.
         models: the models of the run, through which that of the task is called: ranks may have sharded them as a whole.
         model: the one of its name, which it trains.
@@ -53,6 +54,7 @@ class Task:
     valid: Sequence[FrameSource]
     test: Sequence[FrameSource]
     cache: PairCache
+    content: str
     split: str
     models: ModelSet
     model: EnergyModel
@@ -77,6 +79,7 @@ class Task:
         consumed: dict[str, Any] = {
             "frames": self.train_loader.position,
             "num_frames": sum(sampler.num_frames),
+            "content": self.content,
             # mean number, of all ranks together
             "frames_per_step": self.accumulate * sampler.frames_per_step,
         }
@@ -164,8 +167,8 @@ class TaskMixture:
 
 
 def build_task(
-    config: RunConfig, name: str, data: TaskData, split: Split | None, models: ModelSet, cache: PairCache, seed: int,
-    world: World,
+    config: RunConfig, name: str, data: TaskData, content: str, split: Split | None, models: ModelSet,
+    cache: PairCache, seed: int, world: World,
 ) -> Task:  # fmt: skip
     """Return a task of a run.
 
@@ -173,6 +176,7 @@ def build_task(
         config: of the run, with ``sel`` resolved.
         name: of the task.
         data: its frames.
+        content: digest of the training data.
         split: which of them were split off for validation; None: none.
         models: those of the run.
         cache: neighbors of the frames of all tasks.
@@ -196,6 +200,7 @@ def build_task(
         task,
         *data,
         cache,
+        content,
         split.digest if split is not None else "",
         models,
         model,

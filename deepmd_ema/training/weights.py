@@ -64,6 +64,7 @@ class Start:
         config: of the file, as its program has written it.
         saved: sections of the models of the file, by name of the task.
         step: optimizer steps done before the start.
+        moved: lines about tasks whose training data have other paths than in the checkpoint that is continued, by task.
     """
 
     path: Path = Path()
@@ -73,6 +74,7 @@ class Start:
     config: Mapping[str, Any] = field(default_factory=dict)
     saved: Mapping[str, ModelConfig] = field(default_factory=dict)
     step: int = 0
+    moved: Mapping[str, str] = field(default_factory=dict)
 
     def fits_bias(self, task: str) -> bool:
         """Whether the output bias of a task is moved to the data before the first step."""
