@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from deepmd_ema.distributed import files
+from deepmd_ema.distributed import files, links
 from deepmd_ema.distributed.files import (
     CSV,
     JSON,
@@ -249,14 +249,14 @@ def test_a_link_is_not_followed(lock, tmp_path):
 @pytest.fixture
 def without(monkeypatch):
     """Return a function that has the file system refuse calls of these names."""
-    files._report_no_links.cache_clear()
+    links._report_no_links.cache_clear()
 
     def refuse(code, *names):
         def refused(source, *_, **__):
             raise OSError(code, os.strerror(code), source)
 
         for name in names:
-            monkeypatch.setattr(os if hasattr(os, name) else files.shutil, name, refused)
+            monkeypatch.setattr(os if hasattr(os, name) else links.shutil, name, refused)
 
     return refuse
 
@@ -272,22 +272,22 @@ def test_without_symbolic_links_there_are_hard_links_or_copies_and_one_warning(
     link = tmp_path / "model.pt"
     for step in (1, 2, 2):
         (tmp_path / f"model-{step}.pt").write_text(f"{step}")
-        files.link(link, tmp_path / f"model-{step}.pt")
+        links.link(link, tmp_path / f"model-{step}.pt")
         assert link.read_text() == f"{step}"
-        assert files.is_copy(link)
+        assert links.is_copy(link)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model-1.pt", "model-2.pt", "model.pt"]
     expected = f"{tmp_path}: the file system refuses symbolic links ({os.strerror(code)}): {way}."
     assert [r.getMessage() for r in caplog.records] == [expected]
     link.unlink()
     link.write_text("3")
-    assert not files.is_copy(link)
+    assert not links.is_copy(link)
 
 
 def test_where_nothing_can_be_linked_an_older_link_goes(tmp_path, without, caplog):
     (tmp_path / "model.pt").write_text("old")
     (tmp_path / "model-2.pt").write_text("new")
     without(errno.ENOSYS, "symlink", "link", "copyfile")
-    files.link(tmp_path / "model.pt", tmp_path / "model-2.pt")
+    links.link(tmp_path / "model.pt", tmp_path / "model-2.pt")
     assert [path.name for path in tmp_path.iterdir()] == ["model-2.pt"]
     assert "there is no model.pt." in caplog.text
 
@@ -296,4 +296,4 @@ def test_a_full_disk_is_no_file_system_without_links(tmp_path, without):
     (tmp_path / "model-2.pt").write_text("new")
     without(errno.ENOSPC, "symlink")
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        files.link(tmp_path / "model.pt", tmp_path / "model-2.pt")
+        links.link(tmp_path / "model.pt", tmp_path / "model-2.pt")

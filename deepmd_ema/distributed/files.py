@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, moved and linked so that a power cut keeps them, never over what is not ours.
+"""Files: written whole or not at all, moved so that a power cut keeps them, never over what is not ours.
 
 Locks: a place has one run at a time, on this machine or on any other that shares the file system.
 """
@@ -19,7 +19,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -40,7 +40,7 @@ WATCH_S = 70.0  # that those of a run on another machine are watched for: networ
 GONE_S = 3600.0  # without a sign of life, by the clock of the file system
 SILENT_S = 300.0  # without a sign of life, by the clock of this machine, after which a reader says so
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
-_NO_LOCKS = (
+NO_LOCKS = (
     errno.ENOLCK,
     errno.ENOTSUP,
     errno.EOPNOTSUPP,
@@ -48,8 +48,6 @@ _NO_LOCKS = (
     errno.EINVAL,
     errno.EPERM,
 )  # of the file system
-# of a file system without links (exFAT, SMB, blob storage), or of a hard link or a copy of a folder
-_NO_LINKS = (*_NO_LOCKS, errno.EXDEV, errno.EMLINK, errno.EISDIR)
 
 
 @dataclass(frozen=True)
@@ -172,58 +170,6 @@ def size_of(path: Path) -> int:
     """Return the bytes of a file, or of all files in a folder, without links."""
     files = path.rglob("*") if path.is_dir() else (path,)
     return sum(file.stat().st_size for file in files if file == path or not file.is_symlink())
-
-
-def link(path: Path, target: Path) -> None:
-    """Let ``path`` be a link to ``target``, relative to its folder; what is there is replaced in one move.
-
-    Where the file system refuses symbolic links it is a hard link, else a copy; nothing for a folder.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    refusal = _lay(path, lambda part: part.symlink_to(os.path.relpath(target, path.parent)))
-    if not refusal:
-        return
-    # to move a hard link over another one of the same file does nothing
-    if path.exists() and os.path.samefile(path, target):
-        return
-    if not _lay(path, lambda part: os.link(target, part)):
-        way = "hard links are used"
-    elif not _lay(path, lambda part: _copy(target, part)):
-        way = "copies are used"
-    else:
-        way = f"there is no {path.name}"
-        remove(path)  # it would lead to an older file
-    _report_no_links(path.parent.absolute(), refusal, way)
-
-
-def _lay(path: Path, lay: Callable[[Path], object]) -> str:
-    """Put what ``lay`` makes in the place of ``path``; return the refusal of a file system that does not have this."""
-    try:
-        with taking_the_place_of(path) as part:
-            lay(part)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        return str(error.strerror)
-    return ""
-
-
-def _copy(source: Path, part: Path) -> None:
-    shutil.copyfile(source, part)
-    sync(part)
-
-
-@cache
-def _report_no_links(folder: Path, refusal: str, way: str) -> None:
-    logger.warning("%s: the file system refuses symbolic links (%s): %s.", folder, refusal, way)
-
-
-def is_copy(path: Path) -> bool:
-    """Whether a file has the content of another one beside it of the same kind: in the place of a link, it is none."""
-    size = path.stat().st_size
-    others = [file for file in path.parent.glob(f"*{path.suffix}") if file != path and file.is_file()]
-    # a digest takes a second per gigabyte
-    return any(other.stat().st_size == size and file_digest(other) == file_digest(path) for other in others)
 
 
 def append(path: Path, text: str, anew: bool = False) -> None:
@@ -461,7 +407,7 @@ def _held(path: Path, ended_runs: set[tuple[str, int]]) -> Iterator[int]:
             except OSError as error:
                 if error.errno in _BUSY:
                     raise _in_use(path, _holder(handle)) from None
-                if error.errno not in _NO_LOCKS:
+                if error.errno not in NO_LOCKS:
                     raise
                 is_sure = False
             try:

@@ -32,14 +32,13 @@ from deepmd_ema.distributed.files import (
     TABLE,
     atomic_write,
     ensure_writable,
-    is_copy,
-    link,
     locked,
     move,
     refuse_to_lose,
     sync,
     writing,
 )
+from deepmd_ema.distributed.links import is_copy, link
 from deepmd_ema.errors import CheckpointError, UserError, collect_problems
 from deepmd_ema.training.request import TrainRequest
 from deepmd_ema.utils import LIVE
