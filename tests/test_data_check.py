@@ -321,6 +321,21 @@ def test_forces_that_do_not_add_up_to_zero_are_a_warning(water):
     assert "no model can learn this part" in warning
 
 
+def test_forces_of_weight_zero_are_not_judged(tmp_path):
+    """They may be unknown; a warning of net forces of 800 eV/angstrom was about them."""
+    system = write_system(tmp_path / "s", frames=12, seed=1, jitter=0.02, atom_pref=True)
+    pref = np.load(system / "set.000" / "atom_pref.npy")
+    pref[:, 6:] = 0
+    np.save(system / "set.000" / "atom_pref.npy", pref)
+    edit(system / "set.000" / "force.npy", lambda f: f.reshape(12, 12, 3)[:, 6:].__iadd__(77.0))
+    assert check([system], labels=(*LABELS, "atom_pref")).warnings == []
+    # without the weights all forces are learned
+    assert [line for line in check([system]).warnings if "do not add up to zero" in line]
+    np.save(system / "set.000" / "atom_pref.npy", np.ones_like(pref))
+    weighted = check([system], labels=(*LABELS, "atom_pref")).warnings
+    assert [line for line in weighted if "do not add up to zero" in line]
+
+
 def test_parameters_that_the_model_does_not_take_are_reported_once(tmp_path):
     """They were left out in silence."""
     path = write_system(tmp_path / "w", frames=8, fparam=2, aparam=1, sets=2)

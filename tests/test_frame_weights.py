@@ -1,12 +1,13 @@
 """Weights of frames: read from every format, and in every form of a batch what single frames summed up give."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
 from flat_batches import COMPARED, flat_batch, predicted, random_frame
-from helpers import open_data, tiny_input, write_system
+from helpers import open_data, tiny_input, trains_in, write_system
 from test_accumulate import LOSSES
 from test_train import load
 
@@ -15,6 +16,7 @@ from deepmd_ema.config.labels import WEIGHT, WEIGHTS
 from deepmd_ema.config.schema.optim import EnerLossConfig as Config
 from deepmd_ema.data.convert import convert_data
 from deepmd_ema.distributed.world import World
+from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.training.loss import EnergyLoss, LossOverBatches
 from deepmd_ema.training.run import run_training
 
@@ -137,6 +139,21 @@ def write_xyz(path, weights):
         lines += ["O 0 0 0 0.1 0 0", f"H 0 0 {0.96 + 0.05 * k} -0.1 0 0"]
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def test_a_run_with_weights_of_atoms_has_a_column_of_weighted_forces(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    data = [[write_system(tmp_path / name, frames=6, natoms=8, seed=k, atom_pref=True)] for k, name in enumerate("tv")]
+    options = {"loss__start_pref_f": 0, "loss__limit_pref_f": 0, "loss__start_pref_pf": 1000, "loss__limit_pref_pf": 1}
+    validating = {"full_validation": True, "validation_freq": 2, "full_val_start": 0}
+    folder = trains_in(tmp_path, monkeypatch, data, {**options, "validating": validating})("run", 4)
+    head, *rows = [line.split() for line in (folder / "val.log").read_text().splitlines() if line.strip()]
+    assert head[-2:] == ["Q_MAE(meV/Å)", "Q_RMSE(meV/Å)"]
+    measured = measure(folder / "model.ckpt.pt", data[1], device="cpu")
+    last = [row for row in rows if row[0] == "4"][-1]
+    assert float(last[-1]) == pytest.approx(1000 * measured.total.metric("Q:RMSE"), rel=1e-3)
+    assert "RMSE of batches, E and V in meV/atom, F and Q in meV/Å; full:" in caplog.text
+    assert re.search(r"  train E [\d.]+ Q [\d.]+ V ", caplog.text)
 
 
 def test_names_of_mace_and_gpumd_are_read_and_kept_by_convert(tmp_path):

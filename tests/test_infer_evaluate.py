@@ -18,6 +18,7 @@ from deepmd_ema.errors import ConfigError, UserError
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.infer.potential import Potential
 from deepmd_ema.report.plots import plot_parity
+from deepmd_ema.report.table import mae_rmse
 
 SAME_MATH = 1e-10
 
@@ -66,14 +67,37 @@ def test_the_lines_are_those_of_the_peer(run, labelled):
         "Virial MAE/Natoms ", "Virial RMSE/Natoms", "Stress MAE        ", "Stress RMSE       ",
         "Atomic ener MAE   ", "Atomic ener RMSE  ", "# " + "-" * 47 + " ", "# all frames, MAE / RMSE",
     ]  # fmt: skip
-    in_mev = lines[start + 18 : start + 24]
-    assert [line[:4] for line in in_mev] == ["# E ", "# F ", "# S ", "# V ", "# --", "# er"]
+    in_mev = lines[start + 18 : start + 25]
+    assert [line[:4] for line in in_mev] == ["# E ", "# F ", "# S ", "# V ", "# RM", "# --", "# er"]
+    forces = np.concatenate([read(labelled, name, "force").ravel() for name in ("cell", "open")])
+    rms = float(re.match(r"# RMS of the labels: F ([\d.]+) meV/Å, S [\d.]+ meV/Å³, V [\d.]+ meV/atom$", in_mev[4])[1])
+    assert rms == pytest.approx(1000 * np.sqrt(np.mean(forces**2)), rel=1e-4)
     stress = [float(line.split()[3]) for line in lines[start + 12 : start + 14]]
     in_gpa = [float(number) for number in re.findall(r"[\d.]+", in_mev[2].partition("(")[2])]
     assert in_gpa == pytest.approx([GPA * value for value in stress], rel=1e-4)
     assert sum(line.startswith("Virial MAE  ") for line in lines) == 2  # the open system has none
     assert lines[start + 2].endswith(" eV")
     assert float(lines[start + 6].split()[3]) > 0
+
+
+def test_forces_weighted_by_atom_have_errors_of_their_own(run, tmp_path):
+    """Unknown forces, of weight 0, are in the plain errors only."""
+    system = write_system(tmp_path / "s", frames=4, natoms=8, seed=1, atom_pref=True)
+    file = system / "set.000" / "atom_pref.npy"
+    pref = np.load(file)
+    pref[:, :3] = 0
+    np.save(file, pref)
+    report = measure(run[0], [system])
+    errors = np.array([frame.prediction["force"] - frame.label["force"] for frame in report.frames])
+    weights = np.repeat(pref[:, :, None], 3, axis=2)
+    absolute, squared = ((weights * size).sum() / weights.sum() for size in (abs(errors), errors**2))
+    text = report.text()
+    assert float(re.search(r"^Force weighted MAE : (\S+) eV/Å$", text, re.MULTILINE)[1]) == pytest.approx(absolute)
+    assert float(re.search(r"^Force weighted RMSE : (\S+) eV/Å$", text, re.MULTILINE)[1]) == pytest.approx(squared**0.5)
+    assert report.total.metric("Q:RMSE") == pytest.approx(squared**0.5, rel=SAME_MATH)
+    assert report.by_system[str(system)].metric("Q:MAE") == pytest.approx(absolute, rel=SAME_MATH)
+    assert f"# Q {mae_rmse(report.total, 'Q')} meV/Å" in text
+    assert report.total.metric("F:RMSE") == pytest.approx(np.sqrt(np.mean(errors**2)), rel=SAME_MATH)
 
 
 def test_forces_by_element_and_worst_frames_are_listed(run, labelled):

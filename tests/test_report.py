@@ -159,7 +159,7 @@ def test_each_of_several_tasks_has_a_line_of_its_own(caplog, monkeypatch):
     progress.show(1, 1e-3, {"train": errors, "valid": {"water": {}, "ice": {"rmse_v": 4.0}}, "ema": errors})
     progress.close()
     assert [r.getMessage() for r in caplog.records] == [
-        "  1  water  train E 1000 ae 0.5  ema E 1000 ae 0.5  lr 1.0e-03",
+        "  1  water  train E 1000 ae 500  ema E 1000 ae 500  lr 1.0e-03",
         "  1  ice  train F 0.300  valid V 4000  ema F 0.300  lr 1.0e-03",
     ]
 

@@ -114,6 +114,8 @@ _VIRIAL_ERRORS = (
     Quantity("s", "Stress", "eV/angstrom^3", per="volume", metric="S"),
 )
 _FORCE_ERROR = Quantity("f", "Force", "eV/angstrom", metric="F")
+# of forces weighted by atom_pref.npy, beside those that count all atoms alike
+WEIGHTED_FORCE = Quantity("fw", "Force weighted", "eV/angstrom", metric="Q")
 _ATOM_ENERGY_ERROR = Quantity("ae", "Atomic ener", "eV")
 _HESSIAN_ERROR = Quantity("h", "Hessian", "eV/angstrom^2")
 
@@ -121,13 +123,13 @@ _HESSIAN_ERROR = Quantity("h", "Hessian", "eV/angstrom^2")
 # units of dipoles and polarizabilities are those of the data; these are what DeePMD-kit's examples have
 _DIPOLE_ERRORS = (
     Quantity("dipole", "Dipole", "e*angstrom", milli=False),
-    Quantity("dipole_peratom", "Dipole", "e*angstrom/atom", per="atom", metric="D"),
+    Quantity("dipole_peratom", "Dipole", "e*angstrom/atom", per="atom", metric="D", milli=False),
 )
 _POLAR_ERRORS = (
     Quantity("polar", "Polarizability", "angstrom^3", milli=False),
     Quantity("polar_peratom", "Polarizability", "angstrom^3/atom", per="atom", metric="A", milli=False),
 )
-_ATOM_DIPOLE_ERROR = Quantity("adipole", "Atomic dipole", "e*angstrom", metric="W")
+_ATOM_DIPOLE_ERROR = Quantity("adipole", "Atomic dipole", "e*angstrom", metric="W", milli=False)
 _ATOM_POLAR_ERROR = Quantity("apolar", "Atomic polarizability", "angstrom^3", metric="B", milli=False)
 # of a frame, of an atom
 _DOS_ERRORS = (
@@ -195,4 +197,5 @@ class _Labels(dict[str, Label]):
 LABELS = _Labels({label.name: label for label in _DECLARED})
 _OF_WIDTHS = (*_DOS_ERRORS, *_PROPERTY_ERRORS)
 QUANTITIES = {q.name: q for errors in (*(one.errors for one in LABELS.values()), *_OF_WIDTHS) for q in errors}
+QUANTITIES[WEIGHTED_FORCE.name] = WEIGHTED_FORCE  # the last: sums in older checkpoints have no row of it
 METRICS = {quantity.metric: quantity for quantity in QUANTITIES.values() if quantity.metric}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -19,6 +19,7 @@ from tqdm import tqdm
 from deepmd_ema.config import ModelConfig
 from deepmd_ema.config.labels import (
     ATOM_ENERGY,
+    ATOM_PREF,
     ENERGY,
     FORCE,
     HESSIAN,
@@ -48,7 +49,7 @@ from deepmd_ema.model.energy import EnergyModel
 from deepmd_ema.model.metrics import Errors, FrameResult, evaluate, force_errors_by_type, group_frames, worst_frames
 from deepmd_ema.model.model_set import ModelSet
 from deepmd_ema.model.tabulated import tabulate
-from deepmd_ema.report.table import KINDS, Column, Table, describe_errors, labelled, render
+from deepmd_ema.report.table import KINDS, Column, Table, describe_errors, labelled, render, show_metric
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,15 @@ class ErrorReport:
     total: Errors
     frames: Sequence[FrameResult]
     systems: Mapping[str, FrameSource]
+
+    @property
+    def labels(self) -> Errors:
+        """Errors of predictions that are zero, of which the RMSE is the root mean square of the labels."""
+        zeros = Errors()
+        for frame in self.frames:
+            nothing = {name: np.zeros_like(label) for name, label in frame.label.items()}
+            zeros.merge(replace(frame, prediction=nothing).errors)
+        return zeros
 
     @property
     def by_system(self) -> dict[str, Errors]:
@@ -124,6 +134,11 @@ class ErrorReport:
         lines += [*_error_lines(self.total), _LINE]
         in_mev = describe_errors(self.total, with_gpa=True).split(", ")
         lines += ["# all frames, MAE / RMSE", *(f"# {text}" for text in in_mev), _LINE]
+        # energies have no zero
+        sizes = [q for q in labelled(self.total) if q not in "EQ"]
+        if sizes:
+            shown = ", ".join(f"{q} {show_metric(f'{q}:RMSE', self.labels.metric(f'{q}:RMSE'))}" for q in sizes)
+            lines[-1:] = [f"# RMS of the labels: {shown}", _LINE]
         for table in (*self.groups(), self.forces_by_element(), self.worst()):
             lines += [*render(table, "# "), _LINE] if table.rows else []
         if singles := describe_singles(list(self._kinds.values())):
@@ -252,8 +267,8 @@ def measure(
     labels = loaded.config.fitting_net.labels + ((ATOM_ENERGY,) if atomic and ENERGY in loaded.model.labels else ())
     if compiled:
         loaded.require_energies("--compile")
-    hessian = (HESSIAN,) * (ENERGY in labels)
-    opened = open_labelled(systems, loaded.config, (*labels, *hessian), rglob_patterns)
+    more = (HESSIAN, ATOM_PREF) if ENERGY in labels else ()
+    opened = open_labelled(systems, loaded.config, (*labels, *more), rglob_patterns)
     report = predict(loaded, opened, first_frames(opened, num_frames), device, labels, compiled=compiled)
     if not any(frame.label for frame in report.frames):
         known = "an energy, a force or a virial" if ENERGY in labels else f"one of {', '.join(labels)}"

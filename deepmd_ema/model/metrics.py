@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmd_ema.batch import Batch, PackedBatch
-from deepmd_ema.config.labels import FORCE, HESSIAN, LABELS, METRICS, QUANTITIES
+from deepmd_ema.config.labels import ATOM_PREF, FORCE, HESSIAN, LABELS, METRICS, QUANTITIES, WEIGHTED_FORCE
 from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.model.quantity import COUNTED
 
@@ -35,6 +35,7 @@ class FrameResult:
             (9 N^2,) where it is requested.
         label: the same for the labels that the frame has.
         counted: (N,) bool, atoms that have what is predicted; None: all.
+        force_weight: (N,) weights of the forces in the loss; None: the frame has none.
     """
 
     source: tuple[str, int]
@@ -43,6 +44,7 @@ class FrameResult:
     prediction: dict[str, np.ndarray]
     label: dict[str, np.ndarray]
     counted: np.ndarray | None = None
+    force_weight: np.ndarray | None = None
 
     @property
     def size(self) -> int:
@@ -64,6 +66,8 @@ class FrameResult:
             errors[name] = (error, one.expand(len(error)))
             if LABELS[name].per_atom and self.counted is not None:
                 errors[name] = (error, torch.as_tensor(self.counted).double())
+        if FORCE in errors and self.force_weight is not None:
+            errors[ATOM_PREF] = errors[FORCE][0], torch.as_tensor(self.force_weight)
         volume = one if self.volume is None else one * self.volume
         periodic = torch.tensor([self.volume is not None])
         return Errors(_error_sums(errors, one * self.size, (1, self.num_atoms), volume, periodic))
@@ -95,6 +99,9 @@ class Errors:
             for name, label in batch.labels.items()
             if name in prediction
         }
+        if FORCE in errors and ATOM_PREF in batch.labels:
+            error, weight = errors[FORCE]
+            errors[ATOM_PREF] = error, weight * _weight(ATOM_PREF, batch) * batch.labels[ATOM_PREF]
         if counted is not None:
             size = counted.new_zeros(batch.num_frames).index_add(0, batch.atom_frame, counted).clamp(min=1)
             of_atoms = {name: pair for name, pair in errors.items() if LABELS[name].per_atom}
@@ -218,7 +225,7 @@ def _error_sums(
     sums: dict[str, Tensor] = {}
     for name, (error, weight) in errors.items():
         error = error.flatten(1) if error.dim() > 1 else error.unsqueeze(1)
-        for quantity in LABELS[name].errors:
+        for quantity in LABELS[name].errors or [WEIGHTED_FORCE]:  # atom_pref has none of its own
             if quantity.per == "atom":
                 sums[quantity.name] = _sums(error * per_atom, weight)
             elif quantity.per == "volume":
@@ -263,6 +270,10 @@ def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[Frame
     volume = _volume(batch).tolist()
     has_label = {name: flags.tolist() for name, flags in batch.has_label.items()}
     counted: list[Any] = [None] * len(sizes)
+    weights: list[Any] = [None] * len(sizes)
+    if ATOM_PREF in labelled:
+        pairs = zip(labelled[ATOM_PREF], has_label[ATOM_PREF])
+        weights = [weight if is_there else None for weight, is_there in pairs]
     if COUNTED in prediction:
         counted = [of.numpy() > 0 for of in batch.in_file_order(prediction[COUNTED]).cpu().split(sizes)]
     return [
@@ -273,6 +284,7 @@ def _frame_results(prediction: Mapping[str, Tensor], batch: Batch) -> list[Frame
             prediction={name: value[f] for name, value in predicted.items()},
             label={name: value[f] for name, value in labelled.items() if name in predicted and has_label[name][f]},
             counted=counted[f],
+            force_weight=weights[f],
         )
         for f, periodic in enumerate(batch.periodic.tolist()[: batch.num_real[0]])
     ]

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tqdm import tqdm
 
-from deepmd_ema.config.labels import METRICS
+from deepmd_ema.config.labels import METRICS, QUANTITIES
 from deepmd_ema.distributed.files import LOG, refuse_to_lose, writing
 from deepmd_ema.errors import RED, YELLOW, colored, fitted, printable, reason_of, width_of
-from deepmd_ema.report.table import labelled, significant
+from deepmd_ema.report.table import CURVE_NAMES, labelled, significant
 from deepmd_ema.utils import LIVE
 
 if TYPE_CHECKING:
@@ -308,10 +308,14 @@ def _force_errors(name: str, errors: Mapping[str, float]) -> str:
 def describe_values(errors: Mapping[str, float]) -> str:
     """Return errors by columns of lcurve.out in the units of tables, such as ``E 3.24 F 146``, without the loss."""
     parts = []
+    letters = {name: letter for letter, name in CURVE_NAMES.items()}
     for name, value in errors.items():
         symbol = name.partition("_")[2] or name * (name not in ("rmse", "loss"))
-        if quantity := METRICS.get(symbol.upper()):
-            parts.append(f"{symbol.upper()} {significant(quantity.display_factor * value, _DIGITS)}")
+        letter = letters.get(symbol, symbol.upper())
+        # those without a letter are in the units of tables, too
+        if quantity := METRICS.get(letter) or QUANTITIES.get(symbol):
+            shown = letter if letter in METRICS else symbol
+            parts.append(f"{shown} {significant(quantity.display_factor * value, _DIGITS)}")
         elif symbol:
             parts.append(f"{symbol} {value:.3g}")
     return " ".join(parts)

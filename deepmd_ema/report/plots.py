@@ -15,7 +15,7 @@ from deepmd_ema.distributed.files import PICTURE, atomic_write, check_output
 from deepmd_ema.errors import UserError, first_few
 from deepmd_ema.geometry import Array
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, read_curves
-from deepmd_ema.report.table import significant
+from deepmd_ema.report.table import CURVE_NAMES, significant
 from deepmd_ema.utils import LIVE
 
 # blue for the live weights and orange for averaged ones, everywhere; the palette of Okabe and Ito
@@ -63,8 +63,7 @@ def _quantity(name: str, batch: str) -> Panel:
     return Panel(f"{METRICS[name].title} RMSE", unit, batch, f"{name}_RMSE({unit})", factor)
 
 
-_BATCH = {"D": "global_dipole", "W": "local_dipole", "A": "global_polar", "B": "local_polar", "N": "global_dos"}
-QUANTITIES = {q: _quantity(q, f"rmse_{_BATCH.get(q, q.lower())}") for q in METRICS}
+QUANTITIES = {q: _quantity(q, f"rmse_{CURVE_NAMES.get(q, q.lower())}") for q in METRICS}
 LOSS, RATE = Panel("Loss", "weighted RMSE", "rmse"), Panel("Learning rate", "", "lr")
 
 

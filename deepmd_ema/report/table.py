@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from deepmd_ema.model.metrics import Errors
 
 Cell: TypeAlias = "str | float | None"  # None: there is no value
-METRICS_IN_ORDER = "EFSVDWABNMP"
+METRICS_IN_ORDER = "EFQSVDWABNMP"
+# symbols in columns of lcurve.out where these are no letters of metrics
+CURVE_NAMES = {
+    "Q": "pf",
+    "D": "global_dipole",
+    "W": "local_dipole",
+    "A": "global_polar",
+    "B": "local_polar",
+    "N": "global_dos",
+    "M": "local_dos",
+}
 KINDS = ("MAE", "RMSE")
 _DIGITS = 5  # significant ones of an error
 _MIN_WITH_EXPONENT = 1e12  # val.log has all digits of smaller numbers, as that of DeePMD-kit

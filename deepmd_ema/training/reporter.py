@@ -261,7 +261,7 @@ class Reporter:
 
 def _judged(task: Task) -> str:
     """Return the displayed error that says whether a task learns: of forces, else of energies, else empty."""
-    return next((name for name in reversed(task.loss.display_names) if name.endswith(("_f", "_e"))), "")
+    return next((name for name in reversed(task.loss.display_names) if name.endswith(("_f", "_pf", "_e"))), "")
 
 
 @dataclass

@@ -20,6 +20,7 @@ from deepmd_ema.averaging import AverageBank
 from deepmd_ema.averaging.bank import reshard
 from deepmd_ema.batch import Batch, PackedBatch
 from deepmd_ema.checkpoint.series import BestFiles
+from deepmd_ema.config.labels import ATOM_PREF, WEIGHTED_FORCE
 from deepmd_ema.config.outputs import Outputs
 from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.config.schema.training import EarlyStopConfig
@@ -120,6 +121,8 @@ class FullValidation:
             for task in self.tasks:
                 file, of_task = outputs.validation_log(weights, task), self.tasks[task].config
                 best_by, shown = of_task.metric(metric), of_task.model.fitting_net.metrics
+                if ATOM_PREF in of_task.labels:
+                    shown = (*shown, WEIGHTED_FORCE.metric)
                 log = ValidationLog(file, prepared.length.num_steps, best_by, shown) if world.is_main else None
                 prefix, folder, keep = outputs.best_prefix(weights, task), outputs.best_folder, validating.max_best_ckpt
                 best = BestFiles(prefix, folder, keep, best_by, writes=world.is_main, writers=writers)

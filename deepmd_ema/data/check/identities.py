@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from deepmd_ema.config.labels import ENERGY, FORCE, GPA, VIRIAL
+from deepmd_ema.config.labels import ATOM_PREF, ENERGY, FORCE, GPA, VIRIAL
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame
 from deepmd_ema.errors import DataError, counted, first_few
@@ -71,7 +71,7 @@ _LENGTHS = {
 }
 # least median distance of nearest neighbors, in sums of covalent radii: it is 0.77 in N2, 0.79 in CO and
 # acetylene; that of metals may be less: U=O has 0.67, Cr2 0.60
-_SHORTEST_BOND = 0.76
+_MIN_BOND = 0.76
 _BOND_SPREAD = 1.15  # of the quartiles of lengths of bonds: 1.03 to 1.1 from 300 to 3,000 K
 _REPULSION = 15.0  # eV/angstrom; median force on atoms that are pressed together beyond any bond
 _NONMETALS = {"H", "B", "C", "N", "O", "F", "Si", "P", "S", "Cl", "Ge", "As", "Se", "Br", "Te", "I"}
@@ -173,7 +173,7 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
     report = UnitReport(num_systems=most, num_all=len(groups))
     for k in np.linspace(0, len(groups) - 1, most).round().astype(int) if groups else ():
         name, places = groups[k]
-        frames = [scan.system.frame(index) for scan, index in places]
+        frames = [_without_unknown_forces(scan.system.frame(index)) for scan, index in places]
         length, texts, is_known = _judge_lengths(frames, type_map)
         bonds = [] if texts else misplaced_types(frames, type_map)
         if bonds:
@@ -194,6 +194,14 @@ def judge_units(scans: Sequence[SystemScan], type_map: Sequence[str]) -> UnitRep
             report.verified[what] = report.verified.get(what, 0) + (what in verified)
             report.unverified.setdefault(what, []).extend([name] * (what not in verified))
     return report
+
+
+def _without_unknown_forces(frame: Frame) -> Frame:
+    """Return a frame without its forces if the loss does not compare those of some atoms, which may be unknown."""
+    if ATOM_PREF not in frame.labels or frame.labels[ATOM_PREF].all():
+        return frame
+    labels = {name: label for name, label in frame.labels.items() if name != FORCE}
+    return replace(frame, labels=labels)
 
 
 def _groups(scans: Sequence[SystemScan]) -> Iterator[tuple[str, list[tuple[SystemScan, int]]]]:
@@ -271,13 +279,13 @@ def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[st
             if FORCE in bond[4].labels
         ]
         is_bond = 0 < highest < _BOND_SPREAD * lowest and np.median(forces or [0.0]) < _REPULSION
-        if is_most and is_bond and ratio < _SHORTEST_BOND and _NONMETALS.issuperset(names):
+        if is_most and is_bond and ratio < _MIN_BOND and _NONMETALS.issuperset(names):
             sizes = COVALENT_RADII[names[0]] + COVALENT_RADII[names[1]]
             texts.append(
                 f"nearest neighbors {' and '.join(names)} are {distance:.3g} angstrom apart in "
                 f"{number} of {len(several)} frames (atoms {frame.describe_atom(i, type_map)} and "
                 f"{frame.describe_atom(j, type_map)} in {frame.source[0]} frame {frame.source[1]}), "
-                f"expected at least {_SHORTEST_BOND * sizes:.2f}"
+                f"expected at least {_MIN_BOND * sizes:.2f}"
             )
     shares = list[float]()
     for frame in several:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, WEIGHTS
+from deepmd_ema.config.labels import APARAM, ATOM_PREF, ENERGY, FORCE, FPARAM, LABELS, WEIGHTS
 from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place, rows_per
 from deepmd_ema.findings import Finding, error
 from deepmd_ema.geometry import Array, frame_faults
@@ -225,6 +225,10 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
         scan.net_force[here] = np.linalg.norm(force.sum(axis=1), axis=1)
         scan.force_rms[here] = np.sqrt((force**2).sum(axis=(1, 2)) / (3 * num_atoms))
         scan.max_force[here] = np.abs(force).max(axis=(1, 2))
+        if ATOM_PREF in arrays:  # forces of weight 0 may be unknown
+            unknown = first + np.flatnonzero(((arrays[ATOM_PREF] == 0) & exists[:, :, None]).any(axis=(1, 2)))
+            for values in (scan.net_force, scan.force_rms, scan.max_force):
+                values[unknown] = np.nan
 
 
 def is_isolated(num_atoms: Array, box: Array | None, rcut: float) -> Array:
