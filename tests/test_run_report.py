@@ -10,9 +10,11 @@ import pytest
 import torch
 from helpers import tiny_input, write_system
 from test_status import change_record, train_in
+from test_train_quantities import RUNS, with_energies, write_labelled
 
 from deepmd_ema import checkpoint
 from deepmd_ema.cli.main import main
+from deepmd_ema.config.labels import LABELS
 from deepmd_ema.infer.evaluate import measure
 from deepmd_ema.report.table import significant
 
@@ -119,7 +121,7 @@ class Page(HTMLParser):
 
 def test_the_page_has_the_errors_of_the_last_validation_and_needs_nothing_else(trained, page):
     table = page.table("6 validation frames")
-    assert table["6 validation frames"] == ["live", "emaaveraged", "slowaveraged"]
+    assert table["6 validation frames"] == ["live", "emaaveraged", "slowaveraged", "labelsRMS"]
     last = [
         line.split() for line in (trained / "run/val_ema.log").read_text().splitlines() if not line.startswith("#")
     ][-1]
@@ -127,7 +129,7 @@ def test_the_page_has_the_errors_of_the_last_validation_and_needs_nothing_else(t
                         ("Force RMSE, meV/Å", 4), ("Stress RMSE, meV/Å³", 6)]:  # fmt: skip
         assert table[row][1] == significant(float(last[column]), 3)
     assert table["Stress RMSE, GPa"][1] == significant(0.1602176634 * float(last[6]), 3)
-    assert re.search(r"<h1>O\d+ H\d+ in run</h1>", page.source)
+    assert "<h1>run</h1>" in page.source
     rows = page.table("weights, frames")
     assert {f"{name}, {part}" for name in ("live", "ema", "slow") for part in ("validation", "training")} < rows.keys()
     assert rows["ema, validation"][0] == rows["ema, training"][0] == "6"
@@ -218,12 +220,67 @@ def test_times_add_up_to_that_of_the_run(runs, capsys):
 def test_each_of_several_tasks_has_its_errors_curves_and_worst_frames(runs, capsys):
     report(capsys, "tasks")
     page = Page()
-    assert "<h1>O, H in tasks</h1>" in page.source
+    assert "<h1>tasks</h1>" in page.source
     assert "Stress RMSE, meV/Å³" in page.table("ice: 24 validation frames")
     assert "Stress RMSE, meV/Å³" not in page.table("gas: 6 validation frames")
     assert page.images.count("Learning rate over steps") == 2
     assert {"ice descriptor", "ice fitting", "gas fitting"} < page.table("part of the model").keys()
     assert "gas descriptor" not in page.table("part of the model")  # it is that of ice
+
+
+QUANTITIES = {
+    "dipole": ["Dipole RMSE, e*Å/atom", "Atomic dipole RMSE, e*Å"],
+    "polar": ["Polarizability RMSE, Å³/atom", "Atomic polarizability RMSE, Å³"],
+    "property": ["Property RMSE"],
+    "dos": ["Density of states RMSE, 1/eV/atom", "Atomic density of states RMSE, 1/eV"],
+}
+HEADINGS = {"dipole": "Dipole", "polar": "Polarizability", "property": "Gap", "dos": "Dos"}
+
+
+@pytest.mark.parametrize("kind", QUANTITIES)
+def test_a_model_of_another_quantity_has_its_errors_parity_and_worst_frames(kind, tmp_path, monkeypatch, capsys):
+    """The tables were empty, and there was no parity: names of energies, forces and virials were written there."""
+    monkeypatch.chdir(tmp_path)
+    data = [write_labelled(tmp_path / name, seed) for seed, name in enumerate(("a", "valid", "unseen"))]
+    values = tiny_input([data[0]], [data[1]], num_steps=4, validating=VALIDATED, **RUNS[kind][0])
+    train_in(tmp_path / "run", values)
+    report(capsys, "run", "-s", "unseen")
+    page = Page()
+    assert "<h1>run</h1>" in page.source
+    assert f"{HEADINGS[kind]} model se_e2_a for O, H, trained on 6 frames of 1 system" in page.source
+    for part, system in (("validation", data[1]), ("test", data[2])):
+        table = page.table(f"6 {part} frames")
+        measured = measure("run/model.ckpt.pt", [system], device="cpu")
+        for row, letter in zip(QUANTITIES[kind], RUNS[kind][1]):
+            error = measured.total.metric(f"{letter}:RMSE")
+            rms = np.sqrt(np.mean([np.mean(label_of(frame, letter) ** 2) for frame in measured.frames]))
+            assert table[row] == [significant(error, 3), significant(rms, 3)]
+    names = {"dipole": "Dipole x", "polar": "Polarizability xx", "property": "Property 0", "dos": "Density of states 0"}
+    assert sum(image.startswith(names[kind]) for image in page.images) == 2
+    assert "frames of largest" in page.text
+    best = re.search(r"best.*?live: (\w) MAE [\d.]+ ?(\S*) at step", page.text, re.DOTALL)
+    assert best[1] == RUNS[kind][1][0]
+
+
+def label_of(frame, letter):
+    """Return the label of a frame that a metric is about, of dipoles, polarizabilities and densities per atom."""
+    name = next(n for n in frame.label if letter in [error.metric for error in LABELS[n].errors])
+    is_per_atom = not LABELS[name].per_atom and letter != "P"
+    return frame.label[name] / (len(frame.atom_type) if is_per_atom else 1)
+
+
+def test_the_best_of_each_task_is_named_by_an_error_of_its_own(tmp_path, monkeypatch, capsys):
+    """Of energies and dipoles that are ranked by dipoles only the latter were named."""
+    monkeypatch.chdir(tmp_path)
+    data = [write_labelled(tmp_path / name, seed) for seed, name in enumerate(("a", "valid"))]
+    train_in(tmp_path / "run", with_energies(([data[0]], [data[1]])))
+    report(capsys, "run")
+    page = Page()
+    assert re.search(r"energy live: E MAE [\d.]+ meV/atom at step \d+", page.text)
+    assert re.search(r"dipole live: W MAE [\d.]+ e\*Å at step \d+", page.text)
+    assert "energy: potential se_e2_a for O, H" in page.text
+    assert "dipole: dipole model se_e2_a for O, H" in page.text
+    assert page.table("dipole: 6 validation frames")["Dipole RMSE, e*Å/atom"]
 
 
 def test_the_details_are_those_of_the_average_that_is_named(runs, capsys):

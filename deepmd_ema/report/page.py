@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
+from itertools import product
 from pathlib import Path
 from string import Template
 
 from deepmd_ema import checkpoint
 from deepmd_ema.config import config_summary, saved_config
-from deepmd_ema.config.labels import ENERGY, FORCE, GPA, METRICS, VIRIAL
+from deepmd_ema.config.labels import ATOM_PREF, ENERGY, GPA, METRICS, VIRIAL
 from deepmd_ema.config.messages import as_text
 from deepmd_ema.config.outputs import is_sharded, with_absolute_paths
 from deepmd_ema.data.collate import PairCache
@@ -116,7 +117,8 @@ def _evaluate(
             for part, sources in ((VALIDATION, valid), (TEST, test), (TRAINING, train)):
                 if sources:
                     ranges = [range(source.num_frames) for source in sources]
-                    report = predict(loaded, sources, ranges, device, (ENERGY, FORCE, VIRIAL), cache)
+                    labels = loaded.config.fitting_net.labels
+                    report = predict(loaded, sources, ranges, device, labels, cache)
                     yield Tested(task, name, part, report)
 
 
@@ -170,7 +172,10 @@ class _Page:
         if systems and len(self.config.tasks) > 1:
             raise UserError("-s: of a run of several tasks. Name their test data in validating.test_data_dict.")
         model = next(iter(self.config.tasks.values())).model
-        test = open_labelled(systems, model, (ENERGY, FORCE, VIRIAL)) if systems else []
+        labels = model.fitting_net.labels
+        if ENERGY in labels:
+            labels = (*labels, ATOM_PREF)
+        test = open_labelled(systems, model, labels) if systems else []
         self.data: Mapping[str, TaskData] | None = None
         self.tested, self.remarks = list[Tested](), list[str]()
         try:
@@ -194,9 +199,11 @@ class _Page:
 
     def parts(self, scratch: Path) -> Iterator[str]:
         """Yield the parts of the page from top to bottom; pictures are made in the folder ``scratch``."""
-        yield f"<header><h1>{escape(self._system())}</h1>"
+        yield f"<header><h1>{escape(self.title)}</h1>"
         for name, task in self.config.tasks.items():
-            words = f"potential {task.model.descriptor.type} for {', '.join(task.model.type_map)}"
+            label = task.model.fitting_net.labels[0].partition("[")[0]
+            kind = "potential" if label == ENERGY else f"{label} model"
+            words = f"{kind} {task.model.descriptor.type} for {', '.join(task.model.type_map)}"
             if self.data is not None:
                 valid = self.data[name].valid
                 words += f", trained on {_amount(self.data[name].train)}"
@@ -232,15 +239,6 @@ class _Page:
             yield from body
             yield "</section>"
 
-    def _system(self) -> str:
-        """Return the system, such as ``O32 H64 in water``: a formula if all first frames have it, else the elements."""
-        formulas, elements = set[str](), dict[str, None]()
-        for name, task in self.config.tasks.items():
-            elements |= dict.fromkeys(task.model.type_map)
-            frames = [source.frame(0) for source in self.data[name].train] if self.data is not None else []
-            formulas |= {describe_composition(frame.atom_type, task.model.type_map) for frame in frames}
-        return f"{formulas.pop() if len(formulas) == 1 else ', '.join(elements)} in {self.title}"
-
     def _first_facts(self) -> Iterator[tuple[str, str]]:
         status = self.status
         if status is not None:
@@ -266,17 +264,17 @@ class _Page:
                 first = Errors(before[task])
                 if first.summary()["num_frames"] == frames:  # not a part of them
                     columns, errors = [("at the start", "loaded"), *columns], [first, *errors]
-            rows = [
-                [
-                    ", ".join(filter(None, (f"{METRICS[q].title} {kind}", METRICS[q].display_unit))),
-                    *(_error(of, q, kind) for of in errors),
-                ]
-                for q in _quantities(tested)
-                for kind in KINDS
-            ]
+            sizes = tested[0].report.labels
+            columns.append(("labels", "RMS"))
+            rows = list[Sequence[Cell]]()
+            for q, kind in product(_quantities(tested), KINDS):
+                name = ", ".join(filter(None, (f"{METRICS[q].title} {kind}", METRICS[q].display_unit)))
+                # energies have no zero
+                size = _error(sizes, q, kind) if kind == "RMSE" and q not in "EQ" else ""
+                rows.append([name, *(_error(of, q, kind) for of in errors), size])
             if "S" in _quantities(tested):
                 stresses = (GPA * of.metric("S:RMSE") for of in errors)
-                rows.append(["Stress RMSE, GPa", *(significant(stress, _DIGITS) for stress in stresses)])
+                rows.append(["Stress RMSE, GPa", *(significant(stress, _DIGITS) for stress in stresses), ""])
             title = f"{task}: " * bool(task) + counted(frames, f"{part} frame")
             yield _table(Table("", (Column(title), *(Column(*column, "s") for column in columns)), rows))
         if not self.tested and self.status is not None:

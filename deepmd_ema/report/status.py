@@ -14,6 +14,7 @@ import numpy as np
 from deepmd_ema.config import load_config
 from deepmd_ema.config.labels import METRICS
 from deepmd_ema.config.outputs import LOCK, POINTER, RECORD, Outputs, is_sharded, read_pointer
+from deepmd_ema.config.schema.text_options import Metric
 from deepmd_ema.distributed.files import read_holder
 from deepmd_ema.errors import UserError, counted, first_few
 from deepmd_ema.report.curves import LCURVE, VALIDATION, Curve, curve_files
@@ -49,7 +50,8 @@ class RunStatus:
         last_row: last row of the learning curve, by column; empty without one.
         validation: by weights, and task where there are several, the last row of a validation log, by column.
         best: the same for the rows with the smallest errors by ``metric``.
-        metric: column of the validation logs by which the best row is chosen.
+        metric: column of the validation logs by which the best row is chosen, of the first log.
+        metrics: the same of each log.
         test: errors on the test data, as ``validation``; empty before the last step.
         checkpoint: the newest, relative to the folder; empty without one.
         averages: newest file of each average, relative to the folder.
@@ -91,13 +93,17 @@ class RunStatus:
         self.last_row = next((_row(curve, -1) for curve in curves if curve.kind == LCURVE), {})
         validated = {f"{curve.task} {curve.weights}".strip(): curve for curve in curves if curve.kind == VALIDATION}
         self.validation = {weights: _row(curve, -1) for weights, curve in validated.items()}
-        self.metric = ""
-        if validated:
-            name = config.validating.validation_metric if config is not None else "F:RMSE"
-            self.metric = f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})"
-            if any(self.metric not in curve.columns for curve in validated.values()):
-                self.metric = next(iter(next(iter(validated.values())).columns))
-        errors = {weights: curve.columns.get(self.metric, np.full(1, np.nan)) for weights, curve in validated.items()}
+        self.metrics = dict[str, str]()
+        for weights, curve in validated.items():
+            name = Metric("F:RMSE")
+            if config is not None:
+                name = config.validating.validation_metric
+                if curve.task in config.tasks:
+                    name = config.tasks[curve.task].metric(name)
+            column = f"{name.replace(':', '_')}({METRICS[name[0]].display_unit})"
+            self.metrics[weights] = column if column in curve.columns else next(iter(curve.columns))
+        self.metric = next(iter(self.metrics.values()), "")
+        errors = {weights: curve.columns[self.metrics[weights]] for weights, curve in validated.items()}
         self.best = {w: _row(validated[w], int(np.nanargmin(e))) for w, e in errors.items() if np.isfinite(e).any()}
         self.test, self.checkpoint = last.test, ""
         with suppress(OSError, ValueError):
@@ -121,7 +127,8 @@ class RunStatus:
     def describe_best(self, weights: str) -> str:
         """Return the smallest error of some weights: ``F RMSE 44.4 meV/Å at step 200``."""
         row = self.best[weights]
-        return f"{describe_row({self.metric: row[self.metric]})} at step {row['step']:,}"
+        metric = self.metrics[weights]
+        return f"{describe_row({metric: row[metric]})} at step {row['step']:,}"
 
     def table(self) -> Table:
         """Return the status for people."""
@@ -148,7 +155,8 @@ class RunStatus:
                     batches.setdefault(f"{match[3] or ''} {kind}".lstrip(), {})[match[1]] = value
             shown = [f"{name} {words}" for name in sorted(batches) if (words := describe_values(batches[name]))]
             shown += [f"lr {self.last_row['lr']:.1e}"] * ("lr" in self.last_row)
-            yield "last row", f"step {self.last_row['step']:,.0f}, single batches, meV and Å: {'; '.join(shown)}"
+            units = ", meV and Å" if any(re.search(r"_[efv]_", column) for column in self.last_row) else ""
+            yield "last row", f"step {self.last_row['step']:,.0f}, single batches{units}: {'; '.join(shown)}"
         for weights, row in self.validation.items():
             least = f"; least {self.describe_best(weights)}" if weights in self.best else ""
             yield "validation", f"{weights}, step {row['step']:,}: {describe_row(row)}{least}"
@@ -178,7 +186,7 @@ def describe_row(errors: Mapping[str, float]) -> str:
         quantity, _, kind = name.partition("_")
         if kind and value == value:
             shown.setdefault((quantity, unit), []).append(f"{kind} {significant(value, _DIGITS)}")
-    return "; ".join(f"{quantity} {', '.join(texts)} {unit}" for (quantity, unit), texts in shown.items())
+    return "; ".join(f"{quantity} {', '.join(texts)} {unit}".rstrip() for (quantity, unit), texts in shown.items())
 
 
 def run_folder(path: str | Path) -> Path:
