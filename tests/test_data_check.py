@@ -336,6 +336,23 @@ def test_forces_of_weight_zero_are_not_judged(tmp_path):
     assert [line for line in weighted if "do not add up to zero" in line]
 
 
+def test_pressures_without_virials_and_in_one_cell_mean_nothing(tmp_path):
+    """A model of such data had pressures of 55 to 75 GPa."""
+    first, second = (write_system(tmp_path / name, frames=4, seed=k, virial=False) for k, name in enumerate("ab"))
+
+    def notes(*systems, labels=LABELS):
+        return [line for line in check(systems, labels=labels).notes if "pressures" in line]
+
+    [note] = notes(first, second)
+    assert note.startswith("no virials, and one cell in all training frames: pressures and stresses of the model mean")
+    assert notes(write_system(tmp_path / "v", frames=4)) == []
+    assert len(notes(tmp_path / "v", labels=("energy", "force"))) == 1  # the loss does not read them
+    assert notes(write_system(tmp_path / "open", frames=4, pbc=False)) == []
+    assert notes(first, write_system(tmp_path / "larger", frames=4, natoms=18, virial=False)) == []
+    edit(second / "set.000" / "box.npy", lambda box: box.__imul__(np.linspace(0.99, 1.01, 4)[:, None]))
+    assert notes(second) == []
+
+
 def test_parameters_that_the_model_does_not_take_are_reported_once(tmp_path):
     """They were left out in silence."""
     path = write_system(tmp_path / "w", frames=8, fparam=2, aparam=1, sets=2)

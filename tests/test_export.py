@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,6 +62,19 @@ def test_the_command_freezes_the_newest_checkpoint_of_a_folder(run, tmp_path, mo
     assert "largest differences: energy 0.0e+00 eV, " in out
     assert "for LAMMPS with DeePMD-kit: dp-ema freeze -c" in out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ema.dp", "live.dp", "profile.dp"]
+
+
+@pytest.mark.parametrize(("changes", "is_said"), [
+    ({"loss": {"start_pref_e": 1}}, True), ({}, True), ({"loss": {"start_pref_e": 1, "limit_pref_v": 1}}, False),
+    ({"loss": {"type": "tensor"}}, False), ({"loss_dict": {"a": {"start_pref_v": 1}, "b": {}}}, True),
+])  # fmt: skip
+def test_pressures_of_a_model_without_virials_are_named(run, tmp_path, changes, is_said):
+    loaded = load_model(run[0])
+    config = {name: value for name, value in loaded.info.config.items() if name != "loss"}
+    info = replace(loaded.info, config={**config, **changes}, head="b" if "loss_dict" in changes else "")
+    text = freeze(replace(loaded, info=info), tmp_path / "m.dp").text()
+    said = "trained without virials: pressures and stresses mean nothing if all training frames had one cell"
+    assert (said in text.splitlines()) == is_said
 
 
 def test_a_file_that_came_out_wrong_is_not_kept(run, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +54,7 @@ class Frozen:
         use: line about what the file is for.
         tables: line about the tables of its networks, or an empty string.
         lammps: lines of an input of LAMMPS, or an empty string for a file that it does not read.
+        pressure: line about pressures that mean nothing, or an empty string.
     """
 
     path: Path
@@ -61,13 +63,14 @@ class Frozen:
     use: str
     tables: str = ""
     lammps: str = ""
+    pressure: str = ""
 
     def text(self) -> str:
         """Return lines about the file: size, largest differences to the checkpoint, and programs that read it."""
         each = ", ".join(f"{name} {value:.1e} {LABELS[name].unit}".rstrip() for name, value in self.difference.items())
         written = f"{self.path}: {self.source}; {self.path.stat().st_size / 1e6:.2f} MB"
         compared = f"read back and compared on two made-up frames, largest differences: {each}"
-        return "\n".join(filter(None, (written, self.tables, compared, self.use, self.lammps)))
+        return "\n".join(filter(None, (written, self.tables, compared, self.pressure, self.use, self.lammps)))
 
 
 def convert(file: ModelFile, output: str | Path, for_deepmd: bool = False, program: str | None = None) -> Frozen:
@@ -206,7 +209,17 @@ def freeze(
         use = use if compiles or _has_dipoles_in_lammps(loaded) else ""
     lammps = format_lammps_lines(path, loaded) if path.suffix in IN_LAMMPS else ""
     text = f"{info.describe()}, from {info.path}"
-    return Frozen(path, text, difference, use, tables, lammps)
+    return Frozen(path, text, difference, use, tables, lammps, _describe_pressure(info.config, info.head))
+
+
+def _describe_pressure(config: Mapping[str, Any], head: str) -> str:
+    """Return a line about a model of energies whose loss had no virials; of other models an empty string."""
+    losses = config.get("loss_dict", {})
+    loss = losses.get(head, {}) if losses else config.get("loss", {})
+    has_virials = any(loss.get(f"{when}_pref_v") for when in ("start", "limit"))
+    if "training" not in config or loss.get("type", "ener") != "ener" or has_virials:
+        return ""
+    return "trained without virials: pressures and stresses mean nothing if all training frames had one cell"
 
 
 def format_lammps_lines(path: Path, loaded: LoadedModel) -> str:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deepmd_ema.config.labels import APARAM, FORCE, FPARAM, LABELS, VIRIAL
+from deepmd_ema.config.labels import APARAM, ENERGY, FORCE, FPARAM, LABELS, VIRIAL
 from deepmd_ema.config.schema.descriptor import HasInnerNeighbors
 from deepmd_ema.data.check.identities import UnitReport, judge_units
-from deepmd_ema.data.check.scan import SystemScan, scan_system
+from deepmd_ema.data.check.scan import SAME_CELL, SystemScan, scan_system
 from deepmd_ema.data.check.suspects import (
     SHARED,
     SHARED_TEST,
@@ -190,6 +190,8 @@ def check_systems(
     for part, scans in report.parts.items():
         findings += _label_warnings(scans, labels, part)
     findings += _unread_warnings(every)
+    if ENERGY in labels or FORCE in labels:
+        findings += _pressure_notes(report.training)
     findings += _element_warnings(report, task)
     for scan in every:
         findings += placeholders(scan, labels)
@@ -306,6 +308,20 @@ def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: st
                 f"no {label} in {number:,} {kind} frames of {len(lacking)} of {len(scans)} systems "
                 f"(first: {lacking[0][0]}): they do not count in this term of the loss.",
             )
+
+
+def _pressure_notes(scans: Sequence[SystemScan]) -> Iterator[Finding]:
+    """Yield a note if nothing in the training data says how energies change with the cell."""
+    cells = [scan.first[BOX] for scan in scans if BOX in scan.first]
+    has_virials = any(scan.label_frames.get(VIRIAL) for scan in scans)
+    if not cells or has_virials or any(BOX in scan.varying for scan in scans):
+        return
+    if np.ptp(cells, axis=0).max() <= SAME_CELL:
+        yield note(
+            "",
+            "no virials, and one cell in all training frames: pressures and stresses of the model mean nothing. "
+            "Use it at constant volume, or train it with virials or frames of other volumes.",
+        )
 
 
 def _unread_warnings(scans: Sequence[SystemScan]) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from deepmd_ema.data.source import BOX, COORD, Chunk, FrameSource, Place, rows_p
 from deepmd_ema.findings import Finding, error
 from deepmd_ema.geometry import Array, frame_faults
 
+SAME_CELL = 1e-4  # angstrom, and of a vector; lengths of files have 4 or more decimals
 _MAX_NUMBER = 1e30  # of any number; its square still fits
 
 
@@ -43,8 +44,8 @@ class SystemScan:
         open_frames: number of frames without a cell.
         digests: (F,) 64-bit numbers, equal for equal types, positions and cells.
         max_force: (F,) the largest component, eV/angstrom, NaN where missing.
-        first: of each label the numbers of the first frame.
-        varying: the labels that differ between frames.
+        first: of each label, and of the cell, the numbers of the first frame.
+        varying: those that differ between frames.
     """
 
     def __init__(self, system: FrameSource, num_types: int) -> None:
@@ -203,6 +204,10 @@ def _describe(scan: SystemScan, chunk: Chunk, rcut: float) -> None:
             low, high, _ = scan.conditions.get(name, (math.inf, -math.inf, 0))
             values = arrays[name]
             scan.conditions[name] = min(low, values.min()), max(high, values.max()), values.shape[-1]
+    if BOX in arrays:
+        cell = scan.first.setdefault(BOX, arrays[BOX][0])
+        if not np.allclose(arrays[BOX], cell, rtol=SAME_CELL, atol=SAME_CELL):
+            scan.varying.add(BOX)
     for name in (name for name in arrays if name in LABELS):
         label = LABELS[name]
         scan.label_frames[name] = scan.label_frames.get(name, 0) + len(types)
