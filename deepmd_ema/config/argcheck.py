@@ -13,8 +13,7 @@ from dargs import Argument, Variant
 from dargs.dargs import ArgumentError, ArgumentTypeError
 
 from deepmd_ema.config.fields import Option, input_options, options, plain, unknown_choice
-from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Values, close_names, dotted, show
-from deepmd_ema.config.reading import INVALID, Reading
+from deepmd_ema.config.messages import INVALID, NOT_AVAILABLE, Place, Reading, Values, close_names, dotted, show
 from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS
 from deepmd_ema.config.schema.loggers import LOGGERS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deepmd_ema.config.messages import NOT_AVAILABLE, close_names, show
+from deepmd_ema.config.messages import NOT_AVAILABLE, Names, close_names, show
 from deepmd_ema.config.registry import Registry
 from deepmd_ema.utils import Check, fraction, not_negative, not_negative_int, positive, positive_int  # noqa: F401
 
@@ -72,18 +72,18 @@ class Option:
     nullable: bool
     default: Any
     required: bool
-    keys: tuple[str, ...]
-    alias: tuple[str, ...] = ()
+    keys: Names
+    alias: Names = ()
     unit: str = ""
     doc: str = ""
     check: Check | None = None
-    choices: tuple[str, ...] = ()
+    choices: Names = ()
     default_type: str | None = None
     convert: Callable[[Any], Any] | None = None
     removed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unavailable: str | None = None
     registry: Registry | None = None
-    left_out: tuple[str, ...] = ()
+    left_out: Names = ()
     own: bool = False
 
     @property

@@ -11,8 +11,7 @@ from typing import Any
 from dargs.dargs import ArgumentError
 
 from deepmd_ema.config.argcheck import Field, find_mistakes, run_arguments, take_options, to_section
-from deepmd_ema.config.messages import Place, Values, in_order, section_at
-from deepmd_ema.config.reading import Reading
+from deepmd_ema.config.messages import Place, Reading, Values, in_order, section_at
 from deepmd_ema.config.rules import findings_of
 from deepmd_ema.config.schema.averaging import AVERAGES
 from deepmd_ema.config.schema.model import Link, ModelConfig

@@ -14,7 +14,7 @@ from dargs.json_schema import generate_json_schema
 
 from deepmd_ema.config.argcheck import TYPE, Field, kinds_of, run_arguments
 from deepmd_ema.config.fields import Option
-from deepmd_ema.config.messages import Values, close_names, show
+from deepmd_ema.config.messages import Names, Values, close_names, show
 from deepmd_ema.config.upgrade import PARTS
 from deepmd_ema.errors import ConfigError
 
@@ -37,10 +37,10 @@ class Entry:
     path: str
     option: Option | None
     doc: str
-    types: tuple[str, ...] = ()
+    types: Names = ()
 
     @property
-    def keys(self) -> tuple[str, ...]:
+    def keys(self) -> Names:
         """The keys of the option."""
         return ("type",) * self.path.endswith(".type") if self.option is None else self.option.keys
 

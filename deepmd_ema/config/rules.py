@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -25,7 +24,7 @@ from deepmd_ema.config.schema.optim import (
     InvSqrtScheduleConfig,
     LKFConfig,
 )
-from deepmd_ema.config.schema.profile import BY_RATIO, NEEDS_DATA, NEVER, REMOVE_ONE
+from deepmd_ema.config.schema.profile import BY_RATIO, NEEDS_DATA, NEVER, REMOVE_ONE, StepsPer
 from deepmd_ema.config.schema.run import MultiTaskRun, RunConfig, TaskConfig
 from deepmd_ema.config.schema.training import ValidatingConfig
 from deepmd_ema.config.task_rules import findings_of_tasks
@@ -36,7 +35,7 @@ _MAX_WINDOW = 0.2  # of the run: a longer average still remembers the untrained 
 _MIN_SNAPSHOTS = 4  # of one average; from fewer, averages of other lengths cannot be reconstructed well
 
 
-def findings_of(run: RunConfig, num_steps: int | None = None, steps_per: Mapping[str, float] | None = None) -> Findings:
+def findings_of(run: RunConfig, num_steps: int | None = None, steps_per: StepsPer | None = None) -> Findings:
     """Yield the findings of a run whose options are right each by itself, with places that the input spells.
 
     Options without effect are those that the input gives.
@@ -65,9 +64,7 @@ def ignored_options(run: RunConfig) -> list[str]:
     return list(dict.fromkeys([*run.unused, *texts_of(UNUSED, findings)]))  # tasks share parts
 
 
-def config_warnings(
-    run: RunConfig, num_steps: int | None = None, steps_per: Mapping[str, float] | None = None
-) -> list[str]:
+def config_warnings(run: RunConfig, num_steps: int | None = None, steps_per: StepsPer | None = None) -> list[str]:
     """Return warnings about settings that are allowed but likely mistakes; arguments as of :func:`findings_of`."""
     findings = findings_of(run, run.training.numb_steps or num_steps, steps_per)
     return texts_of(WARNING, (replace(finding, file="") for finding in findings))
@@ -166,7 +163,7 @@ def _optimizer(run: RunConfig) -> Findings:
 
 
 # options of `training`: their largest value, and the reason and remedy for one above it
-_MOST_OF_LKF = {
+_MAX_WITH_LKF = {
     # a block of its covariance has weights of several layers
     "zero_stage": (0, "LKF trains in one process only. Use 0, or choose Adam, AdamW, AdaMuon or HybridMuon."),
     # the length of an update is the filter's, not the gradient's
@@ -176,14 +173,14 @@ _MOST_OF_LKF = {
 }
 # options of the loss without which LKF works; others than their defaults are refused
 _REFUSED_BY_LKF = (
-    "start_pref_v", "limit_pref_v", "start_pref_ae", "limit_pref_ae", "start_pref_pf", "limit_pref_pf",
-    "start_pref_h", "limit_pref_h", "loss_func", "use_huber", "f_use_norm", "relative_f", "intensive_ener_virial",
-)  # fmt: skip
+    "start_pref_v limit_pref_v start_pref_ae limit_pref_ae start_pref_pf limit_pref_pf start_pref_h limit_pref_h "
+    "loss_func use_huber f_use_norm relative_f intensive_ener_virial"
+)
 
 
 def _lkf(run: RunConfig) -> Findings:
     """LKF trains in one process, with one batch, and of the loss takes only whether energies and forces are fitted."""
-    for name, (most, why) in _MOST_OF_LKF.items():
+    for name, (most, why) in _MAX_WITH_LKF.items():
         value = getattr(run.training, name)
         if value > most:
             yield error(f"training.{name}", f" = {value:g}: {why}")
@@ -197,7 +194,7 @@ def _lkf(run: RunConfig) -> Findings:
                 f"{task.place('training')}.training_data.frame_weights",
                 " = true: LKF does not weigh frames. Set it to false, or choose another optimizer.",
             )
-        for name in _REFUSED_BY_LKF:
+        for name in _REFUSED_BY_LKF.split():
             value, default = getattr(task.loss, name), getattr(EnerLossConfig, name)
             text = f" = {show(value)}: LKF does not know it. Set it to {show(default)}."
             if "_pref_" in name:
@@ -440,7 +437,7 @@ _RULES = (_learning_rate, _optimizer, _training, _validating, _files, findings_o
 # ---- lengths
 
 
-def _lengths_to_look_at(run: RunConfig, num_steps: int, steps_per: Mapping[str, float]) -> Findings:
+def _lengths_to_look_at(run: RunConfig, num_steps: int, steps_per: StepsPer) -> Findings:
     """Yield warnings about lengths that do not fit that of the run."""
     lr = run.learning_rate
     if isinstance(lr, ExpScheduleConfig) and (used := lr.used_decay_steps(num_steps)) != lr.decay_steps:

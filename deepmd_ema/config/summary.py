@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from deepmd_ema.config.messages import show
+from deepmd_ema.config.schema.profile import StepsPer
 from deepmd_ema.errors import counted, every_steps, first_few
 
 if TYPE_CHECKING:
@@ -13,9 +14,7 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.run import RunConfig
 
 
-def config_summary(
-    config: RunConfig, num_steps: int = 0, steps_per: Mapping[str, float] | None = None
-) -> list[tuple[str, str]]:
+def config_summary(config: RunConfig, num_steps: int = 0, steps_per: StepsPer | None = None) -> list[tuple[str, str]]:
     """Return names and texts of the main settings: rows for ``dp-ema check``, ``show`` and the start of a run.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepmd_ema.config.messages import Place, Values, dotted
+from deepmd_ema.config.messages import Lines, Place, Values, dotted
 from deepmd_ema.errors import ConfigError
 
 JSON_SUFFIXES = (".json",)
@@ -23,7 +23,7 @@ Marks = Iterator[tuple[Place, int, bool]]
 """Place and line of each key and item of a text in its order, and whether it is a key."""
 
 
-def read_config_file(path: Path) -> tuple[Values, dict[Place, int]]:
+def read_config_file(path: Path) -> tuple[Values, Lines]:
     """Return the values of a file and the line, from 1, of each key and list item.
 
     Raises:
@@ -73,14 +73,14 @@ def _inputs_near(folder: Path) -> str:
     return f" There is: {', '.join(names[:5])}." if names else ""
 
 
-def lines_of(marks: Marks, source: str, max_values: float = float("inf")) -> dict[Place, int]:
+def lines_of(marks: Marks, source: str, max_values: float = float("inf")) -> Lines:
     """Return the line of each key and item.
 
     Raises:
         RecursionError: if one is nested too deeply.
         ConfigError: if a section has a key twice, or there are too many values.
     """
-    lines: dict[Place, int] = {}
+    lines: Lines = {}
     twice = []
     for place, line, is_key in marks:
         if len(place) > _DEEPEST:
@@ -99,7 +99,7 @@ def lines_of(marks: Marks, source: str, max_values: float = float("inf")) -> dic
 # ---- JSON
 
 
-def _parse_json(text: str, source: str) -> tuple[Any, dict[Place, int]]:
+def _parse_json(text: str, source: str) -> tuple[Any, Lines]:
     """Return the values of a JSON text and their lines.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from deepmd_ema.config.messages import Place
+from deepmd_ema.config.messages import Lines, Place
 from deepmd_ema.config.text import MAX_VALUES, NEITHER, Marks, lines_of
 from deepmd_ema.errors import ConfigError
 
@@ -36,7 +36,7 @@ def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 _Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
-def parse_yaml(text: str, source: str) -> tuple[Any, dict[Place, int]]:
+def parse_yaml(text: str, source: str) -> tuple[Any, Lines]:
     """Return the values of a YAML text, with numbers and booleans of YAML 1.2, as in JSON, and their lines.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepmd_ema.config.messages import NOT_AVAILABLE, Place, Values, dotted, of_one_task, show
+from deepmd_ema.config.messages import NOT_AVAILABLE, Names, Place, Values, dotted, of_one_task, show
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ REMOVED_METRICS = dict.fromkeys(
 )
 
 # section -> values of its `type`, aliases included
-UNAVAILABLE_TYPES: dict[str, tuple[str, ...]] = {
+UNAVAILABLE_TYPES: dict[str, Names] = {
     "model": ("frozen", "pairtab", "pairwise_dprc"),
     "model.models": ("dpa4", "DPA4", "SeZM", "sezm", "frozen", "linear_ener", "pairwise_dprc", "inner_potential"),
     "model.descriptor": (

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deepmd_ema.config.fields import options, type_names
-from deepmd_ema.config.messages import Place, Values, close_names, dotted, path_of, section_at, show
-from deepmd_ema.config.reading import INVALID, Reading
+from deepmd_ema.config.messages import INVALID, Place, Reading, Values, close_names, dotted, path_of, section_at, show
 from deepmd_ema.config.schema.averaging import EmaShorthand, ScheduleFreeProfile
 from deepmd_ema.config.schema.bridging import method_name
 from deepmd_ema.config.schema.descriptor import DESCRIPTORS

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 import sys
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deepmd_ema.config.fields import option, options, plain, section
 from deepmd_ema.config.messages import Values, show
 from deepmd_ema.config.registry import Registry
-from deepmd_ema.config.schema.profile import Profile
+from deepmd_ema.config.schema.profile import Profile, StepsPer
 from deepmd_ema.errors import ConfigError
 from deepmd_ema.findings import Findings, error
 from deepmd_ema.utils import Check, fraction, is_number, not_negative, positive_int
@@ -87,7 +86,7 @@ class EmaProfile(Profile):
         """
         return cls(name, half_life=steps, **more).in_steps({"steps": 1.0})
 
-    def in_steps(self, steps_per: Mapping[str, float], **changes: Any) -> EmaProfile:
+    def in_steps(self, steps_per: StepsPer, **changes: Any) -> EmaProfile:
         """Return the average with a start in steps and a decay, which is 0.999 if there is no half-life either."""
         if self.half_life is not None:
             decay = 0.5 ** (1 / (self.half_life * steps_per[self.half_life_unit]))
@@ -107,7 +106,7 @@ class EmaProfile(Profile):
         """Return the decay of an update."""
         return super().decay_of_update(updates) if self.warmup else self.decay_at(0) ** self.update_every
 
-    def describe_length(self, steps_per: Mapping[str, float]) -> str:
+    def describe_length(self, steps_per: StepsPer) -> str:
         """Return the decay, or the half-life with its length in steps once they are known."""
         (name, value), unit, warmup = self.length, self.half_life_unit, ", warm-up" * self.warmup
         if name == "decay":
@@ -142,7 +141,7 @@ class SwaProfile(Profile):
         """Return the decay of an update, which is that of a step: both follow the number of those before."""
         return self.decay_at(updates)
 
-    def describe_length(self, steps_per: Mapping[str, float]) -> str:
+    def describe_length(self, steps_per: StepsPer) -> str:
         """Return that it has no length."""
         return "equal weights"
 
@@ -189,7 +188,7 @@ class PowerProfile(SwaProfile):
         """
         return cls(name, sigma_rel=sigma_rel, **more).in_steps({"steps": 1.0})
 
-    def in_steps(self, steps_per: Mapping[str, float], **changes: Any) -> PowerProfile:
+    def in_steps(self, steps_per: StepsPer, **changes: Any) -> PowerProfile:
         """Return the average with a start in steps and gamma."""
         if self.sigma_rel is not None:
             changes |= {"gamma": gamma_of(self.sigma_rel), "sigma_rel": None}
@@ -197,7 +196,7 @@ class PowerProfile(SwaProfile):
             raise ConfigError(f"average {self.name!r}: gamma or sigma_rel is required.")
         return super().in_steps(steps_per, **changes)
 
-    def describe_length(self, steps_per: Mapping[str, float]) -> str:
+    def describe_length(self, steps_per: StepsPer) -> str:
         """Return the width or the power."""
         name, value = self.length
         width = f" over about {100 * value:g} % of the steps so far" * (name == "sigma_rel")
@@ -253,7 +252,7 @@ class ScheduleFreeProfile(Profile):
             )
         yield from super().findings(run)
 
-    def describe_length(self, steps_per: Mapping[str, float]) -> str:
+    def describe_length(self, steps_per: StepsPer) -> str:
         """Return its origin."""
         return "averaged point of the optimizer"
 
@@ -309,7 +308,7 @@ class CustomAverage(Profile):
         """Return the settings as plain values, those of the type as ``options``."""
         return super().settings() | {"options": self.own_options}
 
-    def describe_length(self, steps_per: Mapping[str, float]) -> str:
+    def describe_length(self, steps_per: StepsPer) -> str:
         """Return the type and its options."""
         return ", ".join([self.type, *(f"{name} {show(value)}" for name, value in self.own_options.items())])
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.fields import not_negative, not_negative_int, option, positive_int, section
-from deepmd_ema.config.messages import Values, show
+from deepmd_ema.config.messages import Names, Values, show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.text_options import ActivationName
 from deepmd_ema.findings import Findings, error
@@ -25,7 +25,7 @@ Section = TypeVar("Section", bound="NeighborLists")
 class DescriptorOptions:
     """Options that every descriptor has."""
 
-    aliases: ClassVar[tuple[str, ...]] = ()
+    aliases: ClassVar[Names] = ()
 
     precision: str = option(
         "default",
@@ -132,7 +132,7 @@ class ListSection(DescriptorOptions, NeighborLists):
         sel: Any
 
     type: ClassVar[str]
-    first_options: ClassVar[tuple[str, ...]] = (
+    first_options: ClassVar[Names] = (
         "rcut", "rcut_smth", "neuron", "activation_function", "resnet_dt", "sel", "tebd_dim",
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from deepmd_ema.config.fields import option, redefined, section
 from deepmd_ema.config.labels import LABELS
-from deepmd_ema.config.messages import show
+from deepmd_ema.config.messages import Names, show
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.descriptor_bases import DescriptorOptions
 from deepmd_ema.config.schema.text_options import ActivationName
@@ -66,7 +66,7 @@ class FittingOptions:
     if TYPE_CHECKING:  # options of some types only
 
         @property
-        def labels(self) -> tuple[str, ...]:
+        def labels(self) -> Names:
             """Return names of what the model predicts."""
 
         @property
@@ -93,7 +93,7 @@ class FittingOptions:
         rcond, atom_ener, sel_type, intensive, distinguish_types = None, (), None, False, True
 
     @property
-    def metrics(self) -> tuple[str, ...]:
+    def metrics(self) -> Names:
         """Letters of the errors in tables."""
         return tuple(error.metric for name in self.labels for error in LABELS[name].errors if error.metric)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from deepmd_ema.config.elements import SYMBOLS
 from deepmd_ema.config.fields import Check, WithoutEffect, not_negative, option, positive, positive_int, section
 from deepmd_ema.config.labels import ENERGY
-from deepmd_ema.config.messages import Place, path_of, show
+from deepmd_ema.config.messages import Names, Place, path_of, show
 from deepmd_ema.config.registry import Family, Registry
 from deepmd_ema.config.schema import common
 from deepmd_ema.config.schema.bridging import DEFAULT_INNER, DEFAULT_OUTER, Window, bridging_method, method_name
@@ -41,7 +41,7 @@ class ModelConfig:
     """
 
     type: ClassVar[str]
-    first_options: ClassVar[tuple[str, ...]] = ("type_map", "descriptor", "fitting_net", "models", "weights")
+    first_options: ClassVar[Names] = ("type_map", "descriptor", "fitting_net", "models", "weights")
     without_effect: ClassVar[WithoutEffect] = {
         "data_bias_nsample": (10, "the bias is fitted on data_stat_nbatch batches")
     }

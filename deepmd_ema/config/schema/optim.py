@@ -19,6 +19,7 @@ from deepmd_ema.config.fields import (
     section,
 )
 from deepmd_ema.config.labels import ATOM_ENERGY, ATOM_PREF, ATOM_WEIGHT, ENERGY, FORCE, HESSIAN, VIRIAL
+from deepmd_ema.config.messages import Names
 from deepmd_ema.errors import every_steps
 
 DEFAULT_STOP_LR = 5e-8
@@ -320,7 +321,7 @@ class QuantityLossConfig:
         """First and last weight of each term, by its column in ``lcurve.out``; one of both zero is only shown."""
         raise NotImplementedError
 
-    def labels(self, predicted: Sequence[str]) -> tuple[str, ...]:
+    def labels(self, predicted: Sequence[str]) -> Names:
         """Return the labels that the terms compare with, of those of a frame and of an atom that are predicted."""
         uses = ["local" in name for name, pair in self.weights.items() if any(pair)]
         return tuple(name for name, of_atom in zip(predicted, (False, True), strict=False) if of_atom in uses)
@@ -349,7 +350,7 @@ class TensorLossConfig(QuantityLossConfig):
         both = {"rmse_local": self.pref_atomic, "rmse_global": self.pref}
         return {name: (weight, weight) for name, weight in both.items() if weight}
 
-    def labels(self, predicted: Sequence[str]) -> tuple[str, ...]:
+    def labels(self, predicted: Sequence[str]) -> Names:
         """Return the labels that the terms compare with, and weights of atoms."""
         return super().labels(predicted) + (ATOM_WEIGHT,) * self.enable_atomic_weight
 
@@ -454,7 +455,7 @@ class EnerLossConfig:
         """First and last weight of each active term (``e``, ``f``, ...): either of them is not zero."""
         return active_weights(self, _TERMS)
 
-    def labels(self, predicted: Sequence[str]) -> tuple[str, ...]:
+    def labels(self, predicted: Sequence[str]) -> Names:
         """Return the labels that the active terms compare with, whatever the model predicts."""
         return tuple(dict.fromkeys(label for term in self.weights for label in _TERMS[term][1]))
 

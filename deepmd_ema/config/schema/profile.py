@@ -8,10 +8,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from deepmd_ema.config.fields import MAX_INTEGER, option, options
-from deepmd_ema.config.messages import Values
+from deepmd_ema.config.messages import Names, Values
 from deepmd_ema.errors import ConfigError, every_steps
 from deepmd_ema.findings import Findings, error, unused
 from deepmd_ema.utils import LIVE, POSTHOC, Check, not_negative, not_negative_int, positive_int
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from deepmd_ema.config.schema.run import RunConfig
 
 P = TypeVar("P", bound="Profile")
+StepsPer: TypeAlias = Mapping[str, float]
+"""Optimizer steps of one of ``steps``, ``frames`` and ``epochs``."""
+
 REMOVE_ONE = "Remove one of the two."
 BY_RATIO = "ckpt_keep_ratio says how many checkpoints are kept"
 NEVER = "full_val_start = 1 means never"
@@ -72,8 +75,8 @@ class Profile(ABC):
     )
     _: KW_ONLY
     type: ClassVar[str]
-    formula: ClassVar[tuple[str, ...]] = ()
-    lengths: ClassVar[tuple[str, ...]] = ()
+    formula: ClassVar[Names] = ()
+    lengths: ClassVar[Names] = ()
     counts_on_tensors = False
     snapshots: ClassVar[bool] = False
     snapshot_freq: ClassVar[int | None] = None
@@ -179,7 +182,7 @@ class Profile(ABC):
             return bool(self.should_update(step, epoch))
         return self.update_every == 1 or (step - self.start_step) % self.update_every == 0
 
-    def in_steps(self: P, steps_per: Mapping[str, float], **changes: Any) -> P:
+    def in_steps(self: P, steps_per: StepsPer, **changes: Any) -> P:
         """Return the average with its start in steps and its length as the decay needs it.
 
         Args:
@@ -253,7 +256,7 @@ class Profile(ABC):
         given = ((name, getattr(self, name)) for name in self.lengths)
         return next(((name, value) for name, value in given if value is not None), ("gamma", 0.0))
 
-    def summary(self, steps_per: Mapping[str, float]) -> str:
+    def summary(self, steps_per: StepsPer) -> str:
         """Return type, length and other options as text.
 
         Args:
@@ -275,7 +278,7 @@ class Profile(ABC):
         return ", ".join(words)
 
     @abstractmethod
-    def describe_length(self, steps_per: Mapping[str, float]) -> str:
+    def describe_length(self, steps_per: StepsPer) -> str:
         """Return type and length as text; ``steps_per`` as for :meth:`summary`."""
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from deepmd_ema.config.fields import option, plain, section
 from deepmd_ema.config.labels import LABELS
-from deepmd_ema.config.messages import Source, Values
+from deepmd_ema.config.messages import Names, Source, Values
 from deepmd_ema.config.schema.model import MODELS, Link, ModelConfig
 from deepmd_ema.config.schema.optim import AdamConfig, EnerLossConfig, LossConfig, OptimizerConfig, ScheduleConfig
 from deepmd_ema.config.schema.text_options import Metric
@@ -44,7 +44,7 @@ class TaskConfig:
     test: TestDataConfig | None = None
 
     @property
-    def labels(self) -> tuple[str, ...]:
+    def labels(self) -> Names:
         """Labels that the loss compares with."""
         return self.loss.labels(self.model.fitting_net.labels)
 
@@ -88,7 +88,7 @@ class RunConfig:
         links: parts of models that stand in ``model.shared_dict``; only with several tasks.
     """
 
-    first_options: ClassVar[tuple[str, ...]] = ("model", "learning_rate", "optimizer", "loss", "loss_dict")
+    first_options: ClassVar[Names] = ("model", "learning_rate", "optimizer", "loss", "loss_dict")
 
     model: Any = option(doc="The model that is trained.")
     learning_rate: ScheduleConfig = option(default_type="exp", doc="How the learning rate goes down.")
@@ -96,8 +96,8 @@ class RunConfig:
     training: TrainingOptions = option(doc="How long, on which data, and what is written when.")
     validating: ValidatingConfig = option(ValidatingConfig(), "Full validation and the best weights.")
     source: Source = field(default_factory=Source, compare=False, repr=False)
-    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    unused: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    notes: Names = field(default=(), compare=False, repr=False)
+    unused: Names = field(default=(), compare=False, repr=False)
     links: tuple[Link, ...] = ()
 
     @property
