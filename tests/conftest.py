@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from helpers import SPACING, trains_in, write_system
 
-from deepmd_ema.data.check.identities import COVALENT_RADII
+from deepmd_ema.data.check.bonds import COVALENT_RADII
 
 # a child that a test forks never collects what its parent left: to delete a process group needs threads that it lacks
 os.register_at_fork(after_in_child=gc.freeze)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy_models import TYPES, model_section
 
 import deepmd_ema
-from deepmd_ema.data.check.identities import COVALENT_RADII
+from deepmd_ema.data.check.bonds import COVALENT_RADII
 from deepmd_ema.training.run import run_training
 from deepmd_ema.training.trainer import Callback
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from deepmd_ema.config.labels import APARAM, FORCE, FPARAM, LABELS, WEIGHTS
-from deepmd_ema.data.check.identities import LONG, SHORT, bond_radii, nearest_neighbors
+from deepmd_ema.data.check.bonds import LONG, SHORT, bond_radii, nearest_neighbors
 from deepmd_ema.data.formats.discover import repeated, split_address
 from deepmd_ema.data.formats.extxyz import XYZ_SUFFIXES, frame_text
 from deepmd_ema.data.formats.foreign import stored_parts

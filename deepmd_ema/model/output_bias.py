@@ -159,7 +159,7 @@ def set_bias(frames: FrameEnergies, atomic: Array | None = None) -> BiasFit:
         if not len(values):
             return BiasFit(bias, np.ones_like(bias))
         residual = values - values.mean(0)
-        spread = np.zeros_like(bias) + _spread(frames, values, residual)
+        spread = np.zeros_like(bias) + _unit_of_loss(values, residual)
         return BiasFit(bias + values.mean(0), spread, float(np.sqrt(np.mean(residual**2))))
     target = target - frames.counts[:, known] @ bias[known]
     return _fit(frames, target, bias, ~known, np.ones(len(frames)))
@@ -194,25 +194,26 @@ def _fit(frames: FrameEnergies, target: Array, start: Array, free: Array, weight
         counts[:, free] * weight[:, None], (target.T * weight).T, rcond=config.fitting_net.rcond
     )
     residual = target - counts @ change
+    spread = residual.std(0)
+    if config.fitting_net.loss == "property":
+        spread = _unit_of_loss(target, residual)
     per_atom = residual if frames.config.fitting_net.intensive else (residual.T / frames.num_atoms).T
     seen = [t for t in np.flatnonzero(free) if counts[:, t].any()]
     return BiasFit(
         start + change,
-        np.zeros_like(start) + _spread(frames, target, residual),
+        np.zeros_like(start) + spread,
         rmse_per_atom=float(np.sqrt(np.mean(per_atom**2))),
         undetermined=tuple(config.type_map[t] for t in seen) if rank < len(seen) else (),
     )
 
 
-def _spread(frames: FrameEnergies, values: Array, residual: Array) -> Array:
+def _unit_of_loss(values: Array, residual: Array) -> Array:
     """Return the standard deviation of ``residual`` (F, ...), which is left of ``values`` (F, ...).
 
     The loss of a property is in units of it. Where the bias explains all frames there is none, and the unit is that of
     the labels: DeePMD-kit divides by zero.
     """
     spread: Array = residual.std(0)
-    if frames.config.fitting_net.loss != "property":
-        return spread
     is_rounding = spread <= _ROUNDING * np.abs(values).max(0)
     return np.where(is_rounding, 1.0, spread)
 

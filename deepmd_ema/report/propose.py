@@ -19,7 +19,7 @@ from deepmd_ema.config.fields import plain
 from deepmd_ema.config.labels import DIPOLE, DOS, ENERGY, FORCE, LABELS, POLAR, VIRIAL
 from deepmd_ema.config.presets import MODELS, REASONS, Kind, read_preset
 from deepmd_ema.config.text import JSON_SUFFIXES
-from deepmd_ema.data.check.identities import COVALENT_RADII
+from deepmd_ema.data.check.bonds import COVALENT_RADII
 from deepmd_ema.data.check.scan import scan_system
 from deepmd_ema.data.formats.discover import open_systems
 from deepmd_ema.data.run import check_task, choose_validation, open_run, split_off

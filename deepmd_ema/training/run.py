@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from deepmd_ema.config import RunConfig, as_launched, config_summary, config_warnings, ignored_options, saved_config
-from deepmd_ema.config.labels import ATOM_PREF, ENERGY, METRICS, WEIGHTED_FORCE
+from deepmd_ema.config.labels import ATOM_PREF, ENERGY, LABELS, METRICS, WEIGHTED_FORCE
 from deepmd_ema.config.outputs import RECORD
 from deepmd_ema.config.schema.averaging import ScheduleFreeProfile
 from deepmd_ema.data.run import checked_config
@@ -32,7 +32,7 @@ from deepmd_ema.report.loggers import loggers_of
 from deepmd_ema.report.record import RunRecord, keeping_warnings
 from deepmd_ema.report.table import KINDS, Table, describe_errors, duration, facts, render, show_metric
 from deepmd_ema.training.outputs import check_outputs, lock_outputs, write_config
-from deepmd_ema.training.prepare import Hook, PreparedRun, prepare
+from deepmd_ema.training.prepare import Hook, prepare
 from deepmd_ema.training.request import TrainRequest
 from deepmd_ema.training.restart import check_resumable, check_same_start, refuse_outside_outputs, warn_of_other_input
 from deepmd_ema.training.trainer import Callback, Trainer, restart_command
@@ -243,31 +243,26 @@ def start_table(trainer: Trainer) -> Table:
     if total:
         text = "MB of disk in all, in float32; `dp-ema posthoc` finds the best length from them"
         pairs.append(("snapshots", f"{total / 1e6:,.2f} {text}"))
-    pairs.append(("rows", _describe_rows(prepared)))
-    program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    return facts(f"{program}, on {describe_device(world.device)}", pairs)
-
-
-def _describe_rows(prepared: PreparedRun) -> str:
-    """Return kinds and units of the errors in the rows of the log."""
+    # kinds and units of the errors in the rows of the log
     kinds = set[str]()
     letters_of: dict[str, list[str]] = {}
-    for task in prepared.tasks.values():
-        if ENERGY in task.model.labels:
-            kinds |= {name.partition("_")[0].upper() for name in task.loss.display_names}
-        metrics = [letter for letter in task.config.model.fitting_net.metrics if letter != "S"]
-        if ATOM_PREF in task.config.labels:
-            metrics.append(WEIGHTED_FORCE.metric)
-        for letter in metrics:
-            unit = METRICS[letter].display_unit or "the unit of the labels"
-            letters = letters_of.setdefault(unit, [])
-            if letter not in letters:
-                letters.append(letter)
-    units = ", ".join(f"{' and '.join(letters)} in {unit}" for unit, letters in letters_of.items())
+    for item in prepared.tasks.values():
+        if ENERGY in item.model.labels:
+            kinds |= {name.partition("_")[0].upper() for name in item.loss.display_names}
+        errors = [error for name in item.model.labels for error in LABELS[name].errors]
+        if ATOM_PREF in item.config.labels:
+            errors.append(WEIGHTED_FORCE)
+        for error in errors:
+            letters = letters_of.setdefault(error.display_unit or "the unit of the labels", [])
+            if error.metric not in ("", "S", *letters):
+                letters.append(error.metric)
+    units = ", ".join(f"{' and '.join(letters)} in {unit}" for unit, letters in letters_of.items() if letters)
     words = f"{' or '.join(sorted(kinds)) or 'errors'} of batches, {units}"
-    if prepared.config.fully_validated:
+    if config.fully_validated:
         words += "; full: RMSE of all validation frames, * lowest so far"
-    return words
+    pairs.append(("rows", words))
+    program = f"dp-ema {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    return facts(f"{program}, on {describe_device(world.device)}", pairs)
 
 
 def describe_device(device: torch.device) -> str:

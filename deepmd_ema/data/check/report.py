@@ -190,13 +190,15 @@ def check_systems(
     for part, scans in report.parts.items():
         findings += _label_warnings(scans, labels, part)
     findings += _unread_warnings(every)
-    if ENERGY in labels or FORCE in labels:
+    has_virials = any(VIRIAL in scan.label_frames for scan in report.training)
+    if (ENERGY in labels or FORCE in labels) and not has_virials:
         findings += _pressure_notes(report.training)
     findings += _element_warnings(report, task)
     for scan in every:
         findings += placeholders(scan, labels)
     residuals = energy_residuals(report.training, report.validation + report.test)
-    findings += shifted_systems(every, residuals)
+    if len(every) > 1:
+        findings += shifted_systems(every, residuals)
     copies = find_copies(report.training, report.validation, report.test)
     report.suspects = {
         **dict(zip(("duplicates", SHARED, SHARED_TEST), copies)),
@@ -312,11 +314,13 @@ def _label_warnings(scans: Sequence[SystemScan], labels: Sequence[str], kind: st
 
 def _pressure_notes(scans: Sequence[SystemScan]) -> Iterator[Finding]:
     """Yield a note if nothing in the training data says how energies change with the cell."""
-    cells = [scan.first[BOX] for scan in scans if BOX in scan.first]
-    has_virials = any(scan.label_frames.get(VIRIAL) for scan in scans)
-    if not cells or has_virials or any(BOX in scan.varying for scan in scans):
-        return
-    if np.ptp(cells, axis=0).max() <= SAME_CELL:
+    cells = []
+    for scan in scans:
+        if BOX in scan.varying:
+            return
+        if BOX in scan.first:
+            cells.append(scan.first[BOX])
+    if cells and np.ptp(cells, axis=0).max() <= SAME_CELL:
         yield note(
             "",
             "no virials, and one cell in all training frames: pressures and stresses of the model mean nothing. "

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepmd_ema.config.labels import ENERGY, FORCE, LABELS, VIRIAL
-from deepmd_ema.data.check.identities import COVALENT_RADII, ENERGY_UNITS
+from deepmd_ema.data.check.bonds import COVALENT_RADII
+from deepmd_ema.data.check.identities import ENERGY_UNITS
 from deepmd_ema.data.check.scan import SystemScan
 from deepmd_ema.data.source import Frame, FrameSource
 from deepmd_ema.errors import DataError, counted, first_few

@@ -1,0 +1,142 @@
+"""Distances of nearest neighbors beside covalent radii, and types that are in another order than the positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import TypeAlias
+
+import numpy as np
+
+from deepmd_ema.config.labels import FORCE
+from deepmd_ema.data.source import Frame
+from deepmd_ema.errors import DataError
+from deepmd_ema.geometry import Array, find_pairs_once
+
+SHORT, LONG = 0.65, 1.8  # bounds of the distance of nearest neighbors, in sums of covalent radii
+REACH = 2.6  # where neighbors are searched, beyond bonds in bohr
+# least median distance of nearest neighbors, in sums of covalent radii: it is 0.77 in N2, 0.79 in CO and
+# acetylene; that of metals may be less: U=O has 0.67, Cr2 0.60
+_MIN_BOND = 0.76
+_BOND_SPREAD = 1.15  # of the quartiles of lengths of bonds: 1.03 to 1.1 from 300 to 3,000 K
+_REPULSION = 15.0  # eV/angstrom; median force on atoms that are pressed together beyond any bond
+_NONMETALS = {"H", "B", "C", "N", "O", "F", "Si", "P", "S", "Cl", "Ge", "As", "Se", "Br", "Te", "I"}
+# angstrom; bonds of H have 0.74 (H2), 0.92 (HF), 0.97 (water), 1.02 (ammonia) and 1.09 (methane), and one that
+# moves from a molecule of water to another is 1.2 from both
+_REACH_OF_HYDROGEN = 1.12
+_MAX_BRIDGES = 0.05  # share of hydrogen atoms, in a median frame
+_NOBLE = {"He", "Ne", "Ar", "Kr", "Xe", "Rn"}  # they have no bonds
+MAX_SEARCHED = 15_000  # atoms of a frame whose nearest neighbors are searched
+_MAX_PAIRS = 3e5  # of such a frame, within more than twice the distance of neighbors whatever the unit
+_MIN_FRAMES = 3  # that are judged together
+# pm, Cordero et al. 2008 (carbon sp3, high spin), as in ASE
+_RADII = """
+H 31 He 28 Li 128 Be 96 B 84 C 76 N 71 O 66 F 57 Ne 58 Na 166 Mg 141 Al 121 Si 111 P 107 S 105 Cl 102 Ar 106 K
+203 Ca 176 Sc 170 Ti 160 V 153 Cr 139 Mn 139 Fe 132 Co 126 Ni 124 Cu 132 Zn 122 Ga 122 Ge 120 As 119 Se 120 Br
+120 Kr 116 Rb 220 Sr 195 Y 190 Zr 175 Nb 164 Mo 154 Tc 147 Ru 146 Rh 142 Pd 139 Ag 145 Cd 144 In 142 Sn 139 Sb
+139 Te 138 I 139 Xe 140 Cs 244 Ba 215 La 207 Ce 204 Pr 203 Nd 201 Pm 199 Sm 198 Eu 198 Gd 196 Tb 194 Dy 192 Ho
+192 Er 189 Tm 190 Yb 187 Lu 187 Hf 175 Ta 170 W 162 Re 151 Os 144 Ir 141 Pt 136 Au 136 Hg 132 Tl 145 Pb 146 Bi
+148 Po 140 At 150 Rn 150 Fr 260 Ra 221 Ac 215 Th 206 Pa 200 U 196 Np 190 Pu 187 Am 180 Cm 169
+"""
+COVALENT_RADII = {name: int(r) / 100 for name, r in zip(_RADII.split()[::2], _RADII.split()[1::2])}
+
+# of an atom: distance of its nearest neighbor in sums of covalent radii and in angstrom, both atoms, the frame
+_Bond: TypeAlias = tuple[float, float, int, int, Frame]
+
+
+def misplaced_types(frames: Sequence[Frame], type_map: Sequence[str]) -> list[str]:
+    """Return texts about distances that no bonds of their elements have, in most frames; empty without any.
+
+    Where types are in another order than positions, bonds are between atoms of any elements.
+    """
+    several = [f for f in frames if f.num_atoms > 2 and np.ptp(f.atom_type) > 0]
+    if len(several) < _MIN_FRAMES:
+        return []
+    texts = list[str]()
+    for types, bonds in bonds_by_elements(nearest_bonds(several, type_map)).items():
+        names = [type_map[t] for t in types]
+        ratio, distance, i, j, frame = bonds[len(bonds) // 2]
+        if not 0 < ratio < _MIN_BOND or not _NONMETALS.issuperset(names):
+            continue
+        number = len({bond[4].source for bond in bonds})
+        lowest, highest = bonds[len(bonds) // 4][0], bonds[3 * len(bonds) // 4][0]
+        forces = [
+            float(np.linalg.norm(bond[4].labels[FORCE].reshape(-1, 3)[bond[2]]))
+            for bond in bonds
+            if FORCE in bond[4].labels
+        ]
+        # atoms that were moved at random have distances of any length, which are no bonds
+        is_bond = highest < _BOND_SPREAD * lowest and np.median(forces or [0.0]) < _REPULSION
+        if is_bond and 2 * number > len(several):
+            sizes = COVALENT_RADII[names[0]] + COVALENT_RADII[names[1]]
+            texts.append(
+                f"nearest neighbors {' and '.join(names)} are {distance:.3g} angstrom apart in "
+                f"{number} of {len(several)} frames (atoms {frame.describe_atom(i, type_map)} and "
+                f"{frame.describe_atom(j, type_map)} in {frame.source[0]} frame {frame.source[1]}), "
+                f"expected at least {_MIN_BOND * sizes:.2f}"
+            )
+    shares = list[float]()
+    for frame in several:
+        symbols = np.array(type_map)[frame.atom_type]
+        if "H" in symbols and _NONMETALS.issuperset(symbols) and frame.num_atoms <= MAX_SEARCHED:
+            near = find_pairs_once(frame.coord, frame.box, _REACH_OF_HYDROGEN)
+            num_near = np.bincount(np.concatenate(near[:2]), minlength=len(symbols))
+            shares.append(float((num_near[symbols == "H"] > 1).mean()))
+    share = float(np.median(shares)) if shares else 0.0
+    if share > _MAX_BRIDGES:
+        texts.append(
+            f"{100 * share:.0f} % of the hydrogen atoms of a frame (the median of {len(shares)}) have "
+            f"two or more neighbors within {_REACH_OF_HYDROGEN} angstrom, expected one bond"
+        )
+    return texts
+
+
+def nearest_bonds(frames: Sequence[Frame], type_map: Sequence[str]) -> list[_Bond]:
+    """Return the nearest neighbors of the atoms of frames, the shortest of the scaled distances first."""
+    radii = bond_radii(type_map)
+    bonds = list[_Bond]()
+    for frame in frames:
+        near = nearest_neighbors(frame.coord, frame.box, radii[frame.atom_type])
+        bonds += [(*atom, frame) for atom in near]
+    return sorted(bonds, key=itemgetter(0))
+
+
+def bonds_by_elements(bonds: Sequence[_Bond]) -> dict[tuple[int, int], list[_Bond]]:
+    """Return bonds in their order, by the types of both atoms."""
+    groups: dict[tuple[int, int], list[_Bond]] = {}
+    for bond in bonds:
+        first, second = sorted(bond[4].atom_type[[bond[2], bond[3]]].tolist())
+        groups.setdefault((first, second), []).append(bond)
+    return groups
+
+
+def bond_radii(symbols: Sequence[str]) -> Array:
+    """Return covalent radii of elements, angstrom; NaN of noble gases and of names that are no elements."""
+    return np.array([math.nan if name in _NOBLE else COVALENT_RADII.get(name, math.nan) for name in symbols])
+
+
+def nearest_neighbors(coord: Array, box: Array | None, radii: Array) -> list[tuple[float, float, int, int]]:
+    """Return distances of nearest neighbors in sums of covalent radii and in angstrom, and both atoms, of each atom.
+
+    Args:
+        coord: (N, 3) angstrom.
+        box: (3, 3) angstrom, or None.
+        radii: (N,) angstrom, NaN of atoms that have no bonds.
+    """
+    if not np.isfinite(radii).any() or not 1 < len(coord) <= MAX_SEARCHED:
+        return []
+    size = np.ptp(coord, axis=0) + 1.0 if box is None else np.linalg.svd(box, compute_uv=False)
+    most = (1.5 / math.pi * _MAX_PAIRS * float(size.prod())) ** (1 / 3) / len(coord) ** (2 / 3)
+    try:
+        i, j, _, distance = find_pairs_once(coord, box, min(REACH * 2 * float(np.nanmax(radii)), most))
+    except DataError:
+        return []
+    scaled = distance / (radii[i] + radii[j])
+    if len(coord) == 2 and len(scaled) == 1 and scaled[0] > LONG:  # a dimer without a bond, in any unit
+        return []
+    i, j, distance, scaled = (np.concatenate(both) for both in ((i, j), (j, i), (distance,) * 2, (scaled,) * 2))
+    order = np.lexsort((scaled, i))
+    order = order[np.isfinite(scaled[order]) & (i[order] != j[order])]
+    first = order[np.unique(i[order], return_index=True)[1]]
+    return [(float(scaled[k]), float(distance[k]), int(i[k]), int(j[k])) for k in first]
