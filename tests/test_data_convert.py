@@ -10,7 +10,7 @@ from test_data_extxyz import LABELS, text, toy_atoms
 from deepmd_ema.cli import main
 from deepmd_ema.data.convert import convert_data
 from deepmd_ema.data.formats.extxyz import blocks
-from deepmd_ema.errors import UserError
+from deepmd_ema.errors import DataError, UserError
 
 KBAR = 1602.1766208  # in eV/angstrom^3
 TYPES = ("O", "H")
@@ -123,6 +123,82 @@ def test_an_outcar_that_is_cut_off_or_did_not_converge_is_reported():
     assert "read OUTCAR: 2 frames" in reported
     assert "the end of the file is missing: a frame that was not finished is left out" in reported
     assert "EDIFF was not reached: these are read, and may be wrong" in reported
+
+
+NOT_REACHED = "EDIFF was not reached: these are read, and may be wrong (2 frames)"
+
+
+def electronic_steps(number, last_change):
+    """Return what VASP writes of the electronic steps of an ionic step."""
+    changes = [0.5] * (number - 1) + [last_change]
+    return "".join(
+        f"--- Iteration 1({k: 4d})  ---\n total energy-change (2. order) :{change:.7E}  (-0.1E-07)\n"
+        for k, change in enumerate(changes, 1)
+    )
+
+
+@pytest.mark.parametrize(("version", "is_reported"), [("5.4.4.18Apr17", True), ("6.3.0", False)])
+def test_steps_of_vasp_5_that_took_all_electronic_steps_are_reported(version, is_reported):
+    text = outcar(4).replace("vasp.6.3.0", f"vasp.{version}")
+    head, *parts = text.split("--- Iteration")
+    # the third has converged in its last step
+    counts = [(20, 1e-3), (9, 1e-7), (20, 1e-7), (20, 2e-6)]
+    steps = [electronic_steps(*count) + part.partition("\n")[2] for count, part in zip(counts, parts, strict=True)]
+    limits = (
+        "   NELM   =     20;   NELMIN=  2; NELMDL= -5     # of ELM steps\n   EDIFF  = 0.1E-05   stopping-criterion\n"
+    )
+    Path("OUTCAR").write_text(head + limits + "".join(steps))
+    assert (NOT_REACHED in "\n".join(convert_data(["OUTCAR"], "out"))) == is_reported
+
+
+def test_steps_of_a_machine_learned_potential_in_vasp_have_no_electrons():
+    ml = "\n  ML FREE ENERGIE OF THE ION-ELECTRON SYSTEM (eV)\n General timing"
+    Path("OUTCAR").write_text(outcar(2).replace("\n General timing", ml))
+    assert "EDIFF" not in "\n".join(convert_data(["OUTCAR"], "out"))
+
+
+def vasprun(counts, last_change=1e-3, energies=(-10.0, -10.5, -11.0)):
+    """Return a vasprun.xml with a step for each number of electronic steps."""
+    cell = '<crystal><varray name="basis"><v>4 0 0</v><v>0 4 0</v><v>0 0 4</v></varray></crystal>'
+    out = ['<?xml version="1.0" encoding="ISO-8859-1"?>', "<modeling>", '<parameters><i type="int" name="NELM"> 20</i>']
+    out += ['<i name="EDIFF"> 0.00000100</i><i type="int" name="NELM"> 1</i></parameters>', "<atominfo>"]
+    out += ['<atoms> 2 </atoms><types> 1 </types><array name="atoms"><set>', *["<rc><c>H </c><c> 1 </c></rc>"] * 2]
+    out += ["</set></array></atominfo>"]
+    out.append('<kpoints><varray name="kpointlist"><v>0 0 0</v></varray>')
+    out.append('<varray name="weights"><v>1</v></varray></kpoints>')
+    rows = "<v> 0 0 0 </v><v> 0 0 0.25 </v></varray>"
+    place = f'{cell}<varray name="positions">{rows}</structure>'
+    out += [f'<structure name="initialpos">{place}']
+    for count, energy in zip(counts, energies):
+        names = ("e_fr_energy", "e_wo_entrp", "e_0_energy")
+        out.append("<calculation>")
+        for k in range(count):
+            value = energy if k == count - 1 else energy + last_change
+            out.append(
+                "<scstep><energy>" + "".join(f'<i name="{n}"> {value} </i>' for n in names) + "</energy></scstep>"
+            )
+        out += [f"<structure>{place}", f'<varray name="forces">{rows}', "<energy>"]
+        out += [*(f'<i name="{n}"> {energy:.8f} </i>' for n in names), "</energy>", "</calculation>"]
+    return "\n".join([*out, "</modeling>"])
+
+
+def test_steps_in_a_vasprun_that_took_all_electronic_steps_are_reported():
+    Path("vasprun.xml").write_text(vasprun((20, 9, 20)))
+    assert NOT_REACHED in "\n".join(convert_data(["vasprun.xml"], "out"))
+    Path("vasprun.xml").write_text(vasprun((20, 9, 20), last_change=1e-8))
+    assert "EDIFF" not in "\n".join(convert_data(["vasprun.xml"], "out2"))
+
+
+def test_frames_with_numbers_that_are_not_finite_are_left_out_by_name():
+    # VASP writes nan where a step of its electrons has failed
+    Path("energies.xml").write_text(vasprun((2, 2, 2)).replace("-10.50000000", "nan").replace(" -10.5 ", " nan "))
+    reported = "\n".join(convert_data(["energies.xml"], "out"))
+    assert "warning: left out, since numbers are not finite: 1 frame (from 0): 1 (energy)" in reported
+    assert len(read_all("out")) == 2
+    Path("only.xyz").write_text('1\nenergy=nan Properties=species:S:1:pos:R:3 pbc="F F F"\nH 0 0 0\n')
+    words = r"warning: left out, since numbers are not finite: 1 frame \(from 0\): 0 \(energy\)"
+    with pytest.raises(DataError, match=words):
+        convert_data(["only.xyz"], "out3")
 
 
 EVERY_LABEL = ("energy", "force", "virial", "atom_energy", "atom_pref", "hessian")

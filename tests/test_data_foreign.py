@@ -139,3 +139,63 @@ def test_units_change_every_array_of_a_file(name):
     np.testing.assert_allclose(frame.labels["energy"], -kcal, rtol=1e-12)
     np.testing.assert_allclose(frame.labels["force"], np.full((2, 3), kcal / BOHR), rtol=1e-12)
     np.testing.assert_allclose(frame.labels["virial"], plain.labels["virial"] * kcal, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [
+        ("ABACUS", " convergence has NOT been achieved!"),
+        ("ABACUS", " !! convergence has not been achieved @_@"),
+        ("ABACUS", " !!SCF IS NOT CONVERGED!!"),
+        ("CASTEP", " *Warning* max. SCF cycles performed but system has not reached the groundstate."),
+        ("CP2K", "  *** SCF run NOT converged ***"),
+        ("CP2K", " *** WARNING in qs_scf.F:542 :: SCF run NOT converged ***"),
+        ("FHI-aims", "  ** WARNING! SELF-CONSISTENCY CYCLE DID NOT CONVERGE"),
+        ("Gaussian", " >>>>>>>>>> Convergence criterion not met."),
+        ("ORCA", "FINAL SINGLE POINT ENERGY  -76.1 (Wavefunction not fully converged!)"),
+        ("ORCA", "               *        SCF NOT CONVERGED AFTER  125 CYCLES        *"),
+        ("Quantum ESPRESSO", "     convergence NOT achieved after 100 iterations: stopping"),
+        ("SIESTA", "SCF_NOT_CONV: SCF did not converge  in maximum number of steps."),
+    ],
+)
+def test_electrons_that_did_not_converge_are_reported_in_the_words_of_the_program(dpdata, program, line):
+    Path("run.out").write_text(f"head\n{line}\n more\n{line}\nend\n")
+    if program == "Gaussian":
+        done = " SCF Done:  E(RB3LYP) =  -1.0     A.U. after   65 cycles\n"
+        forces = " Center     Atomic                   Forces (Hartrees/Bohr)\n"
+        # in the second step another method has converged after the first
+        steps = [f"{line}\n{done}", f"{line}\n{done}{done}", done, f"{line}\n{done}"]
+        Path("run.out").write_text(forces.join([*steps, ""]))
+    [reported] = [text for text in convert_data(["run.out"], "out", file_format="any/thing") if "converge" in text]
+    assert reported.startswith('  electrons did not converge ("')
+    assert reported.endswith(f", {program}): these frames, where they are read, may be wrong (2 frames)")
+
+
+def test_the_logs_of_a_program_that_is_read_as_a_folder_are_looked_at(dpdata):
+    Path("run/OUT.ABACUS").mkdir(parents=True)
+    Path("run/OUT.ABACUS/running_md.log").write_text(" convergence has NOT been achieved!\n")
+    Path("run/empty.log").touch()
+    reported = "\n".join(convert_data(["run"], "out", file_format="abacus/md"))
+    assert 'electrons did not converge ("convergence has NOT been achieved", ABACUS)' in reported
+
+
+def test_an_error_of_a_reader_tells_what_the_program_says_of_its_electrons(monkeypatch):
+    package = types.ModuleType("dpdata")
+    package.LabeledSystem = lambda path, fmt: types.SimpleNamespace(data={})
+    monkeypatch.setitem(sys.modules, "dpdata", package)
+    Path("md.out").write_text(OUTPUT + "\n *** SCF run NOT converged ***\n")
+    with pytest.raises(DataError) as caught:
+        convert_data(["md.out"], "out")
+    assert 'md.out: electrons did not converge ("SCF run NOT converged", CP2K)' in str(caught.value)
+    assert "(it has no frames)" in caught.value.problems[0]
+
+
+def test_forces_in_a_file_that_were_not_read_are_reported(monkeypatch):
+    package = types.ModuleType("dpdata")
+    data = {"atom_names": ["H"], "atom_types": np.zeros(1, int), "coords": np.zeros((1, 1, 3)), "nopbc": True,
+            "energies": np.ones(1), "cells": np.zeros((1, 3, 3))}  # fmt: skip
+    package.LabeledSystem = lambda path, fmt: types.SimpleNamespace(data=data)
+    monkeypatch.setitem(sys.modules, "dpdata", package)
+    Path("run.out").write_text("                   Forces (Hartrees/Bohr)\n")
+    reported = convert_data(["run.out"], "out", file_format="gaussian/log")
+    assert '  forces are in the file ("Forces (Hartrees/Bohr)") and were not read: try another --format' in reported

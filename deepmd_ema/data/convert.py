@@ -25,7 +25,7 @@ from deepmd_ema.data.formats.units import BOHR, ENERGIES, LENGTHS, quantity_fact
 from deepmd_ema.data.source import BOX, COORD, Chunk, of_atoms
 from deepmd_ema.data.split import FrameTable, split_frames
 from deepmd_ema.distributed.files import atomic_write, taking_the_place_of, writing
-from deepmd_ema.errors import DataError, UserError, collect_problems, counted
+from deepmd_ema.errors import DataError, UserError, collect_problems, counted, first_few
 from deepmd_ema.geometry import Array
 
 _MODELS = (".pt", ".pth", ".pt2", ".pte", ".pb", ".dp", ".yaml", ".yml", ".hlo", ".savedmodel", ".jax")
@@ -109,7 +109,9 @@ def convert_data(
     frames, lines = _read(inputs, file_format, predict, units)
     if not frames:
         read_by = "; ".join(dict.fromkeys(line.strip() for line in lines if line.startswith("  by ")))
-        raise DataError(f"{', '.join(inputs)}: no frame has an energy or forces (read {read_by}). Is the format right?")
+        bad = "".join(f" {line.strip()}." for line in lines if line.startswith("  warning: left out"))
+        what = f"{', '.join(inputs)}: no frame has an energy or forces (read {read_by})."
+        raise DataError(f"{what}{bad or ' Is the format right?'}")
     type_map = tuple(dict.fromkeys(symbol for frame in frames for symbol in frame.symbols))
     parts = [frames]
     if validation:
@@ -150,6 +152,7 @@ def _read(
                 names.append(name)
                 num_atoms = counted(sum(len(frame.symbols) for frame in stored), "atom")
                 lines.append(f"read {name}: {counted(inventory.num_frames, 'frame')}, {num_atoms}")
+                not_finite = list[str]()
                 factors, about_units = _factors(name, inventory, stored, units)
                 for index, frame in enumerate(stored):
                     with collect_problems(problems, f"{name}: frame {index} (from 0): "):
@@ -159,11 +162,17 @@ def _read(
                         if predict is not None:
                             own = replace(frame, coord=arrays[COORD], box=arrays.get(BOX))
                             arrays |= predict(own, arrays.get(FPARAM), arrays.get(APARAM))
+                        if bad := [n for n, array in arrays.items() if not np.isfinite(array).all()]:
+                            not_finite.append(f"{index} ({', '.join(bad)})")
+                            continue
                         if not any(LABELS[name].errors for name in arrays if name in LABELS):
                             num_empty += 1
                             continue
                         frames.append(_Labelled(number, kind_of(frame), tuple(frame.symbols), arrays))
                 lines += [f"  {line}" for line in (*about_units, *inventory.lines())]
+                if not_finite:
+                    listed = f"{counted(len(not_finite), 'frame')} (from 0): {first_few(not_finite)}"
+                    lines.append(f"  warning: left out, since numbers are not finite: {listed}")
     DataError.raise_if_any(problems)
     if num_empty:
         lines.append(f"left out: {counted(num_empty, 'frame')} without energy and forces")

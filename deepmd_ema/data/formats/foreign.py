@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deepmd_ema.config.elements import SYMBOLS
-from deepmd_ema.config.labels import HESSIAN
+from deepmd_ema.config.labels import FORCE, HESSIAN
+from deepmd_ema.data.formats.convergence import notes_of_output, unconverged_steps_of_vasp
 from deepmd_ema.data.formats.discover import find_stores, is_cp2k_trajectory, split_address
 from deepmd_ema.data.formats.extxyz import blocks, is_extxyz, read_block
 from deepmd_ema.data.formats.lmdb import is_lmdb, lmdb_frames
@@ -31,6 +32,7 @@ _MAX_REASON_CHARACTERS = 1000  # letters of what another program says
 _SIGNATURES = ((b"CP2K|", "CP2K", "cp2k/output"), (b"Psi4: An Open-Source", "Psi4", "psi4/out"))
 _RUNNER = re.compile(rb"\s*(?:(?:[#!]|comment)[^\n]*\n\s*)*begin\b")  # also with blanks, which ASE does not expect
 _HEAD_BYTES = 20_000
+_TAIL_BYTES = 100_000  # with the end of a file
 # names of ASE and dpdata for formats whose numbers have one unit of length and one of energy, which the readers take
 # for these; the others are outputs of programs with units of their own, which they know
 _UNITS_OF = {
@@ -75,7 +77,18 @@ def stored_parts(address: str, file_format: str | None) -> Iterator[tuple[str, I
         raise DataError(f"{path}: no such file.")
     if path.is_file() and not path.stat().st_size:  # ASE would make a new data base of it
         raise DataError(f"{path}: is empty.")
-    yield address, inventory, _all_frames(str(path), _frames(path, file_format, inventory), inventory)
+    output = path.parent if path.is_file() and is_cp2k_trajectory(path) else path
+    try:
+        stored = _all_frames(str(path), _frames(path, file_format, inventory), inventory)
+    except DataError as error:
+        notes = [f"{path}: {text}" for text, _ in notes_of_output(output, has_forces=True)]
+        raise DataError([*error.problems, *notes]) from None
+    if inventory.reader != "dp-ema":
+        # not |=, which drops remarks on the whole file
+        inventory.other.update(dict(notes_of_output(output, FORCE in inventory.read)))
+        if path.is_file():
+            _note_what_vasp_left_out(path, inventory)
+    yield address, inventory, stored
 
 
 def _all_frames(name: str, frames: Iterator[StoredFrame], inventory: Inventory) -> list[StoredFrame]:
@@ -121,7 +134,10 @@ def _frames(path: Path, file_format: str | None, inventory: Inventory) -> Iterat
             text = f"{path}: is {what}, which dpdata reads, and dpdata is not installed: pip install dpdata."
             raise DataError(text) from None
     try:
-        return _ase_frames(path, "runnerdata" if _RUNNER.match(head) else None, inventory)
+        format_of_ase = "runnerdata" if _RUNNER.match(head) else None
+        if _is_vasp(head):  # whatever the name of the file is
+            format_of_ase = "vasp-xml" if b"<modeling" in head else "vasp-out"
+        return _ase_frames(path, format_of_ase, inventory)
     except DataError as error:
         more = ""
         if not _is_vasp(head):
@@ -141,7 +157,6 @@ def _ase_frames(path: Path, file_format: str | None, inventory: Inventory) -> It
 
     if file_format is not None and file_format not in ioformats:
         raise DataError(f"--format {file_format}: ASE has no such format; `ase info --formats` lists them.")
-    _note_what_vasp_left_out(path, inventory)
     with _readable(path, f"ASE{f' as {file_format}' if file_format else ''}", inventory):
         name = file_format or ("db" if path.suffix == ".db" else filetype(str(path)))
         if name not in ioformats:  # it is the suffix
@@ -169,21 +184,19 @@ def _is_vasp(head: bytes) -> bool:
 
 
 def _note_what_vasp_left_out(path: Path, inventory: Inventory) -> None:
-    """Note what ASE passes over in a file of VASP: a last frame that is cut off, energies that did not converge."""
+    """Note what readers pass over in a file of VASP: a last frame that is cut off, energies that did not converge."""
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-        if not _is_vasp(head):
-            return
-        is_xml, ended, steps, reached = b"<modeling" in head[:2000], False, 0, 0
-        file.seek(0)
-        for line in file:
-            ended |= (b"</modeling>" if is_xml else b"General timing and accounting") in line
-            steps += not is_xml and b"FREE ENERGIE OF THE ION-ELECTRON SYSTEM" in line
-            reached += not is_xml and b"aborting loop because EDIFF is reached" in line
-    if not ended:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        tail = file.read()
+    if not _is_vasp(head):
+        return
+    is_xml = b"<modeling" in head[:2000]
+    if (b"</modeling>" if is_xml else b"General timing and accounting") not in tail:
         inventory.other["the end of the file is missing: a frame that was not finished is left out"] = 0
-    if steps > reached:
-        inventory.other["EDIFF was not reached: these are read, and may be wrong"] = steps - reached
+    if number := unconverged_steps_of_vasp(path, is_xml):
+        what = "are left out" if inventory.reader.startswith("dpdata") else "are read, and may be wrong"
+        inventory.other[f"EDIFF was not reached: these {what}"] = number
 
 
 def _of_atoms(atoms: Atoms, inventory: Inventory) -> StoredFrame:
@@ -210,6 +223,8 @@ def _dpdata_frames(path: Path, file_format: str, inventory: Inventory) -> Iterat
 
     with _readable(path, f"dpdata as {file_format}", inventory):
         data = dpdata.LabeledSystem(str(path), fmt=file_format).data
+        if not len(data.get("coords", ())):
+            raise ValueError("it has no frames")
     name = path.name.rpartition(".")[2].lower() if file_format == "auto" else file_format
     inventory.reader, inventory.units = f"dpdata as {name}", _UNITS.get(name)
     element_of = {}  # of each kind of atoms

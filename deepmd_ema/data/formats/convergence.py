@@ -1,0 +1,178 @@
+"""Electrons that did not converge, and forces that a reader left out, by the text that a program wrote."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# what a program writes once for each step whose electrons did not converge
+_FAILURES = {
+    "ABACUS": (
+        b"convergence has NOT been achieved",
+        b"convergence has not been achieved @_@",
+        b"SCF IS NOT CONVERGED",
+    ),
+    "CASTEP": (b"SCF cycles performed but system has not reached the groundstate",),
+    "CP2K": (b"SCF run NOT converged",),
+    "DFTB+": (b"SCC is NOT converged",),
+    "FHI-aims": (b"SELF-CONSISTENCY CYCLE DID NOT CONVERGE",),
+    "GPAW": (b"Did not converge!",),
+    "NWChem": (b"Calculation failed to converge",),
+    "ORCA": (b"Wavefunction not fully converged", b"SCF NOT CONVERGED AFTER"),
+    "Psi4": (b"Could not converge SCF iterations",),
+    "Q-Chem": (b"SCF failed to converge",),
+    "Quantum ESPRESSO": (b"convergence NOT achieved after",),
+    "SIESTA": (b"SCF did not converge", b"SCF cycle did not converge"),
+}
+_GAUSSIAN_FAILURE = b"Convergence criterion not met"
+# heads of tables of forces, in the formats of which a reader may leave them out
+_FORCE_TABLES = (
+    b"Forces (Hartrees/Bohr)",
+    b"CARTESIAN GRADIENT",
+    b"Forces acting on atoms",
+    b"Total atomic forces (unitary forces cleaned)",
+    b"ATOMIC FORCES in [a.u.]",
+    b"DFT ENERGY GRADIENTS",
+    b"siesta: Atomic forces (eV/Ang)",
+)
+_VASP_EVENT = re.compile(
+    rb"Iteration +\d+\( *(?P<step>\d+)\)"
+    rb"|energy-change \(2\. order\) *:(?P<change>[^\s(]+) *\((?P<eigenvalues>[^\s)]+)\)"
+    rb"|NELM +=(?P<most> *\d+)|EDIFF +=(?P<limit> *\S+)"
+    rb"|(?P<reached>aborting loop because EDIFF is reached)"
+    rb"|(?P<frame>(?<!ML )FREE ENERGIE OF THE ION-ELECTRON SYSTEM)"
+)
+_XML_EVENT = re.compile(
+    rb'<(?P<start>calculation)|<(?P<step>scstep)|name="NELM">(?P<most>[ \d]+)<|name="EDIFF">(?P<limit>[^<]+)<'
+    rb'|name="e_fr_energy">(?P<energy>[^<]+)<|</(?P<end>calculation)|</(?P<step_end>scstep)'
+)
+
+
+def notes_of_output(path: Path, has_forces: bool) -> Iterator[tuple[str, int]]:
+    """Yield remarks on what the program says in an output, with the number of steps they are about.
+
+    Args:
+        path: file, or folder with the output of a program that is read as a folder.
+        has_forces: whether the reader found forces.
+    """
+    files = [path] if path.is_file() else [*path.glob("OUT.*/running_*.log"), *path.glob("*.log")]
+    for file in files:
+        if not file.stat().st_size:
+            continue
+        with _mapped(file) as text:
+            for program, failures in _FAILURES.items():
+                numbers = {words.decode(): len(_places(text, words)) for words in failures}
+                words = max(numbers, key=lambda name: numbers[name])
+                if numbers[words]:
+                    # ORCA says it twice
+                    yield _describe(words, program), numbers[words]
+            if number := _gaussian_failures(text):
+                yield _describe(_GAUSSIAN_FAILURE.decode(), "Gaussian"), number
+            tables = [] if has_forces else [words.decode() for words in _FORCE_TABLES if text.find(words) >= 0]
+            if tables:
+                yield f'forces are in the file ("{tables[0]}") and were not read: try another --format', 0
+
+
+def unconverged_steps_of_vasp(path: Path, is_xml: bool) -> int:
+    """Return the number of ionic steps in a file of VASP whose electrons did not converge.
+
+    VASP 5 writes that EDIFF is reached after NELM steps in any case, and vasprun.xml has no word for it: there steps
+    that took NELM electronic steps count, unless the last changes of the energy are below EDIFF.
+    """
+    with _mapped(path) as text:
+        return _of_xml(text) if is_xml else _of_outcar(text)
+
+
+def _of_outcar(text: mmap.mmap) -> int:
+    tells = text[:2000].lstrip().startswith(b"vasp.") and not text[:2000].lstrip().startswith((b"vasp.4", b"vasp.5"))
+    most, limit, step, change, number = 0, 0.0, 0, 0.0, 0
+    is_reached = False
+    for event in _VASP_EVENT.finditer(text):
+        if event["step"]:
+            step = int(event["step"])
+        elif event["change"]:
+            change = max(abs(_number(event["change"])), abs(_number(event["eigenvalues"])))
+        elif event["most"]:
+            most = most or int(event["most"])
+        elif event["limit"]:
+            limit = limit or _number(event["limit"])
+        elif event["reached"]:
+            is_reached = tells or step < most or change < limit
+        else:
+            # without electronic steps it is a step of a machine-learned potential
+            number += step > 0 and not is_reached
+            step = 0
+            is_reached = False
+    return number
+
+
+def _of_xml(text: mmap.mmap) -> int:
+    most, limit, steps, number = 0, 0.0, 0, 0
+    energies = list[float]()
+    is_in_step = False
+    for event in _XML_EVENT.finditer(text):
+        if event["most"]:
+            most = most or int(event["most"])
+        elif event["limit"]:
+            limit = limit or _number(event["limit"])
+        elif event["start"]:
+            steps = 0
+            energies.clear()
+        elif event["step"]:
+            steps += 1
+            is_in_step = True
+        elif event["step_end"]:
+            is_in_step = False
+        elif event["energy"] and is_in_step:
+            energies.append(_number(event["energy"]))
+        elif event["end"]:
+            is_small = len(energies) > 1 and abs(energies[-1] - energies[-2]) < limit
+            number += 0 < most <= steps and not is_small
+    return number
+
+
+def _gaussian_failures(text: mmap.mmap) -> int:
+    """Return the number of steps whose last method for the electrons did not converge (with XQC there is a second)."""
+    marks = {b"SCF Done:": "end", _GAUSSIAN_FAILURE: "failure", b"Forces (Hartrees/Bohr)": "forces"}
+    events = sorted((place, mark) for words, mark in marks.items() for place in _places(text, words))
+    number, ends = 0, 2  # energies since the failure
+    for _, mark in events:
+        if mark == "failure":
+            ends = 0
+        elif mark == "end":
+            ends += 1
+        else:
+            number += ends < 2
+            ends = 2
+    return number + (ends < 2)
+
+
+def _describe(words: str, program: str) -> str:
+    return f'electrons did not converge ("{words}", {program}): these frames, where they are read, may be wrong'
+
+
+def _number(word: bytes) -> float:
+    """Return a number, infinity for asterisks, which Fortran writes for what has no room."""
+    try:
+        return float(word)
+    except ValueError:
+        return float("inf")
+
+
+def _places(text: mmap.mmap, words: bytes) -> list[int]:
+    """Return where ``words`` begin in a text."""
+    places = list[int]()
+    place = text.find(words)
+    while place >= 0:
+        places.append(place)
+        place = text.find(words, place + len(words))
+    return places
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap]:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        yield text
